@@ -1,6 +1,6 @@
-"""What the Arena and an actor say to each other: the bodies of the built-in actor, in msgpack, JSON or raw arrays. Pure.
+"""Encode requests to actors and parse their replies, in msgpack, JSON or raw arrays. No I/O.
 
-One session plays the heroes of a camp as seats `hero_0`, `hero_1`, …, or (`lone`) one hero, whose steps have no seat around them.
+A session plays the heroes of a camp as seats `hero_0`, `hero_1`, …, or (`lone`) one hero, whose steps are not nested in a seat.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ludus.games.arena.engine.layout import AIMED, BUTTONS, DIRECTIONS, HEADS, M
 
 Format = Literal["msgpack", "json", "raw"]
 MATCHES: Final = "matches"
-"""The key of a reply that hands over further ones."""
+"""Key of further matches in a reply."""
 FORMATS: Final = ("msgpack", "json", "raw")
 Action = tuple[int, ...]
 
 INFO: Final = "info"
-"""The key of what an actor may like to know and the built-in one does not take."""
+"""Key of optional information, which actors may reject."""
 _HEAD = struct.Struct("<fI")
 _TERMINATED, _TRUNCATED, _MASKED = 1, 2, 4
 _ACTION = struct.Struct(f"<{len(HEADS)}q")
@@ -36,17 +36,17 @@ _NAME = 40
 
 
 class HeroObservation(NamedTuple):
-    """What one hero sees, in the order in which the raw format has it."""
+    """Observation of one hero, in the order of the raw format."""
 
     entities: npt.NDArray[np.float32]
     scalars: npt.NDArray[np.float32]
     target_mask: npt.NDArray[np.bool_]
     state: npt.NDArray[np.float32] | None = None
-    """The whole of the match, where it is asked for."""
+    """State for a centralised value function, with the option `whole`."""
 
 
 class SeatStep(NamedTuple):
-    """What one seat is told: in a tick with its mask, at the end with how it ended."""
+    """Message to one seat: a tick has a mask, the end has terminated or truncated."""
 
     seat: str
     reward: float
@@ -58,20 +58,20 @@ class SeatStep(NamedTuple):
 
 @dataclass
 class ParsedReply:
-    """Actions of the seats that were asked, or what is wrong with them; and names of others that were answered for."""
+    """By seat: actions, or errors; and the names of seats that were not asked for."""
 
     actions: dict[str, Action]
     wrong: dict[str, str]
     others: set[str]
     matches: Sequence[Any] = ()
-    """Further ones, which the actor wants to be played as well."""
+    """Further matches to play."""
 
 
 class BodyCodec:
-    """How the bodies of one session are written."""
+    """Encodes and parses the bodies of one session."""
 
     def __init__(self, kind: Format, options: Sequence[int], *, lone: bool = False, packed_masks: bool = False) -> None:
-        """`options`: how many each head of an action has. Raw arrays are for a lone seat. `packed_masks`: in msgpack, as bytes too."""
+        """`options`: number of options of each action head. Raw arrays imply `lone`. `packed_masks`: masks as bytes in msgpack."""
         self.kind, self.lone = kind, lone or kind == "raw"
         self._packed_masks = packed_masks and kind == "msgpack"
         self._options = tuple(options)
@@ -81,7 +81,7 @@ class BodyCodec:
         return self._encode({"format": self.kind, **about})
 
     def steps(self, steps: Sequence[SeatStep], info: Mapping[str, Any] | None = None) -> bytes:
-        """The body of a tick or an end. Nothing to say: an empty one."""
+        """Encode the body of a tick or an end; empty without steps and information."""
         if not steps and (not info or self.kind == "raw"):
             return b""
         if self.kind == "raw":
@@ -91,7 +91,7 @@ class BodyCodec:
         return self._encode(message | {INFO: info} if info else message)
 
     def read(self, body: bytes, asked: Collection[str]) -> ParsedReply:
-        """Whatever came back: nothing in it can do harm."""
+        """Parse an untrusted reply to a tick. Never raises."""
         try:
             message = self._message(body)
             given = self._actions(message, asked)
@@ -106,7 +106,7 @@ class BodyCodec:
         return reply
 
     def matches_in(self, body: bytes) -> Sequence[Any]:
-        """Matches that the reply to a start or an end hands over; none, if it is anything else."""
+        """Return the further matches in the reply to a start or an end; none if it is invalid."""
         try:
             return _matches_in(self._message(body)) if body else ()
         except ValueError:
@@ -138,7 +138,7 @@ class BodyCodec:
         return given
 
     def _find_error(self, given: Any) -> str:
-        """What is wrong with the shape of an action; empty: nothing. Whether it is allowed is another question."""
+        """Return why an action is malformed; empty if it is not. Does not check legality."""
         if given is None:
             return "There is no action for it."
         if not isinstance(given, (list, tuple)) or len(given) != len(self._options):
@@ -157,7 +157,7 @@ class BodyCodec:
             seen = {"entities": array(entities), "scalars": array(scalars), "target_mask": array(target_mask)}
             step_fields["observation"] = seen if state is None else {"observation": seen, "state": array(state)}
         if step.mask is not None:
-            # Numbers: JSON and msgpack say them alike, in a byte or two.
+            # Numbers rather than bools: one byte in msgpack, two in JSON.
             step_fields["action_mask"] = step.mask.tobytes() if self._packed_masks else step.mask.view(np.uint8).tolist()
         if step.terminated:
             step_fields["terminated"] = True
@@ -194,12 +194,12 @@ def _short(error: Exception) -> str:
 
 
 def options_of(units: int) -> tuple[int, ...]:
-    """How many options each head has, in a match with so many units."""
+    """Return the number of options of each head in a match with `units` units."""
     return len(BUTTONS), DIRECTIONS, DIRECTIONS, units
 
 
 def explain_refusal(action: Action, mask: npt.NDArray[np.bool_], target_mask: npt.NDArray[np.bool_]) -> str:
-    """Why an action is not allowed, and what is. `mask` is flat, `target_mask` has a row for each button with a target."""
+    """Return why an action is illegal, and the legal ones. `mask` is flat; `target_mask` has a row for each button with a target."""
     buttons, moves, skills = (
         mask[: len(BUTTONS)],
         mask[len(BUTTONS) :][:DIRECTIONS],

@@ -1,4 +1,4 @@
-"""One match as it is ordered and as it went: who plays which camp, what each hero is owed, what went wrong. No I/O, no clock."""
+"""Plan, progress and result of one hosted match. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ _FURTHER = ("runtime_id", "heroes", "camps", "seed", "options")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-# -- as it is ordered -------------------------------------------------------------------------------------------------
+# -- plan -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BotCamp:
-    """A camp that is played by a script of ours."""
+    """A camp played by a built-in bot."""
 
-    script: str
+    bot: str
 
 
 @dataclass(frozen=True)
 class ActorCamp:
-    """A camp that is played by an actor, which has `timeout_s` for each of its answers."""
+    """A camp played by an actor; `timeout_s` limits each of its replies."""
 
     url: str
     timeout_s: float = 30.0
@@ -80,40 +80,39 @@ CampPlayer = BotCamp | ActorCamp
 
 @dataclass(frozen=True)
 class HostOptions:
-    """What a caller may choose besides the match itself; `gamecore/server/games.yaml` declares the same."""
+    """Options of a game process; `gamecore/server/games.yaml` declares the same ones."""
 
     rule: str = "medium"
-    """Plays camps without an actor, and steps in for one that is gone."""
+    """Bot for camps without an actor and for lost actors."""
     pace: float = 0.0
-    """Ticks a second; 0: as fast as it goes."""
+    """Ticks per second; 0: unlimited."""
     on_illegal: OnIllegal = "nothing"
-    """Instead of an action that is not allowed, or is none: do nothing, what the rule would do, or lose the match."""
+    """On an illegal or invalid action: do nothing, play the action of the rule, or forfeit the match."""
     on_lost: OnLost = "rule"
-    """When an actor is gone: the rule plays on, or the match ends."""
+    """When an actor is lost: the rule takes over, or the match ends."""
     patience_s: float = 10.0
-    """An actor that has not answered for so long, and for its time-out, is gone."""
+    """An actor is lost after this time and its time-out without a reply."""
     format: Format = "msgpack"
     sessions: Sessions = "camp"
-    """One for a camp, whose heroes are its seats; one for every hero; or one for the match, where one actor plays both camps."""
+    """One session per camp, per hero, or per match if one actor plays both camps."""
     record: bool = False
     lenient: bool = False
-    """An order that is aimed at somebody it cannot be aimed at goes to the nearest one it can, and is not refused: for actors that
-    choose button and target apart."""
+    """Redirect an order with an invalid target to the nearest valid one: for actors that choose button and target independently."""
     sparse: bool = False
     team_spirit: float = 0.0
     zero_sum: bool = True
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of the rewards that actors are told: `settings.Rewards`. Each weight is an option of its own, `weight_gold` and so on."""
+    """Reward weights (`settings.Rewards`), set by the options `weight_gold` and so on."""
     every: int = 3
-    """Ticks from decision to decision."""
+    """Ticks per decision."""
     lockstep: bool = False
-    """All heroes are asked at every decision, the dead too, and all are shown the end: for actors whose seats go in step."""
+    """Ask all heroes at every decision, including dead ones, and send all the final observation."""
     whole: bool = False
-    """Observations are {observation, state}: the second is what a centralised value sees."""
+    """Observations are {observation, state}; `state` is the input of a centralised value function."""
     start: Start = "home"
-    """Where heroes are when a match begins: at home, or in front of their outer tower."""
+    """Start position of heroes: at their base, or in front of their outer tower."""
     together: int = 0
-    """Actors hand over further matches in their replies, of which so many at most are played side by side. 0: there are none."""
+    """Maximum number of simultaneous matches that actors add in their replies; 0: none."""
 
     @property
     def rewards(self) -> Rewards:
@@ -125,7 +124,7 @@ class MatchPlan:
     runtime_id: str
     size: int
     lineup: Lineup | None
-    """Heroes of either camp; None: the usual ones."""
+    """Heroes of both camps; None: the default ones."""
     camps: tuple[CampPlayer, CampPlayer]
     seed: int = 0
     max_ticks: int | None = None
@@ -138,14 +137,14 @@ class MatchPlan:
         return f"{self.size}v{self.size}"
 
 
-def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str]) -> MatchPlan:
-    """From the JSON that a gamecore server writes. Raises ConfigError, which names the key and its value."""
+def read_plan(config: Any, tokens: Sequence[str | None], bots: Sequence[str]) -> MatchPlan:
+    """Parse the JSON config of a gamecore server. Raises ConfigError with the key and its value."""
     if not isinstance(config, Mapping):
         _reject("The config", config, "It is a JSON object.")
     for key in config:
         if key not in _KEYS:
             raise ConfigError(f"The key {key!r} of the config is unknown.", did_you_mean(str(key), _KEYS))
-    options = read_options(config.get("options") or {}, scripts)
+    options = read_options(config.get("options") or {}, bots)
     size, lineup = read_teams(config.get("mode"), config.get("heroes"))
     start_from = config.get("start_from")
     if start_from is not None and not isinstance(start_from, str):
@@ -164,9 +163,9 @@ def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str])
     )
 
 
-def read_handed_match(given: Any, first: MatchPlan, actor: ActorCamp, scripts: Sequence[str]) -> MatchPlan:
-    """A match that an actor hands over, and that no other actor plays. It may have a rule, a start and weights of its own; all other options are
-    those of the `first` one. Raises ConfigError."""
+def read_handed_match(given: Any, first: MatchPlan, actor: ActorCamp, bots: Sequence[str]) -> MatchPlan:
+    """Parse a further match from an actor's reply. It may set rule, start, team_spirit and weights; all other options must equal
+    those of `first`. Raises ConfigError."""
     if not isinstance(given, Mapping):
         _reject("A further match", given, "It is an object.")
     for key in given:
@@ -175,7 +174,7 @@ def read_handed_match(given: Any, first: MatchPlan, actor: ActorCamp, scripts: S
     camps = given.get("camps")
     if not isinstance(camps, Sequence) or len(camps) != CAMPS or not all(camp is True or camp is None for camp in camps):
         _reject("camps", camps, "It is a list of two: true, the actor plays it, or null, the rule does.")
-    usual, own = first.options, replace(read_options(given.get("options") or {}, scripts), together=first.options.together)
+    usual, own = first.options, replace(read_options(given.get("options") or {}, bots), together=first.options.together)
     shared = replace(usual, rule=own.rule, start=own.start, team_spirit=own.team_spirit, weights=own.weights)
     for name, value in vars(shared).items():
         if getattr(own, name) != value:
@@ -195,7 +194,7 @@ def read_handed_match(given: Any, first: MatchPlan, actor: ActorCamp, scripts: S
 
 
 def read_teams(mode: Any, heroes: Any) -> tuple[int, Lineup | None]:
-    """Heroes a side, and who they are: either may be left to us. Raises ConfigError."""
+    """Return team size and line-up; both have defaults. Raises ConfigError."""
     lineup = _lineup(heroes) if heroes else None
     size = size_of(mode) if mode is not None else 1 if lineup is None else size_of(max(len(camp) for camp in lineup))
     rows_of(lineup, size)
@@ -228,7 +227,7 @@ def _camps(given: Any, tokens: Sequence[str | None], rule: str) -> tuple[CampPla
     return players[0], players[1]
 
 
-def read_options(given: Any, scripts: Sequence[str]) -> HostOptions:
+def read_options(given: Any, bots: Sequence[str]) -> HostOptions:
     """Raises ConfigError."""
     if not isinstance(given, Mapping):
         _reject("options", given, "It is an object.")
@@ -239,7 +238,7 @@ def read_options(given: Any, scripts: Sequence[str]) -> HostOptions:
     default = HostOptions()
     weights = {part: given[f"{_WEIGHT}{part}"] for part in PARTS if f"{_WEIGHT}{part}" in given}
     made = HostOptions(
-        rule=_one_of("rule", given.get("rule", default.rule), scripts),
+        rule=_one_of("rule", given.get("rule", default.rule), bots),
         pace=_number("pace", given.get("pace", default.pace), 0.0, MAX_PACE),
         on_illegal=_one_of("on_illegal", given.get("on_illegal", default.on_illegal), get_args(OnIllegal)),
         on_lost=_one_of("on_lost", given.get("on_lost", default.on_lost), get_args(OnLost)),
@@ -276,7 +275,7 @@ def _one_of(name: str, given: Any, known: Sequence[str]) -> Any:
 
 
 def _short_name(name: str, given: Any) -> str:
-    if not isinstance(given, str) or _NAME.fullmatch(given) is None:  # files are called by it
+    if not isinstance(given, str) or _NAME.fullmatch(given) is None:  # used in file names
         _reject(name, given, "Letters, digits, '-', '_' and '.', at most 128 of them, the first a letter or a digit.")
     return given
 
@@ -303,85 +302,85 @@ def _reject(name: str, given: Any, hint: str) -> NoReturn:
     raise ConfigError(f"{name} is {reprlib.repr(given)}.", hint)
 
 
-# -- as it goes -------------------------------------------------------------------------------------------------------
+# -- progress ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class ReplyCounts:
-    """Of what an actor was asked for one hero."""
+    """Counters of the requests for one hero."""
 
     asked: int = 0
     illegal: int = 0
-    """Actions that were not allowed."""
+    """Illegal actions."""
     garbled: int = 0
-    """Replies that were no action."""
+    """Replies without a valid action."""
     late: int = 0
-    """Decisions without an answer."""
+    """Decisions without a reply."""
 
 
 class HostedMatch:
-    """One match while it is played: heroes by their place in [H], those of camp 0 first."""
+    """Progress of one match. Heroes are indexed [H], those of camp 0 first."""
 
-    def __init__(self, plan: MatchPlan, scripts: Sequence[str]) -> None:
+    def __init__(self, plan: MatchPlan, bots: Sequence[str]) -> None:
         self.plan = plan
-        self._scripts = scripts
-        self.rule = scripts.index(plan.options.rule)
-        """Stands in where there is nothing else to play."""
+        self._bots = bots
+        self.rule = bots.index(plan.options.rule)
+        """Index of the bot that stands in for an actor."""
         self.heroes = CAMPS * plan.size
-        self.script = np.full(self.heroes, -1, np.int8)
-        """Which script plays each hero; -1: an actor does."""
+        self.bot_of_hero = np.full(self.heroes, -1, np.int8)
+        """By hero: index of its bot; -1: an actor plays it."""
         self.acted = [False] * self.heroes
-        """In this session: only then is there something to reward."""
-        self.owed = np.zeros(self.heroes)
-        """Rewards since the last step that was told."""
+        """By hero: whether it acted in this session; only then it gets rewards."""
+        self.unreported = np.zeros(self.heroes)
+        """By hero: reward since its last reported step."""
         self.counts = [ReplyCounts() for _ in range(self.heroes)]
         self.refusals: dict[int, str] = {}
-        """By hero: what its actor is yet to be told of its last action."""
+        """By hero: refusal of its last action, not yet sent."""
         self.lost: dict[int, str] = {}
-        """By camp: why its actor plays no more."""
+        """By camp: why its actor was lost."""
         self.reason = ""
-        """Why it is over; empty: it is not."""
+        """Why the match is over; empty while it runs."""
         self.winner: int | None = None
         self.completed = False
-        """It came to an end of its own: by the rules, or by forfeit."""
+        """Whether it ended by the rules or by forfeit."""
         self.decided = False
-        """Nothing more could have come of it. Otherwise it was cut: by time, or from outside."""
+        """Whether the end is terminal; otherwise the match was truncated."""
         for camp, player in enumerate(plan.camps):
             if isinstance(player, BotCamp):
-                self._assign_bot(camp, player.script)
+                self._assign_bot(camp, player.bot)
 
     @property
     def names(self) -> list[str]:
-        """Who plays the camps."""
-        return [player.script if isinstance(player, BotCamp) else player.url for player in self.plan.camps]
+        """Names of the players of the camps."""
+        return [player.bot if isinstance(player, BotCamp) else player.url for player in self.plan.camps]
 
     def camp_of(self, hero: int) -> int:
         return hero // self.plan.size
 
     def seat_of(self, hero: int) -> str:
-        """As its camp calls it."""
+        """Seat name of a hero in a session of its camp."""
         return f"hero_{hero % self.plan.size}"
 
     def heroes_of(self, camp: int) -> list[int]:
         return [hero_slot(self.plan.size, camp, i) for i in range(self.plan.size)]
 
     def reward(self, rewards: npt.NDArray[np.float32]) -> None:
-        """Of the decision that was just played. A hero that lies dead is owed until it is asked again."""
-        self.owed += rewards
+        """Add the rewards of a decision. Those of a dead hero accumulate until its next step."""
+        self.unreported += rewards
 
     def take_reward(self, hero: int) -> float:
-        """What this hero is owed, and is told now."""
-        owed, self.owed[hero] = float(self.owed[hero]), 0.0
-        return owed if self.acted[hero] else 0.0
+        """Return and clear the unreported reward of a hero."""
+        reward, self.unreported[hero] = float(self.unreported[hero]), 0.0
+        return reward if self.acted[hero] else 0.0
 
     def reset_session(self, heroes: Sequence[int]) -> None:
-        """Their session is another one now: nothing that came before belongs to it."""
+        """Clear rewards and refusals of these heroes: a new session has replaced theirs."""
         for hero in heroes:
-            self.acted[hero], self.owed[hero] = False, 0.0
+            self.acted[hero], self.unreported[hero] = False, 0.0
             self.refusals.pop(hero, None)
 
     def refuse(self, hero: int, why: str, *, garbled: bool) -> None:
-        """What an actor said for this hero is no action, or not an allowed one."""
+        """Record an illegal action or, with `garbled`, an invalid reply."""
         self.counts[hero].garbled += garbled
         self.counts[hero].illegal += not garbled
         self.refusals[hero] = why
@@ -390,7 +389,7 @@ class HostedMatch:
             self.end(f"camp {camp} forfeits: {self.seat_of(hero)} {why}", winner=1 - camp, completed=True, decided=True)
 
     def lose(self, camp: int, why: str) -> None:
-        """The actor of this camp is gone."""
+        """Record that the actor of a camp is lost."""
         self.lost.setdefault(camp, why)
         if self.plan.options.on_lost == "end":
             self.end(f"the actor of camp {camp} is gone: {why}")
@@ -398,7 +397,7 @@ class HostedMatch:
             self._assign_bot(camp, self.plan.options.rule)
 
     def end_by_rules(self, winner: int, tick: int, limit: int) -> None:
-        """It is over by the rules. `winner`: the camp, or -1."""
+        """End the match by the rules. `winner`: the camp, or -1."""
         if winner >= 0:
             self.end(f"the base of camp {1 - winner} has fallen", winner=winner, completed=True, decided=True)
         elif tick < limit:
@@ -407,19 +406,19 @@ class HostedMatch:
             self.end("time is up", completed=True)
 
     def end(self, reason: str, *, winner: int | None = None, completed: bool = False, decided: bool = False) -> None:
-        """The first reason counts."""
+        """End the match; ignored if it is already over."""
         if not self.reason:
             self.reason, self.winner, self.completed, self.decided = reason, winner, completed, decided
 
-    def _assign_bot(self, camp: int, script: str) -> None:
-        self.script[self.heroes_of(camp)] = self._scripts.index(script)
+    def _assign_bot(self, camp: int, bot: str) -> None:
+        self.bot_of_hero[self.heroes_of(camp)] = self._bots.index(bot)
 
 
-# -- as it went -------------------------------------------------------------------------------------------------------
+# -- result -----------------------------------------------------------------------------------------------------------
 
 
 def match_result(match: HostedMatch, units: npt.NDArray[np.int32], tick: int, seconds: float, digest: str) -> dict[str, Any]:
-    """The result of a match whose units [FIELDS, U] stand like this; ready for JSON."""
+    """Return the result of a match with these units [FIELDS, U], ready for JSON."""
     size = match.plan.size
     return {
         "runtime_id": match.plan.runtime_id,
@@ -456,12 +455,12 @@ _STATISTICS: Final = {
 
 def _hero(match: HostedMatch, hero: int, units: npt.NDArray[np.int32]) -> dict[str, Any]:
     known = HEROES[int(units[HERO_ROW, hero])]
-    shown: dict[str, Any] = {"camp": match.camp_of(hero), "hero_id": known.id, "name": known.name}
-    return shown | {name: int(units[row, hero]) for name, row in _STATISTICS.items()} | vars(match.counts[hero])
+    fields: dict[str, Any] = {"camp": match.camp_of(hero), "hero_id": known.id, "name": known.name}
+    return fields | {name: int(units[row, hero]) for name, row in _STATISTICS.items()} | vars(match.counts[hero])
 
 
 def _buildings(size: int, camp: int, units: npt.NDArray[np.int32]) -> dict[str, float]:
-    """Of each, the share of its health that is left."""
+    """Return the remaining health share of each building."""
     slots = [structure_slot(size, camp, which) for which in range(OUTER, STRUCTURES)]
     return {
         name: round(float(units[HP, slot] * units[ALIVE, slot] / max(1, int(units[MAX_HP, slot]))), 3)

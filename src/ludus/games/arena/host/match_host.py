@@ -1,7 +1,7 @@
-"""Hosts matches: asks the actors of all of them at once, plays what they answer, and tells them how it ended. A match whose actors take
-longer than those of the others stands still meanwhile.
+"""Host matches whose camps are played by actors over HTTP: request actions for all matches at once, step them, report their ends.
 
-Where the plan says so, actors hand over further matches in their replies, which take the places of those that are over.
+A match waits while its actors are slower than others. With the option `together`, replies of actors contain further matches, which
+take the slots of finished ones.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from ludus.protocol.client import AsyncClient
 log = logging.getLogger(__name__)
 
 HERO_TABLE: Final = hashlib.blake2b(TABLE.tobytes(), digest_size=8).hexdigest()
-"""Changes when a hero does."""
-_SILENT_S: Final = 20.0
-"""A camp whose heroes are all dead for longer is asked nevertheless: sessions end by silence."""
+"""Digest of the hero table; changes with any attribute of a hero."""
+_KEEPALIVE_S: Final = 20.0
+"""Interval of requests for a camp whose heroes are all dead: actors drop sessions without requests."""
 _STOP_S: Final = 2.0
-"""For telling the actors, when we are told to stop."""
+"""Time for ending the sessions after a stop."""
 CAMP_NAMES: Final = ("blue", "red")
-_MOMENT_S: Final = 0.005
-"""Matches are played a decision further together with all that are answered within so long."""
-_LOGGED: Final = 20
-"""Refusals of one match that are logged; the others are counted."""
+_BATCH_S: Final = 0.005
+"""After the first complete match, time to wait for others to step together with it."""
+_MAX_LOGGED: Final = 20
+"""Problems logged per match; further ones are only counted."""
 
 
 @dataclass
 class RunningMatch:
-    """A match of an Arena while it is played."""
+    """A match in progress and its slot-local bookkeeping."""
 
     match: HostedMatch
     began: float
-    saves: bool
-    """A state of it is kept."""
+    samples_state: bool
+    """Whether a state of it is written at the end."""
     decisions: int = 0
-    logged: int = 0
-    """Refusals."""
-    kept: tuple[int, bytes] | None = None
-    """The tick and the state of a moment."""
+    problems: int = 0
+    """Refused and missing replies so far."""
+    sampled_state: tuple[int, bytes] | None = None
+    """Tick and state of the moment sampled so far."""
     pending: list[PendingReply] | None = None
-    """Who was asked for the decision that is due; None: nobody has been."""
+    """Requests for the current decision; None: not sent yet."""
 
     @property
     def answered(self) -> bool:
@@ -70,7 +70,7 @@ class RunningMatch:
 
 
 class PendingReply(NamedTuple):
-    """A session that was asked for these heroes, and what it says."""
+    """A request to a session for the actions of `heroes`."""
 
     link: SessionLink
     heroes: Sequence[int]
@@ -79,7 +79,7 @@ class PendingReply(NamedTuple):
 
 @dataclass
 class SessionLink:
-    """A session, and the heroes that are played through it."""
+    """A session with an actor and the heroes that it plays."""
 
     m: int
     match: HostedMatch
@@ -88,17 +88,18 @@ class SessionLink:
     codec: BodyCodec
     session: ActorSession
     seats: Mapping[int, str]
-    """How its heroes are called in it."""
+    """Seat names of the heroes in the session."""
     asked: float = 0.0
+    """Time of the last request."""
 
 
 Turns: TypeAlias = Mapping[int, Sequence[tuple[SessionLink, Sequence[int], ActorReply]]]
-"""By match: sessions that were asked for these heroes, and what they say."""
+"""By match: sessions, the heroes they were asked for, and their replies."""
 
 
-async def _wait_for_replies(answer: Collection[asyncio.Future[ActorReply]], some: bool) -> None:
-    """Until all have spoken; or, when the first has, for a moment. `some`: of somebody nothing is awaited."""
-    silent = [one for one in answer if not one.done()]
+async def _wait_for_replies(answers: Collection[asyncio.Future[ActorReply]], some: bool) -> None:
+    """Wait for all replies, or at most `_BATCH_S` after the first one. `some`: a match is already complete."""
+    silent = [one for one in answers if not one.done()]
     if not silent:
         await asyncio.sleep(0)  # a signal is heard in between
         return
@@ -110,43 +111,42 @@ async def _wait_for_replies(answer: Collection[asyncio.Future[ActorReply]], some
         if not enough.done():
             enough.set_result(None)
 
-    timer = loop.call_later(_MOMENT_S, end) if some else None
+    timer = loop.call_later(_BATCH_S, end) if some else None
 
-    def told(_: object) -> None:
+    def replies(_: object) -> None:
         nonlocal left, timer
         left -= 1
         if left == 0:
             end()
         elif timer is None:
-            timer = loop.call_later(_MOMENT_S, end)
+            timer = loop.call_later(_BATCH_S, end)
 
     for one in silent:
-        one.add_done_callback(told)
+        one.add_done_callback(replies)
     try:
         await enough
     finally:
         if timer is not None:
             timer.cancel()
         for one in silent:
-            one.remove_done_callback(told)
+            one.remove_done_callback(replies)
 
 
-async def _cancel_all(answer: Sequence[asyncio.Future[ActorReply]]) -> None:
-    """Nobody waits for these any more."""
-    for one in answer:
+async def _cancel_all(answers: Sequence[asyncio.Future[ActorReply]]) -> None:
+    for one in answers:
         one.cancel()
-    await asyncio.gather(*answer, return_exceptions=True)
+    await asyncio.gather(*answers, return_exceptions=True)
 
 
 def _seats(match: HostedMatch, heroes: Sequence[int], camps: Sequence[int]) -> dict[int, str]:
-    """As their camp calls them; where one session plays both, as everybody does."""
+    """Seat names of the heroes: `hero_0` in a session of one camp, `blue_0` in a session of both."""
     if len(camps) == 1:
         return {hero: match.seat_of(hero) for hero in heroes}
     return {hero: f"{CAMP_NAMES[match.camp_of(hero)]}_{hero % match.plan.size}" for hero in heroes}
 
 
 def _plan_sessions(match: HostedMatch) -> list[tuple[tuple[int, ...], list[int], ActorCamp]]:
-    """Camps and heroes of each session, and who plays them."""
+    """Return camps, heroes and actor of each session."""
     players = {camp: player for camp, player in enumerate(match.plan.camps) if isinstance(player, ActorCamp)}
     sessions = match.plan.options.sessions
     one_actor = len({(player.url, player.token) for player in players.values()}) == 1
@@ -158,19 +158,19 @@ def _plan_sessions(match: HostedMatch) -> list[tuple[tuple[int, ...], list[int],
 
 
 def set_up_match(arena: Arena, m: int, plan: MatchPlan) -> None:
-    """Match `m` stands where it is to begin. Raises LudusError for a saved state that cannot be used."""
+    """Put match `m` into its start state. Raises LudusError for an unusable saved state."""
     arena.reset([plan.seed], [m], [plan.lineup])
     if plan.options.start == "lane":
         arena.move_to_lane([m])
     if plan.start_from is not None:
         arena.load(m, read_state(plan.start_from).data)
-    # A saved state may be of a match with another limit, or later than ours: it goes on for one tick at least.
+    # A saved state may have another limit or a later tick than the plan allows: play at least one tick.
     limit = arena.settings.limit
     arena.match[m, LIMIT] = max(min(limit, plan.max_ticks or limit), int(arena.tick[m]) + 1)
 
 
 class MatchHost:
-    """M matches in one Arena, a decision of all of them at a time."""
+    """Plays M matches of one Arena, one decision of all of them at a time."""
 
     def __init__(
         self,
@@ -181,37 +181,37 @@ class MatchHost:
         share: float = 1.0,
         recorders: Sequence[Recorder] = (),
     ) -> None:
-        """The first places of `arena` stand where the matches begin; the others are free. `states`: where a state of this `share` of
-        the matches is kept, of a moment chosen at random."""
+        """`arena` holds the start states of `matches` in its first slots; the other slots are free. `states`: directory for one
+        random state of each of a `share` of the matches."""
         self.arena = arena
         self.results: dict[int, dict[str, Any]] = {}
-        """Of the last match of every place."""
+        """By slot: result of its last match."""
         self.played = self.completed = 0
-        """Matches that are over, and those of them that came to their own end."""
+        """Number of finished matches, and of those that ended by the rules or by forfeit."""
         self.stopped = False
-        self._first = matches[0].plan
-        self._options = self._first.options
+        self._plan = matches[0].plan
+        self._options = self._plan.options
         self._states, self._share, self._recorders = states, share, recorders
-        self._chance = np.random.default_rng(self._first.seed)
+        self._random = np.random.default_rng(self._plan.seed)
         self._actions = np.zeros((arena.matches, arena.heroes, len(HEADS)), np.int32)
-        self._bots = np.zeros((arena.matches, arena.heroes), np.int8)  # of the scripts that play now
-        self._places = np.divmod(np.arange(arena.matches * arena.heroes), arena.heroes)
+        self._bots = np.zeros((arena.matches, arena.heroes), np.int8)  # of each hero in this decision; -1: none
+        self._rows = np.divmod(np.arange(arena.matches * arena.heroes), arena.heroes)
         self._whole: npt.NDArray[np.float32] | None = None  # [M, H, S]
-        self._observe()  # what is compiled for it keeps nobody waiting
-        self._playing: dict[int, RunningMatch] = {}
+        self._observe()  # compiles now rather than during a match
+        self._running: dict[int, RunningMatch] = {}
         self._clients: list[AsyncClient] = []
-        self._idle: dict[ActorCamp, list[AsyncClient]] = {}  # those of talks that are over
+        self._idle: dict[ActorCamp, list[AsyncClient]] = {}  # connections of ended sessions, for reuse
         self._links: list[SessionLink] = []
-        self._queued: list[tuple[ActorCamp, Any]] = []  # matches that are yet to begin
-        self._recent: deque[str] = deque(maxlen=4 * MAX_TOGETHER)  # matches that have begun
-        self._unplayed = 0
+        self._queued: list[tuple[ActorCamp, Any]] = []  # matches received from actors
+        self._begun_ids: deque[str] = deque(maxlen=4 * MAX_TOGETHER)  # ids of matches that have begun
+        self._rejected = 0
         for m, match in enumerate(matches):
             self._add_match(m, match)
-        self._losses = False  # camps were lost whose sessions are still there
+        self._has_lost_camps = False  # sessions of lost camps are still open
         self._endings: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until all matches are over. Cancelled once, it stops them, tells the actors, and returns."""
+        """Play until all matches are over. On cancellation, stop them, end the sessions and return."""
         try:
             await self._begin(self._links)
             at = time.monotonic()
@@ -227,9 +227,9 @@ class MatchHost:
                     at = await self._pause(at)
         except asyncio.CancelledError:
             self.stopped = self._any_running()
-            for place in self._playing.values():
-                place.match.end("stopped")
-                await _cancel_all([pending.answer for pending in place.pending or ()])
+            for running in self._running.values():
+                running.match.end("stopped")
+                await _cancel_all([pending.answer for pending in running.pending or ()])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_S):
                     await self._finish()
@@ -243,36 +243,36 @@ class MatchHost:
                 await client.close()
 
     def _any_running(self) -> bool:
-        for place in self._playing.values():  # `any` takes three times as long, and every decision asks
-            if not place.match.reason:
+        for running in self._running.values():  # hot path: `any` takes three times as long
+            if not running.match.reason:
                 return True
         return False
 
     def _any_over(self) -> bool:
-        """A match is over, and nobody has been told."""
-        for place in self._playing.values():
-            if place.match.reason:
+        """Whether a match is over whose sessions have not been ended."""
+        for running in self._running.values():
+            if running.match.reason:
                 return True
         return False
 
     # -- further matches
 
     async def _begin_handed(self) -> None:
-        """Matches that were handed over begin, as long as there is room."""
+        """Begin the queued matches while there are free slots."""
         while self._queued:
             taken, self._queued = self._queued, []
             began = len(self._links)
             for actor, given in taken:
                 try:
-                    plan = read_handed_match(given, self._first, actor, BOTS)
-                    if plan.runtime_id in self._recent:  # it is told of until it begins
+                    plan = read_handed_match(given, self._plan, actor, BOTS)
+                    if plan.runtime_id in self._begun_ids:  # actors repeat a match until it begins
                         continue
                     m = self._free_place()
                     set_up_match(self.arena, m, plan)
                 except LudusError as error:
-                    self._unplayed += 1
-                    if self._unplayed <= _LOGGED:
-                        log.error("a further match is not played: %s", error)
+                    self._rejected += 1
+                    if self._rejected <= _MAX_LOGGED:
+                        log.error("further match rejected: %s", error)
                     continue
                 self.arena.rewards = plan.options.rewards
                 self._add_match(m, HostedMatch(plan, BOTS))
@@ -281,16 +281,16 @@ class MatchHost:
     def _free_place(self) -> int:
         if self._options.together:
             for m in range(self.arena.matches):
-                if m not in self._playing:
+                if m not in self._running:
                     return m
-        raise ConfigError(f"All {len(self._playing)} places are taken.", "The option `together` says how many there are.")
+        raise ConfigError(f"All {len(self._running)} slots are taken.", "The option `together` sets their number.")
 
     # -- sessions
 
     def _add_match(self, m: int, match: HostedMatch) -> None:
-        saves = self._states is not None and self._chance.random() < self._share
-        self._playing[m] = RunningMatch(match, time.monotonic(), saves)
-        self._recent.append(match.plan.runtime_id)
+        samples_state = self._states is not None and self._random.random() < self._share
+        self._running[m] = RunningMatch(match, time.monotonic(), samples_state)
+        self._begun_ids.append(match.plan.runtime_id)
         self._links += self._open_links(m, match)
 
     def _open_links(self, m: int, match: HostedMatch) -> list[SessionLink]:
@@ -332,7 +332,7 @@ class MatchHost:
         await self._finish()
 
     def _queue_matches(self, link: SessionLink, matches: Sequence[Any]) -> None:
-        """An actor hands over further matches."""
+        """Queue further matches from a reply."""
         if matches and self._options.together:
             self._queued += [(link.session.remote, match) for match in matches[: self.arena.matches]]
 
@@ -341,11 +341,11 @@ class MatchHost:
             if camp not in link.match.lost:
                 log.error("%s: the actor of camp %d is gone: %s", link.match.plan.runtime_id, camp, why)
             link.match.lose(camp, why)
-        self._losses = True
+        self._has_lost_camps = True
 
     def _drop_lost(self) -> None:
-        """Sessions of a camp that plays no more end, if anybody hears it. Nobody waits for that."""
-        self._losses = False
+        """End the sessions of lost camps in the background."""
+        self._has_lost_camps = False
         for link in [link for link in self._links if link.camps[0] in link.match.lost]:
             self._links.remove(link)
             ending = asyncio.ensure_future(self._end_session(link.session))
@@ -362,38 +362,38 @@ class MatchHost:
     async def _decide(self) -> None:
         arena = self.arena
         self._observe()
-        m, place = next(iter(self._playing.items()))
-        turns = await self._single_turn(m) if len(self._playing) == 1 and place.pending is None else await self._ready_turns()
-        actions, names = self._actions, self._bots
+        m, running = next(iter(self._running.items()))
+        turns = await self._single_turn(m) if len(self._running) == 1 and running.pending is None else await self._ready_turns()
+        actions, bots = self._actions, self._bots
         actions.fill(0)
-        names.fill(-1)
+        bots.fill(-1)
         chosen: list[tuple[SessionLink, int, Action]] = []
-        for told in turns.values():
-            for link, heroes, one in told:
-                for hero, action in self._read_reply(link, heroes, one, names).items():
+        for replies in turns.values():
+            for link, heroes, one in replies:
+                for hero, action in self._read_reply(link, heroes, one, bots).items():
                     actions[link.m, hero] = action
                     chosen.append((link, hero, action))
         if chosen:
-            self._check(chosen, actions, names)
-        if self._losses:
+            self._check(chosen, actions, bots)
+        if self._has_lost_camps:
             self._drop_lost()
         if not self._any_running():
             return
         waiting = []
-        for m, place in self._playing.items():
+        for m, running in self._running.items():
             if m not in turns:
                 waiting.append(m)
-            if m not in turns or place.match.reason:
-                arena.match[m, OVER] = 1  # it stands still, whatever has ended it
+            if m not in turns or running.match.reason:
+                arena.match[m, OVER] = 1  # excluded from this step
             else:
-                np.maximum(names[m], place.match.script, out=names[m])
-        arena.fill_bot_actions(names, actions)
+                np.maximum(bots[m], running.match.bot_of_hero, out=bots[m])
+        arena.fill_bot_actions(bots, actions)
         self._play(actions, turns)
         for m in waiting:
             arena.match[m, OVER] = 0
 
     async def _single_turn(self, m: int) -> Turns:
-        """What the actors of the only match say."""
+        """Request and return the replies of the only match."""
         asked = self._sessions_due(self._links)
         if not asked:
             await asyncio.sleep(0)  # a signal is heard in between
@@ -402,32 +402,32 @@ class MatchHost:
         return {m: [(link, heroes, one) for (link, heroes), one in zip(asked, answer, strict=True)]}
 
     async def _ready_turns(self) -> Turns:
-        """What the actors say, of all matches whose actors have all spoken."""
-        by_match: dict[int, list[SessionLink]] = {m: [] for m, place in self._playing.items() if place.pending is None}
+        """Request actions where due; return the replies of all matches that have all of theirs."""
+        by_match: dict[int, list[SessionLink]] = {m: [] for m, running in self._running.items() if running.pending is None}
         for link in self._links:
             if link.m in by_match:
                 by_match[link.m].append(link)
         for m, links in by_match.items():
             asked = self._sessions_due(links)
-            self._playing[m].pending = [PendingReply(*one, asyncio.ensure_future(self._ask(*one))) for one in asked]
-        places = self._playing.values()
+            self._running[m].pending = [PendingReply(*one, asyncio.ensure_future(self._ask(*one))) for one in asked]
+        matches = self._running.values()
         await _wait_for_replies(
-            [one.answer for place in places for one in place.pending or ()], any(place.answered for place in places)
+            [one.answer for running in matches for one in running.pending or ()], any(running.answered for running in matches)
         )
         turns = {}
-        for m, place in self._playing.items():
-            if place.answered and place.pending is not None:
-                turns[m] = [(one.link, one.heroes, one.answer.result()) for one in place.pending]
-                place.pending = None
+        for m, running in self._running.items():
+            if running.answered and running.pending is not None:
+                turns[m] = [(one.link, one.heroes, one.answer.result()) for one in running.pending]
+                running.pending = None
         return turns
 
     def _sessions_due(self, links: Sequence[SessionLink]) -> list[tuple[SessionLink, Sequence[int]]]:
-        """Who of them is asked now, for which heroes: those alive, or all of them."""
+        """Return the sessions to ask now and their heroes: the living ones, or with `lockstep` all."""
         alive = None if self._options.lockstep else self.arena.units[:, ALIVE]
         now, asked = time.monotonic(), []
         for link in links:
             heroes = link.heroes if alive is None else [hero for hero in link.heroes if alive[link.m, hero]]
-            if not heroes and now - link.asked > _SILENT_S:
+            if not heroes and now - link.asked > _KEEPALIVE_S:
                 heroes = link.heroes
             if heroes:
                 link.asked = now
@@ -454,18 +454,18 @@ class MatchHost:
         arena = self.arena
         arena.observe()
         if self._options.whole:
-            self._whole = central_observation(arena, *self._places).reshape(arena.matches, arena.heroes, -1)
+            self._whole = central_observation(arena, *self._rows).reshape(arena.matches, arena.heroes, -1)
 
     def _read_reply(
-        self, link: SessionLink, heroes: Sequence[int], answer: ActorReply, names: npt.NDArray[np.int8]
+        self, link: SessionLink, heroes: Sequence[int], answer: ActorReply, bots: npt.NDArray[np.int8]
     ) -> dict[int, Action]:
-        """Actions of the heroes that were asked for; who has none is entered into `names`, where the rule is to stand in."""
+        """Return the actions in a reply. Heroes without a valid one are entered into `bots` if the rule stands in."""
         match = link.match
         if answer.reply is None:
             for hero in heroes:
                 match.counts[hero].asked += 1
                 match.counts[hero].late += 1
-                self._stand_in(link, hero, names)
+                self._stand_in(link, hero, bots)
             if answer.gone:
                 self._lose(link, answer.why)
             elif answer.fresh:
@@ -482,15 +482,15 @@ class MatchHost:
             match.counts[hero].asked += 1
         for name, why in reply.wrong.items():
             self._refuse(link, seats[name], why, garbled=True)
-            self._stand_in(link, seats[name], names)
-        if reply.others and (strange := reply.others - set(link.seats.values())):  # for the dead an answer is only superfluous
-            self._refuse(link, heroes[0], f"There is no seat {min(strange)!r}.", garbled=True)
+            self._stand_in(link, seats[name], bots)
+        if reply.others and (unknown := reply.others - set(link.seats.values())):  # actions of dead heroes are ignored
+            self._refuse(link, heroes[0], f"There is no seat {min(unknown)!r}.", garbled=True)
         return {seats[name]: action for name, action in reply.actions.items()}
 
     def _check(
-        self, chosen: Sequence[tuple[SessionLink, int, Action]], actions: npt.NDArray[np.int32], names: npt.NDArray[np.int8]
+        self, chosen: Sequence[tuple[SessionLink, int, Action]], actions: npt.NDArray[np.int32], bots: npt.NDArray[np.int8]
     ) -> None:
-        """Whether what the actors chose is allowed."""
+        """Replace illegal actions."""
         legal = self.arena.legal(actions)
         for link, hero, action in chosen:
             m = link.m
@@ -498,74 +498,74 @@ class MatchHost:
                 why = explain_refusal(action, self.arena.mask[m, hero], self.arena.target_mask[m, hero])
                 self._refuse(link, hero, why, garbled=False)
                 actions[m, hero] = 0
-                self._stand_in(link, hero, names)
+                self._stand_in(link, hero, bots)
 
     def _is_retargeted(self, m: int, hero: int, action: Action) -> bool:
-        """The Arena finds a target for it."""
+        """Whether the Arena replaces the invalid target of this action."""
         return self._options.lenient and action[0] in AIMED and bool(self.arena.mask[m, hero, action[0]])
 
-    def _stand_in(self, link: SessionLink, hero: int, names: npt.NDArray[np.int8]) -> None:
+    def _stand_in(self, link: SessionLink, hero: int, bots: npt.NDArray[np.int8]) -> None:
         if self._options.on_illegal == "rule":
-            names[link.m, hero] = link.match.rule
+            bots[link.m, hero] = link.match.rule
 
     def _refuse(self, link: SessionLink, hero: int, why: str, *, garbled: bool) -> None:
         link.match.refuse(hero, why, garbled=garbled)
         self._log_problem(link, f"{link.seats[hero]} refused: {why}")
 
     def _log_problem(self, link: SessionLink, what: str) -> None:
-        place = self._playing[link.m]
-        place.logged += 1
-        if place.logged <= _LOGGED:
+        running = self._running[link.m]
+        running.problems += 1
+        if running.problems <= _MAX_LOGGED:
             log.warning("%s, camp %s: %s", link.match.plan.runtime_id, " and ".join(map(str, link.camps)), what)
-        if place.logged == _LOGGED:
-            log.warning("%s: further ones are counted only.", link.match.plan.runtime_id)
+        if running.problems == _MAX_LOGGED:
+            log.warning("%s: further problems are counted but not logged", link.match.plan.runtime_id)
 
     def _play(self, actions: npt.NDArray[np.int32], turns: Collection[int]) -> None:
         arena = self.arena
         for recorder in self._recorders:
             recorder.add(actions)
         arena.step(actions)
-        for m, place in self._playing.items():
-            match = place.match
+        for m, running in self._running.items():
+            match = running.match
             if match.reason or m not in turns:
                 continue
-            place.decisions += 1
+            running.decisions += 1
             match.reward(arena.reward[m])
             if arena.over[m]:
                 match.end_by_rules(int(arena.winner[m]), int(arena.tick[m]), int(arena.match[m, LIMIT]))
-            elif place.saves and self._chance.random() * place.decisions < 1:
-                # So every moment of the match is as likely as any other to be the last one that is kept.
-                place.kept = int(arena.tick[m]), arena.save(m)
+            elif running.samples_state and self._random.random() * running.decisions < 1:
+                # Reservoir sampling: every moment of the match is equally likely.
+                running.sampled_state = int(arena.tick[m]), arena.save(m)
 
     async def _pause(self, at: float) -> float:
-        """As long as the pace asks for. When the last decision ended, or should have."""
+        """Sleep according to `pace`; return the time at which this decision ended or should have ended."""
         at += int(self.arena.match[0, EVERY]) / self._options.pace
         left_s = at - time.monotonic()
         if left_s > 0:
             await asyncio.sleep(left_s)
             return at
-        return time.monotonic()  # late: it is not caught up with
+        return time.monotonic()  # late: the delay is not made up
 
     # -- ends
 
     async def _finish(self) -> None:
-        """Tell those whose match is over, and keep what came of it."""
-        over = [m for m, place in self._playing.items() if place.match.reason]
+        """Close finished matches, end their sessions and write their states."""
+        over = [m for m, running in self._running.items() if running.match.reason]
         if not over:
             return
         self._observe()
         closing = [link for link in self._links if link.m in over]
         self._links = [link for link in self._links if link.m not in over]
         for m in over:
-            place = self._close_match(m)
-            log.info("%s: %s after %d ticks", place.match.plan.runtime_id, place.match.reason, self.arena.tick[m])
-            self._save_state(place)
+            running = self._close_match(m)
+            log.info("%s: %s after %d ticks", running.match.plan.runtime_id, running.match.reason, self.arena.tick[m])
+            self._save_state(running)
         for link, reply in zip(closing, await asyncio.gather(*(self._end(link) for link in closing)), strict=True):
             self._idle.setdefault(link.session.remote, []).append(link.session.client)
             self._queue_matches(link, link.codec.matches_in(reply))
 
     def _end(self, link: SessionLink) -> Coroutine[Any, Any, bytes]:
-        """Whoever won or lost saw the end; whoever was interrupted, or ran out of time, sees where it was cut."""
+        """End a session. Only truncated matches (and `lockstep`) send a final observation."""
         match, m = link.match, link.m
         steps = [
             SeatStep(
@@ -581,26 +581,26 @@ class MatchHost:
         return link.session.end(link.codec.steps(steps, {"result": self.results[m]}), link.codec.steps(steps))
 
     def _close_match(self, m: int) -> RunningMatch:
-        """The place of a match is free; how it went is kept."""
-        place, arena = self._playing.pop(m), self.arena
-        seconds = time.monotonic() - place.began
-        self.results[m] = match_result(place.match, arena.units[m], int(arena.tick[m]), seconds, arena.hash(m))
+        """Free the slot of a match and store its result."""
+        running, arena = self._running.pop(m), self.arena
+        seconds = time.monotonic() - running.began
+        self.results[m] = match_result(running.match, arena.units[m], int(arena.tick[m]), seconds, arena.hash(m))
         self.played += 1
-        self.completed += place.match.completed
+        self.completed += running.match.completed
         arena.match[m, OVER] = 1
-        return place
+        return running
 
     def _close_remaining(self) -> None:
-        """What was not told to anybody any more."""
-        for m in list(self._playing):
+        """Close matches whose sessions could not be ended."""
+        for m in list(self._running):
             self._close_match(m)
 
-    def _save_state(self, place: RunningMatch) -> None:
-        if self._states is None or place.kept is None or not place.match.completed:
+    def _save_state(self, running: RunningMatch) -> None:
+        if self._states is None or running.sampled_state is None or not running.match.completed:
             return
-        tick, data = place.kept
-        name = f"{place.match.plan.runtime_id}-{tick}"
+        tick, data = running.sampled_state
+        name = f"{running.match.plan.runtime_id}-{tick}"
         try:
             write_state(self._states / name, data)
-        except LudusError as error:  # the match itself was played
-            log.warning("%s: the state was not kept: %s", name, error)
+        except LudusError as error:  # the match result is not affected
+            log.warning("%s: state not written: %s", name, error)
