@@ -132,8 +132,8 @@ def test_a_server_that_is_killed_often_loses_nothing_that_it_took(server: RedisS
 def test_what_a_process_that_was_killed_had_in_hand_comes_to_the_next(shared: RedisServer) -> None:
     channel = uuid.uuid4().hex
     script = (
-        "import sys, time; from ludus.transport.message_stream import open_exchange\n"
-        "got = open_exchange(sys.argv[1], sys.argv[2], 10).pull(2, 30)\n"
+        "import sys, time; from ludus.transport.message_stream import open_message_stream\n"
+        "got = open_message_stream(sys.argv[1], sys.argv[2], 10).pull(2, 30)\n"
         "print(len(got), flush=True); time.sleep(600)"
     )
     with closing(opened(shared.full_url, channel)) as exchange:

@@ -1,11 +1,11 @@
-"""What every exchange must do. A backend, ours or yours, is right when it passes this suite:
+"""Contract suite for message streams. A backend is correct if it passes:
 
 class TestMyExchange(ExchangeContract):
     @pytest.fixture
     def make(self) -> MakeExchange:
-        return lambda channel, room: MyExchange("scheme://…", channel, room)      # an end of that channel, empty at first
+        return lambda channel, room: MyStream("scheme://…", channel, room)      # a client of an empty channel
 
-All ends are closed by the suite. Each is used by one thread at a time, as everywhere.
+The suite closes all clients. Each is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ExchangeContract:
 
     @pytest.fixture
     def opened(self, make: MakeExchange) -> Iterator[Open]:
-        """Ends of channels that are new to this test."""
+        """Return a factory of clients of new channels."""
         with contextlib.ExitStack() as stack:
             prefix = f"{time.time_ns():x}"
 
@@ -356,7 +356,7 @@ def contents(deliveries: list[Delivery]) -> list[bytes]:
 
 
 def pulled(exchange: MessageStream, count: int) -> list[Delivery]:
-    """So many, in however many portions they come."""
+    """Pull `count` messages, in any number of calls."""
     found = list[Delivery]()
     end = time.monotonic() + _WAIT_S
     while len(found) < count:
@@ -367,7 +367,7 @@ def pulled(exchange: MessageStream, count: int) -> list[Delivery]:
 
 
 class Call:
-    """A call in a thread of its own, with what it returned or raised."""
+    """A call in a separate thread, with its result or exception."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._value: Any = None

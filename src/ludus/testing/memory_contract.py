@@ -1,4 +1,4 @@
-"""What every memory must do. A backend, ours or yours, is right when it passes this suite:
+"""Contract suite for memories. A backend is correct if it passes:
 
 class TestMyMemory(MemoryContract):
     @pytest.fixture
@@ -36,7 +36,7 @@ SPEC = SegmentSpec(
     model="left",
     results=("won", "seconds"),
 )
-"""A bit of everything that a transport must carry."""
+"""Spec with all kinds of arrays that a transport must carry."""
 
 _WAIT_S = 60.0  # how long a test waits for what must happen; never reached when it does
 _SHORT_S = 0.02
@@ -292,7 +292,7 @@ class MemoryContract:
 
 
 def sign(block: Segments, number: int) -> Segments:
-    """Write a number all over a block."""
+    """Write a number into all arrays of a block."""
     block.reward[:] = number
     block.version[:] = number
     block.observation["vector"][:] = number
@@ -300,7 +300,7 @@ def sign(block: Segments, number: int) -> Segments:
 
 
 def signature(block: Segments) -> int:
-    """The number that `sign` wrote; fails when two writers were in one block."""
+    """Return the number that `sign` wrote; fails if two writers wrote to the block."""
     numbers = {int(n) for array in (block.reward, block.version, block.observation["vector"]) for n in np.unique(array)}
     assert len(numbers) == 1, f"a block holds parts of several: {numbers}"
     return numbers.pop()
@@ -341,7 +341,7 @@ def _counts(memory: Memory) -> dict[str, int]:
 
 
 class _Call:
-    """A call in a thread of its own, with what it returned or raised."""
+    """A call in a separate thread, with its result or exception."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._value: Any = None
