@@ -63,7 +63,7 @@ def test_the_loss_is_the_surrogate_around_the_target_step_by_step() -> None:
     source.close()
 
 
-def test_a_single_pass_over_ones_own_steps_is_clipped_nowhere_and_leaves_the_target_out() -> None:
+def test_a_single_on_policy_pass_is_never_clipped_and_needs_no_target() -> None:
     source = Sampled("CartPole-v1", 6, 12)
     metrics = appo(source).learn(source.block(), 0)
     assert metrics["kl"] == pytest.approx(0, abs=1e-6)
@@ -84,7 +84,7 @@ def test_a_target_that_is_the_policy_itself_changes_nothing() -> None:
     source.close()
 
 
-def test_the_target_is_refreshed_in_time_and_as_far_as_tau_says() -> None:
+def test_the_target_is_updated_at_its_frequency_by_tau() -> None:
     source = Sampled("CartPole-v1", 4, 8, normalise=True)
     algorithm = appo(source, target_network_update_freq=2, tau=0.5)
     target = algorithm.target
@@ -116,7 +116,7 @@ def test_the_target_moves_half_the_way_with_a_tau_of_one_half() -> None:
     source.close()
 
 
-def test_without_vtrace_all_steps_are_taken_as_ones_own() -> None:
+def test_without_vtrace_all_steps_count_as_on_policy() -> None:
     source = Sampled("CartPole-v1", 6, 12)
     block = source.block()
     disturbed(source.policy, 0.3)

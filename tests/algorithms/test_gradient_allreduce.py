@@ -132,7 +132,7 @@ def test_waiting_ends_as_soon_as_it_is_known_to_be_in_vain(tmp_path: Path) -> No
         group.sum_(torch.ones(4))
 
 
-def test_members_that_do_different_things_are_told(tmp_path: Path) -> None:
+def test_diverged_learners_are_detected(tmp_path: Path) -> None:
     join = shared(tmp_path / "group", 2)
 
     def act(rank: int) -> str:

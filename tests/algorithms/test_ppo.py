@@ -178,7 +178,7 @@ def test_the_penalty_on_divergence_adapts_as_rllib_users_know_it() -> None:
 
 
 @pytest.mark.parametrize("coeff", [0.0, 0.2, 5.0])
-def test_a_penalty_that_is_configured_anew_is_not_that_of_the_checkpoint(coeff: float) -> None:
+def test_a_reconfigured_penalty_overrides_the_checkpoint(coeff: float) -> None:
     policy = policy_for()
     before = ppo(policy, lr=1e-9, kl_coeff=1.0)
     before.learn(segments(policy, 8, 4), 0)

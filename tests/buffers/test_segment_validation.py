@@ -151,7 +151,7 @@ LAST = (-1, -1)
         (_set("results", -1, LAST), "results have an impossible number of episodes"),
     ],
 )
-def test_a_poisoned_block_is_told_by_what_is_wrong_with_it(poison: Callable[[Segments], None], said: str) -> None:
+def test_an_invalid_block_is_reported_with_its_error(poison: Callable[[Segments], None], said: str) -> None:
     block = good()
     poison(block)
     assert INSPECTOR.find_error(block) == said

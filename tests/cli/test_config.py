@@ -185,7 +185,7 @@ def test_gpus_that_are_not_here_are_named_and_may_be_left_out(
     for command in (["config", "check", file], ["train", "-f", file]):
         said = call(*command)
         assert said.code == 2
-        assert "config.num_gpus is 1, and PyTorch finds no GPU on this machine. Train on the CPU with --num-gpus 0" in said.err
+        assert "config.num_gpus is 1, but PyTorch finds no GPU on this machine. Train on the CPU with --num-gpus 0" in said.err
     assert call("config", "check", file, "--num-gpus", "0").code == 0
     said = call("train", "-f", file, "--num-gpus", "0", "--local-dir", tmp_path / "runs", "--quiet")
     assert said.code == 0, said.err

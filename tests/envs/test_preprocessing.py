@@ -283,7 +283,7 @@ def test_what_cannot_be_is_refused_with_what_could_be(section: dict[str, Any], s
         parse_algorithm_config(AlgorithmConfig, {"preprocess": section})
 
 
-def test_whoever_watches_a_game_sees_what_was_trained_on_and_its_own_points() -> None:
+def test_a_rollout_has_the_training_observations_and_unclipped_rewards() -> None:
     pytest.importorskip("vizdoom", reason="pip install 'ludus[doom]'")
     settings = PreprocessConfig(grey=True, resize=(30, 40), stack=2, frame_skip=2, clip_reward="sign")
     game = make_one("VizdoomBasic-v1", preprocess=settings, render_mode="rgb_array")

@@ -177,7 +177,7 @@ def test_new_weights_are_taken_up_between_two_batches() -> None:
     assert second == [2, 2]
 
 
-def test_a_batch_that_fails_fails_all_who_wait_and_not_the_next() -> None:
+def test_a_failed_batch_fails_all_its_callers_and_not_the_next() -> None:
     policy = tiny_policy()
 
     async def play() -> None:

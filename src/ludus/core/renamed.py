@@ -26,6 +26,8 @@ MODULES: Mapping[str, str] = {
 """Old module → present module."""
 
 OBJECTS: Mapping[str, str] = {
+    "ludus.envs.toy_envs:WithoutVelocities": "ludus.envs.toy_envs:PositionsOnly",
+    "ludus.launch.slurm.backend:SlurmReach": "ludus.launch.slurm.backend:SlurmStarter",
     "ludus.transport.redis_stream:RedisExchange": "ludus.transport.redis_stream:RedisMessageStream",
 }
 """Old `module:Name` → present `module:Name`, where the name changed as well; the module is the present one."""

@@ -13,7 +13,7 @@ from ludus.core import trust
 from ludus.envs.registry import register_env, registered_envs
 from ludus.errors import UsageError
 from ludus.models.custom import loader
-from ludus.models.custom.loader import Files
+from ludus.models.custom.loader import ModelFiles
 from ludus.process.workers.supervisor import unsendable_part
 
 
@@ -24,7 +24,7 @@ class Luggage:
 
     named: Mapping[str, Any] = field(default_factory=dict)
     spec: Any = None
-    models: tuple[Files, ...] = ()
+    models: tuple[ModelFiles, ...] = ()
     """As text, so that every process of a run has the same, on whatever machine and whoever edits the file meanwhile."""
     registered_envs: Mapping[str, Any] = field(default_factory=dict)
     """By `register_env`."""
@@ -62,6 +62,6 @@ class Luggage:
         if self.spec is not None:
             gym.registry.setdefault(self.spec.id, self.spec)
         for files in self.models:
-            loader.carry(files)
+            loader.register_files(files)
         for name, function in self.registered_envs.items():
             register_env(name, function)

@@ -30,10 +30,10 @@ from ludus.distributed.placement import place
 from ludus.envs.vector_env import make_environments
 from ludus.envs.wrappers import WrapperList
 from ludus.errors import EnvironmentFault, WorkerFailed
-from ludus.models.devices import acting_on
+from ludus.models.devices import copy_for_acting
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
-from ludus.models.weights.shared_weights import Board, BoardReader
+from ludus.models.weights.shared_weights import SharedWeights, SharedWeightsReader
 from ludus.process.host import keep_freed_memory, usable_cores
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import Context, Process, Restart, Supervisor
@@ -150,7 +150,7 @@ class Nodes(Protocol):
 class BoardSource:
     """The newest weights of a board, in a policy of this process."""
 
-    def __init__(self, policy: Policy, reader: BoardReader) -> None:
+    def __init__(self, policy: Policy, reader: SharedWeightsReader) -> None:
         self._policy, self._reader = policy, reader
         self._version = 0
 
@@ -172,8 +172,10 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
     plan.luggage.unpack()
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(contextlib.closing(SharedWriter(_ring(directory, index), plan.layout, bell)))
-        reader = BoardReader(directory / BOARD)
-        source = BoardSource(acting_on(serialization.policy_from(dict(plan.description)), torch.device(plan.device)), reader)
+        reader = SharedWeightsReader(directory / BOARD)
+        source = BoardSource(
+            copy_for_acting(serialization.policy_from(dict(plan.description)), torch.device(plan.device)), reader
+        )
         environments = make_environments(
             plan.env, plan.num_envs, plan.env_config,
             preprocess=plan.preprocess, wrappers=plan.wrappers, forgiving=plan.forgiving,
@@ -270,7 +272,7 @@ class LocalNode:
             """Rung when a worker has made a block."""
             if bell is None:
                 Wakeup.create(self.bell).close()
-            self._board = Board(self._scratch.path / BOARD)
+            self._board = SharedWeights(self._scratch.path / BOARD)
         except BaseException:
             self.close()
             raise

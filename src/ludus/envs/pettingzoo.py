@@ -561,7 +561,7 @@ class AECMatch(_MatchBase):
         raise EnvironmentFault(f"{self.name} has dead agents that are never removed: {self._env.agents}.")
 
     def _vanished_agents(self) -> list[Departure]:
-        """Agents that are not there any more and were never said to have ended: nothing is check_known of their last action."""
+        """Return agents that disappeared without ending their episode; the outcome of their last action is unknown."""
         present = {self._agents.check_known(agent) for agent in self._env.agents}
         gone = [agent for agent in self._playing if agent not in present]
         return [self._record_departure(Departure(agent, self._pending_rewards.pop(agent, 0.0), False, False)) for agent in gone]

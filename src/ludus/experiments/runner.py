@@ -18,7 +18,7 @@ from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, StoreUnavail
 from ludus.experiments.assembly.components import PreparedRun
 from ludus.experiments.assembly.learners import has_remote_learners
 from ludus.experiments.control.callbacks import announce_stop
-from ludus.experiments.control.stop_conditions import reached_condition
+from ludus.experiments.control.stopping import reached_condition
 from ludus.experiments.resolve import (
     Announce,
     ClusterOptions,

@@ -26,7 +26,7 @@ from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
 from ludus.experiments.validation.game_seats import seats_of, single_model_seats
-from ludus.models.centralized_critic import actor_of
+from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.weights import version_store
@@ -105,7 +105,9 @@ Named = str | Path | Result | TrainedAgent
 def contestant(what: Named, *, model: str | None = None, token: str | None = None) -> Contestant:
     """`model`: which one, of a run with several. `token`: for a served address. Raises UsageError, Damaged, IncompatibleCheckpoint."""
     if isinstance(what, TrainedAgent):
-        return Trained(f"agent@{what.version}", actor_of(what.policy), what.version, seats={ONLY_SEAT: actor_of(what.policy)})
+        return Trained(
+            f"agent@{what.version}", actor_policy(what.policy), what.version, seats={ONLY_SEAT: actor_policy(what.policy)}
+        )
     text = str(what.run_dir if isinstance(what, Result) else what)
     if text == RULE or text.startswith(f"{RULE}:"):
         return Script(text.partition(":")[2])
@@ -178,7 +180,7 @@ def _of_version(run: Path, number: int, model: str | None) -> Trained:
         kept = version_store.stored_versions(store, name)
         there |= set(kept)
         if number in kept:
-            policy = actor_of(version_store.load_version(store, name, number)[0])
+            policy = actor_policy(version_store.load_version(store, name, number)[0])
             where = shown(run / "models" / name / f"{number:06d}{_WEIGHTS}")
             newest = checkpoint.newest_name(store)
             experiment: Mapping[str, Any] = (

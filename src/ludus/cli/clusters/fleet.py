@@ -95,9 +95,9 @@ def learner(
     memory = _without_password(memory, password_file, voice)
     source = train.source_of(file, preset, level)
     if source is not None:
-        from ludus.models.custom.loader import look_in
+        from ludus.models.custom.loader import add_search_directory
 
-        look_in(source.parent)
+        add_search_directory(source.parent)
     top = {
         "run": run, "env": env or env_option, "memory": memory, "checkpoint_freq": checkpoint_freq,
         "keep_checkpoints_num": keep_checkpoints_num,

@@ -47,9 +47,9 @@ def check(
     """
     from ludus.cli.training.config_check import check_file
     from ludus.config.experiment_file import load_experiments
-    from ludus.models.custom.loader import look_in
+    from ludus.models.custom.loader import add_search_directory
 
-    look_in(file.parent)
+    add_search_directory(file.parent)
     found = check_file(file, {} if num_gpus is None else {"num_gpus": num_gpus})
     for notice in found.notices:
         print(notice)

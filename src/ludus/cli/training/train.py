@@ -333,9 +333,9 @@ class Starter:
     def run_all(self, experiments: Experiments, source: Source | None, resources: Mapping[str, Any]) -> None:
         """One that fails is reported, and the others are run all the same; an interruption ends them all."""
         if source is not None:
-            from ludus.models.custom.loader import look_in
+            from ludus.models.custom.loader import add_search_directory
 
-            look_in(source.parent)
+            add_search_directory(source.parent)
         from ludus.cli.training.config_check import located_errors
 
         several = len(experiments) > 1

@@ -128,9 +128,9 @@ def tune(
         raise UsageError("--retry-failed is for a sweep that has failed trials.", "Add --resume DIR.")
     source = source_of(file, preset, level)
     if source is not None:
-        from ludus.models.custom.loader import look_in
+        from ludus.models.custom.loader import add_search_directory
 
-        look_in(source.parent)
+        add_search_directory(source.parent)
     stops = parse_stop_values(stop or [])
     found = experiments_from(
         source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), set_ or []

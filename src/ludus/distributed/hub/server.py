@@ -47,7 +47,7 @@ from ludus.distributed.hub.weight_cache import PART, Landing, Source
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
 from ludus.io.addresses import tcp_address
 from ludus.io.atomic_file import replace_json
-from ludus.models.weights.model_registry import Registry, check_name
+from ludus.models.weights.model_registry import ModelRegistry, check_name
 from ludus.process.auth import Guard, read_token, write_token
 from ludus.process.temp_dirs import Scratch
 from ludus.storage.local import LocalStore
@@ -280,7 +280,7 @@ class Hub:
         self._bound = None if door is None else bind(door.host, door.port)  # first: it is what fails most
         self._scratch = Scratch(short_temp())
         self._shm = Scratch(shared_memory())
-        self._registry = Registry(LocalStore(directory), self._shm.path)
+        self._registry = ModelRegistry(LocalStore(directory), self._shm.path)
         self.run_id = secrets.token_hex(8)
         """Of this life of the run: what other machines call their copies of it."""
         self._guard: Guard | None = None
@@ -540,7 +540,7 @@ class Hub:
         version = self._registry.publish(header["name"], header["file"], int(header["step"]), now)
         self._source.published(header["name"])
         if self._registry.due(header["name"], now):
-            keep = self._registry.keeping(header["name"], now)
+            keep = self._registry.make_keep_task(header["name"], now)
             if self._disk.waiting < _MAX_WRITES:
                 self._disk.do(keep)
             else:

@@ -38,7 +38,7 @@ from ludus.errors import (
     StoreUnavailable,
     UsageError,
 )
-from ludus.models.devices import acting_on, named_device
+from ludus.models.devices import copy_for_acting, named_device
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
 from ludus.process.host import keep_freed_memory, stop_on_signals
@@ -223,7 +223,7 @@ class FleetWorker:
                 )
         if environments.masked != orders.masked:
             raise IncompatibleCheckpoint(f"{orders.env} masks actions on one side only.", "Install the same version of it.")
-        return acting_on(serialization.policy_from(orders.description), named_device(orders.device, "inference_device"))
+        return copy_for_acting(serialization.policy_from(orders.description), named_device(orders.device, "inference_device"))
 
     def _sample(
         self, orders: Orders, environments: Environments, policy: Policy, writer: StreamWriter, follower: _Follower

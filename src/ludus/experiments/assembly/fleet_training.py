@@ -36,7 +36,7 @@ from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.sampling.sampler import segment_spec
 from ludus.transport.message_stream import MAX_MESSAGE
 from ludus.transport.shared_memory import BlockLayout
@@ -72,7 +72,7 @@ def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
 
 
 def _make_fleet(
-    prepared: PreparedRun, hooks: RunHooks, shape: EnvironmentShape, policy: Policy, pool: LocalPool, run: Run
+    prepared: PreparedRun, hooks: RunHooks, shape: EnvironmentShape, policy: Policy, pool: LocalVersionStore, run: Run
 ) -> Fleet:
     resolved, before = prepared.resolved, prepared.before
     e, config = resolved.experiment, resolved.config

@@ -67,7 +67,7 @@ class Checkpoint:
 
     def acting(self, model: str) -> tuple[dict[str, Any], Weights]:
         """Description and weights of what a player needs of a model. Raises IncompatibleCheckpoint."""
-        return centralized_critic.plain(self._description(model), self.weights[model])
+        return centralized_critic.without_critic(self._description(model), self.weights[model])
 
     def restore(self, model: str, algorithm: Algorithm) -> None:
         """Put weights, optimizer and random state of `model` into a freshly built algorithm."""
@@ -258,7 +258,7 @@ def superseded(state: Mapping[str, Any], name: str, claims: Callable[[str, int],
     for model, entry in state.get("models", {}).items():
         number = entry.get("incarnation") if isinstance(entry, Mapping) else None
         for claim in claims(model, number) if isinstance(number, int) else ():
-            began = claim.said.get(FROM, name)
+            began = claim.content.get(FROM, name)
             if began is None or (isinstance(began, str) and _NAME.fullmatch(began) and _place(name) > _place(began)):
                 return claim
     return None
@@ -282,7 +282,7 @@ def after(name: str, begun_from: str | None) -> bool:
 def _passed_over(store: Store, name: str, state: Mapping[str, Any]) -> bool:
     claim = superseded(state, name, functools.partial(claims_after, store))
     if claim is not None:
-        _say_passed_over(store.url, name, claim.who, claim.said.get(FROM) or "the beginning")
+        _say_passed_over(store.url, name, claim.who, claim.content.get(FROM) or "the beginning")
     return claim is not None
 
 

@@ -12,7 +12,6 @@ from ludus.config.schema import ExperimentConfig
 from ludus.envs.registry import EnvLike, env_name
 from ludus.errors import UsageError
 from ludus.experiments.source.experiment_source import experiments_from, source_of
-from ludus.models.custom.loader import look_in
 
 
 def training_data(
@@ -44,7 +43,9 @@ def training_data(
     if len(found) > 1:
         raise UsageError(f"{source} holds {len(found)} experiments: {', '.join(found)}.", "Say which: experiment=…")
     if source is not None:
-        look_in(source.parent)
+        from ludus.models.custom.loader import add_search_directory
+
+        add_search_directory(source.parent)
     ((called, data),) = found.items()
     return {"name": called, **data}
 

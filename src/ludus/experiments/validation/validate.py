@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ludus.algorithms.base import ALGORITHMS, Algorithm, algorithm_class, config_schemas
-from ludus.config import search_space
 from ludus.config.aliases import rllib_keys
 from ludus.config.aliases.rllib_keys import TranslatedSection
 from ludus.config.problem import ConfigErrors, ConfigProblem
@@ -104,6 +103,8 @@ def of_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[Conf
     `env_too`: its environment must exist here.
     """
     out: dict[ConfigProblem, None] = {}
+    from ludus.config import search_space
+
     try:
         search_space.find_searches(data)
     except ConfigError as error:
