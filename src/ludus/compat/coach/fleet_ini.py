@@ -78,14 +78,14 @@ def load_fleet_file(path: Path) -> FleetFile:
         raise ConfigError(f"{path}: {error.message}", error.hint) from error
 
 
-def read_fleet_file(text: str, beside: Path = Path()) -> FleetFile:
-    """`beside`: directory in which referenced files are searched too."""
+def read_fleet_file(text: str, directory: Path = Path()) -> FleetFile:
+    """`directory`: directory in which referenced files are searched too."""
     values = _read_values(text)
     found = FleetFile()
     notices: list[str] = []
     found = _orchestrator(found, values, notices.append)
-    found = _memory(found, values, beside, notices.append)
-    found = _store(found, values, beside, notices.append)
+    found = _memory(found, values, directory, notices.append)
+    found = _store(found, values, directory, notices.append)
     if found.orchestrator != "local" and (found.redis_url is None or found.data_store == "local"):
         raise ConfigError(
             f"With orchestrator = {found.orchestrator} roles may run on other machines, and could not reach the memory or the store.",
@@ -145,7 +145,7 @@ def _orchestrator(found: FleetFile, values: Mapping[str, str], notice: Callable[
     return replace(found, orchestrator=name or "local")
 
 
-def _memory(found: FleetFile, values: Mapping[str, str], beside: Path, notice: Callable[[str], None]) -> FleetFile:
+def _memory(found: FleetFile, values: Mapping[str, str], directory: Path, notice: Callable[[str], None]) -> FleetFile:
     backend = values.get("memory_backend", "redis")
     if backend not in MEMORIES:
         raise ConfigError(f"memory_backend = {backend} is unknown.", did_you_mean(backend, MEMORIES))
@@ -170,13 +170,13 @@ def _memory(found: FleetFile, values: Mapping[str, str], beside: Path, notice: C
         raise ConfigError(f"redis_url: {error.message}", error.hint) from None
     if password is not None:
         notice(f"redis_url: its password is in the file; redis_password_file or {PASSWORD} keeps it apart")
-    file = _file("redis_password_file", values, beside)
+    file = _file("redis_password_file", values, directory)
     if password is not None and file is not None:
         raise ConfigError("redis_url has a password, and redis_password_file names another.", "Keep one.")
     return replace(found, redis_url=plain, redis_password=password, redis_password_file=file)
 
 
-def _store(found: FleetFile, values: Mapping[str, str], beside: Path, notice: Callable[[str], None]) -> FleetFile:
+def _store(found: FleetFile, values: Mapping[str, str], directory: Path, notice: Callable[[str], None]) -> FleetFile:
     kind = values.get("data_store", "local")
     if kind not in STORES:
         raise ConfigError(f"data_store = {kind} is unknown.", did_you_mean(kind, STORES))
@@ -204,7 +204,7 @@ def _store(found: FleetFile, values: Mapping[str, str], beside: Path, notice: Ca
     except UsageError as error:
         raise ConfigError(error.message, error.hint) from error
     address = replace(address, endpoint=end_point, region=values.get("s3_region"))
-    return replace(found, data_store=kind, s3=address, credentials=_file("s3_creds_file", values, beside))
+    return replace(found, data_store=kind, s3=address, credentials=_file("s3_creds_file", values, directory))
 
 
 def _endpoint_url(written: str) -> str | None:
@@ -216,11 +216,11 @@ def _endpoint_url(written: str) -> str | None:
     return None if host == AMAZON or host.endswith(f".{AMAZON}") else url
 
 
-def _file(key: str, values: Mapping[str, str], beside: Path) -> Path | None:
+def _file(key: str, values: Mapping[str, str], directory: Path) -> Path | None:
     if key not in values:
         return None
     path = Path(values[key]).expanduser()
-    for candidate in (path, beside / path):
+    for candidate in (path, directory / path):
         if candidate.is_file():
             return candidate.absolute()
     raise ConfigError(f"{key} = {path} is not a file.")

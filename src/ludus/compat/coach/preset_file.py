@@ -80,7 +80,7 @@ def _describe_error(path: Path, error: BaseException, verb: str) -> str:
 def _coach_preset_error(path: Path) -> ConfigError:
     return ConfigError(
         f"{path} builds a preset from classes of Coach, which are not available.",
-        "Write  preset = {'env': …, 'run': …, 'config': {…}}  instead; `ludus presets list` says which names of Coach are known.",
+        "Write  preset = {'env': …, 'run': …, 'config': {…}}  instead; `ludus presets list` shows the known names of Coach.",
     )
 
 
