@@ -170,10 +170,10 @@ def _check_overrides(given: Mapping[str, Any]) -> None:
 
 
 def _override_paths(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    from ludus.compat.coach.overrides import assignments
+    from ludus.compat.coach.overrides import parse_assignments
 
     yield from (("--set", assignment.partition("=")[0].strip()) for assignment in given.get("set_") or ())
-    yield from (("-cp", each.path) for text in given.get("custom_parameter") or () for each in assignments(text))
+    yield from (("-cp", each.path) for text in given.get("custom_parameter") or () for each in parse_assignments(text))
 
 
 def _absolute(name: str, word: str) -> str:
