@@ -132,7 +132,7 @@ class EssentialContract:
         assert bytes.fromhex(refused.more["hint"][1:]).decode() == 'Send "another".'
         assert driver.ok("tick", b"b") == b"2 b"
 
-    def test_a_session_that_the_server_lost_is_told_apart(self, driver: Driver, served: Served) -> None:
+    def test_a_session_lost_by_the_server_is_recognised(self, driver: Driver, served: Served) -> None:
         driver.open(served.url, fallback="default", default="00")
         driver.ok("start")
         assert driver.do("tick", b"raise").refusal == ("lost", 500, "actor_failed")
@@ -181,7 +181,7 @@ class EssentialContract:
         good = driver.do("tick", b"b")
         assert (good.said, good.missed) == (b"2 b", 1)
 
-    def test_a_request_that_got_lost_in_silence_does_not_count(self, driver: Driver, between: Wire) -> None:
+    def test_a_request_lost_silently_is_not_processed(self, driver: Driver, between: Wire) -> None:
         driver.open(between.url, fallback="default", default="00ff")
         between.plan("pass", "swallow request", "pass")
         driver.ok("start")
@@ -195,7 +195,7 @@ class EssentialContract:
         first = between.seqs[0]
         assert [seq - first for seq in between.seqs] == [0, 1, 2, 1, 2, 3]
 
-    def test_a_reply_that_got_lost_in_silence_is_never_taken_for_the_next(self, driver: Driver, between: Wire) -> None:
+    def test_a_reply_lost_silently_is_never_taken_for_the_next(self, driver: Driver, between: Wire) -> None:
         driver.open(between.url, fallback="default", default="00")
         between.plan("pass", "swallow reply", "pass", "swallow reply", "swallow reply")
         driver.ok("start")
@@ -210,7 +210,7 @@ class EssentialContract:
         assert (last.said, last.missed) == (b"5 e", 3)
         assert driver.ok("end", b"") == b"ended 5 "
 
-    def test_a_tick_that_arrives_long_after_the_session_found_its_place_again_does_not_lock_it_out(
+    def test_a_very_late_tick_does_not_block_a_resynchronised_session(
         self, driver: Driver, between: Wire
     ) -> None:
         driver.open(between.url, fallback="default", default="00")
@@ -261,7 +261,7 @@ class Contract(EssentialContract):
             driver.ok("end")
         assert len({header(request, "ludus-session") for request in between.requests}) == 2
 
-    def test_start_says_what_it_wants(self, driver: Driver) -> None:
+    def test_start_sends_its_options(self, driver: Driver) -> None:
         with answering(OK) as server:
             driver.open(server.url, token="s3cret")
             driver.ok("start", b"hello", session="a", match="m", model="blue", version=12, temperature=0.25)
@@ -274,7 +274,7 @@ class Contract(EssentialContract):
         assert {header(request, "authorization") for request in server.requests} == {"Bearer s3cret"}
         assert (start.split(b"\r\n")[0], body_of(start)) == (b"POST /step HTTP/1.1", b"hello")
 
-    def test_spec_tells_the_spaces(self, driver: Driver, served: Served) -> None:
+    def test_spec_returns_the_spaces(self, driver: Driver, served: Served) -> None:
         driver.open(served.url)
         assert b'"observation_space"' in driver.ok("spec")
 
@@ -295,7 +295,7 @@ class Contract(EssentialContract):
             between.plan("lose request")
             assert driver.do("tick", b"x").refusal == ("lost", 404, "unknown_session")
 
-    def test_the_token_opens_the_door(self, driver: Driver) -> None:
+    def test_the_token_is_required(self, driver: Driver) -> None:
         with gateway(actor, GatewaySettings(token="s3cret")) as served:
             driver.open(served.url, token="wrong", fallback="default", default="00")
             assert driver.do("start").refusal == ("refused", 401, "unauthorized")
@@ -311,7 +311,7 @@ class Contract(EssentialContract):
         assert driver.do("start", session="x" * 300).kind == "usage"
         assert driver.do("start", match="a\x01b").kind == "usage"
 
-    def test_a_server_that_is_not_there_is_an_error_soon(self, driver: Driver) -> None:
+    def test_an_unreachable_server_is_an_error_soon(self, driver: Driver) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         driver.open(f"http://127.0.0.1:{port}", timeout_ms=2000)
@@ -401,7 +401,7 @@ class Contract(EssentialContract):
     # -- proxies
 
     @pytest.mark.parametrize("status", ["500", "502", "504"])
-    def test_after_an_answer_of_a_proxy_nobody_knows_what_counted(self, driver: Driver, between: Wire, status: str) -> None:
+    def test_a_proxy_reply_leaves_the_outcome_unknown(self, driver: Driver, between: Wire, status: str) -> None:
         driver.open(between.url, fallback="default", default="00")
         between.plan(status, status, status, "pass", status, "pass", status, status, status, "pass", status, status, status)
         assert driver.do("start", b"map").kind == "unreachable"
@@ -415,7 +415,7 @@ class Contract(EssentialContract):
         first = between.seqs[0]
         assert [seq - first for seq in between.seqs] == [0, 0, 0, 0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4]
 
-    def test_a_tick_that_was_not_answered_may_have_counted_whatever_is_said_to_its_retry(
+    def test_an_unanswered_tick_may_have_been_processed_whatever_its_retry_returns(
         self, driver: Driver, between: Wire
     ) -> None:
         driver.open(between.url, fallback="default", default="00")
@@ -427,7 +427,7 @@ class Contract(EssentialContract):
 
     # -- TLS
 
-    def test_tls_wants_a_certificate_that_is_trusted(self, driver: Driver, served: Served, tmp_path: Path) -> None:
+    def test_tls_requires_a_trusted_certificate(self, driver: Driver, served: Served, tmp_path: Path) -> None:
         if not self.has_tls:
             pytest.skip("this client has no TLS of its own")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

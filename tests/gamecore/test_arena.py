@@ -45,7 +45,7 @@ def play(client: GamecoreClient, name: str, lineup: Any = ((107,), (190,)), **mo
     return client.wait_game(name, LIMIT_S)
 
 
-def test_matches_go_on_where_others_were_but_not_in_another_mode_or_an_evaluation(client: GamecoreClient, home: Path) -> None:
+def test_matches_start_from_saved_states_but_not_in_another_mode_or_an_evaluation(client: GamecoreClient, home: Path) -> None:
     assert play(client, "judged", eval_mode=True).state == "finished"
     assert not list((home / "state" / "states").glob("arena/*/*")), "evaluations save none"
     first = play(client, "first", start_from="any", seed=4)
@@ -61,7 +61,7 @@ def test_matches_go_on_where_others_were_but_not_in_another_mode_or_an_evaluatio
         assert play(repeating, "judged", eval_mode=True).start_from is None
 
 
-def test_a_match_is_recorded_where_it_is_played_if_that_is_asked_for(client: GamecoreClient, home: Path) -> None:
+def test_a_match_is_recorded_if_requested(client: GamecoreClient, home: Path) -> None:
     played = play(client, "filmed", seed=11, options={"record": True, "rule": "hard"})
     recording = read_recording(home / "state" / "games" / "filmed" / played.result["recording"])
     assert verify(recording) == played.result["hash"]

@@ -103,7 +103,7 @@ def hall() -> Iterator[Hall]:
     found.scheduler.close()
 
 
-def test_a_match_that_moves_to_another_process_is_told_of_there_alone(hall: Hall) -> None:
+def test_a_moved_match_is_announced_only_to_its_new_process(hall: Hall) -> None:
     first, second = hall.processes
     first.began, before = -1e9, set(second.matches)
     hall.server.full = True
@@ -124,7 +124,7 @@ def test_a_match_that_moves_to_another_process_is_told_of_there_alone(hall: Hall
     assert moved.id in hall.told(next(match for match in second.matches if match.id == second.id))
 
 
-def test_matches_that_were_given_up_while_they_were_ordered_are_ordered_anew(hall: Hall) -> None:
+def test_matches_lost_while_being_ordered_are_ordered_again(hall: Hall) -> None:
     hall.server.full = True
     hall.server.open.clear()
     hall.matches.lose(hall.match(0), "its process is gone")
@@ -138,7 +138,7 @@ def test_matches_that_were_given_up_while_they_were_ordered_are_ordered_anew(hal
 
 
 @pytest.mark.parametrize("key", ["protocol", "game", "rules", "hero_table", "mode", "ticks_per_decision"])
-def test_another_game_than_the_one_that_is_meant_is_refused_with_what_is_different(key: str) -> None:
+def test_a_different_game_is_refused_with_the_difference(key: str) -> None:
     """Another match of heroes, say: the same numbers would mean somebody else."""
     arena = resolve_game("arena", "3v3", {}, {})
     about = {"protocol": spec.VERSION, **arena.expected_start}

@@ -50,12 +50,12 @@ def test_a_reward_is_any_real_number(given: Any) -> None:
     ],
     ids=lambda given: repr(given)[:20],
 )
-def test_what_is_no_reward_is_refused_with_what_was_given(given: Any) -> None:
+def test_an_invalid_reward_is_refused_and_quoted(given: Any) -> None:
     message = refused("reward", lambda: Table(tiny_policy()).seat.check_reward(given))
     assert len(message) < 120
 
 
-def test_a_complaint_does_not_repeat_megabytes() -> None:
+def test_an_error_message_does_not_quote_megabytes() -> None:
     seat = Table(tiny_policy()).seat
     assert len(refused("reward", lambda: seat.check_reward("x" * 1_000_000))) < 500
     assert len(refused("observation", lambda: seat.observation({"k" * 1_000_000: 1}))) < 500
@@ -77,7 +77,7 @@ def test_an_observation_of_another_shape_is_refused_with_both() -> None:
     ],
     ids=lambda mask: "object" if type(mask) is object else repr(mask),
 )
-def test_what_is_no_mask_is_refused(mask: Any) -> None:
+def test_an_invalid_mask_is_refused(mask: Any) -> None:
     refused("action_mask", lambda: Table(tiny_policy()).seat.mask(mask))
 
 
@@ -130,7 +130,7 @@ def test_rewards_between_two_actions_add_up_and_belong_to_the_first() -> None:
     assert segment.reward[:3, 0].tolist() == [1.75, -3, 7.5]
 
 
-def test_a_reward_before_any_action_is_refused_unless_it_is_nothing() -> None:
+def test_a_reward_before_any_action_is_refused_unless_it_is_zero() -> None:
     async def play() -> None:
         agent = Agent(Table(tiny_policy()).seat)
         agent.reward(0)
@@ -204,7 +204,7 @@ def test_the_observation_may_be_changed_by_its_owner_after_acting() -> None:
     assert segment.observation[:3, 0, 0].tolist() == [0, 1, 2]
 
 
-def test_without_a_memory_the_same_actions_are_taken_and_nothing_is_kept() -> None:
+def test_without_a_memory_the_actions_are_the_same_and_nothing_is_recorded() -> None:
     async def actions(seat: Seat) -> list[int]:
         agent, random = Agent(seat), np.random.default_rng(0)
         taken = []
@@ -224,7 +224,7 @@ def test_without_a_memory_the_same_actions_are_taken_and_nothing_is_kept() -> No
     run(both())
 
 
-def test_who_breaks_off_after_finishing_loses_nothing() -> None:
+def test_breaking_off_after_finish_loses_nothing() -> None:
     """As an actor does that ends every agent, whatever was said before."""
     table = Table(tiny_policy())
 
@@ -273,7 +273,7 @@ def test_a_model_that_fails_at_the_last_observation_costs_the_last_step_only() -
     assert table.seat.stats.discarded == 1
 
 
-def test_a_model_that_fails_tells_who_asked_and_records_nothing() -> None:
+def test_a_failing_model_raises_in_the_caller_and_records_nothing() -> None:
     table = Table(Failing(OBSERVATION, ACTION))
 
     async def play() -> None:
@@ -289,7 +289,7 @@ def test_a_model_that_fails_tells_who_asked_and_records_nothing() -> None:
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
-def test_finite_numbers_that_drown_the_network_never_reach_a_learner(activation: str) -> None:
+def test_finite_observations_that_overflow_the_network_are_not_recorded(activation: str) -> None:
     policy = Policy(gym.spaces.Box(-np.inf, np.inf, (3,)), ACTION, NetworkConfig(fcnet_activation=activation))
     with torch.no_grad():
         network_of(policy).value_head.bias.add_(1.0)
@@ -312,7 +312,7 @@ def test_finite_numbers_that_drown_the_network_never_reach_a_learner(activation:
         assert table.seat.stats.discarded == 3
 
 
-def test_a_last_observation_that_drowns_the_network_costs_the_last_step() -> None:
+def test_a_last_observation_that_overflows_the_network_costs_the_last_step() -> None:
     table = Table(Policy(gym.spaces.Box(-np.inf, np.inf, (3,)), ACTION, NetworkConfig(fcnet_activation="relu")))
 
     async def play() -> None:

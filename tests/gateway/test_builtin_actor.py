@@ -71,7 +71,7 @@ def on_one_loop(*works: Coroutine[Any, Any, None]) -> None:
 # -- one seat -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_belongs_to_the_action_before() -> None:
+def test_a_reward_belongs_to_the_previous_action() -> None:
     table = Table(tiny_policy(), 8)
 
     async def play() -> None:
@@ -139,7 +139,7 @@ def test_terminated_needs_no_observation_and_truncated_does() -> None:
     ],
     ids=repr,
 )
-def test_an_end_says_how_or_leaves_the_last_step_out(
+def test_an_end_without_outcome_drops_the_last_step(
     last: Any, steps: int, terminated: bool, truncated: bool, discarded: int
 ) -> None:
     table = Table(tiny_policy(), 8)
@@ -160,7 +160,7 @@ def test_an_end_says_how_or_leaves_the_last_step_out(
 
 
 @pytest.mark.parametrize("why", ["silent", "timeout", "failed", "shutdown"])
-def test_a_session_that_was_ended_leaves_its_last_step_out(why: str) -> None:
+def test_an_aborted_session_drops_its_last_step(why: str) -> None:
     table = Table(tiny_policy(), 8)
 
     async def play() -> None:
@@ -240,7 +240,7 @@ def test_the_same_numbers_in_every_format_give_the_same_action_and_record() -> N
     assert (segment.observation[:4, 0] == values).all()
 
 
-def test_pictures_come_as_raw_bytes_or_as_lists() -> None:
+def test_images_are_sent_as_raw_bytes_or_lists() -> None:
     space = gs.Box(0, 255, (8, 8, 3), np.uint8)
     table = Table(tiny_policy(space), 8)
     picture = np.random.default_rng(0).integers(0, 256, (8, 8, 3)).astype(np.uint8)
@@ -347,7 +347,7 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "error"), WRONG, ids=lambda value: repr(value)[:50])
-def test_what_is_wrong_is_refused_and_leaves_no_trace(wrong: Any, error: str) -> None:
+def test_invalid_requests_are_refused_without_side_effects(wrong: Any, error: str) -> None:
     """The same session with and without the mistake records the same."""
     table = Table(tiny_policy(core="gru"), 8)
 
@@ -415,7 +415,7 @@ def test_an_end_that_is_refused_may_be_sent_again() -> None:
 
 
 @given(st.binary(max_size=200) | st.text(max_size=80).map(str.encode))
-def test_no_bytes_whatever_do_more_than_be_refused(body: bytes) -> None:
+def test_arbitrary_bytes_are_only_refused(body: bytes) -> None:
     async def play() -> None:
         with pytest.raises(Refused) as caught:
             await answered(Table(tiny_policy()), body)
@@ -435,7 +435,7 @@ json_like = st.recursive(
     st.dictionaries(st.sampled_from(["observation", "reward", "terminated", "truncated", "action_mask"]), json_like),
     st.booleans(),
 )
-def test_whatever_is_accepted_is_finite_when_it_is_recorded(message: dict[str, Any], packed: bool) -> None:
+def test_accepted_values_are_recorded_as_finite_numbers(message: dict[str, Any], packed: bool) -> None:
     table, statuses = Table(tiny_policy(), 2), {422}
 
     async def play() -> None:
@@ -552,7 +552,7 @@ def test_seats_of_one_model_share_its_memory_and_keep_a_state_each() -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_mistake_of_one_seat_is_refused_before_any_seat_has_acted(blue: Table, red: Table, message: Any, error: str) -> None:
+def test_an_error_of_one_seat_is_refused_before_any_seat_acts(blue: Table, red: Table, message: Any, error: str) -> None:
     async def play() -> None:
         game = Game(blue, red, names=NAMES)
         assert await game.tick(message) == (422, error)
@@ -618,7 +618,7 @@ def served(table: Table) -> Iterator[int]:
         yield running.port
 
 
-def test_after_422_the_same_number_counts_again_and_nothing_bad_was_recorded() -> None:
+def test_after_422_the_same_seq_is_accepted_and_nothing_invalid_is_recorded() -> None:
     table = Table(tiny_policy(), 8)
     with served(table) as port, wire.Wire(port) as game:
         assert game.ask(wire.step("start", "m", seq=0)).status == 200
@@ -638,7 +638,7 @@ def test_after_422_the_same_number_counts_again_and_nothing_bad_was_recorded() -
     assert rewards(segment) == [1, 2, 3]
 
 
-def test_a_session_whose_numbers_drown_the_network_ends_alone() -> None:
+def test_a_session_whose_values_overflow_the_network_ends_alone() -> None:
     space: gym.Space[Any] = gs.Box(-np.inf, np.inf, (3,))
     table = Table(Policy(space, gs.Discrete(2), NetworkConfig(fcnet_activation="relu")), 8)
     with served(table) as port, wire.Wire(port) as good, wire.Wire(port) as bad:

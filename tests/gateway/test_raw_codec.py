@@ -138,7 +138,7 @@ def test_every_observation_means_what_it_means_as_json(seen: str, done: str, cor
 
 
 @pytest.mark.parametrize("done", ACTIONS)
-def test_every_action_is_that_of_json(done: str) -> None:
+def test_every_raw_action_equals_that_of_json(done: str) -> None:
     parity(OBSERVATION, ACTIONS[done], None)
 
 
@@ -180,7 +180,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
 @settings(max_examples=60)
 @given(st.lists(FLOATS, min_size=3, max_size=3), FLOATS, st.integers(0, 9))
-def test_any_numbers_are_taken_or_refused_as_json_does(numbers: list[float], reward: float, flags: int) -> None:
+def test_values_are_accepted_or_refused_as_in_json(numbers: list[float], reward: float, flags: int) -> None:
     policy = tiny_policy()
     raw, words = Table(policy, 4), Table(policy, 4)
 
@@ -240,7 +240,7 @@ def test_any_numbers_are_taken_or_refused_as_json_does(numbers: list[float], rew
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value encountered in dot")
-def test_what_is_wrong_is_refused_and_leaves_no_trace(body: bytes, error: str) -> None:
+def test_invalid_requests_are_refused_without_side_effects(body: bytes, error: str) -> None:
     table, clean = Table(tiny_policy(core="lstm"), 8), Table(tiny_policy(core="lstm"), 8)
 
     async def play(table: Table, wrong: bool) -> list[Any]:
@@ -274,7 +274,7 @@ def test_a_reward_before_any_action_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in dot")
-def test_numbers_whose_sum_overflows_are_still_numbers() -> None:
+def test_values_whose_sum_overflows_are_accepted() -> None:
     """The quick look at a vector is a sum; what it cannot vouch for is looked at one by one."""
     form = RawCodec(OBSERVATION, ACTION)
     assert form.read(tick(vector(1, 2, 3))).plain
@@ -373,7 +373,7 @@ def test_other_formats_are_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"hello", b'{"map": "desert"}', b'{"format": "json"}', b"\x81\xa6format\xa7msgpack"])
-def test_what_else_a_start_says_is_its_own_affair(body: bytes) -> None:
+def test_the_body_of_start_is_free_form(body: bytes) -> None:
     actor = BuiltinActor({"": Table(tiny_policy()).seat})
 
     async def play() -> dict[str, Any]:
@@ -395,7 +395,7 @@ def test_msgpack_may_ask_for_raw_too() -> None:
 
 @settings(max_examples=60)
 @given(st.binary(max_size=64))
-def test_no_bytes_whatever_do_more_than_be_refused(body: bytes) -> None:
+def test_arbitrary_bytes_are_only_refused(body: bytes) -> None:
     async def play() -> None:
         game = await Game(Table(tiny_policy())).begin()
         try:

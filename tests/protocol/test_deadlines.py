@@ -176,7 +176,7 @@ def test_missed_ticks_are_counted_for_the_client_and_for_each_session(served: Se
         assert (client.missed, client.missed_of("a")) == (2, 0)
 
 
-def test_a_tick_without_a_deadline_after_a_missed_one_finds_its_place(served: Served) -> None:
+def test_a_tick_without_a_deadline_resynchronises_after_a_missed_one(served: Served) -> None:
     with Client(served.url) as client:
         client.start("a")
         with pytest.raises(DeadlineMissed) as missed:
@@ -306,7 +306,7 @@ def test_a_flood_of_small_chunks_is_read_in_time() -> None:
 
 
 @pytest.mark.parametrize("status", ["500", "502", "504"])
-def test_without_a_deadline_too_an_answer_of_a_proxy_leaves_open_what_counted(served: Served, status: str) -> None:
+def test_a_proxy_reply_without_a_deadline_leaves_the_outcome_unknown(served: Served, status: str) -> None:
     with wire(served.port) as between, Client(between.url, retries=1) as client:
         client.start("a")
         between.plan(status)
@@ -323,7 +323,7 @@ def test_without_a_deadline_too_an_answer_of_a_proxy_leaves_open_what_counted(se
         assert client.end("a") == b"ended 3 "
 
 
-def test_a_page_of_somebody_else_ends_no_session(served: Served) -> None:
+def test_a_foreign_page_ends_no_session(served: Served) -> None:
     pages = [refusal(b"<html>", status) for status in ("404 Not Found", "410 Gone")]
     with answering(OK, *pages, OK) as server, Client(server.url) as client:
         client.start("a")
@@ -356,7 +356,7 @@ def test_the_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("looks", range(2, 7))
-def test_a_tick_that_may_have_counted_keeps_its_number_whenever_its_time_is_over(
+def test_a_possibly_processed_tick_keeps_its_seq(
     monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
     """The clock jumps at one of the moments at which the client looks at it."""
@@ -397,10 +397,10 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"version": -1}, {"temperature": -0.5}, {"temperature": float("nan")}, {"model": "a\nb"}])
-def test_impossible_wishes_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_start_options_are_refused(wrong: dict[str, Any]) -> None:
     with Client("http://127.0.0.1:9") as client, pytest.raises(UsageError):
         client.start("a", **wrong)
 
 
-def test_the_direct_way_may_be_a_safe_one() -> None:
+def test_the_direct_port_may_use_tls() -> None:
     Client("https://host", direct=True).close()

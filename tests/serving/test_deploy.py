@@ -277,7 +277,7 @@ def test_a_host_that_drains_keeps_its_sessions_and_gets_no_new_ones_from_haproxy
 
 
 @pytest.mark.parametrize("name", PROXIES)
-def test_what_is_not_for_the_world_stays_inside_and_requests_have_ids(name: str, tmp_path: Path, hosts: list[Host]) -> None:
+def test_internal_pages_are_blocked_by_the_proxy_and_requests_have_ids(name: str, tmp_path: Path, hosts: list[Host]) -> None:
     with Wire(hosts[0].port) as wire:
         assert "ludus-endpoint" in wire.ask(step("start", "direct", 0)).headers, "a host alone says where it is"
     with proxy(name, tmp_path, [host.port for host in hosts]) as port, Wire(port) as wire:
@@ -352,7 +352,7 @@ def test_connections_to_hosts_are_kept(name: str, tmp_path: Path, silent: list[S
 
 
 @pytest.mark.parametrize("name", PROXIES)
-def test_the_file_is_right_in_the_eyes_of_its_program(name: str, tmp_path: Path) -> None:
+def test_the_config_file_is_valid_for_its_program(name: str, tmp_path: Path) -> None:
     path = configured(name, tmp_path, free_port(), [8001, 8002])
     done = subprocess.run(command(name, path, check=True), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -375,7 +375,7 @@ def test_every_alert_is_tested_both_ways() -> None:
     assert {check["alertname"] for check in checks if not check.get("exp_alerts")} == alerts
 
 
-def test_the_unit_is_right_in_the_eyes_of_systemd_and_well_enclosed(tmp_path: Path) -> None:
+def test_the_unit_is_valid_for_systemd_and_sandboxed(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("there is no systemd-analyze")
@@ -393,7 +393,7 @@ def test_the_unit_is_right_in_the_eyes_of_systemd_and_well_enclosed(tmp_path: Pa
     assert rated.returncode == 0, rated.stdout[-300:]
 
 
-def test_the_unit_gives_a_drain_its_time() -> None:
+def test_the_unit_allows_time_for_draining() -> None:
     unit = configparser.RawConfigParser(strict=False, comment_prefixes=("#",), interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(DEPLOY / "ludus.service")
@@ -406,7 +406,7 @@ def test_the_unit_gives_a_drain_its_time() -> None:
     assert "${CREDENTIALS_DIRECTORY}/token" in service["ExecStart"]
 
 
-def test_alerts_speak_of_numbers_that_the_service_tells() -> None:
+def test_alerts_use_existing_metrics() -> None:
     told = (Path(ludus.__file__).parent / "serving" / "prometheus.py").read_text()
     for name in set(re.findall(r"\bludus_[a-z_]+", (DEPLOY / "prometheus-alerts.yml").read_text())):
         assert f'"{name.removesuffix("_bucket")}"' in told, name
