@@ -1,4 +1,4 @@
-"""The Arena as a server starts it when it is given no catalogue: states that are saved and gone on with, recordings, evaluations."""
+"""The Arena of the built-in catalogue: saved states, recordings, evaluations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(home: Path) -> Iterator[GamecoreClient]:
-    """The entry that we bring, but every match saves a state."""
+    """The built-in entry, but every match saves a state."""
     ours: dict[str, Any] = yaml.safe_load(catalogue.BUILTIN.read_text())
     ours["games"]["arena"]["states"]["save"] = True
     (home / "games.yaml").write_text(yaml.safe_dump(ours))

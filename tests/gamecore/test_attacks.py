@@ -1,4 +1,4 @@
-"""What callers must not be able to do: names, paths, numbers, bodies and connections that are not what they should be."""
+"""Hostile callers: invalid names, paths, numbers, bodies and connections."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ print(*(
 
 @pytest.mark.parametrize(("soft", "hard", "said"), [(1024, 1024, "760 32 5 1024"), (1024, 7000, "4096 4096 5 6160")])
 def test_connections_leave_files_for_the_games(soft: int, hard: int, said: str) -> None:
-    """The soft limit is raised as far as it must be, and connections are bounded by what the hard one leaves."""
+    """The soft limit is raised as needed, and connections are bounded by the hard limit."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(soft), str(hard)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == said.split()
 
@@ -345,7 +345,7 @@ def connected(call: Caller) -> socket.socket:
 
 
 def read_all(line: socket.socket) -> bytes:
-    """Until the server hangs up."""
+    """Read until the server closes."""
     data = b""
     try:
         while part := line.recv(65_536):

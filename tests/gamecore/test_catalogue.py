@@ -1,4 +1,4 @@
-"""Catalogues: what they say, and what is wrong with those that cannot be meant."""
+"""Catalogues: valid entries and errors."""
 
 from __future__ import annotations
 

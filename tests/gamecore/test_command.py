@@ -1,4 +1,4 @@
-"""From an order to a command with its environment: wrappers, placeholders, what reaches a game and what does not."""
+"""Commands built from requests: wrappers, placeholders, environment."""
 
 from __future__ import annotations
 

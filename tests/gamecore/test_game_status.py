@@ -1,4 +1,4 @@
-"""What becomes of a game that has ended, as a rule without a clock."""
+"""The decision after the exit of a game."""
 
 from __future__ import annotations
 

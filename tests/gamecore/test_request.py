@@ -1,4 +1,4 @@
-"""Orders as values: what is read from JSON, when two are the same, and that anything else is refused and nothing breaks."""
+"""Requests: parsing, equality, and refusal of anything invalid."""
 
 from __future__ import annotations
 

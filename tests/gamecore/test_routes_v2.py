@@ -1,4 +1,4 @@
-"""The older form of the pages, as clients of gamecore servers call them."""
+"""The /v2 routes, as used by existing clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server with real games: started, listed, waited for, stopped, restarted, limited, remembered."""
+"""The server with real games: start, list, wait, stop, restart, limits, records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory of a server: records, what a killed server left behind, saved states, the results of tasks."""
+"""The state directory: records, leftovers of a killed server, saved states, task results."""
 
 from __future__ import annotations
 

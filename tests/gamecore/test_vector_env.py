@@ -1,4 +1,4 @@
-"""Matches below a real gamecore server as one vector environment: what rows see, and what goes wrong on the way."""
+"""GamecoreVectorEnv with a real gamecore server: observations, results, failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DECLARED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """With the Arena, and a game that counts."""
+    """A server with the Arena and a counting game."""
     directory = tmp_path_factory.mktemp("gamecore")
     built_in = Path(ludus.__file__).with_name("gamecore") / "server" / "games.yaml"
     games = directory / "games.yaml"
@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def made() -> Iterator[list[Any]]:
-    """Environments that are closed in the end."""
+    """Creates environments and closes them after the test."""
     environments: list[Any] = []
     yield environments
     for one in environments:
@@ -71,7 +71,7 @@ def made() -> Iterator[list[Any]]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row goes without a match while others play."""
+    """Make every step wait until all rows have a match."""
     ready_to_step = LiveMatches.ready_to_step
     monkeypatch.setattr(LiveMatches, "ready_to_step", lambda matches, *, wait_for_all: ready_to_step(matches, wait_for_all=True))
 
@@ -226,7 +226,7 @@ def test_rows_of_past_opponents_come_last_and_are_marked(server: str, made: list
 
 
 def processes(env: GamecoreVectorEnv, server: str, *states: str) -> dict[str, GameState]:
-    """Those of this environment, by id."""
+    """Running games of this environment by id."""
     backend = env._backend
     assert backend is not None
     prefix = backend.scheduler._defaults.prefix
@@ -244,7 +244,7 @@ def arena(made: list[Any], server: str, num: int, **config: Any) -> GamecoreVect
 
 
 def nothing(env: GamecoreVectorEnv) -> dict[str, Any]:
-    """Is done by all rows; what there is to tell of it."""
+    """Step all rows with this action, and return the result."""
     return dict(env.step(np.zeros((env.num_envs, 4), np.int64))[4])
 
 
@@ -490,7 +490,7 @@ def test_an_invalid_game_loses_only_its_match(server: str, made: list[Any], faul
 
 
 def test_a_match_with_an_invalid_last_observation_has_no_result(server: str, made: list[Any]) -> None:
-    """It is cut, its result is told with it, and what the rows would go on from is no number: nothing of it counts."""
+    """A truncated match whose last observation is NaN: its result is discarded."""
     env = counting(made, server, 4, fault="last", share=0.5)
     counted = ended = 0
     until_s = time.monotonic() + 60

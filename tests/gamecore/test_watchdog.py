@@ -1,4 +1,4 @@
-"""The server as a process: ended gently, killed, started again by its supervisor; and what becomes of its games."""
+"""The server under its watchdog: stopped, killed, restarted; and the fate of its games."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which connection is kept when there are too many."""
+"""Admission and eviction of connections."""
 
 from __future__ import annotations
 

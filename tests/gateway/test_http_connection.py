@@ -1,4 +1,4 @@
-"""HTTP as games speak it, well and badly: every byte of it over a real socket, or in every possible split."""
+"""HTTP connections: valid, invalid and hostile requests over real sockets and in every possible fragmentation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Echo(Actor):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    """One for all tests that do no lasting harm: each of them shows that it still serves."""
+    """Shared by tests without lasting effects; each checks that the server still works."""
     with gateway(Echo) as served:
         yield served
 
@@ -216,7 +216,7 @@ def test_paths_and_methods_that_do_not_exist_are_named(server: Served) -> None:
 
 
 class Paper(asyncio.Transport):
-    """A transport that keeps what is written."""
+    """A transport that stores what is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ NUMBERED = b"n"
 
 
 def conversation(parts: Sequence[Sequence[bytes]]) -> bytes:
-    """What is answered to each of several connections that send these fragments, with sessions open before."""
+    """Replies to several connections that send these fragments, with sessions already open."""
 
     async def main() -> bytes:
         loop = asyncio.get_running_loop()
@@ -292,7 +292,7 @@ bodies = st.one_of(st.binary(max_size=30), st.just(b"\r\n\r\n"), st.just(b"POST 
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[bytes]:
-    """Requests that leave their connection open. Games repeat themselves: they differ in their numbers and bodies only."""
+    """Requests that keep their connection open and, as those of games, differ only in seq and body."""
     kind = draw(st.sampled_from(["tick", "tick", "tick", "TICK", "dance", ""]))
     session = draw(st.sampled_from([*OPEN, NUMBERED, NUMBERED, b"unknown", b""])).decode()
     name = draw(st.sampled_from(["session", "Session", "game_id", "Ludus-Session", "LUDUS-SESSION", "game-id"]))
@@ -795,7 +795,7 @@ def alive(*kinds: type) -> int:
 
 
 def reset(wire: Wire) -> None:
-    """Close so that the other side hears of it as an error."""
+    """Close with RST, which the peer sees as an error."""
     wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     wire.socket.close()
 

@@ -1,4 +1,4 @@
-"""What operators ask of a gateway: tokens that rotate, rates, TLS, draining, and a log that tells everything but secrets."""
+"""Operation of a gateway: token rotation, rate limits, TLS, draining, access log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Echo(Actor):
 
 @pytest.fixture(autouse=True)
 def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are looked at more often than once a second."""
+    """Check files more often than once a second."""
     monkeypatch.setattr(gateways, "_WATCH_S", 0.05)
 
 
@@ -50,7 +50,7 @@ def bearer(token: str) -> list[str]:
 
 
 def replace(path: Path, text: str) -> None:
-    """As tools that rotate secrets do it."""
+    """Replace a file atomically, as tools for secret rotation do."""
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").replace(path)
 
@@ -96,7 +96,9 @@ def test_a_changed_token_file_is_reloaded_and_open_connections_need_a_new_token(
 
 
 @pytest.mark.parametrize("broken", ["", "# nobody\n", "a b c d e\n", "tökén\n", "a b minus\n", None])
-def test_an_invalid_token_file_keeps_the_previous_tokens(tokens: Path, broken: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_token_file_keeps_the_previous_tokens(
+    tokens: Path, broken: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     with gateway(Echo, GatewaySettings(token_file=tokens)) as server, Wire(server.port) as kept:
         assert kept.ask(step("start", "s", headers=bearer("old"))).status == 200
         if broken is None:
@@ -160,7 +162,7 @@ _SUBJECT = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,I
 
 
 def certificate(where: Path) -> tuple[Path, Path]:
-    """A fresh pair that signs itself."""
+    """Create a self-signed certificate."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl is not installed")
@@ -179,7 +181,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
 
 @pytest.fixture
 def pair(pairs: list[tuple[Path, Path]], tmp_path: Path) -> tuple[Path, Path]:
-    """A copy of the first one that may be replaced."""
+    """A replaceable copy of the first certificate."""
     mine = tmp_path / "cert.pem", tmp_path / "key.pem"
     for source, target in zip(pairs[0], mine, strict=True):
         shutil.copy(source, target)
@@ -472,7 +474,7 @@ SECRETS = ("s3cret", "b0dy", "st0len")
 
 
 def logged(tmp_path: Path, *, ticks: bool = False) -> list[dict[str, Any]]:
-    """A bit of everything, and what the log has of it."""
+    """Send requests of every kind, and return the access log."""
     (tmp_path / "tokens").write_text("studio s3cret\n")
     settings = GatewaySettings(token_file=tmp_path / "tokens")
     with gateway(Echo, settings, extension=RecordingExtension(tmp_path / "log", ticks)) as server, Wire(server.port) as wire:

@@ -1,4 +1,4 @@
-"""SessionTable without sockets: whose turn it is, what a retry hears, and what becomes of an actor that misbehaves."""
+"""SessionTable without sockets: order of requests, retries, time limits, misbehaving actors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Reply = tuple[int, bytes]
 
 PATIENCE_S = 10.0
 LONG_S = 1000.0
-"""A time that no test waits for; the clock is put forward instead."""
+"""Longer than any test waits; tests advance the clock instead."""
 
 
 def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
@@ -48,7 +48,7 @@ def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
 
 class Asked:
-    """A request and what it heard; a second reply to it would raise."""
+    """A request and its reply; a second reply raises."""
 
     def __init__(self) -> None:
         self.heard: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -63,7 +63,7 @@ class Asked:
 
 
 class Table:
-    """SessionTable as a connection sees them: requests come from callbacks of the loop."""
+    """A SessionTable as used by a connection: requests come from callbacks of the loop."""
 
     def __init__(self, make_actor: Callable[[], Any], limits: SessionLimits, lost_for: float) -> None:
         self.loop = asyncio.get_running_loop()
@@ -82,7 +82,7 @@ class Table:
             assert (await self.ask("start", id_, seq=seq))[0] == 200
 
     def later(self, seconds: float) -> None:
-        """Look after the sessions as if so much time had passed."""
+        """Sweep the sessions as if this much time had passed."""
         self.sessions.sweep(self.loop.time() + seconds)
 
 
@@ -105,7 +105,7 @@ def refusal(reply: Reply) -> tuple[int, str]:
 
 
 class Diary(Actor):
-    """Writes down every call; `calls` is shared by all of a test's actors."""
+    """Records every call; `calls` is shared by all actors of a test."""
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
@@ -124,7 +124,7 @@ class Diary(Actor):
 
 
 class Gated(Diary):
-    """Its ticks wait until the test lets them go on."""
+    """Its ticks wait until the test releases them."""
 
     gate: asyncio.Event
 
@@ -254,7 +254,7 @@ async def test_a_repeated_seq_gets_the_same_reply_and_the_actor_is_called_once()
 
 @on_loop
 async def test_a_repeated_seq_with_another_body_is_not_a_retry() -> None:
-    """Else a request that a game gave up, and that arrives late, would have its reply taken for that of the next one."""
+    """Otherwise the reply to a late, abandoned request could be taken for that of the next one."""
     calls: list[Any] = []
     async with table(lambda: Diary(calls)) as games:
         await games.open(seq=0)
@@ -458,7 +458,7 @@ REQUESTS = st.lists(st.tuples(st.sampled_from(["start", "tick", "end"]), st.inte
 
 @given(REQUESTS)
 def test_any_order_of_requests_gets_the_statuses_of_the_rules(requests: Sequence[tuple[str, int]]) -> None:
-    """One after the other, against the rules written down a second time."""
+    """Compare sequences of requests with an independent model of the rules."""
     calls: list[Any] = []
 
     async def play() -> list[int]:
@@ -539,7 +539,7 @@ async def waits_for_a_batch(gate: asyncio.Event, batch: Batcher[bytes, bytes]) -
 
 
 class Starved(Batcher[bytes, bytes]):
-    """Nobody runs its batches, as if the model's process hung, until the test does."""
+    """Runs batches only when the test does, as if the model's process hung."""
 
     def submit(self, row: bytes) -> asyncio.Future[bytes]:
         self._loop = self._loop or asyncio.get_running_loop()
@@ -650,7 +650,7 @@ async def test_end_is_not_called_while_a_tick_ignores_its_cancellation(caplog: p
 
 
 class Plain:
-    """An actor of plain methods, held until the test lets go."""
+    """An actor with plain methods that block until the test releases them."""
 
     ended_by = "game"
 
@@ -958,7 +958,7 @@ BATCHERS: dict[asyncio.AbstractEventLoop, Batcher[str, str]] = {}
 
 
 def forward(row: str) -> asyncio.Future[str]:
-    """The model: doubles, and raises for a row that says so."""
+    """A model that doubles its input, and raises for marked rows."""
 
     def run(rows: list[str]) -> list[str]:
         if "fail" in rows:

@@ -1,4 +1,4 @@
-"""Workers of one gateway among themselves, here as threads: a session reaches its owner by whatever door it comes."""
+"""Routing between the workers of one gateway (here threads): every session reaches its owner on any port."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.local_servers import Served, gateway
 from tests.waiting import wait_until
 
 DIRECT = 40_000
-"""The direct port of slot n is said to be this + n."""
+"""The direct port of slot n is this + n."""
 
 
 class Named(Actor):
-    """Answers with the slot it lives in."""
+    """Replies with its worker's slot."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -66,7 +66,7 @@ def two(tmp_path: Path) -> Iterator[list[Served]]:
 
 
 def owned(slot: int, count: int = 2, *, slots: int = 2) -> list[str]:
-    """Ids of sessions that belong to a slot."""
+    """Session ids that belong to a slot."""
     ids = (f"session-{i}" for i in range(10_000))
     found = [id_ for id_ in ids if owner_of(id_.encode(), slots) == slot]
     return found[:count]
@@ -310,7 +310,7 @@ def test_requests_to_a_dying_worker_fail_at_once(tmp_path: Path) -> None:
         wait_until(lambda: dying.gateway.sessions.requests == 3, PATIENCE_S)
 
         async def die() -> None:
-            """As the kernel would: every socket is closed, and nobody says a word."""
+            """Close every socket without notice, as the kernel does for a killed process."""
             assert dying.gateway._router is not None
             for incoming in list(dying.gateway._router._incoming):
                 assert incoming.transport is not None

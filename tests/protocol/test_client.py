@@ -1,4 +1,4 @@
-"""The Python client: numbers, retries, errors. Against real gateways, and against servers that misbehave."""
+"""The Python client: numbering, retries and errors, with real gateways and misbehaving servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.local_servers import Served, gateway
 
 
 class Counting(Actor):
-    """Says how often it was ticked, so that a request that counted twice shows."""
+    """Replies with its number of ticks, which reveals requests processed twice."""
 
     def __init__(self) -> None:
         self.ticks = 0
@@ -53,7 +53,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 @contextlib.contextmanager
 def scripted(*turns: bytes | Callable[[socket.socket], None] | None) -> Iterator[tuple[str, list[bytes]]]:
-    """For each request one turn: bytes to reply, None to hang up, or what to do with the connection. Yields (url, requests)."""
+    """A scripted server: for each request bytes to reply, None to close, or a function. Yields (url, requests)."""
     requests: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(10)
@@ -90,7 +90,7 @@ def scripted(*turns: bytes | Callable[[socket.socket], None] | None) -> Iterator
 
 
 def stay_silent(connected: socket.socket) -> None:
-    """Keeps the connection open, as long as the test lasts, and says nothing."""
+    """Keeps the connection open without a reply."""
 
 
 def seq_of(request: bytes) -> int:
@@ -223,7 +223,7 @@ def test_a_lost_reply_is_requested_again_with_the_same_seq() -> None:
 
 
 def test_a_retry_does_not_count_twice(served: Served) -> None:
-    """Between client and gateway stands a proxy that loses every third reply."""
+    """A proxy between client and gateway loses every third reply."""
     upstream = ("127.0.0.1", served.port)
     with _lossy_proxy(upstream, lose_every=3) as url, Client(url) as client:
         client.start("a")
@@ -514,7 +514,7 @@ def test_a_cancelled_tick_does_not_answer_the_next_one() -> None:
 
 
 def asked_for_a_sign_of_life(connection: socket.socket) -> tuple[int, int]:
-    """After how many seconds of silence, and after how many in all it is given up."""
+    """Keep-alive settings: idle time, and total time until a connection is dropped."""
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     idle, every, times = (connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)

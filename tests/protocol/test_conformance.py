@@ -1,4 +1,4 @@
-"""What the check says to games that do wrong, and that it says nothing to those that do right."""
+"""Conformance checks: findings for wrong games, none for correct ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def kinds(conformance: Conformance) -> dict[str, int]:
 
 
 def seen(*events: Event) -> dict[str, int]:
-    """Findings of these events, beside those of a match that was played well."""
+    """Findings of these events in addition to a correct match."""
     conformance = Conformance()
     for seq, kind in enumerate((START, TICK, END)):
         assert conformance.observe(answered(kind, seq, session=b"well")) == []
@@ -183,7 +183,7 @@ def test_the_summary_is_json() -> None:
 
 
 def judged(*bodies: Any, last: bool = False, seats: dict[str, SeatSpaces] = ONE) -> tuple[Conformance, Any]:
-    """Ticks one after the other (the last may be the end); the verdict on the last."""
+    """Check ticks in sequence (the last may be the end), and return the result of the last."""
     conformance = Conformance("json", seats)
     conformance.observe(answered(START, 0))
     verdict = None
@@ -255,7 +255,7 @@ def test_accepted_but_suspicious_bodies_are_warnings(bodies: list[Any], last: bo
 
 
 def test_a_refused_body_changes_nothing() -> None:
-    """The corrected one is judged as if the other had not been."""
+    """A corrected body is checked as if the refused one had not been sent."""
     assert found({"observation": 3}, FINE | {"reward": 1.0}) == {"observation": 1, "reward": 1}
 
 

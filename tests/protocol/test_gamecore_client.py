@@ -1,4 +1,4 @@
-"""GamecoreClient: what it sends, what it makes of the answers, and what it says when there is none."""
+"""GamecoreClient: requests, replies and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.protocol.old_server import OldServer, old_server
 
 @pytest.fixture(scope="module")
 def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A catalogue of one game that does as it is told."""
+    """A catalogue with one scriptable game."""
     return save(tmp_path_factory.mktemp("gamecore"))
 
 
@@ -286,7 +286,7 @@ def test_a_refused_connection_hints_at_starting_a_server() -> None:
 
 @contextlib.contextmanager
 def listener(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Somebody on a port who is no gamecore server."""
+    """A listener that is not a gamecore server."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
 
         def run() -> None:
@@ -341,7 +341,11 @@ def test_a_port_without_a_gamecore_server_is_recognised(serve: Callable[[socket.
 
 def test_an_html_page_is_not_a_gamecore_server() -> None:
     page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nConnection: close\r\n\r\n<html>"
-    with listener(_says(page)) as address, GamecoreClient(address) as client, pytest.raises(Refused, match="Check that it is a game"):
+    with (
+        listener(_says(page)) as address,
+        GamecoreClient(address) as client,
+        pytest.raises(Refused, match="Check that it is a game"),
+    ):
         client.start_game("x", None, LINEUP)
 
 

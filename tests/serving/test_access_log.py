@@ -1,4 +1,4 @@
-"""The access log: whole lines, whoever else writes, whatever the disk says and whatever games call themselves."""
+"""The access log: whole lines under concurrent writers, disk errors and arbitrary session names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 SOON_S = 20.0
 NEVER_S = 3600.0
-"""Nothing is written but by `flush` and `close`."""
+"""Only `flush` and `close` write."""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What was trained answers games: the same actor, the same actions; and what is trained meanwhile reaches them, or is refused."""
+"""The checkpoint follower and `ludus serve`: runs, versions, updates, canaries."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Small runs of every kind."""
+    """Short runs of every kind."""
     where = tmp_path_factory.mktemp("runs")
     recurrent = {"use_lstm": True, "lstm_cell_size": 8, "fcnet_hiddens": [8]}
     made = {
@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def loaded(directory: Path, *runs: Path, settings: ServiceSettings | None = None) -> tuple[ServingWorker, dict[str, Any]]:
-    """One worker, without a gateway, and what it would be said to be."""
+    """A loaded worker without a gateway, and its spec."""
     sources = {f"agent{number}": CheckpointSource(str(run)) for number, run in enumerate(runs)}
     CheckpointFollower(sources, directory, UpdateSettings()).open()
     service = ServingWorker(directory, settings or ServiceSettings())
@@ -176,7 +176,7 @@ def test_a_directory_without_a_checkpoint_is_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """With one checkpoint, of version 1."""
+    """A run with one checkpoint of version 1."""
     checkpointed(tmp_path / "run", 1, policy(1))
     return tmp_path / "run"
 
@@ -228,7 +228,7 @@ def test_a_level_that_is_current_at_first_stays_a_level(run: Path, tmp_path: Pat
 
 
 def answered(port: int, session: str, headers: list[str], candidates: list[Any], ticks: int = 6) -> int:
-    """A short session; which of the policies has played it."""
+    """Play a short session, and return which policy played it."""
     twin = Twin(*candidates)
     with wire.Wire(port) as connected:
         assert connected.ask(wire.step("start", session, headers=headers)).status == 200
@@ -339,7 +339,7 @@ def test_an_unusable_version_is_refused_once_and_the_old_one_is_served(
 
 
 def test_no_damage_of_a_checkpoint_reaches_a_game(run: Path, tmp_path: Path) -> None:
-    """Every file of it, at many places: a flipped byte, a cut, a file that is gone."""
+    """Damage every file at many offsets: a flipped byte, a truncation, a missing file."""
     made = follower(run, tmp_path / "service")
     checkpointed(tmp_path / "source", 2, policy(2))
     source, number, taken = tmp_path / "source" / "checkpoints" / "000002", 1, 0
@@ -442,7 +442,7 @@ def test_versions_are_served_as_onnx(run: Path, tmp_path: Path) -> None:
 # -- trials -------------------------------------------------------------------------------------------------------------------
 
 TRIAL = CanarySettings(hold_s=0.0, min_requests=60, give_up_s=3600, max_latency_ratio=50, fast_enough_ms=500)
-"""How fast an answer comes says nothing on a busy machine."""
+"""Latency is not judged: the machine may be busy."""
 
 
 def tries(made: CheckpointFollower) -> int | None:
@@ -610,7 +610,7 @@ def test_each_of_several_agents_is_followed_for_itself(run: Path, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def service(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, str]]:
-    """Two workers behind a token; the command and its address."""
+    """`ludus serve` with two workers and a token."""
     token = tmp_path_factory.mktemp("token") / "token"
     token.write_text("secret\n")
     words: list[str | Path] = ["serve", runs["recurrent"], "--port", "0", "--workers", "2", "--token-file", token, "--json"]
@@ -625,7 +625,7 @@ AUTHORIZED = ["Authorization: Bearer secret"]
 
 
 def test_several_workers_answer_as_one(runs: dict[str, Path], service: tuple[Program, str]) -> None:
-    """A session stays with the worker that its id belongs to, and with it the memory of its model."""
+    """A session stays with its worker, which keeps its recurrent state."""
     agent, workers, port = ludus.load(runs["recurrent"]), set(), int(service[1].rpartition(":")[2])
     for number in range(12):
         session, state = f"match-{number}", None

@@ -1,4 +1,4 @@
-"""The files of deploy/, used as they are but for addresses: real proxies before real hosts, promtool, systemd's own check."""
+"""The files of deploy/ with real proxies and hosts, promtool and systemd-analyze."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 
 class Host:
-    """One `ludus serve`, as far as a proxy can tell."""
+    """A stand-in for one `ludus serve` behind a proxy."""
 
     def __init__(self, port: int = 0) -> None:
         command = [sys.executable, "-m", "tests.serving.backend", str(port)]
@@ -78,7 +78,7 @@ def hosts() -> Iterator[list[Host]]:
 
 @dataclass
 class Silent:
-    """A host that is ready, hears steps, and breaks the connection instead of answering; or answers, when told to."""
+    """A host that closes the connection on each step, or answers when enabled."""
 
     answers: bool = False
     heard: list[bytes] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Silent:
 
 
 def configured(name: str, directory: Path, port: int, ports: list[int]) -> Path:
-    """The file of deploy/ with other addresses."""
+    """A file of deploy/ with replaced addresses."""
     text = (DEPLOY / {"nginx": "nginx.conf", "haproxy": "haproxy.cfg"}[name]).read_text()
     replacements = [(f"127.0.0.1:{8001 + i}", f"127.0.0.1:{host}") for i, host in enumerate(ports)]
     if name == "nginx":
@@ -153,7 +153,7 @@ def command(name: str, path: Path, *, check: bool = False) -> list[str]:
 
 @contextlib.contextmanager
 def proxy(name: str, directory: Path, ports: list[int]) -> Iterator[int]:
-    """The port of a proxy before hosts."""
+    """Start a proxy for these hosts, and return its port."""
     port = free_port()
     path = configured(name, directory, port, ports)
     with (directory / "said").open("wb") as said:
@@ -193,7 +193,7 @@ class Session:
 
 
 class Games:
-    """Sessions over connections that they share: none belongs to one."""
+    """Sessions that share connections."""
 
     def __init__(self, port: int, connections: int = 8) -> None:
         self._port = port

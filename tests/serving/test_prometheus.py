@@ -1,4 +1,4 @@
-"""The numbers as Prometheus reads them; its own parser is the judge."""
+"""Prometheus metrics, checked with Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def version(meter: LatencyHistogram, sessions: int = 1, batches: list[int] | Non
 
 
 def worker(**changes: Any) -> dict[str, Any]:
-    """What a worker leaves, as it comes back from its file."""
+    """The snapshot of a worker after a JSON round trip."""
     numbers = {
         "at": NOW,
         "began": 0.0,

@@ -1,4 +1,4 @@
-"""What may be served: whole, of the spaces that are played, and answering with numbers."""
+"""Releases: files, validation, warm-up."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_other_seats_are_refused() -> None:
 @settings(max_examples=40)
 @given(st.data())
 def test_damaged_weights_raise_only_documented_errors(data: st.DataObject) -> None:
-    """Bytes flipped, cut or added: it is refused by name, or its numbers are still numbers."""
+    """Flipped, cut or added bytes raise a documented error, or the weights stay finite."""
     whole = bytearray(released(2).parts[MODEL].weights)
     how = data.draw(st.sampled_from(["flip", "cut", "add"]))
     at = data.draw(st.integers(0, len(whole) - 1))

@@ -87,9 +87,7 @@ AGENTS = st.builds(
 
 
 @given(st.dictionaries(NAMES, AGENTS, max_size=3))
-def test_a_routing_table_round_trips(
-    tmp_path_factory: pytest.TempPathFactory, agents: dict[str, AgentRoutes]
-) -> None:
+def test_a_routing_table_round_trips(tmp_path_factory: pytest.TempPathFactory, agents: dict[str, AgentRoutes]) -> None:
     where = tmp_path_factory.getbasetemp()
     RoutingTable(agents).write(where)
     found = RoutingTable.read(where)

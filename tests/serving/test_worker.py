@@ -1,4 +1,4 @@
-"""The production service in one worker: hot updates under sessions that remember, levels, trials, models that fail."""
+"""One serving worker: hot updates with recurrent sessions, levels, canaries, failing models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.waiting import wait_until
 
 
 class Match:
-    """A session on a connection of its own; every answer is compared with what must come."""
+    """A session on its own connection; every reply is compared with the expected one."""
 
     def __init__(self, port: int, name: str, twin: Twin | None = None, *headers: str) -> None:
         self.wire, self.name, self.twin, self.seen = Wire(port), name, twin, 0
@@ -151,7 +151,7 @@ def test_between_models_with_and_without_a_memory_sessions_move_too(one: Path) -
 
 
 class Player(threading.Thread):
-    """Ticks as fast as it can."""
+    """Sends ticks continuously."""
 
     def __init__(self, port: int, name: str, versions: list[Policy], stop: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -171,7 +171,7 @@ class Player(threading.Thread):
 
 
 def test_sessions_that_are_being_answered_move_a_little_later_and_nothing_is_lost(one: Path) -> None:
-    """Updates under load: each answer is that of some version, with all that the session remembers; versions only go up."""
+    """Updates under load: each reply matches one version with the session's recurrent state; versions only increase."""
     versions, stop = [policy(n) for n in range(1, 7)], threading.Event()
     with serving(one, ServiceSettings(max_live_versions=1)) as served:
         players = [Player(served.port, f"p{n}", versions, stop) for n in range(6)]
@@ -241,7 +241,7 @@ def test_a_canary_gets_its_share_and_sessions_leave_a_withdrawn_version_at_once(
 
 
 def test_a_version_that_comes_back_keeps_its_sessions(one: Path) -> None:
-    """RUN/best may go back; nobody is moved from a version to itself."""
+    """RUN/best may become an older version; no session moves to its own version."""
     with serving(one, ServiceSettings(max_live_versions=1)) as served, Match(served.port, "m", Twin(policy(1))) as match:
         match.play(3)
         for version in (2, 1, 2, 1):
@@ -359,7 +359,7 @@ def test_an_ended_session_is_gone_in_whatever_format_it_was_played(one: Path) ->
 
 @contextlib.contextmanager
 def traffic(port: int) -> Iterator[None]:
-    """Matches that begin, err and end, all the time."""
+    """Starts, fails and ends matches continuously."""
     stop, faults = threading.Event(), []
 
     def play(number: int) -> None:
@@ -387,7 +387,7 @@ def traffic(port: int) -> Iterator[None]:
 
 
 def test_counters_never_decrease(one: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Over updates, moves and recordings; a series may end with its version."""
+    """Across updates, moves and recordings; a series may end with its version."""
     settings = ServiceSettings(max_live_versions=1, recording=ReplaySettings(tmp_path_factory.mktemp("replay"), 1.0, steps=4))
     last: dict[str, float] = {}
     with serving(one, settings) as served, traffic(served.port):

@@ -1,4 +1,4 @@
-"""The protocol as a game sees it: one gateway on a real port."""
+"""The protocol from the game's side: one gateway on a real port."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_ticks_that_take_too_long_end_their_sessions() -> None:
 
 
 class Holding(Echo):
-    """Its ticks hold the whole event loop."""
+    """Its ticks block the event loop."""
 
     async def tick(self, body: bytes) -> bytes:
         time.sleep(float(body or b"0"))
