@@ -238,7 +238,7 @@ def test_what_would_lead_processes_astray_is_dropped_and_said() -> None:
 PLACE = "10.0.0.2:9610"
 
 
-def sleeping(part: str, place: str, subject: jobs.LearnerTask | None = None) -> Job:
+def sleeping(part: str, place: str, subject: jobs.TrainingTask | None = None) -> Job:
     told = subject.environment() if subject else {}
     return Job(part, (Role("main", ("sleep", "600"), environment=told),), "main", place=place)
 
@@ -295,7 +295,7 @@ def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_t
     orchestrator: LocalOrchestrator,
 ) -> None:
     def subject(directory: str, *experiments: str) -> Job:
-        return sleeping("learner", PLACE, jobs.LearnerTask(directory, experiments))
+        return sleeping("learner", PLACE, jobs.TrainingTask(directory, experiments))
 
     first = roles.begin(subject("/a", "cartpole"), orchestrator, "learner")
     for other in (subject("/b", "cartpole"), subject("/a", "pong"), subject("/a", "cartpole", "pong")):
@@ -351,8 +351,8 @@ def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> No
         ("Acrobot-v1", "-n", "2"): ("Acrobot-v1",),
         ("--resume", "somewhere"): (),
     }
-    found = {words: jobs.LearnerTask.of(learner._learning(listed, meeting, words, 0, 9.0)[0]) for words in trained}
-    assert found == {words: jobs.LearnerTask(str(tmp_path), names) for words, names in trained.items()}
+    found = {words: jobs.TrainingTask.of(learner._learning(listed, meeting, words, 0, 9.0)[0]) for words in trained}
+    assert found == {words: jobs.TrainingTask(str(tmp_path), names) for words, names in trained.items()}
 
 
 def test_status_shows_what_it_knows_also_when_the_head_cannot_be_asked(call: Call, orchestrator: LocalOrchestrator) -> None:

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from ludus.core.spaces import Fit, to_json
+from ludus.core.spaces import SpaceParser, to_json
 from ludus.errors import ConfigError
 from ludus.protocol.codec import SeatSpaces, bounds_error, decode, encode, parse_seats, random_action, random_observation
 from ludus.protocol.conformance import (
@@ -338,7 +338,7 @@ def test_random_values_lie_in_their_space_after_coding(space: gym.Space[Any], fo
     rng = np.random.default_rng(1)
     for draw in (random_observation, random_action):
         for _ in range(20):
-            value = Fit(space)(decode(encode({"v": draw(space, rng)}, form))["v"])
+            value = SpaceParser(space)(decode(encode({"v": draw(space, rng)}, form))["v"])
             assert bounds_error(space, value, "v") == ""
 
 

@@ -22,7 +22,7 @@ import ludus
 from ludus.cli.main import app
 from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, Refused, UsageError
 from ludus.experiments.runs import checkpoint
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.protocol.client import Client
 from ludus.protocol.spec import StartOptions
 from ludus.serving import checkpoint_follower, release
@@ -196,7 +196,7 @@ def serves(made: CheckpointFollower) -> int:
 
 def test_a_version_is_found_in_checkpoints_and_among_those_that_were_kept(run: Path, tmp_path: Path) -> None:
     checkpointed(run, 5, policy(5))
-    kept = LocalPool(LocalStore(run))
+    kept = LocalVersionStore(LocalStore(run))
     kept.add(MODEL, policy(3), above=2)
     assert kept.keep(MODEL) == 3
     made = follower(run, tmp_path / "service", version=3, levels=(1, 5))

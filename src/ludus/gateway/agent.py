@@ -47,7 +47,7 @@ class Seat:
         policy = model.policy
         self.model, self.memory = model, memory
         self.observation_space, self.action_space = policy.observation_space, policy.action_space
-        self.fit = spaces.Fit(policy.observation_space)
+        self.fit = spaces.SpaceParser(policy.observation_space)
         self.choices = spaces.choices(policy.action_space)
         self.state_spec = policy.state_spec()
         self.raw = RawCodec(policy.observation_space, policy.action_space)

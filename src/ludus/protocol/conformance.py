@@ -216,7 +216,7 @@ class Conformance:
 
     def __init__(self, form: Format | None = None, seats: Mapping[str, SeatSpaces] | None = None) -> None:
         self._form, self._seats = form, seats or {}
-        self._fits = {name: spaces.Fit(seat.observation) for name, seat in self._seats.items()}
+        self._fits = {name: spaces.SpaceParser(seat.observation) for name, seat in self._seats.items()}
         self._findings: dict[str, CheckFinding] = {}
         self._open: dict[bytes, _OpenSession] = {}
         self._past: dict[bytes, tuple[str, int, int]] = {}
@@ -378,7 +378,7 @@ class _BodyCheck:
         self,
         form: Format | None,
         seats: Mapping[str, SeatSpaces],
-        fits: Mapping[str, spaces.Fit],
+        fits: Mapping[str, spaces.SpaceParser],
         playing: set[str],
         *,
         last: bool,

@@ -117,7 +117,7 @@ def _learning(listed: Hostfile, meeting: Any, words: Sequence[str], num: int, wa
     names = _checked(found)
     here, elsewhere = asked.learners or listed.head.slots, roles.count_remote_learners(listed)
     said.append(f"learner_num: {here + elsewhere}" + f" ({elsewhere} on other machines)" * bool(elsewhere))
-    subject = roles.LearnerTask(str(Path.cwd()), names)
+    subject = roles.TrainingTask(str(Path.cwd()), names)
     return roles.learner_job(listed, meeting, found, os.environ, cpus=num, wait_s=wait_s, task=subject), said
 
 
@@ -169,7 +169,7 @@ def training_of(words: Sequence[str]) -> Training:
 
 
 def _config(data: dict[str, Any]) -> dict[str, Any]:
-    from ludus.config.schema import canonical, read_experiment
+    from ludus.config.translation import canonical_config, translate_experiment
 
-    inner = read_experiment(data).data.get("config", {})
-    return canonical(inner) if isinstance(inner, dict) else {}
+    inner = translate_experiment(data).data.get("config", {})
+    return canonical_config(inner) if isinstance(inner, dict) else {}

@@ -238,11 +238,11 @@ def _is_ours(lock: int, path: Path) -> bool:
 def _check_run(job: Job, orchestrator: LocalOrchestrator, earlier: JobStatus) -> None:
     """A training is ended by a start of the same one; by another only when that is wanted. Raises UsageError."""
     from ludus.launch.job_dir import JobDirectory
-    from ludus.launch.roles import LearnerTask
+    from ludus.launch.roles import TrainingTask
 
-    ours = LearnerTask.of(job)
+    ours = TrainingTask.of(job)
     try:
-        theirs = LearnerTask.of(JobDirectory(orchestrator.directory / earlier.id).job())
+        theirs = TrainingTask.of(JobDirectory(orchestrator.directory / earlier.id).job())
     except Damaged:  # whose it is cannot be said any more
         return
     if ours is None or theirs is None or ours.is_same_run(theirs):
