@@ -37,7 +37,7 @@ from ludus.games.arena.host.match_host import MatchHost
 from ludus.games.arena.main import create_arena, main, play
 from ludus.gateway.actor import Actor
 from ludus.gateway.builtin_actor import BuiltinActor
-from tests.gateway.scripted import Table, tiny_policy
+from tests.gateway.scripted import RecordedSeat, tiny_policy
 from tests.local_servers import gateway
 
 LIMIT_S = 20.0
@@ -399,13 +399,13 @@ def test_rewards_are_told_with_the_next_tick_and_none_is_lost() -> None:
 def test_the_built_in_actor_plays_and_records_without_any_code(form: str, mode: str) -> None:
     arena = Arena(mode)
     seen = {name: part for name, part in observation_space(arena.size).spaces.items() if name != ACTION_MASK}
-    table = Table(tiny_policy(gym.spaces.Dict(seen), action_space(arena.size)), 64)
+    recorded_seat = RecordedSeat(tiny_policy(gym.spaces.Dict(seen), action_space(arena.size)), 64)
     lone = form == "raw"
-    seats = {"" if lone else f"hero_{i}": table.seat for i in range(1 if lone else arena.size)}
+    seats = {"" if lone else f"hero_{i}": recorded_seat.seat for i in range(1 if lone else arena.size)}
     with gateway(lambda: BuiltinActor(seats)) as server:
         result = played(plan(server.url, None, mode=mode, options={"format": form, "lenient": True}))
     assert (result["lost"], result["late"], result["garbled"]) == ({}, 0, 0)
-    recorded = sum(int(segments.valid.sum()) for segments in table.recorded())
+    recorded = sum(int(segments.valid.sum()) for segments in recorded_seat.segments())
     assert recorded == arena.size * FRAMES // 3
 
 
@@ -665,8 +665,8 @@ def test_an_actor_that_fails_again_and_again_is_gone() -> None:
 
 
 def test_an_actor_of_other_spaces_is_gone_at_once_and_says_why() -> None:
-    table = Table(tiny_policy())
-    with gateway(lambda: BuiltinActor({"hero_0": table.seat})) as server:
+    recorded_seat = RecordedSeat(tiny_policy())
+    with gateway(lambda: BuiltinActor({"hero_0": recorded_seat.seat})) as server:
         result = played(plan(server.url, None))
     assert "422 observation" in result["lost"]["0"]
     assert result["completed"]
