@@ -107,7 +107,7 @@ def test_two_scripts_play_a_match_that_can_be_replayed(call: Call, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--camps", "hard"], "does not name two scripts"),
+        (["--camps", "hard"], "does not name two scripted bots"),
         (["--camps", "hard,mediun"], "medium"),
         (["--mode", "2v3"], "no mode '2v3'"),
         (["--heroes", "Ember"], "does not fit 1v1"),
