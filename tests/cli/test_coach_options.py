@@ -97,7 +97,7 @@ def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Pa
         (["-r", "-p", "CartPole_DQN"], "-r is not supported: training is not rendered"),
         (["-p", "CartPole_DQN", "-crf", "x"], "a checkpoint is a directory here"),
         (["-f", "tensorflow", "-p", "CartPole_DQN"], "networks are always PyTorch's"),
-        (["-p", "CartPole_A3C"], "CartPole_A3C is not here"),
+        (["-p", "CartPole_A3C"], "CartPole_A3C is not supported"),
         (["-p", "Mujoco_ClippedPPO"], "which? -lvl hopper"),
         (["-p", "CartPole_DQN", "-cp", "gama=1"], "Did you mean 'gamma'"),
         (["-p", "nofile.py"], "There is no file nofile.py"),

@@ -358,7 +358,7 @@ def test_a_word_that_is_a_secret_by_chance_is_no_secret(monkeypatch: pytest.Monk
     assert local.secrets == ()
     assert check_job(local, os.environ) == local
     remote = read_fleet_file("[ludus]\nredis_url = redis://host\ndata_store = s3\ns3_bucket_name = games")
-    with pytest.raises(UsageError, match=r"AWS_ACCESS_KEY_ID is in the command.*choose another"):
+    with pytest.raises(UsageError, match=r"AWS_ACCESS_KEY_ID is in the command.*coincidence, change"):
         check_job(fleet_job(remote, "a-longer-test", [], 1, 1), os.environ)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")

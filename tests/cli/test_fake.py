@@ -119,7 +119,9 @@ def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:
 
 
 def at(seconds: float, **totals: Any) -> TrafficSample:
-    return TrafficSample(seconds, totals.pop("requests", 0), totals.pop("bytes_in", 0), 0, totals.pop("cpu_s", 0.0), 5_000_000, **totals)
+    return TrafficSample(
+        seconds, totals.pop("requests", 0), totals.pop("bytes_in", 0), 0, totals.pop("cpu_s", 0.0), 5_000_000, **totals
+    )
 
 
 def test_a_line_tells_what_happened_since_the_line_before() -> None:

@@ -53,7 +53,10 @@ START = ("start", "--iplist", "learner.iplist")
         (("learner", *START), "nothing to train"),
         (("learner", *START, "CartPole-v1"), "Add --num-workers N: the sum of ACTOR_NUM"),
         (("learner", *START, "CartPole-v1", "--num-workers", "0"), "number of workers of the learner is not given"),
-        (("learner", *START, "CartPole-v1", "-n", "2", "--address", "x:1"), "--address is not supported: `ludus learner` starts its own Ray cluster"),
+        (
+            ("learner", *START, "CartPole-v1", "-n", "2", "--address", "x:1"),
+            "--address is not supported: `ludus learner` starts its own Ray cluster",
+        ),
         (("learner", *START, "CartPole-v1", "-n", "2", "-dc"), "-dc is not supported: `ludus actor start` starts the workers"),
         (("learner", *START, "CartPole-v1", "-n", "2", "--set", "config.gama=1"), "gamma"),
         (("learner", *START, "CartPole-v9", "-n", "2"), "CartPole-v9"),
@@ -238,7 +241,7 @@ def test_what_would_lead_processes_astray_is_dropped_and_said() -> None:
 PLACE = "10.0.0.2:9610"
 
 
-def sleeping(part: str, place: str, subject: jobs.LearnerTask | None = None) -> Job:
+def sleeping(part: str, place: str, subject: jobs.TrainingTask | None = None) -> Job:
     told = subject.environment() if subject else {}
     return Job(part, (Role("main", ("sleep", "600"), environment=told),), "main", place=place)
 
@@ -295,7 +298,7 @@ def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_t
     orchestrator: LocalOrchestrator,
 ) -> None:
     def subject(directory: str, *experiments: str) -> Job:
-        return sleeping("learner", PLACE, jobs.LearnerTask(directory, experiments))
+        return sleeping("learner", PLACE, jobs.TrainingTask(directory, experiments))
 
     first = roles.start_role(subject("/a", "cartpole"), orchestrator, "learner")
     for other in (subject("/b", "cartpole"), subject("/a", "pong"), subject("/a", "cartpole", "pong")):
@@ -351,8 +354,8 @@ def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> No
         ("Acrobot-v1", "-n", "2"): ("Acrobot-v1",),
         ("--resume", "somewhere"): (),
     }
-    found = {words: jobs.LearnerTask.of(learner._head_job(listed, meeting, words, 0, 9.0)[0]) for words in trained}
-    assert found == {words: jobs.LearnerTask(str(tmp_path), names) for words, names in trained.items()}
+    found = {words: jobs.TrainingTask.of(learner._head_job(listed, meeting, words, 0, 9.0)[0]) for words in trained}
+    assert found == {words: jobs.TrainingTask(str(tmp_path), names) for words, names in trained.items()}
 
 
 def test_status_shows_what_it_knows_also_when_the_head_cannot_be_asked(call: Call, orchestrator: LocalOrchestrator) -> None:

@@ -19,11 +19,11 @@ from ludus.errors import WorkerFailed
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.worker_policies import COUNTER_METRICS, GAUGE_METRICS, WorkerActorFactory
 from ludus.models.policy import Policy
-from ludus.models.weights.shared_weights import Board, stage
+from ludus.models.weights.shared_weights import SharedWeights, stage
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import Supervisor
 from ludus.sampling.segment_recorder import session_spec
-from ludus.transport.multi_producer import GatheredMemory
+from ludus.transport.multi_producer import MultiProducerMemory
 
 _TURN_S = 0.25
 _START_S = 60.0
@@ -35,11 +35,11 @@ class Boards:
 
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
         self._scratch = Scratch(shared_memory())
-        self.boards = {name: Board(self._scratch.path / name) for name in policies}
+        self.boards = {name: SharedWeights(self._scratch.path / name) for name in policies}
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
         segments = self._scratch.path / ".segments"  # no model has such a name
         segments.mkdir(mode=0o700)
-        self.memory = GatheredMemory(specs, segments, capacity, COUNTER_METRICS, GAUGE_METRICS)
+        self.memory = MultiProducerMemory(specs, segments, capacity, COUNTER_METRICS, GAUGE_METRICS)
         self.policies = dict(policies)
 
     def publish(self, name: str, version: int) -> None:

@@ -13,7 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from ludus.launch.cluster_file import ClusterConfig
-    from ludus.launch.doctor.finding import Finding
+    from ludus.launch.doctor.finding import DoctorFinding
 
 _MACHINES, _RUN = "Machines", "Run"
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
@@ -63,11 +63,11 @@ def doctor(
 
     if sys.platform == "win32":
         raise UsageError("`ludus doctor` supports Linux and macOS only.", "A run on a single Windows machine needs no check.")
-    from ludus.launch.doctor.finding import healthy
-    from ludus.launch.doctor.local_checks import Request
-    from ludus.launch.doctor.runner import Consultation, of_allocation
+    from ludus.launch.doctor.finding import is_healthy
+    from ludus.launch.doctor.local_checks import DoctorRequest
+    from ludus.launch.doctor.runner import DoctorRun, run_in_allocation
 
-    request = Request(
+    request = DoctorRequest(
         workers=num_workers, env=env or "", game=game or "", memory=memory or "", store=store or "", local_dir=str(local_dir),
         ports=tuple(port or ()), quick=quick,
     )  # fmt: skip
@@ -80,14 +80,14 @@ def doctor(
             **options, "file": file, "memory": memory, "store": store, "num-workers": num_workers, "env": env, "game": game,
             "local-dir": local_dir, "port": port, "timeout": timeout,
         }  # fmt: skip
-        found = of_allocation(target, _words(again), os.environ, timeout)
+        found = run_in_allocation(target, _words(again), os.environ, timeout)
     else:
-        found = Consultation(request, target, timeout).findings(os.environ)
+        found = DoctorRun(request, target, timeout).findings(os.environ)
     if as_json:
         print(json.dumps([finding.to_json() for finding in found]))
     else:
         _print(found)
-    if not healthy(found):
+    if not is_healthy(found):
         raise typer.Exit(1)
 
 
@@ -113,12 +113,12 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 
 
 def _needs_allocation() -> bool:
-    from ludus.launch.doctor.runner import ALLOCATION, INSIDE
+    from ludus.launch.doctor.runner import ALLOCATION, IN_ALLOCATION
 
-    return not os.environ.get(ALLOCATION) and not os.environ.get(INSIDE)
+    return not os.environ.get(ALLOCATION) and not os.environ.get(IN_ALLOCATION)
 
 
-def _print(found: Sequence[Finding]) -> None:
+def _print(found: Sequence[DoctorFinding]) -> None:
     from rich.console import Console
     from rich.text import Text
 

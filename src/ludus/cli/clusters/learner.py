@@ -114,7 +114,7 @@ def _head_job(listed: Hostfile, rendezvous: Any, words: Sequence[str], num: int,
     given = list(words) or (["-f", str(file)] if file else [])
     plan = parse_training(given) if given else TrainingPlan(None, None)
     arguments, notices = roles.train_arguments(words, listed, workers=plan.workers, learners=plan.learners, experiment=file)
-    task = roles.LearnerTask(str(Path.cwd()), _check_training(arguments))
+    task = roles.TrainingTask(str(Path.cwd()), _check_training(arguments))
     local, remote = plan.learners or listed.head.slots, roles.count_remote_learners(listed)
     notices.append(f"learner_num: {local + remote}" + f" ({remote} on other machines)" * bool(remote))
     return roles.learner_job(listed, rendezvous, arguments, os.environ, cpus=num, wait_s=wait_s, task=task), notices
@@ -168,7 +168,7 @@ def parse_training(words: Sequence[str]) -> TrainingPlan:
 
 
 def _config(data: dict[str, Any]) -> dict[str, Any]:
-    from ludus.config.schema import canonical, read_experiment
+    from ludus.config.translation import canonical_config, translate_experiment
 
-    inner = read_experiment(data).data.get("config", {})
-    return canonical(inner) if isinstance(inner, dict) else {}
+    inner = translate_experiment(data).data.get("config", {})
+    return canonical_config(inner) if isinstance(inner, dict) else {}

@@ -240,11 +240,11 @@ def _try_lock(lock: int, path: Path) -> bool:
 def _check_same_run(job: Job, orchestrator: LocalOrchestrator, earlier: JobStatus) -> None:
     """Raise UsageError if the running role belongs to another training, which must not be stopped without --replace."""
     from ludus.launch.job_dir import JobDirectory
-    from ludus.launch.roles import LearnerTask
+    from ludus.launch.roles import TrainingTask
 
-    ours = LearnerTask.of(job)
+    ours = TrainingTask.of(job)
     try:
-        theirs = LearnerTask.of(JobDirectory(orchestrator.directory / earlier.id).job())
+        theirs = TrainingTask.of(JobDirectory(orchestrator.directory / earlier.id).job())
     except Damaged:  # its training cannot be determined
         return
     if ours is None or theirs is None or ours.is_same_run(theirs):

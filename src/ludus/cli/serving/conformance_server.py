@@ -17,16 +17,16 @@ from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.gateway.sessions import SessionLimits
 from ludus.protocol.codec import ONLY_SEAT, SeatSpaces, encode, is_msgpack, random_action, seats_to_spec
 from ludus.protocol.conformance import (
-    Answered,
-    Closed,
+    CheckFinding,
+    ClientDisconnected,
     Conformance,
+    ConformanceReport,
+    ConnectionClosed,
     Event,
-    Finding,
-    HungUp,
-    OldHttp,
-    Silenced,
-    Summary,
-    TurnedAway,
+    OldHttpVersion,
+    RequestRejected,
+    SessionTimedOut,
+    StepReplied,
 )
 from ludus.protocol.spec import END, TICK, StartOptions
 
@@ -37,7 +37,7 @@ class ConformanceServer:
     def __init__(
         self,
         conformance: Conformance,
-        on_finding: Callable[[Finding], None],
+        on_finding: Callable[[CheckFinding], None],
         seats: Mapping[str, SeatSpaces] | None = None,
         *,
         token: str | None = None,
@@ -56,7 +56,7 @@ class ConformanceServer:
         )
         self._gateway: Gateway | None = None
         self._server: asyncio.Server | None = None
-        self.summary: Summary = conformance.summary()
+        self.summary: ConformanceReport = conformance.summary()
 
     async def start(self, bound: socket.socket) -> None:
         gateway = self._gateway = Gateway(lambda: ConformanceActor(self), self._settings, observer=self._on_refused)
@@ -78,12 +78,12 @@ class ConformanceServer:
         if self._gateway is not None:  # events after `close` are not the client's mistakes
             self.report(self.conformance.observe(event))
 
-    def report(self, findings: list[Finding]) -> None:
+    def report(self, findings: list[CheckFinding]) -> None:
         for finding in findings:
             self._on_finding(finding)
 
     def _on_refused(self, refused: Refused) -> None:
-        self.observe(TurnedAway(refused.error, refused.message))
+        self.observe(RequestRejected(refused.error, refused.message))
 
 
 class ConformanceActor(Actor):
@@ -111,11 +111,11 @@ class ConformanceActor(Actor):
             self._check_body(END, body)
             await asyncio.sleep(self._server.think_s)
         elif self.ended_by == "silent":
-            self._server.observe(Silenced(self._session))
+            self._server.observe(SessionTimedOut(self._session))
         return b""
 
     def _check_body(self, kind: str, body: bytes) -> dict[str, Any]:
-        verdict = self._server.conformance.judge(kind, self._session, body)
+        verdict = self._server.conformance.check_body(kind, self._session, body)
         self._server.report(verdict.findings)
         if verdict.refused is not None:
             raise verdict.refused
@@ -146,7 +146,7 @@ class ObservedGateway:
 
     def close_connection(self, connection: HttpConnection) -> None:
         self._gateway.close_connection(connection)
-        self.observe(Closed(self._steps))
+        self.observe(ConnectionClosed(self._steps))
 
     def owner_elsewhere(self, session: bytes) -> int:
         return -1
@@ -180,7 +180,7 @@ class ObservedExchange:
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
         refused = {} if status == 200 else json.loads(body)
         error, message = refused.get("error", ""), refused.get("message", "")
-        self._gateway.observe(Answered(*self._request, status, error, message, self._hash, self._size, self._took_s))
+        self._gateway.observe(StepReplied(*self._request, status, error, message, self._hash, self._size, self._took_s))
         self._exchange.reply(status, body, retry_after_s, port)
 
 
@@ -194,7 +194,7 @@ class ObservedConnection(HttpConnection):
 
     def data_received(self, data: bytes) -> None:
         if not self.began and b" HTTP/1.0\r" in data.partition(b"\n")[0]:
-            self._observe(OldHttp())
+            self._observe(OldHttpVersion())
         super().data_received(data)
 
     def eof_received(self) -> bool:
@@ -208,4 +208,4 @@ class ObservedConnection(HttpConnection):
     def _on_hang_up(self) -> None:
         if self.pending and not self._gone and not self.closing_at:
             self._gone = True
-            self._observe(HungUp())
+            self._observe(ClientDisconnected())

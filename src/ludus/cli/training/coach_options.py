@@ -78,9 +78,9 @@ class CoachOverrides:
 
 def solved_at(data: Mapping[str, Any]) -> float:
     """The return at which an experiment counts as solved: its own target, or that of its environment. Raises UsageError."""
-    from ludus.config import schema as configs
+    from ludus.config.translation import translate_experiment
 
-    found = configs.read_experiment(data).data
+    found = translate_experiment(data).data
     target, env = found.get("target"), found.get("env")
     if isinstance(target, Mapping) and isinstance(target.get("return_mean"), (int, float)):
         return float(target["return_mean"])
@@ -164,16 +164,16 @@ def _check_overrides(given: Mapping[str, Any]) -> None:
     """Raise UsageError where --set or -cp would override a setting of the fleet."""
     for option, path in _override_paths(given):
         key = path.removeprefix("config.")
-        present = rllib_keys.present(rllib_keys.EXPERIMENT if key == "memory" else rllib_keys.CONFIG, key)
+        present = rllib_keys.canonical_name(rllib_keys.EXPERIMENT if key == "memory" else rllib_keys.CONFIG, key)
         if present in _SET_BY_FLEET:  # the value is not printed: it may be a URL with a password
             raise UsageError(f"{option} {path} cannot be combined with -dc: {_SET_BY_FLEET[present]}.", "Leave it out.")
 
 
 def _override_paths(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    from ludus.compat.coach.overrides import assignments
+    from ludus.compat.coach.overrides import parse_assignments
 
     yield from (("--set", assignment.partition("=")[0].strip()) for assignment in given.get("set_") or ())
-    yield from (("-cp", each.path) for text in given.get("custom_parameter") or () for each in assignments(text))
+    yield from (("-cp", each.path) for text in given.get("custom_parameter") or () for each in parse_assignments(text))
 
 
 def _absolute(name: str, word: str) -> str:

@@ -124,9 +124,9 @@ def train(
     _use_temp_dir(temp_dir)
     note = job_note(printer)
 
-    from ludus.config import schema as configs
+    from ludus.config.overrides import parse_stop_values
 
-    stops = configs.stop_values(stop or [])
+    stops = parse_stop_values(stop or [])
     workers = parse_workers(num_workers, num_cpus)
     coach = coach_options.CoachOverrides(save_secs, until_solved, use_cpu, evaluation_worker)
     own = {"num_envs_per_worker": num_envs, "num_learners": num_learners, "num_gpus": num_gpus, "seed": seed}
@@ -248,8 +248,8 @@ def _check_unsupported(nodes: int | None, upload_dir: str | None, score: str | N
         )
     from ludus.config.aliases import rllib_keys
 
-    foreign = rllib_keys.FOREIGN[rllib_keys.EXPERIMENT]["checkpoint_score_attr"]
-    if score is not None and not foreign.says_the_same(score):
+    foreign = rllib_keys.UNSUPPORTED[rllib_keys.EXPERIMENT]["checkpoint_score_attr"]
+    if score is not None and not foreign.matches_default(score):
         raise UsageError(f"--checkpoint-score-attr {score} {foreign.why}")
 
 
@@ -279,7 +279,7 @@ def parse_mapping(option: str, text: str | None) -> dict[str, Any]:
     """Parse the value of an option as a mapping in JSON or YAML. Raises UsageError."""
     if text is None:
         return {}
-    from ludus.config.schema import parse_yaml
+    from ludus.io.yaml_documents import parse_yaml
 
     found = parse_yaml(text, option)
     if not isinstance(found, dict):
@@ -333,9 +333,9 @@ class ExperimentRunner:
     def run_all(self, experiments: Experiments, source: Source | None, resources: Mapping[str, Any]) -> None:
         """Run all experiments. A failure is reported and the next one runs; an interruption ends them all."""
         if source is not None:
-            from ludus.models.custom.loader import look_in
+            from ludus.models.custom.loader import add_search_directory
 
-            look_in(source.parent)
+            add_search_directory(source.parent)
         from ludus.cli.training.config_check import located_errors
 
         several = len(experiments) > 1
@@ -447,7 +447,7 @@ class ExperimentRunner:
 
     def _find_in_note(self, name: str, data: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
         """The run that a previous start of this job created, and the directory it had reserved for one. Raises StoreError."""
-        from ludus.config.schema import read_experiment
+        from ludus.config.translation import translate_experiment
         from ludus.experiments.runs.remote_runs import directory_of, shown
         from ludus.experiments.runs.run_dir import Run, holds_run
 
@@ -458,7 +458,7 @@ class ExperimentRunner:
         if not holds_run(directory):
             self.printer(f"{shown(directory)}, named in {self.note.path}, holds no run: starting a new one")
             return None, directory
-        ours, theirs = (read_experiment(each).data for each in (data, Run.open(directory).config()))
+        ours, theirs = (translate_experiment(each).data for each in (data, Run.open(directory).config()))
         if (ours.get("env"), ours.get("run", "PPO")) != (theirs.get("env"), theirs.get("run", "PPO")):
             self.printer(f"{self.note.path} is ignored: {shown(directory)} belongs to another experiment")
             return None, None
