@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from ludus.cli.serving.conformance_server import CheckServer
+from ludus.cli.serving.conformance_server import ConformanceServer
 from ludus.distributed.gateway_workers import bind
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.protocol.conformance import CheckFinding, Conformance
@@ -66,7 +66,7 @@ def gateway(make_actor: Callable[[], Any], settings: GatewaySettings | None = No
 
 @dataclass
 class Checked:
-    server: CheckServer
+    server: ConformanceServer
     port: int
     findings: list[CheckFinding] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -95,7 +95,7 @@ class Checked:
 def checking(conformance: Conformance | None = None, **settings: Any) -> Iterator[Checked]:
     listening = bind("127.0.0.1", 0)
     checked = Checked(None, listening.getsockname()[1])  # type: ignore[arg-type]
-    checked.server = CheckServer(conformance or Conformance(), checked.tell, **settings)
+    checked.server = ConformanceServer(conformance or Conformance(), checked.tell, **settings)
     with loop_thread() as run:
         run(checked.server.start(listening))
         try:
