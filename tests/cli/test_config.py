@@ -532,7 +532,7 @@ def test_temporary_files_go_where_the_option_says(call: Call, tmp_path: Path) ->
 
 def test_cores_for_experience_are_workers(tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", {"one": {"env": "X", "config": {"num_env_runners": 2, "lr": 1}}})
-    assert train.workers_of(None, 35) == train.workers_of("35", 35) == 35
+    assert train.parse_workers(None, 35) == train.parse_workers("35", 35) == 35
     found = train.experiments_from(file, None, None, {}, {}, {"num_workers": 35}, {}, [])
     assert found == {"one": {"env": "X", "config": {"lr": 1, "num_workers": 35}}}
 
@@ -563,4 +563,4 @@ def test_several_samples_or_searched_values_make_a_sweep(data: dict[str, Any], e
     ],
 )
 def test_resume_may_stand_alone(words: list[str], expected: list[str]) -> None:
-    assert train.with_newest(words) == expected
+    assert train.add_resume_value(words) == expected

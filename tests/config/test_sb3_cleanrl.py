@@ -94,7 +94,7 @@ def test_the_weight_of_the_value_is_halved_only_where_cleanrl_keys_stand_beside_
         ("PPO", {"policy_kwargs": {"net_arch": {"pi": [64], "vf": [32]}}}, "model.fcnet_hiddens"),
         ("PPO", {"policy_kwargs": {"features_extractor_class": object}}, "custom_model"),
         ("PPO", {"policy": "MlpLstmPolicy"}, "model.use_lstm"),
-        ("PPO", {"total_timesteps": 1000}, r"beside config, or is written  stop: \{timesteps"),
+        ("PPO", {"total_timesteps": 1000}, r"next to config, or is written  stop: \{timesteps"),
         ("PPO", {"device": "cuda"}, "learner_device"),
         ("DQN", {"exploration_fraction": 0.1}, "epsilon"),
         ("DQN", {"start_e": 1}, "epsilon"),

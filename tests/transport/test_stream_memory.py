@@ -271,7 +271,7 @@ def test_a_block_is_given_back_once_and_by_its_holder(rig: Rig) -> None:
     writer = rig.writer()
     block = writer.reserve(0)
     assert block is not None
-    with pytest.raises(ValueError, match="before the one before"):
+    with pytest.raises(ValueError, match="before the previous one"):
         writer.reserve(0)
     with pytest.raises(ValueError, match="committed without"):
         writer.commit(Segments.empty(SPEC, ROWS))
