@@ -167,12 +167,12 @@ def test_states_of_matches_that_are_over_are_none_to_begin_at(tmp_path: Path) ->
     source.reset(seed=5)
     played(source, 3)
     write_state(tmp_path / "late", source.seats.arena.save(0))
-    with pytest.raises(ConfigError, match="over, or beyond 2 s"):
+    with pytest.raises(ConfigError, match="finished matches, or later than 2 s"):
         ArenaVectorEnv(1, opponent="easy", states=str(tmp_path), repeat=1.0, seconds=2)
     fell(source, 0, camp=1)
     played(source, 1)
     write_state(tmp_path / "late", source.seats.arena.save(0))
-    with pytest.raises(ConfigError, match="over, or beyond"):
+    with pytest.raises(ConfigError, match="finished matches, or later than"):
         ArenaVectorEnv(1, opponent="easy", states=str(tmp_path), repeat=1.0)
 
 
@@ -181,7 +181,7 @@ def test_states_of_matches_that_are_over_are_none_to_begin_at(tmp_path: Path) ->
     [
         ({"repeat": 1.5}, "repeat is 1.5"),
         ({"states": "."}, "repeat is 0"),
-        ({"states": "/no/such/place", "repeat": 0.5}, "no directory"),
+        ({"states": "/no/such/place", "repeat": 0.5}, "not a directory"),
         ({"weights": {"gold": [[0, 1], [0, 2]]}}, "weight of gold"),
         ({"weights": {"gold": []}}, "weight of gold"),
         ({"weights": {"gold": [[0, 1, 2]]}}, "weight of gold"),

@@ -244,7 +244,7 @@ def test_a_match_whose_actor_thinks_stands_still_while_the_others_go_on() -> Non
         ([further("r2", options={"sparse": True})], "sparse"),
         ([further("r2", options=3)], "options"),
         ([further("r2", options={"rule": "godlike"})], "godlike"),
-        ([further("r2"), further("r3"), further("r4")], "All 2 places are taken"),
+        ([further("r2"), further("r3"), further("r4")], "All 2 slots are taken"),
     ],
 )
 def test_a_further_match_that_cannot_be_played_is_told_in_the_log_and_the_others_go_on(
@@ -253,7 +253,7 @@ def test_a_further_match_that_cannot_be_played_is_told_in_the_log_and_the_others
     with gateway(handing({"r1": {"start": given}})) as server:
         went = play([plan(server.url, None, options={"together": 2})])
     assert went.matches == went.completed == (2 if len(given) > 1 else 1)
-    assert any("a further match is not played" in line and why in line for line in caplog.messages)
+    assert any("further match rejected" in line and why in line for line in caplog.messages)
 
 
 def test_rewards_of_a_process_are_those_of_its_latest_match() -> None:
