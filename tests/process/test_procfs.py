@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from ludus.process import identity, procfs
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -64,7 +65,8 @@ def test_children_are_found_with_and_without_the_list_of_the_kernel(lists: bool,
         assert parent.pid in procfs.list_children(os.getpid())
         assert {parent.pid, child} <= set(procfs.list_descendants(os.getpid()))
         assert child in procfs.list_pids()
-        assert "LUDUS_TEST_FAMILY=with = and ü" in procfs.read_environment(child)
+        # Until the child has called exec, /proc may show no environment.
+        wait_until(lambda: "LUDUS_TEST_FAMILY=with = and ü" in procfs.read_environment(child), what="the environment of the child")
 
 
 def test_a_process_that_ended_is_not_taken_for_one_that_runs() -> None:
