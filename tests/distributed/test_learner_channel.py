@@ -99,7 +99,7 @@ def test_strangers_are_cut_off_and_do_not_keep_others_out(entrance: Entrance) ->
     caller.join()
     assert ours is not None
     ours.close()
-    assert "refuses our token" in str(refused[0])
+    assert "refused the token" in str(refused[0])
 
 
 def test_one_who_speaks_slowly_does_not_keep_others_out(entrance: Entrance, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from ludus.distributed.learners.channel import Entrance
 from ludus.distributed.learners.group import SharedAlgorithm, share_learning
 from ludus.distributed.learners.rank import learn_for, spec_from_json, spec_json
 from ludus.errors import TrainingDiverged, WorkerFailed
-from ludus.process.identity import alive_since, start_ticks
+from ludus.process.identity import is_alive_since, start_ticks
 from ludus.process.workers.supervisor import Supervisor
 from tests.algorithms.experience import config_for, experience, policy_for
 
@@ -77,7 +77,7 @@ def test_two_learners_learn_what_one_learns(supervisor: Supervisor, kind: str, t
         assert_alike(single, several)
         pids = processes(several)
         assert all(pids)
-    assert not any(alive_since(pid, 0) for pid in pids)
+    assert not any(is_alive_since(pid, 0) for pid in pids)
 
 
 def test_after_a_batch_that_is_no_use_all_learners_go_on_from_where_they_were(supervisor: Supervisor) -> None:
@@ -125,7 +125,7 @@ def test_a_learner_that_is_killed_is_noticed_in_seconds_and_leaves_nobody_behind
         with pytest.raises(WorkerFailed, match=r"Learner 2 of 3 is lost: killed by SIGKILL.*learner-2.log"):
             several.learn(block, 0)
         assert time.monotonic() - began < 20
-    assert not any(alive_since(pid, 0) for pid in pids)
+    assert not any(is_alive_since(pid, 0) for pid in pids)
 
 
 def test_a_learner_that_is_killed_in_the_middle_of_an_update_is_noticed(supervisor: Supervisor) -> None:
@@ -146,7 +146,7 @@ def test_a_learner_that_is_killed_in_the_middle_of_an_update_is_noticed(supervis
         with pytest.raises(WorkerFailed, match="Learner 1 of 2 is lost: killed by SIGKILL"):
             several.learn(block, 0)
     assert started is not None
-    assert not alive_since(pid, started)
+    assert not is_alive_since(pid, started)
 
 
 @pytest.mark.long
@@ -160,7 +160,7 @@ def test_a_learner_that_hangs_is_given_up(supervisor: Supervisor) -> None:
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(WorkerFailed, match="Learner 1 did not come to a common sum within 1 s"):
             several.learn(block, 0)
-    assert not alive_since(pid, 0)
+    assert not is_alive_since(pid, 0)
 
 
 def test_a_learner_on_another_node_calls_by_address(supervisor: Supervisor) -> None:

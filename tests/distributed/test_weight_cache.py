@@ -22,7 +22,7 @@ from ludus.distributed.hub.server import Door, Hub, Place, find_or_start
 from ludus.distributed.hub.weight_cache import Landing, Mirrors, Share, Source
 from ludus.errors import Damaged, NotFound, StoreFull, UsageError
 from ludus.models.weights.shared_weights import Board, BoardReader, stage
-from ludus.process.auth import Guard, write_token
+from ludus.process.auth import Authenticator, write_token
 
 RUN = "0123456789abcdef"
 
@@ -234,7 +234,7 @@ def test_damage_on_the_way_is_noticed_and_what_was_damaged_is_fetched_again(
     write_token(tmp_path / "token")
     _, hub = find_or_start(tmp_path, door=Door("127.0.0.1", token_file=str(tmp_path / "token")))
     assert hub is not None
-    assert isinstance(hub._guard, Guard)
+    assert isinstance(hub._guard, Authenticator)
     staged = stage(Path(hub.place.staging), weights(7))
     description = {"class": "x:Y", "args": [], "kwargs": {}}
     info = hub._registry.create("m", description, staged.name, 0.0)

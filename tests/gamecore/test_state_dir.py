@@ -90,7 +90,7 @@ def test_games_that_ran_when_the_server_was_killed_are_lost_and_ended(tmp_path: 
         marked = {"LUDUS_GAME_CONFIG": str(home.place("began").config)}
         by_mark = subprocess.Popen(["sleep", "1000"], env={**os.environ, **marked})
         other = subprocess.Popen(["sleep", "1000"], env={**os.environ, "LUDUS_GAME_CONFIG": "/elsewhere/games/began/config.json"})
-        since = identity.started(by_record.pid)
+        since = identity.start_time(by_record.pid)
         assert since is not None
         home.save(Status("ran", "g", state="running"), {by_record.pid: since, other.pid: "another process had this number"})
         try:

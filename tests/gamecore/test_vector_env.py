@@ -566,7 +566,7 @@ def test_a_server_that_is_killed_is_waited_for_and_goes_on(tmp_path: Path, made:
         assert rig.process is not None
         rig.process.kill()
         rig.process.wait()
-        wait_until(lambda: not any(identity.started(pid) for pid in games), what="the end of the games")
+        wait_until(lambda: not any(identity.start_time(pid) for pid in games), what="the end of the games")
         beats: list[float] = []
 
         def beat() -> None:

@@ -156,9 +156,9 @@ sys.stdin.read()
             orchestrator.cancel("old-job", at_once=True)
             found = orchestrator.status("old-job")
             assert (found.state, found.reason) == ("failed", "its supervisor is gone")
-            assert identity.send(stranger.pid, "an older start", signal.SIGKILL) is False
+            assert identity.send_signal(stranger.pid, "an older start", signal.SIGKILL) is False
             assert stranger.poll() is None
-            assert identity.send(stranger.pid, identity.started(stranger.pid) or "", signal.SIGKILL) is True
+            assert identity.send_signal(stranger.pid, identity.start_time(stranger.pid) or "", signal.SIGKILL) is True
             assert stranger.wait(60) == -signal.SIGKILL
 
     def test_a_job_of_another_machine_is_believed_and_left_alone(self, orchestrator: LocalOrchestrator) -> None:
@@ -290,9 +290,9 @@ def beating(orchestrator: LocalOrchestrator, tmp_path: Path) -> tuple[list[Path]
 
 def kill(watcher: Watcher | None) -> None:
     assert watcher is not None
-    assert identity.send(watcher.pid, watcher.started, signal.SIGKILL)
+    assert identity.send_signal(watcher.pid, watcher.started, signal.SIGKILL)
 
 
 def until_gone(pid: int) -> bool:
-    wait_until(lambda: identity.started(pid) is None)
+    wait_until(lambda: identity.start_time(pid) is None)
     return True

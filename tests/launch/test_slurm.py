@@ -265,7 +265,7 @@ def test_where_the_line_ends_nothing_is_left(tmp_path: Path, how: str) -> None:
         else:
             near.kill()
         near.wait(60)
-        wait_until(lambda: all(identity.started(pid) is None for pid in below))
+        wait_until(lambda: all(identity.start_time(pid) is None for pid in below))
         assert is_still(beat)
 
 

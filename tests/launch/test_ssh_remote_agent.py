@@ -190,7 +190,7 @@ def test_a_reader_that_leaves_is_not_written_to_for_ever(tmp_path: Path) -> None
         reader.process.stdin.write(json.dumps({"verb": "logs", "job": "trial-1", "node": 0, "follow": True}) + "\n")
         reader.process.stdin.close()
         assert reader.process.wait(_WAIT_S) == 0
-        assert identity.started(reader.process.pid) is None
+        assert identity.start_time(reader.process.pid) is None
     with talking(tmp_path / "state") as session:
         session.ask("cancel", job="trial-1", node=0, at_once=True)
         assert over(session)["state"] == "cancelled"

@@ -78,12 +78,12 @@ def stubborn(games: Games, folder: Path) -> tuple[GameProcess, dict[int, str]]:
 
 def marked(folder: Path, count: int) -> dict[int, str]:
     wait_until(lambda: len(list(folder.iterdir())) == count, 20.0)
-    began = {int(file.name): identity.started(int(file.name)) for file in folder.iterdir()}
+    began = {int(file.name): identity.start_time(int(file.name)) for file in folder.iterdir()}
     return {pid: since for pid, since in began.items() if since is not None}
 
 
 def living(began: dict[int, str]) -> list[int]:
-    return [pid for pid, since in began.items() if identity.alive(pid, since)]
+    return [pid for pid, since in began.items() if identity.is_alive(pid, since)]
 
 
 # -- how they end
@@ -248,7 +248,7 @@ def test_nothing_of_a_game_survives_its_own_end(games: Games, tmp_path: Path) ->
     assert ended is not None
     assert (ended.code, ended.killed) == (7, False)
     assert len(list(folder.iterdir())) == STUBBORN_PROCESSES - 1
-    assert [file.name for file in folder.iterdir() if identity.started(int(file.name))] == []
+    assert [file.name for file in folder.iterdir() if identity.start_time(int(file.name))] == []
 
 
 def test_a_game_does_not_end_with_the_thread_that_started_it(games: Games, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_no_game_survives_its_owner(victims: list[str], tmp_path: Path) -> None:
             assert owner.stdout is not None
             told = json.loads(owner.stdout.readline())
             began = {pid: since for folder in folders for pid, since in marked(folder, STUBBORN_PROCESSES).items()}
-            ours = {pid: since for pid in (told["keeper"], *told["guards"]) if (since := identity.started(pid)) is not None}
+            ours = {pid: since for pid in (told["keeper"], *told["guards"]) if (since := identity.start_time(pid)) is not None}
             assert len(living(began)) == 3 * STUBBORN_PROCESSES
             assert len(ours) == 4
             for victim in victims:

@@ -242,11 +242,11 @@ def test_a_keeper_that_still_imports_does_not_survive_its_owner(folder: Path, tm
         try:
             assert owner.stdout is not None
             keeper = int(owner.stdout.readline())
-            since = identity.started(keeper)
+            since = identity.start_time(keeper)
             assert since is not None
         finally:
             owner.kill()
-        wait_until(lambda: not identity.alive(keeper, since), GONE_S)
+        wait_until(lambda: not identity.is_alive(keeper, since), GONE_S)
 
 
 # -- modules that cannot be kept warm
@@ -302,7 +302,7 @@ def test_whoever_does_not_want_to_wait_for_the_import_can_close(folder: Path) ->
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
-    assert identity.started(games.keeper_pid) is None
+    assert identity.start_time(games.keeper_pid) is None
 
 
 def test_no_module_no_warm_game(tmp_path: Path) -> None:

@@ -700,9 +700,9 @@ print(json.dumps([one.pid, two.pid, program]), flush=True)
 def test_nothing_survives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its processes nor its shared memory."""
     monkeypatch.setenv("LUDUS_SHM", str(tmp_path))
-    scratch = "from pathlib import Path; from ludus.process.temp_dirs import Scratch; "
+    scratch = "from pathlib import Path; from ludus.process.temp_dirs import TempDir; "
     with Parent(
-        f"{scratch}made = Scratch(Path({str(tmp_path)!r})); print(json.dumps(made.path.name), flush=True)\n{Parent.WAIT}"
+        f"{scratch}made = TempDir(Path({str(tmp_path)!r})); print(json.dumps(made.path.name), flush=True)\n{Parent.WAIT}"
     ) as parent:
         made = parent.read()
         assert [path.name for path in tmp_path.iterdir()] == [made]

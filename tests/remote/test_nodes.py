@@ -244,7 +244,7 @@ def test_a_process_with_another_token_or_none_is_refused_and_told(
     (tmp_path / "token").write_text("f" * 64)
     before = hub.hub._guard.refused
     monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "token"))
-    with pytest.raises(UsageError, match="refuses our token"):
+    with pytest.raises(UsageError, match="refused the token"):
         join(tmp_path / "t", address(hub))
     assert hub.hub._guard.refused == before + 1
     monkeypatch.delenv("LUDUS_TOKEN_FILE")

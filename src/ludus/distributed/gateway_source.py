@@ -21,7 +21,7 @@ from ludus.gateway.worker_policies import COUNTED, CURRENT, Played
 from ludus.models.policy import Policy
 from ludus.models.weights.shared_weights import Board, stage
 from ludus.models.weights.version_store import LocalPool
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import Supervisor
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.multi_producer import GatheredMemory
@@ -35,7 +35,7 @@ class Boards:
     """Where workers find the weights of every model, and how segments come back. Removed when closed."""
 
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
-        self._scratch = Scratch(shared_memory())
+        self._scratch = TempDir(shared_memory())
         self.boards = {name: Board(self._scratch.path / name) for name in policies}
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
         segments = self._scratch.path / ".segments"  # no model has such a name

@@ -19,7 +19,7 @@ from typing import Any
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.gateway.server import Gateway, GatewaySettings, House
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import ALWAYS, Context, Process, Supervisor
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class GatewayFleet:
         settings = settings or GatewaySettings()
         check_exposure(host if listening is None else listening.getsockname()[0], settings.token or settings.token_file)
         self._grace_s = settings.drain_s + _STOP_S
-        self._scratch = Scratch(_near(Path(tempfile.gettempdir())))
+        self._scratch = TempDir(_near(Path(tempfile.gettempdir())))
         self._sockets: list[socket.socket] = []
         self.workers: list[Process] = []
         try:

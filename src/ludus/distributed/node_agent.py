@@ -25,7 +25,7 @@ import ludus
 from ludus.core.tree import Array, copy_into
 from ludus.core.types import Segments
 from ludus.distributed.sampling_pool import LocalNode, Node, Plan, WorkerReport
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir
 from ludus.ray_cluster.cluster import NODE_LOG_DIR
 from ludus.transport.ring_buffer import Bell
 from ludus.transport.shared_memory import Layout
@@ -113,7 +113,7 @@ class NodeAgent:
         self._reported_at = 0.0
         self._failures = _Failures()
         self._logs: Path | None = None
-        self._private_logs: Scratch | None = None
+        self._private_logs: TempDir | None = None
         threading.Thread(target=self._watch, name="orphan-watch", daemon=True).start()
 
     def hello(self) -> dict[str, str]:
@@ -143,7 +143,7 @@ class NodeAgent:
             with contextlib.suppress(OSError):  # seen, but not to be written by us
                 shared.mkdir(exist_ok=True)
                 return shared
-        self._private_logs = Scratch(Path(tempfile.gettempdir()))
+        self._private_logs = TempDir(Path(tempfile.gettempdir()))
         self._logs = self._private_logs.path
         return self._logs
 

@@ -35,7 +35,7 @@ from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import Board, BoardReader
 from ludus.process.host import keep_freed_memory, usable_cores
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import Context, Process, Restart, Supervisor
 from ludus.sampling.sampler import Clock, Sampler
 from ludus.sampling.self_play import with_past
@@ -256,7 +256,7 @@ class LocalNode:
         """`worker_name`: of its process, and of its log."""
         self.name, self.cores, self.lost = name, usable_cores(), ""
         self._plan, self._worker_name = plan, worker_name
-        self._scratch = Scratch(shared_memory())
+        self._scratch = TempDir(shared_memory())
         self._supervisor = Supervisor(log_dir=log_dir, preload=_PRELOAD)
         self._processes: dict[int, Process] = {}
         self._readers: dict[int, SharedReader] = {}
@@ -395,7 +395,7 @@ class Sampling:
         self.lost_nodes = self.lost_blocks = 0
         self._status: dict[str, Any] = {"nodes": [], "workers": []}
         self.batches: BlockBatches | None = None
-        self._scratch = Scratch(shared_memory())
+        self._scratch = TempDir(shared_memory())
         try:
             bell = self._scratch.path / BELL
             self._bell = Bell.create(bell)

@@ -42,10 +42,10 @@ class Watcher:
 
     @staticmethod
     def this() -> Watcher:
-        return Watcher(os.getpid(), identity.started(os.getpid()) or "")
+        return Watcher(os.getpid(), identity.start_time(os.getpid()) or "")
 
     def alive(self) -> bool:
-        return identity.alive(self.pid, self.started)
+        return identity.is_alive(self.pid, self.started)
 
 
 @dataclass(frozen=True)

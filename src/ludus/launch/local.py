@@ -78,7 +78,7 @@ class LocalOrchestrator(Shelf):
         if not job_dir.is_here(found.machine):
             raise UsageError(f"The job {job_id} runs on {found.machine.split()[0]}, not here.", "Cancel it there.")
         if found.supervisor is not None:  # gone since we looked: then its keeper is ending the job
-            identity.send(found.supervisor.pid, found.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
+            identity.send_signal(found.supervisor.pid, found.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
 
     def _launch(self, place: JobDirectory) -> None:
         words = [*_SUPERVISOR, str(place.path)]

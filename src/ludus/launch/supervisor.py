@@ -102,7 +102,7 @@ class Member:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: identity.end_with(parent, signal.SIGKILL),  # there are no threads here
+                preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGKILL),  # there are no threads here
             )
         except (OSError, subprocess.SubprocessError) as error:
             self.log.line(f"{self.words[0]} cannot be started: {error}")
@@ -543,7 +543,7 @@ def keep(directory: JobDirectory, lifeline: int | None, started: int | None, rea
             identity.adopt_orphans()
             supervisor = Supervisor(directory, keeper, lifeline, reach)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_ASKS, _LATER))
-            identity.end_with(keeper.pid, signal.SIGTERM)
+            identity.die_with_parent(keeper.pid, signal.SIGTERM)
             supervisor.publish()
             if started is not None:
                 os.write(started, b"1")

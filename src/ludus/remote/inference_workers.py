@@ -33,7 +33,7 @@ from ludus.models.inference.engine import Engine, Inputs, Versions, rows_of, sta
 from ludus.models.inference.micro_batcher import Batcher
 from ludus.models.weights.serialization import model_from
 from ludus.models.weights.shared_weights import BoardReader
-from ludus.process.auth import Guard, read_token
+from ludus.process.auth import Authenticator, read_token
 from ludus.process.workers.supervisor import ALWAYS, Context
 from ludus.remote.context import Session, Ticket, adopt
 
@@ -47,7 +47,7 @@ UNDER_WAY = 2
 PATIENCE_S = 30.0
 """How long a request waits for a worker that can be reached."""
 RETRY_S = 0.05
-GREETING_S = 5.0
+HANDSHAKE_S = 5.0
 _BEAT_S = 1.0
 _HANG_S = 60.0
 
@@ -165,7 +165,7 @@ async def _serve(context: Context, engine: Engine, path: Path, max_rows: int, to
     servers = [await listen(path, worker.on_frame)]
     for door in context.fds:
         bound = socket.socket(fileno=os.dup(door))
-        servers.append(await listen_beyond(bound, Guard(read_token(token_file)), worker.on_frame))
+        servers.append(await listen_beyond(bound, Authenticator(read_token(token_file)), worker.on_frame))
     context.on_stop(lambda: _set(loop, stopped))
     context.ready()
     while not stopped.is_set():
@@ -354,7 +354,7 @@ async def _greeted(path: str, token_file: str) -> Connection:
     """A connection that was answered: the socket of a process that is just dying may still take connections."""
     connection = await Connection.open(path, "An inference worker", token_file=token_file)
     try:
-        await connection.request({"op": "hello"}, timeout_s=GREETING_S)
+        await connection.request({"op": "hello"}, timeout_s=HANDSHAKE_S)
     except BaseException:
         await connection.close()
         raise

@@ -13,7 +13,7 @@ from typing import Any
 
 from ludus.distributed.gateway_workers import GatewayFleet
 from ludus.gateway.server import GatewaySettings, read_tokens, tls_context
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import Supervisor
 from ludus.serving.access_log import AccessLog
 from ludus.serving.checkpoint_follower import Follower, Offering, Source
@@ -50,7 +50,7 @@ class RunningService:
         self._plain = gateway.tls is None
         self._closing = threading.Event()
         self._following: threading.Thread | None = None
-        self._scratch = Scratch(Path(tempfile.gettempdir()))
+        self._scratch = TempDir(Path(tempfile.gettempdir()))
         self._supervisor = Supervisor()
         try:
             self.follower = Follower(sources, self._scratch.path, offering or Offering())

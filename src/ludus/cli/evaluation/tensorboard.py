@@ -247,7 +247,7 @@ def _start(directory: Path, host: str, port: int, said: int) -> subprocess.Popen
         stdout=said,
         stderr=said,
         start_new_session=True,
-        preexec_fn=lambda: identity.end_with(parent, signal.SIGTERM),
+        preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGTERM),
     )
 
 

@@ -26,7 +26,7 @@ from ludus.distributed.hub.weight_cache import Share
 from ludus.errors import UsageError, WorkerFailed
 from ludus.io.addresses import host_and_port, is_tcp
 from ludus.process.auth import read_token, write_token
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ def _opened_in(keeper: Keeper, directory: Path, host: str, report_s: float) -> J
 
 def _away_with(directory: Path, spot: Spot) -> Joined:
     """The token came by message: it is laid down where our own processes find it, and nobody else."""
-    scratch = Scratch(short_temp())
+    scratch = TempDir(short_temp())
     try:
         write_token(scratch.path / "token", spot.token.encode())
         joined = _away(directory, spot.address, str(scratch.path / "token"))
@@ -213,7 +213,7 @@ def _away(directory: Path, address: str, token_file: str) -> Joined:
     there = Path(str(hello["place"]["directory"]))
     if there.name != directory.name:
         raise UsageError(f"The hub at {address} has the run {there.name!r}, not {directory.name!r}.", "Say trial=….")
-    scratch = Scratch(short_temp())
+    scratch = TempDir(short_temp())
     try:
         share = Share(shared_memory(), str(hello["run"]))
     except BaseException:

@@ -1,6 +1,6 @@
 """Frames over a socket: how the processes of one run talk to their hub and to their inference workers.
 
-On one machine it is a unix socket that only this user can reach, between machines TCP behind a `Guard`. A frame is two lengths,
+On one machine it is a unix socket that only this user can reach, between machines TCP behind a `Authenticator`. A frame is two lengths,
 a msgpack map and raw bytes. Nothing in it can run code; every length is bounded before it is believed, and a peer that sends
 anything else is disconnected.
 """
@@ -24,7 +24,7 @@ import msgpack
 from ludus import errors
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.io.addresses import host_and_port, is_tcp
-from ludus.process.auth import Guard, greet, keep_alive, read_token, watch
+from ludus.process.auth import Authenticator, abort_when_unresponsive, client_handshake, enable_keepalive, read_token
 
 log = logging.getLogger(__name__)
 
@@ -144,15 +144,15 @@ async def listen(path: Path, on_frame: OnFrame, on_gone: Callable[[Peer], None] 
 
 
 async def listen_beyond(
-    bound: socket.socket, guard: Guard, on_frame: OnFrame, on_gone: Callable[[Peer], None] | None = None
+    bound: socket.socket, guard: Authenticator, on_frame: OnFrame, on_gone: Callable[[Peer], None] | None = None
 ) -> asyncio.Server:
     """The same on a listening TCP socket, for those whom the guard admits."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        keep_alive(writer.get_extra_info("socket"))
-        watching = asyncio.get_running_loop().create_task(watch(weakref.ref(writer)))
+        enable_keepalive(writer.get_extra_info("socket"))
+        watching = asyncio.get_running_loop().create_task(abort_when_unresponsive(weakref.ref(writer)))
         try:
-            if await guard.admits(reader, writer):
+            if await guard.authenticate(reader, writer):
                 await _talk(reader, Peer(writer, away=True), on_frame, on_gone)
         finally:
             watching.cancel()
@@ -200,7 +200,7 @@ class Connection:
         self._lost: Exception | None = None
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._receive())
-        self._watching = loop.create_task(watch(weakref.ref(writer))) if self.local_host else None
+        self._watching = loop.create_task(abort_when_unresponsive(weakref.ref(writer))) if self.local_host else None
 
     @classmethod
     async def open(cls, address: str, what: str, timeout_s: float | None = None, token_file: str = "") -> Connection:
@@ -212,8 +212,8 @@ class Connection:
                 if is_tcp(address):
                     token = read_token(token_file)
                     reader, writer = await asyncio.open_connection(*host_and_port(address), limit=_READ_AHEAD)
-                    keep_alive(writer.get_extra_info("socket"))
-                    await greet(reader, writer, token, what)
+                    enable_keepalive(writer.get_extra_info("socket"))
+                    await client_handshake(reader, writer, token, what)
                 else:
                     reader, writer = await asyncio.open_unix_connection(address, limit=_READ_AHEAD)
         except BaseException as error:

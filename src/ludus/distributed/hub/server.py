@@ -48,8 +48,8 @@ from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFai
 from ludus.io.addresses import tcp_address
 from ludus.io.atomic_file import replace_json
 from ludus.models.weights.model_registry import Registry, check_name
-from ludus.process.auth import Guard, read_token, write_token
-from ludus.process.temp_dirs import Scratch
+from ludus.process.auth import Authenticator, read_token, write_token
+from ludus.process.temp_dirs import TempDir
 from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
@@ -278,12 +278,12 @@ class Hub:
         self.directory, self._lock, self._report_s = directory, lock, report_s
         self._pid = os.getpid()
         self._bound = None if door is None else bind(door.host, door.port)  # first: it is what fails most
-        self._scratch = Scratch(short_temp())
-        self._shm = Scratch(shared_memory())
+        self._scratch = TempDir(short_temp())
+        self._shm = TempDir(shared_memory())
         self._registry = Registry(LocalStore(directory), self._shm.path)
         self.run_id = secrets.token_hex(8)
         """Of this life of the run: what other machines call their copies of it."""
-        self._guard: Guard | None = None
+        self._guard: Authenticator | None = None
         self.address = ""
         """`tcp://host:port` for other machines, if it has a door."""
         self.place = self._placed(door)
@@ -345,7 +345,7 @@ class Hub:
         token_file = door.token_file or str(scratch / "token")
         if not door.token_file:
             write_token(scratch / "token")
-        self._guard = Guard(read_token(token_file))
+        self._guard = Authenticator(read_token(token_file))
         self.address = tcp_address(door.host, self._bound.getsockname()[1])
         return replace(place, host=door.host, token_file=token_file)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ludus.errors import Damaged, UsageError, WorkerFailed
 from ludus.io.addresses import host_and_port, tcp_address
-from ludus.process.auth import Handshake, keep_alive
+from ludus.process.auth import Handshake, enable_keepalive
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Entrance:
     def _greet(self, connection: socket.socket, deadline: float) -> None:
         """All of it until then: whoever says a byte now and then must not keep others waiting."""
         _hurry(connection, deadline)
-        keep_alive(connection)
+        enable_keepalive(connection)
         opening = self._handshake.opening()
         connection.sendall(opening)
         answer = bytes(_exactly(connection, self._handshake.answer_bytes, deadline))
@@ -160,7 +160,7 @@ def enter(address: str, token: bytes, timeout_s: float = ANSWER_S) -> Link:
     deadline = time.monotonic() + timeout_s  # others may be heard before us
     try:
         connection = socket.create_connection((host, port), timeout_s)
-        keep_alive(connection)
+        enable_keepalive(connection)
         handshake = _handshake(token)
         opening = bytes(_exactly(connection, handshake.opening_bytes, deadline))
         answer = handshake.answer(opening)
@@ -171,7 +171,9 @@ def enter(address: str, token: bytes, timeout_s: float = ANSWER_S) -> Link:
             with contextlib.suppress(OSError):
                 connection.close()
         if isinstance(error, (EOFError, ConnectionResetError)) and connection is not None:
-            raise UsageError(f"The learner at {address} refuses our token.", "Give the token of this very run.") from error
+            raise UsageError(
+                f"The learner at {address} refused the token.", "Set LUDUS_TOKEN_FILE to the token file of this run."
+            ) from error
         raise WorkerFailed(f"There is no learner at {address}: {error}.", "Is the address right, and its run alive?") from error
     return Link(connection, "Learner 0", far=True)
 

@@ -47,7 +47,7 @@ from ludus.distributed.learners.rank import (
 )
 from ludus.errors import StoreFull, WorkerFailed
 from ludus.io.addresses import tcp_address
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import NEVER, OVER, Context, Process, Supervisor
 from ludus.transport.shared_memory import Layout
 
@@ -132,7 +132,7 @@ class Learners:
         self._store: Any = None
         self._transport = transport or _transport_for(algorithm.optimizer.device, size - away, away)
         with contextlib.ExitStack() as undo:
-            self._scratch = Scratch(shared_memory())
+            self._scratch = TempDir(shared_memory())
             undo.callback(self._scratch.close)
             self._batch = BatchFile(self._scratch.path)
             if supervisor is None:

@@ -372,7 +372,7 @@ class Hall:
         process = self._starters.start(order.game, match.entry, what, place, order.runtime_id, on_exit, warm=match.is_fork)
         status.pid = process.pid
         loop.call_soon_threadsafe(self._has_begun, match, process)
-        began = {pid: since for pid in (process.pid, process.guard) if (since := identity.started(pid)) is not None}
+        began = {pid: since for pid in (process.pid, process.guard) if (since := identity.start_time(pid)) is not None}
         self.home.save(status, began)
         return process
 

@@ -76,7 +76,7 @@ class _Life:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[bound.fileno(), ready],
                 start_new_session=True,  # Ctrl-C at a terminal is for us, and we tell it
-                preexec_fn=lambda: identity.end_with(parent, signal.SIGTERM),  # there are no threads here
+                preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGTERM),  # there are no threads here
             )
         finally:
             os.close(ready)

@@ -163,7 +163,7 @@ class SlurmOrchestrator(Shelf):
         if not job_dir.is_here(found.machine):
             raise UsageError(f"The job {place.id} was started by hand on {found.machine.split()[0]}.", "Interrupt it there.")
         if found.supervisor is not None:
-            identity.send(found.supervisor.pid, found.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
+            identity.send_signal(found.supervisor.pid, found.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
 
     # -- how they fare
 

@@ -101,7 +101,7 @@ class Guard:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: identity.end_with(parent, signal.SIGKILL),  # there are no threads here
+            preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGKILL),  # there are no threads here
         )
         assert self._process.stdout is not None
         return self._process.pid, self._process.stdout
@@ -224,7 +224,7 @@ class Guard:
 def _guard(line: socket.socket, keeper: int, warm: Warm | None) -> None:
     identity.adopt_orphans()
     signals = SignalQueue(*_SIGNALS)
-    identity.end_with(keeper, signal.SIGTERM)
+    identity.die_with_parent(keeper, signal.SIGTERM)
     try:
         line.settimeout(_ORDER_S)
         reader = LineReader(line)

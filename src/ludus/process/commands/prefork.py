@@ -99,7 +99,7 @@ class Warm:
         try:
             try:
                 os.setsid()
-                identity.end_with(guard, signal.SIGKILL)
+                identity.die_with_parent(guard, signal.SIGKILL)
                 for each in strange:
                     each.close()
                 _reset_signals()

@@ -308,7 +308,7 @@ def end_with_forkserver(forkserver: int, lifeline: int | None) -> None:
     """From now on this process is killed when the forkserver is gone, however that happened."""
     if sys.platform != "linux" and lifeline is not None:
         threading.Thread(target=watch, args=(lifeline,), name="lifeline", daemon=True).start()
-    identity.end_with(forkserver, signal.SIGKILL)
+    identity.die_with_parent(forkserver, signal.SIGKILL)
 
 
 def watch(lifeline: int) -> None:

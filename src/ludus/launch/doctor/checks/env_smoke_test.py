@@ -25,7 +25,7 @@ from ludus.display import headless
 from ludus.errors import LudusError
 from ludus.launch.doctor.finding import Finding, failed, ok, several, size, skipped, warning
 from ludus.process import procfs
-from ludus.process.identity import adopt_orphans, end_descendants, reap, send, started
+from ludus.process.identity import adopt_orphans, end_descendants, reap_children, send_signal, start_time
 
 TRIAL_S = 30.0
 STEPS = 5
@@ -181,10 +181,12 @@ def _end_all(player: int) -> None:
             os.killpg(player, signal.SIGKILL)
     end = time.monotonic() + _LEAVE_S
     for pid in procfs.list_descendants(os.getpid()):
-        if (since := started(pid)) is not None:
-            send(pid, since, signal.SIGKILL if pid == player else signal.SIGTERM)  # the player is asked no more: its time is over
+        if (since := start_time(pid)) is not None:
+            send_signal(
+                pid, since, signal.SIGKILL if pid == player else signal.SIGTERM
+            )  # the player is asked no more: its time is over
     while time.monotonic() < end and procfs.list_descendants(os.getpid()):
-        reap()
+        reap_children()
         time.sleep(_TICK_S / 5)  # an end that nothing here can wait for
     end_descendants(_END_S)
 
