@@ -23,7 +23,7 @@ from ludus.config.schema import algorithm_config
 from ludus.core.spaces import array_spec
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed.learners.group import share_learning
-from ludus.experiments.assembly.components import make_policy, threads_of
+from ludus.experiments.assembly.policies import make_policy, threads_of
 from ludus.models.policy import Policy
 from ludus.process.host import keep_freed_memory
 

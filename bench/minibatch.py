@@ -20,8 +20,8 @@ import torch
 from bench.train import RESULTS, provenance
 from ludus.core.tree import Tree, map_tree
 from ludus.envs.vector_env import make_environments
-from ludus.experiments import runner
-from ludus.experiments.assembly.components import make_policy
+from ludus.experiments.assembly.policies import make_policy
+from ludus.experiments.resolve import resolve
 from ludus.experiments.source import preset_index
 from ludus.models import layers
 from ludus.models.policy import Policy
@@ -46,7 +46,7 @@ COMPARED = (
 
 def minibatch() -> tuple[Policy, tuple[Tree, Tree, Tree]]:
     """The policy; observations, actions and masks, some decisions into matches."""
-    resolved = runner.resolve(preset_index.experiments(PRESET)[PRESET])
+    resolved = resolve(preset_index.experiments(PRESET)[PRESET])
     config: Any = resolved.config
     rows = config.num_envs_per_worker
     environments = make_environments(resolved.experiment.env, rows, config.env_config)

@@ -110,16 +110,16 @@ def main(args: Args) -> None:
     if args.mode not in ASYNC_MODES:  # those begin with the first update, when all processes are there
         run.begin()
     with tempfile.TemporaryDirectory() as directory:
-        result = runner.start(data, local_dir=Path(directory), sinks=[watch])
+        result = runner.train(data, local_dir=Path(directory), sinks=[watch])
     if result.stopped_by == "episode_return_mean":
         run.reach(int(result.metrics["timesteps"]))  # after the run directory is complete: a stricter clock than the peers'
     run.note(watch.shares())
 
     def evaluate() -> float:
-        from ludus.sampling.episode_runner import play
+        from ludus.sampling.episode_runner import EpisodePlan, play
 
         with result.agent.policy.acting():
-            return play(result.agent.policy, make_environments(ENVIRONMENTS[args.task], 20), 20, 10_000).mean
+            return play(result.agent.policy, make_environments(ENVIRONMENTS[args.task], 20), EpisodePlan(20), 10_000).mean
 
     run.finish(evaluate)
 

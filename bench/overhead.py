@@ -1,4 +1,4 @@
-"""What the program costs: the same components driven by the in-process runtime, and by hand in a bare loop, interleaved.
+"""What the run controller costs: the same components driven by `RunController.run`, and in a bare loop, interleaved.
 
 Run as `python -m bench.overhead`; prints one JSON line with the median ratio of their frames/s.
 """
@@ -12,37 +12,39 @@ import time
 from pathlib import Path
 
 from bench.ours import equal
-from ludus.experiments import runner
-from ludus.experiments.runner import Parts
-from ludus.experiments.runs.run_dir import Run
+from ludus.experiments.assembly.assemble import assemble_run
+from ludus.experiments.assembly.components import TrainingComponents
+from ludus.experiments.resolve import resolve
+from ludus.experiments.training import prepare_new_run
 
 ROUNDS, ITERATIONS = 15, 12
 
 
-def through_program(parts: Parts) -> None:
+def by_controller(parts: TrainingComponents) -> None:
     last = parts.trainer.progress.iterations + ITERATIONS
-    parts.runtime.run(lambda: parts.trainer.progress.iterations >= last)
+    parts.controller.run(lambda: parts.trainer.progress.iterations >= last)
 
 
-def by_hand(parts: Parts) -> None:
+def by_hand(parts: TrainingComponents) -> None:
     for _ in range(ITERATIONS):
-        parts.sampler.step()
+        parts.source.step()
         parts.trainer.step()
 
 
-def timed(run: object, parts: Parts) -> float:
+def timed(run: object, parts: TrainingComponents) -> float:
     frames, began = parts.trainer.progress.timesteps, time.perf_counter()
     run(parts)  # type: ignore[operator]
     return (parts.trainer.progress.timesteps - frames) / (time.perf_counter() - began)
 
 
 def main() -> None:
-    resolved = runner.resolve({"env": "CartPole-v1", "stop": {"iterations": 1 << 40}, "config": equal("cartpole")})
-    with tempfile.TemporaryDirectory() as directory:
-        run = Run.create(Path(directory) / "run", resolved.saved())
-        with runner.assembled(resolved, lambda: run, None, [], 0) as parts:
-            by_hand(parts)
-            pairs = [(timed(through_program, parts), timed(by_hand, parts)) for _ in range(ROUNDS)]
+    resolved = resolve({"env": "CartPole-v1", "stop": {"iterations": 1 << 40}, "config": equal("cartpole")})
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        assemble_run(prepare_new_run(resolved, Path(directory) / "run")) as parts,
+    ):
+        by_hand(parts)
+        pairs = [(timed(by_controller, parts), timed(by_hand, parts)) for _ in range(ROUNDS)]
     ratios = sorted(program / bare for program, bare in pairs)
     print(
         json.dumps(

@@ -76,8 +76,8 @@ def measure(kind: str, workers: int, seconds: float, address: str | None = None)
 
     from ludus.algorithms.base import algorithm_class
     from ludus.config import schema as configs
-    from ludus.experiments.assembly.components import make_policy
-    from ludus.experiments.assembly.worker_training import look_at, make_plan
+    from ludus.experiments.assembly.policies import make_policy
+    from ludus.experiments.assembly.worker_training import make_plan, probe_environment
 
     torch.set_num_threads(1)
     task = ENVIRONMENTS[kind]
@@ -90,7 +90,7 @@ def measure(kind: str, workers: int, seconds: float, address: str | None = None)
         "train_batch_size": block,
     }
     config = configs.algorithm_config(algorithm_class("APPO").Config, keys)
-    shape = look_at(task["env"], config)
+    shape = probe_environment(task["env"], config)
     policy = make_policy(shape.observation_space, shape.action_space, config)
     if not workers:
         made = _alone(task, policy, config.steps, seconds)

@@ -98,7 +98,7 @@ def exchanged(compression: Literal["none", "lz4"]) -> tuple[Produce, Consume]:
 
         assert place.server is not None
         exchange = open_exchange(place.server.url, CHANNEL, ROOM)
-        reader = ExchangeReader(exchange, place.item.layout, plan=PLAN, inspect=_inspection(place.item), prefetch=READ)
+        reader = ExchangeReader(exchange, place.item.layout, plan=PLAN, find_error=_inspection(place.item), prefetch=READ)
         batch = Batch(place.item)
         last = time.monotonic()
         while True:
@@ -120,9 +120,9 @@ def exchanged(compression: Literal["none", "lz4"]) -> tuple[Produce, Consume]:
 
 def _inspection(item: Item) -> Callable[[Segments], str | None]:
     """That of the learner."""
-    from ludus.buffers.segment_validation import Inspector
+    from ludus.buffers.segment_validation import SegmentValidator
 
-    return Inspector(*item.spaces, item.layout.spec).inspect
+    return SegmentValidator(*item.spaces, item.layout.spec).find_error
 
 
 # -- Redis as it is -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ludus.errors import Refused as Refused
     from ludus.experiments.control.callbacks import Callback as Callback
     from ludus.experiments.control.callbacks import TrainingRun as TrainingRun
-    from ludus.experiments.runner import Result as Result
+    from ludus.experiments.result import Result as Result
     from ludus.experiments.runs.run_agent import RunAgent as RunAgent
     from ludus.gateway.actor import Actor as Actor
     from ludus.models.policy import Policy as Policy
@@ -58,7 +58,7 @@ _WHERE = {
     "RemoteBuffer": "ludus.remote.buffer",
     "RemoteModel": "ludus.remote.model",
     "RemoteTrainer": "ludus.remote.trainer",
-    "Result": "ludus.experiments.runner",
+    "Result": "ludus.experiments.result",
     "RunAgent": "ludus.experiments.runs.run_agent",
     "TrainingRun": "ludus.experiments.control.callbacks",
     "battle": "ludus.api",

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ludus.core import trust as trusts
 from ludus.core.types import DEFAULT_MODEL
 from ludus.envs.registry import EnvLike, env_name
-from ludus.experiments import runner as experiments
+from ludus.experiments import runner
 from ludus.experiments.control.callbacks import Callback, ReportFunction
 from ludus.experiments.control.observers import observe_training
-from ludus.experiments.runner import Result
+from ludus.experiments.resolve import cluster_of
+from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import directory_of
 from ludus.experiments.runs.run_agent import RunAgent
@@ -60,9 +61,9 @@ def train(
     data = training_data(env, run, stop, preset=preset, file=file, experiment=experiment, name=name, settings=settings)
     trusts.allow(data, str(local_dir), str(project))
     with observe_training(callbacks, progress) as observers:
-        result = experiments.start(
+        result = runner.train(
             data, local_dir=local_dir, project=project, trial=trial, restore=restore,
-            cluster=experiments.cluster_of(address), noted=observers.start, **observers.arguments,
+            cluster=cluster_of(address), on_directory=observers.start, **observers.arguments,
         )  # fmt: skip
         return observers.conclude(result)
 
@@ -82,8 +83,8 @@ def resume(
     """
     with trusts.consent(trust, str(directory)), observe_training(callbacks, progress) as observers:
         observers.start(directory_of(directory))
-        cluster = experiments.cluster_of(address)
-        return observers.conclude(experiments.resume(directory, stop=stop, cluster=cluster, **observers.arguments))
+        cluster = cluster_of(address)
+        return observers.conclude(runner.resume(directory, stop=stop, cluster=cluster, **observers.arguments))
 
 
 def load(where: str | Path, model: str | None = None, seed: int = 0, *, trust: bool = False) -> RunAgent:
@@ -132,7 +133,7 @@ def tune(
     """
     from ludus.tuning import sweep
 
-    options = sweep.SweepOptions(Path(local_dir), experiments.cluster_of(address), max_concurrent, retry_failed)
+    options = sweep.SweepOptions(Path(local_dir), cluster_of(address), max_concurrent, retry_failed)
     if resume and (Path(local_dir).expanduser() / name / sweep.STATE).exists():
         return sweep.resume_sweep(Path(local_dir) / name, options)
     inner = dict(config or {})

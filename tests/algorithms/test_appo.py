@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import ludus
 from ludus.algorithms.appo import APPO, APPOConfig
-from ludus.algorithms.impala import Terms
+from ludus.algorithms.impala import LossCoefficients
 from ludus.config.schema import algorithm_config
 from ludus.core.types import Segments
 from tests.algorithms.sampled import Sampled, disturbed, made
@@ -44,7 +44,7 @@ def test_the_loss_is_the_surrogate_around_the_target_step_by_step() -> None:
     near, _, _ = log_probs(source, block)  # the target is the policy as it was when the algorithm began …
     disturbed(source.policy, 0.1, seed=2)  # … and has learned since
     now, value, entropy = log_probs(source, block)
-    loss, numbers = algorithm.loss(source.policy, algorithm.batch(block), Terms(entropy_coeff=0.05))
+    loss, numbers = algorithm.loss(source.policy, algorithm.batch(block), LossCoefficients(entropy_coeff=0.05))
     total, clipped = 0.0, 0
     for b in range(2):
         rho = np.exp(near[:, b] - block.log_prob[:, b]).tolist()

@@ -6,14 +6,14 @@ import copy
 
 import numpy as np
 
-from ludus.algorithms.device_copy import Twinned
+from ludus.algorithms.device_copy import AcceleratedAlgorithm
 from tests.algorithms.experience import experience, policy_for, ppo
 
 
 def test_the_acting_policy_has_the_new_weights_after_every_update() -> None:
     acting, block = policy_for("filtered"), experience(policy_for("filtered"), 8, 4)
     single, tensors = ppo(policy_for("filtered")), acting.state_dict()
-    twinned = Twinned(ppo(copy.deepcopy(acting)), acting)
+    twinned = AcceleratedAlgorithm(ppo(copy.deepcopy(acting)), acting)
     for _ in range(2):
         assert twinned.learn(block, 0) == single.learn(block, 0)
     assert twinned.policy is acting
@@ -27,7 +27,7 @@ def test_what_is_restored_into_the_acting_policy_is_learned_from() -> None:
     before = ppo(policy_for("mlp"))
     before.learn(block, 0)
     acting = policy_for("mlp", seed=99)
-    twinned = Twinned(ppo(copy.deepcopy(acting)), acting)
+    twinned = AcceleratedAlgorithm(ppo(copy.deepcopy(acting)), acting)
     acting.load_weights(before.policy.weights())
     twinned.load_state(*before.state())
     before.learn(block, 0)

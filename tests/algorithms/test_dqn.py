@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludus.algorithms.dqn import DQN, DQNConfig, Replayed
+from ludus.algorithms.dqn import DQN, DQNConfig, ReplayBatch
 from ludus.config.schema import algorithm_config, dumped
 from ludus.core.types import Segments
 from ludus.envs.vector_env import make_environments
@@ -78,8 +78,10 @@ class Playing:
 # -- targets and loss
 
 
-def drawn(playing: Playing, count: int = 64) -> Replayed:
-    return Replayed.of(playing.algorithm.replay.draw(count, np.random.default_rng(0).random, 0.7), torch.device("cpu"))
+def drawn(playing: Playing, count: int = 64) -> ReplayBatch:
+    return ReplayBatch.from_transitions(
+        playing.algorithm.replay.sample(count, np.random.default_rng(0).random, 0.7), torch.device("cpu")
+    )
 
 
 def apart(policy: Policy, amount: float, seed: int) -> None:
@@ -99,17 +101,17 @@ def test_the_loss_is_what_the_papers_say(env: str, double_q: bool, dueling: bool
     for _ in range(20):
         playing.algorithm.replay.add(playing.block())
     apart(playing.policy, 0.3, 1)
-    playing.algorithm.target.follow(0.5)  # half of the way, so that the two networks differ
+    playing.algorithm.target.update(0.5)  # half of the way, so that the two networks differ
     batch = drawn(playing)
     loss, numbers = playing.algorithm.loss(playing.policy, batch, diagnose=True)
     with torch.no_grad():
-        now, chooser = (playing.policy.network(o, (), None)[0].tolist() for o in (batch.observation, batch.following))
+        now, chooser = (playing.policy.network(o, (), None)[0].tolist() for o in (batch.observation, batch.next_observation))
         target_policy = copy.deepcopy(playing.algorithm.target.policy)
         target_policy.network.thaw()
-        judge = target_policy.network(batch.following, (), None)[0].tolist()
+        judge = target_policy.network(batch.next_observation, (), None)[0].tolist()
     total, errors = 0.0, []
     for i in range(64):
-        allowed = [True] * len(now[i]) if batch.mask is None else batch.mask[i].tolist()
+        allowed = [True] * len(now[i]) if batch.next_mask is None else batch.next_mask[i].tolist()
         options = [a for a in range(len(now[i])) if allowed[a]]
         by = chooser[i] if double_q else judge[i]
         best = max(options, key=lambda a: by[a])
@@ -118,7 +120,7 @@ def test_the_loss_is_what_the_papers_say(env: str, double_q: bool, dueling: bool
         total += float(batch.weight[i]) * (huber if loss_fn == "huber" else error**2)
         errors.append(error)
     assert float(loss.detach()) == pytest.approx(total / 64, rel=1e-4)
-    assert batch.error.tolist() == pytest.approx(errors, abs=1e-4)
+    assert batch.td_error.tolist() == pytest.approx(errors, abs=1e-4)
     assert float(numbers["td_error_mean"]) == pytest.approx(np.abs(errors).mean(), rel=1e-4)
 
 
@@ -159,7 +161,7 @@ def test_several_threads_and_pieces_make_the_same_step_and_the_same_priorities()
         more = {"learner_threads": threads, "gradient_accumulation": pieces}
         playing = Playing("CartPole-v1", num_steps_sampled_before_learning_starts=64, training_intensity=4, **more)
         playing.until(200)
-        places = playing.algorithm.replay.drawable()
+        places = playing.algorithm.replay.sampleable_slots()
         tree = playing.algorithm.replay._tree
         assert tree is not None
         after.append((playing.policy.weights(), tree[places]))
@@ -187,7 +189,7 @@ def test_several_learners_know_all_errors() -> None:
 
     playing.algorithm.optimizer.group = Other()
     error = torch.arange(32.0)
-    playing.algorithm._gather(error)
+    playing.algorithm._allreduce_td_errors(error)
     assert error.tolist() == [*range(16), *[7.0] * 16]
 
 
@@ -225,11 +227,11 @@ def test_what_is_forbidden_where_an_episode_is_cut_is_not_hoped_for(double_q: bo
     for _ in range(20):
         playing.algorithm.replay.add(playing.block())
     replay = playing.algorithm.replay
-    places = replay.drawable()
-    found = replay.at(places, np.ones(len(places), np.float32))
+    places = replay.sampleable_slots()
+    found = replay.gather(places, np.ones(len(places), np.float32))
     goes_on = found.discount > 0
-    assert found.mask is not None
-    assert np.array_equal(found.mask[goes_on], mdp.ALLOWED[found.following[goes_on]])
+    assert found.next_mask is not None
+    assert np.array_equal(found.next_mask[goes_on], mdp.ALLOWED[found.next_observation[goes_on]])
 
 
 # -- exploring
@@ -330,7 +332,7 @@ def test_a_target_may_follow_slowly() -> None:
     playing = Playing("CartPole-v1", tau=0.25)
     apart(playing.policy, 0.5, 3)
     before, there = playing.algorithm.target.weights(), playing.algorithm.optimizer.flat.clone().numpy()
-    playing.algorithm.target.follow(0.25)
+    playing.algorithm.target.update(0.25)
     assert playing.algorithm.target.weights() == pytest.approx(0.75 * before + 0.25 * there, abs=1e-6)
 
 
@@ -424,7 +426,7 @@ def greedy_return(policy: Policy, episodes: int = 20) -> float:
             outcome = environments.step(policy.distribution.to_environment(action.numpy()))
             total += np.where(over, 0.0, outcome.reward)
             over |= outcome.terminated | outcome.truncated
-            seen = outcome.seen
+            seen = outcome.observations
     environments.close()
     return float(total.mean())
 

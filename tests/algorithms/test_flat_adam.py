@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ludus.algorithms.optim.flat_adam import Numbers, Optimizer
+from ludus.algorithms.optim.flat_adam import FlatAdam, Metrics
 from ludus.errors import TrainingDiverged
 
 Pair = tuple[Tensor, Tensor]
@@ -36,7 +36,7 @@ def batches(model: nn.Module, count: int, rows: int = 12) -> Iterator[Pair]:
         yield torch.randn(rows, *shape), 5 * torch.randn(rows, 3)
 
 
-def error(model: nn.Module, batch: Pair) -> tuple[Tensor, Numbers]:
+def error(model: nn.Module, batch: Pair) -> tuple[Tensor, Metrics]:
     loss = (model(batch[0]) - batch[1]).square().mean()
     return loss, {"loss": loss.detach()}
 
@@ -53,7 +53,7 @@ MODELS = pytest.mark.parametrize("make", [dense, convolution])
 def test_fifty_steps_are_those_of_torch(make: type[nn.Module], grad_clip: float | None) -> None:
     model = make()
     twin = copy.deepcopy(model)
-    ours = Optimizer(model, lr=3e-3, betas=(0.8, 0.99), eps=1e-5, grad_clip=grad_clip)
+    ours = FlatAdam(model, lr=3e-3, betas=(0.8, 0.99), eps=1e-5, grad_clip=grad_clip)
     theirs = torch.optim.Adam(twin.parameters(), lr=3e-3, betas=(0.8, 0.99), eps=1e-5)
     for batch in batches(model, 50):
         ours.step(error, [batch], [1.0])
@@ -70,7 +70,7 @@ def test_fifty_steps_are_those_of_torch(make: type[nn.Module], grad_clip: float 
 def test_parameters_keep_their_values_and_layout_and_become_views_of_one_vector(make: type[nn.Module]) -> None:
     model = make()
     before, strides = weights(model), [p.stride() for p in model.parameters()]
-    optimizer = Optimizer(model, lr=1e-3)
+    optimizer = FlatAdam(model, lr=1e-3)
     torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
     assert [p.stride() for p in model.parameters()] == strides
     optimizer.flat.fill_(7)
@@ -85,7 +85,7 @@ def test_parameters_keep_their_values_and_layout_and_become_views_of_one_vector(
 def test_shards_on_several_threads_give_the_gradient_of_the_whole(make: type[nn.Module], threads: int) -> None:
     model = make()
     twin = copy.deepcopy(model)
-    alone, shared = Optimizer(model, lr=1e-3, grad_clip=1.0), Optimizer(twin, lr=1e-3, grad_clip=1.0, threads=threads)
+    alone, shared = FlatAdam(model, lr=1e-3, grad_clip=1.0), FlatAdam(twin, lr=1e-3, grad_clip=1.0, threads=threads)
     for x, y in batches(model, 10, rows=13):
         cut = torch.arange(13).tensor_split(threads)
         whole = alone.step(error, [(x, y)], [1.0])
@@ -99,7 +99,7 @@ def test_shards_on_several_threads_give_the_gradient_of_the_whole(make: type[nn.
 def test_fewer_shards_than_threads_leave_no_old_gradient_behind() -> None:
     model, batch = dense(), next(batches(dense(), 1))
     twin = copy.deepcopy(model)
-    alone, shared = Optimizer(model, lr=1e-3), Optimizer(twin, lr=1e-3, threads=2)
+    alone, shared = FlatAdam(model, lr=1e-3), FlatAdam(twin, lr=1e-3, threads=2)
     alone.step(error, [batch], [1.0])
     alone.step(error, [batch], [1.0])
     shared.step(error, [batch, batch], [0.5, 0.5])
@@ -110,12 +110,12 @@ def test_fewer_shards_than_threads_leave_no_old_gradient_behind() -> None:
 
 def test_buffers_are_shared_with_the_threads() -> None:
     model = nn.BatchNorm1d(3)
-    optimizer = Optimizer(model, lr=0.0, threads=2)
+    optimizer = FlatAdam(model, lr=0.0, threads=2)
     model.eval()
     assert model.running_mean is not None
     model.running_mean.fill_(100)
 
-    def seen(m: nn.BatchNorm1d, x: Tensor) -> tuple[Tensor, Numbers]:
+    def seen(m: nn.BatchNorm1d, x: Tensor) -> tuple[Tensor, Metrics]:
         y = m.eval()(x)
         return y.sum(), {"mean": y.detach().mean()}
 
@@ -129,7 +129,7 @@ def test_buffers_are_shared_with_the_threads() -> None:
 def test_a_gradient_that_is_no_number_stops_training_and_changes_nothing(bad: float, threads: int) -> None:
     model = dense()
     good, fine, poisoned = batches(model, 3)
-    optimizer = Optimizer(model, lr=1e-2, grad_clip=0.5, threads=threads)
+    optimizer = FlatAdam(model, lr=1e-2, grad_clip=0.5, threads=threads)
     optimizer.step(error, [good], [1.0])
     before, state = weights(model), optimizer.state()
     poisoned[1][3, 1] = bad
@@ -145,12 +145,12 @@ def test_a_gradient_that_is_no_number_stops_training_and_changes_nothing(bad: fl
 @MODELS
 def test_a_restored_state_continues_identically(make: type[nn.Module]) -> None:
     model = make()
-    optimizer, data = Optimizer(model, lr=1e-2), list(batches(model, 12))
+    optimizer, data = FlatAdam(model, lr=1e-2), list(batches(model, 12))
     for batch in data[:6]:
         optimizer.step(error, [batch], [1.0])
     other, state = make(), {name: value.copy() for name, value in optimizer.state().items()}
     other.load_state_dict(model.state_dict())
-    resumed = Optimizer(other, lr=1e-2)
+    resumed = FlatAdam(other, lr=1e-2)
     resumed.load_state(state)
     for batch in data[6:]:
         optimizer.step(error, [batch], [1.0])
@@ -161,7 +161,7 @@ def test_a_restored_state_continues_identically(make: type[nn.Module]) -> None:
 
 def test_a_state_is_a_copy() -> None:
     model = dense()
-    optimizer = Optimizer(model, lr=1e-2)
+    optimizer = FlatAdam(model, lr=1e-2)
     state = optimizer.state()
     for batch in batches(model, 2):
         optimizer.step(error, [batch], [1.0])
@@ -171,7 +171,7 @@ def test_a_state_is_a_copy() -> None:
 
 def test_a_new_learning_rate_counts_from_the_next_step() -> None:
     model = dense()
-    optimizer, (one, two) = Optimizer(model, lr=0.0), batches(model, 2)
+    optimizer, (one, two) = FlatAdam(model, lr=0.0), batches(model, 2)
     before = weights(model)
     optimizer.step(error, [one], [1.0])
     torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
@@ -185,7 +185,7 @@ def test_the_plain_formula_gives_what_the_fused_kernel_gives(monkeypatch: pytest
     for fused in (True, False):
         torch.manual_seed(0)
         model = nn.Linear(5, 7)
-        optimizer = Optimizer(model, lr=0.01, grad_clip=0.5)
+        optimizer = FlatAdam(model, lr=0.01, grad_clip=0.5)
         if not fused:
             monkeypatch.setattr("ludus.algorithms.optim.flat_adam._FUSED", None)
         for step in range(20):

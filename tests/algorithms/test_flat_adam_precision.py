@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ludus.algorithms.optim.flat_adam import LossScale, Optimizer
+from ludus.algorithms.optim.flat_adam import FlatAdam, LossScale
 from ludus.errors import ConfigError, TrainingDiverged
 from tests.algorithms.experience import experience, policy_for, ppo
 
@@ -31,7 +31,7 @@ def test_bf16_computes_in_bf16() -> None:
         seen.append(y.dtype)
         return y.float().square().mean(), {}
 
-    optimizer = Optimizer(nn.Linear(3, 2), lr=1e-3, precision="bf16")
+    optimizer = FlatAdam(nn.Linear(3, 2), lr=1e-3, precision="bf16")
     optimizer.step(loss, [torch.ones(4, 3)], [1.0])
     assert seen == [torch.bfloat16]
     assert optimizer.grad.dtype == torch.float32
@@ -39,13 +39,13 @@ def test_bf16_computes_in_bf16() -> None:
 
 def test_fp16_needs_an_accelerator() -> None:
     with pytest.raises(ConfigError, match=r"mixed_precision is fp16.*Use bf16"):
-        Optimizer(nn.Linear(3, 2), lr=1e-3, precision="fp16")
+        FlatAdam(nn.Linear(3, 2), lr=1e-3, precision="fp16")
 
 
-def scaled(value: float = 2.0**10, patience: int = 2) -> Optimizer[nn.Linear]:
+def scaled(value: float = 2.0**10, patience: int = 2) -> FlatAdam[nn.Linear]:
     """As on an accelerator with fp16, but for the precision."""
     torch.manual_seed(0)
-    optimizer = Optimizer(nn.Linear(3, 2), lr=1e-2, grad_clip=0.5)
+    optimizer = FlatAdam(nn.Linear(3, 2), lr=1e-2, grad_clip=0.5)
     optimizer.scale = LossScale(value, patience)
     return optimizer
 
@@ -59,7 +59,7 @@ def test_a_scaled_loss_gives_the_same_weights() -> None:
     optimizer = scaled()
     torch.manual_seed(0)
     twin = nn.Linear(3, 2)
-    plain, x = Optimizer(twin, lr=1e-2, grad_clip=0.5), torch.randn(8, 3)
+    plain, x = FlatAdam(twin, lr=1e-2, grad_clip=0.5), torch.randn(8, 3)
     for _ in range(5):
         numbers = optimizer.step(error, [x], [1.0])
         assert float(numbers["loss"]) == pytest.approx(float(plain.step(error, [x], [1.0])["loss"]))
@@ -81,9 +81,9 @@ def test_a_gradient_that_overflows_is_left_out_and_halves_the_scale() -> None:
 
 def test_a_gradient_that_overflows_at_any_scale_is_divergence() -> None:
     scale = LossScale(2.0**-9)
-    assert not scale.follow(finite=False)
-    with pytest.raises(TrainingDiverged, match="at any scale"):
-        scale.follow(finite=False)
+    assert not scale.update(finite=False)
+    with pytest.raises(TrainingDiverged, match="at every loss scale"):
+        scale.update(finite=False)
 
 
 def test_the_scale_is_part_of_the_state() -> None:

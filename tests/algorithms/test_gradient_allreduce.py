@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ludus.algorithms.appo import APPO, APPOConfig
 from ludus.algorithms.impala import IMPALA, IMPALAConfig
-from ludus.algorithms.optim.gradient_allreduce import ALONE, Group, SharedGroup, TorchGroup
+from ludus.algorithms.optim.gradient_allreduce import SINGLE_LEARNER, GradientAllReduce, SharedMemoryAllReduce, TorchAllReduce
 from ludus.algorithms.ppo import PPO
 from ludus.config.schema import algorithm_config
 from ludus.core.types import Segments
@@ -27,7 +27,7 @@ from ludus.models.policy import Policy
 from tests.algorithms.experience import experience, policy_for, ppo
 
 T = TypeVar("T")
-Join = Callable[[int], Group]
+Join = Callable[[int], GradientAllReduce]
 
 
 def together(size: int, act: Callable[[int], T]) -> list[T]:
@@ -37,13 +37,13 @@ def together(size: int, act: Callable[[int], T]) -> list[T]:
 
 
 def shared(path: Path, size: int, numbers: int = 20_000, **options: Any) -> Join:
-    SharedGroup.create(path, size, numbers)
-    return lambda rank: SharedGroup(path, rank, size, **options)
+    SharedMemoryAllReduce.create(path, size, numbers)
+    return lambda rank: SharedMemoryAllReduce(path, rank, size, **options)
 
 
 def gloo(size: int, **options: Any) -> Join:
     store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    return lambda rank: TorchGroup(store, rank, size, **options)
+    return lambda rank: TorchAllReduce(store, rank, size, **options)
 
 
 def joined(kind: str, size: int, directory: Path) -> Join:
@@ -93,7 +93,7 @@ def test_one_that_is_slow_to_read_is_not_overtaken(tmp_path: Path) -> None:
 
 def test_alone_a_sum_is_what_it_was() -> None:
     x = torch.ones(3)
-    ALONE.sum_(x)
+    SINGLE_LEARNER.sum_(x)
     assert x.tolist() == [1, 1, 1]
 
 
@@ -140,7 +140,7 @@ def test_members_that_do_different_things_are_told(tmp_path: Path) -> None:
             join(rank).sum_(torch.ones(4 + rank))
         return str(caught.value)
 
-    assert "Learner 1 adds 5 numbers where learner 0 adds 4" in together(2, act)[0]
+    assert "Learner 1 sums 5 numbers where learner 0 sums 4" in together(2, act)[0]
 
 
 def test_a_sum_without_room_is_refused(tmp_path: Path) -> None:
@@ -150,14 +150,14 @@ def test_a_sum_without_room_is_refused(tmp_path: Path) -> None:
 
 
 def test_shared_memory_that_is_full_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(StoreFull, match="no room for the gradients of 2 learners"):
-        SharedGroup.create(tmp_path / "group", 2, 1 << 58)
+    with pytest.raises(StoreFull, match="no space for the gradients of 2 learners"):
+        SharedMemoryAllReduce.create(tmp_path / "group", 2, 1 << 58)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_network_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NET_CARD_NAME", "nonsense0")
-    with pytest.raises(UsageError, match=r"NET_CARD_NAME is 'nonsense0'.*There are: .*lo"):
+    with pytest.raises(UsageError, match=r"NET_CARD_NAME is 'nonsense0'.*Available: .*lo"):
         gloo(1)(0)
 
 
@@ -293,8 +293,8 @@ def test_all_learners_find_a_gradient_that_is_no_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_gradient_in_pieces_is_the_same_gradient(kind: str, threads: int) -> None:
     data = blocks(kind, 2)
-    whole, pieces = ppo(policy_for(kind)), ppo(policy_for(kind), gradient_accumulation=3, learner_threads=threads)
+    whole, max_shards = ppo(policy_for(kind)), ppo(policy_for(kind), gradient_accumulation=3, learner_threads=threads)
     learned(whole, data)
-    learned(pieces, data)
-    pieces.close()
-    assert_alike(whole, pieces)
+    learned(max_shards, data)
+    max_shards.close()
+    assert_alike(whole, max_shards)

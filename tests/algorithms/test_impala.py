@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ludus
-from ludus.algorithms.impala import IMPALA, IMPALAConfig, Terms
+from ludus.algorithms.impala import IMPALA, IMPALAConfig, LossCoefficients
 from ludus.algorithms.trajectories import Trajectories
-from ludus.buffers.block_replay import Replay
+from ludus.buffers.block_replay import BlockReplay
 from ludus.config.schema import algorithm_config
 from ludus.core.types import Segments
 from ludus.errors import ConfigError, TrainingDiverged
@@ -46,7 +46,7 @@ def test_the_loss_is_the_papers_sum_over_steps() -> None:
     settings = {"vtrace_clip_rho_threshold": 1.1, "vtrace_clip_c_threshold": 0.9, "vtrace_clip_pg_rho_threshold": 1.3}
     algorithm = made("IMPALA", source.policy, normalize_advantage=False, gamma=0.9, vf_loss_coeff=0.7, **settings)
     assert isinstance(algorithm, IMPALA)
-    loss, numbers = algorithm.loss(source.policy, Trajectories.of(block), Terms(entropy_coeff=0.05))
+    loss, numbers = algorithm.loss(source.policy, Trajectories.from_segments(block), LossCoefficients(entropy_coeff=0.05))
     total, ratios = 0.0, []
     with torch.no_grad():
         outputs, value, _ = source.policy.network(torch.from_numpy(block.observation), (), None)
@@ -180,14 +180,14 @@ def test_a_replay_buffer_keeps_copies_within_its_bytes() -> None:
     source = Sampled("CartPole-v1", 4, 8)
     block = source.block()
     size = block.nbytes
-    replay = Replay(10, int(2.5 * size))
+    replay = BlockReplay(10, int(2.5 * size))
     for number in range(4):
         block.reward[:] = number
         assert replay.add(block)
     assert [float(kept.reward[0, 0]) for kept in (replay[0], replay[1])] == [2.0, 3.0]
     assert len(replay) == 2
     assert replay.nbytes <= 2.5 * size
-    small = Replay(10, size - 1)
+    small = BlockReplay(10, size - 1)
     assert not small.add(block)
     assert (len(small), small.refused, small.nbytes) == (0, 1, 0)
     source.close()

@@ -296,7 +296,7 @@ def test_steps_more_than_one_version_old_are_clipped_around_the_policy_that_acte
     algorithm = ppo(policy, normalize_advantage=False)
     algorithm.version = 9
     batch, _ = algorithm.prepare(block)
-    now = Trajectories.of(block).evaluated(policy, 1000)
+    now = Trajectories.from_segments(block).evaluate_grids(policy, 1000)
     found = batch.log_prob.reshape(6, 2).numpy()
     old = block.version == 7
     np.testing.assert_array_equal(found[old], block.log_prob[old])

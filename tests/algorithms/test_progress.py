@@ -10,15 +10,15 @@ from ludus.algorithms.trainer import Progress
 def test_what_matches_said_is_kept_with_the_rest() -> None:
     before = Progress.with_window(10)
     for k in range(8):
-        before.tell("win/medium", total=float(k % 2) * 2, count=2)
-    before.tell("seconds", 300.0, 1)
+        before.add_result("win/medium", total=float(k % 2) * 2, count=2)
+    before.add_result("seconds", 300.0, 1)
     after = Progress.with_window(10)
     after.load_json(json.loads(json.dumps(before.to_json())))
-    assert after.results["win/medium"].told == before.results["win/medium"].told == (6.0, 10.0)
-    assert after.results["seconds"].told == (300.0, 1.0)
+    assert after.results["win/medium"].sum_and_count == before.results["win/medium"].sum_and_count == (6.0, 10.0)
+    assert after.results["seconds"].sum_and_count == (300.0, 1.0)
     for progress in (before, after):
-        progress.tell("win/medium", 4.0, 4)
-    assert after.results["win/medium"].told == before.results["win/medium"].told == (8.0, 10.0)
+        progress.add_result("win/medium", 4.0, 4)
+    assert after.results["win/medium"].sum_and_count == before.results["win/medium"].sum_and_count == (8.0, 10.0)
 
 
 def test_a_checkpoint_without_them_is_read() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.algorithms.returns import VTrace, explained_variance, gae, successor_values, vtrace
+from ludus.algorithms.returns import StepFlags, VTrace, VTraceClip, explained_variance, gae, next_values, vtrace
 from ludus.core.types import Bools, Floats
 
 
@@ -77,16 +77,16 @@ class Played:
 
     def vtrace(self, gamma: float, lambda_: float, rho_bar: float, c_bar: float, ratio: Floats | None = None) -> VTrace:
         at = np.array([(t, b) for t, b, _ in self.finals], np.int64).reshape(-1, 2)
-        following = successor_values(self.value, at, np.array([v for _, _, v in self.finals], np.float32))
-        ends = (self.terminated, self.truncated, self.valid)
+        next_value = next_values(self.value, at, np.array([v for _, _, v in self.finals], np.float32))
+        flags = StepFlags(self.terminated, self.truncated, self.valid)
         ratio = self.ratio if ratio is None else ratio
-        return vtrace(ratio, self.reward, self.value[:-1], following, *ends, gamma, lambda_, rho_bar, c_bar)
+        return vtrace(ratio, self.reward, self.value[:-1], next_value, flags, gamma, lambda_, VTraceClip(rho_bar, c_bar))
 
     def advantages(self, gamma: float, lambda_: float) -> Floats:
         at = np.array([(t, b) for t, b, _ in self.finals], np.int64).reshape(-1, 2)
-        following = successor_values(self.value, at, np.array([v for _, _, v in self.finals], np.float32))
-        ends = (self.terminated, self.truncated, self.valid)
-        return gae(self.reward, self.value[:-1], following, *ends, gamma, lambda_)
+        next_value = next_values(self.value, at, np.array([v for _, _, v in self.finals], np.float32))
+        flags = StepFlags(self.terminated, self.truncated, self.valid)
+        return gae(self.reward, self.value[:-1], next_value, flags, gamma, lambda_)
 
 
 def played(seed: int, steps: int, rows: int, same_step: bool, gamma: float, lambda_: float) -> Played:
@@ -202,21 +202,21 @@ def test_actions_that_the_policy_would_never_take_teach_nothing() -> None:
 def test_an_advantage_worked_out_by_hand() -> None:
     reward, value = np.array([[1.0], [2.0]], np.float32), np.array([[10.0], [20.0], [30.0]], np.float32)
     no, yes = np.zeros((2, 1), np.bool_), np.ones((2, 1), np.bool_)
-    following = value[1:]
+    next_value = value[1:]
     last = 2 + 0.5 * 30 - 20  # -3
     first = (1 + 0.5 * 20 - 10) + 0.5 * 0.5 * last
-    np.testing.assert_allclose(gae(reward, value[:-1], following, no, no, yes, 0.5, 0.5), [[first], [last]])
+    np.testing.assert_allclose(gae(reward, value[:-1], next_value, StepFlags(no, no, yes), 0.5, 0.5), [[first], [last]])
     over = np.array([[False], [True]])
-    np.testing.assert_allclose(gae(reward, value[:-1], following, over, no, yes, 0.5, 0.5)[1], [2 - 20])
-    np.testing.assert_allclose(gae(reward, value[:-1], following, no, over, yes, 0.5, 0.5)[1], [last])
+    np.testing.assert_allclose(gae(reward, value[:-1], next_value, StepFlags(over, no, yes), 0.5, 0.5)[1], [2 - 20])
+    np.testing.assert_allclose(gae(reward, value[:-1], next_value, StepFlags(no, over, yes), 0.5, 0.5)[1], [last])
 
 
 def test_the_value_of_a_final_observation_stands_in_for_the_next_row_only_where_it_was_kept() -> None:
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
-    following = successor_values(value, np.array([[1, 0], [2, 1]]), np.array([50.0, 60.0], np.float32))
-    assert following.tolist() == [[2, 3], [50, 5], [6, 60]]
+    next_value = next_values(value, np.array([[1, 0], [2, 1]]), np.array([50.0, 60.0], np.float32))
+    assert next_value.tolist() == [[2, 3], [50, 5], [6, 60]]
     assert value.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert successor_values(value, np.zeros((0, 2), np.int64), np.zeros(0, np.float32)).tolist() == value[1:].tolist()
+    assert next_values(value, np.zeros((0, 2), np.int64), np.zeros(0, np.float32)).tolist() == value[1:].tolist()
 
 
 def test_explained_variance_is_one_for_the_truth_and_zero_for_a_constant() -> None:

@@ -35,7 +35,7 @@ class Plain:
     def __init__(self, gamma: float) -> None:
         self.gamma, self.running, self.seen = gamma, dict[int, float](), list[float]()
 
-    def scaled(self, segments: Segments) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    def scale(self, segments: Segments) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         for b, origin in enumerate(segments.origin.tolist()):
             for t in range(segments.spec.steps):
                 if segments.valid[t, b]:
@@ -50,7 +50,7 @@ def test_rewards_are_divided_by_the_deviation_of_all_returns_so_far(gamma: float
     scale, plain, random = RewardScale(gamma), Plain(gamma), np.random.default_rng(0)
     for origin in ([0, 1, 2], [0, 1, 2], [2, 0], [7], [1, 2, 0]):
         segments = random_block(random, 9, origin)
-        np.testing.assert_allclose(scale.scaled(segments), plain.scaled(segments), rtol=1e-4)
+        np.testing.assert_allclose(scale.scale(segments), plain.scale(segments), rtol=1e-4)
 
 
 def test_padding_neither_counts_nor_ages_the_running_return() -> None:
@@ -58,7 +58,7 @@ def test_padding_neither_counts_nor_ages_the_running_return() -> None:
     for padding in (0, 4, 2, 0):
         segments = random_block(random, 5, [0, 1], padding)
         segments.first[:] = False
-        np.testing.assert_allclose(scale.scaled(segments)[:5], plain.scaled(segments)[:5], rtol=1e-4)
+        np.testing.assert_allclose(scale.scale(segments)[:5], plain.scale(segments)[:5], rtol=1e-4)
 
 
 def test_the_row_in_which_an_environment_only_resets_does_not_count() -> None:
@@ -67,36 +67,36 @@ def test_the_row_in_which_an_environment_only_resets_does_not_count() -> None:
         segments = random_block(random, 6, [0, 1])
         segments.first[:] = False
         segments.valid[2, 0], segments.first[3, 0] = False, True
-        np.testing.assert_allclose(scale.scaled(segments)[[0, 1, 3, 4, 5]], plain.scaled(segments)[[0, 1, 3, 4, 5]], rtol=1e-4)
+        np.testing.assert_allclose(scale.scale(segments)[[0, 1, 3, 4, 5]], plain.scale(segments)[[0, 1, 3, 4, 5]], rtol=1e-4)
 
 
 def test_scaling_keeps_signs_and_zeros_and_the_rewards_of_the_block() -> None:
     segments = random_block(np.random.default_rng(0), 9, [0, 1])
     segments.reward[3] = 0
     kept = segments.reward.copy()
-    scaled = RewardScale(0.99).scaled(segments)
-    assert (np.sign(scaled) == np.sign(kept)).all()
+    scale = RewardScale(0.99).scale(segments)
+    assert (np.sign(scale) == np.sign(kept)).all()
     assert np.array_equal(segments.reward, kept)
-    assert scaled.dtype == np.float32
+    assert scale.dtype == np.float32
 
 
 @pytest.mark.parametrize("valid", [True, False])
 def test_rewards_that_are_all_zero_stay_zero(valid: bool) -> None:
     segments = block(4, [0, 1])
     segments.valid[:] = valid
-    scaled = RewardScale(0.99).scaled(segments)
-    assert not scaled.any()
+    scale = RewardScale(0.99).scale(segments)
+    assert not scale.any()
 
 
 def test_a_restored_scale_keeps_its_statistics_and_begins_its_returns_anew() -> None:
     random, scale, plain, resumed = np.random.default_rng(0), RewardScale(0.9), Plain(0.9), RewardScale(0.9)
     segments = random_block(random, 9, [0, 1])
-    scale.scaled(segments)
-    plain.scaled(segments)
+    scale.scale(segments)
+    plain.scale(segments)
     resumed.load_state(json.loads(json.dumps(scale.state())))
     plain.running.clear()
     following = random_block(random, 9, [0, 1])
-    np.testing.assert_allclose(resumed.scaled(following), plain.scaled(following), rtol=1e-4)
+    np.testing.assert_allclose(resumed.scale(following), plain.scale(following), rtol=1e-4)
 
 
 # -- collated segments: several rows of one session in one block ----------------------------------------------------------
@@ -118,7 +118,7 @@ def test_rows_of_one_origin_in_one_block_follow_each_other(origins: list[int]) -
     for _ in range(4):
         segments = collated(random, origins)
         valid = segments.valid
-        np.testing.assert_allclose(scale.scaled(segments)[valid], plain.scaled(segments)[valid], rtol=1e-4)
+        np.testing.assert_allclose(scale.scale(segments)[valid], plain.scale(segments)[valid], rtol=1e-4)
 
 
 def test_cutting_episodes_into_pieces_does_not_change_their_scale() -> None:
@@ -126,10 +126,10 @@ def test_cutting_episodes_into_pieces_does_not_change_their_scale() -> None:
     reward = 1 + random.normal(size=64).astype(np.float32)
     whole = block(64, [7])
     whole.reward[:, 0], whole.first[0, 0] = reward, True
-    expected = RewardScale(0.99).scaled(whole)[:, 0]
+    expected = RewardScale(0.99).scale(whole)[:, 0]
     pieces = block(8, [7] * 8)
     pieces.reward[:], pieces.first[0, 0] = reward.reshape(8, 8).T, True
-    np.testing.assert_allclose(RewardScale(0.99).scaled(pieces).T.reshape(-1), expected, rtol=1e-5)
+    np.testing.assert_allclose(RewardScale(0.99).scale(pieces).T.reshape(-1), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("flag", ["terminated", "truncated"])
@@ -140,16 +140,16 @@ def test_a_session_that_has_ended_leaves_nothing_behind(flag: str) -> None:
         segments.reward[:] = 1
         segments.valid[3] = False
         getattr(segments, flag)[2] = True
-        scale.scaled(segments)
+        scale.scale(segments)
     assert scale._carry == {}
 
 
 def test_sessions_that_broke_off_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_scaling, "_MOST_OPEN", 10)
+    monkeypatch.setattr(reward_scaling, "_MAX_OPEN_RETURNS", 10)
     scale, plain, random = RewardScale(0.9), Plain(0.9), np.random.default_rng(0)
     for origin in range(100):
         segments = block(2, [1000, origin])
         segments.reward[:] = random.normal(size=(2, 2))
-        np.testing.assert_allclose(scale.scaled(segments), plain.scaled(segments), rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(scale.scale(segments), plain.scale(segments), rtol=1e-4, atol=1e-3)
         assert len(scale._carry) <= 10
     assert 1000 in scale._carry, "who is still playing is not forgotten"

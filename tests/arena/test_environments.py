@@ -179,7 +179,7 @@ def test_the_pace_and_the_length_of_a_match_may_be_set() -> None:
     ("keywords", "sentence"),
     [
         ({"opponent": "mediun"}, "no opponent 'mediun'.*medium"),
-        ({"opponent": []}, "nobody to play against"),
+        ({"opponent": []}, "there is no opponent"),
         ({"side": 2}, "side is 2"),
         ({"start": "river"}, "start is 'river'"),
         ({"start": {"lane": 1, "river": 1}}, "start is .*lane: 0.9, home: 0.1"),
@@ -434,7 +434,7 @@ def test_a_policy_of_ours_can_play_it() -> None:
             noise = policy.distribution.noise((4,), generator)
             first, mask = torch.zeros(4, dtype=torch.bool), torch.from_numpy(seen.mask)
             action, *_ = policy.step(observation, policy.initial_state(4), first, mask, noise)
-            seen = environments.step(action.numpy()).seen
+            seen = environments.step(action.numpy()).observations
     assert environments._env.seats.result()["illegal"].sum() == 0  # type: ignore[attr-defined]
 
 

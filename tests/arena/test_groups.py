@@ -236,7 +236,7 @@ def test_of_several_scripts_those_are_met_that_matches_are_even_with() -> None:
         env.seats.arena.match[ended[easy][::2], WINNER] = env.seats.hero_of[ended[easy][::2]]
     met = [SCRIPTS[int(script)] for script in env.seats.script_of]
     assert met.count("easy") >= 20, met
-    assert env.seats.rivals.likely[0, 1] < 0.2
+    assert env.seats.rivals.probabilities[0, 1] < 0.2
 
 
 def test_of_several_line_ups_those_play_that_lose() -> None:
@@ -256,4 +256,4 @@ def test_of_several_line_ups_those_play_that_lose() -> None:
         chosen = ended[own()[ended] == strong]
         env.seats.arena.match[chosen, WINNER] = env.seats.hero_of[chosen]
     assert np.count_nonzero(own() == strong) <= 10
-    assert env.seats.rivals.likely[0, 0] < 0.2
+    assert env.seats.rivals.probabilities[0, 0] < 0.2

@@ -184,7 +184,7 @@ def test_what_is_too_old_is_dropped_counted_given_back_and_said(caplog: pytest.L
     assert batch.reward[0, 0] == 2
     assert made.dropped == 2
     assert workers.released == 2
-    assert [record.getMessage()[:40] for record in caplog.records] == ["experience that is 5 updates old was dro"]
+    assert [record.getMessage()[:40] for record in caplog.records] == ["dropped experience that is 5 updates old"]
 
 
 def test_a_batch_is_taken_and_released_once() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.algorithms.ppo import PPO, PPOConfig
-from ludus.buffers.collate import Collated, joined
+from ludus.buffers.collate import CollatedBatches, join_segments
 from ludus.core.spaces import ArraySpec
 from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
 from ludus.errors import MemoryClosed
@@ -69,7 +69,7 @@ def check_row(batch: Segments, row: int) -> list[int]:
 def test_batches_hold_enough_steps_of_one_model_and_every_step_once(data: st.DataObject) -> None:
     least = data.draw(st.integers(1, 12))
     memories = {name: LocalMemory(spec(name), 1, 100) for name in ("blue", "red")}
-    collated = Collated(list(memories.values()), least)
+    collated = CollatedBatches(list(memories.values()), least)
     expected: dict[str, list[int]] = {"blue": [], "red": []}
     got: dict[str, list[int]] = {"blue": [], "red": []}
     number = 0
@@ -103,7 +103,7 @@ def test_batches_hold_enough_steps_of_one_model_and_every_step_once(data: st.Dat
 
 def test_what_a_batch_was_made_of_is_given_back_at_once_and_may_be_overwritten() -> None:
     memory = LocalMemory(spec(), 1, 2)  # two blocks: the third segment is written where the first was
-    collated = Collated([memory], 6)
+    collated = CollatedBatches([memory], 6)
     write(memory, 0, 4)
     write(memory, 100, 4)
     assert memory.reserve(0) is None
@@ -122,14 +122,14 @@ def test_a_batch_of_one_segment_is_a_copy_too() -> None:
     write(memory, 5, 3)
     block = memory.take(0)
     assert block is not None
-    batch = joined([block])
+    batch = join_segments([block])
     block.observation["a"][:], block.reward[:], block.valid[:], block.state[0][:] = -1, -1, False, -1
     assert check_row(batch, 0) == [5, 6, 7]
 
 
 def test_episodes_that_ended_are_reported_once() -> None:
     memory = LocalMemory(spec(), 1, 10)
-    collated = Collated([memory], 8)
+    collated = CollatedBatches([memory], 8)
     for number, ended in ((0, True), (10, False), (20, True)):
         write(memory, number, 3, ended=ended)
     batch = collated.take(0)
@@ -140,7 +140,7 @@ def test_episodes_that_ended_are_reported_once() -> None:
 
 def test_waiting_for_a_batch_ends_when_it_is_complete_or_the_time_is_up() -> None:
     memory = LocalMemory(spec(), 1, 10)
-    collated = Collated([memory], 4)
+    collated = CollatedBatches([memory], 4)
     write(memory, 0, 2)
     assert collated.take(0.01) is None
     writer = threading.Timer(0.02, write, (memory, 10, 2))
@@ -153,7 +153,7 @@ def test_waiting_for_a_batch_ends_when_it_is_complete_or_the_time_is_up() -> Non
 
 def test_a_batch_is_released_once() -> None:
     memory = LocalMemory(spec(), 1, 10)
-    collated = Collated([memory], 1)
+    collated = CollatedBatches([memory], 1)
     write(memory, 0, 1)
     batch = collated.take(0)
     assert batch is not None
@@ -164,7 +164,7 @@ def test_a_batch_is_released_once() -> None:
 
 def test_closing_closes_every_memory() -> None:
     memories = [LocalMemory(spec(), 1, 1), LocalMemory(spec("other"), 1, 1)]
-    Collated(memories, 1).close()
+    CollatedBatches(memories, 1).close()
     for memory in memories:
         with pytest.raises(MemoryClosed):
             memory.take(0)
@@ -192,7 +192,7 @@ def recorded(policy: Policy, steps: int, lengths: list[int] = EPISODES) -> tuple
             rewards.append(earned)
 
     run(play())
-    return joined(table.recorded()), rewards
+    return join_segments(table.recorded()), rewards
 
 
 def learner(policy: Policy, **settings: Any) -> PPO:
@@ -303,7 +303,7 @@ def loss_of(algorithm: PPO, segments: Segments, moved: float = 1.1) -> dict[str,
 
 def test_no_model_is_starved_by_another() -> None:
     memories = {name: LocalMemory(spec(name), 1, 100) for name in ("blue", "red")}
-    collated = Collated(list(memories.values()), 4)
+    collated = CollatedBatches(list(memories.values()), 4)
     for number in range(12):
         for memory in memories.values():
             write(memory, 10 * number, 4)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludus.buffers.complete_episodes import WholeEpisodes
+from ludus.buffers.complete_episodes import CompleteEpisodes
 from ludus.core.types import Segments
 from ludus.envs.vector_env import LoopEnvironments, VectorEnvironments
 from ludus.errors import EnvironmentFault
@@ -27,14 +27,14 @@ class Source:
         return self._policy, 3
 
 
-def whole(environments: Any, steps: int, batch_steps: int) -> tuple[Sampler, WholeEpisodes]:
+def whole(environments: Any, steps: int, batch_steps: int) -> tuple[Sampler, CompleteEpisodes]:
     environments.reset(0)
     policy = Policy(environments.observation_space, environments.action_space)
     memory = LocalMemory(segment_spec(policy, environments, steps), environments.num, 1)
-    return Sampler(environments, Source(policy), memory, 0), WholeEpisodes(memory, batch_steps)
+    return Sampler(environments, Source(policy), memory, 0), CompleteEpisodes(memory, batch_steps)
 
 
-def next_batch(sampler: Sampler, episodes: WholeEpisodes) -> Segments:
+def next_batch(sampler: Sampler, episodes: CompleteEpisodes) -> Segments:
     for _ in range(1000):
         sampler.step()
         batch = episodes.take()
@@ -130,5 +130,5 @@ def test_an_episode_that_was_lost_in_the_middle_is_left_out() -> None:
 
 def test_a_game_without_an_end_is_told() -> None:
     sampler, episodes = whole(LoopEnvironments("count", [Count(length=10**9)]), 8, 4)
-    with pytest.raises(EnvironmentFault, match=r"No episode ended within .* steps, and batch_mode is complete_episodes"):
+    with pytest.raises(EnvironmentFault, match=r"No episode ended within .* steps, but batch_mode is complete_episodes"):
         next_batch(sampler, episodes)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludus.buffers.collate import joined
-from ludus.buffers.prioritized_replay import Drawn, Priorities, Transitions
+from ludus.buffers.collate import join_segments
+from ludus.buffers.prioritized_replay import Priorities, TransitionBatch, TransitionReplay
 from ludus.core.spaces import ArraySpec
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import ConfigError
@@ -142,20 +142,20 @@ def n_steps(step: Step, n: int) -> tuple[float, float, float, bool]:
     raise AssertionError
 
 
-def everything(buffer: Transitions) -> dict[float, tuple[int, float, float, float]]:
+def everything(buffer: TransitionReplay) -> dict[float, tuple[int, float, float, float]]:
     """What can be drawn: observation → (action, reward, discount, following)."""
-    places = buffer.drawable()
-    drawn = buffer.at(places, np.ones(len(places), np.float32))
-    assert len(buffer) == len(places)
+    slots = buffer.sampleable_slots()
+    drawn = buffer.gather(slots, np.ones(len(slots), np.float32))
+    assert len(buffer) == len(slots)
     found = {}
-    for i in range(len(places)):
+    for i in range(len(slots)):
         assert drawn.observation[i, 1] == -drawn.observation[i, 0]
         assert drawn.observation[i, 0] not in found, "kept twice"
         found[float(drawn.observation[i, 0])] = (
             int(drawn.action[i]),
             float(drawn.reward[i]),
             float(drawn.discount[i]),
-            float(drawn.following[i, 0]),
+            float(drawn.next_observation[i, 0]),
         )
     return found
 
@@ -195,7 +195,7 @@ def test_what_can_be_drawn_is_what_happened(seed: int, same_step: bool, steps: i
     blocks = 6
     for lane in lanes:
         lane.play(blocks * steps + 1)
-    buffer = Transitions(SEEN, ACTED, 1000, n_step=n, gamma=GAMMA)
+    buffer = TransitionReplay(SEEN, ACTED, 1000, n_step=n, gamma=GAMMA)
     arrived: dict[int, int] = {}  # row until which all of a lane is known
     for k in range(blocks):
         here = [lane for lane in lanes if rng.random() >= losses]
@@ -240,7 +240,7 @@ def test_the_oldest_make_room_and_nothing_of_them_shows_again(n: int) -> None:
     lanes = [Lane(k, np.random.default_rng(k), same_step=bool(k % 2)) for k in range(3)]
     for lane in lanes:
         lane.play(601)
-    buffer = Transitions(SEEN, ACTED, 100, n_step=n, gamma=GAMMA, priorities=Priorities())
+    buffer = TransitionReplay(SEEN, ACTED, 100, n_step=n, gamma=GAMMA, priorities=Priorities())
     for k in range(150):
         buffer.add(cut(lanes, 4 * k, 4))
         if k % 10 == 9:
@@ -248,9 +248,9 @@ def test_the_oldest_make_room_and_nothing_of_them_shows_again(n: int) -> None:
             assert_as_told(found, lanes, n)
             newest = {lane.rows[t].seen for lane in lanes for t in range(4 * k - 16, 4 * k) if t in lane.steps}
             assert newest - set(found) == set() if n == 1 else len(newest - set(found)) <= 3 * (n - 1)
-            drawn = buffer.draw(200, np.random.default_rng(k).random, 0.4)
-            assert set(drawn.place) <= set(buffer.drawable().tolist())
-            buffer.learned(drawn.place, np.random.default_rng(k).normal(size=200).astype(np.float32))
+            drawn = buffer.sample(200, np.random.default_rng(k).random, 0.4)
+            assert set(drawn.slot) <= set(buffer.sampleable_slots().tolist())
+            buffer.update_priorities(drawn.slot, np.random.default_rng(k).normal(size=200).astype(np.float32))
     assert len(buffer) <= 100
     assert buffer.added == sum(len([t for t in lane.steps if t < 600]) for lane in lanes)
 
@@ -259,9 +259,9 @@ def test_segments_of_one_origin_in_one_block_follow_each_other() -> None:
     """As games that call us hand them in: one row each, collated."""
     lane = Lane(7, np.random.default_rng(5), same_step=False)
     lane.play(41)
-    buffer = Transitions(SEEN, ACTED, 1000, n_step=3, gamma=GAMMA)
-    buffer.add(joined([cut([lane], begin, 4) for begin in range(0, 20, 4)]))
-    buffer.add(joined([cut([lane], 20, 7), cut([lane], 27, 3)]))  # of different lengths
+    buffer = TransitionReplay(SEEN, ACTED, 1000, n_step=3, gamma=GAMMA)
+    buffer.add(join_segments([cut([lane], begin, 4) for begin in range(0, 20, 4)]))
+    buffer.add(join_segments([cut([lane], 20, 7), cut([lane], 27, 3)]))  # of different lengths
     lane.steps = {t: step for t, step in lane.steps.items() if t < 30}
     forget_links(lane, 30)
     found = everything(buffer)
@@ -275,7 +275,7 @@ def test_another_episode_is_not_taken_for_the_next_part_of_one() -> None:
     lane.rows = [Row(1.0, first=True, reward=1.0), Row(2.0, reward=2.0), Row(3.0)]
     again = Lane(0, np.random.default_rng(0), same_step=False)
     again.rows = [Row(3.0, first=True, reward=10.0), Row(4.0, reward=20.0), Row(5.0)]
-    buffer = Transitions(SEEN, ACTED, 100, n_step=3, gamma=GAMMA)
+    buffer = TransitionReplay(SEEN, ACTED, 100, n_step=3, gamma=GAMMA)
     buffer.add(cut([lane], 0, 2))
     assert len(buffer) == 0  # more steps may come
     buffer.add(cut([again], 0, 2))
@@ -289,24 +289,24 @@ def test_the_mask_is_that_of_what_follows() -> None:
     lanes = [Lane(k, np.random.default_rng(k), same_step=False) for k in range(3)]
     for lane in lanes:
         lane.play(41)
-    buffer = Transitions(SEEN, ACTED, 1000, gamma=GAMMA)
+    buffer = TransitionReplay(SEEN, ACTED, 1000, gamma=GAMMA)
     for k in range(10):
         buffer.add(cut(lanes, 4 * k, 4, mask=True))
-    places = buffer.drawable()
-    drawn = buffer.at(places, np.ones(len(places), np.float32))
-    assert drawn.mask is not None
+    slots = buffer.sampleable_slots()
+    drawn = buffer.gather(slots, np.ones(len(slots), np.float32))
+    assert drawn.next_mask is not None
     for i in np.flatnonzero(drawn.discount):
-        assert drawn.mask[i].tolist() == allowed_at(float(drawn.following[i, 0]))
+        assert drawn.next_mask[i].tolist() == allowed_at(float(drawn.next_observation[i, 0]))
 
 
 # -- drawing
 
 
-def filled(priorities: Priorities | None, steps: int = 60, **settings: Any) -> Transitions:
+def filled(priorities: Priorities | None, steps: int = 60, **settings: Any) -> TransitionReplay:
     lanes = [Lane(k, np.random.default_rng(k), same_step=False) for k in range(4)]
     for lane in lanes:
         lane.play(steps + 1)
-    buffer = Transitions(SEEN, ACTED, 2000, gamma=GAMMA, priorities=priorities, **settings)
+    buffer = TransitionReplay(SEEN, ACTED, 2000, gamma=GAMMA, priorities=priorities, **settings)
     for k in range(steps // 4):
         buffer.add(cut(lanes, 4 * k, 4))
     return buffer
@@ -315,42 +315,42 @@ def filled(priorities: Priorities | None, steps: int = 60, **settings: Any) -> T
 def test_without_priorities_every_transition_is_as_likely() -> None:
     buffer, rng = filled(None), np.random.default_rng(0)
     draws = 20_000
-    seen = np.bincount(buffer.draw(draws, rng.random).place, minlength=2000)
-    places = buffer.drawable()
-    assert seen.sum() == seen[places].sum()
-    expected = draws / len(places)
-    chi2 = float(((seen[places] - expected) ** 2 / expected).sum())
-    assert chi2 < len(places) + 6 * np.sqrt(2 * len(places))
+    seen = np.bincount(buffer.sample(draws, rng.random).slot, minlength=2000)
+    slots = buffer.sampleable_slots()
+    assert seen.sum() == seen[slots].sum()
+    expected = draws / len(slots)
+    chi2 = float(((seen[slots] - expected) ** 2 / expected).sum())
+    assert chi2 < len(slots) + 6 * np.sqrt(2 * len(slots))
 
 
 def test_priorities_and_weights_are_those_of_the_paper() -> None:
     """P(i) = p_i^α / Σ p^α, one from each of N equal parts; w_i = (M · P(i))^−β, over the largest (Schaul et al., 3.3 and 3.4)."""
     buffer, rng = filled(Priorities(alpha=0.7, eps=0.01)), np.random.default_rng(0)
-    places = buffer.drawable()
-    error = rng.normal(size=len(places)).astype(np.float32) * 3
-    buffer.learned(places, error)
+    slots = buffer.sampleable_slots()
+    error = rng.normal(size=len(slots)).astype(np.float32) * 3
+    buffer.update_priorities(slots, error)
     priority = (np.abs(error.astype(np.float64)) + 0.01) ** 0.7
     uniforms = rng.random(50)
-    drawn: Drawn = buffer.draw(50, lambda count: uniforms[:count], beta=0.5)
+    drawn: TransitionBatch = buffer.sample(50, lambda count: uniforms[:count], beta=0.5)
     sums = np.cumsum(priority)
     expected = [int(np.argmax(sums > (i + u) / 50 * sums[-1])) for i, u in enumerate(uniforms)]
-    assert drawn.place.tolist() == places[expected].tolist()
+    assert drawn.slot.tolist() == slots[expected].tolist()
     probability = priority[expected] / priority.sum()
-    raw = (len(places) * probability) ** -0.5
+    raw = (len(slots) * probability) ** -0.5
     assert drawn.weight == pytest.approx(raw / raw.max(), rel=1e-5)
     assert buffer.priority_max == pytest.approx(max(1.0, priority.max()))
 
 
 def test_what_is_new_has_the_greatest_priority() -> None:
     buffer = filled(Priorities(alpha=1.0))
-    old = buffer.drawable()
-    buffer.learned(old, np.where(np.arange(len(old)) == 0, 8.0, 1e-6).astype(np.float32))
+    old = buffer.sampleable_slots()
+    buffer.update_priorities(old, np.where(np.arange(len(old)) == 0, 8.0, 1e-6).astype(np.float32))
     lane = Lane(50, np.random.default_rng(50), same_step=False)
     lane.rows = [Row(1.0, first=True), Row(2.0), Row(3.0), Row(4.0), Row(5.0)]
     buffer.add(cut([lane], 0, 4))
-    drawn = buffer.draw(400, np.random.default_rng(0).random, 0.4)
-    new = set(buffer.drawable().tolist()) - set(old.tolist())
-    share = {place: float((drawn.place == place).mean()) for place in (*new, int(old[0]))}
+    drawn = buffer.sample(400, np.random.default_rng(0).random, 0.4)
+    new = set(buffer.sampleable_slots().tolist()) - set(old.tolist())
+    share = {slot: float((drawn.slot == slot).mean()) for slot in (*new, int(old[0]))}
     assert len(new) == 4
     assert all(value == pytest.approx(0.2, abs=0.02) for value in share.values()), share
 
@@ -361,28 +361,30 @@ def test_what_is_new_has_the_greatest_priority() -> None:
 def test_a_buffer_that_does_not_fit_says_how_much_it_would_need() -> None:
     frames = ArraySpec((4, 84, 84), np.dtype(np.uint8))
     with pytest.raises(ConfigError, match=r"capacity is 1,000,000.* would need 28,2\d\d,\d\d\d,\d\d\d bytes"):
-        Transitions(frames, ACTED, 1_000_000, max_bytes=4 << 30)
-    kept = Transitions(frames, ACTED, 100_000, max_bytes=3 << 30)  # not twice: what a step led to is where the next one begins
+        TransitionReplay(frames, ACTED, 1_000_000, max_bytes=4 << 30)
+    kept = TransitionReplay(
+        frames, ACTED, 100_000, max_bytes=3 << 30
+    )  # not twice: what a step led to is where the next one begins
     assert kept.nbytes == 0
 
 
 def test_a_block_that_would_fill_the_buffer_alone_is_refused() -> None:
     lane = Lane(0, np.random.default_rng(0), same_step=False)
     lane.play(41)
-    with pytest.raises(ConfigError, match="one block alone has"):
-        Transitions(SEEN, ACTED, 100).add(cut([lane], 0, 40))
+    with pytest.raises(ConfigError, match="a single block has"):
+        TransitionReplay(SEEN, ACTED, 100).add(cut([lane], 0, 40))
 
 
 @pytest.mark.parametrize("priorities", [None, Priorities()])
 def test_a_stored_buffer_draws_the_same(priorities: Priorities | None) -> None:
     buffer = filled(priorities, n_step=3)
-    places = buffer.drawable()
-    buffer.learned(places, np.random.default_rng(1).normal(size=len(places)).astype(np.float32))
-    other = Transitions(SEEN, ACTED, 2000, n_step=3, gamma=GAMMA, priorities=priorities)
+    slots = buffer.sampleable_slots()
+    buffer.update_priorities(slots, np.random.default_rng(1).normal(size=len(slots)).astype(np.float32))
+    other = TransitionReplay(SEEN, ACTED, 2000, n_step=3, gamma=GAMMA, priorities=priorities)
     other.load_state({name: array.copy() for name, array in buffer.state().items()})
-    one, two = (each.draw(64, np.random.default_rng(2).random, 0.4) for each in (buffer, other))
-    for name in ("place", "observation", "action", "reward", "discount", "following", "weight"):
+    one, two = (each.sample(64, np.random.default_rng(2).random, 0.4) for each in (buffer, other))
+    for name in ("slot", "observation", "action", "reward", "discount", "next_observation", "weight"):
         assert np.array_equal(getattr(one, name), getattr(two, name)), name
-    smaller = Transitions(SEEN, ACTED, 100, n_step=3, gamma=GAMMA, priorities=priorities)
+    smaller = TransitionReplay(SEEN, ACTED, 100, n_step=3, gamma=GAMMA, priorities=priorities)
     with pytest.raises(ConfigError, match="does not fit"):
         smaller.load_state(buffer.state())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from ludus.buffers.segment_validation import Inspector
+from ludus.buffers.segment_validation import SegmentValidator
 from ludus.core.spaces import array_spec, mask_size
 from ludus.core.tree import map_tree
 from ludus.core.types import Segments, SegmentSpec
@@ -48,7 +48,7 @@ SPEC = SegmentSpec(
     finals=3,
     results=("won",),
 )
-INSPECTOR = Inspector(OBSERVATION, ACTION, SPEC)
+INSPECTOR = SegmentValidator(OBSERVATION, ACTION, SPEC)
 """Masks: 0-2 the first choice, 3-4 and 5-8 the next two, 9-10 bits."""
 
 
@@ -65,8 +65,8 @@ def good() -> Segments:
 
 
 def test_a_block_as_it_should_be_passes() -> None:
-    assert INSPECTOR.inspect(good()) is None
-    assert INSPECTOR.inspect(_at_the_edges(good())) is None
+    assert INSPECTOR.find_error(good()) is None
+    assert INSPECTOR.find_error(_at_the_edges(good())) is None
 
 
 def _at_the_edges(block: Segments) -> Segments:
@@ -125,36 +125,36 @@ LAST = (-1, -1)
         (_set("value", NAN, LAST), "value is not finite"),
         (_set("state.0", NAN, LAST), "state.0 is not finite"),
         (_set("version", -1, LAST), "version is negative"),
-        (_byte("terminated"), "terminated holds something else than true and false"),
-        (_byte("truncated"), "truncated holds something else than true and false"),
-        (_byte("valid"), "valid holds something else than true and false"),
-        (_byte("first"), "first holds something else than true and false"),
-        (_byte("action_mask"), "action_mask holds something else than true and false"),
+        (_byte("terminated"), "terminated contains values other than true and false"),
+        (_byte("truncated"), "truncated contains values other than true and false"),
+        (_byte("valid"), "valid contains values other than true and false"),
+        (_byte("first"), "first contains values other than true and false"),
+        (_byte("action_mask"), "action_mask contains values other than true and false"),
         (_set("action_mask", False), "action_mask forbids every action"),
         (_set("action_mask", False, (-1, -1, slice(5, 9))), "action_mask forbids every action"),
         (_set("action_mask", False, (2, 1, 0)), "a forbidden action was taken"),
         (_set("action_mask", False, (2, 1, 5)), "a forbidden action was taken"),
-        (_set("final_at", (4, 0), 0), "a final observation is of no step"),
-        (_set("final_at", (0, 2), 0), "a final observation is of no step"),
-        (_set("final_at", (-1, 0), 0), "a final observation is of no step"),
-        (_set("final_at", (0, 0), 0), "a final observation is of a step that was not cut off, or of one that has another"),
-        (_set("terminated", True, (1, 1)), "a final observation is of a step that was not cut off, or of one that has another"),
-        (_count("finals", 0), "a step that was cut off has no final observation"),
-        (_set("truncated", True, (0, 0)), "a step that was cut off has no final observation"),
+        (_set("final_at", (4, 0), 0), "a final observation belongs to no step"),
+        (_set("final_at", (0, 2), 0), "a final observation belongs to no step"),
+        (_set("final_at", (-1, 0), 0), "a final observation belongs to no step"),
+        (_set("final_at", (0, 0), 0), "a final observation belongs to a step that is not truncated or has another one"),
+        (_set("terminated", True, (1, 1)), "a final observation belongs to a step that is not truncated or has another one"),
+        (_count("finals", 0), "a truncated step has no final observation"),
+        (_set("truncated", True, (0, 0)), "a truncated step has no final observation"),
         (_set("final_value", NAN, 0), "final_value is not finite"),
-        (_set("final_observation.vector", NAN, 0), "a final observation is not one"),
-        (_set("final_observation.kind", 6, 0), "a final observation is not one"),
+        (_set("final_observation.vector", NAN, 0), "a final observation is invalid"),
+        (_set("final_observation.kind", 6, 0), "a final observation is invalid"),
         (_count("episode_return", np.array([NAN], np.float32)), "episode_return is not finite"),
         (_count("episode_length", np.array([0])), "episode_length is below 1"),
         (_set("results", NAN, LAST), "results are not finite"),
-        (_set("results", 5, LAST), "results are of more episodes than can have ended, or of fewer than none"),
-        (_set("results", -1, LAST), "results are of more episodes than can have ended, or of fewer than none"),
+        (_set("results", 5, LAST), "results have an impossible number of episodes"),
+        (_set("results", -1, LAST), "results have an impossible number of episodes"),
     ],
 )
 def test_a_poisoned_block_is_told_by_what_is_wrong_with_it(poison: Callable[[Segments], None], said: str) -> None:
     block = good()
     poison(block)
-    assert INSPECTOR.inspect(block) == said
+    assert INSPECTOR.find_error(block) == said
 
 
 def test_two_final_observations_of_one_step_are_one_too_many() -> None:
@@ -162,15 +162,15 @@ def test_two_final_observations_of_one_step_are_one_too_many() -> None:
     block.final_at[1] = block.final_at[0]
     block.final_observation["kind"][1] = 2
     block.finals = 2
-    assert INSPECTOR.inspect(block) is not None
+    assert INSPECTOR.find_error(block) is not None
 
 
 def test_a_bit_that_a_mask_keeps_at_zero_is_zero() -> None:
     block = good()
     block.action_mask[..., 10] = False
-    assert INSPECTOR.inspect(block) is None
+    assert INSPECTOR.find_error(block) is None
     block.action[3][0, 0, 1] = 1
-    assert INSPECTOR.inspect(block) == "a forbidden action was taken"
+    assert INSPECTOR.find_error(block) == "a forbidden action was taken"
 
 
 def test_what_is_not_valid_may_be_anything_that_is_a_number_of_its_kind() -> None:
@@ -178,16 +178,16 @@ def test_what_is_not_valid_may_be_anything_that_is_a_number_of_its_kind() -> Non
     block.valid[0, 0] = False
     block.truncated[0, 0] = True
     block.action_mask[0, 0, 0] = False
-    assert INSPECTOR.inspect(block) is None
+    assert INSPECTOR.find_error(block) is None
     block.observation["vector"][0, 0] = NAN
-    assert INSPECTOR.inspect(block) is not None, "zero times NaN is NaN"
+    assert INSPECTOR.find_error(block) is not None, "zero times NaN is NaN"
 
 
 def test_beyond_their_count_final_observations_are_not_looked_at() -> None:
     block = good()
     block.final_at[1:], block.final_value[1:] = -7, NAN
     block.final_observation["kind"][1:] = 99
-    assert INSPECTOR.inspect(block) is None
+    assert INSPECTOR.find_error(block) is None
 
 
 def test_blocks_that_cannot_be_written_to_are_inspected_as_they_are() -> None:
@@ -197,7 +197,7 @@ def test_blocks_that_cannot_be_written_to_are_inspected_as_they_are() -> None:
     views.observation["kind"][...] = 3
     views.action_mask[...] = True
     layout.seal(views, memoryview(buffer))
-    assert INSPECTOR.inspect(layout.load(memoryview(bytes(buffer)))) is None
+    assert INSPECTOR.find_error(layout.load(memoryview(bytes(buffer)))) is None
 
 
 class _Game(gym.Env[Any, Any]):
@@ -247,13 +247,13 @@ def test_everything_that_a_sampler_writes_passes(masked: bool, same_step: bool, 
     spec = segment_spec(policy, environments, 9)
     memory = LocalMemory(spec, 3, 1)
     sampler = Sampler(environments, _Source(policy), memory, 0)
-    inspector = Inspector(environments.observation_space, environments.action_space, spec)
+    inspector = SegmentValidator(environments.observation_space, environments.action_space, spec)
     finals = 0
     for _ in range(6):
         assert sampler.step()
         block = memory.take(0)
         assert block is not None
-        assert inspector.inspect(block) is None
+        assert inspector.find_error(block) is None
         finals += block.finals
         memory.release(block)
     assert bool(finals) == same_step
@@ -271,10 +271,10 @@ class _Source:
 def test_plain_spaces_have_plain_names() -> None:
     observation, action = gym.spaces.Discrete(2), gym.spaces.Discrete(2, start=7)
     spec = SegmentSpec(steps=2, observation=array_spec(observation), action=array_spec(action))
-    inspector, block = Inspector(observation, action, spec), Segments.empty(spec, 1)
-    assert inspector.inspect(block) is None
+    inspector, block = SegmentValidator(observation, action, spec), Segments.empty(spec, 1)
+    assert inspector.find_error(block) is None
     block.action[0, 0] = 2
-    assert inspector.inspect(block) == "action is out of range"
+    assert inspector.find_error(block) == "action is out of range"
     block.observation[0, 0] = 2
-    assert inspector.inspect(block) == "observation is out of range"
+    assert inspector.find_error(block) == "observation is out of range"
     assert map_tree(np.shape, block.action_mask) == (3, 1, 0)

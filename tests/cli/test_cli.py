@@ -311,9 +311,9 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(call: Call, tmp_path:
         ),
         ("{fault: raises in step}", r"environment 0 of .* raised RuntimeError in step \(step 3\): the game crashed"),
         ("{fault: nan}", r"nvironment 0 of .* returned nan in its observation .*at step 3"),
-        ("{fault: too short}", r"environment 0 of .* at step 3 returned float32\[1\]; its space says float32\[2\]"),
+        ("{fault: too short}", r"environment 0 of .* at step 3 returned float32\[1\]; its space has float32\[2\]"),
         ("{fault: reward nan}", r"nvironment 0 of .* returned the reward nan at step 2"),
-        ("{folt: x}", r"could not be made: .*folt.* Check config\.env_config"),
+        ("{folt: x}", r"could not be constructed: .*folt.* Check config\.env_config"),
     ],
 )
 def test_an_environment_that_misbehaves_is_one_line_and_exit_code_1(

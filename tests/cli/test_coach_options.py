@@ -14,7 +14,7 @@ from ludus.cli.clusters import fleet
 from ludus.cli.main import app
 from ludus.cli.training import coach_options, train
 from ludus.errors import UsageError
-from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
 from ludus.experiments.source.experiment_source import experiments_from, source_of
 from ludus.launch.job import Job, JobStatus
 from tests.cli.calling import Call
@@ -160,7 +160,7 @@ def test_the_batch_of_a_preset_fits_the_workers_that_it_is_given() -> None:
     assert said == [
         "train_batch_size is 1032, not 1024 as in the preset CartPole_ClippedPPO: 3 workers with 8 environments make it up together"
     ]
-    assert runner.resolve({"name": "a", **data}).config.workers == 3
+    assert resolve({"name": "a", **data}).config.workers == 3
     assert described("CartPole_ClippedPPO", num_workers=2)[1] == []
     assert described("CartPole_DQN", num_workers=3)[1] == []
 

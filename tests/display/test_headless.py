@@ -36,22 +36,25 @@ def shown() -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        (":0", x11.Place("", 0)),
-        (":10.1", x11.Place("", 10)),
-        ("unix:3", x11.Place("", 3)),
-        ("localhost:10.0", x11.Place("localhost", 10)),
+        (":0", x11.DisplayAddress("", 0)),
+        (":10.1", x11.DisplayAddress("", 10)),
+        ("unix:3", x11.DisplayAddress("", 3)),
+        ("localhost:10.0", x11.DisplayAddress("localhost", 10)),
         ("[::1]:2", None),
         ("nonsense", None),
         ("", None),
     ],
 )
-def test_the_name_of_a_display_is_taken_apart(text: str, place: x11.Place | None) -> None:
-    assert x11.place_of(text) == place
+def test_the_name_of_a_display_is_taken_apart(text: str, place: x11.DisplayAddress | None) -> None:
+    assert x11.parse_display(text) == place
 
 
 def test_an_authority_file_is_read_as_it_was_written_and_up_to_where_it_is_whole() -> None:
-    entries = [x11.Entry(256, b"host", b"0", x11.COOKIE, b"secret"), x11.Entry(65535, b"", b"", x11.COOKIE, b"other")]
-    data = b"".join(map(x11.written, entries))
+    entries = [
+        x11.AuthorityEntry(256, b"host", b"0", x11.COOKIE, b"secret"),
+        x11.AuthorityEntry(65535, b"", b"", x11.COOKIE, b"other"),
+    ]
+    data = b"".join(map(x11.encode_entry, entries))
     assert list(x11.entries(data)) == entries
     assert list(x11.entries(data[:-1])) == entries[:1]
     assert list(x11.entries(b"\xff" * 7)) == []
@@ -61,27 +64,27 @@ def test_an_authority_file_is_read_as_it_was_written_and_up_to_where_it_is_whole
     ("environ", "why"),
     [
         ({}, "DISPLAY is not set"),
-        ({"DISPLAY": "nonsense"}, "is not the name of a display"),
+        ({"DISPLAY": "nonsense"}, "is not a display name"),
         (NOWHERE, "no X server answers at DISPLAY=:4321: No such file"),
         ({"DISPLAY": "127.0.0.1:4321"}, "no X server answers at DISPLAY=127.0.0.1:4321: Connection refused"),
     ],
 )
 def test_a_display_that_leads_nowhere_is_no_screen(environ: dict[str, str], why: str) -> None:
-    assert why in x11.silence(environ)
-    assert headless.without_screen(environ)
+    assert why in x11.connection_error(environ)
+    assert headless.is_headless(environ)
 
 
 def test_a_private_screen_answers_those_who_know_its_secret_and_nobody_else(shown: dict[str, str]) -> None:
-    assert x11.silence(shown) == ""
-    assert not headless.without_screen(shown)
-    assert "refuses us" in x11.silence({**shown, "XAUTHORITY": "/nowhere"})
+    assert x11.connection_error(shown) == ""
+    assert not headless.is_headless(shown)
+    assert "refuses the connection" in x11.connection_error({**shown, "XAUTHORITY": "/nowhere"})
     authority = Path(shown["XAUTHORITY"])
     assert authority.stat().st_mode & 0o777 == 0o600
     assert authority.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_private_screen_has_an_opengl_of_today(shown: dict[str, str]) -> None:
-    found = opengl_probe.tried("glx", shown)
+    found = opengl_probe.probe_backend("glx", shown)
     assert found.works, found.why
     assert found.number >= (3, 2)
     said = subprocess.run([need("glxinfo"), "-B"], env=shown, capture_output=True, text=True, timeout=30)
@@ -114,17 +117,17 @@ def test_two_screens_at_once_are_two() -> None:
     need("Xvfb")
     with headless.screen("xvfb") as one, headless.screen("xvfb") as other:
         assert one["DISPLAY"] != other["DISPLAY"]
-        assert x11.silence({**os.environ, **one}) == x11.silence({**os.environ, **other}) == ""
-        assert "refuses us" in x11.silence({**one, "XAUTHORITY": other["XAUTHORITY"]})
-    assert x11.silence(one)
-    assert x11.silence(other)
+        assert x11.connection_error({**os.environ, **one}) == x11.connection_error({**os.environ, **other}) == ""
+        assert "refuses the connection" in x11.connection_error({**one, "XAUTHORITY": other["XAUTHORITY"]})
+    assert x11.connection_error(one)
+    assert x11.connection_error(other)
 
 
 _OWNER = """
 import os, sys, time
-from ludus.display import headless as display
-screen = display.PrivateScreen()
-print(screen.display, screen.authority, screen._keeper.pid, flush=True)
+from ludus.display import headless
+screen = headless.PrivateScreen()
+print(screen.display, screen.authority, screen._guard.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -137,7 +140,7 @@ def test_no_screen_outlives_its_owner(number: signal.Signals | None) -> None:
         assert owner.stdout is not None
         where, authority, keeper = owner.stdout.readline().split()
         server = int(_children(int(keeper))[0])
-        assert x11.silence({"DISPLAY": where, "XAUTHORITY": authority}) == ""
+        assert x11.connection_error({"DISPLAY": where, "XAUTHORITY": authority}) == ""
         if number is not None:
             owner.send_signal(number)
         owner.communicate(timeout=30)
@@ -150,11 +153,11 @@ def test_no_screen_outlives_its_owner(number: signal.Signals | None) -> None:
 def test_a_screen_whose_keeper_is_killed_ends_too() -> None:
     need("Xvfb")
     with headless.PrivateScreen() as screen:
-        server = int(_children(screen._keeper.pid)[0])
-        os.kill(screen._keeper.pid, signal.SIGKILL)
-        screen._keeper.wait(_GONE_S)
+        server = int(_children(screen._guard.pid)[0])
+        os.kill(screen._guard.pid, signal.SIGKILL)
+        screen._guard.wait(_GONE_S)
         _until_gone(server)
-    assert x11.silence(screen.variables())
+    assert x11.connection_error(screen.variables())
     assert not screen.authority.parent.exists()
 
 
@@ -183,7 +186,7 @@ def test_a_forked_copy_of_the_owner_does_not_end_the_screen() -> None:
                 screen.close()
             os._exit(0)
         os.waitpid(child, 0)
-        assert x11.silence({**os.environ, **screen.variables()}) == ""
+        assert x11.connection_error({**os.environ, **screen.variables()}) == ""
 
 
 def test_without_xvfb_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,11 +203,11 @@ def test_a_choice_that_is_none_is_refused() -> None:
 _KEPT = """
 import os
 os.environ.update(DISPLAY=":4321", LUDUS_SCREEN="{choice}", MUJOCO_GL="{gl}")
-from ludus.display import headless as display, x11
-display.prepare("gymnasium.envs.{engine}.hopper_v5:HopperEnv")
+from ludus.display import headless, x11
+headless.prepare_rendering("gymnasium.envs.{engine}.hopper_v5:HopperEnv")
 first = os.environ["DISPLAY"]
-display.prepare("gymnasium.envs.{engine}.hopper_v5:HopperEnv")
-print(first, os.environ["DISPLAY"], os.environ["MUJOCO_GL"] or "-", os.environ.get("SDL_VIDEODRIVER", "-"), repr(x11.silence(os.environ)))
+headless.prepare_rendering("gymnasium.envs.{engine}.hopper_v5:HopperEnv")
+print(first, os.environ["DISPLAY"], os.environ["MUJOCO_GL"] or "-", os.environ.get("SDL_VIDEODRIVER", "-"), repr(x11.connection_error(os.environ)))
 """
 
 
@@ -230,23 +233,23 @@ def test_an_environment_gets_a_screen_when_it_needs_one(
     assert (first != ":4321") == private == (silence == "''")
     assert (chosen, sdl) == (drawer, driver)
     if private:
-        assert x11.silence({"DISPLAY": first, "XAUTHORITY": "/nowhere"}).startswith("no X server answers")
+        assert x11.connection_error({"DISPLAY": first, "XAUTHORITY": "/nowhere"}).startswith("no X server answers")
 
 
 @pytest.mark.parametrize("way", ["egl", "osmesa"])
 def test_a_way_to_draw_without_a_screen_is_really_tried(way: str) -> None:
     need("Xvfb")  # with which the libraries come
-    found = opengl_probe.tried(way)
+    found = opengl_probe.probe_backend(way)
     assert found.works, found
     assert found.number >= (3, 2)
     assert found.renderer
 
 
 def test_a_driver_that_hangs_crashes_or_is_not_there_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "did not answer within 0.001 s" in opengl_probe.tried("egl", timeout_s=0.001).why
+    assert "did not answer within 0.001 s" in opengl_probe.probe_backend("egl", timeout_s=0.001).why
     broken = tmp_path / "libOSMesa.so.8"
     broken.write_bytes(b"\x7fELFbroken")
-    found = opengl_probe.tried("osmesa", {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)})
+    found = opengl_probe.probe_backend("osmesa", {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)})
     assert not found.works
     assert not found.missing
     assert "libOSMesa.so.8" in found.why
@@ -254,7 +257,7 @@ def test_a_driver_that_hangs_crashes_or_is_not_there_is_an_answer(tmp_path: Path
     crash.write_text("#!/bin/sh\nkill -SEGV $$\n")
     crash.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(crash))
-    assert opengl_probe.tried("egl").why == "the attempt ended with signal 11"
+    assert opengl_probe.probe_backend("egl").why == "the probe ended with signal 11"
 
 
 @pytest.mark.parametrize(
@@ -290,13 +293,13 @@ def test_an_environment_that_is_trained_on_gets_the_screen_that_was_asked_for() 
     need("Xvfb")
     script = (
         "import os, pygame\n"
-        "from ludus.envs import registry, vector_env as environment\n"
+        "from ludus.envs import registry, vector_env\n"
         "import gymnasium as gym\n"
         "def windowed(config):\n"
         "    pygame.display.init(); pygame.display.set_mode((64, 64)); print(pygame.display.get_driver())\n"
         "    return gym.make('CartPole-v1')\n"
         "registry.register_env('windowed', windowed)\n"
-        "environment.make_environments('windowed', 1).close()\n"
+        "vector_env.make_environments('windowed', 1).close()\n"
     )
     environ = {**os.environ, "LUDUS_SCREEN": "xvfb", "DISPLAY": ":4321"}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)

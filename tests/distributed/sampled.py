@@ -12,8 +12,8 @@ from ludus.buffers.block_batches import BlockBatches
 from ludus.config.schema import AlgorithmConfig, algorithm_config
 from ludus.core.tree import Array
 from ludus.distributed.sampling_pool import LocalNode, Nodes, Plan, Sampling, ThisNode
-from ludus.experiments.assembly.components import make_policy
-from ludus.experiments.assembly.worker_training import look_at, make_plan
+from ludus.experiments.assembly.policies import make_policy
+from ludus.experiments.assembly.worker_training import make_plan, probe_environment
 from ludus.models.policy import Policy
 
 FIRST_VERSION = 5
@@ -28,7 +28,7 @@ class Fleet:
     """Workers with a learner that takes what they make; `learn` publishes the next version."""
 
     def __init__(self, env: str, config: AlgorithmConfig, logs: Path | None) -> None:
-        shape = look_at(env, config)
+        shape = probe_environment(env, config)
         self.policy: Policy = make_policy(shape.observation_space, shape.action_space, config)
         self.plan: Plan = make_plan(env, config, shape, self.policy, FIRST_VERSION, config.seed)
         self.version = FIRST_VERSION

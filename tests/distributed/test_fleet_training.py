@@ -49,7 +49,7 @@ def test_an_algorithm_learns_from_a_fleet(
     data = {"env": "CartPole-v1", "run": run, "memory": server.url, "stop": {"iterations": ITERATIONS}, "config": config}
     work = Work(server.url, LocalStore(place), WorkerOptions(name="one"))
     try:
-        result = runner.start(data, place=place, supervised=False)
+        result = runner.train(data, place=place, supervised=False)
         work.join()
     finally:
         work.end()

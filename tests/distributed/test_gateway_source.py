@@ -16,9 +16,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.core.types import Segments
-from ludus.distributed.gateway_source import Boards, FleetGathering, PublishingPool
+from ludus.distributed.gateway_source import Boards, FleetGathering
 from ludus.distributed.gateway_workers import bind
 from ludus.errors import Refused, Unreachable
 from ludus.gateway.server import GatewaySettings
@@ -35,7 +35,7 @@ STEPS = 5
 @dataclass
 class Gathered:
     boards: Boards
-    memory: Collated
+    memory: CollatedBatches
     gathering: FleetGathering
 
     @property
@@ -67,12 +67,12 @@ def gathered(tmp_path: Path, workers: int) -> Iterator[Gathered]:
     pool = LocalPool(LocalStore(tmp_path / "run"))
     pool.add("model", policy)
     boards = Boards({"model": policy}, STEPS, 400)
-    memory = Collated([boards.memory.of("model")], 48)
+    memory = CollatedBatches([boards.memory.of("model")], 48)
     try:
-        publisher = PublishingPool(pool, boards)
+        boards.publish("model", pool.newest("model")[1])
         logs = tmp_path / "logs"
         port, settings = bind("127.0.0.1", 0), GatewaySettings()
-        gathering = FleetGathering(port, settings, {"": "model"}, workers, STEPS, boards, publisher, memory, logs)
+        gathering = FleetGathering(port, settings, {"": "model"}, workers, STEPS, boards, memory, logs)
         try:
             yield Gathered(boards, memory, gathering)
         finally:

@@ -13,8 +13,8 @@ from ludus.config.schema import AlgorithmConfig
 from ludus.core.types import Segments
 from ludus.distributed.ray_nodes import RayNodes
 from ludus.distributed.sampling_pool import Node, Plan
-from ludus.experiments.assembly.components import make_policy
-from ludus.experiments.assembly.worker_training import look_at, make_plan
+from ludus.experiments.assembly.policies import make_policy
+from ludus.experiments.assembly.worker_training import make_plan, probe_environment
 from ludus.models.policy import Policy
 from ludus.ray_cluster.cluster import Cluster
 from ludus.transport.ring_buffer import Bell
@@ -42,13 +42,13 @@ def bell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bell]:
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    shape = look_at("CartPole-v1", SETTINGS)
+    shape = probe_environment("CartPole-v1", SETTINGS)
     return make_policy(shape.observation_space, shape.action_space, SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def plan(policy: Policy) -> Plan:
-    return make_plan("CartPole-v1", SETTINGS, look_at("CartPole-v1", SETTINGS), policy, FIRST, seed=0)
+    return make_plan("CartPole-v1", SETTINGS, probe_environment("CartPole-v1", SETTINGS), policy, FIRST, seed=0)
 
 
 @pytest.fixture(scope="module")

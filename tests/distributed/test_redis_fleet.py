@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 from ludus.algorithms.ppo import PPO
-from ludus.buffers.segment_validation import Inspector
+from ludus.buffers.segment_validation import SegmentValidator
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Array
 from ludus.distributed.redis.learner import Ages, Fleet, channel_of
 from ludus.distributed.redis.messages import BULLETIN, END, ORDERS, PRESENCE, WEIGHTS, Bulletin, Orders, Presence
 from ludus.distributed.redis.worker import FleetWorker, WorkerOptions
 from ludus.errors import EnvironmentFault, Fenced, IncompatibleCheckpoint, StoreUnavailable, UsageError
-from ludus.experiments.assembly.components import make_policy
-from ludus.experiments.assembly.worker_training import Shape, look_at
+from ludus.experiments.assembly.policies import make_policy
+from ludus.experiments.assembly.worker_training import EnvironmentShape, probe_environment
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.sampling.sampler import segment_spec
@@ -58,7 +58,7 @@ class Rig:
         self.url = url
         self.store = LocalStore(directory)
         config = AlgorithmConfig(num_envs_per_worker=2)
-        self.shape: Shape = look_at(ENV, config)
+        self.shape: EnvironmentShape = probe_environment(ENV, config)
         self.policy: Policy = make_policy(self.shape.observation_space, self.shape.action_space, PPO.Config())
         self.layout = Layout(segment_spec(self.policy, self.shape, 4), 2)
         self.blocks, self.version = blocks, 1
@@ -88,13 +88,13 @@ class Rig:
 
     @contextlib.contextmanager
     def fleet(self, incarnation: int = 1, *, resumed: int | None = None, max_age: int | None = 0) -> Iterator[Fleet]:
-        inspector = Inspector(self.shape.observation_space, self.shape.action_space, self.layout.spec)
+        validator = SegmentValidator(self.shape.observation_space, self.shape.action_space, self.layout.spec)
         fleet = Fleet(
             self.url,
             self.store,
             self.orders,
             incarnation,
-            inspect=inspector.inspect,
+            inspect=validator.find_error,
             layout=self.layout,
             blocks=self.blocks,
             max_age=max_age,

@@ -16,6 +16,7 @@ from ludus.distributed.learners.channel import HELLO, Link, enter
 from ludus.distributed.learners.listener import FarEntrance
 from ludus.errors import UsageError, WorkerFailed
 from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
 from ludus.experiments.runs.run_dir import Run
 from ludus.launch.job import Job, wait
 from ludus.launch.local import LocalOrchestrator
@@ -147,16 +148,16 @@ def as_main(job: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_main")
 def test_a_training_with_learners_elsewhere_has_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolved = runner.resolve(small.data())
-    assert runner._has_processes(resolved)
+    resolved = resolve(small.data())
+    assert runner.needs_supervisor(resolved)
     monkeypatch.delenv(LEARNERS)
-    assert not runner._has_processes(resolved)
+    assert not runner.needs_supervisor(resolved)
 
 
 @pytest.mark.usefixtures("as_main")
 def test_the_learner_of_a_driver_waits_for_them_and_says_who_is_missing(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=r"2 of 2 learners of other machines did not come .*--resume"):
-        runner.start(small.data(), project=tmp_path, trial="run")
+        runner.train(small.data(), project=tmp_path, trial="run")
     meta = Run.open(tmp_path / "run").meta()
     assert (meta["status"], meta.get("learner_restarts", 0)) == ("failed", 0)
 

@@ -26,7 +26,7 @@ def test_pong_is_stepped_by_its_native_vector_environment() -> None:
     seen = environments.reset(0)
     assert seen.observation.shape == (2, 4, 84, 84)
     outcome = environments.step(np.array([2, 3]))
-    assert outcome.seen.observation.dtype == np.uint8
+    assert outcome.observations.observation.dtype == np.uint8
     assert not outcome.terminated.any()
     environments.close()
 
@@ -79,7 +79,7 @@ def test_preprocessing_is_done_by_the_vector_environment_and_alike_by_a_game_tha
     for step in range(6):
         outcome = environments.step(np.array([1, 1]))
         shown, *_ = filmed.step(1)
-        far = np.abs(outcome.seen.observation[0].astype(int) - shown).max()
+        far = np.abs(outcome.observations.observation[0].astype(int) - shown).max()
         assert far <= 2, f"step {step}: {far}"  # both take the mean of an area
     assert outcome.truncated.all()
     environments.close()
@@ -129,14 +129,14 @@ def test_the_standard_preprocessing_can_be_switched_off_and_is_not_contradicted(
     assert isinstance(raw, LoopEnvironments)
     assert raw.reset(0).observation.shape == (1, 42, 42, 1)
     raw.close()
-    with pytest.raises(ConfigError, match="env_config sets frameskip to 2, and preprocess sets frame_skip otherwise"):
+    with pytest.raises(ConfigError, match="env_config sets frameskip to 2, but preprocess sets frame_skip otherwise"):
         make_environments(PONG, 1, {"frameskip": 2}, preprocess=PreprocessConfig(frame_skip=4))
-    with pytest.raises(ConfigError, match=r"preprocess\.flatten is not for the pictures"):
+    with pytest.raises(ConfigError, match=r"preprocess\.flatten does not apply to the images"):
         make_environments(PONG, 1, preprocess=PreprocessConfig(flatten=True))
     with pytest.raises(ConfigError, match=r"Set preprocess\.episodic_life"):
         make_environments(PONG, 1, {"episodic_life": True})
 
 
 def test_a_keyword_that_a_single_game_does_not_have_is_refused() -> None:
-    with pytest.raises(UsageError, match="cannot be filmed with xla"):
+    with pytest.raises(UsageError, match="cannot be rendered with xla"):
         make_one(PONG, {"xla": True}, "rgb_array")

@@ -52,7 +52,7 @@ def test_roundrobin_is_every_camp_against_every_camp() -> None:
         ([[107]], "does not fit"),
         ([[107, 117], [190]], "does not fit"),
         ([], "Two lists"),
-        ([[True], [107]], "no hero"),
+        ([[True], [107]], "not a hero"),
         ({"cycle": []}, "Two lists"),
         ({"turns": [1]}, "cycle"),
         ({"random": []}, "several"),

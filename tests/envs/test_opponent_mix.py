@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from ludus.envs.opponents.opponent_mix import groups, shares_of
+from ludus.envs.opponents.opponent_mix import assign_opponents, parse_opponent_mix
 from ludus.errors import ConfigError
 
 RULES = ("random", "easy", "medium", "hard")
@@ -23,7 +23,7 @@ RULES = ("random", "easy", "medium", "hard")
     ],
 )
 def test_opponents_are_a_name_several_or_shares(opponent: Any, shares: dict[str, float]) -> None:
-    assert shares_of(opponent, RULES) == pytest.approx(shares)
+    assert parse_opponent_mix(opponent, RULES) == pytest.approx(shares)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_opponents_are_a_name_several_or_shares(opponent: Any, shares: dict[str,
         ("mediun", "medium"),
         ("rule:hart", "hard"),
         ("rule:self", "self"),
-        ([], "nobody"),
-        ({}, "nobody"),
-        ({"self": 0}, "nobody"),
+        ([], "there is no opponent"),
+        ({}, "there is no opponent"),
+        ({"self": 0}, "there is no opponent"),
         ({"self": -1}, "-1"),
         ({"self": True}, "True"),
         ({"self": float("nan")}, "nan"),
@@ -45,7 +45,7 @@ def test_opponents_are_a_name_several_or_shares(opponent: Any, shares: dict[str,
 )
 def test_what_is_no_opponent_is_named(opponent: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        shares_of(opponent, RULES)
+        parse_opponent_mix(opponent, RULES)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_what_is_no_opponent_is_named(opponent: Any, said: str) -> None:
     ],
 )
 def test_groups_are_shared_out_as_whole_matches(count: int, shares: dict[str, float], expected: dict[str, int]) -> None:
-    assert Counter(groups(count, shares)) == expected
+    assert Counter(assign_opponents(count, shares)) == expected
 
 
 def test_whatever_the_shares_all_groups_have_an_opponent_and_none_is_off_by_more_than_a_match() -> None:
     for count in range(60):
         for share in range(0, 101, 5):
             shares = {"self": share / 100, "past": 1 - share / 100}
-            got = Counter(groups(count, shares))
+            got = Counter(assign_opponents(count, shares))
             assert sum(got.values()) == count
             assert got["self"] % 2 == 0
             if count >= 20 and 0 < share < 100:
@@ -81,4 +81,4 @@ def test_whatever_the_shares_all_groups_have_an_opponent_and_none_is_off_by_more
 
 
 def test_kinds_stand_in_the_order_of_their_shares() -> None:
-    assert groups(4, {"past": 0.5, "self": 0.5}) == ["past", "past", "self", "self"]
+    assert assign_opponents(4, {"past": 0.5, "self": 0.5}) == ["past", "past", "self", "self"]

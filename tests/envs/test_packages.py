@@ -132,7 +132,7 @@ def test_a_constructor_that_fails_is_reported_with_its_line(games: Path) -> None
     lines = ["import gymnasium as gym", "class Game(gym.Env):", "    def __init__(self):", "        self.port = int('x')"]
     lines += ["def many(num_envs: int) -> gym.vector.VectorEnv:", "    return []", ""]
     (games / "ludus_test_fails.py").write_text("\n".join(lines))
-    with pytest.raises(EnvironmentFault, match=r"raised ValueError while it was made: .*ludus_test_fails\.py:4, in __init__\)"):
+    with pytest.raises(EnvironmentFault, match=r"raised ValueError in its constructor: .*ludus_test_fails\.py:4, in __init__\)"):
         make_environments("ludus_test_fails:Game", 1)
     with pytest.raises(EnvironmentFault, match=r"takes num_envs and made a list, not a gymnasium\.vector\.VectorEnv"):
         make_environments("ludus_test_fails:many", 1)

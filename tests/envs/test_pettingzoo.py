@@ -9,12 +9,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from ludus.envs.pettingzoo import Match, Moved, Whole, at_random, is_multi_agent, make_match, match_of
+from ludus.envs.pettingzoo import CentralState, MatchStep, MultiAgentMatch, is_multi_agent, make_match, match_of, sample_action
 from ludus.errors import EnvironmentFault, LudusError, UnknownName
 from tests.matches import NAMES, Books, ScriptParallel, ScriptTurns, Simple, make_parallel, make_turns
 
 
-def played(match: Match, seed: int, choose: Any) -> tuple[dict[str, float], list[Moved]]:
+def played(match: MultiAgentMatch, seed: int, choose: Any) -> tuple[dict[str, float], list[MatchStep]]:
     """One match; returns by agent, and all that was said."""
     moved = match.reset(seed)
     told = [moved]
@@ -24,7 +24,7 @@ def played(match: Match, seed: int, choose: Any) -> tuple[dict[str, float], list
         told.append(moved)
         for turn in moved.turns:
             returns[turn.agent] += turn.reward
-        for left in moved.leaving:
+        for left in moved.departures:
             returns[left.agent] += left.reward
     return returns, told
 
@@ -82,7 +82,7 @@ def test_what_an_undeclared_function_makes_is_looked_at_once_for_each_config() -
 
 
 def test_an_undeclared_function_that_fails_is_not_taken_for_one_agent() -> None:
-    with pytest.raises(EnvironmentFault, match=r"broken raised RuntimeError while it was made: no licence"):
+    with pytest.raises(EnvironmentFault, match=r"broken raised RuntimeError in its constructor: no licence"):
         is_multi_agent(f"{__name__}:broken", {})
 
 
@@ -115,7 +115,7 @@ def test_tictactoe_is_played_in_turns_with_masks_to_its_end() -> None:
         taken.add(int(np.flatnonzero(turn.mask)[0]))  # 0, 1, 2 … in turn: the first player fills 2, 4, 6
         moved = match.step({turn.agent: int(np.flatnonzero(turn.mask)[0])})
     assert players == ["player_1", "player_2"] * 3 + ["player_1"]
-    assert {left.agent: (left.reward, left.terminated) for left in moved.leaving} == {
+    assert {left.agent: (left.reward, left.terminated) for left in moved.departures} == {
         "player_1": (1, True),
         "player_2": (-1, True),
     }
@@ -141,7 +141,7 @@ def test_every_step_of_every_agent_is_told_once_and_in_order(kind: Any, masked: 
             for turn, did in zip(turns, acted, strict=True):
                 np.testing.assert_array_equal(turn.observation, did.seen)
                 assert (None if turn.mask is None else turn.mask.tolist()) == did.allowed
-            ends = [left for moved in told for left in moved.leaving if left.agent == agent]
+            ends = [left for moved in told for left in moved.departures if left.agent == agent]
             lives = [life for life in books.lives if life.agent == agent]
             by_end = [("terminated" if left.terminated else "truncated") for left in ends]
             assert by_end == [life.end for life in lives]
@@ -167,7 +167,7 @@ def test_rewards_of_those_who_left_are_counted_and_given_to_nobody() -> None:
 def test_agents_that_all_vanish_at_once_have_left_without_an_end() -> None:
     _, told = played(match_of(Simple("vanish"), "simple"), 0, lambda turn: 0)
     assert told[-1].over
-    assert [(left.agent, left.terminated, left.truncated, left.observation) for left in told[-1].leaving] == [
+    assert [(left.agent, left.terminated, left.truncated, left.observation) for left in told[-1].departures] == [
         ("a", False, False, None),
         ("b", False, False, None),
     ]
@@ -177,13 +177,13 @@ def test_an_agent_may_appear_for_the_first_time_late() -> None:
     match = match_of(Simple("late", at=500, length=502), "simple")
     _, told = played(match, 0, lambda turn: 1)
     assert [number for number, moved in enumerate(told) if "late" in [turn.agent for turn in moved.turns]] == [500, 501]
-    assert {left.agent for left in told[-1].leaving} == {"a", "b", "late"}
+    assert {left.agent for left in told[-1].departures} == {"a", "b", "late"}
 
 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("stranger", "'stranger' of simple appeared at step 3 and is not among its possible_agents"),
+        ("stranger", "'stranger' of simple appeared at step 3 but is not one of its possible_agents"),
         ("nan", "step 3, agent 'b': the observation of b holds nan"),
         ("shape", r"agent 'b': the observation of b has shape \[3\]"),
         ("reward", "gave 'a' the reward inf at step 3"),
@@ -213,7 +213,7 @@ def test_nobody_acting_for_ever_is_a_fault() -> None:
     match = match_of(Silent(), "silent")
     moved = match.reset(0)
     moved = match.step({turn.agent: 0 for turn in moved.turns})
-    with pytest.raises(EnvironmentFault, match="No agent of silent is to act"):
+    with pytest.raises(EnvironmentFault, match="No agent of silent has acted"):
         deque(match.step({}) for _ in range(20_000))
 
 
@@ -222,26 +222,26 @@ def test_nobody_acting_for_ever_is_a_fault() -> None:
 
 def test_the_whole_is_what_all_agents_see_and_zero_for_those_who_are_not_there() -> None:
     match = match_of(Simple("gone", at=2), "simple")
-    whole = Whole(match.agents, match.state_space)
+    whole = CentralState(match.agents, match.state_space)
     moved = match.reset(0)
-    whole.follow(moved)
-    np.testing.assert_allclose(whole.seen(match), [0.0, 0.0, 0.0, 0.25])
+    whole.update(moved)
+    np.testing.assert_allclose(whole.shared_state(match), [0.0, 0.0, 0.0, 0.25])
     for _ in range(2):
         moved = match.step({turn.agent: 0 for turn in moved.turns})
-        whole.follow(moved)
-        whole.forget(moved)
-    np.testing.assert_allclose(whole.seen(match), [0.4, 0.0, 0.0, 0.0])
-    shown = whole.beside("a", moved.turns[0].observation, whole.seen(match))
+        whole.update(moved)
+        whole.remove_departed(moved)
+    np.testing.assert_allclose(whole.shared_state(match), [0.4, 0.0, 0.0, 0.0])
+    shown = whole.combine("a", moved.turns[0].observation, whole.shared_state(match))
     assert shown["state"]["agent"].tolist() == [1.0, 0.0]
     assert whole.space.contains(shown["state"])
 
 
 def test_the_whole_of_an_environment_that_has_a_view_of_it_is_that() -> None:
     match = make_match("tests.matches:make_roles")
-    whole = Whole(match.agents, match.state_space)
+    whole = CentralState(match.agents, match.state_space)
     moved = match.reset(1)
-    whole.follow(moved)
-    assert whole.seen(match).tolist() == [moved.turns[0].observation, 0.0]
+    whole.update(moved)
+    assert whole.shared_state(match).tolist() == [moved.turns[0].observation, 0.0]
 
 
 def test_agents_that_are_numbered_are_called_by_their_numbers() -> None:
@@ -262,7 +262,7 @@ def test_agents_that_are_numbered_are_called_by_their_numbers() -> None:
     match = match_of(Numbered(), "numbered")
     assert [turn.agent for turn in match.reset(0).turns] == ["0", "1"]
     moved = match.step({"0": 2, "1": 3})
-    assert {left.agent: left.reward for left in moved.leaving} == {"0": 2.0, "1": 3.0}
+    assert {left.agent: left.reward for left in moved.departures} == {"0": 2.0, "1": 3.0}
 
 
 # -- acting without knowing anything ------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_agents_that_are_numbered_are_called_by_their_numbers() -> None:
 
 def drawn(space: gym.Space[Any], mask: Any, n: int = 4000) -> list[Any]:
     random = np.random.default_rng(1)
-    found = [at_random(space, None if mask is None else np.array(mask, bool), random) for _ in range(n)]
+    found = [sample_action(space, None if mask is None else np.array(mask, bool), random) for _ in range(n)]
     assert all(space.contains(action) for action in found)
     return found
 

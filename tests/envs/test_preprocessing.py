@@ -11,7 +11,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text, Tuple
 
 from ludus.config import schema as configs
 from ludus.config.schema import PreprocessConfig
-from ludus.envs.preprocessing import for_evaluation, preprocessed, shares
+from ludus.envs.preprocessing import area_weights, for_evaluation, preprocess_env
 from ludus.envs.vector_env import LoopEnvironments, VectorEnvironments, make_environments, make_one
 from ludus.errors import ConfigError, EnvironmentFault
 from tests.generated_spaces import Random
@@ -49,7 +49,7 @@ class Film(gym.Env[Any, Any]):
 
 
 def dressed(env: gym.Env[Any, Any], **settings: Any) -> gym.Env[Any, Any]:
-    return preprocessed(env, PreprocessConfig(**settings), "film")
+    return preprocess_env(env, PreprocessConfig(**settings), "film")
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_pictures_are_made_small_as_opencv_does_it_by_area(before: tuple[int, in
 
 def test_every_new_pixel_is_a_mean_of_old_ones() -> None:
     for before, after in ((210, 84), (84, 84), (5, 12), (160, 1)):
-        np.testing.assert_allclose(shares(before, after).sum(axis=1), 1, rtol=1e-5)
-        np.testing.assert_allclose(shares(before, after).sum(axis=0), after / before, rtol=1e-5)
+        np.testing.assert_allclose(area_weights(before, after).sum(axis=1), 1, rtol=1e-5)
+        np.testing.assert_allclose(area_weights(before, after).sum(axis=0), after / before, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(21, 16, 3), (3, 21, 16), (21, 16, 4)])
@@ -160,7 +160,7 @@ def test_parts_are_dropped_under_the_name_that_the_error_gives_them(space: gym.S
 def test_parts_that_cannot_be_dropped_are_refused(drop: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         dressed(Random(MISSION, Discrete(2)), drop=drop)
-    with pytest.raises(ConfigError, match="action_mask is not observed"):
+    with pytest.raises(ConfigError, match="action_mask is not part of the observation"):
         dressed(Film(masked=True), drop=["action_mask"])
 
 
@@ -184,7 +184,7 @@ def test_a_lost_life_ends_the_episode_and_not_the_game() -> None:
     assert [env.step(1)[2] for _ in range(2)] == [False, True]  # now it is over
     env.reset()
     assert env.unwrapped.resets == 2  # type: ignore[attr-defined]
-    with pytest.raises(EnvironmentFault, match=r"episodic_life: film does not tell in infos\['lives'\]"):
+    with pytest.raises(EnvironmentFault, match=r"episodic_life: film does not report infos\['lives'\]"):
         dressed(Film(tells=False), episodic_life=True).reset()
 
 
@@ -213,10 +213,10 @@ def test_games_begin_with_a_random_number_of_actions_that_do_nothing() -> None:
 @pytest.mark.parametrize(("clip", "expected"), [("sign", 1), (True, 1), ([-1, 15], 10), ([-1, 5], 5), (False, 10), (None, 10)])
 def test_rewards_are_clipped_as_asked_and_never_in_evaluations(clip: Any, expected: float) -> None:
     settings = PreprocessConfig(clip_reward=clip)
-    env = preprocessed(Film(), settings, "film")
+    env = preprocess_env(Film(), settings, "film")
     env.reset()
     assert env.step(0)[1] == expected
-    judged = preprocessed(Film(), for_evaluation(settings.model_copy(update={"episodic_life": True})), "film")
+    judged = preprocess_env(Film(), for_evaluation(settings.model_copy(update={"episodic_life": True})), "film")
     judged.reset()
     assert [judged.step(0)[1:3] for _ in range(6)] == [(10.0 * i, i == 6) for i in range(1, 7)]
 
@@ -231,13 +231,15 @@ def test_bounded_numbers_are_scaled_and_unbounded_ones_refused() -> None:
 
 
 def test_what_is_usual_is_known_of_some_families_only() -> None:
-    with pytest.raises(ConfigError, match=r"what is usual for CartPole-v1 is not known.*frame_skip"):
+    with pytest.raises(ConfigError, match=r"CartPole-v1 has no standard preprocessing.*frame_skip"):
         make_environments("CartPole-v1", 1, preprocess=PreprocessConfig(standard=True))
 
 
 @pytest.mark.parametrize("asked", [{"grey": True}, {"resize": (8, 8)}])
 def test_pictures_that_are_not_there_are_not_preprocessed(asked: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"preprocess.{next(iter(asked))}: CartPole-v1 shows no pictures; .*Leave it out"):
+    with pytest.raises(
+        ConfigError, match=rf"preprocess.{next(iter(asked))}: CartPole-v1 has no image observations, but .*Leave it out"
+    ):
         make_environments("CartPole-v1", 1, preprocess=PreprocessConfig(**asked))
 
 
@@ -291,5 +293,5 @@ def test_whoever_watches_a_game_sees_what_was_trained_on_and_its_own_points() ->
     picture: Any = game.render()
     assert picture.shape == (120, 160, 3)
     game.close()
-    with pytest.raises(ConfigError, match="env_config sets width to 100, and preprocess otherwise"):
+    with pytest.raises(ConfigError, match="env_config sets width to 100, but preprocess sets it otherwise"):
         make_one("VizdoomBasic-v1", {"width": 100}, preprocess=settings)

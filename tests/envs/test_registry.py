@@ -23,7 +23,7 @@ from tests import environments as tiny
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    before = dict(registry.registered())
+    before = dict(registry.registered_envs())
     yield
     registry._registered.clear()
     registry._registered.update(before)
@@ -70,7 +70,7 @@ def test_a_registered_name_is_offered_to_whoever_misspells_it() -> None:
     ("name", "function"), [("", tiny.make_count), ("a b", tiny.make_count), ("a:b", tiny.make_count), ("ok", 3)]
 )
 def test_what_cannot_be_registered_is_refused(name: str, function: Any) -> None:
-    with pytest.raises(UsageError, match=r"register_env|no name"):
+    with pytest.raises(UsageError, match=r"register_env|not a valid environment name"):
         ludus.register_env(name, function)
 
 
@@ -84,7 +84,7 @@ def test_another_version_of_a_name_is_pointed_to() -> None:
 def test_an_old_version_that_gymnasium_still_has_is_used_with_a_notice() -> None:
     assert current_name("CartPole-v0") == CurrentName(
         "CartPole-v0",
-        "env: CartPole-v0 is an old version, and is used as asked; the current one is CartPole-v1 "
+        "env: CartPole-v0 is an old version, used as configured; the current one is CartPole-v1 "
         "(episodes of up to 500 steps instead of 200).",
     )
     assert current_name("CartPole-v1") == CurrentName("CartPole-v1")
@@ -100,7 +100,7 @@ def test_an_old_version_that_gymnasium_still_has_is_used_with_a_notice() -> None
     ],
 )
 def test_an_id_that_is_gone_is_its_successor(old: str, new: str) -> None:
-    assert current_name(old) == CurrentName(new, f"env: {old} does not exist any more; {new} is used.")
+    assert current_name(old) == CurrentName(new, f"env: {old} no longer exists; {new} is used instead.")
 
 
 def test_a_game_of_atari_with_a_fixed_frame_skip_is_the_one_that_is_skipped_here() -> None:

@@ -90,11 +90,11 @@ def test_without_anything_to_draw_with_the_packages_are_named(monkeypatch: pytes
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     with pytest.raises(MissingExtra, match=r"neither libEGL nor libOSMesa.*apt-get install libegl1"):
-        headless.prepare("gymnasium.envs.mujoco.hopper_v5:HopperEnv")
+        headless.prepare_rendering("gymnasium.envs.mujoco.hopper_v5:HopperEnv")
     monkeypatch.setattr("ctypes.util.find_library", lambda name: "libOSMesa.so.8" if name == "OSMesa" else None)
     monkeypatch.setenv("MUJOCO_GL", "")
-    headless.prepare("gymnasium.envs.mujoco.hopper_v5:HopperEnv")
+    headless.prepare_rendering("gymnasium.envs.mujoco.hopper_v5:HopperEnv")
     assert os.environ["MUJOCO_GL"] == "osmesa"
     monkeypatch.setenv("MUJOCO_GL", "egl")  # whoever chose is left alone
-    headless.prepare("gymnasium.envs.mujoco.hopper_v5:HopperEnv")
+    headless.prepare_rendering("gymnasium.envs.mujoco.hopper_v5:HopperEnv")
     assert os.environ["MUJOCO_GL"] == "egl"

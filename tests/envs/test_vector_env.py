@@ -20,12 +20,12 @@ from ludus.envs.vector_env import (
     LoopEnvironments,
     VectorEnvironments,
     check_exists,
-    made_as_trained,
+    make_as_trained,
     make_environments,
     make_one,
-    own_part,
     reward_threshold,
-    said_of_rows,
+    row_info,
+    without_central_state,
 )
 from ludus.errors import ConfigError, EnvironmentFault, MissingExtra, UnknownName, UsageError
 from ludus.models.networks import NetworkConfig
@@ -110,14 +110,14 @@ def test_a_missing_extra_is_named_with_its_pip_line(env: str, package: str, extr
 def test_an_own_environment_that_lacks_a_package_is_told_from_one_that_is_broken() -> None:
     with pytest.raises(MissingExtra, match="a_package_that_nobody_has"):
         make_environments("tests.environments:make_needs_package", 1)
-    with pytest.raises(EnvironmentFault, match=r"make_crash raised OSError while it was made: port 5005 is taken"):
+    with pytest.raises(EnvironmentFault, match=r"make_crash raised OSError in its constructor: port 5005 is taken"):
         make_environments("tests.environments:make_crash", 1)
 
 
 def test_wrong_settings_of_an_environment_are_said() -> None:
-    with pytest.raises(EnvironmentFault, match=r"could not be made.*lenght.*Check config\.env_config"):
+    with pytest.raises(EnvironmentFault, match=r"could not be constructed.*lenght.*Check config\.env_config"):
         make_environments("tests.environments:make_count", 1, {"lenght": 3})
-    with pytest.raises(EnvironmentFault, match=r"CartPole-v1 could not be made.*gravity"):
+    with pytest.raises(EnvironmentFault, match=r"CartPole-v1 could not be constructed.*gravity"):
         make_environments("CartPole-v1", 1, {"gravity": 3})
 
 
@@ -130,7 +130,7 @@ def test_something_else_than_an_environment_is_refused() -> None:
 def test_an_environment_with_its_own_vector_implementation_uses_it() -> None:
     made = make_environments("CartPole-v1", 5)
     assert isinstance(made, VectorEnvironments)
-    assert (made.num, made.resets_at_once) == (5, False)
+    assert (made.num, made.same_step_autoreset) == (5, False)
     made.close()
 
 
@@ -204,7 +204,7 @@ def test_the_step_after_an_episode_only_resets(truncates: bool) -> None:
     for _ in range(4):
         outcome = made.step(np.zeros(2, np.int64))
         ended = bool(outcome.truncated[0] if truncates else outcome.terminated[0])
-        rows.append((outcome.seen.observation[0].tolist(), float(outcome.reward[0]), ended))
+        rows.append((outcome.observations.observation[0].tolist(), float(outcome.reward[0]), ended))
         assert not (outcome.terminated if truncates else outcome.truncated).any()
         assert outcome.final_rows is None
     assert rows == [([1, 1], 1.0, False), ([1, 2], 1.0, True), ([2, 0], 0.0, False), ([2, 1], 1.0, False)]
@@ -231,7 +231,7 @@ def test_native_cartpole_resets_in_the_next_step_as_well() -> None:
         outcome = made.step(np.zeros(8, np.int64))
         assert (outcome.reward[over] == 0).all()
         assert not (outcome.terminated | outcome.truncated)[over].any()
-        assert (np.abs(outcome.seen.observation[over]) <= 0.05).all(), "the row after an episode shows the next start"
+        assert (np.abs(outcome.observations.observation[over]) <= 0.05).all(), "the row after an episode shows the next start"
         resets += int(over.sum())
         over = outcome.terminated | outcome.truncated
     assert resets > 8
@@ -241,7 +241,7 @@ def test_native_cartpole_resets_in_the_next_step_as_well() -> None:
 @pytest.mark.parametrize("stacked", [True, False])
 def test_rows_that_reset_at_once_bring_their_final_observations(stacked: bool) -> None:
     made = VectorEnvironments("same-step", tiny.SameStep(3, stacked=stacked))
-    assert made.resets_at_once
+    assert made.same_step_autoreset
     made.reset(0)
     first = made.step(np.zeros(3, np.int64))
     assert first.final_rows is not None
@@ -250,7 +250,7 @@ def test_rows_that_reset_at_once_bring_their_final_observations(stacked: bool) -
     assert second.final_rows is not None
     assert second.final_rows.tolist() == [0]
     assert np.asarray(second.final_observation).tolist() == [[1, 2]]
-    assert second.seen.observation.tolist() == [[2, 0], [1, 2], [1, 2]]
+    assert second.observations.observation.tolist() == [[2, 0], [1, 2], [1, 2]]
     for _ in range(2):
         fourth = made.step(np.zeros(3, np.int64))
     assert fourth.final_rows is not None
@@ -273,7 +273,7 @@ def test_a_vector_that_resets_at_once_without_saying_what_came_before_is_refused
     made = VectorEnvironments("same-step", tiny.SameStep(2, tells=False))
     made.reset(0)
     made.step(np.zeros(2, np.int64))
-    with pytest.raises(EnvironmentFault, match="same-step resets at once but gives no 'final_obs'"):
+    with pytest.raises(EnvironmentFault, match="same-step has same-step autoreset but returns no 'final_obs'"):
         made.step(np.zeros(2, np.int64))
 
 
@@ -295,7 +295,7 @@ def registered() -> Iterator[str]:
 def test_a_registered_vector_implementation_is_used(registered: str) -> None:
     made = make_environments(registered, 4)
     assert isinstance(made, VectorEnvironments)
-    assert made.resets_at_once
+    assert made.same_step_autoreset
     assert made.num == 4
 
 
@@ -324,8 +324,8 @@ def test_a_mask_is_found_in_the_observation_or_the_infos(where: str) -> None:
     assert seen.mask.tolist() == [[True, False, False]] * 2
     assert seen.observation.tolist() == [[1, 0]] * 2
     outcome = made.step(np.array([0, 0]))
-    assert outcome.seen.mask is not None
-    assert outcome.seen.mask.tolist() == [[False, True, False]] * 2
+    assert outcome.observations.mask is not None
+    assert outcome.observations.mask.tolist() == [[False, True, False]] * 2
 
 
 @pytest.mark.parametrize("where", ["observation", "infos"])
@@ -371,7 +371,7 @@ def test_a_vector_may_bring_its_mask_in_the_infos() -> None:
     assert made.masked
     assert first.mask is not None
     assert first.mask.tolist() == [[True, False]] * 2
-    second = made.step(np.zeros(2, np.int64)).seen
+    second = made.step(np.zeros(2, np.int64)).observations
     assert second.mask is not None
     assert second.mask.tolist() == [[False, True]] * 2
 
@@ -423,7 +423,7 @@ def test_what_the_environment_raised_can_still_be_seen() -> None:
 
 def test_the_interface_of_the_old_gym_is_refused_with_the_place() -> None:
     with pytest.raises(
-        EnvironmentFault, match=r"environment 0 of tiny at step 3 returned 4 values from step\(\)\. Gymnasium wants"
+        EnvironmentFault, match=r"environment 0 of tiny at step 3 returned 4 values from step\(\)\. Gymnasium expects"
     ):
         sample(loop(tiny.Faulty("old interface")))
 
@@ -431,13 +431,13 @@ def test_the_interface_of_the_old_gym_is_refused_with_the_place() -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("too long", r"float32\[3\]; its space says float32\[2\]"),
-        ("too short", r"float32\[1\]; its space says float32\[2\]"),
-        ("a scalar", r"float32\[\]; its space says float32\[2\]"),
-        ("one dimension more", r"float32\[1, 2\]; its space says float32\[2\]"),
-        ("complex", r"complex64\[2\]; its space says float32\[2\]"),
-        ("words", r"<U1\[2\]; its space says float32\[2\]"),
-        ("nothing", r"object\[\]; its space says float32\[2\]"),
+        ("too long", r"float32\[3\]; its space has float32\[2\]"),
+        ("too short", r"float32\[1\]; its space has float32\[2\]"),
+        ("a scalar", r"float32\[\]; its space has float32\[2\]"),
+        ("one dimension more", r"float32\[1, 2\]; its space has float32\[2\]"),
+        ("complex", r"complex64\[2\]; its space has float32\[2\]"),
+        ("words", r"<U1\[2\]; its space has float32\[2\]"),
+        ("nothing", r"object\[\]; its space has float32\[2\]"),
         ("a dict", "without"),
     ],
 )
@@ -474,8 +474,8 @@ def test_a_missing_part_of_an_observation_is_named(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("place.map", r"float32\[3, 3, 1\] for 'place.map'; its space says uint8\[3, 3, 1\]"),
-        ("place.room", r"float64\[\] for 'place.room'; its space says int64\[\]"),
+        ("place.map", r"float32\[3, 3, 1\] for 'place.map'; its space has uint8\[3, 3, 1\]"),
+        ("place.room", r"float64\[\] for 'place.room'; its space has int64\[\]"),
     ],
 )
 def test_a_part_of_the_wrong_type_is_named(key: str, said: str) -> None:
@@ -535,7 +535,7 @@ def test_an_environment_that_raises_is_made_anew_and_its_row_is_lost_at_that_ste
     assert lost == [[False, False], [False, False], [False, True], [False, False]]
     assert made.restarts == 1
     assert len(fresh) == 1
-    assert outcome.seen.observation[1].tolist() == [1, 1], "the first step of the first episode of the new one"
+    assert outcome.observations.observation[1].tolist() == [1, 1], "the first step of the first episode of the new one"
     assert outcome.terminated.tolist() == [True, False]
 
 
@@ -637,14 +637,14 @@ def test_a_single_row_has_no_opponent_from_the_past() -> None:
     ],
 )
 def test_whether_there_would_be_opponents_is_known_before(name: str, rows: int, config: dict[str, Any], has: bool) -> None:
-    assert said_of_rows(name, rows, config).opposed is has
+    assert row_info(name, rows, config).has_opponents is has
 
 
 def test_of_a_team_one_plays_alone_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    made_as_trained({"env": ARENA, "config": {"env_config": {"mode": "3v3", "repeat": 0.5, "opponent": "easy"}}})
+    make_as_trained({"env": ARENA, "config": {"env_config": {"mode": "3v3", "repeat": 0.5, "opponent": "easy"}}})
     assert "One row of a side of 3" in caplog.text
     caplog.clear()
-    made_as_trained({"env": "ludus/Arena-1v1-v0", "config": {"env_config": {"opponent": "easy", "matchmaking": "even"}}})
+    make_as_trained({"env": "ludus/Arena-1v1-v0", "config": {"env_config": {"opponent": "easy", "matchmaking": "even"}}})
     assert not caplog.text
 
 
@@ -652,10 +652,10 @@ def test_of_a_team_one_plays_alone_and_that_is_said(caplog: pytest.LogCaptureFix
 def test_who_watches_sees_whole_matches(name: str, tmp_path: Path) -> None:
     """Training may begin in the middle, and at states that are not there any more."""
     trained = {"env": name, "config": {"env_config": {"repeat": 1.0, "states": str(tmp_path / "gone"), "seconds": 30}}}
-    env = made_as_trained(trained)
+    env = make_as_trained(trained)
     env.reset(seed=0)
     with pytest.raises(ConfigError, match="no directory"):
-        made_as_trained(trained, env_config={"repeat": 1.0, "states": str(tmp_path / "gone")})
+        make_as_trained(trained, env_config={"repeat": 1.0, "states": str(tmp_path / "gone")})
 
 
 @pytest.mark.parametrize(
@@ -668,7 +668,7 @@ def test_who_watches_sees_whole_matches(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_how_many_rows_are_a_side_is_known_before(name: str, config: dict[str, Any], group: int) -> None:
-    assert said_of_rows(name, 15, config).group == group
+    assert row_info(name, 15, config).group == group
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -686,7 +686,7 @@ def test_whoever_only_plays_sees_its_own_part_as_the_actor_does(own: gym.Space[A
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
             return self.observation_space.sample(), {}
 
-    env = own_part(Both())
+    env = without_central_state(Both())
     seen, mask_space = spaces.split_mask(env.observation_space)
     assert seen == own
     assert (mask_space is not None) is masked

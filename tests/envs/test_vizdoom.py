@@ -100,7 +100,7 @@ def test_copies_are_stepped_together_and_a_bad_setting_is_named() -> None:
     assert isinstance(environments, LoopEnvironments)
     environments.reset(3)
     outcome = environments.step(np.array([LEFT, RIGHT]))
-    assert outcome.seen.observation.shape == (2, 72, 128, 1)
+    assert outcome.observations.observation.shape == (2, 72, 128, 1)
     assert outcome.reward == pytest.approx([-0.02, -0.02])
     environments.close()
     with pytest.raises(UsageError, match="no_such_setting=3"):

@@ -94,7 +94,11 @@ def test_what_is_watched_and_filmed_is_wrapped_too() -> None:
     [
         (f"{HERE}:Doubeld", UsageError, "has no 'Doubeld'.*Doubled"),
         ("no.such:Thing", UsageError, "no module 'no.such'"),
-        ("gymnasium.wrappers:TimeLimit", ConfigError, "TimeLimit could not be made.*max_episode_steps.*Check its keywords"),
+        (
+            "gymnasium.wrappers:TimeLimit",
+            ConfigError,
+            "TimeLimit could not be constructed.*max_episode_steps.*Check its keywords",
+        ),
         ({f"{HERE}:Doubled": 3}, ConfigError, "keywords of tests.envs.test_wrappers:Doubled are 3"),
         ({f"{HERE}:Doubled": None, f"{HERE}:halved": None}, ConfigError, "names 2 wrappers"),
         (f"{HERE}:nothing", ConfigError, "made a str, not a gymnasium Env"),
@@ -102,9 +106,9 @@ def test_what_is_watched_and_filmed_is_wrapped_too() -> None:
         (
             f"{HERE}:broken",
             EnvironmentFault,
-            r"broken raised RuntimeError while it was made: no licence \(\S*test_wrappers\.py:\d+, in broken\)",
+            r"broken raised RuntimeError in its constructor: no licence \(\S*test_wrappers\.py:\d+, in broken\)",
         ),
-        (f"{HERE}:mistyped", ConfigError, r"mistyped could not be made: .* \(\S*test_wrappers\.py:\d+, in mistyped\)"),
+        (f"{HERE}:mistyped", ConfigError, r"mistyped could not be constructed: .* \(\S*test_wrappers\.py:\d+, in mistyped\)"),
     ],
 )
 def test_a_wrapper_that_cannot_be_is_named(wrapper: Any, error: type[Exception], said: str) -> None:
@@ -114,7 +118,7 @@ def test_a_wrapper_that_cannot_be_is_named(wrapper: Any, error: type[Exception],
 
 
 def test_wrappers_in_an_order_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="Doubled wraps single environments, and stands behind one of vector environments"):
+    with pytest.raises(ConfigError, match="Doubled wraps single environments but follows a wrapper of vector environments"):
         make_environments("CartPole-v1", 1, wrappers=[f"{HERE}:AllPlus", f"{HERE}:Doubled"])
-    with pytest.raises(ConfigError, match=r"makes whole vector environments; .*Doubled is for single ones"):
+    with pytest.raises(ConfigError, match=r"makes whole vector environments; .*Doubled applies to single ones"):
         make_environments("tests.environments:SameStep", 1, wrappers=[f"{HERE}:Doubled"])

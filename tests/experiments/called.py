@@ -17,7 +17,8 @@ import numpy as np
 
 from ludus.errors import Refused, Unreachable
 from ludus.experiments import runner
-from ludus.experiments.runner import Announce, Result
+from ludus.experiments.resolve import Announce
+from ludus.experiments.result import Result
 from ludus.protocol.client import Client
 
 LIMIT_S = 60.0
@@ -78,7 +79,7 @@ def training(start: Callable[[Announce], Result]) -> Iterator[Training]:
 
 
 def started(where: Path, experiment_data: dict[str, Any]) -> contextlib.AbstractContextManager[Training]:
-    return training(lambda announce: runner.start(experiment_data, project=where.parent, trial=where.name, announce=announce))
+    return training(lambda announce: runner.train(experiment_data, project=where.parent, trial=where.name, announce=announce))
 
 
 def resumed(where: Path, iterations: int) -> contextlib.AbstractContextManager[Training]:

@@ -15,7 +15,7 @@ from ludus.core.spaces import array_spec
 from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL, Segments, SegmentSpec
 from ludus.experiments import runner
-from ludus.experiments.runner import Result
+from ludus.experiments.result import Result
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 
@@ -40,7 +40,7 @@ def data(iterations: int = 3, *, env: str = "CartPole-v1", top: dict[str, Any] |
 
 def train(where: Path, iterations: int = 3, *, sinks: Sequence[Sink] = (), **changes: Any) -> Result:
     """Train a new run in the directory `where`."""
-    return runner.start(data(iterations, **changes), project=where.parent, trial=where.name, sinks=sinks)
+    return runner.train(data(iterations, **changes), project=where.parent, trial=where.name, sinks=sinks)
 
 
 def make_ppo(

@@ -54,7 +54,7 @@ def test_a_preset_trains_and_fights(
         config["env_config"] |= {"server": server}
     data |= {"stop": {"iterations": 3}, "checkpoint_time_s": 1000}
     data.pop("target")
-    result = runner.start({"name": preset, **data}, project=tmp_path, trial="run")
+    result = runner.train({"name": preset, **data}, project=tmp_path, trial="run")
 
     metrics = result.metrics
     assert metrics["timesteps"] == pytest.approx(480 * seats, rel=0.2)

@@ -12,21 +12,25 @@ from ludus.errors import EnvironmentFault
 from ludus.experiments import runner
 from ludus.experiments.assembly import worker_training
 from ludus.experiments.assembly.byte_scales import largest_seen
+from ludus.experiments.assembly.components import RunHooks
+from ludus.experiments.resolve import resolve
+from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import store_of
+from ludus.experiments.training import prepare_new_run
 from ludus.models.weights.serialization import policy_from
 from tests.experiments import small
 
 GRID = "tests.experiments.grids:SymbolGrid"
 
 
-def start(where: Path, said: list[str] | None = None, **settings: Any) -> runner.Result:
+def start(where: Path, said: list[str] | None = None, **settings: Any) -> Result:
     data = small.data(1, env=GRID, **{"train_batch_size": 64, "minibatch_size": 32, "evaluation_duration": 0, **settings})
     announce = None if said is None else said.append
-    return runner.start(data, project=where.parent, trial=where.name, announce=announce)
+    return runner.train(data, project=where.parent, trial=where.name, announce=announce)
 
 
-def scales(result: runner.Result) -> Any:
+def scales(result: Result) -> Any:
     return result.agent.policy.config.byte_scales
 
 
@@ -95,25 +99,25 @@ def test_a_run_of_an_earlier_release_goes_on_dividing_by_255(tmp_path: Path, set
 def test_an_environment_that_fails_is_named_by_training_and_not_by_the_look_at_it(tmp_path: Path) -> None:
     data = small.data(1, env="tests.experiments.grids:FailingGrid")
     with pytest.raises(EnvironmentFault, match="broken"):
-        runner.start(data, project=tmp_path, trial="run")
+        runner.train(data, project=tmp_path, trial="run")
 
 
-def test_workers_get_the_divisor_with_the_policy() -> None:
-    config = runner.resolve(small.data(1, env=GRID, num_workers=2)).config
-    shape = worker_training.look_at(GRID, config)
-    chosen = worker_training._scales(shape, GRID, config, None, None)
-    plan = worker_training.make_plan(GRID, config, shape, worker_training._policy(shape, config, chosen), 1, 0)
+def test_workers_get_the_divisor_with_the_policy(tmp_path: Path) -> None:
+    resolved = resolve(small.data(1, env=GRID, num_workers=2))
+    shape = worker_training.probe_environment(GRID, resolved.config)
+    policy = worker_training.make_sampled_policy(shape, prepare_new_run(resolved, tmp_path / "run"), RunHooks())
+    plan = worker_training.make_plan(GRID, resolved.config, shape, policy, 1, 0)
     assert policy_from(dict(plan.description)).config.byte_scales == (("", 8.0),)
 
 
 def test_several_agents_are_looked_at_in_a_match(tmp_path: Path) -> None:
     said: list[str] = []
     data = small.data(1, env="tests.experiments.grids:pair", train_batch_size=64, evaluation_duration=0)
-    result = runner.start(data, project=tmp_path, trial="run", announce=said.append)
+    result = runner.train(data, project=tmp_path, trial="run", announce=said.append)
     assert scales(result) == (("", 6.0),)
     assert any("is divided by 6" in sentence for sentence in said)
 
 
 def test_the_largest_values_are_those_of_random_play() -> None:
-    config = runner.resolve(small.data(1, env=GRID)).config
+    config = resolve(small.data(1, env=GRID)).config
     assert largest_seen(GRID, config) == {"": 8}

@@ -237,7 +237,7 @@ def test_a_class_of_the_users_script_goes_along_to_workers(project: Path) -> Non
 
 def test_experiments_are_checked_where_they_are_started(project: Path) -> None:
     with pytest.raises(UnknownName, match=r"no model/nett\.py"):
-        runner.start({"env": "CartPole-v1", "config": settings("nett", num_workers=1)}, local_dir=project / "runs")
+        runner.train({"env": "CartPole-v1", "config": settings("nett", num_workers=1)}, local_dir=project / "runs")
     assert not (project / "runs").exists()
 
 

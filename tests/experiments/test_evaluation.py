@@ -28,7 +28,7 @@ from ludus.experiments.runs import checkpoint
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
-from ludus.process.workers.supervisor import Restart
+from ludus.process.workers.supervisor import RestartPolicy
 from ludus.sampling import episode_runner
 from ludus.sampling.episode_runner import Score
 from ludus.storage.local import LocalStore
@@ -205,7 +205,7 @@ def test_workers_that_die_and_hang_are_replaced_and_the_score_is_that_of_an_eval
     expected = Evaluation(a_course(WALK, {}, 20), policy, NO_STOP)(4)
     assert len(expected.returns) == 20
     course = a_course(TROUBLED, {"notes": str(directory)}, 20)
-    players = EvaluationWorkers(course, directory, 2, 1.0, Restart(limit=10, backoff_s=0.01), lambda: False)
+    players = EvaluationWorkers(course, directory, 2, 1.0, RestartPolicy(limit=10, backoff_s=0.01), lambda: False)
     try:
         players.begin(4, "000004")
         ((iteration, score),) = finished(players)
@@ -233,7 +233,7 @@ def test_whole_sides_play_the_same_matches_whoever_plays_them(tmp_path: Path) ->
     expected = Evaluation(course, policy, NO_STOP)(4)
     assert len(expected.sides) == 4
     assert len(set(expected.sides)) == 4, "four matches, not the same four times"
-    players = EvaluationWorkers(course, tmp_path, 2, 60.0, Restart(limit=3, backoff_s=0.01), lambda: False)
+    players = EvaluationWorkers(course, tmp_path, 2, 60.0, RestartPolicy(limit=3, backoff_s=0.01), lambda: False)
     try:
         players.begin(4, "000004")
         ((_, score),) = finished(players)

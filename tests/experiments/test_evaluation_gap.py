@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ludus.experiments import runner
 from ludus.experiments.evaluation.gap_warning import EvaluationGap, gap_sinks
+from ludus.experiments.resolve import resolve
 from tests.experiments import small
 
 
@@ -52,5 +52,5 @@ def test_a_few_episodes_say_nothing() -> None:
     ],
 )
 def test_only_evaluations_of_the_same_game_are_compared(settings: dict[str, Any], watched: bool) -> None:
-    resolved = runner.resolve(small.data(1, **settings))
+    resolved = resolve(small.data(1, **settings))
     assert bool(gap_sinks(resolved.experiment.env, resolved.config, None)) is watched

@@ -22,6 +22,7 @@ from ludus.core.types import Segments
 from ludus.distributed.gateway_workers import bind
 from ludus.errors import ConfigError, IncompatibleCheckpoint, Refused, Unreachable, UsageError
 from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
 from ludus.experiments.runs import checkpoint
 from ludus.protocol.client import Client
 from ludus.storage.local import LocalStore
@@ -65,20 +66,20 @@ def test_a_wrong_config_is_refused_before_anything_starts(outside: dict[str, Any
     experiment_data = data()
     experiment_data["config"]["env_config"] = outside
     with pytest.raises(ConfigError) as caught:
-        runner.resolve(experiment_data)
+        resolve(experiment_data)
     assert words in str(caught.value)
 
 
 def test_a_port_that_is_taken_is_told_and_no_run_is_left(tmp_path: Path) -> None:
     with bind("127.0.0.1", 0) as taken, pytest.raises(UsageError, match="Cannot listen"):
-        runner.start(data(outside=ONE_SEAT | {"port": taken.getsockname()[1]}), project=tmp_path, trial="run")
+        runner.train(data(outside=ONE_SEAT | {"port": taken.getsockname()[1]}), project=tmp_path, trial="run")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_beyond_this_machine_only_with_a_token(tmp_path: Path, host: str) -> None:
     with pytest.raises(UsageError, match="without a token"):
-        runner.start(data(outside=ONE_SEAT | {"host": host}), project=tmp_path, trial="run")
+        runner.train(data(outside=ONE_SEAT | {"host": host}), project=tmp_path, trial="run")
     assert not list(tmp_path.iterdir())
 
 
@@ -87,14 +88,14 @@ def test_a_token_file_that_is_missing_or_empty_is_told(tmp_path: Path) -> None:
     for name in ("missing", "empty"):
         outside = ONE_SEAT | {"token_file": str(tmp_path / name)}
         with pytest.raises(UsageError, match=name):
-            runner.start(data(outside=outside), project=tmp_path / "p", trial="run")
+            runner.train(data(outside=outside), project=tmp_path / "p", trial="run")
     assert not (tmp_path / "p").exists()
 
 
 def test_an_action_space_that_no_policy_can_have_leaves_no_run(tmp_path: Path) -> None:
     outside = ONE_SEAT | {"action_space": {"type": "Box", "shape": [1], "dtype": "int32", "low": 0, "high": 3}}
     with pytest.raises(ConfigError, match="int32"):
-        runner.start(data(outside=outside), project=tmp_path, trial="run")
+        runner.train(data(outside=outside), project=tmp_path, trial="run")
     assert not list(tmp_path.iterdir())
 
 
@@ -340,7 +341,7 @@ def test_a_checkpoint_of_other_seats_is_refused(tmp_path: Path) -> None:
     with started(tmp_path / "run", data(1)) as training, games(training.url):
         training.result()
     with pytest.raises(IncompatibleCheckpoint, match="no model 'navy'"):
-        runner.start(data(1, TWO_SEATS), project=tmp_path, trial="other", restore=tmp_path / "run")
+        runner.train(data(1, TWO_SEATS), project=tmp_path, trial="other", restore=tmp_path / "run")
     assert not (tmp_path / "other").exists()
 
 

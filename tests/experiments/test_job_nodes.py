@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from ludus.experiments import runner
+from ludus.experiments.resolve import choose_num_workers
+from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.process.job_env import Surroundings
 
 SMALL = {"env": "CartPole-v1", "run": "PPO", "stop": {"iterations": 1}, "config": {"num_workers": 0, "train_batch_size": 256}}
@@ -23,7 +25,7 @@ def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 def test_nodes_that_have_nothing_to_do_are_named(nodes: int, tmp_path: Path) -> None:
     said: list[str] = []
-    runner.start(SMALL, local_dir=tmp_path, announce=said.append)
+    runner.train(SMALL, local_dir=tmp_path, announce=said.append)
     idle = [line for line in said if "nothing to sample" in line]
     assert len(idle) == (nodes > 1)
     assert not idle or "the other 2 of the job's 3 nodes" in idle[0]
@@ -36,8 +38,8 @@ def test_a_number_of_workers_is_chosen_for_all_nodes(nodes: int, monkeypatch: py
         asked.append(int(str(args[-1])))
         return 4, "because"
 
-    monkeypatch.setattr(runner, "choose_workers", choose)
-    monkeypatch.setattr(runner, "usable_cores", lambda: 8)
+    monkeypatch.setattr("ludus.experiments.assembly.auto_workers.choose_workers", choose)
+    monkeypatch.setattr("ludus.experiments.resolve.usable_cores", lambda: 8)
     auto = {**SMALL, "config": {"num_workers": "auto"}}
-    assert runner._with_workers_chosen(auto, None, None)["config"]["num_workers"] == 4
+    assert choose_num_workers(ParsedExperiment(auto)).config["num_workers"] == 4
     assert asked == [8 * nodes]

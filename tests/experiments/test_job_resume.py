@@ -10,6 +10,7 @@ import pytest
 
 from ludus.errors import UsageError
 from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.job_resume import Note
 from ludus.experiments.runs.run_dir import Run
@@ -89,10 +90,10 @@ def test_where_a_run_will_be_is_told_before_it_is_there_and_not_when_the_place_i
     def noted(directory: Path) -> None:
         told.append((directory, directory.exists()))
 
-    result = runner.start(small.data(1), local_dir=tmp_path, noted=noted)
+    result = runner.train(small.data(1), local_dir=tmp_path, on_directory=noted)
     assert told == [(result.run_dir, False)]
     with pytest.raises(UsageError, match="already holds a run"):
-        runner.start(small.data(1), place=result.run_dir, noted=noted)
+        runner.train(small.data(1), place=result.run_dir, on_directory=noted)
     assert len(told) == 1
 
 
@@ -100,7 +101,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_from_the
     first = small.train(tmp_path / "first", 2)
     kept = checkpoint.newest(LocalStore(first.run_dir)).weights
     data = small.data(1, lr=0.0, top={"checkpoint_at_end": True})
-    Run.create(tmp_path / "run", runner.resolve(data).saved())
+    Run.create(tmp_path / "run", resolve(data).to_dict())
     result = runner.resume(tmp_path / "run", restore=first.run_dir, again=True)
     now = checkpoint.newest(LocalStore(result.run_dir)).weights
     assert same(now["model"], kept["model"]), "with a learning rate of 0 they stay what they were"
@@ -120,7 +121,7 @@ def test_a_run_that_came_to_its_end_and_could_not_say_so_is_finished_when_it_is_
 
 
 def test_a_run_that_was_killed_between_its_configuration_and_its_metadata_is_whole_again(tmp_path: Path) -> None:
-    Run.create(tmp_path / "run", runner.resolve(small.data(1, seed=7)).saved())
+    Run.create(tmp_path / "run", resolve(small.data(1, seed=7)).to_dict())
     (tmp_path / "run" / "meta.json").unlink()
     runner.resume(tmp_path / "run")
     meta = Run.open(tmp_path / "run").meta()

@@ -11,6 +11,8 @@ from ludus.algorithms.base import ALGORITHMS, config_schemas
 from ludus.config.schema import AlgorithmConfig
 from ludus.errors import ConfigError
 from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
+from ludus.experiments.training import open_training, prepare_new_run
 from ludus.experiments.validation import validate
 from ludus.experiments.validation.key_modes import EVERYWHERE, REFUSED_BY_RULES, SWITCHED_OFF, WITHOUT_EFFECT, Mode, mode_of
 from tests.experiments import small
@@ -74,7 +76,7 @@ def test_every_key_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 def test_a_mode_is_recognised(mode: Mode) -> None:
-    resolved = runner.resolve(data(mode))
+    resolved = resolve(data(mode))
     assert mode_of(resolved.experiment.env, resolved.experiment.memory, resolved.config, several=mode is Mode.AGENTS) is mode
     assert validate.without_effect(data(mode)) == []
 
@@ -89,13 +91,13 @@ def test_a_key_without_effect_is_refused_with_the_reason(key: str, mode: Mode) -
 @pytest.mark.parametrize(("key", "mode"), cases(REFUSED_BY_RULES))
 def test_a_key_with_a_rule_of_its_own_is_refused_by_name(key: str, mode: Mode) -> None:
     with pytest.raises(ConfigError, match=key):
-        runner.resolve(data(mode, **{key: OTHER[key]}))
+        resolve(data(mode, **{key: OTHER[key]}))
 
 
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)
 @pytest.mark.parametrize("mode", [Mode.IN_PROCESS, Mode.ASYNC, Mode.EXTERNAL, Mode.AGENTS], ids=lambda mode: mode.value)
 def test_defaults_and_other_modes_are_accepted(key: str, mode: Mode) -> None:
-    resolved = runner.resolve(data(mode))
+    resolved = resolve(data(mode))
     assert validate.without_effect(data(mode, **{key: resolved.experiment.config[key]})) == []
     if mode not in {*WITHOUT_EFFECT[key], *REFUSED_BY_RULES.get(key, ())} and key != "self_play":
         assert validate.without_effect(data(mode, **{key: OTHER[key]})) == []
@@ -103,7 +105,7 @@ def test_defaults_and_other_modes_are_accepted(key: str, mode: Mode) -> None:
 
 def test_what_is_without_effect_is_refused_before_a_run_begins(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.max_lag has no effect"):
-        runner.start(small.data(1, max_lag=2), project=tmp_path, trial="run")
+        runner.train(small.data(1, max_lag=2), project=tmp_path, trial="run")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -206,9 +208,9 @@ def test_every_key_that_has_an_effect_is_read(mode: Mode, tmp_path: Path, monkey
 
     env = PAIR if mode is Mode.AGENTS else "CartPole-v1"
     settings: dict[str, Any] = {"normalize_reward": True, "evaluation_interval": 1, "train_batch_size": 64, "minibatch_size": 32}
-    resolved = runner.resolve(small.data(1, env=env, **settings))
+    resolved = resolve(small.data(1, env=env, **settings))
     monkeypatch.setattr(AlgorithmConfig, "__getattribute__", spy)
-    with runner.training(runner.begun(resolved, tmp_path / "run")) as training:
+    with open_training(prepare_new_run(resolved, tmp_path / "run")) as training:
         training.advance(lambda: False)
     monkeypatch.undo()
     idle = {key for table in (WITHOUT_EFFECT, REFUSED_BY_RULES) for key, modes in table.items() if mode in modes}

@@ -11,7 +11,7 @@ import gymnasium as gym
 import pytest
 
 import ludus
-from ludus.envs.registry import env_name, registered
+from ludus.envs.registry import env_name, registered_envs
 from ludus.errors import ConfigError, UsageError
 from ludus.experiments.source.keyword_arguments import training_data
 
@@ -62,7 +62,7 @@ def test_each_local_environment_has_a_name_of_its_own() -> None:
     make_another.__qualname__ = make.__qualname__
     first, second = env_name(make), env_name(make_another)
     assert first != second
-    assert (registered()[first], registered()[second]) == (make, make_another)
+    assert (registered_envs()[first], registered_envs()[second]) == (make, make_another)
     assert env_name(make) == first
 
 

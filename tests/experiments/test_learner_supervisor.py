@@ -34,6 +34,7 @@ from ludus.errors import (
 )
 from ludus.experiments import runner
 from ludus.experiments.control.learner_supervisor import Again, Failure, GiveUp, Policy, _packed, _unpacked
+from ludus.experiments.resolve import resolve
 from ludus.experiments.runs import checkpoint, run_status
 from ludus.experiments.runs.run_dir import Run
 from ludus.storage.local import LocalStore
@@ -142,7 +143,7 @@ def test_an_error_crosses_to_the_driver_with_its_class_its_message_and_its_hint(
     ],
 )
 def test_a_run_that_has_other_processes_has_a_driver(data: dict[str, Any], driven: bool) -> None:
-    assert runner._has_processes(runner.resolve(data)) is driven
+    assert runner.needs_supervisor(resolve(data)) is driven
 
 
 # -- the same as in this process ----------------------------------------------------------------------------------------
@@ -165,8 +166,8 @@ class Kept:
 def test_a_run_in_a_learner_process_is_the_same_run_and_its_result_comes_back(tmp_path: Path) -> None:
     there, here = Kept(), Kept()
     data = small.data(3, seed=4)
-    one = runner.start(data, project=tmp_path, trial="there", sinks=[there], supervised=True)
-    two = runner.start(data, project=tmp_path, trial="here", sinks=[here], supervised=False)
+    one = runner.train(data, project=tmp_path, trial="there", sinks=[there], supervised=True)
+    two = runner.train(data, project=tmp_path, trial="here", sinks=[here], supervised=False)
     assert (one.stopped_by, one.env, one.run_dir) == (two.stopped_by, two.env, tmp_path / "there")
     assert one.checkpoint == tmp_path / "there" / "checkpoints" / "000003"
     assert one.agent.version == two.agent.version
@@ -182,7 +183,7 @@ def test_a_run_in_a_learner_process_is_the_same_run_and_its_result_comes_back(tm
 def test_an_error_of_the_set_up_is_raised_here_and_leaves_no_directory(tmp_path: Path) -> None:
     data = small.data(env="tests.environments:make_faulty", env_config={"fault": "raises in reset"})
     with pytest.raises(EnvironmentFault, match="no game server"):
-        runner.start(data, project=tmp_path / "new", trial="run", supervised=True)
+        runner.train(data, project=tmp_path / "new", trial="run", supervised=True)
     assert not (tmp_path / "new").exists()
 
 
@@ -196,7 +197,7 @@ def test_a_learner_that_dies_goes_on_from_its_checkpoint_and_one_that_always_die
     settings: dict[str, Any] = {"env": DYING, "evaluation_duration": 0}
     top = {"checkpoint_freq": 1, "max_failures": 1}
     data = small.data(6, top=top, env_config={"at": 100, "while_exists": str(marker), "removes": True}, **settings)
-    result = runner.start(data, project=tmp_path, trial="run", announce=said.append, supervised=True)
+    result = runner.train(data, project=tmp_path, trial="run", announce=said.append, supervised=True)
     assert result.metrics["iterations"] == 6
     assert [sentence for sentence in said if "died" in sentence] == [
         "the learner died (killed by SIGKILL); restart 1 in 0.5 s, from checkpoint 000003"
@@ -247,7 +248,7 @@ def test_a_killed_learner_leaves_nothing_in_shared_memory(tmp_path: Path, monkey
 
     data = small.data(1_000_000, top={"max_failures": 1}, num_workers=1, evaluation_duration=0)
     with pytest.raises(WorkerFailed, match="died 2 times"):
-        runner.start(data, project=tmp_path, trial="run", sinks=[killing], announce=hear)
+        runner.train(data, project=tmp_path, trial="run", sinks=[killing], announce=hear)
     assert len(killing.used) == 2
     assert all(killing.used.values()), "there was something to leave"
     assert left == [[]]
@@ -278,7 +279,7 @@ class Unmounting(Kept):
 def test_a_run_whose_file_system_is_away_is_not_begun_anew_below_its_mount_point(tmp_path: Path) -> None:
     run, data = tmp_path / "run", small.data(5, top={"checkpoint_freq": 1}, evaluation_duration=0)
     mount = Unmounting(run, tmp_path / "away")
-    result = runner.start(data, project=tmp_path, trial="run", sinks=[mount], announce=mount.hear, supervised=True)
+    result = runner.train(data, project=tmp_path, trial="run", sinks=[mount], announce=mount.hear, supervised=True)
     assert mount.below, "the next learner has said so"
     assert not {"config.yaml", "meta.json", "checkpoints", "models"} & set(mount.below)
     assert result.metrics["iterations"] == 5
@@ -289,7 +290,7 @@ def test_a_run_whose_file_system_is_away_is_not_begun_anew_below_its_mount_point
 def test_a_learner_that_died_after_its_last_checkpoint_had_finished(tmp_path: Path) -> None:
     first = small.train(tmp_path / "run", 3)
     Run.open(tmp_path / "run").write_meta({"status": "running"})
-    result = runner._resume(tmp_path / "run", None, None, [], None, None, again=True)
+    result = runner.resume_in_process(tmp_path / "run", None, None, [], None, None, again=True)
     assert result.to_json() | {"time_s": 0, "fps": 0} == first.to_json() | {"time_s": 0, "fps": 0}
     assert same(result.agent.policy.weights(), first.agent.policy.weights())
     assert Run.open(tmp_path / "run").meta()["status"] == "finished"
@@ -297,8 +298,8 @@ def test_a_learner_that_died_after_its_last_checkpoint_had_finished(tmp_path: Pa
 
 def test_a_new_run_from_a_checkpoint_that_died_before_its_own_first_one_begins_with_it_again(tmp_path: Path) -> None:
     old = small.train(tmp_path / "old", 4)
-    Run.create(tmp_path / "run", runner.resolve(small.data(1)).saved())
-    result = runner._resume(tmp_path / "run", None, str(tmp_path / "old"), [], None, None, again=True)
+    Run.create(tmp_path / "run", resolve(small.data(1)).to_dict())
+    result = runner.resume_in_process(tmp_path / "run", None, str(tmp_path / "old"), [], None, None, again=True)
     assert result.metrics["iterations"] == 1, "it counts from 0"
     assert result.agent.version > old.agent.version
 
@@ -398,7 +399,7 @@ from pathlib import Path
 
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from ludus.experiments import runner as experiment
+from ludus.experiments import runner
 from tests.experiments import small
 
 
@@ -410,7 +411,7 @@ def make(**settings):
     return Mine()
 
 
-print(experiment.start(small.data(1, env="__main__:make"), local_dir=Path("runs"), supervised=True).stopped_by)
+print(runner.train(small.data(1, env="__main__:make"), local_dir=Path("runs"), supervised=True).stopped_by)
 """
 
 
@@ -439,10 +440,10 @@ def test_an_environment_that_the_script_registered_goes_along() -> None:
 _STUCK = """
 import sys
 from pathlib import Path
-from ludus.experiments import runner as experiment
+from ludus.experiments import runner
 from tests.experiments import small
 data = small.data(1, env="tests.experiments.dying:make_stuck", env_config={"says": sys.argv[1]})
-experiment.start(data, local_dir=Path("runs"), supervised=True)
+runner.train(data, local_dir=Path("runs"), supervised=True)
 """
 
 

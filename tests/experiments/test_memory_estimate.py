@@ -12,14 +12,15 @@ import pytest
 from ludus.errors import ConfigError
 from ludus.experiments import runner
 from ludus.experiments.assembly import memory_estimate
-from ludus.experiments.assembly.components import make_policy
 from ludus.experiments.assembly.memory_estimate import EXPERIENCE, INPUTS, MODEL, REPLAY, estimate, step_bytes
+from ludus.experiments.assembly.policies import make_policy
+from ludus.experiments.resolve import resolve
 from ludus.models.policy import Policy
 from tests.experiments import small
 
 
 def made(observation: gym.Space[Any], **settings: Any) -> tuple[dict[str, Policy], Any]:
-    config = runner.resolve(small.data(**settings)).config
+    config = resolve(small.data(**settings)).config
     return {"model": make_policy(observation, small.ACTION, config)}, config
 
 
@@ -46,7 +47,7 @@ def test_wide_inputs_are_counted_for_a_minibatch() -> None:
 
 def test_a_replay_buffer_holds_no_more_than_the_run_samples() -> None:
     data = {"env": "CartPole-v1", "run": "DQN", "config": {"replay_buffer_config": {"capacity": 40_000}}}
-    config = runner.resolve(data).config
+    config = resolve(data).config
     policies = {"model": make_policy(small.OBSERVATION, small.ACTION, config)}
     step = step_bytes(policies["model"])
     assert estimate(policies, config).parts[REPLAY] == 40_000 * step
@@ -62,7 +63,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_begins(
     with pytest.raises(
         ConfigError, match=r"needs at least [\d.]+ KB of memory \(.*of experience.*\), and 4\.0 KB are free\. Lower"
     ):
-        runner.start(data, project=tmp_path, trial="run", supervised=False)
+        runner.train(data, project=tmp_path, trial="run", supervised=False)
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 

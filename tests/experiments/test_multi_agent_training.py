@@ -16,8 +16,10 @@ from ludus.config.schema import MultiAgentConfig
 from ludus.core.metrics import read_jsonl
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.experiments import runner
-from ludus.experiments.assembly.multi_agent_training import assigned, policy_config
+from ludus.experiments.resolve import resolve
+from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
+from ludus.experiments.validation.agent_mapping import map_agents, policy_config
 from ludus.gateway.server import GatewaySettings
 from ludus.protocol.client import Client
 from ludus.serving.checkpoint_follower import Follower, Offering, Source
@@ -44,8 +46,8 @@ def data(iterations: int = 2, *, env: str = "tests.matches:make_roles", **settin
     return {"env": env, "stop": {"iterations": iterations}, "config": {**SETTINGS, **section, **settings}}
 
 
-def train(where: Path, iterations: int = 2, **changes: Any) -> runner.Result:
-    return runner.start(data(iterations, **changes), project=where.parent, trial=where.name)
+def train(where: Path, iterations: int = 2, **changes: Any) -> Result:
+    return runner.train(data(iterations, **changes), project=where.parent, trial=where.name)
 
 
 def newest(run: Path) -> checkpoint.Checkpoint:
@@ -59,8 +61,8 @@ def newest(run: Path) -> checkpoint.Checkpoint:
     ("section", "words"),
     [
         ({"policies": ["talk", "hear"], "policy_mapping": {"speaker": "talk", "listener": "here"}}, "Did you mean 'hear'"),
-        ({"policies": ["talk", "hear"], "policy_mapping": {"speaker": "talk"}}, "does not say who plays the agent 'listener'"),
-        ({"policies": ["talk", "hear"]}, "nothing says which of them plays 'speaker'"),
+        ({"policies": ["talk", "hear"], "policy_mapping": {"speaker": "talk"}}, "has no policy for the agent 'listener'"),
+        ({"policies": ["talk", "hear"]}, "none of them is assigned to 'speaker'"),
         ({"policy_mapping": {"*": "m"}}, "plays 'speaker' and 'listener', whose observation spaces differ"),
         ({}, "plays 'speaker' and 'listener', whose observation spaces differ"),
         ({**ROLES, "policies": ["talk", "hear", "idle"]}, "'idle' plays no agent"),
@@ -77,7 +79,7 @@ def newest(run: Path) -> checkpoint.Checkpoint:
 )
 def test_a_wrong_section_is_refused_before_anything_starts(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        runner.resolve(data(multiagent=section))
+        resolve(data(multiagent=section))
     assert words in str(caught.value)
 
 
@@ -94,12 +96,12 @@ def test_a_wrong_section_is_refused_before_anything_starts(section: dict[str, An
 )
 def test_what_several_agents_do_not_have_is_told(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        runner.resolve(data(**settings))
+        resolve(data(**settings))
 
 
 def test_a_section_for_an_environment_with_one_agent_is_refused() -> None:
     with pytest.raises(ConfigError, match="CartPole-v1 has one"):
-        runner.resolve({"env": "CartPole-v1", "config": {"multiagent": {"policies": ["a"]}}})
+        resolve({"env": "CartPole-v1", "config": {"multiagent": {"policies": ["a"]}}})
 
 
 def of_its_color(agent: str) -> str:
@@ -119,14 +121,14 @@ def of_its_color(agent: str) -> str:
     ],
 )
 def test_policies_are_given_to_agents_by_name_by_pattern_or_by_function(section: dict[str, Any], mapping: Any) -> None:
-    assert assigned(["red_0", "red_1", "blue_0"], MultiAgentConfig.model_validate(section)) == mapping
+    assert map_agents(["red_0", "red_1", "blue_0"], MultiAgentConfig.model_validate(section)) == mapping
 
 
 def test_the_resolved_config_names_every_agent() -> None:
-    resolved = runner.resolve(data(multiagent={**ROLES, "policies": {"talk": {"lr": 0.5}, "hear": None}}))
+    resolved = resolve(data(multiagent={**ROLES, "policies": {"talk": {"lr": 0.5}, "hear": None}}))
     saved = resolved.experiment.config["multiagent"]
     assert saved["policy_mapping"] == {"speaker": "talk", "listener": "hear"}
-    again = runner.resolve({**data(), "config": resolved.experiment.config})
+    again = resolve({**data(), "config": resolved.experiment.config})
     assert again.config == resolved.config
 
 
@@ -136,7 +138,7 @@ def test_a_policy_differs_in_what_it_names_of_a_section_and_in_nothing_else() ->
     settings["model"] = {"fcnet_hiddens": [8], "fcnet_activation": "elu"}
     own = {"replay_buffer_config": {"capacity": 300}, "model": {"fcnet_hiddens": [4]}}
     settings["multiagent"] = {**ROLES, "policies": {"talk": own, "hear": {}}}
-    resolved = runner.resolve({"env": "tests.matches:make_roles", "run": "DQN", "config": settings})
+    resolved = resolve({"env": "tests.matches:make_roles", "run": "DQN", "config": settings})
     talk, hear = (policy_config(resolved.algorithm.Config, resolved.config, name) for name in ("talk", "hear"))
     assert (talk.model.fcnet_hiddens, talk.model.fcnet_activation) == ([4], "elu")
     stores = [config.model_dump()["replay_buffer_config"] for config in (talk, hear)]
@@ -151,9 +153,9 @@ def unlicensed(config: dict[str, Any]):  # type: ignore[no-untyped-def] # as use
 def test_an_environment_that_cannot_be_made_is_told_and_not_taken_for_one_agent() -> None:
     ludus.register_env("unlicensed", unlicensed)
     with pytest.raises(EnvironmentFault, match="no licence"):
-        runner.resolve({"env": "unlicensed", "config": {"multiagent": ROLES}})
+        resolve({"env": "unlicensed", "config": {"multiagent": ROLES}})
     with pytest.raises(ConfigError) as caught:  # whatever else is wrong is told as well
-        runner.resolve({"env": "unlicensed", "config": {"lrr": 1, "multiagent": ROLES}})
+        resolve({"env": "unlicensed", "config": {"lrr": 1, "multiagent": ROLES}})
     assert "no licence" in str(caught.value)
     assert "lrr" in str(caught.value)
 
@@ -189,7 +191,7 @@ def test_timesteps_are_of_the_environment_unless_those_of_agents_are_asked_for(
     tmp_path: Path, by: str, timesteps: int, decisions: int
 ) -> None:
     """Two agents of one policy act at once; a batch is 80 of the steps that are counted."""
-    result = runner.start(
+    result = runner.train(
         {**data(env="tests.matches:make_simple", multiagent={"count_steps_by": by}), "stop": {"timesteps": 240}},
         project=tmp_path,
         trial="run",
@@ -231,7 +233,7 @@ def test_a_run_goes_on_where_it_was_and_another_begins_with_its_weights(tmp_path
     result = runner.resume(tmp_path / "run", stop={"iterations": 6})
     assert result.metrics["iterations"] == 6
     assert result.metrics["timesteps"] > before.state["progress"]["timesteps"]
-    restored = runner.start(
+    restored = runner.train(
         data(1, lr=0.0), project=tmp_path, trial="again", restore=tmp_path / "run" / "checkpoints" / before.name
     )
     assert restored.metrics["iterations"] == 1
@@ -245,7 +247,7 @@ def test_every_algorithm_learns_from_agents_that_come_and_go(tmp_path: Path, alg
     settings = {key: value for key, value in SETTINGS.items() if key != "minibatch_size"}
     settings |= {"env_config": {"masked": "info"}, "evaluation_duration": 0}
     settings.pop("num_epochs") if algorithm == "DQN" else None
-    result = runner.start(
+    result = runner.train(
         {"env": env, "run": algorithm, "stop": {"iterations": 3}, "config": settings}, project=tmp_path, trial="run"
     )
     assert result.metrics["iterations"] >= 3
@@ -274,7 +276,7 @@ def test_wrappers_of_pettingzoo_are_put_around_every_copy(tmp_path: Path) -> Non
     assert result.metrics["episode_return_max"] == 0
     assert result.metrics["evaluation/return_max"] == 0
     with pytest.raises(ConfigError, match="Check its keywords"):
-        runner.resolve(data(env="tests.matches:make_simple", wrappers=[{f"{__name__}:Doubled": {"by": 1}}]))
+        resolve(data(env="tests.matches:make_simple", wrappers=[{f"{__name__}:Doubled": {"by": 1}}]))
 
 
 def test_a_registered_environment_may_have_several_agents(tmp_path: Path) -> None:

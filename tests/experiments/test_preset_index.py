@@ -15,7 +15,7 @@ from ludus.cli.training import presets
 from ludus.compat.coach import preset_names
 from ludus.config import schema as configs
 from ludus.errors import UnknownName, UsageError
-from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
 from ludus.experiments.source import preset_index
 
 ISSUED = {
@@ -51,7 +51,7 @@ def test_a_preset_is_an_experiment_with_a_target_within_its_stop(name: str) -> N
     for module, family in (("ale_py", "NoFrameskip"), ("vizdoom", "Vizdoom"), ("mpe2", "mpe2/"), ("pettingzoo", "pettingzoo/")):
         if about.env.startswith(family) and importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
-    resolved = runner.resolve({"name": key, **data})
+    resolved = resolve({"name": key, **data})
     assert resolved.experiment.stop.timesteps == about.target.timesteps
     if name in PUBLISHED:
         assert (about.target.return_mean, about.target.timesteps) == PUBLISHED[name]
@@ -117,7 +117,7 @@ def test_what_is_trained_under_a_name_of_coach_could_start_now(name: str) -> Non
     for module, family in (("ale_py", "Atari"), ("vizdoom", "Doom"), ("mujoco", "Mujoco")):
         if name.startswith(family) and importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
-    resolved = runner.resolve({"name": key, **data})
+    resolved = resolve({"name": key, **data})
     assert resolved.experiment.run == ("PPO" if name.endswith("PPO") else "DQN")
     if isinstance(resolved.config, DQNConfig):
         assert resolved.config.double_q is ("DDQN" in name)

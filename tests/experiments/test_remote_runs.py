@@ -45,7 +45,7 @@ def boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(place: str = PLACE, iterations: int = 3, **changes: Any) -> ludus.Result:
-    return runner.start(small.data(iterations, **changes), place=place)
+    return runner.train(small.data(iterations, **changes), place=place)
 
 
 def another_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -570,7 +570,7 @@ class _Cuts:
 
 
 def test_training_goes_on_while_its_store_is_away(elsewhere: Elsewhere) -> None:
-    result = runner.start(small.data(6), place=PLACE, sinks=[_Cuts(elsewhere, 2, 5)])
+    result = runner.train(small.data(6), place=PLACE, sinks=[_Cuts(elsewhere, 2, 5)])
     assert result.stopped_by == "iterations"
     assert [row["iterations"] for row in read_jsonl(elsewhere.there / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
@@ -598,7 +598,7 @@ def test_what_is_served_follows_a_run_on_a_store(boxes: Path) -> None:
 
 def test_a_run_on_a_store_is_looked_at_less_often_than_one_that_is_here(boxes: Path, tmp_path: Path) -> None:
     def looked_at(place: str, far_s: float) -> str:
-        runner.start(small.data(1), place=place)
+        runner.train(small.data(1), place=place)
         service = Path(tempfile.mkdtemp(dir=tmp_path))
         made = Follower({"default": Source(place)}, service, Offering(follow=True, follow_s=0.0, follow_far_s=far_s))
         made.open()

@@ -1,4 +1,4 @@
-"""The conductor: when it reports, evaluates, checkpoints and stops, played through with a made-up trainer."""
+"""When a run controller reports, evaluates, checkpoints and stops, with a trainer that learns in no time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,18 @@ from ludus.config import schema as configs
 from ludus.config.schema import StopConfig
 from ludus.core.metrics import Numbers
 from ludus.errors import EnvironmentFault, Fenced, StartTimeout, StoreFull, StoreUnavailable
-from ludus.experiments.control import run_controller
-from ludus.experiments.control.run_controller import Conductor, Evaluate, EvaluateElsewhere, Experience, Schedule, reached
+from ludus.experiments.control import checkpointer, evaluation_schedule
+from ludus.experiments.control.checkpointer import Checkpointer, CheckpointSchedule
+from ludus.experiments.control.evaluation_schedule import (
+    BackgroundEvaluation,
+    Evaluate,
+    EvaluationInterval,
+    EvaluationSchedule,
+)
+from ludus.experiments.control.experience_source import ExperienceSource
+from ludus.experiments.control.metrics_reporter import MetricsReporter
+from ludus.experiments.control.run_controller import RunController
+from ludus.experiments.control.stop_conditions import reached_condition
 from ludus.experiments.runs import checkpoint
 from ludus.models.weights.version_store import LocalPool, stored_versions
 from ludus.sampling.episode_runner import Score
@@ -55,8 +65,8 @@ def test_each_stop_key_stops_at_its_value_and_not_before(key: str, value: float,
         "time_total_s": "time_s",
         "episode_reward_mean": "episode_return_mean",
     }
-    assert reached(stop, progress(**before)) is None
-    assert reached(stop, progress(**at)) == canonical.get(key, key)
+    assert reached_condition(stop, progress(**before)) is None
+    assert reached_condition(stop, progress(**at)) == canonical.get(key, key)
 
 
 @pytest.mark.parametrize(
@@ -91,15 +101,15 @@ def test_a_checkpoint_without_training_iterations_is_loaded() -> None:
 
 def test_a_lucky_first_episode_does_not_stop_a_run() -> None:
     stop = StopConfig(episode_return_mean=2.0)
-    assert reached(stop, progress([100.0, 100.0], window=3)) is None
-    assert reached(stop, progress([100.0, 100.0, 100.0], window=3)) == "episode_return_mean"
+    assert reached_condition(stop, progress([100.0, 100.0], window=3)) is None
+    assert reached_condition(stop, progress([100.0, 100.0, 100.0], window=3)) == "episode_return_mean"
 
 
 def test_whichever_comes_first_stops() -> None:
     stop = StopConfig(timesteps=100, iterations=5)
-    assert reached(stop, progress(timesteps=100, iterations=1)) == "timesteps"
-    assert reached(stop, progress(timesteps=1, iterations=5)) == "iterations"
-    assert reached(StopConfig(), progress(timesteps=10**9, iterations=10**9, time_s=1e9, returns=[1e9] * 3)) is None
+    assert reached_condition(stop, progress(timesteps=100, iterations=1)) == "timesteps"
+    assert reached_condition(stop, progress(timesteps=1, iterations=5)) == "iterations"
+    assert reached_condition(StopConfig(), progress(timesteps=10**9, iterations=10**9, time_s=1e9, returns=[1e9] * 3)) is None
 
 
 # -- a run played through -----------------------------------------------------------------------------------------------
@@ -128,6 +138,9 @@ class _Trainer:
 
 
 class _Sampler:
+    def step(self) -> bool:
+        return False
+
     def metrics(self) -> dict[str, float]:
         return {"sampler/workers": 2.0}
 
@@ -166,39 +179,57 @@ class _Evaluation:
 
 
 class _Stage:
-    """A conductor with everything around it."""
+    """A run controller with everything around it."""
 
     def __init__(
         self,
         root: Path | LocalStore,
         *,
-        evaluate: Evaluate | EvaluateElsewhere | None = None,
+        evaluate: Evaluate | BackgroundEvaluation | None = None,
         keep: int | None = None,
         began: str | None = None,
-        source: Experience | None = None,
-        **schedule: Any,
+        source: ExperienceSource | None = None,
+        stop: StopConfig | None = None,
+        checkpoint_freq: int = 0,
+        checkpoint_time_s: float = 0.0,
+        evaluation_interval: int = 0,
+        evaluation_unit: Any = "iterations",
+        report_every_s: float = 0.0,
+        start_timeout_s: float | None = None,
     ) -> None:
-        limit_s = schedule["stop"].time_s if "stop" in schedule else None
+        limit_s = None if stop is None else stop.time_s
         self.store, self.trainer, self.sink = LocalStore(root) if isinstance(root, Path) else root, _Trainer(limit_s), _Sink()
         self.pool = LocalPool(self.store, {checkpoint.FROM: began})
         self.pool.add("model", self.trainer.algorithms["model"].policy)
-        settings: dict[str, Any] = {"stop": StopConfig(), "checkpoint_freq": 0, "evaluation_interval": 0} | schedule
-        self.conductor = Conductor(
-            cast(Trainer, self.trainer),
-            source or _Sampler(),
+        trainer, source = cast(Trainer, self.trainer), source or _Sampler()
+        self.reporter = MetricsReporter([self.sink], report_every_s)
+        self.checkpointer = Checkpointer(
+            trainer,
+            source,
             self.pool,
             self.store,
-            Schedule(keep=keep, **settings),
-            [self.sink],
-            configs.experiment({"env": "CartPole-v1"}),
-            evaluate,
+            CheckpointSchedule(checkpoint_freq, checkpoint_time_s, keep=keep),
+            configs.experiment({"env": "CartPole-v1"}).model_dump(mode="json"),
+            judge_by_training=evaluate is None,
+        )
+        interval = EvaluationInterval(evaluation_interval, evaluation_unit)
+        self.evaluations = EvaluationSchedule(evaluate, interval, trainer, self.checkpointer, self.reporter)
+        self.controller = RunController(
+            trainer,
+            source,
+            self.pool,
+            self.reporter,
+            self.checkpointer,
+            self.evaluations,
+            stop or StopConfig(),
+            start_timeout_s=start_timeout_s,
         )
 
     def play(self, *returns: float | None, seconds: float = 1.0) -> None:
         for gained in returns:
             self.trainer.advance(gained, seconds)
             self.pool.publish("model")
-            assert self.conductor.step()
+            assert self.controller.step()
 
     @property
     def names(self) -> list[str]:
@@ -207,9 +238,9 @@ class _Stage:
 
 def test_without_a_new_iteration_there_is_nothing_to_do(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, checkpoint_freq=1)
-    assert not stage.conductor.step()
+    assert not stage.controller.step()
     stage.play(None)
-    assert not stage.conductor.step()
+    assert not stage.controller.step()
     assert stage.names == ["000001"]
     assert len(stage.sink.written) == 1
 
@@ -230,13 +261,13 @@ class _Workers(_Sampler):
 def test_a_run_whose_workers_never_sample_fails_and_says_what_it_waited_for(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, source=_Workers(), start_timeout_s=30.0, stop=StopConfig(time_s=10.0))
     stage.trainer.now = 29.9
-    assert not stage.conductor.step()  # start-up is not training time
+    assert not stage.controller.step()  # start-up is not training time
     stage.trainer.now = 30.0
     with pytest.raises(
         StartTimeout, match=r"within 30 s of the start; waited for the first step of 2 workers: worker 0 is starting"
     ):
-        stage.conductor.step()
-    assert stage.conductor.stopped_by is None
+        stage.controller.step()
+    assert stage.controller.stopped_by is None
     assert stage.names == []
 
 
@@ -245,13 +276,13 @@ def test_the_time_limit_counts_from_the_first_sampled_step(tmp_path: Path) -> No
     stage = _Stage(tmp_path, source=workers, start_timeout_s=30.0, stop=StopConfig(time_s=10.0))
     stage.trainer.now = 25.0
     workers.sampled = True
-    assert not stage.conductor.step()
+    assert not stage.controller.step()
     stage.trainer.now = 34.9
-    assert not stage.conductor.step()
+    assert not stage.controller.step()
     stage.trainer.now = 35.0
-    assert stage.conductor.step()
-    assert stage.conductor.stopped_by == "time_s"
-    numbers = stage.conductor.numbers()
+    assert stage.controller.step()
+    assert stage.controller.stopped_by == "time_s"
+    numbers = stage.controller.numbers()
     assert (numbers["time_s"], numbers["timesteps"], numbers["unlearned_steps"]) == (10.0, 0, 7)
     assert stage.names == ["000000"]
 
@@ -262,9 +293,9 @@ def test_at_the_time_limit_the_last_version_is_evaluated_once(tmp_path: Path) ->
     stage.play(None)
     stage.trainer.clock.start()
     stage.trainer.now = 10.0
-    assert stage.conductor.step()
-    assert (stage.conductor.stopped_by, evaluation.asked) == ("time_s", [1])
-    numbers = stage.conductor.numbers()
+    assert stage.controller.step()
+    assert (stage.controller.stopped_by, evaluation.asked) == ("time_s", [1])
+    numbers = stage.controller.numbers()
     assert numbers["evaluation/return_mean"] == 5.0
     assert "evaluation/unfinished" not in numbers
 
@@ -272,7 +303,7 @@ def test_at_the_time_limit_the_last_version_is_evaluated_once(tmp_path: Path) ->
 def test_an_evaluation_that_was_broken_off_has_no_score(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, evaluate=lambda iteration: Score((1.0,), (3,), complete=False), evaluation_interval=1)
     stage.play(None)
-    numbers = stage.conductor.numbers()
+    numbers = stage.controller.numbers()
     assert numbers["evaluation/unfinished"] == 1.0
     assert "evaluation/return_mean" not in numbers
 
@@ -281,7 +312,7 @@ def test_checkpoints_come_at_their_frequency(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, checkpoint_freq=3)
     stage.play(*[None] * 7)
     assert stage.names == ["000003", "000006"]
-    assert stage.conductor.last_checkpoint == "000006"
+    assert stage.controller.last_checkpoint == "000006"
     state = checkpoint.read(stage.store, "000006").state
     assert (state["progress"]["iterations"], state["config"]["env"]) == (6, "CartPole-v1")
 
@@ -299,10 +330,10 @@ def test_a_checkpoint_holds_the_weights_of_its_moment_and_its_version_is_kept(tm
 def test_one_iteration_is_checkpointed_once(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, checkpoint_freq=2)
     stage.play(None, None)
-    assert stage.conductor.checkpoint() == "000002"
+    assert stage.controller.checkpoint() == "000002"
     assert stage.names == ["000002"]
     stage.play(None)
-    assert stage.conductor.checkpoint() == "000003"
+    assert stage.controller.checkpoint() == "000003"
 
 
 def test_every_report_has_the_numbers_of_its_iteration(tmp_path: Path) -> None:
@@ -310,7 +341,7 @@ def test_every_report_has_the_numbers_of_its_iteration(tmp_path: Path) -> None:
     stage.play(None, None, None)
     assert [numbers["iterations"] for numbers in stage.sink.written] == [1, 2, 3]
     assert not stage.sink.closed
-    stage.conductor.close()
+    stage.controller.close()
     assert stage.sink.closed
 
 
@@ -318,23 +349,23 @@ def test_reports_can_be_spaced_and_the_last_one_always_comes(tmp_path: Path) -> 
     stage = _Stage(tmp_path, report_every_s=2.5, stop=StopConfig(iterations=8))
     stage.play(*[None] * 8)  # one second each
     assert [numbers["iterations"] for numbers in stage.sink.written] == [1, 4, 7, 8]
-    assert stage.conductor.stopped_by == "iterations"
+    assert stage.controller.stopped_by == "iterations"
 
 
 def test_between_two_reports_the_numbers_of_the_sampler_are_still_known(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, report_every_s=100.0)
-    assert stage.conductor.numbers() == {"timesteps": 0, "time_s": 0.0}
+    assert stage.controller.numbers() == {"timesteps": 0, "time_s": 0.0}
     stage.play(None, None)
     assert len(stage.sink.written) == 1
-    assert stage.conductor.numbers() == {"sampler/workers": 2.0, "iterations": 2, "timesteps": 64, "time_s": 2.0}
+    assert stage.controller.numbers() == {"sampler/workers": 2.0, "iterations": 2, "timesteps": 64, "time_s": 2.0}
 
 
 def test_the_stop_is_decided_after_the_update_that_reaches_it(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, stop=StopConfig(timesteps=64))
     stage.play(None)
-    assert stage.conductor.stopped_by is None
+    assert stage.controller.stopped_by is None
     stage.play(None)
-    assert stage.conductor.stopped_by == "timesteps"
+    assert stage.controller.stopped_by == "timesteps"
 
 
 def test_evaluations_come_at_their_interval_and_are_reported(tmp_path: Path) -> None:
@@ -361,12 +392,12 @@ def test_evaluations_come_at_their_interval_and_are_reported(tmp_path: Path) -> 
     ],
 )
 def test_evaluations_may_be_counted_in_steps_or_episodes(unit: Any, interval: int, due: list[int]) -> None:
-    schedule = Schedule(StopConfig(), 0, None, interval, evaluation_unit=unit)
+    schedule = EvaluationInterval(interval, unit)
     progress, found, before = Progress(), [], 0
     for ended in (0, 1, 1, 0, 1, 1):
         progress.iterations, progress.timesteps = progress.iterations + 1, progress.timesteps + 32
         progress.episodes += ended
-        found += [progress.iterations] * schedule.evaluation_is_due(progress, before)
+        found += [progress.iterations] * schedule.is_due(progress, before)
         before = getattr(progress, unit)
     assert found == due
 
@@ -452,16 +483,16 @@ def test_after_the_death_of_a_learner_the_first_checkpoints_come_soon_and_then_e
         for _ in range(28):
             stage.trainer.advance(seconds=30.0)
             stage.pool.publish("model")
-            stage.conductor.step()
+            stage.controller.step()
         return stage.names
 
     restarted = _Stage(tmp_path / "restarted", checkpoint_freq=0, checkpoint_time_s=210.0)
-    restarted.conductor.hurry()
+    restarted.controller.hurry_checkpoints()
     assert [30 * int(name) for name in checkpoints(restarted)] == [30, 90, 210, 420, 630, 840]
     untouched = _Stage(tmp_path / "untouched", checkpoint_freq=0, checkpoint_time_s=210.0)
     assert [30 * int(name) for name in checkpoints(untouched)] == [210, 420, 630, 840]
     by_count = _Stage(tmp_path / "by_count", checkpoint_freq=20, checkpoint_time_s=0.0)
-    by_count.conductor.hurry()
+    by_count.controller.hurry_checkpoints()
     assert checkpoints(by_count) == ["000020"], "no checkpoints by time are wanted"
 
 
@@ -477,7 +508,7 @@ def test_a_damaged_checkpoint_above_does_not_cost_the_fresh_one(tmp_path: Path) 
     stage = _Stage(tmp_path, checkpoint_freq=1, keep=1)
     stage.store.put_bundle("checkpoints/000009", {"state.json": b"damaged"})
     stage.play(5.0, 1.0, 1.0)
-    assert stage.conductor.last_checkpoint == "000003"
+    assert stage.controller.last_checkpoint == "000003"
     assert stage.names == ["000001", "000003", "000009"]  # the best, the fresh one, the one that is not ours to judge
 
 
@@ -532,12 +563,12 @@ def test_an_evaluation_elsewhere_belongs_to_the_version_that_was_played(tmp_path
     stage.play(None, None, None)
     assert evaluations(stage) == {}, "training goes on meanwhile"
     players.end(7.0)
-    assert stage.conductor.step(), "an evaluation that has ended is something to do"
+    assert stage.controller.step(), "an evaluation that has ended is something to do"
     assert evaluations(stage) == {64: 7.0}
     assert checkpoint.best_name(stage.store) == "000002"
     assert same(checkpoint.read(stage.store, "000002").weights["model"], then)
     assert not same(stage.trainer.algorithms["model"].policy.weights(), then)
-    assert stage.conductor.numbers()["evaluation/return_mean"] == 7.0
+    assert stage.controller.numbers()["evaluation/return_mean"] == 7.0
     assert "evaluation/return_mean" not in stage.trainer.metrics, "the numbers of now are not those of then"
 
 
@@ -547,11 +578,11 @@ def test_while_an_evaluation_lasts_only_the_newest_version_waits_for_the_next(tm
     stage.play(None, None, None, None)
     assert players.begun == [(1, "000001")]
     players.end(3.0)
-    assert stage.conductor.step()
+    assert stage.controller.step()
     assert players.begun == [(1, "000001"), (4, "000004")]
     assert stage.names == ["000001", "000004"], "what is passed over goes again"
     players.end(2.0)
-    assert stage.conductor.step()
+    assert stage.controller.step()
     assert checkpoint.best_name(stage.store) == "000001"
 
 
@@ -561,7 +592,7 @@ def test_a_checkpoint_that_was_made_for_an_evaluation_stays_only_if_it_is_the_be
     for score in (5.0, 1.0, 2.0, 9.0, 4.0, 3.0, 1.0, 1.0):
         stage.play(None)
         players.end(score)
-        assert stage.conductor.step()
+        assert stage.controller.step()
     assert checkpoint.best_name(stage.store) == "000004"
     assert stage.names == ["000001", "000003", "000004", "000006", "000008"], (
         "those that were due, were the best, or are the newest"
@@ -576,12 +607,12 @@ def test_retention_waits_for_the_checkpoint_that_is_being_evaluated(tmp_path: Pa
     stage.play(None, None, None)
     assert stage.names == ["000001", "000003"], "one is played, the newest waits for it"
     players.end(5.0)
-    assert stage.conductor.step()
+    assert stage.controller.step()
     players.end(1.0)
-    assert stage.conductor.step()
+    assert stage.controller.step()
     stage.play(None, None)
     players.end(1.0)
-    assert stage.conductor.step()
+    assert stage.controller.step()
     assert stage.names == ["000001", "000005"]
     assert checkpoint.best_name(stage.store) == "000001"
 
@@ -590,7 +621,7 @@ def test_checkpoints_by_time_do_not_count_those_of_evaluations(tmp_path: Path) -
     players = _Elsewhere(now=True)
     stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1, checkpoint_time_s=3.0)
     stage.play(*[None] * 7)
-    stage.conductor.step()
+    stage.controller.step()
     assert {"000003", "000006"} <= set(stage.names)
 
 
@@ -618,13 +649,13 @@ def test_a_run_that_is_interrupted_at_its_end_does_not_wait(tmp_path: Path) -> N
     players.stopped = True
     stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1, stop=StopConfig(iterations=1))
     stage.play(None)
-    assert stage.conductor.stopped_by == "iterations"
+    assert stage.controller.stopped_by == "iterations"
     assert players.busy
     assert evaluations(stage) == {}
 
 
 def test_at_its_end_a_run_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_controller, "CONCLUDE_S", 0.01)
+    monkeypatch.setattr(evaluation_schedule, "LAST_EVALUATIONS_S", 0.01)
     stage = _Stage(tmp_path, evaluate=_Elsewhere(), evaluation_interval=1, stop=StopConfig(iterations=1))
     stage.play(None)
     assert stage.names == ["000001"]
@@ -732,10 +763,10 @@ def test_nor_does_one_that_has_to_wait_for_its_turn(tmp_path: Path) -> None:
     players, store = _Elsewhere(), _Unreadable(tmp_path)
     stage = _Stage(store, evaluate=players, evaluation_interval=1)
     stage.play(None, None, seconds=10.0)
-    name = stage.conductor.checkpoint()
+    name = stage.controller.checkpoint()
     store.away = True
-    stage.conductor._have_played(run_controller._Played(name, 2, 64))
-    assert stage.conductor._troubles() == {"checkpoint/failures": 1.0}
+    stage.evaluations.evaluate_checkpoint(name, 2, 64)
+    assert stage.checkpointer.metrics() == {"checkpoint/failures": 1.0}
 
 
 def test_the_best_is_marked_later_when_it_could_not_be_marked_at_once(tmp_path: Path) -> None:
@@ -749,14 +780,14 @@ def test_the_best_is_marked_later_when_it_could_not_be_marked_at_once(tmp_path: 
 
 
 def test_the_last_checkpoint_is_tried_again_and_again_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_controller, "LAST_AGAIN_S", 0.01)
+    monkeypatch.setattr(checkpointer, "LAST_AGAIN_S", 0.01)
     store = _Away(tmp_path)
     stage = _Stage(store, stop=StopConfig(iterations=3))
     store.times = 5
     stage.play(3.0, 2.0, 1.0)
     assert stage.names == ["000003"]
     assert checkpoint.best_name(store) == "000003"
-    monkeypatch.setattr(run_controller, "LAST_S", 0.1)
+    monkeypatch.setattr(checkpointer, "LAST_S", 0.1)
     again = _Stage(store, stop=StopConfig(iterations=3))
     store.times = 10**9
     with pytest.raises(StoreUnavailable, match="cannot be reached"):
@@ -790,10 +821,10 @@ def test_whoever_was_cut_off_neither_reports_nor_stores_nor_marks_nor_deletes(tm
     _take_over(LocalStore(tmp_path), "000002")
     stage.trainer.advance(9.0)
     attempts: list[Callable[[], object]] = [
-        stage.conductor.checkpoint,
-        stage.conductor.checkpoint_at_last,
-        lambda: stage.conductor._judge(100.0, "training", "000002"),
-        stage.conductor._tidy,
+        stage.controller.checkpoint,
+        stage.checkpointer.write_last,
+        lambda: stage.checkpointer.judge(100.0, "training", "000002"),
+        stage.checkpointer.remove_old,
     ]
     for attempt in attempts:
         with pytest.raises(Fenced):
@@ -814,7 +845,7 @@ def _until_fenced(stage: _Stage) -> None:
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
         stage.pool.look()
-    stage.conductor.step()
+    stage.controller.step()
 
 
 class _TakenOver(LocalStore):

@@ -16,7 +16,7 @@ import yaml
 import ludus
 from ludus.core.metrics import JsonLines, read_jsonl
 from ludus.errors import ConfigError, NotFound, UsageError
-from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
 from ludus.experiments.runs.run_dir import LOG_FILE, Run, find_runs, run_directory
 from tests.experiments import small
 
@@ -154,8 +154,8 @@ def test_the_config_is_whole_and_can_be_run_again(trained: Path, tmp_path: Path)
     config = experiment_["config"]
     assert (config["seed"], config["num_envs_per_worker"], config["observation_filter"]) == (7, 8, "MeanStdFilter")
     assert (config["lambda"], config["gamma"], config["model"]["fcnet_hiddens"]) == (0.95, 0.99, [16])
-    again = runner.resolve(Run.open(trained).config())
-    assert again.saved() == text, "reading and writing a config changes it"
+    again = resolve(Run.open(trained).config())
+    assert again.to_dict() == text, "reading and writing a config changes it"
     assert {*config} == {*again.config.model_dump(by_alias=True)}, "a key is missing from the written config"
 
 

@@ -28,11 +28,14 @@ from ludus.core.schedule import value_at
 from ludus.core.tree import Array
 from ludus.errors import ConfigError, EnvironmentFault, IncompatibleCheckpoint, NotFound, UnknownName, UsageError
 from ludus.experiments import runner
-from ludus.experiments.assembly.components import ClusterOptions
-from ludus.experiments.control import run_controller
-from ludus.experiments.runner import assembled
+from ludus.experiments.assembly.assemble import assemble_run
+from ludus.experiments.assembly.components import PreparedRun, TrainingComponents
+from ludus.experiments.control import checkpointer
+from ludus.experiments.resolve import DEFAULT_TIMESTEPS, ClusterOptions, choose_num_workers, resolve
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import LOG_FILE, Run
+from ludus.experiments.training import prepare_new_run, run_status
+from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.models.weights.version_store import claims_after, stored_versions
 from ludus.storage.base import Bytes
 from ludus.storage.local import LocalStore
@@ -129,7 +132,7 @@ def test_what_is_wrong_with_an_experiment_is_said_before_a_directory_is_made(
     tmp_path: Path, data: dict[str, Any], error: type[UsageError], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        runner.start(data, local_dir=tmp_path / "runs")
+        runner.train(data, local_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
@@ -137,24 +140,24 @@ def test_a_device_of_workers_on_other_machines_is_not_looked_for_here() -> None:
     elsewhere = ClusterOptions("10.0.0.1:6379")
     data = small.data(num_workers=2, inference_device="cuda:99")
     with pytest.raises(ConfigError, match="inference_device"):
-        runner.resolve(data)
-    assert runner.resolve(data, elsewhere).config.inference_device == "cuda:99"
+        resolve(data)
+    assert resolve(data, elsewhere).config.inference_device == "cuda:99"
     with pytest.raises(ConfigError, match="inference_device"):  # without workers it is this process that decides
-        runner.resolve(data | {"config": data["config"] | {"num_workers": 0}}, replace(elsewhere, asked_for=False))
+        resolve(data | {"config": data["config"] | {"num_workers": 0}}, replace(elsewhere, asked_for=False))
 
 
 def test_the_number_of_workers_is_measured_here_unless_a_cluster_was_asked_for() -> None:
-    data, named = small.data(num_workers="auto"), ClusterOptions("10.0.0.1:6379")
+    parsed, named = ParsedExperiment(small.data(num_workers="auto")), ClusterOptions("10.0.0.1:6379")
     with pytest.raises(ConfigError, match="num_workers is auto"):
-        runner._with_workers_chosen(data, None, named)
-    chosen = runner._with_workers_chosen(data, None, replace(named, asked_for=False))
-    assert isinstance(chosen["config"]["num_workers"], int)
+        choose_num_workers(parsed, None, named)
+    chosen = choose_num_workers(parsed, None, replace(named, asked_for=False))
+    assert isinstance(chosen.config["num_workers"], int)
 
 
 def test_without_a_stop_the_environment_says_when_it_is_solved() -> None:
-    stop = runner.resolve({"env": "CartPole-v1"}).experiment.stop
-    assert (stop.episode_return_mean, stop.timesteps) == (475.0, runner.DEFAULT_TIMESTEPS)
-    assert runner.resolve({"env": "CartPole-v1", "stop": {"iterations": 1}}).experiment.stop.timesteps is None
+    stop = resolve({"env": "CartPole-v1"}).experiment.stop
+    assert (stop.episode_return_mean, stop.timesteps) == (475.0, DEFAULT_TIMESTEPS)
+    assert resolve({"env": "CartPole-v1", "stop": {"iterations": 1}}).experiment.stop.timesteps is None
 
 
 def test_a_run_that_fails_says_so_in_its_metadata_and_its_log(tmp_path: Path) -> None:
@@ -210,10 +213,11 @@ def run(stopped: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def parts_after_restore(run: Path) -> tuple[runner.Parts, PPO]:
+def parts_after_restore(run: Path) -> tuple[TrainingComponents, PPO]:
     opened = Run.open(run)
-    resolved = runner.resolve(opened.config())
-    with assembled(resolved, lambda: opened, checkpoint.newest(opened.store), [], 5, counting_on=True) as parts:
+    resolved = resolve(opened.config())
+    prepared = PreparedRun(resolved, lambda: opened, checkpoint.newest(opened.store), 5, counting_on=True)
+    with assemble_run(prepared) as parts:
         algorithm = parts.trainer.algorithms["model"]
         assert isinstance(algorithm, PPO)
         return parts, algorithm
@@ -230,7 +234,7 @@ def test_a_resumed_run_starts_in_the_very_state_of_its_checkpoint(run: Path) -> 
     assert plain == before.state["models"]["model"]["algorithm"]
     assert plain["reward_scale"]["count"] > 0
     assert ppo.optimizer.updates == int(before.arrays["model"]["updates"]) > 0
-    assert same(parts.sampler.state(), before.sampler)
+    assert same(parts.source.state(), before.sampler)
     assert parts.pool.newest("model")[1] > before.state["models"]["model"]["version"]
 
 
@@ -343,7 +347,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(run: Pat
 
 
 def test_a_run_whose_learner_died_checkpoints_soon(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_controller, "SOON_S", 1e-9)
+    monkeypatch.setattr(checkpointer, "SOON_S", 1e-9)
     shutil.rmtree(run / "checkpoints")
     data = Run.open(run).config() | {"checkpoint_freq": 0, "keep_checkpoints_num": None, "checkpoint_time_s": 300.0}
     Run.open(run).write_config({data.pop("name"): data})
@@ -353,16 +357,16 @@ def test_a_run_whose_learner_died_checkpoints_soon(run: Path, monkeypatch: pytes
 
 
 def test_the_status_keeps_the_numbers_of_the_last_report_until_the_next(tmp_path: Path) -> None:
-    resolved = runner.resolve(small.data(100, evaluation_duration=0, min_time_s_per_iteration=1000.0))
+    resolved = resolve(small.data(100, evaluation_duration=0, min_time_s_per_iteration=1000.0))
 
     def create() -> Run:
-        made = Run.create(tmp_path / "run", resolved.saved())
+        made = Run.create(tmp_path / "run", resolved.to_dict())
         made.write_meta({"learner_restarts": 7})  # is in every report
         return made
 
-    with assembled(resolved, create) as parts:
-        parts.runtime.run(lambda: parts.trainer.progress.iterations >= 3)
-        shown = runner._shown(parts, resolved)
+    with assemble_run(PreparedRun(resolved, create, None, 0)) as parts:
+        parts.controller.run(lambda: parts.trainer.progress.iterations >= 3)
+        shown = run_status(parts, resolved)
     assert shown["numbers"]["learner/restarts"] == 7.0
     assert shown["progress"]["iterations"] == 3
 
@@ -470,7 +474,7 @@ def test_before_its_claim_a_resumed_run_writes_neither_config_nor_metadata(run: 
 def test_a_new_run_can_start_from_a_checkpoint(run: Path, tmp_path: Path) -> None:
     before = checkpoint.open_checkpoint(run)[1]
     data = small.data(6, seed=12, **FILTER)
-    result = runner.start(data, project=tmp_path, trial="new", restore=run)
+    result = runner.train(data, project=tmp_path, trial="new", restore=run)
     assert result.run_dir == tmp_path / "new"
     assert checkpoint.names(LocalStore(run)) == ["000002", "000004"], "the old run is not touched"
     after = checkpoint.open_checkpoint(result.run_dir)[1]
@@ -481,12 +485,12 @@ def test_a_new_run_can_start_from_a_checkpoint(run: Path, tmp_path: Path) -> Non
 
 def test_a_checkpoint_of_another_environment_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(IncompatibleCheckpoint, match=r"trained on CartPole-v1, not on Acrobot-v1"):
-        runner.start(small.data(env="Acrobot-v1", **FILTER), project=tmp_path, trial="new", restore=run)
+        runner.train(small.data(env="Acrobot-v1", **FILTER), project=tmp_path, trial="new", restore=run)
 
 
 def test_a_checkpoint_that_does_not_exist_costs_no_directory(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
-        runner.start(small.data(), local_dir=tmp_path / "runs", restore=tmp_path / "nonsense")
+        runner.train(small.data(), local_dir=tmp_path / "runs", restore=tmp_path / "nonsense")
     assert not (tmp_path / "runs").exists()
 
 
@@ -596,7 +600,7 @@ def test_a_run_that_has_reached_its_stop_is_not_trained_any_further_by_a_resume(
 
 def test_a_checkpoint_of_another_environment_costs_no_directory(run: Path, tmp_path: Path) -> None:
     with pytest.raises(IncompatibleCheckpoint, match="was trained on CartPole-v1, not on Acrobot-v1"):
-        runner.start(small.data(1, env="Acrobot-v1"), project=tmp_path / "other", trial="run", restore=run)
+        runner.train(small.data(1, env="Acrobot-v1"), project=tmp_path / "other", trial="run", restore=run)
     assert not (tmp_path / "other").exists()
 
 
@@ -635,9 +639,9 @@ def test_complete_episodes_are_refused_where_they_cannot_be(tmp_path: Path, sett
 )
 def test_a_training_iteration_is_an_update_only_where_rllibs_is(run: str, config: dict[str, Any], stop: dict[str, Any]) -> None:
     data = {"name": "x", "env": "CartPole-v1", "run": run, "stop": {"training_iteration": 3}, "config": config}
-    resolved = runner.resolve(data)
+    resolved = resolve(data)
     assert resolved.experiment.stop.model_dump(exclude_none=True) == stop
-    again = runner.resolve({"name": "x", **resolved.saved()["x"]})
+    again = resolve({"name": "x", **resolved.to_dict()["x"]})
     assert again.experiment == resolved.experiment
     assert again.config.least_iteration == resolved.config.least_iteration
 
@@ -645,15 +649,15 @@ def test_a_training_iteration_is_an_update_only_where_rllibs_is(run: str, config
 def test_training_iterations_of_dqn_are_a_thousand_steps(tmp_path: Path) -> None:
     config = {"evaluation_duration": 0, "model": {"fcnet_hiddens": [8]}}
     data = {"env": "CartPole-v1", "run": "DQN", "config": config}
-    result = runner.start({**data, "stop": {"training_iteration": 2}}, local_dir=tmp_path, supervised=False)
+    result = runner.train({**data, "stop": {"training_iteration": 2}}, local_dir=tmp_path, supervised=False)
     assert result.stopped_by == "training_iteration"
     assert 2000 <= result.metrics["timesteps"] < 2200
     assert result.metrics["training_iteration"] == 2
 
 
 def test_without_exploring_the_most_probable_action_is_taken(tmp_path: Path) -> None:
-    resolved = runner.resolve(small.data(1, explore=False, env="tests.environments:make_count"))
-    with assembled(resolved, lambda: Run.create(tmp_path / "run", resolved.saved())) as parts:
+    resolved = resolve(small.data(1, explore=False, env="tests.environments:make_count"))
+    with assemble_run(prepare_new_run(resolved, tmp_path / "run")) as parts:
         block = None
         take = parts.trainer._memory.take
 
@@ -663,6 +667,6 @@ def test_without_exploring_the_most_probable_action_is_taken(tmp_path: Path) -> 
             return block
 
         parts.trainer._memory.take = seen  # type: ignore[method-assign]
-        parts.runtime.run(lambda: parts.conductor.stopped_by is not None)
+        parts.controller.run()
         assert block is not None
         assert (block.log_prob > np.log(0.5) - 1e-6).all(), "of two actions"

@@ -66,7 +66,7 @@ def test_a_server_that_takes_nothing_but_checkpoints_does_not_stop_a_training(
     monkeypatch.setenv("LUDUS_S3_RETRIES", "1")
     s3_proxy.on("PUT", Fault(status=503), within="/events.", times=1000)
     place = s3_server.url(endpoint=s3_proxy.endpoint)
-    result = runner.start(small.data(2), place=place)
+    result = runner.train(small.data(2), place=place)
     assert result.stopped_by == "iterations"
     assert caplog.text.count("cannot be stored for now") == 1
     assert "not stored: events.out.tfevents" in caplog.text
@@ -101,7 +101,7 @@ def test_unfinished_uploads_of_a_run_are_aborted_when_it_is_taken_up(s3_server: 
 def test_wrong_credentials_end_a_training_before_it_begins(s3_url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
     with pytest.raises(StoreError, match="credentials are wrong") as refused:
-        runner.start(small.data(1), place=s3_url)
+        runner.train(small.data(1), place=s3_url)
     assert "hidden" not in str(refused.value)
     assert not list(cache.rglob("config.yaml"))
 
@@ -109,7 +109,7 @@ def test_wrong_credentials_end_a_training_before_it_begins(s3_url: str, cache: P
 def test_who_may_only_read_looks_and_plays_and_is_told_what_stays_here(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained = runner.start(small.data(1), place=s3_url)
+    trained = runner.train(small.data(1), place=s3_url)
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "a guest"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", READER_SECRET)

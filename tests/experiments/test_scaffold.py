@@ -16,7 +16,7 @@ from gymnasium.utils.env_checker import check_env
 from ludus.config import schema as configs
 from ludus.envs.vector_env import make_one
 from ludus.errors import AlreadyExists, StoreFull, UnknownName, UsageError
-from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
 from ludus.experiments.source.scaffold import scaffold
 from ludus.testing import check_model
 
@@ -43,7 +43,7 @@ def test_the_parts_of_a_new_project_fit(here: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir("catcher")
     ((name, data),) = configs.load_experiments(Path("experiment.yaml")).items()
     assert name == "catcher"
-    resolved = runner.resolve({"name": name, **data})
+    resolved = resolve({"name": name, **data})
     assert resolved.config.model.custom_model == "customnet"
     environment = make_one("environment:Catch", {}, "rgb_array")
     check_env(environment, skip_render_check=True)

@@ -9,7 +9,7 @@ import pytest
 
 import ludus
 from ludus.errors import ConfigError
-from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
 from ludus.experiments.runs import checkpoint
 
 
@@ -44,4 +44,4 @@ def test_a_device_that_is_not_there_is_refused_before_anything_starts(setting: d
         if torch.cuda.is_available():
             pytest.skip("needs a machine without accelerators")
     with pytest.raises(ConfigError, match=key):
-        runner.resolve({"env": "CartPole-v1", "config": setting})
+        resolve({"env": "CartPole-v1", "config": setting})

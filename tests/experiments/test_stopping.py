@@ -13,7 +13,7 @@ from ludus.errors import Interrupted, UsageError
 from ludus.experiments import runner
 from ludus.experiments.control import stopping
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.runner import Result
+from ludus.experiments.result import Result
 from ludus.experiments.runs.checkpoint import open_checkpoint
 from ludus.process import host
 from ludus.process.host import StopSignal, stop_on_signals
@@ -33,7 +33,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def run(where: Path, stop: dict[str, Any], *, env: str = ENV, **settings: Any) -> Result:
     whole = data(env=env, train_batch_size=800, minibatch_size=800, **settings) | {"stop": stop}
-    return runner.start(whole, project=where.parent, trial=where.name)
+    return runner.train(whole, project=where.parent, trial=where.name)
 
 
 def meta_of(result: Result) -> dict[str, Any]:

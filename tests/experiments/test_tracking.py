@@ -85,7 +85,7 @@ def test_a_secret_in_a_config_is_refused_and_not_repeated(section: dict[str, Any
 def test_online_without_a_key_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     data = small.data() | {"track": {"wandb": {"mode": "online"}}}
     with pytest.raises(ConfigError, match=r"no key of Weights & Biases.*wandb login.*offline"):
-        runner.start(data, local_dir=tmp_path / "runs")
+        runner.train(data, local_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
@@ -267,7 +267,7 @@ def test_a_tracked_run_tells_both_services_the_numbers_of_its_own_record(tmp_pat
         "name": "mine",
         "track": {"csv": True, "wandb": {"mode": "offline", "tags": ["a"]}, "mlflow": {"tracking_uri": store}},
     }
-    first = runner.start(data, local_dir=tmp_path / "runs")
+    first = runner.train(data, local_dir=tmp_path / "runs")
     run = Run.open(first.run_dir)
     rows = read_jsonl(run.metrics_path)
     lr = run.config()["config"]["lr"]
@@ -300,7 +300,7 @@ def test_a_video_that_is_made_later_is_shown_wherever_the_run_is_tracked(tmp_pat
     import imageio.v3
 
     data = small.data(3) | {"name": "mine", "track": {"wandb": True, "mlflow": True}}
-    run = Run.open(runner.start(data, local_dir=tmp_path / "runs").run_dir)
+    run = Run.open(runner.train(data, local_dir=tmp_path / "runs").run_dir)
     video = run.directory / "videos" / "episode.mp4"
     video.parent.mkdir()
     imageio.v3.imwrite(video, np.random.default_rng(0).integers(0, 255, (20, 64, 64, 3), np.uint8), fps=10)
@@ -319,7 +319,7 @@ def test_a_video_that_is_made_later_is_shown_wherever_the_run_is_tracked(tmp_pat
 @pytest.mark.system
 def test_a_run_with_workers_is_tracked_by_its_learner(tmp_path: Path) -> None:
     data = small.data(3, num_workers=2) | {"name": "mine", "track": {"wandb": True, "mlflow": True}}
-    run = Run.open(runner.start(data, local_dir=tmp_path / "runs").run_dir)
+    run = Run.open(runner.train(data, local_dir=tmp_path / "runs").run_dir)
     (told,) = launched_services.wandb_runs(run.directory)
     assert (told.id, told.exit_code) == (run.meta()["track_id"], 0)
     _check_reports(read_jsonl(run.metrics_path), told.history)
@@ -333,7 +333,7 @@ def test_services_that_cannot_be_reached_do_not_stop_a_run(tmp_path: Path, monke
     monkeypatch.setenv("WANDB_API_KEY", "s3cret" * 7)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nobody listens
     data = small.data(3) | {"name": "mine", "track": {"wandb": True, "mlflow": {"tracking_uri": "http://127.0.0.1:9"}}}
-    result = runner.start(data, local_dir=tmp_path / "runs")
+    result = runner.train(data, local_dir=tmp_path / "runs")
     assert result.stopped_by == "iterations"
     assert Run.open(result.run_dir).meta()["status"] == "finished"
     told = (result.run_dir / "logs" / "learner" / "train.log").read_text()

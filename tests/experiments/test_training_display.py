@@ -10,10 +10,10 @@ import pytest
 
 from ludus.config.schema import StopConfig
 from ludus.core.metrics import Numbers
+from ludus.experiments.control.callbacks import announce_stop
 from ludus.experiments.control.training_display import (
     RecentRates,
     TrainingDisplay,
-    announce_stop,
     match_results,
     progress_line,
     progress_rows,

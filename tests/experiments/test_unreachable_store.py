@@ -10,7 +10,7 @@ import pytest
 from ludus.core.metrics import Numbers
 from ludus.errors import StoreUnavailable
 from ludus.experiments import runner
-from ludus.experiments.control import run_controller
+from ludus.experiments.control import checkpointer
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import directory_of, store_of
 from ludus.storage.base import Store
@@ -25,8 +25,8 @@ def impatient(s3_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Nothing waits long, on this side of a server that is there already."""
     for key, value in {"LUDUS_CACHE_DIR": str(tmp_path / "cache"), "LUDUS_S3_RETRY_S": "0.2", "LUDUS_S3_RETRIES": "1"}.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(run_controller, "RETRY_S", 1e-6)
-    monkeypatch.setattr(run_controller, "LAST_AGAIN_S", 0.05)
+    monkeypatch.setattr(checkpointer, "RETRY_S", 1e-6)
+    monkeypatch.setattr(checkpointer, "LAST_AGAIN_S", 0.05)
 
 
 class At:
@@ -65,7 +65,7 @@ def test_training_goes_on_while_the_store_is_away(s3_server: Server, s3_proxy: P
         come_back(s3_proxy)
 
     sink = At({2: lambda: go_away(s3_proxy), 5: back})
-    result = runner.start(small.data(6, top={"checkpoint_freq": 1}), place=place, sinks=[sink])
+    result = runner.train(small.data(6, top={"checkpoint_freq": 1}), place=place, sinks=[sink])
     assert result.stopped_by == "iterations"
     assert there["meanwhile"] == ["000001"]
     assert checkpoint.names(store) == ["000001", "000005", "000006"]
@@ -79,9 +79,9 @@ def test_the_end_waits_for_the_store_and_gives_up_in_the_end(
     s3_server: Server, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = s3_server.url(endpoint=s3_proxy.endpoint)
-    monkeypatch.setattr(run_controller, "LAST_S", 0.5)
+    monkeypatch.setattr(checkpointer, "LAST_S", 0.5)
     with pytest.raises(StoreUnavailable):
-        runner.start(small.data(2, top={"checkpoint_freq": 1}), place=place, sinks=[At({2: lambda: go_away(s3_proxy)})])
+        runner.train(small.data(2, top={"checkpoint_freq": 1}), place=place, sinks=[At({2: lambda: go_away(s3_proxy)})])
     come_back(s3_proxy)
     store = straight(place, s3_server, s3_proxy)
     assert checkpoint.names(store) == ["000001"]

@@ -19,10 +19,11 @@ from ludus.core import trust
 from ludus.distributed.redis.messages import ORDERS, Orders
 from ludus.distributed.redis.worker import FleetWorker, WorkerOptions
 from ludus.envs import wrappers
-from ludus.envs.vector_env import made_as_trained
+from ludus.envs.vector_env import make_as_trained
 from ludus.errors import LudusError, Untrusted
 from ludus.experiments import runner
 from ludus.experiments.evaluation import rollout
+from ludus.experiments.resolve import resolve
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import CONFIG
 from ludus.models.weights import serialization, version_store
@@ -167,7 +168,7 @@ def resume_sweep(run: Path) -> None:
     LocalStore(run).put(tuning.STATE, json.dumps(plain).encode())
     sweep = tuning.opened(run)
     tuning._luggage(sweep, sweep.left(retry_failed=False))
-    wrappers.wrappers_of(data["config"].get("wrappers") or ())  # as the process of the trial does
+    wrappers.load_wrappers(data["config"].get("wrappers") or ())  # as the process of the trial does
 
 
 def work_in_fleet(run: Path) -> None:
@@ -193,7 +194,7 @@ def export(run: Path) -> None:
     """What `ludus export --quantize int8` reads of the run: the policy, and the environment in which it is calibrated."""
     _, found = checkpoint.open_checkpoint(run)
     found.policy(next(iter(found.weights)))
-    made_as_trained(found.state["config"]).close()
+    make_as_trained(found.state["config"]).close()
 
 
 def battle(run: Path) -> None:
@@ -204,7 +205,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "rollout": play,
     "evaluate": lambda run: ludus.evaluate(run, 1),
     "resume": lambda run: runner.resume(run, stop={"iterations": 2}),
-    "restore": lambda run: runner._begins_with(run, runner.resolve(small.data(1))),
+    "restore": lambda run: runner._load_restored(run, resolve(small.data(1))),
     "load": ludus.load,
     "export": export,
     "serve": serve,

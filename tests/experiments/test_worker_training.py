@@ -15,7 +15,7 @@ from ludus.config.schema import AlgorithmConfig, algorithm_config
 from ludus.core.metrics import read_jsonl
 from ludus.experiments import runner
 from ludus.experiments.assembly.worker_training import make_clock
-from ludus.experiments.runner import Announce
+from ludus.experiments.resolve import Announce
 from ludus.models.policy import Weights
 
 
@@ -24,7 +24,7 @@ def trained(
 ) -> tuple[Weights, list[dict[str, Any]]]:
     small = {"num_envs_per_worker": 8, "rollout_fragment_length": 16, "evaluation_duration": 0, "minibatch_size": 64}
     data = {"env": "CartPole-v1", "stop": {"iterations": iterations}, "config": small | {"seed": 7} | config}
-    result = runner.start(data, local_dir=where, announce=announce, supervised=False)
+    result = runner.train(data, local_dir=where, announce=announce, supervised=False)
     rows = read_jsonl(result.run_dir / "metrics.jsonl")
     return result.agent.policy.weights(), rows
 

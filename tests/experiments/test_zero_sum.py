@@ -11,8 +11,9 @@ from ludus.config.schema import StopConfig
 from ludus.core.metrics import read_jsonl
 from ludus.errors import ConfigError, NotFound
 from ludus.experiments import runner
-from ludus.experiments.assembly import multi_agent_training
+from ludus.experiments.assembly import match_evaluation
 from ludus.experiments.control.training_display import RecentRates, progress_line, progress_rows
+from ludus.experiments.result import Result
 from ludus.experiments.runs.run_summary import summary_lines
 from tests.experiments import small
 
@@ -20,9 +21,9 @@ PAIR = "tests.experiments.grids:pair"
 SETTINGS: dict[str, Any] = {"train_batch_size": 64, "num_envs_per_worker": 4, "evaluation_duration": 8}
 
 
-def start(where: Path, iterations: int = 1, **settings: Any) -> runner.Result:
+def start(where: Path, iterations: int = 1, **settings: Any) -> Result:
     data = small.data(iterations, env=PAIR, **{**SETTINGS, **settings})
-    return runner.start(data, project=where.parent, trial=where.name)
+    return runner.train(data, project=where.parent, trial=where.name)
 
 
 def test_evaluations_of_a_zero_sum_game_report_a_win_rate_against_chance(tmp_path: Path) -> None:
@@ -60,8 +61,8 @@ def test_an_opponent_of_another_game_is_refused(tmp_path: Path) -> None:
 
 
 def test_win_rates_are_shown_between_checkpoints_without_judging_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multi_agent_training, "_SHOW_EVERY_S", 0.0)
-    monkeypatch.setattr("ludus.experiments.control.run_controller._SHARE_OF_DISPLAY", 0.0)
+    monkeypatch.setattr(match_evaluation, "_DISPLAY_EVERY_S", 0.0)
+    monkeypatch.setattr("ludus.experiments.control.evaluation_schedule._DISPLAY_SHARE", 0.0)
     start(tmp_path / "run", 4)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert sum("evaluation/win/random" in row for row in rows) >= 3
@@ -69,7 +70,7 @@ def test_win_rates_are_shown_between_checkpoints_without_judging_them(tmp_path: 
 
 
 def test_an_interval_of_the_config_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multi_agent_training, "_SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(match_evaluation, "_DISPLAY_EVERY_S", 0.0)
     start(tmp_path / "run", 4, evaluation_interval=4)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert sum("evaluation/win/random" in row for row in rows) == 1

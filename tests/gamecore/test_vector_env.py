@@ -140,21 +140,21 @@ def test_rows_get_the_same_numbers_over_http_as_in_this_process(
     begun = far.step(np.zeros((rows, 4), np.int64))
     assert begun.lost is not None
     assert begun.lost.all()
-    same(begun.seen.observation, seen.observation, "the beginning")
+    same(begun.observations.observation, seen.observation, "the beginning")
     ends = 0
     for step in range(140):  # into a second match
         actions = random_actions(near, seen.mask, random)
         expected, got = near.step(actions), far.step(actions)
         assert got.lost is None
-        same(got.seen.observation, expected.seen.observation, step)
+        same(got.observations.observation, expected.observations.observation, step)
         same((got.reward, got.terminated, got.truncated), (expected.reward, expected.terminated, expected.truncated), step)
         over = expected.terminated | expected.truncated
         if over.any():
             same(got.results, expected.results, step)
         else:
-            same(got.seen.mask, expected.seen.mask, step)
+            same(got.observations.mask, expected.observations.mask, step)
         ends += int(over.any())
-        seen = expected.seen
+        seen = expected.observations
     assert ends >= 1
 
 
@@ -194,7 +194,7 @@ def test_how_matches_went_is_known_to_whoever_makes_the_next(server: str, made: 
         env.step(np.array([1, 1]))  # which wins where nobody else is
     assert rivals.names == ("",)
     assert rivals.matches[0, 0] >= 6
-    assert rivals.won[0, 0] == pytest.approx((0.5 + rivals.matches[0, 0]) / (1 + rivals.matches[0, 0]))
+    assert rivals.win_rate[0, 0] == pytest.approx((0.5 + rivals.matches[0, 0]) / (1 + rivals.matches[0, 0]))
 
 
 def test_what_became_of_a_match_is_told_by_whom_it_was_played_against(server: str, made: list[Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ludus.core.types import Segments
 from ludus.gateway.agent import Seat
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.sampling.segment_recorder import session_spec
@@ -65,7 +65,7 @@ class Table:
     def __init__(self, policy: Policy, steps: int = 4, *, blocks: int = 10_000, max_batch_size: int = 256) -> None:
         self.versions = Versions(policy)
         self.memory = LocalMemory(session_spec(policy, steps), 1, blocks)
-        self.deciding = Deciding(self.versions, deterministic=True, max_batch_size=max_batch_size)
+        self.deciding = BatchedPolicy(self.versions, deterministic=True, max_batch_size=max_batch_size)
         self.seat = Seat(self.deciding, self.memory)
 
     def recorded(self) -> list[Segments]:

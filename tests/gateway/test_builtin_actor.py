@@ -20,7 +20,7 @@ from ludus.core.types import Segments
 from ludus.errors import EnvironmentFault, Refused
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
-from ludus.models.inference.batched_policy import Deciding, Decision
+from ludus.models.inference.batched_policy import BatchedPolicy, Decision
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from tests.gateway import wire
@@ -284,7 +284,7 @@ def test_nested_observations_and_actions_are_objects_and_lists(packed: bool) -> 
 
 def test_masks_are_kept_and_recorded_while_exploring() -> None:
     table = Table(tiny_policy(NESTED, HYBRID), 300)
-    seat = Seat(Deciding(table.versions, seed=0), table.memory)
+    seat = Seat(BatchedPolicy(table.versions, seed=0), table.memory)
     random = np.random.default_rng(0)
     asked: list[list[int]] = []
 
@@ -578,7 +578,7 @@ def test_an_unknown_seat_names_the_nearest(blue: Table, red: Table) -> None:
 class Late:
     """A model that takes a while."""
 
-    def __init__(self, deciding: Deciding[Any]) -> None:
+    def __init__(self, deciding: BatchedPolicy[Any]) -> None:
         self.deciding, self.policy = deciding, deciding.policy
 
     def decide(self, *asked: Any) -> asyncio.Future[Decision]:

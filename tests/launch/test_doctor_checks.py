@@ -547,7 +547,7 @@ def leaving(**_):
 
 def on_a_screen(**_):
     from ludus.display import x11
-    if why := x11.silence(os.environ):
+    if why := x11.connection_error(os.environ):
         raise RuntimeError(why)
     return gymnasium.make("CartPole-v1")
 """

@@ -9,8 +9,10 @@ import pytest
 
 from ludus.core.metrics import Numbers
 from ludus.envs.vector_env import make_environments
-from ludus.experiments import runner
-from ludus.sampling.episode_runner import play
+from ludus.experiments.assembly.assemble import assemble_run
+from ludus.experiments.assembly.components import PreparedRun
+from ludus.experiments.resolve import resolve
+from ludus.sampling.episode_runner import EpisodePlan, play
 from tests.long.record import record
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -39,15 +41,15 @@ def steps_to_goal(where: Path, seed: int, **faults: Any) -> tuple[int, dict[str,
             "worker_hang_s": 30,
         },
     }
-    resolved = runner.resolve(data)
+    resolved = resolve(data)
     fair = make_environments("CartPole-v1", 10, {})
 
     def open_run() -> Any:
         from ludus.experiments.runs.run_dir import Run
 
-        return Run.create(where / f"run-{seed}-{bool(faults)}", resolved.saved())
+        return Run.create(where / f"run-{seed}-{bool(faults)}", resolved.to_dict())
 
-    with runner.assembled(resolved, open_run, environment_seed=seed) as parts:
+    with assemble_run(PreparedRun(resolved, open_run, None, seed)) as parts:
         policy, _ = parts.pool.newest("model")
         judged = 0
 
@@ -55,15 +57,15 @@ def steps_to_goal(where: Path, seed: int, **faults: Any) -> tuple[int, dict[str,
             nonlocal judged
             done = parts.trainer.progress.iterations
             if done == judged or done % 5:
-                return parts.conductor.stopped_by is not None
+                return False
             judged = done
             with policy.acting():
-                score = play(policy, fair, 10, 1000 + done)
+                score = play(policy, fair, EpisodePlan(10), 1000 + done)
             reached["score"] = score.mean
-            return score.mean >= GOAL or parts.conductor.stopped_by is not None
+            return score.mean >= GOAL
 
-        parts.runtime.run(good_enough)
-        numbers: Numbers = parts.sampler.metrics()
+        parts.controller.run(good_enough)
+        numbers: Numbers = parts.source.metrics()
         fair.close()
         return parts.trainer.progress.timesteps, dict(numbers) | reached
 

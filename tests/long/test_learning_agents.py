@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 def test_the_presets_with_several_agents_reach_their_targets(tmp_path: Path, name: str) -> None:
     ((_, data),) = configs.load_experiments(preset_index.preset(name)).items()
     data["config"]["seed"] = 11
-    result = runner.start(data, project=tmp_path, trial="run")
+    result = runner.train(data, project=tmp_path, trial="run")
     assert result.metrics["evaluation/return_mean"] >= data["target"]["return_mean"]
     assert result.metrics["timesteps"] <= 1.05 * data["target"]["timesteps"]
 
@@ -40,5 +40,5 @@ def test_a_speaker_and_a_listener_agree_on_words(tmp_path: Path, central: bool) 
             "multiagent": {"policies": ["speaker", "listener"], "centralized_value": central},
         },
     }
-    result = runner.start(data, project=tmp_path, trial="run")
+    result = runner.train(data, project=tmp_path, trial="run")
     assert result.metrics["evaluation/return_mean"] >= 0.9 * 2 * (4 + 1 / 3)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ludus.core import spaces
 from ludus.core.spaces import Fit
 from ludus.core.tree import Tree, leaves, map_tree
-from ludus.models.inference.batched_policy import Deciding, Decision
+from ludus.models.inference.batched_policy import BatchedPolicy, Decision
 from ludus.models.policy import Policy
 from tests.gateway.scripted import Versions, run, tiny_policy
 
@@ -39,7 +39,7 @@ def observations(policy: Policy, count: int) -> list[Tree]:
     return [fit(policy.observation_space.sample()) for _ in range(count)]
 
 
-async def together(deciding: Deciding[Any], rows: list[tuple[Any, ...]]) -> list[Decision]:
+async def together(deciding: BatchedPolicy[Any], rows: list[tuple[Any, ...]]) -> list[Decision]:
     return list(await asyncio.gather(*(deciding.decide(*row) for row in rows)))
 
 
@@ -58,7 +58,11 @@ def by_hand(policy: Policy, observation: Tree, state: Any = None, mask: Any = No
 @pytest.mark.parametrize("action", ACTIONS, ids=repr)
 def test_rows_that_are_decided_together_are_decided_as_if_alone(action: Space, core: str | None) -> None:
     policy = tiny_policy(NESTED, action, core=core)
-    deciding, seen, random = Deciding(Versions(policy), deterministic=True), observations(policy, 12), np.random.default_rng(0)
+    deciding, seen, random = (
+        BatchedPolicy(Versions(policy), deterministic=True),
+        observations(policy, 12),
+        np.random.default_rng(0),
+    )
     size = spaces.mask_size(action)
     masks = [None if i % 3 == 0 else np.ones(size, np.bool_) for i in range(12)]
     states = [None if i % 2 else tuple(s.zeros() + random.normal() for s in policy.state_spec()) for i in range(12)]
@@ -79,7 +83,7 @@ def test_rows_that_are_decided_together_are_decided_as_if_alone(action: Space, c
 
 def test_a_state_that_a_session_keeps_does_not_keep_the_batch() -> None:
     policy = tiny_policy(core="gru")
-    decisions = run(together(Deciding(Versions(policy)), [(seen,) for seen in observations(policy, 8)]))
+    decisions = run(together(BatchedPolicy(Versions(policy)), [(seen,) for seen in observations(policy, 8)]))
     for decision in decisions:
         assert all(part.base is None for part in decision.state)
 
@@ -88,7 +92,7 @@ def test_a_state_handed_back_is_not_written_to() -> None:
     policy = tiny_policy(core="lstm")
 
     async def twice() -> None:
-        deciding, (seen,) = Deciding(Versions(policy), deterministic=True), observations(policy, 1)
+        deciding, (seen,) = BatchedPolicy(Versions(policy), deterministic=True), observations(policy, 1)
         first = await deciding.decide(seen)
         kept = [part.copy() for part in first.state]
         again = [await deciding.decide(seen, first.state) for _ in range(2)]
@@ -111,7 +115,7 @@ def test_what_a_mask_forbids_is_never_chosen(data: st.DataObject) -> None:
             if not mask[part].any():
                 mask[data.draw(st.integers(part.start, part.stop - 1))] = True
         masks.append(mask)
-    deciding = Deciding(Versions(policy), seed=data.draw(st.integers(0, 99)))
+    deciding = BatchedPolicy(Versions(policy), seed=data.draw(st.integers(0, 99)))
     rows: list[tuple[Any, ...]] = [(seen, None, mask) for seen, mask in zip(observations(policy, len(masks)), masks, strict=True)]
     rows.append((rows[0][0], None, None))  # a row without a mask beside those with one
     for decision, mask in zip(run(together(deciding, rows)), masks, strict=False):
@@ -141,7 +145,7 @@ def test_exploration_follows_the_probabilities_and_the_seed() -> None:
     (seen,) = observations(policy, 1)
 
     def drawn(seed: int | None) -> list[int]:
-        deciding = Deciding(Versions(policy), seed=seed)
+        deciding = BatchedPolicy(Versions(policy), seed=seed)
         return [int(d.action) for d in run(together(deciding, [(seen,)] * 2000))]
 
     one, same, other = drawn(5), drawn(5), drawn(6)
@@ -159,7 +163,7 @@ def test_new_weights_are_taken_up_between_two_batches() -> None:
     versions = Versions(tiny_policy())
 
     async def play() -> list[list[int]]:
-        deciding, (seen,) = Deciding(versions, deterministic=True, max_batch_size=2), observations(versions.known[1], 1)
+        deciding, (seen,) = BatchedPolicy(versions, deterministic=True, max_batch_size=2), observations(versions.known[1], 1)
         waiting = [deciding.decide(seen) for _ in range(3)]  # two batches: two rows, then one
         waiting[1].add_done_callback(lambda _: versions.renew())
         first = await asyncio.gather(*waiting)
@@ -177,7 +181,7 @@ def test_a_batch_that_fails_fails_all_who_wait_and_not_the_next() -> None:
     policy = tiny_policy()
 
     async def play() -> None:
-        deciding, (good,) = Deciding(Versions(policy), deterministic=True), observations(policy, 1)
+        deciding, (good,) = BatchedPolicy(Versions(policy), deterministic=True), observations(policy, 1)
         answers = await asyncio.gather(deciding.decide(good), deciding.decide(np.zeros(7, np.float32)), return_exceptions=True)
         assert all(isinstance(answer, ValueError | RuntimeError) for answer in answers)
         assert (await deciding.decide(good)).value == pytest.approx(by_hand(policy, good)[2], abs=1e-5)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.ppo import PPOConfig
-from ludus.experiments.assembly.components import make_policy
+from ludus.experiments.assembly.policies import make_policy
 from ludus.models.centralized_critic import actor_of
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy

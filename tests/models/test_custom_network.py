@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludus.algorithms.optim.flat_adam import Optimizer
+from ludus.algorithms.optim.flat_adam import FlatAdam
 from ludus.core.tree import Tree, map_tree
 from ludus.distributed.code_bundle import Luggage
 from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, UnknownName, Untrusted
@@ -653,7 +653,7 @@ def test_the_flat_optimizer_learns_tied_and_frozen_parameters_as_torch_does(writ
     )
     ours, theirs = check_model("customnet", (BOX, PAIR)), made()
     theirs.load_weights(ours.weights())
-    optimizer = Optimizer(ours, 0.01, threads=threads)
+    optimizer = FlatAdam(ours, 0.01, threads=threads)
     adam = torch.optim.Adam([p for p in theirs.parameters() if p.requires_grad], 0.01, eps=1e-5)
     seen = torch.rand(8, 4, generator=torch.Generator().manual_seed(0))
 

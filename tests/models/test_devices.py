@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ludus.errors import ConfigError
-from ludus.models.devices import CPU, DevicePolicy, acting_on, learner_device, learning_on, moved, named_device
+from ludus.models.devices import CPU, DevicePolicy, acting_on, learner_device, learning_on, named_device, to_device
 from tests.algorithms.experience import policy_for
 
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without accelerators")
@@ -61,5 +61,5 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     policy, x = policy_for("mlp"), torch.ones(3)
     assert acting_on(policy, CPU) is policy
     assert learning_on(policy, CPU) is policy
-    assert moved(x, CPU) is x
+    assert to_device(x, CPU) is x
     assert policy.device == CPU

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ludus.core.tree import Array
 from ludus.errors import IncompatibleCheckpoint, UsageError
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.inference.engine import Engine, Inference, Newest, stacked
 from ludus.models.policy import Policy
 from ludus.models.weights import module_spec
@@ -428,7 +428,7 @@ def test_a_policy_on_a_board_follows_it() -> None:
             return self.now, learner.weights()
 
     versions = Follow()
-    deciding = Deciding(Newest(Engine(Policy(*spaces), versions)), deterministic=True)
+    deciding = BatchedPolicy(Newest(Engine(Policy(*spaces), versions)), deterministic=True)
 
     async def value() -> tuple[float, int]:
         decision = await deciding.decide(row(0.5))

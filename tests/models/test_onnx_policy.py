@@ -17,7 +17,7 @@ import torch
 from ludus.core.tree import leaves
 from ludus.errors import Damaged, MissingExtra, UsageError
 from ludus.models.export import onnx_export, parity
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.policy import Acted, Policy
 from ludus.models.weights import serialization
@@ -118,7 +118,7 @@ def test_an_exported_policy_answers_sessions() -> None:
             return exported, 3
 
     async def play() -> None:
-        deciding = Deciding(Source(), deterministic=True)
+        deciding = BatchedPolicy(Source(), deterministic=True)
         seen = [parity.random_observations(exported.observation_space, 1, np.random.default_rng(i)) for i in range(3)]
         rows = [{key: value[0] for key, value in one.items()} for one in seen]
         first = await asyncio.gather(*(deciding.decide(row) for row in rows))

@@ -16,7 +16,15 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from ludus.envs.vector_env import Environments, LoopEnvironments, VectorEnvironments
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
-from ludus.sampling.episode_runner import EPISODE_STEPS, Score, longest_episode, play, shares, undisturbed
+from ludus.sampling.episode_runner import (
+    EPISODE_STEPS,
+    EpisodePlan,
+    Score,
+    episode_quota,
+    episode_step_limit,
+    play,
+    preserve_random_state,
+)
 from tests.games import RememberAndAim
 
 
@@ -47,7 +55,8 @@ def rows(mode: AutoresetMode | None, *lengths: int) -> Environments:
 def played(environments: Environments, episodes: int, **options: Any) -> Score:
     policy = Policy(environments.observation_space, environments.action_space, options.pop("network", None))
     with policy.acting():
-        return play(policy, environments, episodes, 0, **options)
+        plan = {name: options.pop(name) for name in ("by_steps", "max_steps", "group") if name in options}
+        return play(policy, environments, EpisodePlan(episodes, **plan), 0, **options)
 
 
 @pytest.mark.parametrize("mode", [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
@@ -91,7 +100,7 @@ def test_recurrent_state_begins_anew_with_every_episode(mode: AutoresetMode | No
 
     policy.step = watched  # type: ignore[method-assign, assignment]
     with torch.inference_mode():
-        play(policy, environments, 3, 0)
+        play(policy, environments, EpisodePlan(3), 0)
     after_first = {state for t, state in states if t == 0.0}
     assert len(after_first) == 1
 
@@ -111,13 +120,13 @@ def test_an_environment_that_ends_at_once_is_scored(mode: AutoresetMode | None) 
 
 
 def test_the_bound_on_an_episode_gives_way_to_what_the_environment_allows() -> None:
-    assert longest_episode("CartPole-v1") == EPISODE_STEPS
+    assert episode_step_limit("CartPole-v1") == EPISODE_STEPS
     gym.register("VeryLong-v0", entry_point="tests.games:remember_and_aim", max_episode_steps=10**6)
     try:
-        assert longest_episode("VeryLong-v0") == 10**6
+        assert episode_step_limit("VeryLong-v0") == 10**6
     finally:
         del gym.registry["VeryLong-v0"]
-    assert longest_episode("tests.games:remember_and_aim") == EPISODE_STEPS
+    assert episode_step_limit("tests.games:remember_and_aim") == EPISODE_STEPS
 
 
 class Shown(Steps):
@@ -139,9 +148,13 @@ def test_a_row_plays_the_same_whoever_plays_beside_it() -> None:
 
     def score(first: int, count: int) -> Score:
         with policy.acting():
-            quota = shares(13, 4)[first : first + count]
+            quota = episode_quota(13, 4)[first : first + count]
             return play(
-                policy, LoopEnvironments("shown", [Shown(8) for _ in range(count)]), quota, 50 + first, deterministic=False
+                policy,
+                LoopEnvironments("shown", [Shown(8) for _ in range(count)]),
+                EpisodePlan(quota),
+                50 + first,
+                deterministic=False,
             )
 
     together, apart = score(0, 4), [score(0, 1), score(1, 2), score(3, 1)]
@@ -160,7 +173,7 @@ def test_nothing_that_is_drawn_in_an_evaluation_is_missed_outside() -> None:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)
     before = draw()
-    with contextlib.suppress(ValueError), undisturbed():
+    with contextlib.suppress(ValueError), preserve_random_state():
         draw()
         raise ValueError("the environment failed")
     assert [before, draw()] == expected
@@ -207,7 +220,7 @@ def test_what_an_environment_did_before_it_failed_is_not_scored(mode: AutoresetM
 
     policy.step = watched  # type: ignore[method-assign, assignment]
     with policy.acting():
-        score = play(policy, environments, 2, 0)
+        score = play(policy, environments, EpisodePlan(2), 0)
     assert score.complete
     assert sorted(zip(score.lengths, score.returns, strict=True)) == [(4, 4.0), (5, 5.0)]
     assert began[:5] == [(0.0, True), (1.0, False), (2.0, False), (0.0, True), (1.0, False)]

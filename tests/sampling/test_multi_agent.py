@@ -13,13 +13,21 @@ import torch
 
 from ludus.core.tree import leaves
 from ludus.core.types import Segments
-from ludus.envs.pettingzoo import Match, Whole, central_space, make_match, match_of
+from ludus.envs.pettingzoo import CentralState, MultiAgentMatch, central_space, make_match, match_of
 from ludus.errors import EnvironmentFault
 from ludus.models.centralized_critic import CentralNetwork, actor_of
 from ludus.models.distributions import EpsilonGreedy
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import PROBABILITIES, VALUES, Policy
-from ludus.sampling.multi_agent import Copies, MatchBatches, MultiSampler, Step, play_episode, play_matches
+from ludus.sampling.multi_agent import (
+    EnvCopies,
+    MatchBatches,
+    MultiAgentSampler,
+    MultiAgentSettings,
+    Step,
+    play_episode,
+    play_matches,
+)
 from ludus.sampling.opponents import RANDOM
 from ludus.sampling.segment_recorder import session_spec
 from ludus.sampling.trained_agent import TrainedAgent
@@ -70,8 +78,8 @@ class Sampled:
         self.sources = {name: Versions(made(number, **network)) for number, name in enumerate(dict.fromkeys(cast.values()))}
         self.memories = {name: Kept(session_spec(s.policy, STEPS, name), 1, 1000) for name, s in self.sources.items()}
         self.batches = MatchBatches(self.memories)
-        copies = Copies(lambda: match_of(waiting.pop(0), "script"), len(envs))
-        self.sampler = MultiSampler(copies, cast, self.sources, self.batches, batch, seed)
+        copies = EnvCopies(lambda: match_of(waiting.pop(0), "script"), len(envs))
+        self.sampler = MultiAgentSampler(copies, cast, self.sources, self.batches, MultiAgentSettings(batch), seed)
         self.taken: list[Segments] = []
 
     def run(self, updates: int) -> Sampled:
@@ -202,7 +210,7 @@ def test_a_policy_that_is_not_trained_plays_and_is_not_recorded() -> None:
     sources = {"red": Versions(made(0)), "blue": Versions(made(1))}
     batches = MatchBatches({"red": LocalMemory(session_spec(sources["red"].policy, STEPS, "red"), 1, 500)})
     env = ScriptParallel()
-    sampler = MultiSampler(Copies(lambda: match_of(env, "script"), 1), CAST, sources, batches, 30, 0)
+    sampler = MultiAgentSampler(EnvCopies(lambda: match_of(env, "script"), 1), CAST, sources, batches, MultiAgentSettings(30), 0)
     while not batches.ready():
         sampler.step()
     batch = batches.take(0)
@@ -216,15 +224,15 @@ def test_a_policy_that_is_not_trained_plays_and_is_not_recorded() -> None:
 
 def simple(
     fault: str, *, forgiving: bool = False, batch: int = 40, at: int = 3, length: int = 5, copies: int = 2
-) -> tuple[MultiSampler, MatchBatches]:
+) -> tuple[MultiAgentSampler, MatchBatches]:
     names = list(Simple(fault).possible_agents)
     source = Versions(made(0, Simple().observation_space("a"), gym.spaces.Discrete(2)))
     batches = MatchBatches({"m": LocalMemory(session_spec(source.policy, STEPS, "m"), 1, 2000)})
-    matches = Copies(lambda: match_of(Simple(fault, at=at, length=length), "simple"), copies, forgiving=forgiving)
-    return MultiSampler(matches, dict.fromkeys(names, "m"), {"m": source}, batches, batch, 0), batches
+    matches = EnvCopies(lambda: match_of(Simple(fault, at=at, length=length), "simple"), copies, forgiving=forgiving)
+    return MultiAgentSampler(matches, dict.fromkeys(names, "m"), {"m": source}, batches, MultiAgentSettings(batch), 0), batches
 
 
-def filled(sampler: MultiSampler, batches: MatchBatches) -> Segments:
+def filled(sampler: MultiAgentSampler, batches: MatchBatches) -> Segments:
     while not batches.ready():
         sampler.step()
     batch = batches.take(0)
@@ -252,7 +260,7 @@ def test_an_agent_that_comes_at_step_500_is_recorded_from_then_on() -> None:
 
 def test_a_game_that_is_over_at_once_for_ever_is_a_fault() -> None:
     sampler, batches = simple("at once")
-    with pytest.raises(EnvironmentFault, match="over before anybody has acted"):
+    with pytest.raises(EnvironmentFault, match="ended before any agent acted"):
         filled(sampler, batches)
 
 
@@ -275,9 +283,9 @@ def test_a_game_that_cannot_be_made_again_is_a_fault_in_the_end() -> None:
 # -- a centralised value ------------------------------------------------------------------------------------------------
 
 
-def central_policy(match: Match, agent: str, **network: Any) -> Policy:
+def central_policy(match: MultiAgentMatch, agent: str, **network: Any) -> Policy:
     own = match.agents[agent]
-    whole = Whole(match.agents, match.state_space).space
+    whole = CentralState(match.agents, match.state_space).space
     return made(3, central_space(own.observation, whole), own.action, central=True, **network)
 
 
@@ -332,7 +340,7 @@ def test_the_actor_of_a_policy_with_a_centralised_value_is_the_same_without_the_
 
 
 def test_what_is_recorded_for_a_centralised_value_is_the_state_of_that_moment() -> None:
-    class Seen(Roles):
+    class Observations(Roles):
         def __init__(self) -> None:
             super().__init__()
             self.shown: list[tuple[int, int, int]] = []
@@ -341,12 +349,12 @@ def test_what_is_recorded_for_a_centralised_value_is_the_state_of_that_moment() 
             self.shown.append((self.number, self.t, self.said))
             return super()._seen()
 
-    env = Seen()
+    env = Observations()
     match = match_of(env, "roles")
     cast = {"speaker": "s", "listener": "l"}
     sources = {model: Versions(central_policy(match, agent)) for agent, model in cast.items()}
     batches = MatchBatches({m: LocalMemory(session_spec(s.policy, STEPS, m), 1, 500) for m, s in sources.items()})
-    sampler = MultiSampler(Copies(lambda: match, 1), cast, sources, batches, 23, 0, central=True)
+    sampler = MultiAgentSampler(EnvCopies(lambda: match, 1), cast, sources, batches, MultiAgentSettings(23, central=True), 0)
     for _ in range(4):
         batch = filled(sampler, batches)
         agent = [0.0, 1.0] if batch.model == "l" else [1.0, 0.0]
@@ -366,7 +374,7 @@ def test_what_is_recorded_for_a_centralised_value_is_the_state_of_that_moment() 
 def test_evaluations_play_as_many_matches_as_were_asked_for_and_repeat_themselves() -> None:
     def score(seed: int, deterministic: bool = True) -> Any:
         policy = made(0, Simple().observation_space("a"), gym.spaces.Discrete(2))
-        copies = Copies(lambda: match_of(Simple(), "simple"), 3)
+        copies = EnvCopies(lambda: match_of(Simple(), "simple"), 3)
         return play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 7, seed, deterministic=deterministic)
 
     assert len(score(0).returns) == 7
@@ -380,7 +388,7 @@ def test_against_random_opponents_every_agent_has_its_turn_and_only_it_is_scored
     policy = made(0, Simple().observation_space("a"), gym.spaces.Discrete(2))
     with torch.no_grad():
         network_of(policy).head.bias.copy_(torch.tensor([-100.0, 100.0]))
-    copies = Copies(lambda: match_of(Simple(length=50), "simple"), 2)
+    copies = EnvCopies(lambda: match_of(Simple(length=50), "simple"), 2)
     score = play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 6, 0, opponent=RANDOM)
     assert len(score.returns) == 6
     assert all(50 < found < 100 for found in score.returns)  # 1 of its own each step, and half of them of the other
@@ -411,7 +419,7 @@ def test_random_opponents_choose_evenly_whatever_the_policy_is(kind: str) -> Non
     if isinstance(policy.distribution, EpsilonGreedy):
         policy.distribution.epsilon.zero_()
     env = Noted(gym.spaces.Discrete(4))
-    copies = Copies(lambda: match_of(env, "noted"), 1)
+    copies = EnvCopies(lambda: match_of(env, "noted"), 1)
     play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 1, 0, opponent=RANDOM)
     counts = np.bincount(env.done["b"], minlength=4)  # in the first match it is a that plays
     assert counts.sum() == 100
@@ -422,7 +430,7 @@ def test_random_opponents_choose_evenly_in_a_box() -> None:
     space = gym.spaces.Box(-2.0, 2.0, (1,))
     env = Noted(space)
     policy = made(0, Simple().observation_space("a"), space)
-    copies = Copies(lambda: match_of(env, "noted"), 1)
+    copies = EnvCopies(lambda: match_of(env, "noted"), 1)
     play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 1, 0, opponent=RANDOM)
     found = np.array(env.done["b"])[:, 0]
     assert np.abs(found).max() < 2.0  # a normal number that is clipped would lie on the bounds for a third of the time
@@ -431,7 +439,7 @@ def test_random_opponents_choose_evenly_in_a_box() -> None:
 
 def test_a_match_that_never_ends_is_cut_and_counted_as_such() -> None:
     lengths = [10**9, 5]
-    copies = Copies(lambda: match_of(Simple(length=lengths.pop(0)), "simple"), 2)
+    copies = EnvCopies(lambda: match_of(Simple(length=lengths.pop(0)), "simple"), 2)
     policy = made(0, Simple().observation_space("a"), gym.spaces.Discrete(2))
     with torch.no_grad():
         network_of(policy).head.bias.copy_(torch.tensor([-100.0, 100.0]))
@@ -448,8 +456,10 @@ def test_a_match_that_never_ends_is_cut_and_counted_as_such() -> None:
 def test_a_batch_may_be_so_many_steps_of_the_environments() -> None:
     source = Versions(made(0, Simple().observation_space("a"), gym.spaces.Discrete(2)))
     batches = MatchBatches({"m": LocalMemory(session_spec(source.policy, STEPS, "m"), 1, 2000)})
-    copies = Copies(lambda: match_of(Simple(), "simple"), 4)
-    sampler = MultiSampler(copies, {"a": "m", "b": "m"}, {"m": source}, batches, 40, 0, by_env_steps=True)
+    copies = EnvCopies(lambda: match_of(Simple(), "simple"), 4)
+    sampler = MultiAgentSampler(
+        copies, {"a": "m", "b": "m"}, {"m": source}, batches, MultiAgentSettings(40, by_env_steps=True), 0
+    )
     batch = filled(sampler, batches)
     assert (batch.env_steps, batch.steps) == (40, 80)
     again = filled(sampler, batches)
@@ -463,7 +473,9 @@ def test_steps_of_the_environments_are_told_once_however_many_models_learn_from_
     sources = {"red": Versions(made(0)), "blue": Versions(made(1))}
     memories = {name: LocalMemory(session_spec(s.policy, STEPS, name), 1, 500) for name, s in sources.items()}
     batches = MatchBatches(memories)
-    sampler = MultiSampler(Copies(lambda: match_of(env, "script"), 1), CAST, sources, batches, 60, 0, by_env_steps=True)
+    sampler = MultiAgentSampler(
+        EnvCopies(lambda: match_of(env, "script"), 1), CAST, sources, batches, MultiAgentSettings(60, by_env_steps=True), 0
+    )
     taken = [filled(sampler, batches) for _ in range(6)]
     assert {batch.model for batch in taken} == {"red", "blue"}
     assert sum(batch.env_steps or 0 for batch in taken) == sampler.metrics()["env_steps"] == 180
@@ -474,9 +486,9 @@ def test_a_model_whose_agents_are_away_has_its_share_of_the_next_batch() -> None
     names = ["a", "b", "late"]
     source, other = (Versions(made(n, Simple().observation_space("a"), gym.spaces.Discrete(2))) for n in range(2))
     batches = MatchBatches({n: LocalMemory(session_spec(source.policy, STEPS, n), 1, 2000) for n in ("m", "l")})
-    copies = Copies(lambda: match_of(Simple("late", at=25, length=100), "simple"), 1)
+    copies = EnvCopies(lambda: match_of(Simple("late", at=25, length=100), "simple"), 1)
     cast = dict(zip(names, ("m", "m", "l"), strict=True))
-    sampler = MultiSampler(copies, cast, {"m": source, "l": other}, batches, 20, 0, by_env_steps=True)
+    sampler = MultiAgentSampler(copies, cast, {"m": source, "l": other}, batches, MultiAgentSettings(20, by_env_steps=True), 0)
     taken = [filled(sampler, batches) for _ in range(3)]
     assert [(batch.model, batch.env_steps, batch.steps) for batch in taken] == [("m", 20, 40), ("m", 20, 40), ("l", 0, 15)]
 

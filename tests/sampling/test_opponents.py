@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.sampling.opponents import Outcome, ZeroSum, win_shares
+from ludus.sampling.opponents import MatchOutcome, ZeroSum, win_shares
 
 
 def test_an_agent_wins_that_has_more_than_each_of_the_others() -> None:
-    outcomes: list[Outcome] = [
+    outcomes: list[MatchOutcome] = [
         ("a", {"a": 1.0, "b": -1.0}),
         ("b", {"a": 1.0, "b": -1.0}),
         ("a", {"a": 0.0, "b": 0.0}),

@@ -17,7 +17,7 @@ from ludus.core.types import Bools, Segments
 from ludus.gateway.agent import Agent, Finished
 from ludus.models.inference.batched_policy import Decision
 from ludus.models.policy import Policy
-from ludus.sampling.segment_recorder import Recorder, RecorderStats, session_spec
+from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder, session_spec
 from ludus.transport.local import LocalMemory
 from tests.gateway.scripted import Table, run, tiny_policy
 
@@ -277,9 +277,9 @@ def decision(number: int, version: int = 1) -> Decision:
     return Decision(number, np.int64(number % 4), -float(number), float(number), (), version)
 
 
-def recorder_of(blocks: int, steps: int = 3) -> tuple[Recorder, LocalMemory, RecorderStats]:
+def recorder_of(blocks: int, steps: int = 3) -> tuple[SegmentRecorder, LocalMemory, RecorderStats]:
     memory, stats = LocalMemory(session_spec(tiny_policy(), steps), 1, blocks), RecorderStats()
-    return Recorder(memory, 7, stats), memory, stats
+    return SegmentRecorder(memory, 7, stats), memory, stats
 
 
 def seen(number: int) -> Array:
@@ -312,7 +312,7 @@ def test_an_episode_that_breaks_off_at_its_first_step_gives_its_block_back() -> 
     recorder, memory, stats = recorder_of(blocks=1)
     for _ in range(5):
         recorder.step(seen(0), None, decision(0), 0.0, ())
-        recorder.break_off()
+        recorder.discard_pending()
     assert stats.discarded == 5
     assert stats.unrecorded == 0
     assert memory.stats().committed == 0
@@ -321,11 +321,11 @@ def test_an_episode_that_breaks_off_at_its_first_step_gives_its_block_back() -> 
 def test_after_the_end_nothing_more_can_end() -> None:
     recorder, memory, stats = recorder_of(blocks=4)
     recorder.finish(1.0, terminated=True)
-    recorder.break_off()
+    recorder.discard_pending()
     recorder.step(seen(0), None, decision(0), 0.0, ())
     open_once = recorder.open
     recorder.finish(1.0, terminated=True)
     recorder.finish(1.0, terminated=True)
-    recorder.break_off()
+    recorder.discard_pending()
     assert (open_once, recorder.open) == (True, False)
     assert (memory.stats().committed, stats.discarded) == (1, 0)

@@ -14,14 +14,14 @@ from gymnasium.vector.utils import batch_space
 from torch import nn
 
 from ludus.config.schema import SelfPlayConfig
-from ludus.envs.opponents.opponent_rows import Opposed
+from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.vector_env import Environments, VectorEnvironments
 from ludus.errors import ConfigError
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Acted, Policy
 from ludus.models.weights.version_store import LocalPool
-from ludus.sampling.sampler import Clock, Sampler, segment_spec
-from ludus.sampling.self_play import History, PastPlayer, with_past
+from ludus.sampling.sampler import Sampler, VersionClock, segment_spec
+from ludus.sampling.self_play import PastPlayer, PolicyHistory, with_past_opponents
 from ludus.storage.local import LocalStore
 from ludus.transport.local import LocalMemory
 
@@ -91,7 +91,7 @@ def env() -> Rows:
 
 @pytest.fixture
 def environments(env: Rows) -> Environments:
-    return Opposed(VectorEnvironments("rows", env), env.opponent_rows)
+    return OpponentRows(VectorEnvironments("rows", env), env.opponent_rows)
 
 
 @pytest.fixture
@@ -102,9 +102,9 @@ def source(env: Rows) -> Versions:
 
 def sampler_of(environments: Environments, source: Versions, steps: int, **settings: int) -> tuple[Sampler, LocalMemory]:
     environments.reset(0)
-    facing = with_past(environments, source, SelfPlayConfig(**settings), 0)
+    facing = with_past_opponents(environments, source, SelfPlayConfig(**settings), 0)
     memory = LocalMemory(segment_spec(source.policy, environments, steps), environments.num, 1)
-    return Sampler(environments, facing, memory, 0, timesteps=Clock(1, 1_000, 60).timesteps), memory
+    return Sampler(environments, facing, memory, 0, timesteps=VersionClock(1, 1_000, 60).timesteps), memory
 
 
 def test_only_own_rows_are_shown_and_learned_from(environments: Environments, env: Rows, source: Versions) -> None:
@@ -145,10 +145,10 @@ def test_the_opponent_is_an_earlier_version_until_another_is_drawn(
 
 
 def test_a_history_keeps_some_and_forgets_the_oldest(source: Versions) -> None:
-    history = History(SelfPlayConfig(every=5, keep=3))
+    history = PolicyHistory(SelfPlayConfig(every=5, keep=3))
     for version in range(1, 41):
         source.always(version % 5, version)
-        history.note(*source.newest())
+        history.add(*source.newest())
     drawn = {history.draw(np.random.default_rng(seed))[0] for seed in range(60)}
     assert drawn == {26, 31, 36}
     version, weights = history.draw(np.random.default_rng(0))
@@ -179,18 +179,18 @@ def test_whoever_begins_later_meets_what_the_run_has_kept(
     (tmp_path / "models" / "model" / "000013.safetensors").write_bytes(b"damaged")
     source.always(0, 23)
     environments.reset(0)
-    with_past(environments, source, SelfPlayConfig(every=5, keep=4), 0, tmp_path)
-    assert isinstance(environments, Opposed)
+    with_past_opponents(environments, source, SelfPlayConfig(every=5, keep=4), 0, tmp_path)
+    assert isinstance(environments, OpponentRows)
     player = environments.player
     assert isinstance(player, PastPlayer)
     met = {player._history.draw(np.random.default_rng(seed))[0] for seed in range(80)}
     assert met == {23, 18, 8, 3}  # and of 13 the log says why not
-    assert "version 13 does not play again" in caplog.text
+    assert "version 13 is no longer used as an opponent" in caplog.text
     (tmp_path / "models" / "model" / "000018.safetensors").unlink()  # while it may be drawn
     assert {player._history.draw(np.random.default_rng(seed))[0] for seed in range(80)} == {23, 8, 3}
     for version in (24, 25):
         source.version = 20 + 5 * (version - 20)
-        player._history.note(*source.newest())
+        player._history.add(*source.newest())
     assert {player._history.draw(np.random.default_rng(seed))[0] for seed in range(80)} == {23, 40, 45, 8}
     for seed in range(20):
         version, weights = player._history.draw(np.random.default_rng(seed))
@@ -199,8 +199,8 @@ def test_whoever_begins_later_meets_what_the_run_has_kept(
 
 def test_where_the_run_cannot_be_read_nothing_is_recalled(tmp_path: Path) -> None:
     for run in (tmp_path / "elsewhere", tmp_path / ("long" * 100)):  # the second cannot even be asked for
-        history = History(SelfPlayConfig())
-        history.recall(run, 100)
+        history = PolicyHistory(SelfPlayConfig())
+        history.load_from_run(run, 100)
         assert not history._stored
 
 
@@ -255,8 +255,8 @@ class Remembers(nn.Module):
 
 
 def test_states_of_any_shape_begin_as_their_network_says(source: Versions) -> None:
-    history = History(SelfPlayConfig())
-    history.note(*source.newest())
+    history = PolicyHistory(SelfPlayConfig())
+    history.add(*source.newest())
     player: Any = PastPlayer(source.policy, history, SelfPlayConfig(), 0)
     player._policy = Remembers()
     for first in ([True, True], [False, False], [False, True]):
@@ -266,14 +266,14 @@ def test_states_of_any_shape_begin_as_their_network_says(source: Versions) -> No
 
 def test_an_opponent_is_shown_the_numbers_of_the_kind_that_the_learner_is(source: Versions) -> None:
     """Environments may say more exactly than networks are told."""
-    history = History(SelfPlayConfig())
-    history.note(*source.newest())
+    history = PolicyHistory(SelfPlayConfig())
+    history.add(*source.newest())
     player = PastPlayer(source.policy, history, SelfPlayConfig(), 0)
     assert player.play(np.zeros((2, 2), np.float64), None, np.ones(2, np.bool_)).shape == (2,)
 
 
 def test_chance_of_the_opponent_is_not_that_of_the_learner(source: Versions) -> None:
-    history = History(SelfPlayConfig())
+    history = PolicyHistory(SelfPlayConfig())
     player: Any = PastPlayer(source.policy, history, SelfPlayConfig(), 7)
     mine = source.policy.draw_noise(4, torch.Generator().manual_seed(7))
     assert not np.isclose(mine, source.policy.draw_noise(4, player._generator)).any()
@@ -281,5 +281,5 @@ def test_chance_of_the_opponent_is_not_that_of_the_learner(source: Versions) -> 
 
 def test_without_a_past_it_says_what_to_do(environments: Environments) -> None:
     environments.reset(0)
-    with pytest.raises(ConfigError, match=r"nobody here has one.*name a script"):
+    with pytest.raises(ConfigError, match=r"none are available here.*set the opponent to a script"):
         environments.step(np.zeros(OWN, np.int64))

@@ -33,7 +33,7 @@ from ludus.games.arena.env.seats import action_space, observation_space
 from ludus.gateway import threaded_server
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
@@ -390,7 +390,7 @@ def test_a_served_player_is_fought_through_a_private_server_and_the_match_is_the
     terms = Terms(2, seconds=6, seed=8)
 
     def actor() -> BuiltinActor:
-        return BuiltinActor({"": Seat(Deciding(Fixed(theirs, 1), deterministic=True))})
+        return BuiltinActor({"": Seat(BatchedPolicy(Fixed(theirs, 1), deterministic=True))})
 
     with gateway(actor) as served:
         far = battle(trained(mine), Served(served.url), terms, Keeping(tmp_path / "far"))

@@ -21,7 +21,7 @@ from ludus.experiments.export_run import export_checkpoint
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import GatewaySettings
-from ludus.models.inference.batched_policy import Deciding, State
+from ludus.models.inference.batched_policy import BatchedPolicy, State
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Acted, Policy
 from ludus.protocol.codec import SeatSpaces, decode, plain_spec
@@ -214,7 +214,7 @@ def test_several_models_play_their_own_agents_unless_one_is_chosen(tmp_path: Pat
 
 
 def actor(one: Trained, *names: str) -> BuiltinActor:
-    return BuiltinActor({name: Seat(Deciding(Fixed(one.policy, 1), deterministic=True)) for name in names})
+    return BuiltinActor({name: Seat(BatchedPolicy(Fixed(one.policy, 1), deterministic=True)) for name in names})
 
 
 def test_a_served_player_answers_the_same_matches(run: Path) -> None:
@@ -504,7 +504,7 @@ def test_a_served_player_hears_how_it_ended() -> None:
     pytest.importorskip("uvicorn")
     Listening.heard.clear()
     one = named(0)
-    with gateway(lambda: Listening({"": Seat(Deciding(Fixed(one.policy, 1), deterministic=True))})) as served:
+    with gateway(lambda: Listening({"": Seat(BatchedPolicy(Fixed(one.policy, 1), deterministic=True))})) as served:
         result = fought(Served(served.url), named(1), games=2, options={"rounds": 2})
     assert not result.failed
     assert Listening.heard == [{"reward": 1.0, "terminated": True}] * 4

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ludus.testing.memory_contract import SPEC, _fill
-from ludus.transport.base import Room
+from ludus.transport.base import SegmentWriter
 from ludus.transport.replay_log import RecordedRoom
 
 PLENTY = 1 << 30
@@ -18,7 +18,7 @@ ONE = replace(SPEC, finals=0)
 """A bit of everything, as sessions record it."""
 
 
-def written(room: Room, number: int, steps: int = 4) -> None:
+def written(room: SegmentWriter, number: int, steps: int = 4) -> None:
     """A segment that says a number."""
     block = room.reserve(0)
     assert block is not None

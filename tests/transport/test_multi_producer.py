@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.core.types import Segments
 from ludus.errors import MemoryClosed, WorkerFailed
 from ludus.testing.memory_contract import SPEC, sign, signature
@@ -127,7 +127,7 @@ def _reserved(room: SessionRoom) -> Segments:
 
 def test_a_batch_is_gathered_from_all_workers(memory: GatheredMemory) -> None:
     lanes = memory.add_lanes(2)
-    batches = Collated([memory.of("left"), memory.of("right")], 14)
+    batches = CollatedBatches([memory.of("left"), memory.of("right")], 14)
     with writing(lanes[0]) as one, writing(lanes[1]) as two:
         put(one.rooms["left"], 1, steps=4)
         put(two.rooms["left"], 2, steps=3)

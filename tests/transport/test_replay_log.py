@@ -22,17 +22,17 @@ import pytest
 import torch
 
 from ludus.algorithms.ppo import PPO, PPOConfig
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import encode, leaves
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import NotFound
 from ludus.gateway.agent import Agent, Seat
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
 from ludus.sampling.segment_recorder import session_spec
 from ludus.testing.memory_contract import _fill
 from ludus.transport import replay_log
-from ludus.transport.base import Room
+from ludus.transport.base import SegmentWriter
 from ludus.transport.local import LocalMemory
 from ludus.transport.replay_log import ReadCounts, RecordedRoom, fill, read_recorded, recordings, used
 from tests.gateway.scripted import Versions, run, tiny_policy
@@ -63,11 +63,11 @@ def assert_same(found: Segments, expected: Segments) -> None:
 # -- the same as in training ---------------------------------------------------------------------------------------------
 
 
-async def session(policy: Policy, room: Room, seed: int) -> None:
+async def session(policy: Policy, room: SegmentWriter, seed: int) -> None:
     """Episodes of any length that end in every way, with masks and changing weights."""
     random = np.random.default_rng(seed)
     versions = Versions(deepcopy(policy))
-    agent = Agent(Seat(Deciding(versions, deterministic=True), room, first_origin=seed))
+    agent = Agent(Seat(BatchedPolicy(versions, deterministic=True), room, first_origin=seed))
     space = deepcopy(policy.observation_space)
     space.seed(seed)
     for _ in range(8):
@@ -128,7 +128,7 @@ def test_a_memory_filled_from_files_is_learned_from_as_the_live_one(tmp_path: Pa
     assert counts.segments == live.stats().committed
     learned = []
     for memory in (live, later):
-        batch = Collated([memory], 80).take(0)
+        batch = CollatedBatches([memory], 80).take(0)
         assert batch is not None
         learner = PPO(deepcopy(policy), PPOConfig(train_batch_size=80, minibatch_size=32, num_epochs=2, learner_threads=1), 7)
         before = [parameter.detach().clone() for parameter in learner.policy.parameters()]

@@ -25,7 +25,7 @@ from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.testing.memory_contract import ROWS, SPEC, MakeMemory, MemoryContract, sign, signature
-from ludus.transport.base import Memory, MemoryStats, Room
+from ludus.transport.base import Memory, MemoryStats, SegmentWriter
 from ludus.transport.local import LocalMemory
 from ludus.transport.ring_buffer import Bell, create_ring
 from ludus.transport.shared_memory import Layout, SharedReader, SharedWriter, ring_capacity
@@ -121,7 +121,7 @@ def made(directory: Path, layout: Layout, blocks: int) -> tuple[SharedWriter, Sh
     return SharedWriter(directory / "ring", layout), SharedReader(directory / "ring", layout)
 
 
-def reserved(room: Room) -> Segments:
+def reserved(room: SegmentWriter) -> Segments:
     block = room.reserve(0)
     assert block is not None
     return block

@@ -15,7 +15,7 @@ import ludus
 from ludus.config import schema as configs
 from ludus.config.search_space import Searched
 from ludus.errors import ConfigError, Damaged, NotFound, UsageError
-from ludus.experiments.assembly.components import ClusterOptions
+from ludus.experiments.resolve import ClusterOptions
 from ludus.experiments.runs.run_dir import Run, find_runs
 from ludus.tuning import sweep as tuning
 from ludus.tuning.messages import FAILED, FINISHED, OVER, Event

@@ -15,7 +15,7 @@ from ludus.algorithms.ppo import PPOConfig
 from ludus.config.schema import algorithm_config
 from ludus.core.metrics import read_jsonl
 from ludus.errors import EnvironmentFault, WorkerFailed
-from ludus.experiments.assembly.components import make_policy
+from ludus.experiments.assembly.policies import make_policy
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import Run
 from ludus.storage.local import LocalStore

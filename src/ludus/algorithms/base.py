@@ -1,6 +1,6 @@
-"""What an algorithm is to the trainer: segments and a model in, a better model and numbers out.
+"""The interface between trainer and algorithm: segments in, an updated policy and metrics out.
 
-An algorithm knows no environment, no file, no process. It owns its optimizer and whatever it must remember between updates.
+An algorithm sees no environment, file or process. It owns its optimizer and the state that it keeps between updates.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-from ludus.algorithms.optim.flat_adam import Optimizer
+from ludus.algorithms.optim.flat_adam import FlatAdam
 from ludus.config.schema import AlgorithmConfig
 from ludus.core import plugins
 from ludus.core.tree import Array
@@ -28,32 +28,32 @@ class Algorithm(Protocol):
     Config: ClassVar[type[AlgorithmConfig]]
 
     policy: Policy
-    optimizer: Optimizer[Policy]
+    optimizer: FlatAdam[Policy]
     version: int | None
-    """Of the weights that learn now; the trainer sets it before `learn`, which may look how old a batch is."""
+    """Version of the weights being updated. The trainer sets it before `learn`, which needs it to compute the policy lag."""
 
     def __init__(self, policy: Policy, config: Any, seed: int) -> None: ...
 
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
-        """One update from a block of segments; `timestep` drives the schedules. Raises TrainingDiverged."""
+        """Update once from a block of segments and return metrics. `timestep` drives the schedules. Raises TrainingDiverged."""
         ...
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Everything besides the weights that a resumed run needs: (arrays, plain values)."""
+        """Return what a resumed run needs in addition to the weights: (arrays, JSON values)."""
         ...
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None: ...
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    found: type[Algorithm] = plugins.resolve("algorithm", name, ALGORITHMS, _is_algorithm)
-    return found
+    algorithm: type[Algorithm] = plugins.resolve("algorithm", name, ALGORITHMS, _is_algorithm)
+    return algorithm
 
 
 def config_schemas() -> dict[str, type[AlgorithmConfig]]:
-    """Name of each built-in algorithm → schema of its `config:`."""
+    """Return the schema of `config:` for each built-in algorithm, by name."""
     return {name: algorithm_class(name).Config for name in ALGORITHMS}
 
 
-def _is_algorithm(found: Any, _: bool) -> bool:
-    return isinstance(found, type) and hasattr(found, "Config") and callable(getattr(found, "learn", None))
+def _is_algorithm(candidate: Any, _: bool) -> bool:
+    return isinstance(candidate, type) and hasattr(candidate, "Config") and callable(getattr(candidate, "learn", None))

@@ -1,4 +1,4 @@
-"""Learning on an accelerator, acting on the CPU: two copies of one policy, the second refreshed after every update."""
+"""Learning on an accelerator and acting on the CPU, with two copies of one policy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ludus.core.types import Segments
 from ludus.models.policy import Policy
 
 
-class Twinned:
-    """To trainer, pool and checkpoint an algorithm whose policy is the acting one."""
+class AcceleratedAlgorithm:
+    """An algorithm that learns on an accelerator and presents a CPU copy of its policy, refreshed after every update."""
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
 
     def __init__(self, algorithm: Algorithm, acting: Policy) -> None:
-        """`algorithm` learns with a copy of `acting` that lives elsewhere, whose weights count."""
+        """`algorithm` learns with a copy of `acting` on another device; `acting` takes over its weights."""
         self.policy, self.optimizer = acting, algorithm.optimizer
         self._algorithm = algorithm
         self._copy(algorithm.policy, acting)
@@ -42,16 +42,16 @@ class Twinned:
         return self._algorithm.state()
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
-        """The weights that the acting policy has now are those that learning goes on from: load them first."""
+        """Continue learning from the current weights of the acting policy: load those first."""
         self._copy(self.policy, self._algorithm.policy)
         self._algorithm.load_state(arrays, plain)
 
     @staticmethod
     @torch.no_grad()
     def _copy(source: Policy, target: Policy) -> None:
-        theirs = source.state_dict()
-        for name, mine in target.state_dict().items():
-            mine.copy_(theirs[name])
+        weights = source.state_dict()
+        for name, tensor in target.state_dict().items():
+            tensor.copy_(weights[name])
 
     def close(self) -> None:
         close = getattr(self._algorithm, "close", None)

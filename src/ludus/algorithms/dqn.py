@@ -1,7 +1,7 @@
-"""DQN (Mnih et al. 2015) from a store of earlier steps: double (van Hasselt et al. 2016), dueling (Wang et al. 2016), over n
-steps, drawn uniformly or by priority (Schaul et al. 2016).
+"""DQN (Mnih et al. 2015), optionally double (van Hasselt et al. 2016), dueling (Wang et al. 2016), with n-step returns and
+prioritized replay (Schaul et al. 2016).
 
-Letters: N transitions of a minibatch, A actions.
+Shapes: N transitions of a minibatch, A actions.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
-from ludus.algorithms.gradient_learner import Learner, LearnerConfig, means
-from ludus.algorithms.minibatch import described
-from ludus.algorithms.target_network import Target
-from ludus.buffers.prioritized_replay import Drawn, Priorities, Transitions
+from ludus.algorithms.gradient_learner import GradientLearner, GradientLearnerConfig, mean_metrics
+from ludus.algorithms.minibatch import describe_tensors
+from ludus.algorithms.target_network import TargetNetwork
+from ludus.buffers.prioritized_replay import Priorities, TransitionBatch, TransitionReplay
 from ludus.buffers.sum_tree import Doubles
 from ludus.config.schema import REPLAYED_STEPS, AlgorithmConfig, ModelConfig, ReplayBufferConfig, Schedule
 from ludus.core.schedule import value_at
 from ludus.core.spaces import array_spec
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Segments
-from ludus.models.devices import moved
+from ludus.models.devices import to_device
 from ludus.models.distributions import EpsilonGreedy
 from ludus.models.policy import VALUES, Policy
 
 log = logging.getLogger(__name__)
 
-_STORED = "replay/"
-_BATCH = 32
+_REPLAY_PREFIX = "replay/"
+_TRAIN_BATCH_SIZE = 32
 
 
-def _probability(schedule: Any) -> Any:
+def _check_probability(schedule: Any) -> Any:
     if max([value for _, value in schedule] if isinstance(schedule, list) else [schedule]) > 1:
         raise ValueError("a probability is at most 1")
     return schedule
 
 
-class DQNConfig(LearnerConfig):
-    """Hyper-parameters of DQN; names as RLlib users know them."""
+class DQNConfig(GradientLearnerConfig):
+    """Hyper-parameters of DQN, named as in RLlib."""
 
     learns: ClassVar[str] = VALUES
     replays: ClassVar[bool] = True
@@ -57,9 +57,9 @@ class DQNConfig(LearnerConfig):
     rollout_fragment_length: int | None = Field(
         REPLAYED_STEPS, ge=1, description="Steps of every environment between two updates."
     )
-    train_batch_size: int = Field(_BATCH, ge=1, description="Samples per gradient step.")
+    train_batch_size: int = Field(_TRAIN_BATCH_SIZE, ge=1, description="Samples per gradient step.")
     training_intensity: float = Field(
-        _BATCH / REPLAYED_STEPS,
+        _TRAIN_BATCH_SIZE / REPLAYED_STEPS,
         gt=0,
         description="Trained steps per sampled step. null, or omitted when train_batch_size or rollout_fragment_length is set: "
         "train_batch_size / (rollout_fragment_length × num_envs_per_worker × num_workers), where the last two count as 1 if "
@@ -75,7 +75,7 @@ class DQNConfig(LearnerConfig):
     store_buffer_in_checkpoints: bool = Field(
         False, description="Save the replay buffer in checkpoints; otherwise a resumed run refills it before it learns."
     )
-    epsilon: Annotated[Schedule, AfterValidator(_probability)] = Field(
+    epsilon: Annotated[Schedule, AfterValidator(_check_probability)] = Field(
         [(0, 1.0), (10_000, 0.05)], description="Exploration: probability ε of a random action, a number or a schedule."
     )
     lr: Schedule = Field(5e-4, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
@@ -95,10 +95,10 @@ class DQNConfig(LearnerConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _natural_intensity(cls, data: Any) -> Any:
-        """RLlib's: one minibatch for what all workers bring in one round, each with one environment unless more are asked for.
+    def _default_training_intensity(cls, data: Any) -> Any:
+        """RLlib's default: one minibatch per round of all workers, each with one environment unless configured otherwise.
 
-        Here, not when it is used: a saved configuration names every key, and its number of workers may be changed.
+        Applied before validation because a saved configuration contains every key and its number of workers may change.
         """
         if not isinstance(data, dict) or data.get("training_intensity") is not None:
             return data
@@ -108,49 +108,51 @@ class DQNConfig(LearnerConfig):
         workers = data.get("num_workers", 0)
         try:
             steps = int(data.get("rollout_fragment_length") or REPLAYED_STEPS) * int(data.get("num_envs_per_worker", 1))
-            natural = int(data.get("train_batch_size", _BATCH)) / (steps * max(1, 0 if workers == "auto" else int(workers)))
+            natural = int(data.get("train_batch_size", _TRAIN_BATCH_SIZE)) / (
+                steps * max(1, 0 if workers == "auto" else int(workers))
+            )
         except (TypeError, ValueError, ArithmeticError):
-            return others  # the field with which something is wrong says so
+            return others  # the validation of the wrong field reports it
         return others | {"training_intensity": natural} if natural > 0 else others
 
     @field_validator("model")
     @classmethod
-    def _no_memory(cls, model: ModelConfig) -> ModelConfig:
+    def _reject_recurrent_model(cls, model: ModelConfig) -> ModelConfig:
         if model.core or model.use_lstm:
-            raise ValueError("DQN learns from single steps, which tell a recurrent model nothing; use PPO, APPO or IMPALA")
+            raise ValueError("DQN learns from single steps and cannot train a recurrent model; use PPO, APPO or IMPALA")
         return model
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """A minibatch that was drawn from the buffer, as tensors [N, …]."""
+class ReplayBatch:
+    """A minibatch sampled from the replay buffer, as tensors [N, …]."""
 
     observation: Tree
     action: Tensor
     reward: Tensor
     discount: Tensor
-    following: Tree
-    mask: Tensor | None
+    next_observation: Tree
+    next_mask: Tensor | None
     weight: Tensor
     position: Tensor
-    """Of each in the whole minibatch."""
-    error: Tensor
-    """[whole minibatch] where the errors of its samples are written to."""
+    """Index of each sample in the whole minibatch."""
+    td_error: Tensor
+    """TD errors of the whole minibatch, written by the loss; shared by all shards."""
 
     @classmethod
-    def of(cls, drawn: Drawn, device: torch.device) -> Replayed:
-        def there(x: Array) -> Tensor:
-            return moved(torch.from_numpy(x), device)
+    def from_transitions(cls, transitions: TransitionBatch, device: torch.device) -> ReplayBatch:
+        def tensor(x: Array) -> Tensor:
+            return to_device(torch.from_numpy(x), device)
 
-        count = len(drawn.reward)
+        count = len(transitions.reward)
         return cls(
-            map_tree(there, drawn.observation),
-            there(drawn.action),
-            there(drawn.reward),
-            there(drawn.discount),
-            map_tree(there, drawn.following),
-            None if drawn.mask is None else there(drawn.mask),
-            there(drawn.weight),
+            map_tree(tensor, transitions.observation),
+            tensor(transitions.action),
+            tensor(transitions.reward),
+            tensor(transitions.discount),
+            map_tree(tensor, transitions.next_observation),
+            None if transitions.next_mask is None else tensor(transitions.next_mask),
+            tensor(transitions.weight),
             torch.arange(count, device=device),
             torch.empty(count, device=device),
         )
@@ -163,37 +165,38 @@ class Replayed:
     def samples(self) -> int:
         return len(self.reward)
 
-    def select(self, index: Tensor) -> Replayed:
-        index = moved(index, self.reward.device)
+    def select(self, index: Tensor) -> ReplayBatch:
+        index = to_device(index, self.reward.device)
 
         def pick(x: Tensor) -> Tensor:
             return x[index]
 
-        return Replayed(
+        return ReplayBatch(
             map_tree(pick, self.observation),
             pick(self.action),
             pick(self.reward),
             pick(self.discount),
-            map_tree(pick, self.following),
-            None if self.mask is None else pick(self.mask),
+            map_tree(pick, self.next_observation),
+            None if self.next_mask is None else pick(self.next_mask),
             pick(self.weight),
             pick(self.position),
-            self.error,
+            self.td_error,
         )
 
     def describe(self) -> str:
-        return described([("reward", self.reward), ("discount", self.discount), ("weight", self.weight), ("error", self.error)])
+        columns = [("reward", self.reward), ("discount", self.discount), ("weight", self.weight), ("error", self.td_error)]
+        return describe_tensors(columns)
 
 
-class DQN(Learner):
+class DQN(GradientLearner):
     Config: ClassVar[type[AlgorithmConfig]] = DQNConfig
 
     def __init__(self, policy: Policy, config: DQNConfig, seed: int) -> None:
         super().__init__(policy, config, seed)
         self.config = config
-        self.target = Target(policy, self.optimizer.flat)
+        self.target = TargetNetwork(policy, self.optimizer.flat)
         buffer = config.replay_buffer_config
-        self.replay = Transitions(
+        self.replay = TransitionReplay(
             array_spec(policy.observation_space),
             array_spec(policy.action_space, "action"),
             buffer.capacity,
@@ -208,104 +211,105 @@ class DQN(Learner):
                 "keep_checkpoints_num limits how many are kept",
                 self.replay.full_bytes / 1e6,
             )
-        self._owed = 0.0  # gradient steps
-        self._followed_at = 0.0  # timestep at which the target network followed last
+        self._gradient_steps_due = 0.0
+        self._target_updated_at = 0.0  # timestep
         self._target_updates = 0
-        self._explore(0)
+        self._set_epsilon(0)
 
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         self.optimizer.lr = value_at(self.config.lr, timestep)
         sampled = segments.steps
-        # The weights may come from a run that is ahead: restored from it, or taken over from another trial of a sweep.
-        self._followed_at = min(self._followed_at, timestep)
+        # The state may come from a run that is ahead: a restored one, or another trial of a sweep.
+        self._target_updated_at = min(self._target_updated_at, timestep)
         self.replay.add(segments)
-        self.observe(segments)
-        by_episodes = self.config.heatup_episodes and self.heating(segments, timestep)
-        due, numbers = 0 if by_episodes else self._due(sampled), list[dict[str, Tensor]]()
+        self.update_observation_statistics(segments)
+        in_warmup = self.config.heatup_episodes and self.in_warmup(segments, timestep)
+        due, steps = 0 if in_warmup else self._take_gradient_steps_due(sampled), list[dict[str, Tensor]]()
         beta = value_at(self.config.replay_buffer_config.beta, timestep)
         for k in range(due):
-            numbers.append(self._update(beta, diagnose=k == due - 1))
-            self._follow(timestep + sampled * (k + 1) / due)
-        self._explore(timestep + sampled)
-        return (means(numbers) if numbers else {}) | self._numbers(due)
+            steps.append(self._update(beta, diagnose=k == due - 1))
+            self._update_target(timestep + sampled * (k + 1) / due)
+        self._set_epsilon(timestep + sampled)
+        return (mean_metrics(steps) if steps else {}) | self._metrics(due)
 
-    def _due(self, sampled: int) -> int:
-        """Gradient steps to be made now; what is left of one is made up for later."""
+    def _take_gradient_steps_due(self, sampled: int) -> int:
+        """Return the number of gradient steps to make now; a fraction is carried over to the next call."""
         if not len(self.replay) or self.replay.added < self.config.num_steps_sampled_before_learning_starts:
             return 0
-        self._owed += sampled * self.config.training_intensity / self.config.train_batch_size
-        due = int(self._owed)
-        self._owed -= due
+        self._gradient_steps_due += sampled * self.config.training_intensity / self.config.train_batch_size
+        due = int(self._gradient_steps_due)
+        self._gradient_steps_due -= due
         return due
 
     def _update(self, beta: float, diagnose: bool) -> dict[str, Tensor]:
-        drawn = self.replay.draw(self.config.train_batch_size, self._uniform, beta)
-        batch = Replayed.of(drawn, self.optimizer.device)
-        numbers = self.step(partial(self.loss, diagnose=diagnose), batch)
+        transitions = self.replay.sample(self.config.train_batch_size, self._uniform, beta)
+        batch = ReplayBatch.from_transitions(transitions, self.optimizer.device)
+        metrics = self.step(partial(self.loss, diagnose=diagnose), batch)
         if self.replay.priorities is not None:
-            self._gather(batch.error)
-            self.replay.learned(drawn.place, batch.error.cpu().numpy())
-        return numbers
+            self._allreduce_td_errors(batch.td_error)
+            self.replay.update_priorities(transitions.slot, batch.td_error.cpu().numpy())
+        return metrics
 
     def _uniform(self, count: int) -> Doubles:
         numbers: Doubles = torch.rand(count, generator=self.generator, dtype=torch.float64).numpy()
         return numbers
 
-    def _gather(self, error: Tensor) -> None:
-        """With several learners: every one knows the errors of its own part, and all must draw the same steps next time."""
+    def _allreduce_td_errors(self, td_error: Tensor) -> None:
+        """Exchange the errors between learners: each computed its part, and all must keep the same priorities."""
         group = self.optimizer.group
         if group.size == 1:
             return
-        parts = torch.arange(len(error)).tensor_split(group.size)
+        parts = torch.arange(len(td_error)).tensor_split(group.size)
         for rank, part in enumerate(parts):
             if rank != group.rank:
-                error[part] = 0.0
-        for piece in error.split(self.optimizer.wire.numel()):  # there is room for as much as a gradient
-            group.sum_(piece)
+                td_error[part] = 0.0
+        for chunk in td_error.split(self.optimizer.allreduce_buffer.numel()):  # at most the size of a gradient
+            group.sum_(chunk)
 
-    def _follow(self, timestep: float) -> None:
-        if timestep - self._followed_at >= self.config.target_network_update_freq:
-            self.target.follow(self.config.tau)
-            self._followed_at, self._target_updates = timestep, self._target_updates + 1
+    def _update_target(self, timestep: float) -> None:
+        if timestep - self._target_updated_at >= self.config.target_network_update_freq:
+            self.target.update(self.config.tau)
+            self._target_updated_at, self._target_updates = timestep, self._target_updates + 1
 
-    def _explore(self, timestep: int) -> None:
+    def _set_epsilon(self, timestep: int) -> None:
         assert isinstance(self.policy.distribution, EpsilonGreedy)
         self.policy.distribution.epsilon.fill_(value_at(self.config.epsilon, timestep))
 
     # -- the loss
 
-    def loss(self, policy: Policy, batch: Replayed, diagnose: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """The error towards reward + discount · (what follows is worth), averaged with the weights of the samples."""
+    def loss(self, policy: Policy, batch: ReplayBatch, diagnose: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """TD error Q(s, a) − (r + discount · Q_target(s', a')), averaged with the importance weights of the samples."""
         target = self.targets(policy, batch)
-        worth_NA = policy.action_values(batch.observation)
-        worth = worth_NA.gather(1, batch.action.unsqueeze(1)).squeeze(1)
-        error = worth - target
-        batch.error[batch.position] = error.detach()
-        each = F.huber_loss(worth, target, reduction="none") if self.config.td_error_loss_fn == "huber" else error.square()
-        loss = (batch.weight * each).mean()
+        q_NA = policy.action_values(batch.observation)
+        q = q_NA.gather(1, batch.action.unsqueeze(1)).squeeze(1)
+        td_error = q - target
+        batch.td_error[batch.position] = td_error.detach()
+        losses = F.huber_loss(q, target, reduction="none") if self.config.td_error_loss_fn == "huber" else td_error.square()
+        loss = (batch.weight * losses).mean()
         if not diagnose:
             return loss, {}
         with torch.no_grad():
-            numbers = {"loss": loss, "td_error_mean": error.abs().mean(), "q_mean": worth_NA.mean(), "q_max": worth_NA.max()}
-        return loss, {name: number.detach() for name, number in numbers.items()}
+            metrics = {"loss": loss, "td_error_mean": td_error.abs().mean(), "q_mean": q_NA.mean(), "q_max": q_NA.max()}
+        return loss, {name: metric.detach() for name, metric in metrics.items()}
 
     @torch.no_grad()
-    def targets(self, policy: Policy, batch: Replayed) -> Tensor:
-        """Double: what the target network says of the action that the network which learns would choose."""
+    def targets(self, policy: Policy, batch: ReplayBatch) -> Tensor:
+        """r + discount · max_a Q_target(s', a); for double DQN a is the best action of the online network."""
         assert isinstance(policy.distribution, EpsilonGreedy)
-        later_NA = self.target.policy.action_values(batch.following)
+        next_q_NA = self.target.policy.action_values(batch.next_observation)
         if self.config.double_q:
-            chosen, _ = policy.distribution.sample(policy.action_values(batch.following), batch.mask, None)
-            later = later_NA.gather(1, chosen.unsqueeze(1)).squeeze(1)
+            online_q_NA = policy.action_values(batch.next_observation)
+            action, _ = policy.distribution.sample(online_q_NA, batch.next_mask, None)
+            next_q = next_q_NA.gather(1, action.unsqueeze(1)).squeeze(1)
         else:
-            later = policy.distribution.best(later_NA, batch.mask)
-        return batch.reward + batch.discount * later
+            next_q = policy.distribution.best(next_q_NA, batch.next_mask)
+        return batch.reward + batch.discount * next_q
 
-    # -- what is told, and what a resumed run needs
+    # -- metrics and checkpoint state
 
-    def _numbers(self, due: int) -> dict[str, float]:
+    def _metrics(self, due: int) -> dict[str, float]:
         assert isinstance(self.policy.distribution, EpsilonGreedy)
-        numbers = {
+        metrics = {
             "epsilon": float(self.policy.distribution.epsilon),
             "lr": self.optimizer.lr,
             "grad_norm": self.optimizer.grad_norm,
@@ -315,25 +319,29 @@ class DQN(Learner):
             "replay_size": float(len(self.replay)),
             "replay_bytes": float(self.replay.nbytes),
         }
-        return numbers if self.replay.priorities is None else numbers | {"priority_max": self.replay.priority_max}
+        return metrics if self.replay.priorities is None else metrics | {"priority_max": self.replay.priority_max}
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         arrays, plain = super().state()
         arrays |= {"target": self.target.weights()}
         if self.config.store_buffer_in_checkpoints:
-            arrays |= {f"{_STORED}{name}": array for name, array in self.replay.state().items()}
-        counters = {"owed": self._owed, "followed_at": self._followed_at, "target_updates": self._target_updates}
+            arrays |= {f"{_REPLAY_PREFIX}{name}": array for name, array in self.replay.state().items()}
+        counters = {
+            "owed": self._gradient_steps_due,
+            "followed_at": self._target_updated_at,
+            "target_updates": self._target_updates,
+        }
         return arrays, plain | {"dqn": counters}
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         super().load_state(arrays, plain)
         self.target.load_weights(arrays["target"])
-        stored = {name.removeprefix(_STORED): array for name, array in arrays.items() if name.startswith(_STORED)}
+        stored = {name.removeprefix(_REPLAY_PREFIX): array for name, array in arrays.items() if name.startswith(_REPLAY_PREFIX)}
         if stored and self.config.store_buffer_in_checkpoints:
             self.replay.load_state(stored)
         else:
             needed = self.config.num_steps_sampled_before_learning_starts
             log.info("the replay buffer is empty: learning continues when it holds %d steps", needed)
         counters = plain["dqn"]
-        self._owed, self._followed_at = float(counters["owed"]), float(counters["followed_at"])
+        self._gradient_steps_due, self._target_updated_at = float(counters["owed"]), float(counters["followed_at"])
         self._target_updates = int(counters["target_updates"])

@@ -1,4 +1,4 @@
-"""What algorithms that follow a gradient share: the optimizer, one guarded step, statistics, and what a resumed run needs."""
+"""Base classes of gradient-based algorithms: optimizer, gradient step, warm-up, running statistics, checkpoint state."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ludus.algorithms.minibatch import D, part_of, split
-from ludus.algorithms.optim.flat_adam import Optimizer
+from ludus.algorithms.minibatch import D, rank_part, split
+from ludus.algorithms.optim.flat_adam import FlatAdam
 from ludus.algorithms.reward_scaling import RewardScale
 from ludus.config.schema import AlgorithmConfig, Schedule
 from ludus.core.schedule import value_at
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Bools, Floats, Segments
 from ludus.errors import TrainingDiverged
-from ludus.models.devices import moved
+from ludus.models.devices import to_device
 from ludus.models.policy import Policy
 
 Loss = Callable[[Policy, D], tuple[Tensor, dict[str, Tensor]]]
-"""(policy, shard) → the mean loss of the shard's samples and numbers to report, which are means as well."""
+"""(policy, shard) → mean loss over the shard's samples, and metrics that are means over the same samples."""
 
 
-class LearnerConfig(AlgorithmConfig):
-    """Keys of every algorithm that follows a gradient; names as RLlib users know them."""
+class GradientLearnerConfig(AlgorithmConfig):
+    """Keys of every gradient-based algorithm, named as in RLlib."""
 
     lr: Schedule = Field(1e-3, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
     adam_epsilon: float = Field(1e-5, gt=0, description="Epsilon of Adam.")
@@ -39,8 +39,8 @@ class LearnerConfig(AlgorithmConfig):
     heatup_episodes: int = Field(0, ge=0, description="Warm-up by episodes: do not train until this many episodes have ended.")
 
 
-class ActorCriticConfig(LearnerConfig):
-    """Keys of those that learn a policy and what states are worth, from what was sampled last."""
+class ActorCriticConfig(GradientLearnerConfig):
+    """Keys of the actor-critic algorithms."""
 
     lambda_: float = Field(
         0.95, alias="lambda", ge=0, le=1, description="λ of GAE: 0 = one-step value estimate, 1 = full return."
@@ -52,15 +52,15 @@ class ActorCriticConfig(LearnerConfig):
     normalize_reward: bool = Field(False, description="Divide rewards by the running standard deviation of the return.")
 
 
-class Learner:
-    """Owns the optimizer and the random numbers with which one policy learns."""
+class GradientLearner:
+    """Owns the optimizer and the random generator of one policy."""
 
     version: int | None = None
-    """Of the weights that learn now, set by the trainer before `learn`; None: the newest that a batch was made with."""
+    """Version of the weights being updated, set by the trainer before `learn`. None: the newest version in the batch."""
 
-    def __init__(self, policy: Policy, config: LearnerConfig, seed: int) -> None:
+    def __init__(self, policy: Policy, config: GradientLearnerConfig, seed: int) -> None:
         self.policy = policy
-        self.optimizer = Optimizer(
+        self.optimizer = FlatAdam(
             policy,
             value_at(config.lr, 0),
             eps=config.adam_epsilon,
@@ -70,23 +70,23 @@ class Learner:
             precision=config.mixed_precision,
         )
         self.generator = torch.Generator().manual_seed(seed)
-        self._heatup = (config.num_steps_sampled_before_learning_starts, config.heatup_episodes)
-        self._ended = 0  # episodes before this block; counted while somebody asks
+        self._warmup = (config.num_steps_sampled_before_learning_starts, config.heatup_episodes)
+        self._warmup_episodes = 0  # episodes that ended before this block; counted only during the warm-up
 
-    def heating(self, segments: Segments, timestep: int) -> bool:
-        """Whether a block is of the heat-up: it is not learned from. Once for every block, in their order."""
-        steps, episodes = self._heatup
-        if timestep == 0:  # of this run; the state may come from another one
-            self._ended = 0
-        before = self._ended
-        if before < episodes:  # the ends that all learners of a group see
-            self._ended += int(np.count_nonzero(segments.terminated | segments.truncated))
+    def in_warmup(self, segments: Segments, timestep: int) -> bool:
+        """Return whether the block belongs to the warm-up, which is not learned from. Call once per block, in order."""
+        steps, episodes = self._warmup
+        if timestep == 0:  # a new run; the loaded state may come from another one
+            self._warmup_episodes = 0
+        before = self._warmup_episodes
+        if before < episodes:  # counted from the flags, which are the same for all learners of a group
+            self._warmup_episodes += int(np.count_nonzero(segments.terminated | segments.truncated))
         return timestep < steps or before < episodes
 
     def step(self, loss: Loss[D], batch: D) -> dict[str, Tensor]:
-        """One update from a minibatch; returns the means of the loss's numbers. Raises TrainingDiverged, with the batch told.
+        """Update once from a minibatch and return the mean metrics. Raises TrainingDiverged with a description of the batch.
 
-        All learners of a group call this with the same minibatch; each computes its own part.
+        All learners of a group call this with the same minibatch; each differentiates its part.
         """
         shards, weights = self._shards(batch)
         if not shards:
@@ -100,56 +100,56 @@ class Learner:
             ) from error
 
     def _shards(self, batch: D) -> tuple[list[D], list[float]]:
-        """What this learner differentiates, and the share of each shard in the mean over the whole minibatch."""
+        """Return the shards that this learner differentiates, and the weight of each in the mean over the whole minibatch."""
         group = self.optimizer.group
-        part = batch if group.size == 1 else part_of(batch, group.rank, group.size)
-        shards = [] if part is None else split(part, self.optimizer.pieces)
+        part = batch if group.size == 1 else rank_part(batch, group.rank, group.size)
+        shards = [] if part is None else split(part, self.optimizer.max_shards)
         samples = [shard.samples for shard in shards]
-        whole = sum(samples) if group.size == 1 else batch.samples
-        found = [(shard, n / whole) for shard, n in zip(shards, samples, strict=True) if n]
-        if not found:  # a learner without a sample comes to the common sum all the same, with nothing
+        total = sum(samples) if group.size == 1 else batch.samples
+        weighted = [(shard, n / total) for shard, n in zip(shards, samples, strict=True) if n]
+        if not weighted:  # a learner without samples still takes part in the all-reduce, with weight 0
             return ([batch], [0.0]) if batch.samples else ([], [])
-        return [shard for shard, _ in found], [weight for _, weight in found]
+        return [shard for shard, _ in weighted], [weight for _, weight in weighted]
 
-    def observe(self, segments: Segments) -> None:
-        """Take the observations of the valid rows into the running statistics; after the update that learned from them."""
+    def update_observation_statistics(self, segments: Segments) -> None:
+        """Add the valid observations to the running statistics. Call after the update that learned from them."""
         if self.policy.network.norm is None:
             return
         valid: Bools = segments.valid
-        seen: Tree = map_tree(lambda x: torch.from_numpy(x[: segments.spec.steps][valid]), segments.observation)
-        self.policy.update_normaliser(map_tree(lambda x: moved(x, self.policy.device), seen))
+        observation: Tree = map_tree(lambda x: torch.from_numpy(x[: segments.spec.steps][valid]), segments.observation)
+        self.policy.update_normaliser(map_tree(lambda x: to_device(x, self.policy.device), observation))
 
     def close(self) -> None:
         self.optimizer.close()
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        plain = {"episodes_before_learning": self._ended} if self._ended else {}
+        plain = {"episodes_before_learning": self._warmup_episodes} if self._warmup_episodes else {}
         return self.optimizer.state() | {"generator": self.generator.get_state().numpy()}, plain
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         self.optimizer.load_state(arrays)
         self.generator.set_state(torch.from_numpy(arrays["generator"].copy()))
-        self._ended = int(plain.get("episodes_before_learning", 0))
+        self._warmup_episodes = int(plain.get("episodes_before_learning", 0))
 
 
-class ActorCritic(Learner):
-    """Also owns the scale of rewards."""
+class ActorCritic(GradientLearner):
+    """A GradientLearner with optional reward scaling."""
 
     def __init__(self, policy: Policy, config: ActorCriticConfig, seed: int) -> None:
         super().__init__(policy, config, seed)
         self.reward_scale = RewardScale(config.gamma) if config.normalize_reward else None
 
-    def heated(self, segments: Segments, timestep: int) -> bool:
-        """True: a block of the heat-up, of which the statistics have been taken."""
-        if not self.heating(segments, timestep):
+    def skip_warmup(self, segments: Segments, timestep: int) -> bool:
+        """Return True for a block of the warm-up, after updating the running statistics from it."""
+        if not self.in_warmup(segments, timestep):
             return False
-        self.rewards(segments)
-        self.observe(segments)
+        self.scale_rewards(segments)
+        self.update_observation_statistics(segments)
         return True
 
-    def rewards(self, segments: Segments) -> Floats:
-        """As they are learned from; call once per fresh block."""
-        return segments.reward if self.reward_scale is None else self.reward_scale.scaled(segments)
+    def scale_rewards(self, segments: Segments) -> Floats:
+        """Return the rewards to learn from. Call once per new block: it updates the running statistics."""
+        return segments.reward if self.reward_scale is None else self.reward_scale.scale(segments)
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         arrays, plain = super().state()
@@ -161,7 +161,7 @@ class ActorCritic(Learner):
             self.reward_scale.load_state(plain["reward_scale"])
 
 
-def means(numbers: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Of the numbers of several steps; those of steps that reported none are left out."""
-    shown = [n for n in numbers if n]
-    return {name: float(torch.stack([n[name] for n in shown]).mean()) for name in shown[-1]}
+def mean_metrics(steps: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Average the metrics of several gradient steps; steps without metrics are left out."""
+    reported = [step for step in steps if step]
+    return {name: float(torch.stack([step[name] for step in reported]).mean()) for name in reported[-1]}

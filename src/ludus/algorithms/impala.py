@@ -1,6 +1,6 @@
-"""IMPALA (Espeholt et al. 2018): an actor-critic that learns from the steps of older policies, corrected by V-trace.
+"""IMPALA (Espeholt et al. 2018): an off-policy actor-critic, corrected by V-trace.
 
-Letters: T steps of a segment, B rows, N valid steps of a minibatch. π is the policy that learns, μ the one that acted.
+Shapes: T steps of a segment, B rows, N valid steps of a minibatch. π is the learned policy, μ the behaviour policy.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ludus.algorithms.gradient_learner import ActorCritic, ActorCriticConfig, means
+from ludus.algorithms.gradient_learner import ActorCritic, ActorCriticConfig, mean_metrics
 from ludus.algorithms.minibatch import minibatches
-from ludus.algorithms.returns import ROUNDING, explained_variance, gae, successor_values, vtrace
-from ludus.algorithms.trajectories import Evaluated, Trajectories
-from ludus.buffers.block_replay import Replay
+from ludus.algorithms.returns import ROUNDING, StepFlags, VTraceClip, explained_variance, gae, next_values, vtrace
+from ludus.algorithms.trajectories import Evaluation, Trajectories
+from ludus.buffers.block_replay import BlockReplay
 from ludus.config.schema import AlgorithmConfig, Schedule
 from ludus.core.schedule import value_at
 from ludus.core.tree import Array
 from ludus.core.types import Segments
 from ludus.models.policy import Policy
 
-_MOST = 20.0  # of |log ratio|: beyond every threshold, and its exponential is still a number
+_MAX_LOG_RATIO = 20.0  # beyond every clip threshold, with a finite exponential
 
 
 class IMPALAConfig(ActorCriticConfig):
-    """Hyper-parameters of IMPALA; names as RLlib users know them."""
+    """Hyper-parameters of IMPALA, named as in RLlib."""
 
     iteration_s: ClassVar[float] = 10.0
 
@@ -60,15 +60,15 @@ class IMPALAConfig(ActorCriticConfig):
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What all shards of a minibatch have in common. Advantages are scaled by what is known without looking at all of them."""
+class LossCoefficients:
+    """Values of the loss that are the same for all shards of a batch."""
 
     entropy_coeff: float
-    centre: float = 0.0
-    deviation: float = 1.0
+    advantage_mean: float = 0.0
+    advantage_std: float = 1.0
 
-    def scaled(self, advantage: Tensor) -> Tensor:
-        return (advantage - self.centre) * (1 / self.deviation)
+    def normalize(self, advantage: Tensor) -> Tensor:
+        return (advantage - self.advantage_mean) * (1 / self.advantage_std)
 
 
 class IMPALA(ActorCritic):
@@ -77,120 +77,123 @@ class IMPALA(ActorCritic):
     def __init__(self, policy: Policy, config: IMPALAConfig, seed: int) -> None:
         super().__init__(policy, config, seed)
         self.config = config
-        self.replay = Replay(config.replay_buffer_num_slots, config.replay_buffer_bytes) if config.replay_proportion else None
-        self._owed = 0.0  # batches that are to be learned from again
-        self._drift = 0.0  # how far the mean advantage was from that by recorded values, in the latest update
+        self.replay = (
+            BlockReplay(config.replay_buffer_num_slots, config.replay_buffer_bytes) if config.replay_proportion else None
+        )
+        self._replays_due = 0.0  # batches still to be replayed
+        self._advantage_drift = 0.0  # V-trace mean advantage minus that of the recorded values, in the latest update
 
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         self.optimizer.lr = value_at(self.config.lr, timestep)
-        if not segments.valid.any() or self.heated(segments, timestep):
+        if not segments.valid.any() or self.skip_warmup(segments, timestep):
             return {"epochs": 0.0}
-        fresh = segments if self.reward_scale is None else replace(segments, reward=self.rewards(segments), cache={})
+        scaled = segments if self.reward_scale is None else replace(segments, reward=self.scale_rewards(segments), cache={})
         entropy_coeff = value_at(self.config.entropy_coeff, timestep)
-        terms, metrics = self._terms(fresh, entropy_coeff)
-        numbers = self._update(fresh, terms)
+        coefficients, metrics = self._coefficients(scaled, entropy_coeff)
+        steps = self._update(scaled, coefficients)
         if self.config.normalize_advantage:
-            self._drift += means(numbers)["advantage_mean"] - terms.centre
-        metrics |= self._again(fresh, entropy_coeff, numbers)
-        self.observe(segments)
-        metrics |= means(numbers)
+            self._advantage_drift += mean_metrics(steps)["advantage_mean"] - coefficients.advantage_mean
+        metrics |= self._replay_batches(scaled, entropy_coeff, steps)
+        self.update_observation_statistics(segments)
+        metrics |= mean_metrics(steps)
         epochs = float(self.config.num_epochs)
         return metrics | {"lr": self.optimizer.lr, "grad_norm": self.optimizer.grad_norm, "epochs": epochs}
 
-    def _terms(self, segments: Segments, entropy_coeff: float) -> tuple[Terms, dict[str, float]]:
-        """Mean and deviation of the advantages by the values that were recorded, which costs no pass over the batch.
+    def _coefficients(self, segments: Segments, entropy_coeff: float) -> tuple[LossCoefficients, dict[str, float]]:
+        """Compute mean and standard deviation of the advantages from the recorded values, without a pass over the batch.
 
-        From version to version all values move in one direction, and with them the mean: by as much as in the update before.
+        The mean is corrected by the drift of the previous update: values move in one direction from version to version.
         """
         value, n, valid = segments.value[:-1], segments.finals, segments.valid
-        following = successor_values(segments.value, segments.final_at[:n], segments.final_value[:n])
-        ends = (segments.terminated, segments.truncated, valid)
-        inside = gae(segments.reward, value, following, *ends, self.config.gamma, self.config.lambda_)[valid]
-        known = value[valid]
-        metrics = {"explained_variance": explained_variance(known, inside + known)}
+        next_value = next_values(segments.value, segments.final_at[:n], segments.final_value[:n])
+        flags = StepFlags.of(segments)
+        advantage = gae(segments.reward, value, next_value, flags, self.config.gamma, self.config.lambda_)[valid]
+        recorded = value[valid]
+        metrics = {"explained_variance": explained_variance(recorded, advantage + recorded)}
         if not self.config.normalize_advantage:
-            return Terms(entropy_coeff), metrics
-        return Terms(entropy_coeff, float(inside.mean()) + self._drift, float(inside.std()) + 1e-8), metrics
+            return LossCoefficients(entropy_coeff), metrics
+        mean, std = float(advantage.mean()) + self._advantage_drift, float(advantage.std()) + 1e-8
+        return LossCoefficients(entropy_coeff, mean, std), metrics
 
-    def _update(self, segments: Segments, terms: Terms) -> list[dict[str, Tensor]]:
-        batch, loss = self.batch(segments), partial(self.loss, terms=terms)
+    def _update(self, segments: Segments, coefficients: LossCoefficients) -> list[dict[str, Tensor]]:
+        batch, loss = self.batch(segments), partial(self.loss, coefficients=coefficients)
         return [self.step(loss, part) for _ in range(self.config.num_epochs) for part in self._minibatches(batch)]
 
-    def _again(self, fresh: Segments, entropy_coeff: float, numbers: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Learn from earlier batches as often as `replay_proportion` says, then keep this one."""
+    def _replay_batches(self, segments: Segments, entropy_coeff: float, steps: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Learn from `replay_proportion` earlier batches, appending to `steps`, then keep this one."""
         if self.replay is None:
             return {}
-        self._owed += self.config.replay_proportion if len(self.replay) else 0.0
+        self._replays_due += self.config.replay_proportion if len(self.replay) else 0.0
         replayed = 0
-        while self._owed >= 1.0:
-            self._owed -= 1.0
+        while self._replays_due >= 1.0:
+            self._replays_due -= 1.0
             old = self.replay[int(torch.randint(len(self.replay), (), generator=self.generator))]
-            terms, _ = self._terms(old, entropy_coeff)
-            numbers += self._update(old, replace(terms, centre=0.0))  # its recorded values are too old to tell
+            coefficients, _ = self._coefficients(old, entropy_coeff)
+            steps += self._update(old, replace(coefficients, advantage_mean=0.0))  # its recorded values are too old
             replayed += old.steps
-        self.replay.add(fresh)
+        self.replay.add(segments)
         return {"replayed": float(replayed), "replay_bytes": float(self.replay.nbytes)}
 
     def batch(self, segments: Segments) -> Trajectories:
-        batch = Trajectories.of(segments)
-        return batch.laid_out(self.policy) if self.config.num_epochs > 1 else batch
+        batch = Trajectories.from_segments(segments)
+        return batch.to_network_layout(self.policy) if self.config.num_epochs > 1 else batch
 
-    def rows_of(self, batch: Trajectories) -> int:
-        """Rows of a minibatch."""
+    def minibatch_rows(self, batch: Trajectories) -> int:
+        """Return the number of rows per minibatch."""
         size = self.config.minibatch_size
         return batch.units if size is None else max(1, round(size / len(batch.valid)))
 
     def _minibatches(self, batch: Trajectories) -> Iterable[Trajectories]:
-        rows = self.rows_of(batch)
+        rows = self.minibatch_rows(batch)
         return [batch] if rows >= batch.units else minibatches(batch, rows, self.generator)
 
     # -- the loss
 
-    def corrected(self, batch: Trajectories, ratio: Tensor, now: Evaluated) -> tuple[Tensor, Tensor]:
-        """(targets, advantages) [N] by V-trace."""
+    def vtrace_targets(self, batch: Trajectories, ratio: Tensor, now: Evaluation) -> tuple[Tensor, Tensor]:
+        """Return the V-trace value targets and advantages, each [N]."""
         config = self.config
-        ends = (batch.terminated, batch.truncated, batch.valid)
-        bars = (config.vtrace_clip_rho_threshold, config.vtrace_clip_c_threshold)
-        grids = (batch.grid(ratio), batch.reward, batch.grid(now.value), now.following)
-        found = vtrace(*grids, *ends, config.gamma, config.lambda_, *bars)
+        flags = StepFlags(batch.terminated, batch.truncated, batch.valid)
+        clip = VTraceClip(config.vtrace_clip_rho_threshold, config.vtrace_clip_c_threshold)
+        grids = (batch.grid(ratio), batch.reward, batch.grid(now.value), now.next_value)
+        corrected = vtrace(*grids, flags, config.gamma, config.lambda_, clip)
         device = now.value.device
-        return batch.flat(found.target, device), batch.flat(found.advantage, device)
+        return batch.flat(corrected.target, device), batch.flat(corrected.advantage, device)
 
-    def loss(self, policy: Policy, batch: Trajectories, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, policy: Policy, batch: Trajectories, coefficients: LossCoefficients) -> tuple[Tensor, dict[str, Tensor]]:
         """−ρ·log π·(r + γ·v' − V) + value error − entropy bonus (§4.2), averaged over the valid steps."""
         now = batch.evaluate(policy)
         with torch.no_grad():
-            log_rho = bounded(now.log_prob - batch.flat(batch.log_prob, now.log_prob.device))
+            log_rho = clamp_log_ratio(now.log_prob - batch.flat(batch.log_prob, now.log_prob.device))
             rho = log_rho.exp()
-            target, advantage = self.corrected(batch, rho, now)
-            weighted = rho.clamp(max=self.config.vtrace_clip_pg_rho_threshold) * terms.scaled(advantage)
+            target, advantage = self.vtrace_targets(batch, rho, now)
+            weighted = rho.clamp(max=self.config.vtrace_clip_pg_rho_threshold) * coefficients.normalize(advantage)
         policy_loss = -(weighted * now.log_prob).mean()
         value_loss = (now.value - target).square().mean()
         entropy = now.entropy.mean()
-        loss = policy_loss + self.config.vf_loss_coeff * value_loss - terms.entropy_coeff * entropy
+        loss = policy_loss + self.config.vf_loss_coeff * value_loss - coefficients.entropy_coeff * entropy
         with torch.no_grad():
-            numbers = {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-            numbers |= self.of_ratios(log_rho, rho) | {"advantage_mean": advantage.mean()}
-        return loss, {name: number.detach() for name, number in numbers.items()}
+            metrics = {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+            metrics |= self.ratio_metrics(log_rho, rho) | {"advantage_mean": advantage.mean()}
+        return loss, {name: metric.detach() for name, metric in metrics.items()}
 
-    def of_ratios(self, log_ratio: Tensor, rho: Tensor) -> dict[str, Tensor]:
-        """`log_ratio` is log π/μ, `rho` the ratio that V-trace goes by."""
+    def ratio_metrics(self, log_ratio: Tensor, rho: Tensor) -> dict[str, Tensor]:
+        """`log_ratio` is log π/μ, `rho` the ratio used by V-trace."""
         return {
-            "kl": (log_ratio.expm1() - log_ratio).mean(),  # of π from μ; low-variance and never negative (Schulman 2020)
+            "kl": (log_ratio.expm1() - log_ratio).mean(),  # KL of π from μ: low variance, never negative (Schulman 2020)
             "rho_mean": rho.mean(),
             "rho_clipped": (rho > self.config.vtrace_clip_rho_threshold + ROUNDING).float().mean(),
         }
 
-    # -- what a resumed run needs (earlier batches are not among it: it begins to collect them anew)
+    # -- checkpoint state (without the replayed batches: a resumed run collects new ones)
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         arrays, plain = super().state()
-        return arrays, plain | {"advantage_drift": self._drift}
+        return arrays, plain | {"advantage_drift": self._advantage_drift}
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         super().load_state(arrays, plain)
-        self._drift = float(plain.get("advantage_drift", 0.0))
+        self._advantage_drift = float(plain.get("advantage_drift", 0.0))
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-_MOST, _MOST)
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)

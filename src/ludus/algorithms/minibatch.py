@@ -1,6 +1,6 @@
-"""What an update runs over: segments as tensors, laid out for learning and divisible into minibatches and shards.
+"""Batches of tensors for a gradient update, divisible into minibatches and shards.
 
-Letters: T steps of a segment, B rows, M samples, [L, S] for S sequences of L steps of a recurrent policy.
+Shapes: T steps of a segment, B rows, M samples, [L, S]: S sequences of L steps of a recurrent policy.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ from torch import Tensor
 
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Floats, Segments
-from ludus.models.devices import moved
+from ludus.models.devices import to_device
 from ludus.models.policy import Policy
 
 D = TypeVar("D", bound="Divisible")
 
 
 class Divisible(Protocol):
-    """Something whose loss is a mean over samples and that can be cut into parts: samples, sequences or whole trajectories."""
+    """A batch whose loss is a mean over samples, and which can be split between units: samples, sequences or trajectories."""
 
     @property
     def units(self) -> int:
-        """How many parts it could be cut into."""
+        """Number of indivisible units."""
         ...
 
     @property
     def samples(self) -> int:
-        """Valid steps inside: the weight of its loss."""
+        """Number of valid steps: the weight of its loss."""
         ...
 
     def select(self: D, index: Tensor) -> D: ...
 
     def describe(self) -> str:
-        """The statistics that a reader of a diverged run wants to see."""
+        """Statistics for the error message of a diverged run."""
         ...
 
 
 def split(batch: D, parts: int) -> list[D]:
-    """Shards of nearly equal size, none of them empty; what belongs together stays whole."""
+    """Split into shards of nearly equal size, none of them empty."""
     if parts == 1 or batch.units < 2 * parts:
         return [batch]
     return [batch.select(index) for index in torch.arange(batch.units).tensor_split(parts)]
 
 
-def part_of(batch: D, rank: int, size: int) -> D | None:
-    """The part of one of several learners; None if there are not enough units for it."""
+def rank_part(batch: D, rank: int, size: int) -> D | None:
+    """Return the part of one learner of a group, or None if there are fewer units than learners."""
     index = torch.arange(batch.units).tensor_split(size)[rank]
     return batch.select(index) if len(index) else None
 
 
 def minibatches(batch: D, size: int, generator: torch.Generator) -> Iterator[D]:
-    """A random partition into parts of equal size, as near to `size` units as that allows."""
+    """Yield a random partition into parts of nearly equal size, about `size` units each."""
     order = torch.randperm(batch.units, generator=generator)
     for index in order.tensor_split(max(1, round(batch.units / size))):
         yield batch.select(index)
@@ -68,9 +68,9 @@ def mean_over(valid: Tensor | None) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.where(valid, x, 0.0).sum() / count
 
 
-def described(numbers: Sequence[tuple[str, Tensor]]) -> str:
+def describe_tensors(tensors: Sequence[tuple[str, Tensor]]) -> str:
     parts = []
-    for name, x in numbers:
+    for name, x in tensors:
         bad = int((~torch.isfinite(x)).sum())
         parts.append(
             f"{name} min {float(x.min()):.3g} mean {float(x.mean()):.3g} max {float(x.max()):.3g}"
@@ -81,7 +81,7 @@ def described(numbers: Sequence[tuple[str, Tensor]]) -> str:
 
 @dataclass
 class Batch:
-    """Samples with advantages and targets. Leaves are [M, …], or [L, S, …] with a state per sequence for a recurrent policy."""
+    """Samples with advantages and value targets. Leaves are [M, …]; for a recurrent policy [L, S, …] with a state per sequence."""
 
     observation: Tree
     action: Tree
@@ -95,24 +95,23 @@ class Batch:
     state: tuple[Tensor, ...] = ()
 
     def select(self, index: Tensor) -> Batch:
-        """Samples of a flat batch, or sequences of a recurrent one; a view where they are neighbours in order."""
+        """Select samples, or sequences of a recurrent batch; a view if they are consecutive."""
         dim = 0 if self.valid is None else 1
         begin, count = int(index[0]), len(index)
         in_order = int(index[-1]) == begin + count - 1 and bool((index.diff() == 1).all())
-        index = moved(index, self.advantage.device)
+        index = to_device(index, self.advantage.device)
 
         def pick(x: Tensor, dim: int = dim) -> Tensor:
             return x.narrow(dim, begin, count) if in_order else x.index_select(dim, index)
 
-        return self._with(pick, lambda x: pick(x, 0))
+        return self._map(pick, lambda x: pick(x, 0))
 
-    def on(self, device: torch.device) -> Batch:
-        """The same on the device where it is learned from."""
+    def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
-        return self._with(lambda x: moved(x, device), lambda x: moved(x, device))
+        return self._map(lambda x: to_device(x, device), lambda x: to_device(x, device))
 
-    def _with(self, change: Callable[[Tensor], Tensor], change_state: Callable[[Tensor], Tensor]) -> Batch:
+    def _map(self, change: Callable[[Tensor], Tensor], change_state: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(
             observation=map_tree(change, self.observation),
             action=map_tree(change, self.action),
@@ -135,16 +134,16 @@ class Batch:
         return self.advantage.shape[0] if self.valid is None else int(self.valid.sum())
 
     def describe(self) -> str:
-        return described([(name, getattr(self, name)) for name in ("advantage", "target", "value", "log_prob")])
+        return describe_tensors([(name, getattr(self, name)) for name in ("advantage", "target", "value", "log_prob")])
 
 
 def make_batch(policy: Policy, segments: Segments, advantage: Floats, target: Floats) -> Batch:
-    """`segments` with [T, B] advantages and targets, where the policy computes."""
-    return (_sequences if policy.recurrent else _samples)(policy, segments, advantage, target).on(policy.device)
+    """Build a batch on the device of `policy` from segments and their [T, B] advantages and targets."""
+    return (_sequences if policy.recurrent else _samples)(policy, segments, advantage, target).to(policy.device)
 
 
 def _samples(policy: Policy, segments: Segments, advantage: Floats, target: Floats) -> Batch:
-    """All valid rows as one flat batch. Padding and reset rows never reach the loss."""
+    """All valid steps as one flat batch; padding and reset rows are left out."""
     t = segments.spec.steps
     valid = segments.valid
     keep = None if valid.all() else torch.from_numpy(np.flatnonzero(valid))
@@ -165,17 +164,17 @@ def _samples(policy: Policy, segments: Segments, advantage: Floats, target: Floa
 
 
 def _sequences(policy: Policy, segments: Segments, advantage: Floats, target: Floats) -> Batch:
-    """Segments cut into sequences of `state_every` steps, each with the recurrent state it began in."""
+    """Segments cut into sequences of `state_every` steps, each with its initial recurrent state."""
     length, count, b = segments.spec.state_every, segments.spec.states, segments.rows
 
     t, missing = segments.spec.steps, length * count - segments.spec.steps
 
     def cut(x: Array) -> Tensor:
-        seen = np.where(segments.valid.reshape(t, b, *[1] * (x.ndim - 2)), x[:t], np.zeros((), x.dtype))
+        steps = np.where(segments.valid.reshape(t, b, *[1] * (x.ndim - 2)), x[:t], np.zeros((), x.dtype))
         if missing:  # the last sequence is shorter than the others
-            seen = np.concatenate([seen, np.zeros((missing, *seen.shape[1:]), seen.dtype)])
-        sequences: Tensor = torch.from_numpy(seen).unflatten(0, (count, length)).transpose(0, 1)
-        return sequences.flatten(1, 2)  # [L, count·B, …]; what is not valid is 0
+            steps = np.concatenate([steps, np.zeros((missing, *steps.shape[1:]), steps.dtype)])
+        sequences: Tensor = torch.from_numpy(steps).unflatten(0, (count, length)).transpose(0, 1)
+        return sequences.flatten(1, 2)  # [L, count·B, …]; 0 at invalid steps
 
     batch = Batch(
         observation=policy.arranged(map_tree(cut, segments.observation)),

@@ -1,10 +1,10 @@
-"""Proximal policy optimisation (Schulman et al. 2017), for any space, with masks and recurrence.
+"""Proximal policy optimisation (Schulman et al. 2017) for any space, with action masks and recurrence.
 
-Steps of an older policy are corrected: V-trace with the values of the policy that learns, and the decoupled objective of
-Hilton et al. 2021, whose surrogate is clipped around that policy and weighted by its ratio to the one that acted. Steps that
-are more than one version old are clipped around the policy that acted: what has been learned since then is not learned again.
+Off-policy steps (pipelined sampling) are corrected by V-trace with the values of the current policy, and by the decoupled
+objective of Hilton et al. 2021: the surrogate is clipped around the proximal policy (the policy before this update) and
+weighted by its ratio to the behaviour policy μ. For steps more than one version old the surrogate is clipped around μ instead.
 
-Letters: T steps of a segment, B rows, M samples (or [L, S] for S sequences of L steps) of a minibatch.
+Shapes: T steps of a segment, B rows, M samples of a minibatch (or [L, S]: S sequences of L steps).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from ludus.algorithms.gradient_learner import ActorCritic, ActorCriticConfig, means
+from ludus.algorithms.gradient_learner import ActorCritic, ActorCriticConfig, mean_metrics
 from ludus.algorithms.kl_penalty import KLPenalty
 from ludus.algorithms.minibatch import Batch, make_batch, mean_over, minibatches
-from ludus.algorithms.returns import ROUNDING, explained_variance, gae, successor_values, vtrace
+from ludus.algorithms.returns import ROUNDING, StepFlags, explained_variance, gae, next_values, vtrace
 from ludus.algorithms.trajectories import Trajectories
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.schedule import value_at
@@ -29,11 +29,11 @@ from ludus.core.tree import Array
 from ludus.core.types import Bools, Floats, Segments
 from ludus.models.policy import Policy
 
-_USUAL_KL_COEFF = 0.2  # RLlib's, whose users write kl_target alone
+_RLLIB_KL_COEFF = 0.2  # RLlib's default, applied if only kl_target is given
 
 
 class PPOConfig(ActorCriticConfig):
-    """Hyper-parameters of PPO; names as RLlib users know them."""
+    """Hyper-parameters of PPO, named as in RLlib."""
 
     clip_param: float = Field(0.2, gt=0, description="Clip range of the probability ratio.")
     vf_clip_param: float | None = Field(None, gt=0, description="Clip of the squared value error; null = unlimited.")
@@ -48,17 +48,17 @@ class PPOConfig(ActorCriticConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _target_without_weight(cls, data: Any) -> Any:
-        """Here, not when it is used: a saved configuration names every key."""
+    def _default_kl_coeff(cls, data: Any) -> Any:
+        """Applied before validation because a saved configuration contains every key."""
         if isinstance(data, dict) and "kl_target" in data:
             if data["kl_target"] is None:
                 return {key: value for key, value in data.items() if key != "kl_target"}
-            return {"kl_coeff": _USUAL_KL_COEFF, **data}
+            return {"kl_coeff": _RLLIB_KL_COEFF, **data}
         return data
 
     @field_validator("sampling")
     @classmethod
-    def _near_the_policy(cls, sampling: str) -> str:
+    def _reject_async_sampling(cls, sampling: str) -> str:
         if sampling == "async":
             raise ValueError("PPO learns from steps that are at most one version old; use pipelined, or run: APPO")
         return sampling
@@ -75,22 +75,22 @@ class PPO(ActorCritic):
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         self.optimizer.lr = value_at(self.config.lr, timestep)
         entropy_coeff = value_at(self.config.entropy_coeff, timestep)
-        if not segments.valid.any() or self.heated(segments, timestep):
+        if not segments.valid.any() or self.skip_warmup(segments, timestep):
             return {"epochs": 0.0}
         batch, metrics = self.prepare(segments)
         length = 1 if batch.valid is None else batch.valid.shape[0]
         size = max(1, self.config.minibatch_size // length)
-        numbers: list[dict[str, Tensor]] = []
+        steps: list[dict[str, Tensor]] = []
         epochs = 0
         for epoch in range(self.config.num_epochs):
             diagnose = epoch == self.config.num_epochs - 1 or self.config.stop_kl is not None
             loss = partial(self.loss, entropy_coeff=entropy_coeff, diagnose=diagnose)
-            numbers += [self.step(loss, minibatch) for minibatch in minibatches(batch, size, self.generator)]
+            steps += [self.step(loss, minibatch) for minibatch in minibatches(batch, size, self.generator)]
             epochs += 1
-            if self.config.stop_kl is not None and float(numbers[-1]["kl"]) > self.config.stop_kl:
+            if self.config.stop_kl is not None and float(steps[-1]["kl"]) > self.config.stop_kl:
                 break
-        self.observe(segments)
-        metrics |= means(numbers)
+        self.update_observation_statistics(segments)
+        metrics |= mean_metrics(steps)
         if self.penalty.coeff:
             self.penalty.adapt(metrics["kl"])
             metrics["kl_coeff"] = self.penalty.coeff
@@ -99,74 +99,72 @@ class PPO(ActorCritic):
     # -- advantages and targets, once per batch
 
     def prepare(self, segments: Segments) -> tuple[Batch, dict[str, float]]:
-        reward = self.rewards(segments)
-        if self._outdated(segments):
-            return self._corrected(replace(segments, reward=reward, cache={}))
+        reward = self.scale_rewards(segments)
+        if self._is_off_policy(segments):
+            return self._prepare_off_policy(replace(segments, reward=reward, cache={}))
         value, n = segments.value[:-1], segments.finals
-        following = successor_values(segments.value, segments.final_at[:n], segments.final_value[:n])
-        ends = (segments.terminated, segments.truncated, segments.valid)
-        advantage = gae(reward, value, following, *ends, self.config.gamma, self.config.lambda_)
+        next_value = next_values(segments.value, segments.final_at[:n], segments.final_value[:n])
+        advantage = gae(reward, value, next_value, StepFlags.of(segments), self.config.gamma, self.config.lambda_)
         target, valid = advantage + value, segments.valid
         metrics = {"explained_variance": explained_variance(value[valid], target[valid])}
-        return make_batch(self.policy, segments, self._normalised(advantage, valid), target), metrics
+        return make_batch(self.policy, segments, self._normalize_advantage(advantage, valid), target), metrics
 
-    def _normalised(self, advantage: Floats, valid: Bools) -> Floats:
+    def _normalize_advantage(self, advantage: Floats, valid: Bools) -> Floats:
         if not self.config.normalize_advantage:
             return advantage
-        inside = advantage[valid]
-        normalised: Floats = (advantage - inside.mean()) / (inside.std() + 1e-8)
-        return normalised
+        samples = advantage[valid]
+        normalized: Floats = (advantage - samples.mean()) / (samples.std() + 1e-8)
+        return normalized
 
-    def _outdated(self, segments: Segments) -> bool:
-        """Whether a step was made with older weights than those that learn."""
+    def _is_off_policy(self, segments: Segments) -> bool:
+        """Return whether any step was sampled with older weights than the current ones."""
         if self.version is None and self.config.sampling == "pipelined":
             return True
-        acted = segments.version[segments.valid]
-        return bool((acted < self._newest(segments)).any())
+        return bool((segments.version[segments.valid] < self._current_version(segments)).any())
 
-    def _newest(self, segments: Segments) -> int:
+    def _current_version(self, segments: Segments) -> int:
         return int(segments.version[segments.valid].max()) if self.version is None else self.version
 
-    def _corrected(self, segments: Segments) -> tuple[Batch, dict[str, float]]:
-        """One pass of the current policy, which is the proximal one, over all steps: its values, and its ratio to μ."""
-        now = Trajectories.of(segments).evaluated(self.policy, self.config.minibatch_size)
-        valid = segments.valid
-        log_ratio = np.where(valid, now.log_prob - segments.log_prob, np.float32(0))
+    def _prepare_off_policy(self, segments: Segments) -> tuple[Batch, dict[str, float]]:
+        """Evaluate all steps once with the current (= proximal) policy to get its values and its ratio to μ."""
+        proximal = Trajectories.from_segments(segments).evaluate_grids(self.policy, self.config.minibatch_size)
+        valid, gamma, lambda_ = segments.valid, self.config.gamma, self.config.lambda_
+        log_ratio = np.where(valid, proximal.log_prob - segments.log_prob, np.float32(0))
         ratio = np.exp(np.clip(log_ratio, -20, 20))
-        ends = (segments.terminated, segments.truncated, valid)
-        found = vtrace(ratio, segments.reward, now.value, now.following, *ends, self.config.gamma, self.config.lambda_)
-        seen = ratio[valid]
+        flags = StepFlags.of(segments)
+        corrected = vtrace(ratio, segments.reward, proximal.value, proximal.next_value, flags, gamma, lambda_)
+        rho = ratio[valid]
         metrics = {
-            "explained_variance": explained_variance(now.value[valid], found.target[valid]),
-            "rho_mean": float(seen.mean()),
-            "rho_clipped": float((seen > 1 + ROUNDING).mean()),
+            "explained_variance": explained_variance(proximal.value[valid], corrected.target[valid]),
+            "rho_mean": float(rho.mean()),
+            "rho_clipped": float((rho > 1 + ROUNDING).mean()),
         }
-        # CartPole, mean return over 70 updates: 181 in turns; one version behind 173 clipped around the proximal policy, 163
-        # around the one that acted; three behind 132 and 143: by then it swings, for want of a brake.
-        near = segments.version >= self._newest(segments) - 1
-        anchor = np.where(near, now.log_prob, segments.log_prob)
-        # The weight is positive: it may as well stand inside the minimum of the surrogate.
-        weight = np.where(near, np.minimum(ratio, np.float32(1)), np.float32(1))
-        advantage = weight * self._normalised(found.advantage, valid)
-        return make_batch(self.policy, replace(segments, log_prob=anchor), advantage, found.target), metrics
+        # CartPole, mean return over 70 updates: 181 without lag. One version of lag: 173 clipped around the proximal policy,
+        # 163 around μ. Three versions: 132 and 143; there, clipping around the proximal policy oscillates.
+        recent = segments.version >= self._current_version(segments) - 1
+        anchor = np.where(recent, proximal.log_prob, segments.log_prob)
+        # The weight is positive, so it can be multiplied into the advantage inside the minimum of the surrogate.
+        weight = np.where(recent, np.minimum(ratio, np.float32(1)), np.float32(1))
+        advantage = weight * self._normalize_advantage(corrected.advantage, valid)
+        return make_batch(self.policy, replace(segments, log_prob=anchor), advantage, corrected.target), metrics
 
     # -- the loss
 
     def loss(self, policy: Policy, batch: Batch, entropy_coeff: float, diagnose: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate (eq. 7), value error and entropy bonus (eq. 9), averaged over the valid samples."""
+        """Clipped surrogate (eq. 7), value error and entropy bonus (eq. 9), averaged over the valid samples."""
         log_prob, entropy, value = policy.evaluate(batch.observation, batch.action, batch.mask, batch.state, batch.first)
         log_ratio = log_prob - batch.log_prob
         if batch.valid is not None:
             log_ratio = torch.where(batch.valid, log_ratio, 0.0)  # padding may hold anything
         ratio = log_ratio.exp()
         clip = self.config.clip_param
-        gain = torch.min(ratio * batch.advantage, ratio.clamp(1 - clip, 1 + clip) * batch.advantage)
-        error = (value - batch.target).square()
+        surrogate = torch.min(ratio * batch.advantage, ratio.clamp(1 - clip, 1 + clip) * batch.advantage)
+        value_error = (value - batch.target).square()
         if self.config.vf_clip_param is not None:
-            error = error.clamp(max=self.config.vf_clip_param)
+            value_error = value_error.clamp(max=self.config.vf_clip_param)
 
         mean = mean_over(batch.valid)
-        policy_loss, value_loss = -mean(gain), mean(error)
+        policy_loss, value_loss = -mean(surrogate), mean(value_error)
         loss = policy_loss + self.config.vf_loss_coeff * value_loss
         kl = mean((ratio - 1) - log_ratio) if self.penalty.coeff or diagnose else None  # never negative (Schulman 2020)
         if self.penalty.coeff and kl is not None:
@@ -177,7 +175,7 @@ class PPO(ActorCritic):
         if not diagnose or entropy_mean is None or kl is None:
             return loss, {}
         with torch.no_grad():
-            numbers = {
+            metrics = {
                 "loss": loss.detach(),
                 "policy_loss": policy_loss.detach(),
                 "value_loss": value_loss.detach(),
@@ -185,9 +183,9 @@ class PPO(ActorCritic):
                 "kl": kl.detach(),
                 "clip_fraction": mean(((ratio - 1).abs() > clip).float()),
             }
-        return loss, numbers
+        return loss, metrics
 
-    # -- what a resumed run needs
+    # -- checkpoint state
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         arrays, plain = super().state()

@@ -1,4 +1,4 @@
-"""Reward scaling: divide rewards by the running deviation of the discounted return, so that one learning rate fits all games."""
+"""Reward scaling: divide rewards by the running standard deviation of the discounted return."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from ludus.buffers.collate import rows_in_turn
+from ludus.buffers.collate import split_repeated_origins
 from ludus.core.types import Bools, Floats, Ints, Segments
 
-_MOST_OPEN = 1 << 17  # running returns that are kept; sessions that broke off leave theirs behind
+_MAX_OPEN_RETURNS = 1 << 17  # interrupted sessions leave their running return behind
 
 
 class RewardScale:
-    """Follows the discounted return of every row across segments (rows are told apart by their origin)."""
+    """Tracks the discounted return of every row across segments; `origin` identifies a row."""
 
     def __init__(self, gamma: float) -> None:
         self._gamma = gamma
         self._carry: dict[int, float] = {}
         self._count, self._mean, self._m2 = 0.0, 0.0, 0.0
 
-    def scaled(self, segments: Segments) -> Floats:
-        """Rewards over the deviation after taking this batch in; the sign and zero of a reward never change."""
+    def scale(self, segments: Segments) -> Floats:
+        """Add the batch to the statistics and return its rewards divided by the standard deviation; signs are kept."""
         returns = self._returns(segments)
         n = returns.size
         if n:
@@ -30,38 +30,38 @@ class RewardScale:
             self._m2 += float(returns.var()) * n + delta * delta * self._count * n / total
             self._mean += delta * n / total
             self._count = total
-        deviation = np.sqrt(self._m2 / self._count) if self._count else 1.0
-        floor = 0.1 * abs(self._mean)  # returns that hardly differ must not blow rewards up
-        return (segments.reward / max(deviation, floor, 1e-8)).astype(np.float32)
+        std = np.sqrt(self._m2 / self._count) if self._count else 1.0
+        floor = 0.1 * abs(self._mean)  # nearly constant returns must not inflate the rewards
+        return (segments.reward / max(std, floor, 1e-8)).astype(np.float32)
 
     def _returns(self, segments: Segments) -> Floats:
         out = np.zeros_like(segments.reward)
-        ended = self._ended(segments)
-        for rows in rows_in_turn(segments.origin):
-            out[:, rows] = self._follow(segments, rows, ended[rows])
-        while len(self._carry) > _MOST_OPEN:
+        ended = self._ends_with_episode(segments)
+        for rows in split_repeated_origins(segments.origin):
+            out[:, rows] = self._running_returns(segments, rows, ended[rows])
+        while len(self._carry) > _MAX_OPEN_RETURNS:
             del self._carry[next(iter(self._carry))]
         return out[segments.valid]
 
-    def _follow(self, segments: Segments, rows: Ints, ended: Bools) -> Floats:
-        """[T, rows] the running returns of rows that are of different origins."""
+    def _running_returns(self, segments: Segments, rows: Ints, ended: Bools) -> Floats:
+        """Return the running returns [T, rows] of rows with distinct origins."""
         origins = segments.origin[rows].tolist()
         carry = np.array([self._carry.get(origin, 0.0) for origin in origins], np.float64)
         first, reward, valid = segments.first[:, rows], segments.reward[:, rows], segments.valid[:, rows]
         out = np.zeros_like(reward)
         for t in np.flatnonzero(valid.any(axis=1)):
-            gained = np.where(first[t], 0.0, carry) * self._gamma + reward[t]
-            carry = np.where(valid[t], gained, carry)
+            running = np.where(first[t], 0.0, carry) * self._gamma + reward[t]
+            carry = np.where(valid[t], running, carry)
             out[t] = carry
         for origin, value, over in zip(origins, carry.tolist(), ended.tolist(), strict=True):
             self._carry.pop(origin, None)
-            if not over:  # the next episode starts at 0 anyway, and a session that has ended never comes back
+            if not over:  # the next episode starts at 0, and the origin of an ended session is not used again
                 self._carry[origin] = value
         return out
 
     @staticmethod
-    def _ended(segments: Segments) -> Bools:
-        """[B] rows whose last step ended their episode: the next one starts at 0 anyway."""
+    def _ends_with_episode(segments: Segments) -> Bools:
+        """Return the rows [B] whose last step ended their episode."""
         last = np.where(segments.valid.any(axis=0), segments.spec.steps - 1 - np.argmax(segments.valid[::-1], axis=0), 0)
         rows = np.arange(segments.rows)
         ended: Bools = segments.valid[last, rows] & (segments.terminated | segments.truncated)[last, rows]
@@ -71,6 +71,6 @@ class RewardScale:
         return {"count": self._count, "mean": self._mean, "m2": self._m2}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Statistics only: environments restart when a run is resumed, so the running returns begin anew."""
+        """Restore the statistics; running returns start at 0 because a resumed run restarts its environments."""
         self._count, self._mean, self._m2 = float(state["count"]), float(state["mean"]), float(state["m2"])
         self._carry.clear()

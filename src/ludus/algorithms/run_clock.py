@@ -1,4 +1,4 @@
-"""The time of a run: what `time_s` counts, and when it is up."""
+"""The training time of a run (`time_s`) and its time limit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class RunClock:
-    """Seconds of training, from the first sampled step on. Earlier parts of a resumed run are included.
+    """Counts seconds of training from the first sampled step, including earlier parts of a resumed run.
 
-    Start-up (environments, workers, connections) is not training: until `start` no time passes.
+    Start-up (environments, workers, connections) does not count: the clock runs from `start` on.
     """
 
     def __init__(self, limit_s: float | None = None, now: Callable[[], float] = time.perf_counter) -> None:
@@ -17,10 +17,10 @@ class RunClock:
         self._created = now()
         self._started: float | None = None
         self.before_s = 0.0
-        """Of earlier parts of the run."""
+        """Seconds of earlier parts of the run."""
 
     def start(self) -> None:
-        """The first step is sampled now. Further calls have no effect."""
+        """Start the clock at the first sampled step. Further calls have no effect."""
         if self._started is None:
             self._started = self._now()
 
@@ -39,14 +39,14 @@ class RunClock:
 
     @property
     def startup_s(self) -> float:
-        """Seconds of start-up, so far."""
+        """Seconds of start-up so far."""
         return (self._now() if self._started is None else self._started) - self._created
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the limit; None: there is no limit."""
+        """Seconds until the limit; None without a limit."""
         return None if self._limit_s is None else self._limit_s - self.elapsed_s
 
     def is_up(self, allowance_s: float = 0.0) -> bool:
-        """Whether the limit was exceeded by `allowance_s`; never before the first step."""
+        """Return whether the limit is exceeded by `allowance_s`; False before the first step."""
         return self.started and self._limit_s is not None and self.elapsed_s >= self._limit_s + allowance_s

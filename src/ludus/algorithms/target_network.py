@@ -1,4 +1,4 @@
-"""A policy that follows another one from afar, so that what is learned towards stands still for a while."""
+"""The target network of DQN: a delayed copy of the online policy."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from ludus.core.tree import Array
 from ludus.models.policy import Policy
 
 
-class Target:
-    """A copy of `policy`, whose parameters live in the vector `flat`. It sees observations normalised as that one does."""
+class TargetNetwork:
+    """A copy of `policy`, whose parameters are views of the vector `flat`. It shares the observation normaliser."""
 
     def __init__(self, policy: Policy, flat: Tensor) -> None:
-        self._followed, self._flat = flat, flat.clone()
+        self._online, self._flat = flat, flat.clone()
         self.policy = copy.deepcopy(policy).requires_grad_(False)
         offset = 0
-        for mine in self.policy.parameters():
-            mine.grad = None
-            size, stride = mine.size(), mine.stride()
-            mine.data = self._flat[offset : offset + mine.numel()].as_strided(size, stride, offset)
-            offset += mine.numel()
+        for parameter in self.policy.parameters():
+            parameter.grad = None
+            size, stride = parameter.size(), parameter.stride()
+            parameter.data = self._flat[offset : offset + parameter.numel()].as_strided(size, stride, offset)
+            offset += parameter.numel()
         for name, buffer in policy.named_buffers():
             owner, _, last = name.rpartition(".")
             self.policy.get_submodule(owner).register_buffer(last, buffer)
-        self.follow(1.0)
+        self.update(1.0)
 
     @torch.no_grad()
-    def follow(self, tau: float) -> None:
-        """Go this part of the way to where the other is now."""
+    def update(self, tau: float) -> None:
+        """θ_target ← θ_target + τ·(θ − θ_target)."""
         if tau == 1.0:
-            self._flat.copy_(self._followed)
+            self._flat.copy_(self._online)
         else:
-            self._flat.lerp_(self._followed, tau)
-        self._changed()
+            self._flat.lerp_(self._online, tau)
+        self._freeze()
 
-    def _changed(self) -> None:
+    def _freeze(self) -> None:
         with torch.no_grad():
             self.policy.network.freeze()
 
@@ -47,4 +47,4 @@ class Target:
 
     def load_weights(self, weights: Array) -> None:
         self._flat.copy_(torch.from_numpy(weights.copy()))
-        self._changed()
+        self._freeze()

@@ -1,4 +1,4 @@
-"""The trainer: takes segments from the memory, lets the algorithm of their model learn, publishes the new version."""
+"""The trainer: takes batches of segments from the memory, updates their model, publishes the new version."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Publisher(Protocol):
     def newest(self, name: str) -> tuple[Policy, int]: ...
 
 
-class _Recent:
-    """The mean of a number over the last episodes that told it, as whole batches: at least as many as were asked for."""
+class _ResultWindow:
+    """Sum and count of a result over the last whole batches that contain at least `episodes` episodes with it."""
 
     def __init__(self, episodes: int) -> None:
         self._episodes = episodes
@@ -34,12 +34,11 @@ class _Recent:
         self._parts.append((total, count))
         self._total, self._count = self._total + total, self._count + count
         while self._count - self._parts[0][1] >= self._episodes:
-            old, few = self._parts.popleft()
-            self._total, self._count = self._total - old, self._count - few
+            total, count = self._parts.popleft()
+            self._total, self._count = self._total - total, self._count - count
 
     @property
-    def told(self) -> tuple[float, float]:
-        """Their sum, and how many there are."""
+    def sum_and_count(self) -> tuple[float, float]:
         return self._total, self._count
 
     def to_json(self) -> list[list[float]]:
@@ -48,22 +47,22 @@ class _Recent:
 
 @dataclass
 class Progress:
-    """How far a run has come. All of it goes into a checkpoint."""
+    """Counters and recent returns of a run. All of it is saved in checkpoints."""
 
     timesteps: int = 0
     iterations: int = 0
     training_iteration: int = 0
-    """Iterations as RLlib counts them, which take a number of steps and a time at least."""
+    """Iterations as RLlib counts them: with a minimum number of steps and a minimum time."""
     iteration_began: tuple[int, float] = (0, 0.0)
-    """Timesteps and time at the beginning of the current one."""
+    """Timesteps and time at the start of the current training iteration."""
     episodes: int = 0
     time_s: float = 0.0
     recent_returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=100))
     returns_of: dict[str, deque[float]] = field(default_factory=dict)
-    """By model, where there are several: what one earns another may lose, so that a common mean says nothing."""
-    results: dict[str, _Recent] = field(default_factory=dict)
-    """What the last episodes said at their end, by name."""
+    """By model, if there are several: in competitive games a mean over all models is meaningless."""
+    results: dict[str, _ResultWindow] = field(default_factory=dict)
+    """Results of the last episodes, by name."""
 
     @classmethod
     def with_window(cls, episodes: int, models: Sequence[str] = ()) -> Progress:
@@ -72,13 +71,13 @@ class Progress:
 
     @property
     def episode_return_mean(self) -> float:
-        """Of the last episodes; NaN until as many have ended as the window holds. With several models: of the worst."""
+        """Mean return of the last episodes; NaN until the window is full. With several models: that of the worst one."""
         windows = list(self.returns_of.values()) or [self.recent_returns]
         full = all(len(window) == window.maxlen for window in windows)
         return min(float(np.mean(window)) for window in windows) if full else float("nan")
 
     def count_training_iteration(self, least_steps: int, least_s: float) -> None:
-        """After an update: the iteration ends if it has had at least so many steps and seconds."""
+        """End the training iteration if it has had at least this many steps and seconds. Call after an update."""
         steps, began_s = self.iteration_began
         if self.timesteps - steps >= least_steps and self.time_s - began_s >= least_s:
             self.training_iteration += 1
@@ -109,15 +108,15 @@ class Progress:
             window.extend(map(float, data.get("returns_of", {}).get(model, [])))
         for name, parts in data.get("results", {}).items():
             for total, count in parts:
-                self.tell(name, float(total), float(count))
+                self.add_result(name, float(total), float(count))
 
-    def tell(self, name: str, total: float, count: float) -> None:
-        """The sum of a number over so many episodes that ended with it."""
-        self.results.setdefault(name, _Recent(self.recent_returns.maxlen or 1)).add(total, count)
+    def add_result(self, name: str, total: float, count: float) -> None:
+        """Add the sum of a result over `count` episodes."""
+        self.results.setdefault(name, _ResultWindow(self.recent_returns.maxlen or 1)).add(total, count)
 
 
 class Trainer:
-    """One `step()` is one update from one block of segments. Several models may train side by side."""
+    """Makes one update from one batch of segments per `step()`. Several models can be trained at the same time."""
 
     def __init__(
         self,
@@ -129,7 +128,7 @@ class Trainer:
         by_model: bool = True,
         clock: RunClock | None = None,
     ) -> None:
-        """`by_model`: episodes belong to the model of their segment; else to all models together, as matches do."""
+        """`by_model`: attribute episodes to the model of their segment; otherwise to all models together (matches)."""
         self.algorithms = dict(algorithms)
         self._memory, self._pool = memory, pool
         self.clock = clock or RunClock()
@@ -138,7 +137,7 @@ class Trainer:
         self._learn_s = 0.0
 
     def step(self) -> bool:
-        """Learn from the oldest waiting block; False when there is none."""
+        """Learn from the oldest waiting batch; return False if there is none."""
         segments = self._memory.take(0)
         if segments is None:
             return False
@@ -147,7 +146,7 @@ class Trainer:
         algorithm = self.algorithms[segments.model]
         _, newest = self._pool.newest(segments.model)
         algorithm.version = newest
-        numbers = algorithm.learn(segments, self.progress.timesteps)
+        metrics = algorithm.learn(segments, self.progress.timesteps)
         self._count(segments)
         lag = _lag(newest, segments)
         self._memory.release(segments)
@@ -155,11 +154,11 @@ class Trainer:
         elapsed = self.clock.part_s
         self._learn_s += elapsed - started
         self.progress.time_s = self.clock.before_s + elapsed
-        self.metrics = self._report(segments.model, numbers | lag | {"version": float(version)}, elapsed)
+        self.metrics = self._report(segments.model, metrics | lag | {"version": float(version)}, elapsed)
         return True
 
     def load_progress(self, data: Mapping[str, Any]) -> None:
-        """Go on counting where a checkpoint was written."""
+        """Continue the counters of a checkpoint."""
         self.progress.load_json(data)
         self.clock.before_s = self.progress.time_s
 
@@ -174,14 +173,14 @@ class Trainer:
             p.returns_of[segments.model].extend(segments.episode_return.tolist())
         for name, (total, count) in zip(segments.spec.results, segments.results.sum(axis=0).tolist(), strict=True):
             if count:
-                p.tell(name, total, count)
+                p.add_result(name, total, count)
 
     def counts(self) -> dict[str, float]:
-        """How far the run has come, also before the first update."""
+        """Counters of the run; available before the first update."""
         p = self.progress
         return {"timesteps": p.timesteps, "iterations": p.iterations, "episodes": p.episodes, "time_s": p.time_s}
 
-    def _report(self, model: str, numbers: dict[str, float], elapsed: float) -> dict[str, float]:
+    def _report(self, model: str, metrics: dict[str, float], elapsed: float) -> dict[str, float]:
         p = self.progress
         report = self.counts()
         if p.recent_returns:
@@ -192,17 +191,18 @@ class Trainer:
         if means:
             report |= {f"{name}/episode_return_mean": mean for name, mean in means.items()}
             report["episode_return_mean"] = min(means.values())
-        report |= {f"match/{name}": value for name, value in results({n: recent.told for n, recent in p.results.items()}).items()}
+        sums = {name: window.sum_and_count for name, window in p.results.items()}
+        report |= {f"match/{name}": value for name, value in results(sums).items()}
         report |= {
             "fps": p.timesteps / p.time_s if p.time_s else 0.0,
             "learner_share": self._learn_s / elapsed if elapsed else 0.0,
         }
         prefix = "" if len(self.algorithms) == 1 else f"{model}/"
-        return report | {f"{prefix}learner/{name}": value for name, value in numbers.items()}
+        return report | {f"{prefix}learner/{name}": value for name, value in metrics.items()}
 
 
 def _lag(newest: int, segments: Segments) -> dict[str, float]:
-    """How many updates ago the weights were made that acted; over the steps that are learned from."""
+    """Policy lag: age of the behaviour weights in updates, over the valid steps."""
     versions = segments.version[segments.valid]
     if not versions.size:
         return {"lag_mean": 0.0, "lag_max": 0.0}

@@ -1,6 +1,6 @@
-"""Whole segments, for algorithms that look along them with the values of the policy that learns (V-trace).
+"""Whole segments as a batch, for algorithms that need the current policy's values along each segment (V-trace).
 
-Letters: T steps, B rows, N valid steps, [L, S] for S sequences of L steps of a recurrent policy.
+Shapes: T steps, B rows, N valid steps, [L, S]: S sequences of L steps of a recurrent policy.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludus.algorithms.minibatch import described
+from ludus.algorithms.minibatch import describe_tensors
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Bools, Floats, Ints, Segments
-from ludus.models.devices import moved
+from ludus.models.devices import to_device
 from ludus.models.policy import Policy
 
 
-class Evaluated(NamedTuple):
-    """What a policy says about recorded steps. N in the order of `valid`: step by step, row by row."""
+class Evaluation(NamedTuple):
+    """A policy's evaluation of recorded steps. N is in the order of `valid`: by step, then by row."""
 
     log_prob: Tensor  # [N]
     entropy: Tensor  # [N]
     value: Tensor  # [N]
-    following: Floats  # [T, B] value of each step's true successor, without gradient; rubbish where it is not needed
+    next_value: Floats  # [T, B] value of each step's successor, without gradient; undefined where it is not needed
 
 
-class Grids(NamedTuple):
-    """The same as arrays [T, B], 0 where nothing is valid."""
+class EvaluationGrids(NamedTuple):
+    """A policy's evaluation as arrays [T, B], 0 at invalid steps."""
 
     log_prob: Floats
     value: Floats
-    following: Floats
+    next_value: Floats
 
 
 @dataclass
 class Trajectories:
-    """B whole segments side by side, divisible by rows. Tensors share the memory of the segments until they are selected.
+    """B whole segments, divisible by rows. Tensors share the memory of the segments until rows are selected.
 
-    What is not a valid step, nor the successor of one, is never shown to a policy: it may hold anything.
+    Rows that are neither valid nor the successor of a valid step may hold any value and are never passed to a policy.
     """
 
     observation: Tree  # [T+1, B, …]
@@ -51,19 +51,19 @@ class Trajectories:
     state: tuple[Tensor, ...]  # [states, B, …]
     final_observation: Tree  # [K, …]
     final_at: Ints  # [K, 2]
-    final_value: Floats  # [K] as estimated by the policy that acted
-    log_prob: Floats  # [T, B] of the policy that acted
-    reward: Floats  # [T, B] as it is learned from
+    final_value: Floats  # [K] estimated by the behaviour policy
+    log_prob: Floats  # [T, B] of the behaviour policy
+    reward: Floats  # [T, B] after reward scaling
     terminated: Bools
     truncated: Bools
     valid: Bools
     state_every: int = 0
     arranged: bool = False
     anchor: Floats | None = None
-    """[T, B] log-probabilities of a policy that the learned one stays near, if that is another."""
+    """[T, B] log-probabilities of the policy that the surrogate is clipped around, unless it is the current one."""
 
     @classmethod
-    def of(cls, segments: Segments) -> Trajectories:
+    def from_segments(cls, segments: Segments) -> Trajectories:
         n = segments.finals
         return cls(
             observation=map_tree(torch.from_numpy, segments.observation),
@@ -82,8 +82,8 @@ class Trajectories:
             state_every=segments.spec.state_every,
         )
 
-    def laid_out(self, policy: Policy) -> Trajectories:
-        """With observations laid out for `policy`, once, for several passes over them."""
+    def to_network_layout(self, policy: Policy) -> Trajectories:
+        """Convert the observations to the layout of the network once, for several passes over them."""
         return replace(
             self,
             observation=policy.arranged(self.observation),
@@ -102,7 +102,7 @@ class Trajectories:
         return int(np.count_nonzero(self.valid))
 
     def select(self, index: Tensor) -> Trajectories:
-        """Some of the rows. Neighbours in order are a view, whose one copy is made where it is evaluated."""
+        """Select rows; consecutive rows are a view, copied once when they are evaluated."""
         rows = index.numpy()
         begin, end = int(rows[0]), int(rows[-1]) + 1
         in_order = end - begin == len(rows) and (np.diff(rows) == 1).all()
@@ -115,11 +115,11 @@ class Trajectories:
         def take(x: Array) -> Any:
             return x[:, begin:end] if in_order else x[:, rows]
 
-        place = np.full(self.units, -1)
-        place[rows] = np.arange(len(rows))
-        finals = np.flatnonzero(place[self.final_at[:, 1]] >= 0)
+        new_row = np.full(self.units, -1)
+        new_row[rows] = np.arange(len(rows))
+        finals = np.flatnonzero(new_row[self.final_at[:, 1]] >= 0)
         final_at = self.final_at[finals]
-        final_at[:, 1] = place[final_at[:, 1]]
+        final_at[:, 1] = new_row[final_at[:, 1]]
         return replace(
             self,
             observation=map_tree(pick, self.observation),
@@ -139,23 +139,23 @@ class Trajectories:
         )
 
     def chunks(self, samples: int) -> Iterator[Trajectories]:
-        """All rows in order, in parts of about so many samples: bounds what a pass over them holds in memory."""
+        """Yield all rows in order, in chunks of about `samples` samples, to bound the memory of a pass."""
         rows = max(1, samples // max(1, len(self.valid)))
         for index in torch.arange(self.units).split(rows):
             yield self.select(index)
 
     def describe(self) -> str:
-        numbers = [("reward", self.reward), ("log_prob", self.log_prob)]
-        return described([(name, torch.from_numpy(x[self.valid])) for name, x in numbers])
+        columns = [("reward", self.reward), ("log_prob", self.log_prob)]
+        return describe_tensors([(name, torch.from_numpy(x[self.valid])) for name, x in columns])
 
     # -- between [T, B] and [N]
 
     def flat(self, grid: Floats, device: torch.device) -> Tensor:
         """[T, B] → [N]"""
-        return moved(torch.from_numpy(grid[self.valid]), device)
+        return to_device(torch.from_numpy(grid[self.valid]), device)
 
     def grid(self, samples: Tensor) -> Floats:
-        """[N] → [T, B], 0 where nothing is valid"""
+        """[N] → [T, B], 0 at invalid steps"""
         out = np.zeros(self.valid.shape, np.float32)
         out[self.valid] = samples.detach().cpu().numpy()
         return out
@@ -163,19 +163,19 @@ class Trajectories:
     # -- evaluation
 
     @torch.no_grad()
-    def evaluated(self, policy: Policy, samples: int) -> Grids:
-        """What `policy` says, from a pass without gradients in parts of about so many samples."""
+    def evaluate_grids(self, policy: Policy, samples: int) -> EvaluationGrids:
+        """Evaluate all steps without gradients, in chunks of about `samples` samples."""
         parts = []
         for part in self.chunks(samples):
             now = part.evaluate(policy)
-            parts.append((part.grid(now.log_prob), part.grid(now.value), now.following))
-        return Grids(*(np.concatenate(grids, axis=1) for grids in zip(*parts, strict=True)))
+            parts.append((part.grid(now.log_prob), part.grid(now.value), now.next_value))
+        return EvaluationGrids(*(np.concatenate(grids, axis=1) for grids in zip(*parts, strict=True)))
 
-    def evaluate(self, policy: Policy) -> Evaluated:
-        """One pass over all valid steps, with gradients where they are enabled, and the values of their successors."""
-        outside = self._outside()
+    def evaluate(self, policy: Policy) -> Evaluation:
+        """Evaluate all valid steps in one pass, with gradients if enabled, and the values of their successors."""
+        bootstraps = self._bootstrap_steps()
         if policy.recurrent:
-            return self._unrolled(policy, outside)
+            return self._evaluate_sequences(policy, bootstraps)
         index = None if self.valid.all() else torch.from_numpy(np.flatnonzero(self.valid))
         steps = len(self.valid)
 
@@ -183,93 +183,92 @@ class Trajectories:
             flat = x[:steps].flatten(0, 1)
             return flat if index is None else flat.index_select(0, index)
 
-        observation = self._arranged(policy, map_tree(rows, self.observation))
-        action, mask = _moved(policy, (map_tree(rows, self.action), () if self.mask is None else rows(self.mask)))
+        observation = self._prepare(policy, map_tree(rows, self.observation))
+        action, mask = _to_policy_device(policy, (map_tree(rows, self.action), () if self.mask is None else rows(self.mask)))
         log_prob, entropy, value = policy.evaluate(observation, action, None if self.mask is None else mask)
-        following = np.zeros(self.valid.shape, np.float32)
-        following[:-1] = self.grid(value)[1:]
-        self._look_beyond(policy, outside, following)
-        return Evaluated(log_prob, entropy, value, following)
+        next_value = np.zeros(self.valid.shape, np.float32)
+        next_value[:-1] = self.grid(value)[1:]
+        self._fill_bootstrap_values(policy, bootstraps, next_value)
+        return Evaluation(log_prob, entropy, value, next_value)
 
-    def _outside(self) -> Bools:
-        """[T, B] steps whose successor is in the next row, which is itself not learned from."""
-        outside: Bools = self.valid & ~self.terminated
-        outside[:-1] &= ~self.valid[1:]
-        outside[self.final_at[:, 0], self.final_at[:, 1]] = False
-        return outside
+    def _bootstrap_steps(self) -> Bools:
+        """Return the steps [T, B] whose successor is in the next row, where that row is not a valid step itself."""
+        bootstraps: Bools = self.valid & ~self.terminated
+        bootstraps[:-1] &= ~self.valid[1:]
+        bootstraps[self.final_at[:, 0], self.final_at[:, 1]] = False
+        return bootstraps
 
-    def _look_beyond(self, policy: Policy, outside: Bools, following: Floats) -> None:
-        """Fill in the values of successors that are no valid steps: what comes after the last one, and final observations."""
-        at = np.flatnonzero(outside) + self.units
+    def _fill_bootstrap_values(self, policy: Policy, bootstraps: Bools, next_value: Floats) -> None:
+        """Fill in the values of successors that are not valid steps: bootstrap and final observations."""
+        at = np.flatnonzero(bootstraps) + self.units
         if at.size + len(self.final_at) == 0:
             return
-        seen = self._after(at)
+        observation = self._observations_at(at)
         if len(self.final_at):
-            seen = map_tree(lambda x, final: torch.cat([x, final]), seen, self.final_observation)
+            observation = map_tree(lambda x, final: torch.cat([x, final]), observation, self.final_observation)
         with torch.no_grad():
-            value = policy.value(self._arranged(policy, seen)).cpu().numpy()
-        following[outside] = value[: at.size]
-        following[self.final_at[:, 0], self.final_at[:, 1]] = value[at.size :]
+            value = policy.value(self._prepare(policy, observation)).cpu().numpy()
+        next_value[bootstraps] = value[: at.size]
+        next_value[self.final_at[:, 0], self.final_at[:, 1]] = value[at.size :]
 
-    def _after(self, at: Ints) -> Tree:
+    def _observations_at(self, at: Ints) -> Tree:
         """Observations [E, …] at flat positions of [T+1, B]."""
         last = self.units * len(self.valid)
-        if at.size == self.units and at[0] == last:  # as it is unless episodes end: the row after the last step
+        if at.size == self.units and at[0] == last:  # no episode ended: exactly the row after the last step
             return map_tree(lambda x: x[-1], self.observation)
         t, b = (torch.from_numpy(i) for i in np.divmod(at, self.units))
         return map_tree(lambda x: x[t, b], self.observation)
 
-    def _arranged(self, policy: Policy, observation: Tree) -> Tree:
-        return _moved(policy, observation if self.arranged else policy.arranged(observation))
+    def _prepare(self, policy: Policy, observation: Tree) -> Tree:
+        return _to_policy_device(policy, observation if self.arranged else policy.arranged(observation))
 
-    def _unrolled(self, policy: Policy, outside: Bools) -> Evaluated:
-        """Sequences of `state_every` steps from the recorded states, each with one row more: the successor of its last step.
+    def _evaluate_sequences(self, policy: Policy, bootstraps: Bools) -> Evaluation:
+        """Evaluate sequences of `state_every` steps from the recorded states, each with one extra row for the last successor.
 
-        Final observations keep the value that the acting policy gave them: the state they were seen in is not kept.
+        Final observations keep the value given by the behaviour policy, because their recurrent state is not recorded.
         """
-        cut = _Cut.of(self.valid, outside, self.state_every)
-        observation = self._arranged(policy, map_tree(cut.sequences, self.observation))
+        layout = _SequenceLayout.build(self.valid, bootstraps, self.state_every)
+        observation = self._prepare(policy, map_tree(layout.sequences, self.observation))
         others = (self.action, () if self.mask is None else self.mask, self.first)
-        action, mask, first = _moved(policy, map_tree(cut.sequences, others))
-        state = _moved(policy, tuple(map(cut.states, self.state)))
+        action, mask, first = _to_policy_device(policy, map_tree(layout.sequences, others))
+        state = _to_policy_device(policy, tuple(map(layout.states, self.state)))
         log_prob, entropy, value = policy.evaluate(observation, action, None if self.mask is None else mask, state, first)
-        at, after = cut.positions(self.valid)
-        following = np.zeros(self.valid.shape, np.float32)
-        following[self.valid] = value.detach().cpu().numpy().reshape(-1)[after]
-        following[self.final_at[:, 0], self.final_at[:, 1]] = self.final_value
-        index = moved(torch.from_numpy(at), policy.device)
+        at, successor_at = layout.positions(self.valid)
+        next_value = np.zeros(self.valid.shape, np.float32)
+        next_value[self.valid] = value.detach().cpu().numpy().reshape(-1)[successor_at]
+        next_value[self.final_at[:, 0], self.final_at[:, 1]] = self.final_value
+        index = to_device(torch.from_numpy(at), policy.device)
         log_prob, entropy, value = (x.flatten().index_select(0, index) for x in (log_prob, entropy, value))
-        return Evaluated(log_prob, entropy, value, following)
+        return Evaluation(log_prob, entropy, value, next_value)
 
 
-def _moved(policy: Policy, tree: Tree) -> Tree:
-    """To where the policy computes."""
+def _to_policy_device(policy: Policy, tree: Tree) -> Tree:
     device = policy.device
-    return tree if device.type == "cpu" else map_tree(lambda x: moved(x, device), tree)
+    return tree if device.type == "cpu" else map_tree(lambda x: to_device(x, device), tree)
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How [T+1, B] becomes [L+1, S]: sequences of L steps that overlap by a row; those without a valid step are left out."""
+class _SequenceLayout:
+    """Maps [T+1, B] to [L+1, S]: sequences of L steps that overlap by one row; those without a valid step are left out."""
 
     length: int
     count: int
     rows: int
     keep: Ints  # [S] of count·B
-    hidden: Tensor | None  # [L+1, S] what no policy may see
+    hidden: Tensor | None  # [L+1, S] entries that are zeroed before a policy evaluates them
 
     @classmethod
-    def of(cls, valid: Bools, outside: Bools, length: int) -> _Cut:
+    def build(cls, valid: Bools, bootstraps: Bools, length: int) -> _SequenceLayout:
         steps, rows = valid.shape
         count = -(-steps // length)
         needed = np.zeros((count * length + 1, rows), np.bool_)
         needed[:steps] = valid
-        needed[1 : steps + 1] |= outside
+        needed[1 : steps + 1] |= bootstraps
         learned = np.zeros((count * length, rows), np.bool_)
         learned[:steps] = valid
         keep = np.flatnonzero(learned.reshape(count, length, rows).any(axis=1))
-        shown = np.stack([needed[k * length : (k + 1) * length + 1] for k in range(count)], axis=1)
-        hidden = ~shown.reshape(length + 1, -1)[:, keep]
+        visible = np.stack([needed[k * length : (k + 1) * length + 1] for k in range(count)], axis=1)
+        hidden = ~visible.reshape(length + 1, -1)[:, keep]
         return cls(length, count, rows, keep, torch.from_numpy(hidden) if hidden.any() else None)
 
     def sequences(self, x: Tensor) -> Tensor:
@@ -282,7 +281,7 @@ class _Cut:
             cut = cut.index_select(1, torch.from_numpy(self.keep))
         if self.hidden is None:
             return cut
-        if cut.data_ptr() == x.data_ptr():  # one sequence per row: still the memory of the segment
+        if cut.data_ptr() == x.data_ptr():  # one sequence per row: shares the memory of the segment
             cut = cut.clone()
         cut[self.hidden] = 0
         return cut
@@ -292,9 +291,9 @@ class _Cut:
         return flat if len(self.keep) == self.count * self.rows else flat.index_select(0, torch.from_numpy(self.keep))
 
     def positions(self, valid: Bools) -> tuple[Ints, Ints]:
-        """Of the valid steps, and of their successors, in a flattened [L+1, S]."""
-        place = np.zeros(self.count * self.rows, np.int64)
-        place[self.keep] = np.arange(len(self.keep))
+        """Positions of the valid steps, and of their successors, in a flattened [L+1, S]."""
+        sequence = np.zeros(self.count * self.rows, np.int64)
+        sequence[self.keep] = np.arange(len(self.keep))
         step, row = np.nonzero(valid)
-        at = step % self.length * len(self.keep) + place[step // self.length * self.rows + row]
+        at = step % self.length * len(self.keep) + sequence[step // self.length * self.rows + row]
         return at, at + len(self.keep)

@@ -1,4 +1,4 @@
-"""Batches from the blocks of sampling workers: of all of them in turn, or of whoever is first."""
+"""Batches for the trainer from the blocks of N sampling workers, in worker order or first come, first served."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ log = logging.getLogger(__name__)
 _WARN_EVERY_S = 30.0
 
 
-class Lanes(Protocol):
-    """The blocks of N workers, each worker's in the order in which it made them."""
+class WorkerBlocks(Protocol):
+    """Blocks of N workers, each worker's in the order of writing."""
 
     def take_block(self, worker: int) -> Segments | None:
-        """The next block of that worker, or None. Never waits."""
+        """Return the next block of the worker, or None. Never blocks."""
         ...
 
     def release_block(self, worker: int, block: Segments) -> None: ...
 
 
 class BlockBatches:
-    """What a trainer takes. A batch is `blocks` blocks, all of the same size, copied once into a block that is used again.
+    """A batch is `blocks` blocks of equal size, copied once into a reused block.
 
-    `in_turn`: one of every worker, in their order, so that a batch is the same whoever was faster. Else the first that come; they
-    are copied and given back as they come, so that a batch may be larger than what workers have room for.
-    A block whose weights are more than `max_lag` versions old is dropped, and counted.
+    `in_turn`: take one block of every worker, in worker order, so that batches do not depend on timing. Otherwise take blocks
+    as they arrive; they are copied and released at once, so a batch may be larger than the workers' memory.
+    Blocks sampled with weights more than `max_lag` versions old are dropped and counted.
     """
 
     def __init__(
         self,
-        lanes: Lanes,
+        lanes: WorkerBlocks,
         workers: int,
         blocks: int,
         *,
@@ -58,31 +58,31 @@ class BlockBatches:
         self._taken = False
         self._warned_at = -_WARN_EVERY_S
         self.dropped = 0
-        """Blocks that were too old."""
+        """Number of blocks dropped because of `max_lag`."""
 
     @property
     def waiting(self) -> int:
-        """Blocks that are here and not yet enough for a batch."""
+        """Number of blocks collected for the next batch."""
         return len(self._held) + self._copied
 
     def ready(self) -> bool:
-        """Whether `take` would find a batch."""
+        """Return whether `take` would return a batch."""
         while not self._taken and self.waiting < self._blocks:
             if not self._gather():
                 return False
         return not self._taken
 
     def take(self, timeout_s: float = 0.0) -> Segments | None:
-        """Never waits: whoever drives the workers knows what there is to wait for."""
+        """Return the next batch or None. Never blocks: the caller that drives the workers does the waiting."""
         if self._taken:
             raise ValueError("A batch was taken before the one before it was released.")
         if not self.ready():
             return None
         self._taken = True
         if self._blocks == 1:
-            (alone,) = self._held.values()
-            if alone.reward.flags.writeable:  # else it is Ray's memory, which tensors cannot share
-                return alone  # the very block that the worker wrote
+            (block,) = self._held.values()
+            if block.reward.flags.writeable:  # Ray's memory is read-only and tensors cannot share it
+                return block
         for worker in sorted(self._held):
             self._copy(worker, self._held.pop(worker))
         assert self._batch is not None
@@ -101,7 +101,7 @@ class BlockBatches:
 
     def _copy(self, worker: int, block: Segments) -> None:
         if self._batch is None:
-            self._batch = batch_for(block, self._blocks)
+            self._batch = allocate_batch(block, self._blocks)
         if self._copied == 0:
             self._batch.finals = 0
         put_rows(self._batch, block, self._copied * block.rows)
@@ -110,7 +110,7 @@ class BlockBatches:
         self._lanes.release_block(worker, block)
 
     def _gather(self) -> bool:
-        """Take one more block; False when there is none."""
+        """Collect one more block; return False if there is none."""
         for offset in range(self._workers):
             worker = (self._next + offset) % self._workers
             if self._in_turn and worker in self._held:
@@ -124,7 +124,7 @@ class BlockBatches:
                     self._held[worker] = block
                 else:
                     self._copy(worker, block)
-                self._next = (worker + 1) % self._workers  # the others come first next time: none is starved
+                self._next = (worker + 1) % self._workers  # the other workers come first next time
                 return True
         return False
 
@@ -138,7 +138,7 @@ class BlockBatches:
         if self._clock() - self._warned_at >= _WARN_EVERY_S:
             self._warned_at = self._clock()
             log.warning(
-                "experience that is %d updates old was dropped (max_lag is %d; %d blocks so far): sampling is ahead of "
+                "dropped experience that is %d updates old (max_lag is %d; %d blocks so far): sampling is ahead of "
                 "learning; use fewer workers, or fewer blocks_ahead",
                 lag,
                 self._max_lag,
@@ -147,6 +147,6 @@ class BlockBatches:
         return True
 
 
-def batch_for(block: Segments, count: int) -> Segments:
+def allocate_batch(block: Segments, count: int) -> Segments:
     spec = replace(block.spec, finals=block.spec.finals * count)
     return Segments.empty(spec, block.rows * count)

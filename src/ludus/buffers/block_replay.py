@@ -1,4 +1,4 @@
-"""A replay buffer of whole blocks: bounded in blocks and in bytes, the oldest make room."""
+"""A replay buffer of whole blocks, bounded in blocks and bytes; the oldest are evicted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ludus.core.tree import map_tree
 from ludus.core.types import Segments
 
 
-class Replay:
-    """Keeps copies, so that the blocks themselves can go back to whoever writes them. Counts what enters and what leaves."""
+class BlockReplay:
+    """Keeps copies, so that the blocks themselves can be released. Counts additions, evictions and refusals."""
 
     def __init__(self, blocks: int, max_bytes: int) -> None:
         self._blocks, self._max_bytes = blocks, max_bytes
@@ -25,7 +25,7 @@ class Replay:
         return len(self._kept)
 
     def add(self, segments: Segments) -> bool:
-        """Keep a copy; False (and counted) when a single block is beyond the bound."""
+        """Keep a copy; return False (and count a refusal) if the block alone exceeds the memory limit."""
         size = segments.nbytes
         if size > self._max_bytes:
             self.refused += 1
@@ -42,5 +42,5 @@ class Replay:
         return True
 
     def __getitem__(self, index: int) -> Segments:
-        """0 is the oldest."""
+        """Index 0 is the oldest."""
         return self._kept[index]

@@ -1,7 +1,7 @@
-"""A bounded queue with waiting sides, as a pure state machine: no I/O, no clock, no threads.
+"""A bounded queue with waiting producers and consumers, as a pure state machine: no I/O, no clock, no threads.
 
-Producers either push (the oldest items make room, and are counted) or offer (and wait for room); consumers want so many items
-at once. `settle` says what that comes to; whoever drives the queue calls it after every change and tells those who wait.
+Producers push (dropping and counting the oldest items) or offer (and wait for space); consumers request a number of items at
+once. The caller calls `deliver` after every change and notifies the waiters that it returns.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 
 @dataclass
-class Settled(Generic[T]):
-    """What has come to pass: items for consumers, and producers whose offers are inside."""
+class QueueProgress(Generic[T]):
+    """Waiters that were served: consumers with their items, and producers whose offers are in the queue."""
 
-    given: list[tuple[Hashable, list[T]]] = field(default_factory=list)
+    deliveries: list[tuple[Hashable, list[T]]] = field(default_factory=list)
     accepted: list[Hashable] = field(default_factory=list)
 
 
-class Fifo(Generic[T]):
-    """First in, first out; consumers and waiting producers are served in the order in which they asked."""
+class BoundedQueue(Generic[T]):
+    """First in, first out; waiting consumers and producers are served in order of arrival."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -31,23 +31,23 @@ class Fifo(Generic[T]):
         self.size = size
         self._items: deque[T] = deque()
         self._offers: deque[tuple[Hashable, deque[T]]] = deque()
-        self._wants: deque[tuple[Hashable, int]] = deque()
-        self._given: list[tuple[Hashable, list[T]]] = []
+        self._requests: deque[tuple[Hashable, int]] = deque()
+        self._deliveries: list[tuple[Hashable, list[T]]] = []
         self.pushed = self.dropped = self.taken = 0
 
     def __len__(self) -> int:
         return len(self._items)
 
     def waiting(self) -> list[Any]:
-        """Who waits, on either side."""
-        return [who for who, _ in (*self._offers, *self._wants)]
+        """Return the ids of all waiting producers and consumers."""
+        return [who for who, _ in (*self._offers, *self._requests)]
 
     def push(self, items: Iterable[T]) -> int:
-        """Put items in; the oldest leave when there is no room. Returns how many left."""
+        """Add items, dropping the oldest if the queue is full. Return the number dropped."""
         dropped = 0
         for item in items:
             self.pushed += 1
-            if len(self._items) >= self.size and not self._hand_over():
+            if len(self._items) >= self.size and not self._serve_consumers():
                 self._items.popleft()
                 dropped += 1
             self._items.append(item)
@@ -55,23 +55,23 @@ class Fifo(Generic[T]):
         return dropped
 
     def offer(self, who: Hashable, items: Iterable[T]) -> None:
-        """Put items in as room appears, after the offers that came before."""
+        """Add items as space becomes available, after earlier offers."""
         self._offers.append((who, deque(items)))
 
-    def want(self, who: Hashable, count: int) -> None:
-        """Ask for exactly `count` items."""
+    def request(self, who: Hashable, count: int) -> None:
+        """Wait for exactly `count` items."""
         if not 1 <= count <= self.size:
-            raise ValueError(f"{count} items are wanted at once from a queue that holds {self.size}")
-        self._wants.append((who, count))
+            raise ValueError(f"{count} items were requested at once from a queue that holds {self.size}")
+        self._requests.append((who, count))
 
     def cancel(self, who: Hashable) -> None:
-        """Forget what `who` waits for, on either side."""
+        """Remove all offers and requests of `who`."""
         self._offers = deque(entry for entry in self._offers if entry[0] != who)
-        self._wants = deque(entry for entry in self._wants if entry[0] != who)
-        self._given = [entry for entry in self._given if entry[0] != who]
+        self._requests = deque(entry for entry in self._requests if entry[0] != who)
+        self._deliveries = [entry for entry in self._deliveries if entry[0] != who]
 
-    def settle(self) -> Settled[T]:
-        """Move what can be moved."""
+    def deliver(self) -> QueueProgress[T]:
+        """Serve all waiters that can be served, and return them."""
         accepted: list[Hashable] = []
         while True:
             while self._offers and len(self._items) < self.size:
@@ -82,16 +82,16 @@ class Fifo(Generic[T]):
                 if not items:
                     accepted.append(who)
                     self._offers.popleft()
-            if not self._hand_over():
+            if not self._serve_consumers():
                 break
-        given, self._given = self._given, []
-        return Settled(given, accepted)
+        deliveries, self._deliveries = self._deliveries, []
+        return QueueProgress(deliveries, accepted)
 
-    def _hand_over(self) -> bool:
-        """Give the first consumers what they want, if it is there."""
-        before = len(self._given)
-        while self._wants and len(self._items) >= self._wants[0][1]:
-            who, count = self._wants.popleft()
-            self._given.append((who, [self._items.popleft() for _ in range(count)]))
+    def _serve_consumers(self) -> bool:
+        """Serve the first consumers if there are enough items; return whether any was served."""
+        before = len(self._deliveries)
+        while self._requests and len(self._items) >= self._requests[0][1]:
+            who, count = self._requests.popleft()
+            self._deliveries.append((who, [self._items.popleft() for _ in range(count)]))
             self.taken += count
-        return len(self._given) > before
+        return len(self._deliveries) > before

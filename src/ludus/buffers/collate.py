@@ -1,4 +1,4 @@
-"""Collation: many short segments become one batch. What sessions record has one row and any length; a learner wants a block."""
+"""Collation of many short segments (one row, any length, as sessions record them) into one batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Ints, Segments
 from ludus.transport.base import MemoryStats, Waiting
 
 
-def joined(parts: Sequence[Segments]) -> Segments:
-    """One block with the rows of all `parts`, side by side, as long as the longest; what is shorter is padded, not valid.
+def join_segments(parts: Sequence[Segments]) -> Segments:
+    """Return one block with the rows of all `parts`, padded to the longest.
 
-    They must be of one model; parts that are shorter than their spec says must not have kept final observations.
+    They must be of one model; parts that are shorter than their spec must not have final observations.
     """
     parts = [part.trimmed() for part in parts]
     steps, finals = max(1, *(part.spec.steps for part in parts)), sum(part.finals for part in parts)
@@ -27,9 +27,9 @@ def joined(parts: Sequence[Segments]) -> Segments:
 
 
 def join_into(batch: Segments, parts: Sequence[Segments]) -> None:
-    """Copy `parts` into a block with room for all of their rows and final observations: the one copy on the way of a step.
+    """Copy `parts` into a block with space for all of their rows and final observations.
 
-    What is shorter than the block leaves padding as it is; a block that is used again is for parts of its own length.
+    Padding is not overwritten: reuse a block only for parts of its own length.
     """
     row, batch.finals = 0, 0
     for part in parts:
@@ -39,18 +39,18 @@ def join_into(batch: Segments, parts: Sequence[Segments]) -> None:
     batch.episode_length = np.concatenate([part.episode_length for part in parts])
 
 
-def rows_in_turn(origin: Ints) -> list[Ints]:
-    """Rows of one origin follow each other in time, as collated segments do: groups in which every origin is there once."""
+def split_repeated_origins(origin: Ints) -> list[Ints]:
+    """Split rows into groups in which every origin occurs once. Rows of one origin are consecutive in time."""
     count = np.arange(len(origin))
     order = np.argsort(origin, kind="stable")
     begins = np.diff(origin[order], prepend=origin[order[:1]] - 1) != 0
-    turn = np.empty_like(count)
-    turn[order] = count - np.maximum.accumulate(np.where(begins, count, 0))
-    return [np.flatnonzero(turn == number) for number in range(int(turn.max(initial=-1)) + 1)]
+    repetition = np.empty_like(count)
+    repetition[order] = count - np.maximum.accumulate(np.where(begins, count, 0))
+    return [np.flatnonzero(repetition == number) for number in range(int(repetition.max(initial=-1)) + 1)]
 
 
 def put_rows(batch: Segments, part: Segments, row: int) -> None:
-    """Copy one part to where its rows begin in the batch; its final observations after those that are there."""
+    """Copy one part to columns `row` … of the batch, and append its final observations."""
     columns = slice(row, row + part.rows)
     for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER, "state"):
         map_tree(lambda whole, own: _put(whole, own, columns), getattr(batch, name), getattr(part, name))
@@ -77,10 +77,10 @@ def _put_first(whole: Array, own: Array, at: slice) -> None:
     whole[at] = own[: at.stop - at.start]
 
 
-class Collated:
-    """A memory as a trainer sees it: one `take` is one batch of at least `batch_steps` valid steps, from one model.
+class CollatedBatches:
+    """Batches of at least `batch_steps` valid steps of one model, from one memory per model.
 
-    Several memories (one per model) may stand behind it. What a batch was made of is given back as soon as it is copied.
+    Segments are released to their memory as soon as they are copied into a batch.
     """
 
     def __init__(self, memories: Sequence[Waiting], batch_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,11 +92,11 @@ class Collated:
 
     @property
     def waiting_steps(self) -> int:
-        """Steps that are here and not yet enough for a batch."""
+        """Number of steps collected for the next batch."""
         return sum(self._steps)
 
     def ready(self) -> bool:
-        """Whether `take(0)` would find a batch."""
+        """Return whether `take(0)` would return a batch."""
         return any(self._gather(i) for i in range(len(self._memories)))
 
     def take(self, timeout_s: float) -> Segments | None:
@@ -104,7 +104,7 @@ class Collated:
         while True:
             for i in (*range(self._next, len(self._memories)), *range(self._next)):
                 if self._gather(i):
-                    self._next = (i + 1) % len(self._memories)  # the others come first next time: none is starved
+                    self._next = (i + 1) % len(self._memories)  # the other models come first next time
                     return self._batch(i, self._memories[i])
             if self._clock() >= deadline:
                 return None
@@ -123,7 +123,7 @@ class Collated:
         parts = list(self._waiting[i])
         self._waiting[i].clear()
         self._steps[i] = 0
-        batch = joined(parts)
+        batch = join_segments(parts)
         for part in parts:
             memory.release(part)
         self._batches.add(id(batch))

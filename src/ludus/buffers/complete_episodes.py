@@ -1,4 +1,4 @@
-"""Whole episodes: blocks of any steps in, batches of nothing but finished episodes out (`batch_mode: complete_episodes`)."""
+"""Batches of complete episodes from blocks of arbitrary steps (`batch_mode: complete_episodes`)."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from dataclasses import replace
 
 import numpy as np
 
-from ludus.buffers.collate import joined
+from ludus.buffers.collate import join_segments
 from ludus.core.tree import Tree, map_tree
 from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Floats, Ints, Segments
 from ludus.errors import EnvironmentFault
 from ludus.transport.base import Batches
 
-_PATIENCE = 50  # batches' worth of steps without the end of an episode, before we believe that none will come
+_MAX_BATCHES_WITHOUT_END = 50  # worth of steps, before the environment is reported as never ending
 
 
-class WholeEpisodes:
-    """What a trainer takes: at least `batch_steps` steps, one episode to a row. Blocks are copied, and given back at once.
+class CompleteEpisodes:
+    """Batches of at least `batch_steps` steps, one episode per row. Blocks are copied and released at once.
 
-    A row is told by its `origin`. An episode whose beginning was not seen, or with a step that was lost, is left out, and counted.
+    `origin` identifies a row. Episodes with a missing start or a lost step are left out and counted.
     """
 
     def __init__(self, blocks: Batches, batch_steps: int) -> None:
         self._blocks, self._batch_steps = blocks, batch_steps
         self._open: defaultdict[int, list[Segments]] = defaultdict(list)
         self._whole: deque[Segments] = deque()
-        self._steps = self._since = 0
+        self._steps = self._since_end = 0
         self._scores: list[tuple[Floats, Ints]] = []
         self._results: list[Floats] = []
         self._taken: Segments | None = None
         self.left_out = 0
 
     def take(self, timeout_s: float = 0.0) -> Segments | None:
-        """Raises EnvironmentFault when no episode ends."""
+        """Return the next batch or None. Raises EnvironmentFault if no episode ends."""
         if self._steps < self._batch_steps:
             block = self._blocks.take(timeout_s)
             if block is None:
@@ -43,16 +43,16 @@ class WholeEpisodes:
             finally:
                 self._blocks.release(block)
         if self._steps < self._batch_steps:
-            if self._since > _PATIENCE * self._batch_steps:
+            if self._since_end > _MAX_BATCHES_WITHOUT_END * self._batch_steps:
                 raise EnvironmentFault(
-                    f"No episode ended within {self._since:,} steps, and batch_mode is complete_episodes.",
+                    f"No episode ended within {self._since_end:,} steps, but batch_mode is complete_episodes.",
                     "Use batch_mode: truncate_episodes, or bound the episodes with preprocess.max_episode_steps.",
                 )
             return None
-        batch = joined(list(self._whole))
+        batch = join_segments(list(self._whole))
         returns, lengths = zip(*self._scores, strict=True)
         batch.episode_return, batch.episode_length = np.concatenate(returns), np.concatenate(lengths)
-        batch.results[0] = np.sum(self._results, axis=0)  # of all that ended, left out or not: as the scores are
+        batch.results[0] = np.sum(self._results, axis=0)  # of all ended episodes, left out or not, like the returns
         self._whole.clear()
         self._scores.clear()
         self._results.clear()
@@ -69,7 +69,7 @@ class WholeEpisodes:
         self._results.append(block.results.sum(axis=0))
         done = block.terminated | block.truncated
         finals = {(int(t), int(row)): i for i, (t, row) in enumerate(block.final_at[: block.finals])}
-        self._since = 0 if done.any() else self._since + int(done.size)
+        self._since_end = 0 if done.any() else self._since_end + int(done.size)
         for row in range(block.rows):
             origin, begin = int(block.origin[row]), 0
             for end in (*np.flatnonzero(done[:, row]).tolist(), None):
@@ -82,14 +82,14 @@ class WholeEpisodes:
 
     @staticmethod
     def _skip_resets(block: Segments, row: int, begin: int, stop: int) -> int:
-        """Rows in which an environment only resets belong to no episode."""
+        """Skip rows in which the environment only resets; they belong to no episode."""
         while begin < stop and not block.valid[begin, row] and not (block.terminated | block.truncated)[begin, row]:
             begin += 1
         return begin
 
     def _add(self, origin: int, piece: Segments, ended: bool) -> None:
         if piece.first[0, 0]:
-            self.left_out += bool(self._open.pop(origin, None))  # its row was lost in the middle
+            self.left_out += bool(self._open.pop(origin, None))  # the previous episode of this row was interrupted
         elif origin not in self._open:
             if ended:
                 self.left_out += 1
@@ -101,13 +101,13 @@ class WholeEpisodes:
         if not all(part.valid.all() for part in pieces) or any(part.first[1:-1].any() for part in pieces):
             self.left_out += 1
             return
-        episode = _concatenated(pieces)
+        episode = _concatenate(pieces)
         self._whole.append(episode)
         self._steps += episode.steps
 
 
 def _piece(block: Segments, row: int, begin: int, stop: int, final: int | None) -> Segments:
-    """A copy of some steps of one row, with the observation after them."""
+    """Copy some steps of one row, with the observation after them."""
 
     def cut(name: str, last: int) -> Tree:
         return map_tree(lambda x: np.array(x[begin:last, row : row + 1]), getattr(block, name))
@@ -117,25 +117,25 @@ def _piece(block: Segments, row: int, begin: int, stop: int, final: int | None) 
     spec = replace(block.spec, steps=stop - begin, finals=0)
     empty = Segments.empty(replace(spec, steps=1), 1)
     piece = replace(empty, spec=spec, origin=block.origin[row : row + 1].copy(), **steps, **after)
-    if final is not None:  # the row after the last already shows the next episode
+    if final is not None:  # the row after the last step already belongs to the next episode
         map_tree(lambda whole, kept: whole.__setitem__((-1, 0), kept[final]), piece.observation, block.final_observation)
         piece.value[-1, 0] = block.final_value[final]
     return piece
 
 
-def _concatenated(pieces: list[Segments]) -> Segments:
-    """The steps of all, and the observation after the last."""
+def _concatenate(pieces: list[Segments]) -> Segments:
+    """Concatenate the steps of all pieces, with the observation after the last."""
     if len(pieces) == 1:
         return pieces[0]
 
-    def over(name: str) -> Tree:
+    def over_steps(name: str) -> Tree:
         return map_tree(lambda *parts: np.concatenate(parts), *(getattr(piece, name) for piece in pieces))
 
-    def and_after(name: str) -> Tree:
+    def over_steps_and_after(name: str) -> Tree:
         *before, last = (getattr(piece, name) for piece in pieces)
         return map_tree(lambda *parts: np.concatenate([*(p[:-1] for p in parts[:-1]), parts[-1]]), *before, last)
 
-    steps = {name: over(name) for name in OVER_STEPS}
-    after = {name: and_after(name) for name in OVER_STEPS_AND_AFTER}
+    steps = {name: over_steps(name) for name in OVER_STEPS}
+    after = {name: over_steps_and_after(name) for name in OVER_STEPS_AND_AFTER}
     spec = replace(pieces[0].spec, steps=sum(piece.spec.steps for piece in pieces))
     return replace(pieces[0], spec=spec, cache={}, **steps, **after)

@@ -1,11 +1,10 @@
-"""A replay buffer of single transitions, drawn at random or by priority, with returns over n steps (Schaul et al. 2016).
+"""A replay buffer of single transitions with n-step returns, sampled uniformly or by priority (Schaul et al. 2016).
 
-An observation is kept once: what came of one step is where the next one was made. Every kept observation has a place in a ring,
-with the step that was made there, if any, and the place of the observation that it led to. Whatever leads to a place is older
-than it and makes room earlier, so that a step that is still there finds all that it led to.
+Every observation is stored once, in a ring: its slot also holds the step taken there, if any, and the slot of the next
+observation. Slots are evicted in order of age, so the successors of a stored step are always stored too.
 
-Rows of blocks are told apart by their origin. A row goes on where its origin was before if it does not begin an episode and shows
-the very observation with which that ended; else something between them was lost, and the two are not joined.
+`origin` identifies the rows of blocks. A row continues the open episode of its origin if it does not start an episode and its
+first observation equals the last one stored; otherwise steps were lost in between, and the two are not linked.
 """
 
 from __future__ import annotations
@@ -16,48 +15,48 @@ from typing import Any
 
 import numpy as np
 
-from ludus.buffers.collate import rows_in_turn
+from ludus.buffers.collate import split_repeated_origins
 from ludus.buffers.sum_tree import Doubles, SumTree
 from ludus.core.tree import Array, Tree, leaves, map_tree
 from ludus.core.types import Bools, Floats, Ints, Segments
 from ludus.errors import ConfigError
 
 Uniform = Callable[[int], Doubles]
-"""So many random numbers in [0, 1)."""
+"""Returns the given number of random numbers in [0, 1)."""
 
 _NONE = -1
-_MOST_LANES = 1 << 17  # sessions that broke off leave theirs behind
+_MAX_LANES = 1 << 17  # interrupted sessions leave theirs behind
 
 
 @dataclass(frozen=True)
 class Priorities:
-    """Steps are drawn in proportion to (|error| + eps)^alpha."""
+    """Steps are sampled in proportion to (|TD error| + eps)^alpha."""
 
     alpha: float = 0.6
     eps: float = 1e-6
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """N transitions over up to n steps."""
+class TransitionBatch:
+    """N transitions of up to n steps."""
 
-    place: Ints
-    """Where they are, for `learned`."""
+    slot: Ints
+    """Ring slots, for `update_priorities`."""
     observation: Tree
     action: Tree
     reward: Floats
-    """Discounted sum until the following observation."""
+    """Discounted sum of rewards until `next_observation`."""
     discount: Floats
-    """Of what the following observation is worth; 0 where the game was over before."""
-    following: Tree
-    mask: Bools | None
-    """[N, M] what is allowed there; None if nobody ever forbade anything."""
+    """Discount of the value of `next_observation`; 0 if the episode terminated before it."""
+    next_observation: Tree
+    next_mask: Bools | None
+    """[N, M] allowed actions at `next_observation`; None if the environment never sent a mask."""
     weight: Floats
-    """Corrects for being drawn by priority; at most 1."""
+    """Importance weight that corrects for prioritized sampling; at most 1."""
 
 
-class Transitions:
-    """So many observations are kept; the oldest make room. Nothing here is random: whoever draws brings the numbers."""
+class TransitionReplay:
+    """A ring of `capacity` observations. Deterministic: the caller passes the random numbers to `sample`."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class Transitions:
         priorities: Priorities | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        """`observation`, `action`: trees of ArraySpecs. Raises ConfigError when all of it would need more than `max_bytes`."""
+        """`observation`, `action`: trees of ArraySpecs. Raises ConfigError if the buffer would need more than `max_bytes`."""
         self.capacity, self.n_step, self.gamma = capacity, n_step, gamma
         self.priorities = priorities
         self._check_size(observation, action, max_bytes)
@@ -78,37 +77,37 @@ class Transitions:
         self._action: Tree = map_tree(lambda spec: spec.zeros(capacity), action)
         self._reward = np.zeros(capacity, np.float32)
         self._terminated = np.zeros(capacity, np.bool_)
-        self._stepped = np.zeros(capacity, np.bool_)  # an action was taken here
-        self._ready = np.zeros(capacity, np.bool_)  # and n steps from here are known, or all until the episode ended
+        self._stepped = np.zeros(capacity, np.bool_)  # slots with a step
+        self._ready = np.zeros(capacity, np.bool_)  # slots whose n-step return is known
         self._next = np.full(capacity, _NONE, np.int64)
         self._mask: Bools | None = None
         self._tree = None if priorities is None else SumTree(capacity)
-        self._lanes: dict[int, int] = {}  # origin → its row in the three below
-        self._tail = np.zeros(0, np.int64)  # number of the observation with which an open episode goes on
-        self._recent = np.zeros((0, n_step - 1), np.int64)  # numbers of its newest steps, which wait for more of them
-        self._known: tuple[Ints, list[Ints], Ints] | None = None
+        self._lanes: dict[int, int] = {}  # origin → index into _tail and _recent
+        self._tail = np.zeros(0, np.int64)  # number of the last observation of the open episode
+        self._recent = np.zeros((0, n_step - 1), np.int64)  # numbers of its newest steps, whose n-step return is incomplete
+        self._row_groups: tuple[Ints, list[Ints], Ints] | None = None
         self._evicted: list[Ints] = []
         self._fresh: list[Ints] = []
-        self.written = 0  # observations, ever; number k is at place k % capacity
+        self.written = 0  # observations so far; number k is at slot k % capacity
         self.added = 0
-        """Steps, ever."""
+        """Steps so far."""
         self.priority_max = 1.0
         self._count = 0
 
     def __len__(self) -> int:
-        """Transitions that can be drawn."""
+        """TransitionReplay that can be drawn."""
         return self._count
 
     @property
     def nbytes(self) -> int:
-        """Of what is filled."""
+        """Bytes of the filled part."""
         filled = min(self.written, self.capacity) / self.capacity
         arrays = [leaf for _, leaf in leaves(self._columns())]
         return int(filled * sum(int(leaf.nbytes) for leaf in arrays)) + (self._tree.nbytes if self._tree else 0)
 
     @property
     def full_bytes(self) -> int:
-        """Of what `state` returns when nothing more fits in; masks, which are known when the first one comes, not counted."""
+        """Bytes of `state` of a full buffer, without masks."""
         columns = sum(int(leaf.nbytes) for _, leaf in leaves(self._columns()))
         return columns + (8 * self.capacity if self.priorities else 0)
 
@@ -118,7 +117,7 @@ class Transitions:
         needed = each * self.capacity
         if max_bytes is not None and needed > max_bytes:
             raise ConfigError(
-                f"replay_buffer_config.capacity is {self.capacity:,}, and so many observations of {each:,} bytes would need "
+                f"replay_buffer_config.capacity is {self.capacity:,}; observations of {each:,} bytes would need "
                 f"{needed:,} bytes; max_bytes is {max_bytes:,}.",
                 f"Keep at most {max_bytes // each:,}, or raise replay_buffer_config.max_bytes if the machine has the memory.",
             )
@@ -126,201 +125,204 @@ class Transitions:
     # -- adding
 
     def add(self, segments: Segments) -> None:
-        """Copy what is valid. Raises ConfigError when a block alone would fill the buffer."""
+        """Copy the valid steps. Raises ConfigError if the block alone would fill the buffer."""
         steps = segments.steps
-        if 4 * steps > self.capacity:  # a step has at most two observations and a final one that are its own
+        if 4 * steps > self.capacity:  # a step stores at most three observations
             raise ConfigError(
-                f"replay_buffer_config.capacity is {self.capacity:,}, and one block alone has {steps:,} steps.",
+                f"replay_buffer_config.capacity is {self.capacity:,}, but a single block has {steps:,} steps.",
                 f"Use at least {4 * steps:,}, or fewer environments, or a shorter rollout_fragment_length.",
             )
         if segments.spec.mask_size and self._mask is None:
             self._mask = np.ones((self.capacity, segments.spec.mask_size), np.bool_)
         self.added += steps
-        groups, lanes = self._rows_of(segments.origin)
+        groups, lanes = self._group_rows(segments.origin)
         for group in groups:
             self._add(segments, group, lanes[group])
-        self._settle()
+        self._update_tree()
 
-    def _rows_of(self, origin: Ints) -> tuple[list[Ints], Ints]:
-        """Groups of rows of different origins, in order of time, and the lanes of all rows."""
-        if self._known is None or not np.array_equal(self._known[0], origin):
-            if len(self._lanes) + len(origin) > _MOST_LANES:
+    def _group_rows(self, origin: Ints) -> tuple[list[Ints], Ints]:
+        """Return groups of rows with distinct origins, in order of time, and the lanes of all rows."""
+        if self._row_groups is None or not np.array_equal(self._row_groups[0], origin):
+            if len(self._lanes) + len(origin) > _MAX_LANES:
                 self._lanes.clear()
                 self._tail, self._recent = self._tail[:0], self._recent[:0]
             lanes = np.array([self._lanes.setdefault(number, len(self._lanes)) for number in origin.tolist()], np.int64)
             more = len(self._lanes) - len(self._tail)
             self._tail = np.concatenate([self._tail, np.full(more, _NONE, np.int64)])
             self._recent = np.concatenate([self._recent, np.full((more, self.n_step - 1), _NONE, np.int64)])
-            self._known = origin.copy(), rows_in_turn(origin), lanes
-        return self._known[1:]
+            self._row_groups = origin.copy(), split_repeated_origins(origin), lanes
+        return self._row_groups[1:]
 
     def _add(self, segments: Segments, rows: Ints, lanes: Ints) -> None:
-        """Rows of different origins."""
-        block = _Rows.of(segments, rows)
-        joined = self._joined(block, lanes)
-        self._close(lanes[~joined])
-        number = self._keep(block, np.where(joined, self._tail[lanes], _NONE))
-        place = number % self.capacity
+        """Add rows with distinct origins."""
+        block = _BlockRows.of(segments, rows)
+        continued = self._continued_rows(block, lanes)
+        self._close_episodes(lanes[~continued])
+        number = self._store_observations(block, np.where(continued, self._tail[lanes], _NONE))
+        slot = number % self.capacity
         steps = len(block.stepped)
-        at = place[:steps][block.stepped]
-        map_tree(lambda kept, given: kept.__setitem__(at, given[:, rows][block.stepped]), self._action, segments.action)
+        at = slot[:steps][block.stepped]
+        map_tree(lambda stored, given: stored.__setitem__(at, given[:, rows][block.stepped]), self._action, segments.action)
         self._reward[at] = block.reward[block.stepped]
         self._terminated[at] = block.terminated[block.stepped]
         self._stepped[at] = True
-        self._next[place[:steps][block.leads]] = place[1:][block.leads]
-        self._follow(block, lanes, number)
+        self._next[slot[:steps][block.leads]] = slot[1:][block.leads]
+        self._track_returns(block, lanes, number)
         t, row = block.open_at
         self._tail[lanes] = _NONE
         self._tail[lanes[row]] = number[t, row]
 
-    def _joined(self, block: _Rows, lanes: Ints) -> Bools:
-        """[R] rows that go on where their lane is, with the same observation."""
+    def _continued_rows(self, block: _BlockRows, lanes: Ints) -> Bools:
+        """Return the rows [R] that continue the open episode of their lane, with the same observation."""
         tail = self._tail[lanes]
-        joined: Bools = (tail >= self.written + block.most - self.capacity) & (tail != _NONE) & block.stepped[0] & ~block.first[0]
-        if joined.any():
-            place = tail % self.capacity  # of the others it is any, and not looked at
-            for (_, kept), (_, given) in zip(leaves(self._observation), leaves(block.seen), strict=True):
-                same = kept[place] == given[0, block.rows]
-                joined &= same.reshape(len(same), -1).all(axis=1)
-        return joined
+        evicted = self.written + block.max_slots - self.capacity
+        continued: Bools = (tail >= evicted) & (tail != _NONE) & block.stepped[0] & ~block.first[0]
+        if continued.any():
+            slot = tail % self.capacity  # arbitrary for rows that do not continue
+            for (_, stored), (_, given) in zip(leaves(self._observation), leaves(block.observation), strict=True):
+                same = stored[slot] == given[0, block.rows]
+                continued &= same.reshape(len(same), -1).all(axis=1)
+        return continued
 
-    def _keep(self, block: _Rows, already: Ints) -> Ints:
-        """Take the observations in, oldest first; [T+1, R] their numbers, of which those of row 0 may be there already."""
-        number = np.full(block.shown.shape, _NONE, np.int64)
-        number[0] = already
-        new = block.shown & (number == _NONE)
+    def _store_observations(self, block: _BlockRows, stored: Ints) -> Ints:
+        """Store the observations, oldest first, and return their numbers [T+1, R]; `stored`: those already stored in row 0."""
+        number = np.full(block.stored.shape, _NONE, np.int64)
+        number[0] = stored
+        new = block.stored & (number == _NONE)
         t, row = np.nonzero(new)
         first, finals = self.written, len(block.final_step)
         self.written += t.size + finals
-        places = np.arange(first, self.written) % self.capacity
-        self._make_room(places)
+        slots = np.arange(first, self.written) % self.capacity
+        self._evict(slots)
         number[t, row] = np.arange(first, first + t.size)
-        at, column, beyond = places[: t.size], block.rows[row], places[t.size :]
-        map_tree(lambda kept, given: kept.__setitem__(at, given[t, column]), self._observation, block.seen)
+        at, column, beyond = slots[: t.size], block.rows[row], slots[t.size :]
+        map_tree(lambda stored, given: stored.__setitem__(at, given[t, column]), self._observation, block.observation)
         if self._mask is not None:
-            self._mask[at] = block.allowed[t, column]
-            self._mask[beyond] = True  # of an observation that is kept beside the block nobody says what was allowed
+            self._mask[at] = block.mask[t, column]
+            self._mask[beyond] = True  # final observations have no mask
         if finals:
-            map_tree(lambda kept, given: kept.__setitem__(beyond, given[block.final]), self._observation, block.final_seen)
+            map_tree(
+                lambda stored, given: stored.__setitem__(beyond, given[block.final]), self._observation, block.final_observation
+            )
             self._next[number[block.final_step, block.final_row] % self.capacity] = beyond
         return number
 
-    def _make_room(self, places: Ints) -> None:
-        self._count -= int(np.count_nonzero(self._ready[places]))
+    def _evict(self, slots: Ints) -> None:
+        self._count -= int(np.count_nonzero(self._ready[slots]))
         for column in (self._ready, self._stepped, self._terminated):
-            column[places] = False
-        self._next[places] = _NONE
-        self._evicted.append(places)
+            column[slots] = False
+        self._next[slots] = _NONE
+        self._evicted.append(slots)
 
-    def _follow(self, block: _Rows, lanes: Ints, number: Ints) -> None:
-        """Steps can be drawn when as many are known as a return is summed over, or all that ever will be."""
+    def _track_returns(self, block: _BlockRows, lanes: Ints, number: Ints) -> None:
+        """Mark the steps whose n-step return is complete."""
         if self.n_step == 1:
-            self._offer(number[: len(block.stepped)][block.stepped])
+            self._mark_ready(number[: len(block.stepped)][block.stepped])
             return
         for t in np.flatnonzero(block.stepped.any(axis=1)):
             step = block.stepped[t]
             lane = lanes[step]
-            self._offer(self._recent[lane, -1])
+            self._mark_ready(self._recent[lane, -1])
             self._recent[lane, 1:] = self._recent[lane, :-1]
             self._recent[lane, 0] = number[t, step]
             over = block.closes[t]
             if over.any():
-                self._close(lanes[over])
+                self._close_episodes(lanes[over])
 
-    def _close(self, lanes: Ints) -> None:
-        """No more will be known of what these did last."""
+    def _close_episodes(self, lanes: Ints) -> None:
+        """Mark the last steps of these lanes as ready: their episodes have no further steps."""
         if self.n_step > 1 and lanes.size:
-            self._offer(self._recent[lanes].reshape(-1))
+            self._mark_ready(self._recent[lanes].reshape(-1))
             self._recent[lanes] = _NONE
 
-    def _offer(self, numbers: Ints) -> None:
-        places = numbers[numbers >= max(0, self.written - self.capacity)] % self.capacity
-        self._ready[places] = True
-        self._count += places.size
-        self._fresh.append(places)
+    def _mark_ready(self, numbers: Ints) -> None:
+        slots = numbers[numbers >= max(0, self.written - self.capacity)] % self.capacity
+        self._ready[slots] = True
+        self._count += slots.size
+        self._fresh.append(slots)
 
-    def _settle(self) -> None:
-        """Tell the tree, once for a block. What is new is drawn soon: it is worth as much as the best known."""
-        evicted, fresh = np.concatenate([*self._evicted, _NO_PLACES]), np.concatenate([*self._fresh, _NO_PLACES])
+    def _update_tree(self) -> None:
+        """Update the sum tree once per block. New transitions get the highest priority so far."""
+        evicted, fresh = np.concatenate([*self._evicted, _NO_SLOTS]), np.concatenate([*self._fresh, _NO_SLOTS])
         self._evicted.clear()
         self._fresh.clear()
         if self._tree is not None:
             self._tree.set(evicted, 0.0)
             self._tree.set(fresh[self._ready[fresh]], self.priority_max)
 
-    # -- drawing
+    # -- sampling
 
-    def draw(self, count: int, uniform: Uniform, beta: float = 0.0) -> Drawn:
-        """With replacement; there must be some. `beta`: how far the weights undo the priorities."""
+    def sample(self, count: int, uniform: Uniform, beta: float = 0.0) -> TransitionBatch:
+        """Sample with replacement from a non-empty buffer. `beta`: exponent of the importance weights."""
         if self._tree is None:
-            place, weight = self._any(count, uniform), np.ones(count, np.float32)
+            slot, weight = self._sample_uniform(count, uniform), np.ones(count, np.float32)
         else:
-            place = self._tree.draw((np.arange(count) + uniform(count)) / count)  # one of each of `count` equal parts
-            probability = self._tree[place] / self._tree.total
+            slot = self._tree.draw((np.arange(count) + uniform(count)) / count)  # stratified
+            probability = self._tree[slot] / self._tree.total
             raw = (probability * self._count) ** -beta
             weight = (raw / raw.max()).astype(np.float32)
-        return self.at(place, weight)
+        return self.gather(slot, weight)
 
-    def drawable(self) -> Ints:
-        """The places of all transitions that can be drawn."""
+    def sampleable_slots(self) -> Ints:
+        """Return the slots of all transitions that can be sampled."""
         return np.flatnonzero(self._ready)
 
-    def at(self, place: Ints, weight: Floats) -> Drawn:
-        """The transitions that begin at these places."""
-        reward, discount, end = self._returns(place)
-        following = np.where(self._next[end] == _NONE, place, self._next[end])  # where nothing follows, anything does
-        return Drawn(
-            place,
-            map_tree(lambda x: x[place], self._observation),
-            map_tree(lambda x: x[place], self._action),
+    def gather(self, slot: Ints, weight: Floats) -> TransitionBatch:
+        """Return the transitions that start at these slots."""
+        reward, discount, end = self._returns(slot)
+        next_slot = np.where(self._next[end] == _NONE, slot, self._next[end])  # after termination any slot will do
+        return TransitionBatch(
+            slot,
+            map_tree(lambda x: x[slot], self._observation),
+            map_tree(lambda x: x[slot], self._action),
             reward,
             discount,
-            map_tree(lambda x: x[following], self._observation),
-            None if self._mask is None else self._mask[following],
+            map_tree(lambda x: x[next_slot], self._observation),
+            None if self._mask is None else self._mask[next_slot],
             weight,
         )
 
-    def _any(self, count: int, uniform: Uniform) -> Ints:
-        """Places that are ready, each as likely as any other: those that are not are drawn again."""
+    def _sample_uniform(self, count: int, uniform: Uniform) -> Ints:
+        """Sample ready slots uniformly, by rejection."""
         filled = min(self.written, self.capacity)
-        found: Ints = np.zeros(0, np.int64)
-        while found.size < count:
-            tries = int(1.2 * (count - found.size) * filled / self._count) + 8
-            places = (uniform(tries) * filled).astype(np.int64)
-            found = np.concatenate([found, places[self._ready[places]]])
-        return found[:count]
+        sampled: Ints = np.zeros(0, np.int64)
+        while sampled.size < count:
+            tries = int(1.2 * (count - sampled.size) * filled / self._count) + 8
+            slots = (uniform(tries) * filled).astype(np.int64)
+            sampled = np.concatenate([sampled, slots[self._ready[slots]]])
+        return sampled[:count]
 
-    def _returns(self, place: Ints) -> tuple[Floats, Floats, Ints]:
-        """Over up to n steps from these: (discounted sum, discount of what follows, the last step)."""
-        end, going = place, np.ones(len(place), np.bool_)
-        total, discount = self._reward[place].astype(np.float64), np.full(len(place), self.gamma)
+    def _returns(self, slot: Ints) -> tuple[Floats, Floats, Ints]:
+        """n-step returns from these slots: (discounted sum of rewards, discount of the bootstrap value, slot of the last step)."""
+        end, continues = slot, np.ones(len(slot), np.bool_)
+        total, discount = self._reward[slot].astype(np.float64), np.full(len(slot), self.gamma)
         for _ in range(self.n_step - 1):
             after = self._next[end]
-            going = going & ~self._terminated[end] & (after != _NONE) & self._stepped[after]
-            if not going.any():
+            continues = continues & ~self._terminated[end] & (after != _NONE) & self._stepped[after]
+            if not continues.any():
                 break
-            end = np.where(going, after, end)
-            total = np.where(going, total + discount * self._reward[end], total)
-            discount = np.where(going, discount * self.gamma, discount)
+            end = np.where(continues, after, end)
+            total = np.where(continues, total + discount * self._reward[end], total)
+            discount = np.where(continues, discount * self.gamma, discount)
         discount = np.where(self._terminated[end], 0.0, discount)
         return total.astype(np.float32), discount.astype(np.float32), end
 
-    def learned(self, place: Ints, error: Floats) -> None:
-        """How wrong we were about steps that were drawn; before anything else is added."""
+    def update_priorities(self, slot: Ints, error: Floats) -> None:
+        """Set priorities from the TD errors of sampled transitions. Call before the next `add`."""
         if self._tree is None or self.priorities is None:
             return
         priority = (np.abs(error.astype(np.float64)) + self.priorities.eps) ** self.priorities.alpha
-        self._tree.set(place, priority)
+        self._tree.set(slot, priority)
         self.priority_max = max(self.priority_max, float(priority.max(initial=0.0)))
 
-    # -- what a resumed run may go on with
+    # -- checkpoint state
 
     def _columns(self) -> dict[str, Tree]:
         columns = {name: getattr(self, f"_{name}") for name in _COLUMNS}
         return columns | ({} if self._mask is None else {"mask": self._mask})
 
     def state(self) -> dict[str, Array]:
-        """All that is kept, by name. Episodes that are open end there: environments start anew when a run is resumed."""
+        """Return all columns by name. Open episodes end here: a resumed run restarts its environments."""
         filled = min(self.written, self.capacity)
         arrays = {path: leaf[:filled] for path, leaf in leaves(self._columns())}
         counters = np.array([self.written, self.added, self._count], np.int64)
@@ -328,7 +330,7 @@ class Transitions:
         return arrays | ({} if self._tree is None else {"priority": self._tree[:filled]})
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Raises ConfigError when it was kept with another capacity or of other things."""
+        """Raises ConfigError if the state has another capacity or other columns."""
         if "mask" in state and self._mask is None:
             self._mask = np.ones((self.capacity, state["mask"].shape[1]), np.bool_)
         written, added, count = (int(number) for number in state["counters"])
@@ -336,48 +338,48 @@ class Transitions:
         for path, column in leaves(self._columns()):
             given = state.get(path)
             if given is None or given.shape != (filled, *column.shape[1:]):
-                raise ConfigError(f"The replay buffer of the checkpoint does not fit: {path} is not as it is here.", _REFILL)
+                raise ConfigError(f"The replay buffer of the checkpoint does not fit: {path} has another shape.", _REFILL)
             column[:filled] = given
         self.written, self.added, self._count = written, added, count
         self.priority_max = float(state["priority_max"])
         if self._tree is not None:
-            known = state["priority"] if "priority" in state else np.where(self._ready[:filled], self.priority_max, 0.0)
-            self._tree.set(np.arange(filled), known)
+            priority = state["priority"] if "priority" in state else np.where(self._ready[:filled], self.priority_max, 0.0)
+            self._tree.set(np.arange(filled), priority)
 
 
 _COLUMNS = ("observation", "action", "reward", "terminated", "stepped", "ready", "next")
-_NO_PLACES = np.zeros(0, np.int64)
-_REFILL = "Use the replay_buffer_config of that run, or set store_buffer_in_checkpoints: false to begin with an empty one."
+_NO_SLOTS = np.zeros(0, np.int64)
+_REFILL = "Use the replay_buffer_config of that run, or set store_buffer_in_checkpoints: false to start with an empty one."
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Some rows of a block, and what is to be kept of them. R rows, T steps."""
+class _BlockRows:
+    """Some rows of a block, and what to store of them. R rows, T steps."""
 
     rows: Ints
-    seen: Tree  # of the whole block
-    allowed: Bools
+    observation: Tree  # of the whole block
+    mask: Bools
     reward: Floats  # [T, R], and so on
     first: Bools
     terminated: Bools
     stepped: Bools
-    """A step was made, and what it led to is known."""
+    """A step was taken, and its outcome is known."""
     leads: Bools
-    """… and that is in the next row."""
-    shown: Bools  # [T+1, R]
-    """The observation is kept."""
+    """… and its next observation is in the next row."""
+    stored: Bools  # [T+1, R]
+    """The observation is stored."""
     closes: Bools
-    """The last step of its episode, or the last one of which anything is known."""
+    """The last known step of its episode."""
     open_at: tuple[Ints, Ints]
-    """(t, row) of observations with which an episode may go on in the next block."""
-    final_seen: Tree
+    """(t, row) of observations from which an episode may continue in the next block."""
+    final_observation: Tree
     final: Ints
-    """Which of the final observations are of these rows, and of which steps."""
+    """Indices of the final observations of these rows, with their steps and rows."""
     final_step: Ints
     final_row: Ints
 
     @classmethod
-    def of(cls, segments: Segments, rows: Ints) -> _Rows:
+    def of(cls, segments: Segments, rows: Ints) -> _BlockRows:
         steps, count = segments.spec.steps, len(rows)
         every = count == segments.rows
 
@@ -385,24 +387,24 @@ class _Rows:
             return x if every else x[:, rows]
 
         valid, first, terminated = mine(segments.valid), mine(segments.first), mine(segments.terminated)
-        final, step, row, aside = _finals(segments, rows, every)
+        final, step, row, has_final = _finals(segments, rows, every)
         after = np.zeros_like(valid)
         after[:-1] = valid[1:]
         cut = mine(segments.truncated) & ~terminated
-        # The row after a step that was not the last one belongs to it, or to nobody: then what came of it is not known.
-        lost = ~terminated & ~aside & (first[1:] | (cut & after))
+        # If the next row does not belong to the same episode, the next observation is lost.
+        lost = ~terminated & ~has_final & (first[1:] | (cut & after))
         stepped = valid & ~lost
-        leads = stepped & ~terminated & ~aside
-        shown = np.zeros((steps + 1, count), np.bool_)
-        shown[:-1] = stepped
-        shown[1:] |= leads
-        goes_on = np.zeros_like(stepped)
-        goes_on[:-1] = leads[:-1] & stepped[1:]
-        last = np.zeros_like(stepped)  # nothing was done after it in this block
+        leads = stepped & ~terminated & ~has_final
+        stored = np.zeros((steps + 1, count), np.bool_)
+        stored[:-1] = stepped
+        stored[1:] |= leads
+        continues = np.zeros_like(stepped)
+        continues[:-1] = leads[:-1] & stepped[1:]
+        last = np.zeros_like(stepped)  # no step after it in this block
         last[:] = ~(np.cumsum(stepped[::-1], axis=0)[::-1] - stepped).astype(np.bool_)
         open_after = leads & last & ~cut
         t, at = np.nonzero(open_after)
-        closes = stepped & ~goes_on & ~open_after
+        closes = stepped & ~continues & ~open_after
         keep = stepped[step, row]
         return cls(
             rows,
@@ -413,7 +415,7 @@ class _Rows:
             terminated,
             stepped,
             leads,
-            shown,
+            stored,
             closes,
             (t + 1, at),
             segments.final_observation,
@@ -423,17 +425,17 @@ class _Rows:
         )
 
     @property
-    def most(self) -> int:
-        """How many places it may need."""
-        return int(np.count_nonzero(self.shown)) + len(self.final)
+    def max_slots(self) -> int:
+        """Upper bound on the slots needed."""
+        return int(np.count_nonzero(self.stored)) + len(self.final)
 
 
 def _finals(segments: Segments, rows: Ints, every: bool) -> tuple[Ints, Ints, Ints, Bools]:
-    """(index, step, row among these) of final observations that are kept beside the block, and [T, R] where there is one."""
-    aside = np.zeros((segments.spec.steps, len(rows)), np.bool_)
+    """(index, step, row among these) of the final observations, and a mask [T, R] of the steps that have one."""
+    has_final = np.zeros((segments.spec.steps, len(rows)), np.bool_)
     n = segments.finals
     if not n:
-        return _NO_PLACES, _NO_PLACES, _NO_PLACES, aside
+        return _NO_SLOTS, _NO_SLOTS, _NO_SLOTS, has_final
     step, row = segments.final_at[:n, 0], segments.final_at[:n, 1]
     final = np.arange(n)
     if not every:
@@ -441,5 +443,5 @@ def _finals(segments: Segments, rows: Ints, every: bool) -> tuple[Ints, Ints, In
         position[rows] = np.arange(len(rows))
         mine = position[row] != _NONE
         final, step, row = final[mine], step[mine], position[row[mine]]
-    aside[step, row] = True
-    return final, step, row, aside
+    has_final[step, row] = True
+    return final, step, row, has_final

@@ -1,6 +1,6 @@
-"""Inspection: is a segment that came from elsewhere fit to be learned from?
+"""Validation of segments received from other machines before they are learned from.
 
-A worker of ours never sends anything else. What is found here was damaged on its way, or made by somebody who does not play.
+A correct worker never sends an invalid segment: an error means damage in transport or a foreign sender.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ludus.core.tree import Array, Tree, leaves
 from ludus.core.types import Segments, SegmentSpec
 
 _FLAGS = ("terminated", "truncated", "valid", "first", "action_mask")
-_FEW = 2048
+_SMALL_SIZE = 2048
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """A categorical choice of an action, or one bit of it: which number of which part, and where its options are in the mask."""
+    """A categorical choice, or one bit, of an action: its index within a leaf, and the slice of its options in the mask."""
 
     part: int
     at: int
@@ -29,10 +29,10 @@ class _Choice:
     bit: bool
 
 
-class Inspector:
-    """For segments of environments with these spaces; `spec` is what they were written to.
+class SegmentValidator:
+    """Validates segments of environments with these spaces, written with `spec`.
 
-    All rows are looked at, padding too: what is masked out of a loss is multiplied by zero, and NaN stays NaN.
+    Padding is checked too: a masked loss multiplies it by zero, and NaN times zero is NaN.
     """
 
     def __init__(self, observation_space: gym.Space[Any], action_space: gym.Space[Any], spec: SegmentSpec) -> None:
@@ -40,45 +40,45 @@ class Inspector:
         self._ranges = {f"observation{_dotted(path)}": bounds for path, bounds in _ranges(observation_space).items()}
         self._actions = {
             f"action{_dotted(path)}": (np.zeros_like(low), high - low) for path, (low, high) in _ranges(action_space).items()
-        }  # kept as the policy chose them: from 0
+        }  # stored as the policy chose them: from 0
         trees = {"observation": spec.observation, "action": spec.action, "state": spec.state}
-        self._uncertain = [name for name, tree in trees.items() if any(leaf.dtype.kind in "fb" for _, leaf in leaves(tree))]
+        self._float_or_bool = [name for name, tree in trees.items() if any(leaf.dtype.kind in "fb" for _, leaf in leaves(tree))]
         masked = spec.mask_size and spec.mask_size == mask_size(action_space)
         self._options = choices(action_space) if masked else []
         self._choices = _choices(action_space) if masked else []
 
-    def inspect(self, segments: Segments) -> str | None:
-        """What is wrong, in a few words of which there are not many; or None."""
+    def find_error(self, segments: Segments) -> str | None:
+        """Return a description of the first error, from a small fixed set of texts, or None."""
         return (
-            self._flags(segments)
-            or self._numbers(segments)
-            or self._within("observation", segments.observation, self._ranges)
-            or self._within("action", segments.action, self._actions)
-            or self._masks(segments)
-            or self._finals(segments)
-            or self._episodes(segments)
+            self._check_flags(segments)
+            or self._check_numbers(segments)
+            or self._check_ranges("observation", segments.observation, self._ranges)
+            or self._check_ranges("action", segments.action, self._actions)
+            or self._check_masks(segments)
+            or self._check_finals(segments)
+            or self._check_episodes(segments)
         )
 
-    def _flags(self, segments: Segments) -> str | None:
-        """Other bytes than 0 and 1 are neither true nor false: `valid` and `~valid` could both hold."""
+    def _check_flags(self, segments: Segments) -> str | None:
+        """Bytes other than 0 and 1 break boolean logic: `valid` and `~valid` could both be true."""
         for name in _FLAGS:
-            if not _true_or_false(getattr(segments, name)):
-                return f"{name} holds something else than true and false"
+            if not _is_boolean(getattr(segments, name)):
+                return f"{name} contains values other than true and false"
         return None
 
-    def _numbers(self, segments: Segments) -> str | None:
+    def _check_numbers(self, segments: Segments) -> str | None:
         for name in ("reward", "log_prob", "value"):
             if not np.isfinite(getattr(segments, name)).all():
                 return f"{name} is not finite"
-        for name in self._uncertain:
-            if (wrong := _not_finite(name, getattr(segments, name))) is not None:
+        for name in self._float_or_bool:
+            if (wrong := _find_invalid_number(name, getattr(segments, name))) is not None:
                 return wrong
         if segments.version.size and segments.version.min() < 0:
             return "version is negative"
         return None
 
     @staticmethod
-    def _within(name: str, tree: Tree, ranges: dict[str, tuple[Array, Array]]) -> str | None:
+    def _check_ranges(name: str, tree: Tree, ranges: dict[str, tuple[Array, Array]]) -> str | None:
         if not ranges:
             return None
         for path, leaf in leaves(tree, name):
@@ -88,7 +88,7 @@ class Inspector:
                     return f"{path} is out of range"
         return None
 
-    def _masks(self, segments: Segments) -> str | None:
+    def _check_masks(self, segments: Segments) -> str | None:
         mask = segments.action_mask
         for options in self._options:
             if not mask[..., options].any(axis=-1).all():
@@ -106,8 +106,8 @@ class Inspector:
                 return "a forbidden action was taken"
         return None
 
-    def _finals(self, segments: Segments) -> str | None:
-        """Where the next row already shows another episode, a truncated step is worth what its own last observation is."""
+    def _check_finals(self, segments: Segments) -> str | None:
+        """With same-step autoreset every truncated step needs a final observation to bootstrap from."""
         n = segments.finals
         if not self._spec.finals:
             return None
@@ -115,21 +115,21 @@ class Inspector:
         if n:
             t, row = segments.final_at[:n, 0], segments.final_at[:n, 1]
             if t.min() < 0 or row.min() < 0 or t.max() >= segments.spec.steps or row.max() >= segments.rows:
-                return "a final observation is of no step"
+                return "a final observation belongs to no step"
             if not cut[t, row].all() or len(np.unique(t * segments.rows + row)) != n:
-                return "a final observation is of a step that was not cut off, or of one that has another"
+                return "a final observation belongs to a step that is not truncated or has another one"
             for path, leaf in leaves(segments.final_observation, "observation"):
-                wrong = _not_finite("", leaf[:n]) or self._within(path, leaf[:n], self._ranges)
+                wrong = _find_invalid_number("", leaf[:n]) or self._check_ranges(path, leaf[:n], self._ranges)
                 if wrong is not None:
-                    return "a final observation is not one"
+                    return "a final observation is invalid"
             if not np.isfinite(segments.final_value[:n]).all():
                 return "final_value is not finite"
         if np.count_nonzero(cut & segments.valid) > np.count_nonzero(segments.valid[t, row] if n else ()):
-            return "a step that was cut off has no final observation"
+            return "a truncated step has no final observation"
         return None
 
     @staticmethod
-    def _episodes(segments: Segments) -> str | None:
+    def _check_episodes(segments: Segments) -> str | None:
         if len(segments.episode_return) and not np.isfinite(segments.episode_return).all():
             return "episode_return is not finite"
         if len(segments.episode_length) and segments.episode_length.min() < 1:
@@ -137,7 +137,7 @@ class Inspector:
         if not np.isfinite(segments.results).all():
             return "results are not finite"
         if ((segments.results[..., 1] < 0) | (segments.results[..., 1] > segments.spec.steps)).any():
-            return "results are of more episodes than can have ended, or of fewer than none"
+            return "results have an impossible number of episodes"
         return None
 
 
@@ -145,36 +145,36 @@ def _dotted(path: str) -> str:
     return f".{path}" if path else ""
 
 
-def _not_finite(name: str, tree: Tree) -> str | None:
+def _find_invalid_number(name: str, tree: Tree) -> str | None:
     for path, leaf in leaves(tree, name):
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
             return f"{path} is not finite"
-        if leaf.dtype.kind == "b" and not _true_or_false(leaf):
-            return f"{path} holds something else than true and false"
+        if leaf.dtype.kind == "b" and not _is_boolean(leaf):
+            return f"{path} contains values other than true and false"
     return None
 
 
-def _true_or_false(flags: Array) -> bool:
-    if flags.size <= _FEW:  # a fifth of what a reduction costs
+def _is_boolean(flags: Array) -> bool:
+    if flags.size <= _SMALL_SIZE:  # five times faster than a reduction
         return not flags.tobytes().translate(None, b"\0\1")
     return bool(flags.view(np.uint8).max() <= 1)
 
 
 def _ranges(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
-    """Path → (lowest, first beyond) of everything that is a category or a bit."""
-    found = dict(categories(space))
+    """Return path → (lowest, exclusive highest) of all categorical and binary leaves."""
+    ranges = dict(categories(space))
     for (_, leaf), (path, _) in zip(action_leaves(space), leaves(array_spec(space)), strict=True):
         if isinstance(leaf, gym.spaces.MultiBinary):
-            found[path] = np.asarray(0), np.asarray(2)
-    return found
+            ranges[path] = np.asarray(0), np.asarray(2)
+    return ranges
 
 
 def _choices(space: gym.Space[Any]) -> list[_Choice]:
-    found, start = list[_Choice](), 0
+    result, start = list[_Choice](), 0
     for part, (_, leaf) in enumerate(action_leaves(space)):
         bits = isinstance(leaf, gym.spaces.MultiBinary)
         sizes = [1] * mask_size(leaf) if bits else [options.stop - options.start for options in choices(leaf)]
         for at, size in enumerate(sizes):
-            found.append(_Choice(part, at, slice(start, start + size), bits))
+            result.append(_Choice(part, at, slice(start, start + size), bits))
             start += size
-    return found
+    return result

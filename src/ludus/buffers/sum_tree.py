@@ -1,4 +1,4 @@
-"""Weights of many items, of which any are drawn in proportion and changed at once: a tree of sums, in NumPy."""
+"""A sum tree in NumPy: draws and updates many items at a time, in proportion to their weights (Schaul et al. 2016)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ludus.core.types import Ints
 
 Doubles = npt.NDArray[np.float64]
 
-_FAN = 32  # children of a node: 100,000 items are four levels, each a few operations on whole arrays; with two they were 17
+_FAN = 32  # children per node: 100,000 items need four levels of vectorised operations instead of 17
 
 
 class SumTree:
-    """A node holds the sum of its children, always added up anew: rounding does not gather over time."""
+    """Every node holds the sum of its children. Sums are recomputed on update, so rounding errors do not accumulate."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -36,25 +36,25 @@ class SumTree:
         return float(self._levels[0].sum())
 
     def __getitem__(self, index: Any) -> Doubles:
-        found: Doubles = self._leaves[: self.size][index]
-        return found
+        weights: Doubles = self._leaves[: self.size][index]
+        return weights
 
     def set(self, index: Ints, weight: Doubles | float) -> None:
-        """Of an item that is named twice the last weight counts. Weights are finite and not negative."""
+        """Set weights, which must be finite and not negative. If an index occurs twice, the last weight wins."""
         self._leaves[index] = weight
         for below, above in pairwise(reversed(self._levels)):
             index = index // _FAN
             above.reshape(-1)[index] = below[index].sum(axis=1)
 
     def draw(self, fractions: Doubles) -> Ints:
-        """The items in which these fractions [0, 1) of the total lie, counted from item 0 on. One of weight 0 is never drawn."""
+        """Return the items at these fractions [0, 1) of the cumulative weight. Items of weight 0 are never returned."""
         rest = fractions * self.total
         node = np.zeros(len(rest), np.int64)
         rows = np.arange(len(rest))
         for level in self._levels:
             weights = level[node]
             sums = np.cumsum(weights, axis=1)
-            rest = np.minimum(rest, np.nextafter(sums[:, -1], 0.0))  # rounding must not lead beyond the last child of any weight
+            rest = np.minimum(rest, np.nextafter(sums[:, -1], 0.0))  # rounding must not lead past the last child
             child = (sums > rest[:, None]).argmax(axis=1)  # the first one
             rest = np.maximum(rest - (sums[rows, child] - weights[rows, child]), 0.0)
             node = node * _FAN + child

@@ -705,7 +705,11 @@ Owners = Callable[[str], Sequence[str]]
 
 def experiment(data: Mapping[str, Any]) -> ExperimentConfig:
     """Check one experiment's mapping (without its algorithm's keys). Raises ConfigError with all that is wrong."""
-    reading = read_experiment(data)
+    return check_experiment(read_experiment(data))
+
+
+def check_experiment(reading: Reading) -> ExperimentConfig:
+    """Check an experiment that is already in current names. Raises ConfigError with all that is wrong."""
     return _validated(ExperimentConfig, reading, "")
 
 
@@ -722,7 +726,14 @@ def algorithm_config(
     `collated`: segments of any number make up a batch, as with games that call us; else one of every environment. `run` is
     the name of the algorithm, `owners` knows those that have a key.
     """
-    checked = _validated(schema, read_config(data, schema), "config", run, owners)
+    return check_algorithm_config(schema, read_config(data, schema), collated=collated, run=run, owners=owners)
+
+
+def check_algorithm_config(
+    schema: type[AlgorithmConfig], reading: Reading, *, collated: bool = False, run: str = "", owners: Owners | None = None
+) -> AlgorithmConfig:
+    """Check a `config:` that is already in current names, as `algorithm_config` does."""
+    checked = _validated(schema, reading, "config", run, owners)
     if collated:
         return checked.model_copy(update={"rollout_fragment_length": checked.rollout_fragment_length or COLLATED_STEPS})
     envs, steps, batch = shape_of_batch(checked)

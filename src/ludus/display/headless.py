@@ -1,8 +1,7 @@
-"""Drawing without a screen: what must be in the process's environment before an engine is first imported, and a private screen
-for games that insist on one.
+"""Rendering without a display: environment variables for the engines, and a private Xvfb for games that need an X server.
 
-    with screen() as variables:                      # nothing, where DISPLAY leads to a screen; else those of a private Xvfb
-        subprocess.run([game], env={**os.environ, **variables})
+with screen() as variables:                      # empty if DISPLAY works; else the variables of a private Xvfb
+    subprocess.run([game], env={**os.environ, **variables})
 """
 
 from __future__ import annotations
@@ -25,125 +24,125 @@ from ludus.display import opengl_probe, x11, xvfb_guard
 from ludus.errors import ConfigError, MissingExtra, WorkerFailed
 
 SCREEN = "LUDUS_SCREEN"
-"""`auto` (a private one where it is needed and there is none), `xvfb` (always a private one), `none` (never)."""
+"""`auto` (a private display if one is needed and there is none), `xvfb` (always a private one), `none` (never)."""
 
 CHOICES = ("auto", "xvfb", "none")
 SIZE = "1280x1024x24"
 
 _LIBRARIES = {"egl": "EGL", "osmesa": "OSMesa"}
-_APT = "apt-get install libegl1 libgl1 libgles2 (drawn by EGL) or libosmesa6 (by OSMesa)"
+_APT = "apt-get install libegl1 libgl1 libgles2 (for EGL) or libosmesa6 (for OSMesa)"
 _APT_XVFB = "apt-get install xvfb libgl1-mesa-dri libglx-mesa0"
 _END_S = 10.0
 
 _lock = threading.Lock()
-_kept: list[PrivateScreen] = []
-"""The screen of this process, once it has one."""
+_process_screen: list[PrivateScreen] = []
+"""The private display of this process, if any."""
 
 
-def without_screen(environ: Mapping[str, str] | None = None) -> bool:
-    """Also where DISPLAY is set and nobody answers there."""
+def is_headless(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether no display can be used; True also if DISPLAY is set but no server answers there."""
     environ = os.environ if environ is None else environ
     if not sys.platform.startswith("linux"):
         return False
-    return not _wayland(environ) and bool(x11.silence(environ))
+    return not _wayland_answers(environ) and bool(x11.connection_error(environ))
 
 
-def provide() -> None:
-    """Before any environment is made: a screen where somebody has said that it needs one. Raises MissingExtra, ConfigError."""
-    if chosen(os.environ) == "xvfb":
+def provide_screen() -> None:
+    """Start a private display if LUDUS_SCREEN=xvfb. Call before any environment is made. Raises MissingExtra, ConfigError."""
+    if screen_choice(os.environ) == "xvfb":
         keep_screen()
 
 
-def prepare(entry_point: str) -> None:
-    """For an environment that will be filmed, whose code is at `entry_point`. Raises MissingExtra when nothing can draw."""
-    choice = chosen(os.environ)
+def prepare_rendering(entry_point: str) -> None:
+    """Set up rendering for an environment whose code is at `entry_point`. Raises MissingExtra if nothing can render."""
+    choice = screen_choice(os.environ)
     if choice == "xvfb":
         keep_screen()
         return
-    if not without_screen():
+    if not is_headless():
         return
     mujoco = "mujoco" in entry_point
-    if mujoco and choice == "auto" and os.environ.get("MUJOCO_GL") == "glfw":  # whoever chose it wants a screen
+    if mujoco and choice == "auto" and os.environ.get("MUJOCO_GL") == "glfw":  # an explicit choice that needs a display
         keep_screen()
         return
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a screen, and complain
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a display and complain
     if mujoco and not os.environ.get("MUJOCO_GL"):
-        os.environ["MUJOCO_GL"] = _drawer(choice)
+        os.environ["MUJOCO_GL"] = _mujoco_backend(choice)
 
 
-def _drawer(choice: str) -> str:
-    """EGL before OSMesa, which complains when it is unloaded; where neither works, a private screen."""
+def _mujoco_backend(choice: str) -> str:
+    """Choose EGL before OSMesa, which prints errors when unloaded; if neither works, GLFW on a private display."""
     installed = [name for name, library in _LIBRARIES.items() if ctypes.util.find_library(library)]
     if not installed:
-        raise MissingExtra("MuJoCo cannot draw here: there is no screen, and neither libEGL nor libOSMesa.", _APT)
+        raise MissingExtra("MuJoCo cannot render: there is no display, and neither libEGL nor libOSMesa.", _APT)
     failures = []
     for name in installed:
-        found = opengl_probe.tried(name)
-        if found.works:
+        probe = opengl_probe.probe_backend(name)
+        if probe.works:
             return name
-        failures.append(f"{name}: {found.why or 'its library cannot be loaded'}")
+        failures.append(f"{name}: {probe.why or 'its library cannot be loaded'}")
     if choice == "auto" and find_xvfb():
         keep_screen()
         return "glfw"
-    raise MissingExtra(f"MuJoCo cannot draw here: there is no screen, and {'; '.join(failures)}.", f"{_APT}; or {_APT_XVFB}")
+    raise MissingExtra(f"MuJoCo cannot render: there is no display, and {'; '.join(failures)}.", f"{_APT}; or {_APT_XVFB}")
 
 
-# -- a screen of our own --------------------------------------------------------------------------------------------------
+# -- a private display -----------------------------------------------------------------------------------------------------
 
 
 class PrivateScreen:
-    """An Xvfb that nobody else can draw on. It ends with `close`, or with this process, however that ends.
+    """An Xvfb with its own authority file. It ends with `close` or with this process, however that ends.
 
-    Raises MissingExtra where there is no Xvfb, WorkerFailed where it does not start.
+    Raises MissingExtra if Xvfb is not installed, WorkerFailed if it does not start.
     """
 
     def __init__(self, size: str = SIZE) -> None:
         xvfb = find_xvfb()
         if xvfb is None:
-            raise MissingExtra("A game needs a screen; there is none here, and no Xvfb to make one.", _APT_XVFB)
+            raise MissingExtra("A game needs a display; there is none, and Xvfb is not installed.", _APT_XVFB)
         self._owner = os.getpid()
-        words = [sys.executable, "-I", "-S", xvfb_guard.__file__, str(self._owner), xvfb, size]
-        self._keeper = subprocess.Popen(  # noqa: S603 - ours
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
+        command = [sys.executable, "-I", "-S", xvfb_guard.__file__, str(self._owner), xvfb, size]
+        self._guard = subprocess.Popen(  # noqa: S603 - our own program
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
         )
         self.authority = Path()
         try:
-            self.display, self.authority = self._introduced()
+            self.display, self.authority = self._read_display()
         except BaseException:
             self.close()
             raise
 
     def variables(self) -> dict[str, str]:
-        """For a process that is to draw on it."""
+        """Environment variables for a process that renders on it."""
         return {x11.DISPLAY: self.display, x11.AUTHORITY: str(self.authority)}
 
-    def _introduced(self) -> tuple[str, Path]:
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
-        said = b""
+    def _read_display(self) -> tuple[str, Path]:
+        assert self._guard.stdin is not None
+        assert self._guard.stdout is not None
+        line = b""
         with contextlib.suppress(BrokenPipeError):
-            self._keeper.stdin.write(x11.for_any_display(secrets.token_bytes(16)).hex().encode() + b"\n")
-            self._keeper.stdin.flush()
-        if select.select([self._keeper.stdout], [], [], xvfb_guard.START_S + _END_S)[0]:
-            said = self._keeper.stdout.readline().strip()
-        number, _, rest = said.decode(errors="replace").partition(" ")
+            self._guard.stdin.write(x11.wildcard_authority(secrets.token_bytes(16)).hex().encode() + b"\n")
+            self._guard.stdin.flush()
+        if select.select([self._guard.stdout], [], [], xvfb_guard.START_S + _END_S)[0]:
+            line = self._guard.stdout.readline().strip()
+        number, _, rest = line.decode(errors="replace").partition(" ")
         if not number.isdigit():
-            raise WorkerFailed(f"Xvfb did not start: {rest or 'it says nothing'}.", f"Is it whole? {_APT_XVFB}")
+            raise WorkerFailed(f"Xvfb did not start: {rest or 'no output'}.", f"Reinstall it: {_APT_XVFB}")
         return f":{number}", Path(rest)
 
     def close(self) -> None:
-        if os.getpid() != self._owner:  # a copy of the process, which has no screen of its own
+        if os.getpid() != self._owner:  # a forked copy does not own it
             return
-        for pipe in (self._keeper.stdin, self._keeper.stdout):
+        for pipe in (self._guard.stdin, self._guard.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         try:
-            self._keeper.wait(_END_S)
+            self._guard.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()  # then the kernel ends the server
-            self._keeper.wait(_END_S)
-        if self.authority.name:  # one that was killed could not
+            self._guard.kill()  # the kernel then ends the server
+            self._guard.wait(_END_S)
+        if self.authority.name:  # a killed guard could not remove it
             shutil.rmtree(self.authority.parent, ignore_errors=True)
 
     def __enter__(self) -> PrivateScreen:
@@ -155,13 +154,13 @@ class PrivateScreen:
 
 @contextlib.contextmanager
 def screen(choice: str = "", size: str = SIZE, environ: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """Variables by which a program finds a screen, beside those it has: none where it finds one already; else of a private one.
+    """Yield the environment variables of a usable display: empty if there is one already, else those of a private one.
 
-    `choice`: as in LUDUS_SCREEN, which it goes before. The private screen ends with the block. Raises MissingExtra, WorkerFailed.
+    `choice` overrides LUDUS_SCREEN. The private display ends with the block. Raises MissingExtra, WorkerFailed.
     """
     environ = os.environ if environ is None else environ
-    wanted = chosen({SCREEN: choice} if choice else environ)
-    if wanted == "none" or (wanted == "auto" and not without_screen(environ)):
+    wanted = screen_choice({SCREEN: choice} if choice else environ)
+    if wanted == "none" or (wanted == "auto" and not is_headless(environ)):
         yield {}
         return
     with PrivateScreen(size) as private:
@@ -169,12 +168,12 @@ def screen(choice: str = "", size: str = SIZE, environ: Mapping[str, str] | None
 
 
 def keep_screen() -> None:
-    """A private screen for this process and those it starts, until it ends. Again: nothing happens."""
+    """Start a private display for this process and its children until it ends. Further calls do nothing."""
     with _lock:
-        if _kept and _kept[0].display == os.environ.get(x11.DISPLAY):  # also in a forked copy: as long as the first one lives
+        if _process_screen and _process_screen[0].display == os.environ.get(x11.DISPLAY):  # also true in a forked copy
             return
         private = PrivateScreen()
-        _kept[:] = [private]
+        _process_screen[:] = [private]
         atexit.register(private.close)
         os.environ.update(private.variables())
         if os.environ.get("SDL_VIDEODRIVER") == "dummy":
@@ -182,11 +181,11 @@ def keep_screen() -> None:
 
 
 def end_screen() -> None:
-    """The one that was kept, for a process that ends without saying goodbye."""
+    """Close the private display of this process; for a process that exits without running atexit."""
     with _lock:
-        for private in _kept:
+        for private in _process_screen:
             private.close()
-        _kept.clear()
+        _process_screen.clear()
 
 
 def find_xvfb() -> str | None:
@@ -195,15 +194,15 @@ def find_xvfb() -> str | None:
     return shutil.which("Xvfb") or shutil.which("Xvfb", path="/usr/bin:/usr/local/bin:/usr/X11R6/bin:/opt/X11/bin")
 
 
-def chosen(environ: Mapping[str, str]) -> str:
-    """One of CHOICES. Raises ConfigError."""
-    said = environ.get(SCREEN) or "auto"
-    if said not in CHOICES:
-        raise ConfigError(f"{SCREEN}={said!r} is no choice of a screen.", f"It is one of: {', '.join(CHOICES)}.")
-    return said
+def screen_choice(environ: Mapping[str, str]) -> str:
+    """Return one of CHOICES. Raises ConfigError."""
+    choice = environ.get(SCREEN) or "auto"
+    if choice not in CHOICES:
+        raise ConfigError(f"{SCREEN}={choice!r} is not valid.", f"Use one of: {', '.join(CHOICES)}.")
+    return choice
 
 
-def _wayland(environ: Mapping[str, str]) -> bool:
+def _wayland_answers(environ: Mapping[str, str]) -> bool:
     name, home = environ.get("WAYLAND_DISPLAY"), environ.get("XDG_RUNTIME_DIR", "")
     if not name:
         return False

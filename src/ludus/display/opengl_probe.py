@@ -1,8 +1,8 @@
-"""Which OpenGL can be had here, and by which way. A driver that is broken may hang or crash: each way is tried in a child process.
+"""Probe of the OpenGL backends of this machine. A broken driver may hang or crash, so each probe runs in a child process.
 
-    tried("egl").version        "4.5 (Compatibility Profile) Mesa 22.3.6"
+    probe_backend("egl").version        "4.5 (Compatibility Profile) Mesa 22.3.6"
 
-Run as a program with the name of a way, it says what it found as JSON. Only what Python itself brings is imported here.
+As a program with the name of a backend it prints the result as JSON. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_ulong, c_void_p
 from dataclasses import asdict, dataclass
 from typing import Any
 
-WAYS = {"egl": ("EGL", "libEGL.so.1"), "osmesa": ("OSMesa", "libOSMesa.so.8"), "glx": ("GL", "libGL.so.1")}
-"""The library of each, as find_library calls it, and by its usual file name."""
+BACKENDS = {"egl": ("EGL", "libEGL.so.1"), "osmesa": ("OSMesa", "libOSMesa.so.8"), "glx": ("GL", "libGL.so.1")}
+"""The library of each backend: its name for find_library, and its usual file name."""
 
 PROBE_S = 15.0
-"""Measured: 0.1 to 0.4 s; the first time after a start of the machine, from a slow disk, several seconds."""
+"""Time-out of a probe. Measured: 0.1 to 0.4 s; several seconds for the first one after boot from a slow disk."""
 
 _GL_RENDERER, _GL_VERSION, _GL_RGBA, _GL_UNSIGNED_BYTE = 0x1F01, 0x1F02, 0x1908, 0x1401
 
 
 @dataclass(frozen=True)
 class OpenGL:
-    """What one way gives. `missing`: its library is not installed. `why`: it is, and it does not work."""
+    """Result of a probe. `missing`: the library is not installed. `why`: it is installed and does not work."""
 
     way: str
     version: str = ""
@@ -52,12 +52,12 @@ class OpenGL:
         return any(name in self.renderer.lower() for name in ("llvmpipe", "softpipe", "swrast", "swiftshader", "software"))
 
 
-def tried(way: str, environ: Mapping[str, str] | None = None, timeout_s: float = PROBE_S) -> OpenGL:
-    """Make a context, in a process of its own, and see what it says. Never raises."""
-    words = [sys.executable, "-I", "-S", __file__, way]
+def probe_backend(way: str, environ: Mapping[str, str] | None = None, timeout_s: float = PROBE_S) -> OpenGL:
+    """Create a context in a child process and return what it reports. Never raises."""
+    command = [sys.executable, "-I", "-S", __file__, way]
     try:
-        done = subprocess.run(  # noqa: S603 - ourselves
-            words,
+        done = subprocess.run(  # noqa: S603 - our own program
+            command,
             env=dict(os.environ if environ is None else environ),
             capture_output=True,
             timeout=timeout_s,
@@ -66,31 +66,31 @@ def tried(way: str, environ: Mapping[str, str] | None = None, timeout_s: float =
     except subprocess.TimeoutExpired:
         return OpenGL(way, why=f"it did not answer within {timeout_s:g} s")
     except OSError as error:
-        return OpenGL(way, why=f"it could not be tried: {error.strerror}")
+        return OpenGL(way, why=f"the probe could not start: {error.strerror}")
     try:
         return OpenGL(**json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
-        said = done.stderr.decode(errors="replace").strip().splitlines()
+        errors = done.stderr.decode(errors="replace").strip().splitlines()
         ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-        return OpenGL(way, why=f"the attempt ended with {ended}{f': {said[-1][:200]}' if said else ''}")
+        return OpenGL(way, why=f"the probe ended with {ended}{f': {errors[-1][:200]}' if errors else ''}")
 
 
 # -- in the child ---------------------------------------------------------------------------------------------------------
 
 
-class _Failed(Exception):
+class _ProbeFailed(Exception):
     pass
 
 
 def _library(way: str) -> Any:
-    name, usual = WAYS[way]
+    name, usual = BACKENDS[way]
     for candidate in (usual, ctypes.util.find_library(name)):
         if candidate:
             try:
                 return ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
             except OSError as error:
                 if "cannot open shared object file" not in str(error) or usual not in str(error):
-                    raise _Failed(str(error)) from error
+                    raise _ProbeFailed(str(error)) from error
     return None
 
 
@@ -98,12 +98,12 @@ def _strings(get_string: Any) -> tuple[str, str]:
     get_string.restype, get_string.argtypes = c_char_p, [c_uint]
     version, renderer = get_string(_GL_VERSION), get_string(_GL_RENDERER)
     if not version:
-        raise _Failed("there is a context, and it does not say its version")
+        raise _ProbeFailed("the context reports no version")
     return version.decode(errors="replace"), (renderer or b"").decode(errors="replace")
 
 
 def _egl(library: Any) -> tuple[str, str]:
-    """By the devices that the driver names, as MuJoCo does, then without a surface."""
+    """Try the devices that the driver lists, as MuJoCo does, then a surfaceless display."""
     address = library.eglGetProcAddress
     address.restype, address.argtypes = c_void_p, [c_char_p]
     library.eglInitialize.argtypes = [c_void_p, POINTER(c_int), POINTER(c_int)]
@@ -114,9 +114,9 @@ def _egl(library: Any) -> tuple[str, str]:
             continue
         try:
             return _egl_context(library, address, display)
-        except _Failed as failed:
+        except _ProbeFailed as failed:
             failures.append(str(failed))
-    raise _Failed(failures[0] if failures else "there is no EGL display")
+    raise _ProbeFailed(failures[0] if failures else "there is no EGL display")
 
 
 def _egl_displays(library: Any, address: Any) -> list[int]:
@@ -141,19 +141,19 @@ def _egl_context(library: Any, address: Any, display: int) -> tuple[str, str]:
     wanted = _ints(0x3033, 0x0001, 0x3040, 0x0008, 0x3038)  # EGL_SURFACE_TYPE: pbuffer; EGL_RENDERABLE_TYPE: OpenGL; end
     library.eglChooseConfig.argtypes = [c_void_p, c_void_p, c_void_p, c_int, POINTER(c_int)]
     if not library.eglChooseConfig(display, wanted, byref(config), 1, byref(count)) or not count.value:
-        raise _Failed("EGL has no configuration with OpenGL")
+        raise _ProbeFailed("EGL has no configuration with OpenGL")
     library.eglCreateContext.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p]
     context = library.eglCreateContext(display, config, None, None)
     if not context:
-        raise _Failed(f"eglCreateContext failed (0x{library.eglGetError():x})")
+        raise _ProbeFailed(f"eglCreateContext failed (0x{library.eglGetError():x})")
     library.eglCreatePbufferSurface.argtypes = [c_void_p, c_void_p, c_void_p]
     surface = library.eglCreatePbufferSurface(display, config, _ints(0x3057, 8, 0x3056, 8, 0x3038))  # 8 by 8
     library.eglMakeCurrent.argtypes = [c_void_p] * 4
     if not library.eglMakeCurrent(display, surface, surface, context):
-        raise _Failed(f"eglMakeCurrent failed (0x{library.eglGetError():x})")
+        raise _ProbeFailed(f"eglMakeCurrent failed (0x{library.eglGetError():x})")
     get_string = address(b"glGetString")
     if not get_string:
-        raise _Failed("EGL knows no glGetString")
+        raise _ProbeFailed("EGL has no glGetString")
     return _strings(ctypes.CFUNCTYPE(c_char_p, c_uint)(get_string))
 
 
@@ -166,11 +166,11 @@ def _osmesa(library: Any) -> tuple[str, str]:
     create.restype, create.argtypes = c_void_p, [c_uint, c_int, c_int, c_int, c_void_p]
     context = create(_GL_RGBA, 24, 8, 0, None)
     if not context:
-        raise _Failed("OSMesaCreateContextExt failed")
+        raise _ProbeFailed("OSMesaCreateContextExt failed")
     library.OSMesaMakeCurrent.argtypes = [c_void_p, c_void_p, c_uint, c_int, c_int]
     picture = ctypes.create_string_buffer(8 * 8 * 4)
     if not library.OSMesaMakeCurrent(context, picture, _GL_UNSIGNED_BYTE, 8, 8):
-        raise _Failed("OSMesaMakeCurrent failed")
+        raise _ProbeFailed("OSMesaMakeCurrent failed")
     return _strings(library.glGetString)
 
 
@@ -178,43 +178,43 @@ def _glx(library: Any) -> tuple[str, str]:
     try:
         x11: Any = ctypes.CDLL("libX11.so.6")
     except OSError as error:
-        raise _Failed(str(error)) from error
+        raise _ProbeFailed(str(error)) from error
     x11.XOpenDisplay.restype, x11.XOpenDisplay.argtypes = c_void_p, [c_char_p]
     display = x11.XOpenDisplay(None)
     if not display:
-        raise _Failed("the X server does not answer")
+        raise _ProbeFailed("the X server does not answer")
     choose, create = library.glXChooseVisual, library.glXCreateContext
     choose.restype, choose.argtypes = c_void_p, [c_void_p, c_int, c_void_p]
     visual = choose(display, 0, (c_int * 5)(4, 5, 12, 1, 0))  # GLX_RGBA, GLX_DOUBLEBUFFER, GLX_DEPTH_SIZE: 1
     visual = visual or choose(display, 0, (c_int * 2)(4, 0))
     if not visual:
-        raise _Failed("the X server has no GLX")
+        raise _ProbeFailed("the X server has no GLX")
     create.restype, create.argtypes = c_void_p, [c_void_p, c_void_p, c_void_p, c_int]
     context = create(display, visual, None, 1)
     if not context:
-        raise _Failed("glXCreateContext failed")
+        raise _ProbeFailed("glXCreateContext failed")
     x11.XDefaultRootWindow.restype, x11.XDefaultRootWindow.argtypes = c_ulong, [c_void_p]
     x11.XCreateSimpleWindow.restype = c_ulong
     x11.XCreateSimpleWindow.argtypes = [c_void_p, c_ulong, c_int, c_int, c_uint, c_uint, c_uint, c_ulong, c_ulong]
     window = x11.XCreateSimpleWindow(display, x11.XDefaultRootWindow(display), 0, 0, 8, 8, 0, 0, 0)
     library.glXMakeCurrent.argtypes = [c_void_p, c_ulong, c_void_p]
     if not library.glXMakeCurrent(display, window, context):
-        raise _Failed("glXMakeCurrent failed")
+        raise _ProbeFailed("glXMakeCurrent failed")
     return _strings(library.glGetString)
 
 
-def _found(way: str) -> OpenGL:
+def _probe_here(way: str) -> OpenGL:
     try:
         library = _library(way)
         if library is None:
             return OpenGL(way, missing=True)
         version, renderer = {"egl": _egl, "osmesa": _osmesa, "glx": _glx}[way](library)
-    except (_Failed, AttributeError) as failed:  # the latter: a library without a function that it should have
+    except (_ProbeFailed, AttributeError) as failed:  # AttributeError: the library lacks a function
         return OpenGL(way, why=str(failed))
     return OpenGL(way, version, renderer)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(_found(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(asdict(_probe_here(sys.argv[1]))) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # drivers are known to crash while they are unloaded
+    os._exit(0)  # some drivers crash when unloaded

@@ -1,6 +1,6 @@
-"""Whether an X server answers, asked in its own words: no library is needed, and nothing is left open.
+"""A minimal X11 client that checks whether an X server accepts connections, without libX11.
 
-DISPLAY may be set and lead nowhere: after a logout, in a job that inherited it from a login, in a container.
+DISPLAY may be set without a server: after a logout, in a job that inherited it from a login, in a container.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _ACCEPTED = 1
 
 
 @dataclass(frozen=True)
-class Place:
-    """`host`: empty for a socket of this machine."""
+class DisplayAddress:
+    """`host` is empty for a local socket."""
 
     host: str
     number: int
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Of an authority file. `number`: empty means any."""
+class AuthorityEntry:
+    """An entry of an Xauthority file. An empty `number` matches any display."""
 
     family: int
     address: bytes
@@ -43,33 +43,33 @@ class Entry:
     data: bytes
 
 
-def place_of(display: str) -> Place | None:
-    """None: no display can be meant."""
+def parse_display(display: str) -> DisplayAddress | None:
+    """Parse the value of DISPLAY; return None if it is not a display name."""
     matched = _DISPLAY.fullmatch(display.strip())
     if matched is None:
         return None
     host = matched["host"]
-    return Place("" if host == "unix" else host, int(matched["number"]))
+    return DisplayAddress("" if host == "unix" else host, int(matched["number"]))
 
 
-def silence(environ: Mapping[str, str], timeout_s: float = ANSWER_S) -> str:
-    """Why the server that DISPLAY names does not answer; empty when it does. Never shows a secret."""
+def connection_error(environ: Mapping[str, str], timeout_s: float = ANSWER_S) -> str:
+    """Return why the server of DISPLAY does not accept a connection; empty if it does. Never contains a secret."""
     display = environ.get(DISPLAY, "")
     if not display:
         return f"{DISPLAY} is not set"
-    place = place_of(display)
-    if place is None:
-        return f"{DISPLAY}={display} is not the name of a display"
+    address = parse_display(display)
+    if address is None:
+        return f"{DISPLAY}={display} is not a display name"
     try:
-        with _connected(place, timeout_s) as connection:
-            return _greeted(connection, _cookie(place, environ))
+        with _connect(address, timeout_s) as connection:
+            return _handshake(connection, _cookie(address, environ))
     except OSError as error:
-        why = "it took too long" if isinstance(error, TimeoutError) else (error.strerror or str(error))
+        why = "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error))
         return f"no X server answers at {DISPLAY}={display}: {why}"
 
 
-def entries(data: bytes) -> Iterator[Entry]:
-    """Of an authority file; what is cut off at its end is left out."""
+def entries(data: bytes) -> Iterator[AuthorityEntry]:
+    """Yield the entries of an Xauthority file; a truncated last entry is skipped."""
     at = 0
 
     def field() -> bytes:
@@ -84,65 +84,65 @@ def entries(data: bytes) -> Iterator[Entry]:
         while at < len(data):
             (family,) = struct.unpack_from(">H", data, at)
             at += 2
-            yield Entry(family, field(), field(), field(), field())
+            yield AuthorityEntry(family, field(), field(), field(), field())
 
 
-def written(entry: Entry) -> bytes:
+def encode_entry(entry: AuthorityEntry) -> bytes:
     parts = (entry.address, entry.number, entry.name, entry.data)
     return struct.pack(">H", entry.family) + b"".join(struct.pack(">H", len(part)) + part for part in parts)
 
 
-def for_any_display(cookie: bytes) -> bytes:
-    """An authority file with one entry, for a display whose number is not known yet."""
-    return written(Entry(_WILD, b"", b"", COOKIE, cookie))
+def wildcard_authority(cookie: bytes) -> bytes:
+    """Return an Xauthority file with one entry that matches any display."""
+    return encode_entry(AuthorityEntry(_WILD, b"", b"", COOKIE, cookie))
 
 
-def _connected(place: Place, timeout_s: float) -> socket.socket:
-    if place.host:
-        return socket.create_connection((place.host.strip("[]"), 6000 + place.number), timeout_s)
-    path = f"{_SOCKETS}/X{place.number}"
-    for address in (f"\0{path}", path):  # servers offer both; in a container only one may be reachable
+def _connect(address: DisplayAddress, timeout_s: float) -> socket.socket:
+    if address.host:
+        return socket.create_connection((address.host.strip("[]"), 6000 + address.number), timeout_s)
+    path = f"{_SOCKETS}/X{address.number}"
+    for name in (f"\0{path}", path):  # in a container only one of them may be reachable
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
         try:
-            connection.connect(address)
+            connection.connect(name)
         except OSError:
             connection.close()
-            if address == path:
+            if name == path:
                 raise
         else:
             return connection
-    raise AssertionError("the last address was tried")
+    raise AssertionError("unreachable")
 
 
-def _cookie(place: Place, environ: Mapping[str, str]) -> bytes:
+def _cookie(address: DisplayAddress, environ: Mapping[str, str]) -> bytes:
     file = Path(environ.get(AUTHORITY) or Path(environ.get("HOME") or "/") / ".Xauthority")
     try:
         data = file.read_bytes()
     except OSError:
         return b""
-    number, here = str(place.number).encode(), os.uname().nodename.encode()
+    number, here = str(address.number).encode(), os.uname().nodename.encode()
     for entry in entries(data):
         if entry.name != COOKIE or entry.number not in (b"", number):
             continue
         if entry.family == _WILD or (entry.family == _LOCAL and entry.address == here):
             return entry.data
-        if place.host and entry.family == _INTERNET and entry.address == _internet(place.host):
+        if address.host and entry.family == _INTERNET and entry.address == _ipv4_bytes(address.host):
             return entry.data
     return b""
 
 
-def _internet(host: str) -> bytes:
+def _ipv4_bytes(host: str) -> bytes:
     try:
         return socket.inet_aton(socket.gethostbyname(host))
     except OSError:
         return b""
 
 
-def _greeted(connection: socket.socket, cookie: bytes) -> str:
+def _handshake(connection: socket.socket, cookie: bytes) -> str:
     name = COOKIE if cookie else b""
     head = struct.pack("<cxHHHHxx", b"l", 11, 0, len(name), len(cookie))
-    connection.sendall(head + _padded(name) + _padded(cookie))
+    connection.sendall(head + _pad(name) + _pad(cookie))
     answer = b""
     while len(answer) < 8:
         more = connection.recv(8 - len(answer))
@@ -151,9 +151,9 @@ def _greeted(connection: socket.socket, cookie: bytes) -> str:
         answer += more
     if answer[0] == _ACCEPTED:
         return ""
-    said = connection.recv(answer[1]) if answer[0] == 0 else b""
-    return f"the X server refuses us: {said.decode('latin-1').strip() or 'it requires authentication'}"
+    reason = connection.recv(answer[1]) if answer[0] == 0 else b""
+    return f"the X server refuses the connection: {reason.decode('latin-1').strip() or 'it requires authentication'}"
 
 
-def _padded(data: bytes) -> bytes:
+def _pad(data: bytes) -> bytes:
     return data + b"\0" * (-len(data) % 4)

@@ -1,9 +1,9 @@
-"""Looks after a private X server: run as a program, with a pipe from its owner as its input.
+"""Guards a private X server. Runs as a program with a pipe from its owner as standard input.
 
-    screen_keeper.py OWNER XVFB SIZE       reads one line: the authority file, in hex; writes one: NUMBER FILE, or `- WHY`
+    xvfb_guard.py OWNER XVFB SIZE    reads one line (the authority file in hex), writes one: NUMBER FILE, or `- REASON`
 
-The server ends when the pipe does, or the owner, however that happened, and its files with it. If the keeper is killed, the kernel
-ends the server. It needs the standard library alone.
+The server and its files are removed when the pipe closes or the owner exits, however that happens. If the guard is killed, the
+kernel ends the server. Imports only the standard library and modules of ours that need nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ludus.process.temp_dirs import directory_name
 
 START_S = 20.0
 _END_S = 3.0
-_LINE = 4096
+_MAX_LINE = 4096
 
 
 def main(owner: int, xvfb: str, size: str) -> None:
@@ -38,37 +38,37 @@ def main(owner: int, xvfb: str, size: str) -> None:
     alive = os.pidfd_open(owner)
     if os.getppid() != owner:
         return
-    entry = LineReader(sys.stdin.fileno(), _LINE).read_line()
+    entry = LineReader(sys.stdin.fileno(), _MAX_LINE).read_line()
     if entry is None:
         return
-    home = Path(tempfile.gettempdir()) / directory_name()  # if we are killed together with the owner, the next run sweeps it away
-    home.mkdir(mode=0o700)
+    directory = Path(tempfile.gettempdir()) / directory_name()  # swept by the next run if this process is killed too
+    directory.mkdir(mode=0o700)
     try:
-        authority = home / "authority"
+        authority = directory / "authority"
         with open(os.open(authority, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(bytes.fromhex(entry.decode()))
-        with _server(xvfb, size, authority, home / "log") as (server, told):
-            number = _number(told)
+        with _start_server(xvfb, size, authority, directory / "log") as (server, display_fd):
+            number = _read_display_number(display_fd)
             if number is None:
-                _say(f"- {_last_words(home / 'log') or 'it does not say which display it has'}")
+                _reply(f"- {_last_error(directory / 'log') or 'it did not report its display number'}")
                 return
             try:
-                _say(f"{number} {authority}")
+                _reply(f"{number} {authority}")
                 _wait([sys.stdin.fileno(), alive, os.pidfd_open(server.pid)])
             finally:
                 _end(server, number)
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _server(xvfb: str, size: str, authority: Path, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The process, and where it says its number."""
+def _start_server(xvfb: str, size: str, authority: Path, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Yield the process and the descriptor on which it writes its display number."""
     reader, writer = os.pipe()
     words = [xvfb, "-displayfd", str(writer), "-screen", "0", size, "-nolisten", "tcp", "-auth", str(authority), "-noreset"]
     parent = os.getpid()
     with open(log, "wb") as out:
-        server = subprocess.Popen(  # noqa: S603 - the owner found the program
+        server = subprocess.Popen(  # noqa: S603 - the owner located the program
             words,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -84,16 +84,16 @@ def _server(xvfb: str, size: str, authority: Path, log: Path) -> Iterator[tuple[
         _end(server, None)
 
 
-def _number(told: int) -> int | None:
-    """None: the server ended, or took too long."""
+def _read_display_number(display_fd: int) -> int | None:
+    """Return None if the server exits or does not start in time."""
     with contextlib.suppress(TimeoutError):
-        line = LineReader(told, _LINE).read_line(START_S)
+        line = LineReader(display_fd, _MAX_LINE).read_line(START_S)
         return None if line is None else int(line)
     return None
 
 
 def _wait(ends: list[int]) -> None:
-    """Until one of them has something to say: the pipe (its end), or a process (that it is gone)."""
+    """Block until the pipe closes or one of the processes exits."""
     poll = select.poll()
     for end in ends:
         poll.register(end, select.POLLIN)
@@ -113,12 +113,12 @@ def _end(server: subprocess.Popen[bytes], number: int | None) -> None:
                 Path(left).unlink(missing_ok=True)
 
 
-def _last_words(log: Path) -> str:
+def _last_error(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")[:300]
 
 
-def _say(line: str) -> None:
+def _reply(line: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         os.write(1, f"{line}\n".encode())
 

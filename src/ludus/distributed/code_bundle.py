@@ -10,23 +10,23 @@ from typing import Any
 import gymnasium as gym
 
 from ludus.core import trust
-from ludus.envs.registry import register_env, registered
+from ludus.envs.registry import register_env, registered_envs
 from ludus.errors import UsageError
 from ludus.models.custom import loader
 from ludus.models.custom.loader import Files
-from ludus.process.workers.supervisor import unsendable_part
+from ludus.process.workers.supervisor import describe_unpicklable
 
 
 @dataclass(frozen=True)
 class Luggage:
-    """What a name in the config means in this process alone: a function or class of its script, an environment registered
+    """What a name in the config means in this process alone: a function or class of its script, an environment registered_envs
     there, a model in a file of this machine."""
 
     named: Mapping[str, Any] = field(default_factory=dict)
     spec: Any = None
     models: tuple[Files, ...] = ()
     """As text, so that every process of a run has the same, on whatever machine and whoever edits the file meanwhile."""
-    registered: Mapping[str, Any] = field(default_factory=dict)
+    registered_envs: Mapping[str, Any] = field(default_factory=dict)
     """By `register_env`."""
     trusted: tuple[str, ...] = ()
     """Names that may be imported there because they may be here."""
@@ -38,15 +38,15 @@ class Luggage:
         custom = {name for name in models if name is not None}
         own = {name.partition(":")[2].split(".")[0] for name in (*names, *custom) if name.startswith("__main__:")}
         spec = next((gym.registry[name] for name in names if name in gym.registry), None)
-        made = {name: registered()[name] for name in names if name in registered()}
+        made = {name: registered_envs()[name] for name in names if name in registered_envs()}
         files = tuple(loader.files_of(name) for name in sorted(custom) if ":" not in name)
         trusted = trust.trusted_here(*names, *custom)
         return cls({name: getattr(main, name) for name in own if hasattr(main, name)}, spec, files, made, trusted)
 
     def check_can_be_sent(self) -> None:
         """Raises UsageError with what of an environment or a class cannot be sent to another process."""
-        for name, value in {**self.named, **self.registered}.items():
-            culprit = unsendable_part(name, value)
+        for name, value in {**self.named, **self.registered_envs}.items():
+            culprit = describe_unpicklable(name, value)
             if culprit is not None:
                 raise UsageError(
                     f"{name} cannot be sent to the processes of this run: {culprit}.",
@@ -63,5 +63,5 @@ class Luggage:
             gym.registry.setdefault(self.spec.id, self.spec)
         for files in self.models:
             loader.carry(files)
-        for name, function in self.registered.items():
+        for name, function in self.registered_envs.items():
             register_env(name, function)

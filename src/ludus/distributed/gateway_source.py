@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import Array
 from ludus.distributed.gateway_workers import GatewayFleet
 from ludus.distributed.hub.server import shared_memory
@@ -20,7 +20,6 @@ from ludus.gateway.server import GatewaySettings
 from ludus.gateway.worker_policies import COUNTED, CURRENT, Played
 from ludus.models.policy import Policy
 from ludus.models.weights.shared_weights import Board, stage
-from ludus.models.weights.version_store import LocalPool
 from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import Supervisor
 from ludus.sampling.segment_recorder import session_spec
@@ -41,32 +40,15 @@ class Boards:
         segments = self._scratch.path / ".segments"  # no model has such a name
         segments.mkdir(mode=0o700)
         self.memory = GatheredMemory(specs, segments, capacity, COUNTED, CURRENT)
-        self._policies = dict(policies)
+        self.policies = dict(policies)
 
     def publish(self, name: str, version: int) -> None:
         board = self.boards[name]
-        board.publish(version, stage(self._scratch.path, self._policies[name].weights()))
+        board.publish(version, stage(self._scratch.path, self.policies[name].weights()))
 
     def close(self) -> None:
         self.memory.close()
         self._scratch.close()
-
-
-class PublishingPool:
-    """The pool of the run, whose versions also reach the workers."""
-
-    def __init__(self, pool: LocalPool, boards: Boards) -> None:
-        self._pool, self._boards = pool, boards
-        for name in pool.names():
-            boards.publish(name, pool.newest(name)[1])
-
-    def newest(self, name: str) -> tuple[Policy, int]:
-        return self._pool.newest(name)
-
-    def publish(self, name: str) -> int:
-        version = self._pool.publish(name)
-        self._boards.publish(name, version)
-        return version
 
 
 class FleetGathering:
@@ -80,14 +62,13 @@ class FleetGathering:
         workers: int,
         steps: int,
         boards: Boards,
-        pool: PublishingPool,
-        memory: Collated,
+        memory: CollatedBatches,
         log_dir: Path,
         *,
         explore: bool = True,
     ) -> None:
         self._boards, self._memory = boards, memory
-        models = {name: (_described(pool.newest(name)[0]), str(board.directory)) for name, board in boards.boards.items()}
+        models = {name: (_described(boards.policies[name]), str(board.directory)) for name, board in boards.boards.items()}
         played = Played(dict(seats), models, steps, boards.memory.add_lanes(workers), explore)
         self._supervisor = Supervisor(log_dir=log_dir)
         try:

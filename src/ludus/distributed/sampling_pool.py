@@ -28,7 +28,7 @@ from ludus.distributed.code_bundle import Luggage
 from ludus.distributed.hub.server import shared_memory
 from ludus.distributed.placement import place
 from ludus.envs.vector_env import make_environments
-from ludus.envs.wrappers import Named
+from ludus.envs.wrappers import WrapperList
 from ludus.errors import EnvironmentFault, WorkerFailed
 from ludus.models.devices import acting_on
 from ludus.models.policy import Policy
@@ -36,9 +36,9 @@ from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import Board, BoardReader
 from ludus.process.host import keep_freed_memory, usable_cores
 from ludus.process.temp_dirs import TempDir
-from ludus.process.workers.supervisor import Context, Process, Restart, Supervisor
-from ludus.sampling.sampler import Clock, Sampler
-from ludus.sampling.self_play import with_past
+from ludus.process.workers.supervisor import Context, Process, RestartPolicy, Supervisor
+from ludus.sampling.sampler import Interruption, Sampler, VersionClock
+from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.ring_buffer import Bell, create_ring
 from ludus.transport.shared_memory import Layout, SharedReader, SharedWriter, ring_capacity
 
@@ -73,16 +73,16 @@ class Plan:
     slots: int
     """Blocks that a worker may have waiting."""
     hang_s: float = 60.0
-    restart: Restart = field(default_factory=lambda: Restart(limit=None))
+    restart: RestartPolicy = field(default_factory=lambda: RestartPolicy(limit=None))
     forgiving: bool = False
     explore: bool = True
     device: str = "cpu"
     self_play: SelfPlayConfig = field(default_factory=SelfPlayConfig)
     run: str = ""
     """Its directory, which is not on every machine; empty: nobody needs it."""
-    clock: Clock | None = None
+    clock: VersionClock | None = None
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
-    wrappers: Named = ()
+    wrappers: WrapperList = ()
     luggage: Luggage = field(default_factory=Luggage)
     """What `env` means, if that is a function of the user's script."""
 
@@ -182,7 +182,7 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
         environments.beat = context.beat
         seed = _seed(plan, index, begin + memory.committed, context.incarnation)
         first_row = index * plan.num_envs
-        facing = with_past(environments, source, plan.self_play, seed, Path(plan.run) if plan.run else None)
+        facing = with_past_opponents(environments, source, plan.self_play, seed, Path(plan.run) if plan.run else None)
         notes, before = memory.notes, list(memory.notes)
         blocked_s = weights_s = 0.0
         made = 0
@@ -199,7 +199,7 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
 
         sampler = Sampler(
             environments, facing, memory, seed,
-            first_row=first_row, beat=beat, explore=plan.explore,
+            first_row=first_row, interruption=Interruption(beat), explore=plan.explore,
             timesteps=None if plan.clock is None else plan.clock.timesteps,
         )  # fmt: skip
         context.ready()

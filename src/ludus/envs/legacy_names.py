@@ -1,4 +1,4 @@
-"""Names of environments in older files, and the environments that are meant by them today."""
+"""Environment names of older files, and the current environments that they refer to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import gymnasium as gym
 
 from ludus.core import renamed
-from ludus.envs.registry import outdated, registered, spec_of
+from ludus.envs.registry import registered_envs, spec_of, version_notice
 from ludus.errors import MissingExtra, UnknownName
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -20,26 +20,26 @@ _MOVED_MODULES = {"ray.rllib.examples.env.": "ray.rllib.examples.envs.classes."}
 
 @dataclass(frozen=True)
 class CurrentName:
-    """The name under which an environment is found, and what to tell whoever wrote another one."""
+    """The current name of an environment, and a notice for the user if it differs."""
 
     name: str
     notice: str = ""
 
 
 def current_name(name: str) -> CurrentName:
-    """The same name if such an environment exists, or if nothing is known to have replaced it; else that of its successor.
+    """Return the name itself if the environment exists or has no known successor; otherwise the successor's name.
 
-    `package.module.Class`, as RLlib's files have it, is `package.module:Class`. Never raises: an unknown name stays as it is.
+    `package.module.Class`, as in RLlib's files, becomes `package.module:Class`. Never raises: an unknown name is returned unchanged.
     """
-    if name in registered():
+    if name in registered_envs():
         return CurrentName(name)
     if ":" in name:
         return CurrentName(renamed.current_name(name))
     if _DOTTED.fullmatch(name):
         return _as_import(name)
     try:
-        notice = outdated(name)
-        if not _raises_when_made(name):
+        notice = version_notice(name)
+        if not _is_removed(name):
             return CurrentName(name, notice)
     except (UnknownName, MissingExtra):
         pass
@@ -47,7 +47,7 @@ def current_name(name: str) -> CurrentName:
     return (
         CurrentName(name)
         if successor is None
-        else CurrentName(successor, f"env: {name} does not exist any more; {successor} is used.")
+        else CurrentName(successor, f"env: {name} no longer exists; {successor} is used instead.")
     )
 
 
@@ -59,21 +59,21 @@ def _as_import(name: str) -> CurrentName:
     return CurrentName(f"{module}:{attribute}")
 
 
-def _raises_when_made(name: str) -> bool:
-    """MuJoCo's v2 and v3, which Gymnasium lists only to say that they have left."""
+def _is_removed(name: str) -> bool:
+    """MuJoCo's v2 and v3 are registered only to raise an error."""
     return getattr(spec_of(name).entry_point, "__name__", "") == "_raise_mujoco_py_error"
 
 
 def _successor(name: str) -> str | None:
     fixed = _FIXED_SKIP.fullmatch(name)
-    if fixed is not None:  # every 4th frame, which the usual preparation of Atari does here
-        found = f"{fixed['game']}NoFrameskip-v4"
-        return found if _exists(found) else None
+    if fixed is not None:  # a fixed frame skip of 4 is the standard preprocessing
+        candidate = f"{fixed['game']}NoFrameskip-v4"
+        return candidate if _exists(candidate) else None
     parts = _VERSIONED.fullmatch(name)
     if parts is None:
         return None
     same = [spec for spec in gym.registry.values() if spec.id.rpartition("-v")[0] == parts["stem"]]
-    later = [spec for spec in same if (spec.version or 0) > int(parts["version"]) and not _raises_when_made(spec.id)]
+    later = [spec for spec in same if (spec.version or 0) > int(parts["version"]) and not _is_removed(spec.id)]
     return max(later, key=lambda spec: spec.version or 0).id if later else None
 
 

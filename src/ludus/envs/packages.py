@@ -1,4 +1,4 @@
-"""Packages that bring environments: which one an id belongs to, how to install it, which module registers its ids."""
+"""Known packages with environments: their id patterns, how to install them, and the module that registers the ids."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Package:
-    """A package outside of Gymnasium whose environments people know by their ids."""
+    """A package outside Gymnasium with well-known environment ids."""
 
     pattern: str
-    """Regular expression that its ids match from their beginning."""
+    """Regular expression that matches the start of its ids."""
     install: str
-    """What pip installs."""
+    """Argument of pip install."""
     module: str
     """The module to import."""
     registers: bool = True
-    """Whether importing the module registers ids with Gymnasium; if not, `advice` says how to make an environment."""
+    """Whether importing the module registers ids with Gymnasium; if not, `advice` tells how to make an environment."""
     advice: str = ""
 
 
@@ -65,11 +65,11 @@ PACKAGES = (
 
 
 def package_of_id(name: str) -> Package | None:
-    """The known package that an id without a module belongs to."""
+    """Return the known package of an id without a module."""
     return next((package for package in PACKAGES if re.match(package.pattern, name)), None)
 
 
 def package_of_module(module: str) -> Package | None:
-    """The known package that brings a module."""
+    """Return the known package that contains a module."""
     top = module.partition(".")[0]
     return next((package for package in PACKAGES if package.module.partition(".")[0] == top), None)

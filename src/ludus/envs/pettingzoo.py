@@ -1,7 +1,7 @@
-"""Environments with several agents: PettingZoo's parallel and turn-taking (AEC) ones, found by name and played through one form.
+"""Environments with several agents: PettingZoo's parallel and turn-based (AEC) environments behind one interface.
 
-A `Match` says who is to act and what each sees; it takes their actions and says what came of them. Whether agents move at once or
-in turns, leave and come back, and how the dead are stepped, is hidden here.
+A `MultiAgentMatch` returns the agents that act next with their observations, takes their actions and returns the result. It hides
+whether agents act simultaneously or in turn, leave and return, and how dead agents are stepped.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ludus.core.spaces import ACTION_MASK, Fit
 from ludus.core.tree import Tree
 from ludus.core.types import Bools
 from ludus.envs import registry
-from ludus.envs.vector_env import translated
-from ludus.envs.wrappers import Named, wrappers_of
+from ludus.envs.vector_env import environment_errors
+from ludus.envs.wrappers import WrapperList, load_wrappers
 from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName, place_of
 
 log = logging.getLogger(__name__)
@@ -37,81 +37,81 @@ log = logging.getLogger(__name__)
 FAMILIES = ("mpe2", "pettingzoo")
 """First parts of the names of such environments."""
 
-_ROOMS = ("classic", "butterfly", "sisl", "atari")  # of pettingzoo
-_IDLE = 10_000  # steps in a row in which nobody acts, before we believe that nobody ever will
-_LARGEST = 1e15  # of a reward: squares of what such numbers add up to still fit into the float32 in which losses are computed
+_PETTINGZOO_PACKAGES = ("classic", "butterfly", "sisl", "atari")  # of PettingZoo's environments
+_MAX_IDLE_STEPS = 10_000  # consecutive steps without an acting agent before an error is raised
+_MAX_REWARD = 1e15  # squared sums of such rewards still fit into float32, in which losses are computed
 
 
-_REMEMBERED = 64
-_several: OrderedDict[tuple[Callable[..., Any], str], bool] = (
+_MAX_CACHED = 64
+_multi_agent_cache: OrderedDict[tuple[Callable[..., Any], str], bool] = (
     OrderedDict()
-)  # what functions were found to make, with which config
+)  # (function, config) → whether it makes a multi-agent environment
 
 
 @dataclass(frozen=True)
 class Turn:
-    """An agent that is to act now."""
+    """An agent that acts now."""
 
     agent: str
     observation: Tree
     mask: Bools | None
     reward: float = 0.0
-    """Since its last action."""
+    """Reward since its last action."""
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """An agent that does not act any more, at least for now."""
+class Departure:
+    """An agent that no longer acts, at least for now."""
 
     agent: str
     reward: float
-    """Since its last action."""
+    """Reward since its last action."""
     terminated: bool
     truncated: bool
     observation: Tree | None = None
-    """The last one; None when it was not shown."""
+    """The final observation; None if the environment does not return it."""
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What became of a match: who has left, and who is to act. With neither: nobody acts in this step, and time goes on."""
+class MatchStep:
+    """Result of a step: agents that have left, and agents that act next. Both empty: no agent acts in this step."""
 
     turns: Sequence[Turn] = ()
-    leaving: Sequence[Leaving] = ()
+    departures: Sequence[Departure] = ()
     over: bool = False
 
 
 @dataclass(frozen=True)
 class AgentSpaces:
-    """What one agent sees and does; `observation` is without the mask."""
+    """Spaces of one agent; `observation` is without the action mask."""
 
     observation: gym.Space[Any]
     action: gym.Space[Any]
     masked: bool
 
 
-class Match(Protocol):
-    """One environment with several agents, one episode after the other."""
+class MultiAgentMatch(Protocol):
+    """One environment with several agents, which plays episodes one after the other."""
 
     name: str
     agents: Mapping[str, AgentSpaces]
-    """All that may ever appear."""
+    """All agents that may ever appear."""
     state_space: gym.Space[Any] | None
-    """Of `state`, if the environment has a view of the whole."""
+    """Space of `state`; None if the environment has no global state."""
 
     @property
     def late_rewards(self) -> int:
-        """Rewards for agents that had left, or had not come yet: they belong to no action."""
+        """Number of rewards for agents that had left or not yet arrived; they belong to no action."""
         ...
 
-    def reset(self, seed: int) -> Moved: ...
+    def reset(self, seed: int) -> MatchStep: ...
 
-    def step(self, actions: Mapping[str, Any]) -> Moved:
-        """Actions of all whose turn it is, as the environment takes them. Raises EnvironmentFault."""
+    def step(self, actions: Mapping[str, Any]) -> MatchStep:
+        """Take the actions of all agents whose turn it is. Raises EnvironmentFault."""
         ...
 
     def state(self) -> Tree:
-        """The whole, as the environment shows it; where there is a `state_space`."""
+        """The global state; only with a `state_space`."""
         ...
 
     def render(self) -> Any: ...
@@ -126,88 +126,92 @@ class Match(Protocol):
 
 
 def is_multi_agent(name: str, env_config: Mapping[str, Any] | None = None) -> bool:
-    """Whether this is an environment with several agents. A function whose result is not declared is called to find out, once.
+    """Return whether the environment has several agents. A function without a declared result is called once to find out.
 
-    Raises EnvironmentFault, MissingExtra when that fails.
+    Raises EnvironmentFault, MissingExtra if that fails.
     """
     if name.partition("/")[0] in FAMILIES:
         return True
     try:
         made = registry.factory_of(name)
-    except LudusError:  # others say so
+    except LudusError:  # reported later by the code that makes the environment
         return False
     if made is None:
         return False
-    declared = _declared(made)
+    declared = _declares_multi_agent(made)
     if declared is not None:
         return declared
     config = env_config or {}
-    if registry.makes_vectors(made) or not isinstance(config, Mapping):  # what is no mapping is refused by others
+    if registry.makes_vector_env(made) or not isinstance(
+        config, Mapping
+    ):  # the validation rejects a config that is not a mapping
         return False
-    asked = made, json.dumps(config, sort_keys=True, default=repr)
-    if asked not in _several:
-        env = _called(name, made, config)
+    cache_key = made, json.dumps(config, sort_keys=True, default=repr)
+    if cache_key not in _multi_agent_cache:
+        env = _build_env(name, made, config)
         try:
-            several = hasattr(env, "possible_agents")
+            multi_agent = hasattr(env, "possible_agents")
         finally:
-            _closed(env)
-        while len(_several) >= _REMEMBERED:
-            _several.popitem(last=False)
-        _several[asked] = several
-    return _several[asked]
+            _close_quietly(env)
+        while len(_multi_agent_cache) >= _MAX_CACHED:
+            _multi_agent_cache.popitem(last=False)
+        _multi_agent_cache[cache_key] = multi_agent
+    return _multi_agent_cache[cache_key]
 
 
 def check_exists(name: str) -> None:
     """Raises UnknownName, MissingExtra."""
-    _factory(name)
+    _load_factory(name)
 
 
 def make_match(
     name: str,
     env_config: Mapping[str, Any] | None = None,
     render_mode: str | None = None,
-    wrappers: Named = (),
-) -> Match:
-    """`mpe2/<name>`, `pettingzoo/<name>`, `module:function` or a registered name, with `env_config` as keywords; parallel where there is both.
+    wrappers: WrapperList = (),
+) -> MultiAgentMatch:
+    """Make `mpe2/<name>`, `pettingzoo/<name>`, `module:function` or a registered name, with `env_config` as keywords.
 
-    Raises UnknownName, MissingExtra, EnvironmentFault.
+    The parallel version is preferred if both exist. Raises UnknownName, MissingExtra, EnvironmentFault.
     """
-    factory, config = _factory(name), dict(env_config or {})
+    factory, config = _load_factory(name), dict(env_config or {})
     if not os.environ.get("DISPLAY") and sys.platform.startswith("linux"):
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a screen, and complain
-    if render_mode is not None and registry.takes(factory, "render_mode"):
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a display and complain
+    if render_mode is not None and registry.accepts(factory, "render_mode"):
         config["render_mode"] = render_mode
-    return match_of(_called(name, factory, config, wrappers), name)
+    return match_of(_build_env(name, factory, config, wrappers), name)
 
 
-def _called(name: str, factory: Callable[..., Any], config: Mapping[str, Any], wrappers: Named = ()) -> Any:
+def _build_env(name: str, factory: Callable[..., Any], config: Mapping[str, Any], wrappers: WrapperList = ()) -> Any:
     try:
-        env = registry.called(factory, config)
-        for wrapper in wrappers_of(wrappers)[0]:
-            env = wrapper.around(env, several=True)
+        env = registry.call_factory(factory, config)
+        for wrapper in load_wrappers(wrappers)[0]:
+            env = wrapper.wrap(env, multi_agent=True)
     except LudusError:
         raise
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{name} needs more packages: {error}.", "pip install 'ludus[pettingzoo]'") from error
     except TypeError as error:
-        raise EnvironmentFault(f"{name} could not be made: {error}{place_of(error)}.", "Check config.env_config.") from error
-    except Exception as error:
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}{place_of(error)}.") from error
+        raise EnvironmentFault(
+            f"{name} could not be constructed: {error}{place_of(error)}.", "Check config.env_config."
+        ) from error
+    except Exception as error:  # user code may raise anything
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} in its constructor: {error}{place_of(error)}.") from error
     return env
 
 
-def match_of(env: Any, name: str) -> Match:
-    """An environment that was made already."""
+def match_of(env: Any, name: str) -> MultiAgentMatch:
+    """Wrap an existing environment."""
     if not getattr(env, "possible_agents", None):
         raise EnvironmentFault(
             f"{name} made a {type(env).__name__} without possible_agents.",
-            "Name there all agents that may ever appear, as strings.",
+            "List there all agents that may ever appear, as strings.",
         )
     takes_turns = hasattr(env, "agent_iter") and hasattr(env, "last")
-    return TurnMatch(env, name) if takes_turns else ParallelMatch(env, name)
+    return AECMatch(env, name) if takes_turns else ParallelMatch(env, name)
 
 
-def _factory(name: str) -> Callable[..., Any]:
+def _load_factory(name: str) -> Callable[..., Any]:
     family, _, rest = name.partition("/")
     if family not in FAMILIES:
         found = registry.factory_of(name)
@@ -220,10 +224,10 @@ def _factory(name: str) -> Callable[..., Any]:
         importlib.import_module(family)
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{name!r} is not installed.", "pip install 'ludus[pettingzoo]'") from error
-    places = ["mpe2"] if family == "mpe2" else [f"pettingzoo.{room}" for room in _ROOMS]
-    known = {found: place for place in places for found in _modules(place)}
+    packages = ["mpe2"] if family == "mpe2" else [f"pettingzoo.{package}" for package in _PETTINGZOO_PACKAGES]
+    known = {module: package for package in packages for module in _modules(package)}
     if rest not in known:
-        raise UnknownName(f"Unknown environment {name!r}.", did_you_mean(name, [f"{family}/{found}" for found in known]))
+        raise UnknownName(f"Unknown environment {name!r}.", did_you_mean(name, [f"{family}/{module}" for module in known]))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # PettingZoo is changing how it names its environments
@@ -234,23 +238,23 @@ def _factory(name: str) -> Callable[..., Any]:
     return made
 
 
-def _modules(place: str) -> list[str]:
-    """Names of environments, which end in their version."""
+def _modules(package_name: str) -> list[str]:
+    """Return the names of environment modules, which end in their version."""
     try:
-        package = importlib.import_module(place)
+        package = importlib.import_module(package_name)
     except ImportError:
         return []
     found = [info.name for info in pkgutil.iter_modules(package.__path__)]
     return [name for name in found if name.rpartition("_v")[2].isdigit()]
 
 
-def _declared(made: Any) -> bool | None:
-    """What a class or the annotation of a function says; None: nothing."""
+def _declares_multi_agent(made: Any) -> bool | None:
+    """Return what a class or the return annotation of a function declares; None if nothing."""
     kind = made
     if not isinstance(made, type):
         try:
             kind = typing.get_type_hints(made).get("return")
-        except Exception:  # an annotation that cannot be read says nothing
+        except Exception:  # unresolvable annotations raise any error
             return None
         kind = typing.get_origin(kind) or kind
     if not isinstance(kind, type) or kind is object:
@@ -262,97 +266,97 @@ def _declared(made: Any) -> bool | None:
     return True if issubclass(kind, bases) or hasattr(kind, "possible_agents") else None
 
 
-def _closed(env: Any) -> None:
+def _close_quietly(env: Any) -> None:
     try:
         env.close()
-    except Exception:  # it was made only to be looked at
+    except Exception:  # user code may raise anything; the environment was only made for inspection
         log.debug("closing an environment failed", exc_info=True)
 
 
-# -- acting without knowing anything ------------------------------------------------------------------------------------
+# -- random actions ------------------------------------------------------------------------------------
 
 
-def at_random(space: gym.Space[Any], mask: Bools | None, random: np.random.Generator) -> Tree:
-    """An action as the environment takes it; all that is allowed is equally likely. `mask` is flat, as everywhere.
+def sample_action(space: gym.Space[Any], mask: Bools | None, random: np.random.Generator) -> Tree:
+    """Sample an action as the environment takes it, uniformly over the allowed options. `mask` is flat.
 
-    A Box has no equal chances where it has no bounds: there a number is normal around 0, or exponential from its only bound.
+    For an unbounded Box the number is normal around 0; with a single bound it is exponential from that bound.
     """
     if isinstance(space, gym.spaces.Dict):
         keys = sorted(space.spaces)
-        return dict(zip(keys, _parts_at_random([space.spaces[key] for key in keys], mask, random), strict=True))
+        return dict(zip(keys, _sample_parts([space.spaces[key] for key in keys], mask, random), strict=True))
     if isinstance(space, gym.spaces.Tuple):
-        return tuple(_parts_at_random(space.spaces, mask, random))
+        return tuple(_sample_parts(space.spaces, mask, random))
     if isinstance(space, gym.spaces.Discrete):
-        return np.asarray(space.start + _option(int(space.n), mask, random), space.dtype)
+        return np.asarray(space.start + _sample_option(int(space.n), mask, random), space.dtype)
     if isinstance(space, gym.spaces.MultiDiscrete):
         sizes = space.nvec.reshape(-1).tolist()
         parts = [None] * len(sizes) if mask is None else np.split(mask, np.cumsum(sizes)[:-1])
-        chosen = [_option(size, part, random) for size, part in zip(sizes, parts, strict=True)]
+        chosen = [_sample_option(size, part, random) for size, part in zip(sizes, parts, strict=True)]
         return (np.array(chosen).reshape(space.nvec.shape) + space.start).astype(space.dtype)
     if isinstance(space, gym.spaces.MultiBinary):
         bits = random.integers(2, size=space.shape, dtype=np.int8)
         return bits if mask is None else bits * mask.reshape(bits.shape).astype(np.int8)
-    assert isinstance(space, gym.spaces.Box)  # other actions have no policy
-    return _inside(space, random)
+    assert isinstance(space, gym.spaces.Box)  # other spaces are not supported by any policy
+    return _sample_box(space, random)
 
 
-def _parts_at_random(parts: Sequence[gym.Space[Any]], mask: Bools | None, random: np.random.Generator) -> list[Tree]:
+def _sample_parts(parts: Sequence[gym.Space[Any]], mask: Bools | None, random: np.random.Generator) -> list[Tree]:
     ends = np.cumsum([spaces.mask_size(part) for part in parts])[:-1]
     masks = [None] * len(parts) if mask is None else np.split(mask, ends)
-    return [at_random(part, own, random) for part, own in zip(parts, masks, strict=True)]
+    return [sample_action(part, own, random) for part, own in zip(parts, masks, strict=True)]
 
 
-def _option(n: int, mask: Bools | None, random: np.random.Generator) -> int:
+def _sample_option(n: int, mask: Bools | None, random: np.random.Generator) -> int:
     return int(random.integers(n) if mask is None else random.choice(np.flatnonzero(mask)))
 
 
-def _inside(space: gym.spaces.Box, random: np.random.Generator) -> Tree:
+def _sample_box(space: gym.spaces.Box, random: np.random.Generator) -> Tree:
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     below, above = np.isfinite(low), np.isfinite(high)
     part, beyond = random.random(space.shape), random.exponential(size=space.shape)
     drawn = random.normal(size=space.shape)
-    with np.errstate(invalid="ignore"):  # what has no bounds is not taken from here
+    with np.errstate(invalid="ignore"):  # unbounded entries are not taken from here
         drawn = np.where(below & above, low * (1 - part) + high * part, drawn)
     drawn = np.where(below & ~above, low + beyond, drawn)
     drawn = np.where(above & ~below, high - beyond, drawn)
     return np.clip(drawn.astype(space.dtype), space.low, space.high)  # rounding may leave the bounds
 
 
-# -- what both kinds share ----------------------------------------------------------------------------------------------
+# -- shared by both kinds ----------------------------------------------------------------------------------------------
 
 
-class _Agents:
-    """The agents of an environment: their spaces, and whatever is said of them, checked."""
+class _AgentTable:
+    """The agents of an environment with their spaces; validates observations and rewards."""
 
     def __init__(self, env: Any, name: str) -> None:
         self.name, self.env = name, env
         named = list(env.possible_agents)
         if len(set(map(str, named))) < len(named):
             raise EnvironmentFault(f"{name} names an agent twice in possible_agents: {', '.join(map(str, named))}.")
-        self.of = {str(agent): agent for agent in named}
-        """Agents may be numbered; everywhere else they have names."""
+        self.originals = {str(agent): agent for agent in named}
+        """Agent name → the environment's own id, which need not be a string."""
         self.spaces: dict[str, AgentSpaces] = {}
         self._fit: dict[str, Fit] = {}
-        for agent, own in self.of.items():
-            with translated(name, "observation_space or action_space", 0):
-                seen, done = env.observation_space(own), env.action_space(own)
-            plain, mask = spaces.split_mask(seen)
-            self.spaces[agent] = AgentSpaces(plain, done, mask is not None)
+        for agent, own in self.originals.items():
+            with environment_errors(name, "observation_space or action_space", 0):
+                observation, action = env.observation_space(own), env.action_space(own)
+            plain, mask = spaces.split_mask(observation)
+            self.spaces[agent] = AgentSpaces(plain, action, mask is not None)
             self._fit[agent] = Fit(plain, f"the observation of {agent}")
         self.late_rewards = 0
         self.steps = 0
 
-    def known(self, agent: Any) -> str:
+    def check_known(self, agent: Any) -> str:
         named = str(agent)
-        if named not in self.of:
+        if named not in self.originals:
             raise EnvironmentFault(
-                f"The agent {named!r} of {self.name} appeared at step {self.steps} and is not among its possible_agents "
-                f"({', '.join(self.of)}).",
-                "Name there all that may ever appear: each needs a policy before the run begins.",
+                f"The agent {named!r} of {self.name} appeared at step {self.steps} but is not one of its possible_agents "
+                f"({', '.join(self.originals)}).",
+                "List there all agents that may ever appear: each needs a policy before the run starts.",
             )
         return named
 
-    def seen(self, agent: str, observation: Any, info: Any, *, acts: bool = True) -> tuple[Tree, Bools | None]:
+    def read_observation(self, agent: str, observation: Any, info: Any, *, acts: bool = True) -> tuple[Tree, Bools | None]:
         """Raises EnvironmentFault when it does not fit the space that was declared."""
         own = self.spaces[agent]
         given = info.get(ACTION_MASK) if isinstance(info, Mapping) else None
@@ -363,7 +367,7 @@ class _Agents:
             mask = None if given is None or not acts else spaces.flat_mask(given, own.action)
             fitting = self._fit[agent](observation)
         except (ValueError, TypeError, KeyError, ConfigError) as error:
-            raise EnvironmentFault(f"{self.name} at step {self.steps}, agent {agent!r}: {_plainly(error)}") from error
+            raise EnvironmentFault(f"{self.name} at step {self.steps}, agent {agent!r}: {_error_text(error)}") from error
         if mask is not None:
             for part in spaces.choices(own.action):
                 if not mask[part].any():
@@ -379,7 +383,7 @@ class _Agents:
             reward = float(given)
         except (TypeError, ValueError):
             reward = np.nan
-        if not abs(reward) <= _LARGEST:  # nor is NaN
+        if not abs(reward) <= _MAX_REWARD:  # also rejects NaN
             raise EnvironmentFault(f"{self.name} gave {agent!r} the reward {given} at step {self.steps}.")
         return reward
 
@@ -390,22 +394,22 @@ class _Agents:
         return found if isinstance(found, gym.Space) else None
 
 
-def _plainly(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     text = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return text if text.endswith(".") else f"{text}."
 
 
-class _Common:
-    """The parts of a match that do not depend on who moves when."""
+class _MatchBase:
+    """The parts of a match that do not depend on the order of actions."""
 
     def __init__(self, env: Any, name: str) -> None:
         self.name, self._env = name, env
-        self._agents = _Agents(env, name)
+        self._agents = _AgentTable(env, name)
         self.agents: Mapping[str, AgentSpaces] = self._agents.spaces
         self.state_space = self._agents.state_space()
         self._state_fit = None if self.state_space is None else Fit(self.state_space, "state()")
-        self._playing: dict[str, bool] = {}  # agent → whether it has acted since it came
-        self._owed: dict[str, float] = {}  # rewards since its last action
+        self._playing: dict[str, bool] = {}  # agent → whether it has acted since it arrived
+        self._pending_rewards: dict[str, float] = {}  # agent → rewards since its last action
         self._idle = 0
 
     @property
@@ -418,15 +422,15 @@ class _Common:
 
     def state(self) -> Tree:
         assert self._state_fit is not None
-        with translated(self.name, "state", self._agents.steps):
+        with environment_errors(self.name, "state", self._agents.steps):
             whole = self._env.state()
         try:
             return self._state_fit(whole)
         except ValueError as error:
-            raise EnvironmentFault(f"{self.name} at step {self._agents.steps}: {_plainly(error)}") from error
+            raise EnvironmentFault(f"{self.name} at step {self._agents.steps}: {_error_text(error)}") from error
 
     def render(self) -> Any:
-        with translated(self.name, "render", self._agents.steps):
+        with environment_errors(self.name, "render", self._agents.steps):
             return self._env.render()
 
     def close(self) -> None:
@@ -434,148 +438,152 @@ class _Common:
 
     def _begin(self) -> None:
         self._playing.clear()
-        self._owed.clear()
+        self._pending_rewards.clear()
         self._idle = 0
 
-    def _turn(self, agent: str, seen: tuple[Tree, Bools | None]) -> Turn:
+    def _turn(self, agent: str, observed: tuple[Tree, Bools | None]) -> Turn:
         self._playing.setdefault(agent, False)
-        return Turn(agent, *seen, self._owed.pop(agent, 0.0))
+        return Turn(agent, *observed, self._pending_rewards.pop(agent, 0.0))
 
-    def _left(self, leaving: Leaving) -> Leaving:
+    def _record_departure(self, departures: Departure) -> Departure:
         """An agent that never acted has nothing to learn from: what it was given belongs to no action."""
-        if not self._playing.pop(leaving.agent, False) and leaving.reward:
+        if not self._playing.pop(departures.agent, False) and departures.reward:
             self._agents.late_rewards += 1
-        return leaving
+        return departures
 
-    def _earned(self, agent: str, reward: float) -> None:
+    def _add_reward(self, agent: str, reward: float) -> None:
         if agent in self._playing:
-            self._owed[agent] = self._owed.get(agent, 0.0) + reward
+            self._pending_rewards[agent] = self._pending_rewards.get(agent, 0.0) + reward
         elif reward:
             self._agents.late_rewards += 1
 
-    def _acted(self, actions: Mapping[str, Any]) -> dict[Any, Any]:
+    def _register_actions(self, actions: Mapping[str, Any]) -> dict[Any, Any]:
         self._agents.steps += 1
         for agent in actions:
             self._playing[agent] = True
-        return {self._agents.of[agent]: action for agent, action in actions.items()}
+        return {self._agents.originals[agent]: action for agent, action in actions.items()}
 
-    def _checked(self, moved: Moved) -> Moved:
-        self._idle = 0 if moved.turns or moved.over else self._idle + 1
-        if self._idle > _IDLE:
-            raise EnvironmentFault(f"No agent of {self.name} is to act, for {_IDLE} steps now, and its episode is not over.")
-        return moved
-
-
-# -- all at once --------------------------------------------------------------------------------------------------------
+    def _check_idle(self, step: MatchStep) -> MatchStep:
+        self._idle = 0 if step.turns or step.over else self._idle + 1
+        if self._idle > _MAX_IDLE_STEPS:
+            raise EnvironmentFault(f"No agent of {self.name} has acted for {_MAX_IDLE_STEPS} steps, and its episode is not over.")
+        return step
 
 
-class ParallelMatch(_Common):
-    """All agents that are shown something act at once. One that is present and shown nothing waits; its rewards add up."""
+# -- simultaneous --------------------------------------------------------------------------------------------------------
 
-    def reset(self, seed: int) -> Moved:
+
+class ParallelMatch(_MatchBase):
+    """All agents with an observation act at once. A present agent without one waits; its rewards accumulate."""
+
+    def reset(self, seed: int) -> MatchStep:
         self._begin()
-        with translated(self.name, "reset", self._agents.steps):
+        with environment_errors(self.name, "reset", self._agents.steps):
             found = self._env.reset(seed=seed)
             observations, infos = found
-        present = [self._agents.known(agent) for agent in self._env.agents]
-        return self._checked(Moved(self._turns(present, observations, infos), over=not present))
+        present = [self._agents.check_known(agent) for agent in self._env.agents]
+        return self._check_idle(MatchStep(self._turns(present, observations, infos), over=not present))
 
-    def step(self, actions: Mapping[str, Any]) -> Moved:
-        taken = self._acted(actions)
-        with translated(self.name, "step", self._agents.steps):
+    def step(self, actions: Mapping[str, Any]) -> MatchStep:
+        taken = self._register_actions(actions)
+        with environment_errors(self.name, "step", self._agents.steps):
             observations, rewards, terminations, truncations, infos = self._env.step(taken)
-        present = [self._agents.known(agent) for agent in self._env.agents]
+        present = [self._agents.check_known(agent) for agent in self._env.agents]
         for agent, reward in rewards.items():
-            self._earned(self._agents.known(agent), self._agents.reward(str(agent), reward))
-        leaving = []
+            self._add_reward(self._agents.check_known(agent), self._agents.reward(str(agent), reward))
+        departures = []
         for agent in list(self._playing):
-            own = self._agents.of[agent]
+            own = self._agents.originals[agent]
             terminated, truncated = bool(terminations.get(own, False)), bool(truncations.get(own, False))
             if terminated or truncated or agent not in present:
-                leaving.append(self._leave(agent, terminated, truncated, observations.get(own), infos.get(own)))
-        gone = {left.agent for left in leaving if left.terminated or left.truncated}
+                departures.append(self._leave(agent, terminated, truncated, observations.get(own), infos.get(own)))
+        gone = {left.agent for left in departures if left.terminated or left.truncated}
         turns = self._turns([agent for agent in present if agent not in gone], observations, infos)
-        return self._checked(Moved(turns, leaving, over=not set(present) - gone))
+        return self._check_idle(MatchStep(turns, departures, over=not set(present) - gone))
 
     def _turns(self, present: Sequence[str], observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> list[Turn]:
         turns = []
         for agent in present:
-            own = self._agents.of[agent]
+            own = self._agents.originals[agent]
             if own in observations and observations[own] is not None:
-                turns.append(self._turn(agent, self._agents.seen(agent, observations[own], infos.get(own))))
+                turns.append(self._turn(agent, self._agents.read_observation(agent, observations[own], infos.get(own))))
         return turns
 
-    def _leave(self, agent: str, terminated: bool, truncated: bool, observation: Any, info: Any) -> Leaving:
+    def _leave(self, agent: str, terminated: bool, truncated: bool, observation: Any, info: Any) -> Departure:
         last = None
         if observation is not None and not terminated:
-            last = self._agents.seen(agent, observation, info, acts=False)[0]
-        return self._left(Leaving(agent, self._owed.pop(agent, 0.0), terminated, truncated and not terminated, last))
+            last = self._agents.read_observation(agent, observation, info, acts=False)[0]
+        return self._record_departure(
+            Departure(agent, self._pending_rewards.pop(agent, 0.0), terminated, truncated and not terminated, last)
+        )
 
 
-# -- one after the other ------------------------------------------------------------------------------------------------
+# -- turn-based ------------------------------------------------------------------------------------------------
 
 
-class TurnMatch(_Common):
-    """Agents act one after the other; those that have ended are stepped out of the environment as it wants it."""
+class AECMatch(_MatchBase):
+    """Agents act one after the other; dead agents are stepped with None, as AEC requires."""
 
-    def reset(self, seed: int) -> Moved:
+    def reset(self, seed: int) -> MatchStep:
         self._begin()
-        with translated(self.name, "reset", self._agents.steps):
+        with environment_errors(self.name, "reset", self._agents.steps):
             self._env.reset(seed=seed)
-        return self._checked(self._next())
+        return self._check_idle(self._next())
 
-    def step(self, actions: Mapping[str, Any]) -> Moved:
-        ((_, action),) = self._acted(actions).items()
-        with translated(self.name, "step", self._agents.steps):
+    def step(self, actions: Mapping[str, Any]) -> MatchStep:
+        ((_, action),) = self._register_actions(actions).items()
+        with environment_errors(self.name, "step", self._agents.steps):
             self._env.step(action)
-        return self._checked(self._next())
+        return self._check_idle(self._next())
 
-    def _next(self) -> Moved:
-        leaving: list[Leaving] = []
-        for _ in range(_IDLE):
-            leaving += self._vanished()
+    def _next(self) -> MatchStep:
+        departures: list[Departure] = []
+        for _ in range(_MAX_IDLE_STEPS):
+            departures += self._vanished_agents()
             if not self._env.agents:
-                return Moved((), leaving, over=True)
-            with translated(self.name, "last", self._agents.steps):
+                return MatchStep((), departures, over=True)
+            with environment_errors(self.name, "last", self._agents.steps):
                 own = self._env.agent_selection
                 observation, reward, terminated, truncated, info = self._env.last()
-            agent = self._agents.known(own)
-            self._owed[agent] = self._agents.reward(agent, reward)  # AEC adds up by itself, since its last action
+            agent = self._agents.check_known(own)
+            self._pending_rewards[agent] = self._agents.reward(agent, reward)  # AEC accumulates since the last action itself
             if not (terminated or truncated):
-                return Moved([self._turn(agent, self._agents.seen(agent, observation, info))], leaving)
+                return MatchStep([self._turn(agent, self._agents.read_observation(agent, observation, info))], departures)
             last = None
             if observation is not None and not terminated:
-                last = self._agents.seen(agent, observation, info, acts=False)[0]
-            earned = self._owed.pop(agent)
-            leaving.append(self._left(Leaving(agent, earned, bool(terminated), bool(truncated and not terminated), last)))
-            with translated(self.name, "step", self._agents.steps):
+                last = self._agents.read_observation(agent, observation, info, acts=False)[0]
+            earned = self._pending_rewards.pop(agent)
+            departures.append(
+                self._record_departure(Departure(agent, earned, bool(terminated), bool(truncated and not terminated), last))
+            )
+            with environment_errors(self.name, "step", self._agents.steps):
                 self._env.step(None)
-        raise EnvironmentFault(f"{self.name} has dead agents that do not go away: {self._env.agents}.")
+        raise EnvironmentFault(f"{self.name} has dead agents that are never removed: {self._env.agents}.")
 
-    def _vanished(self) -> list[Leaving]:
-        """Agents that are not there any more and were never said to have ended: nothing is known of their last action."""
-        present = {self._agents.known(agent) for agent in self._env.agents}
+    def _vanished_agents(self) -> list[Departure]:
+        """Agents that are not there any more and were never said to have ended: nothing is check_known of their last action."""
+        present = {self._agents.check_known(agent) for agent in self._env.agents}
         gone = [agent for agent in self._playing if agent not in present]
-        return [self._left(Leaving(agent, self._owed.pop(agent, 0.0), False, False)) for agent in gone]
+        return [self._record_departure(Departure(agent, self._pending_rewards.pop(agent, 0.0), False, False)) for agent in gone]
 
 
-# -- a common view ------------------------------------------------------------------------------------------------------
+# -- the state of a centralised critic ------------------------------------------------------------------------------------------------------
 
 
-class Whole:
-    """What a centralised value sees besides the agent's own observation: the state, and which agent it is for.
+class CentralState:
+    """Input of a centralised critic in addition to the agent's observation: the global state, and which agent it is for.
 
-    The state is the environment's own, if it has one; else the last observations of all possible agents, side by side, with zeros
-    for those that are not there.
+    The state is the environment's own if it has one; otherwise the concatenated last observations of all possible agents, with zeros
+    for absent ones.
     """
 
     def __init__(self, agents: Mapping[str, AgentSpaces], state_space: gym.Space[Any] | None) -> None:
         self._own = state_space is not None
-        self._places: dict[str, tuple[slice, gym.Space[Any]]] = {}
+        self._slices: dict[str, tuple[slice, gym.Space[Any]]] = {}
         at = 0
-        for agent, known in agents.items():
-            size = gym.spaces.utils.flatdim(known.observation)
-            self._places[agent] = slice(at, at + size), known.observation
+        for agent, own in agents.items():
+            size = gym.spaces.utils.flatdim(own.observation)
+            self._slices[agent] = slice(at, at + size), own.observation
             at += size
         self._all = np.zeros(at, np.float32)
         everything: gym.Space[Any] = gym.spaces.Box(-np.inf, np.inf, (at,), np.float32)
@@ -590,35 +598,35 @@ class Whole:
     def reset(self) -> None:
         self._all[:] = 0.0
 
-    def follow(self, moved: Moved) -> None:
-        """Take in what everybody sees now; those who leave are still there, for what their last observation is worth."""
+    def update(self, step: MatchStep) -> None:
+        """Add the current observations; departing agents are included, so that their last observation can be valued."""
         if self._own:
             return
-        for left in moved.leaving:
+        for left in step.departures:
             if left.observation is not None:
                 self._put(left.agent, left.observation)
-        for turn in moved.turns:
+        for turn in step.turns:
             self._put(turn.agent, turn.observation)
 
-    def forget(self, moved: Moved) -> None:
-        """Those who have left are not there any more."""
-        present = {turn.agent for turn in moved.turns}
-        for left in moved.leaving:
+    def remove_departed(self, step: MatchStep) -> None:
+        """Zero the observations of agents that have left."""
+        present = {turn.agent for turn in step.turns}
+        for left in step.departures:
             if left.agent not in present:
-                self._all[self._places[left.agent][0]] = 0.0
+                self._all[self._slices[left.agent][0]] = 0.0
 
     def _put(self, agent: str, observation: Tree) -> None:
-        place, space = self._places[agent]
+        place, space = self._slices[agent]
         self._all[place] = np.asarray(gym.spaces.utils.flatten(space, observation), np.float32)
 
-    def seen(self, match: Match) -> Tree:
-        """The common part, for all agents at this moment."""
+    def shared_state(self, match: MultiAgentMatch) -> Tree:
+        """The part that is the same for all agents at this moment."""
         return match.state() if self._own else self._all.copy()
 
-    def beside(self, agent: str, observation: Tree, seen: Tree) -> Tree:
-        return {"observation": observation, "state": {"agent": self._marks[agent], "seen": seen}}
+    def combine(self, agent: str, observation: Tree, shared: Tree) -> Tree:
+        return {"observation": observation, "state": {"agent": self._marks[agent], "seen": shared}}
 
 
 def central_space(own: gym.Space[Any], whole: gym.Space[Any]) -> gym.spaces.Dict:
-    """Of what is recorded for a centralised value; the policy sees only `observation`."""
+    """Space of the observations recorded for a centralised critic; the policy sees only `observation`."""
     return gym.spaces.Dict({"observation": own, "state": whole})

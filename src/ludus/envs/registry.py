@@ -1,4 +1,4 @@
-"""From the name of an environment to whoever makes it: a registered function, `module:function`, or Gymnasium's registry."""
+"""Resolution of environment names: registered functions, `module:function`, and Gymnasium's registry."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from ludus.errors import MissingExtra, UnknownName, UsageError
 
 Factory = Callable[..., Any]
 EnvLike = str | Factory
-"""How an environment is given: by its name, its class, or a function that makes one."""
+"""An environment given by name, by class, or by a function that makes one."""
 
 _registered: dict[str, Factory] = {}
 
 _GYM_ID = re.compile(r"^(?:[\w:.-]+:)?(?:[\w:.-]+/)?[\w:.-]+-v\d+$")
 _EXTRAS = {"ALE": "atari", "mujoco": "mujoco", "vizdoom": "doom", "pettingzoo": "pettingzoo", "mpe2": "pettingzoo"}
 _PLUGIN_MODULES = {"ALE/": "ale_py", "Vizdoom": "vizdoom.gymnasium_wrapper"}
-_IMPORTS_ITS_ARGUMENT = "GymV"
-_NOT_SHOWN = ("phys2d", "tabular", "GymV")
-_OURS = {"ludus/Arena-1v1-v0": ("ludus.games.arena.env.gym_env:ArenaEnv", "ludus.games.arena.env.gym_env:ArenaVectorEnv")}
-"""Gymnasium environments of our own: whoever makes one, and many at once; imported when they are made."""
-_OURS_SEVERAL = {
+_IMPORTS_CONFIG_PREFIX = "GymV"
+_NOT_SUGGESTED = ("phys2d", "tabular", "GymV")
+_BUILTIN = {"ludus/Arena-1v1-v0": ("ludus.games.arena.env.gym_env:ArenaEnv", "ludus.games.arena.env.gym_env:ArenaVectorEnv")}
+"""Built-in Gymnasium environments: entry point and vector entry point."""
+_BUILTIN_MULTI_AGENT = {
     "ludus/Arena-3v3-v0": "ludus.games.arena.env.pettingzoo_env:arena_3v3",
     "ludus/Arena-5v5-v0": "ludus.games.arena.env.pettingzoo_env:arena_5v5",
 }
-"""Those with several agents."""
-_OURS_ELSEWHERE = {"gamecore": "ludus.gamecore.vector_env:GamecoreVectorEnv"}
-"""Those whose games run as processes of their own, below a server."""
-_WHOLE = ("env_config", "config", "cfg", "settings", "context", "env_ctx", "ctx")
-"""Names by which a function says that it takes `env_config` as one mapping."""
+"""Built-in environments with several agents."""
+_BUILTIN_EXTERNAL = {"gamecore": "ludus.gamecore.vector_env:GamecoreVectorEnv"}
+"""Built-in environments whose games run as separate processes below a server."""
+_MAPPING_PARAMETERS = ("env_config", "config", "cfg", "settings", "context", "env_ctx", "ctx")
+"""Parameter names by which a function receives `env_config` as one mapping."""
 
 
 def register_env(name: str, function: Factory) -> None:
-    """From now on `env: name` is what `function` makes, in workers as well.
+    """Register `function` as `env: name`, also in workers.
 
-    It is called as function(**env_config), or as function(env_config) when it has one parameter, which is called `config`,
-    `env_config` or the like, or has neither a default nor a key of that name. Naming `num_envs` it makes a whole vector
+    It is called as function(**env_config), or as function(env_config) if its only parameter is named `config`, `env_config` or
+    similar, or has no default and is not a key of env_config. A function with a parameter `num_envs` makes a whole vector
     environment. Registering a name again replaces it.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][\w./+-]*", name):
         raise UsageError(
-            f"{name!r} is no name for an environment.", "Letters, digits and _ . / + -, beginning with one of the first."
+            f"{name!r} is not a valid environment name.", "Use letters, digits and _ . / + -, starting with a letter, digit or _."
         )
     if not callable(function):
         raise UsageError(f"register_env({name!r}) got a {type(function).__name__}.", "Give a function or class that makes it.")
@@ -62,16 +62,16 @@ def register_env(name: str, function: Factory) -> None:
 
 
 def env_name(env: EnvLike) -> str:
-    """The name of an environment that is given as a name, a class or a function.
+    """Return the name of an environment given as a name, a class or a function.
 
-    What other processes can import is named `module:function`; anything else is registered under a name of its own, which is known
-    in this process and those that it starts. Raises UsageError.
+    An importable object is named `module:function`; any other is registered under a generated name, known in this process and its
+    children. Raises UsageError.
     """
     if isinstance(env, str):
         return env
     if not callable(env):
         raise UsageError(
-            f"env is a {type(env).__name__} object, and a run needs many environments.",
+            f"env is a {type(env).__name__} object, but a run needs many environments.",
             "Give its name, its class, or a function that makes one:  env=lambda: MyEnv(…)",
         )
     module, name = getattr(env, "__module__", None), getattr(env, "__qualname__", "")
@@ -88,16 +88,16 @@ def _register_local(env: Factory, qualname: str) -> str:
     return name
 
 
-def registered() -> Mapping[str, Factory]:
-    """What `register_env` has been given in this process."""
+def registered_envs() -> Mapping[str, Factory]:
+    """Return the functions registered in this process by `register_env`."""
     return MappingProxyType(_registered)
 
 
 def factory_of(name: str) -> Factory | None:
-    """Whoever makes it, unless that is Gymnasium. Raises UnknownName, MissingExtra."""
+    """Return the function that makes the environment; None for a Gymnasium id. Raises UnknownName, MissingExtra."""
     if name in _registered:
         return _registered[name]
-    ours = _OURS_SEVERAL.get(name) or _OURS_ELSEWHERE.get(name)
+    ours = _BUILTIN_MULTI_AGENT.get(name) or _BUILTIN_EXTERNAL.get(name)
     if ours is None and (":" not in name or _GYM_ID.match(name)):
         return None
     found = load_object(ours) if ours is not None else import_object(name, "environment", makes_environment)
@@ -108,11 +108,11 @@ def factory_of(name: str) -> Factory | None:
 
 
 def spec_of(name: str) -> gym.envs.registration.EnvSpec:
-    """Gymnasium's specification of an id; `package:Name-v0` imports the package first. Raises UnknownName, MissingExtra."""
+    """Return Gymnasium's spec of an id; `package:Name-v0` imports the package first. Raises UnknownName, MissingExtra."""
     module, _, gym_id = name.rpartition(":")
     if module:
         _import_package(module, name)
-    if gym_id.startswith(_IMPORTS_ITS_ARGUMENT) and not trust.is_allowed(gym_id):
+    if gym_id.startswith(_IMPORTS_CONFIG_PREFIX) and not trust.is_allowed(gym_id):
         raise trust.refusal(gym_id, "environment", "it imports what env_config names")
     for prefix, plugin in _PLUGIN_MODULES.items():
         if gym_id.startswith(prefix):
@@ -121,10 +121,10 @@ def spec_of(name: str) -> gym.envs.registration.EnvSpec:
     try:
         return gym.spec(gym_id)
     except gym.error.Error as error:
-        found = None if module else _of_atari(name) or _of_known_package(name)
+        found = None if module else _spec_of_atari(name) or _spec_of_known_package(name)
         if found is not None:
             return found
-        raise _not_in_module(module, gym_id) if module else _unknown(name) from error
+        raise _not_in_module_error(module, gym_id) if module else _unknown_env_error(name) from error
 
 
 def _import_package(module: str, name: str) -> None:
@@ -139,14 +139,14 @@ def _import_package(module: str, name: str) -> None:
         raise MissingExtra(error.message, f"pip install {package.install}") from error
 
 
-def _not_in_module(module: str, gym_id: str) -> UnknownName:
+def _not_in_module_error(module: str, gym_id: str) -> UnknownName:
     theirs = [i for i, spec in gym.registry.items() if str(spec.entry_point).startswith(module.partition(".")[0])]
     hint = did_you_mean(gym_id, theirs) if theirs else "It registers no environments when it is imported."
     return UnknownName(f"Importing {module!r} registers no environment {gym_id!r}.", hint)
 
 
-def _of_known_package(name: str) -> gym.envs.registration.EnvSpec | None:
-    """The environment of a package that is installed but not imported yet. Raises MissingExtra when it is not installed."""
+def _spec_of_known_package(name: str) -> gym.envs.registration.EnvSpec | None:
+    """Import the installed package that an id belongs to, and return its spec."""
     package = package_of_id(name)
     if package is None or not package.registers:
         return None
@@ -157,8 +157,8 @@ def _of_known_package(name: str) -> gym.envs.registration.EnvSpec | None:
     return gym.registry.get(name)
 
 
-def _of_atari(name: str) -> gym.envs.registration.EnvSpec | None:
-    """Older names, such as PongNoFrameskip-v4, have no prefix to know them by."""
+def _spec_of_atari(name: str) -> gym.envs.registration.EnvSpec | None:
+    """Return the spec of an older Atari id, such as PongNoFrameskip-v4, which has no prefix."""
     if "/" in name or ":" in name:
         return None
     with contextlib.suppress(ModuleNotFoundError):
@@ -167,8 +167,8 @@ def _of_atari(name: str) -> gym.envs.registration.EnvSpec | None:
     return None
 
 
-def _unknown(name: str) -> UnknownName | MissingExtra:
-    known = [i for i in gym.registry if not i.startswith(_NOT_SHOWN)]
+def _unknown_env_error(name: str) -> UnknownName | MissingExtra:
+    known = [i for i in gym.registry if not i.startswith(_NOT_SUGGESTED)]
     family = name.split("/")[0]
     extra = _EXTRAS.get(family) or ("doom" if name.startswith("Vizdoom") else None)
     if extra and not any(i.startswith(family) for i in known):
@@ -178,8 +178,8 @@ def _unknown(name: str) -> UnknownName | MissingExtra:
     if newer:
         return UnknownName(f"There is no {name!r} in Gymnasium {gym.__version__}.", f"It has {' and '.join(newer)}.")
     if package is not None:
-        return _not_installed(name, package)
-    hint = did_you_mean(name, [*known, *_OURS_SEVERAL, *_OURS_ELSEWHERE, *_registered, "external"])
+        return _not_installed_error(name, package)
+    hint = did_you_mean(name, [*known, *_BUILTIN_MULTI_AGENT, *_BUILTIN_EXTERNAL, *_registered, "external"])
     if not _GYM_ID.match(name) and ":" not in name:
         hint = (
             f"{hint} A name from register_env is known only where that was called; module:function is known everywhere.".strip()
@@ -187,7 +187,7 @@ def _unknown(name: str) -> UnknownName | MissingExtra:
     return UnknownName(f"Unknown environment {name!r}.", hint)
 
 
-def _not_installed(name: str, package: Package) -> UnknownName | MissingExtra:
+def _not_installed_error(name: str, package: Package) -> UnknownName | MissingExtra:
     if not package.registers:
         return UnknownName(f"{name!r} is an environment of {package.install}.", package.advice)
     if importlib.util.find_spec(package.module.partition(".")[0]) is not None:
@@ -205,33 +205,33 @@ def _other_versions(name: str, known: list[str]) -> list[str]:
     return sorted(same, key=lambda i: int(i.rpartition("-v")[2]))[-2:]
 
 
-def outdated(name: str) -> str:
-    """A sentence about a name that Gymnasium still has although there is a newer version of it; else nothing."""
+def version_notice(name: str) -> str:
+    """Return a notice if Gymnasium has a newer version of this id; otherwise an empty string."""
     if factory_of(name) is not None:
         return ""
     spec = spec_of(name)
     if spec.version is None or str(spec.entry_point).startswith("ale_py"):
-        return ""  # older names of Atari games are other environments, not older ones
+        return ""  # the versions of Atari ids are different environments
     versions = [s for s in gym.registry.values() if (s.namespace, s.name) == (spec.namespace, spec.name)]
     newest = max(versions, key=lambda s: s.version or 0)
     if (newest.version or 0) <= spec.version:
         return ""
     limits = f" (episodes of up to {newest.max_episode_steps} steps instead of {spec.max_episode_steps})"
     differ = newest.max_episode_steps != spec.max_episode_steps
-    return f"env: {name} is an old version, and is used as asked; the current one is {newest.id}{limits * differ}."
+    return f"env: {name} is an old version, used as configured; the current one is {newest.id}{limits * differ}."
 
 
 def makes_environment(found: Any, project: bool) -> bool:
-    """Whether a class is an environment or a function declares that it returns one; in the user's project it need not declare."""
+    """Return whether a class is an environment, or a function declares one as its result (optional in the user's project)."""
     if isinstance(found, type):
         return _is_environment(found)
     if isinstance(found, functools.partial):
         return makes_environment(found.func, project)
     if not callable(found):
-        return project  # it cannot be called; whoever asks says what it is instead
+        return project  # the caller reports what it is instead
     try:
         returned = typing.get_type_hints(found).get("return", Any)
-    except Exception:  # an annotation that cannot be read declares nothing
+    except Exception:  # unresolvable annotations raise any error
         returned = Any
     if returned in (Any, object):
         own = getattr(found, "__module__", None) or type(found).__module__
@@ -245,17 +245,17 @@ def _is_environment(kind: Any) -> bool:
     return issubclass(kind, (gym.Env, gym.vector.VectorEnv)) or all(callable(getattr(kind, m, None)) for m in ("reset", "step"))
 
 
-def takes(factory: Factory, keyword: str) -> bool:
+def accepts(factory: Factory, keyword: str) -> bool:
     parameters = _parameters(factory)
     return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def makes_vectors(factory: Factory) -> bool:
+def makes_vector_env(factory: Factory) -> bool:
     return "num_envs" in _parameters(factory)
 
 
-def called(factory: Factory, config: Mapping[str, Any]) -> Any:
-    """The environment, with `env_config` as keywords or as one mapping: whichever the function takes."""
+def call_factory(factory: Factory, config: Mapping[str, Any]) -> Any:
+    """Make the environment, with `env_config` as keywords or as one mapping, whichever the function accepts."""
     return factory(dict(config)) if takes_mapping(factory, config) else factory(**config)
 
 
@@ -264,20 +264,20 @@ def takes_mapping(factory: Factory, config: Mapping[str, Any]) -> bool:
     parameters = list(_parameters(factory).values())
     if len(parameters) != 1 or parameters[0].kind not in positional or parameters[0].name in config:
         return False
-    return parameters[0].name in _WHOLE or parameters[0].default is inspect.Parameter.empty
+    return parameters[0].name in _MAPPING_PARAMETERS or parameters[0].default is inspect.Parameter.empty
 
 
 def _parameters(factory: Factory) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # one that is written in C tells nothing
+    except (TypeError, ValueError):  # no signature, for example of a C function
         return {}
 
 
-def _register_ours() -> None:
-    for name, (one, many) in _OURS.items():
+def _register_builtin() -> None:
+    for name, (one, many) in _BUILTIN.items():
         if name not in gym.registry:
             gym.register(name, entry_point=one, vector_entry_point=many)
 
 
-_register_ours()
+_register_builtin()

@@ -1,4 +1,4 @@
-"""Small environments of ours: something to remember, and an action of several parts."""
+"""Small built-in environments: one that needs memory, and one with a composite action."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ Vector = npt.NDArray[np.float32]
 
 
 def cartpole_without_velocities(render_mode: str | None = None, **keywords: Any) -> gym.Env[Any, Any]:
-    """CartPole-v1 that shows where cart and pole are, but not how fast they move: that has to be remembered."""
-    return WithoutVelocities(gym.make("CartPole-v1", render_mode=render_mode, **keywords))
+    """CartPole-v1 without the velocities, which a policy has to infer from past observations."""
+    return PositionsOnly(gym.make("CartPole-v1", render_mode=render_mode, **keywords))
 
 
-class WithoutVelocities(gym.ObservationWrapper[Any, Any, Any]):
-    _SHOWN = (0, 2)
+class PositionsOnly(gym.ObservationWrapper[Any, Any, Any]):
+    _POSITIONS = (0, 2)
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
         whole = env.observation_space
         assert isinstance(whole, Box)
-        shown = list(self._SHOWN)
-        self.observation_space = Box(whole.low[shown], whole.high[shown], dtype=np.float32)
+        kept = list(self._POSITIONS)
+        self.observation_space = Box(whole.low[kept], whole.high[kept], dtype=np.float32)
 
     def observation(self, observation: Any) -> Vector:
-        seen: Vector = np.asarray(observation, np.float32)[list(self._SHOWN)]
-        return seen
+        positions: Vector = np.asarray(observation, np.float32)[list(self._POSITIONS)]
+        return positions
 
 
 class Golf(gym.Env[Vector, dict[str, Any]]):
-    """One hole of golf, in as few strokes as possible: which club, in which direction, and how hard.
+    """One hole of golf in as few strokes as possible: choose a club, a direction and a power.
 
-    An action is {club: driver, iron or putter; swing: [angle, power]}, the angle to the line to the hole in −1 … 1 (half a
-    radian either way), the power in −1 … 1 (from nothing to all that the club gives). The wind, which is the same for a whole
-    hole, turns what flies but not what rolls. Clubs that reach farther are less exact. −1 a stroke; after 12 it is over.
+    An action is {club: driver, iron or putter; swing: [angle, power]}: the angle relative to the hole in −1 … 1 (half a radian either
+    way), the power in −1 … 1 (from nothing to the reach of the club). The wind, constant for an episode, deflects flying balls but not
+    rolling ones. Clubs with a longer reach are less precise. Reward −1 per stroke; truncated after 12 strokes.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 2}  # noqa: RUF012 - Gymnasium declares it so
@@ -62,30 +62,30 @@ class Golf(gym.Env[Vector, dict[str, Any]]):
         distance, direction = self.np_random.uniform(30, 110), self.np_random.uniform(-math.pi, math.pi)
         self._ball = distance * np.array([math.cos(direction), math.sin(direction)])
         self._wind, self._strokes = self.np_random.uniform(-self.WIND, self.WIND), 0
-        return self._seen(), {}
+        return self._observation(), {}
 
     def step(self, action: dict[str, Any]) -> tuple[Vector, float, bool, bool, dict[str, Any]]:
         club = int(action["club"])
         angle, power = (float(part) for part in action["swing"])
         to_hole = -self._ball / max(self._distance, 1e-9)
-        turned = 0.5 * angle + (self._wind if self.FLIES[club] else 0.0)
+        direction_change = 0.5 * angle + (self._wind if self.FLIES[club] else 0.0)
         length = self.REACH[club] * (power + 1) / 2
-        cos, sin = math.cos(turned), math.sin(turned)
+        cos, sin = math.cos(direction_change), math.sin(direction_change)
         line = np.array([cos * to_hole[0] - sin * to_hole[1], sin * to_hole[0] + cos * to_hole[1]])
         self._ball = self._ball + length * line + self.np_random.normal(0, self.SPREAD[club] * length, 2)
         self._strokes += 1
-        return self._seen(), -1.0, self._distance < self.HOLE, self._strokes >= self.STROKES, {}
+        return self._observation(), -1.0, self._distance < self.HOLE, self._strokes >= self.STROKES, {}
 
     @property
     def _distance(self) -> float:
         return float(np.hypot(*self._ball))
 
-    def _seen(self) -> Vector:
-        """How far the hole is, roughly and closely, and the wind."""
+    def _observation(self) -> Vector:
+        """Distance to the hole on a linear and a logarithmic scale, and the wind."""
         return np.array([min(self._distance / 50, 4), math.log1p(self._distance) / 2 - 1, self._wind / self.WIND], np.float32)
 
     def render(self) -> Any:
-        """The course from above: 240 metres wide, the hole in the middle."""
+        """Top view of the course: 240 metres wide, the hole in the middle."""
         picture = np.full((240, 240, 3), (34, 120, 50), np.uint8)
         rows, columns = np.mgrid[:240, :240]
         for (x, y), radius, colour in (((0, 0), 12, (60, 170, 80)), ((0, 0), 3, (0, 0, 0)), (self._ball, 4, (255, 255, 255))):

@@ -1,7 +1,7 @@
-"""Environments that we call: many copies of one environment, stepped together.
+"""Vectorised environments: many copies of one environment, stepped together.
 
-`make_environments` takes the environment's own vector implementation when it has one, otherwise it steps copies in a loop.
-Either way the caller sees `Environments`: arrays in, arrays out, with the action mask already taken out of the observation.
+`make_environments` uses the environment's own vector implementation if it has one, otherwise it steps copies in a loop. In both cases
+the caller sees `Environments`: arrays in, arrays out, with the action mask separated from the observation.
 """
 
 from __future__ import annotations
@@ -26,61 +26,63 @@ from ludus.core.tree import Array, Tree, copy_into, leaves, map_tree
 from ludus.core.types import Bools, Floats, Ints
 from ludus.display import headless
 from ludus.envs.atari import is_atari, make_single, make_vector
-from ludus.envs.opponents.opponent_rows import Opposed
-from ludus.envs.preprocessing import for_evaluation, is_plain, preprocess_of, preprocessed
-from ludus.envs.registry import called, factory_of, makes_vectors, outdated, spec_of, takes, takes_mapping
+from ludus.envs.opponents.opponent_rows import OpponentRows
+from ludus.envs.preprocessing import for_evaluation, is_plain, preprocess_env, saved_preprocess
+from ludus.envs.registry import accepts, call_factory, factory_of, makes_vector_env, spec_of, takes_mapping, version_notice
 from ludus.envs.vizdoom import is_doom, make_doom
-from ludus.envs.wrappers import Named, Wrapper, wrappers_of
+from ludus.envs.wrappers import Wrapper, WrapperList, load_wrappers
 from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, place_of
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Seen:
-    """What all rows observe now."""
+class Observations:
+    """Current observations of all rows."""
 
     observation: Tree  # [N, …]
     mask: Bools | None  # [N, M]
-    given: Sequence[Any] | None = None
-    """By row what the environment returned, before it became an array of its space's type: for error messages. None: `observation`
-    is what it returned."""
+    raw: Sequence[Any] | None = None
+    """By row, what the environment returned before conversion to arrays, for error messages. None: `observation` is what it
+    returned.
+    """
 
-    def returned(self, row: int, path: str, index: Sequence[int]) -> float:
-        """One number of an observation in the precision in which the environment returned it; NaN if it is not found."""
-        given = _plain(self.given[row] if self.given is not None else map_tree(lambda x: np.asarray(x)[row], self.observation))
+    def raw_value(self, row: int, path: str, index: Sequence[int]) -> float:
+        """Return one number of an observation in its original precision; NaN if it is not values."""
+        given = _plain(self.raw[row] if self.raw is not None else map_tree(lambda x: np.asarray(x)[row], self.observation))
         leaf = dict(leaves(given)).get(path)
         return math.nan if leaf is None else float(leaf[tuple(index)])
 
 
 @dataclass
-class Outcome:
-    """What one step of all rows brought."""
+class StepResult:
+    """Result of one step of all rows."""
 
-    seen: Seen
+    observations: Observations
     reward: Floats
     terminated: Bools
     truncated: Bools
     final_rows: Ints | None = None
-    """Rows whose `seen` already belongs to the next episode (same-step autoreset); None when that never happens."""
+    """Rows whose observation already belongs to the next episode (same-step autoreset); None for next-step autoreset."""
     final_observation: Tree = None
     lost: Bools | None = None
-    """Rows whose environment failed in this step and was made anew: `seen` shows the next episode. None: no row."""
+    """Rows whose environment failed in this step and was recreated; they show the next episode. None: no row."""
     results: Floats | None = None
-    """[N, K, 2] of the rows whose episodes ended: each of the environments' `results`, and 1 where there is such a number."""
+    """[N, K, 2] for rows whose episodes ended: each of the environments' `results`, and 1 where it is present."""
 
 
 class Environments(Protocol):
-    """N copies of an environment. After an episode ends, either the next call of `step` only resets that row (the reset row:
-    its action is ignored, its reward 0), or the row was reset at once and its final observation is in the outcome."""
+    """N copies of an environment. After an episode ends, either the next `step` only resets that row (its action is ignored, its
+    reward is 0), or the row was reset in the same step and its final observation is in the result.
+    """
 
     name: str
     num: int
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
-    resets_at_once: bool
+    same_step_autoreset: bool
     beat: Callable[[], None]
-    """Called as often as the environments allow: whoever looks on knows that they are not stuck."""
+    """Heartbeat, called as often as the environments allow; shows a supervisor that they are not stuck."""
 
     @property
     def masked(self) -> bool:
@@ -89,19 +91,19 @@ class Environments(Protocol):
 
     @property
     def restarts(self) -> int:
-        """Environments that failed and were made anew."""
+        """Number of environments that failed and were recreated."""
         ...
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Names of the numbers that episodes end with."""
+        """Names of the results of episodes."""
         ...
 
-    def reset(self, seed: int | None) -> Seen: ...
-    def step(self, action: Tree) -> Outcome: ...
+    def reset(self, seed: int | None) -> Observations: ...
+    def step(self, action: Tree) -> StepResult: ...
 
     def progress(self, timesteps: int) -> None:
-        """How far training has come: for environments that change with it. They have `set_timesteps(timesteps)`."""
+        """Report the training progress to environments with `set_timesteps(timesteps)`."""
         ...
 
     def close(self) -> None: ...
@@ -109,7 +111,7 @@ class Environments(Protocol):
 
 # -- making -------------------------------------------------------------------------------------------------------------
 
-_NOTHING = PreprocessConfig()
+_NO_PREPROCESSING = PreprocessConfig()
 
 
 def make_environments(
@@ -117,77 +119,82 @@ def make_environments(
     num: int,
     env_config: Mapping[str, Any] | None = None,
     *,
-    preprocess: PreprocessConfig = _NOTHING,
-    wrappers: Named = (),
+    preprocess: PreprocessConfig = _NO_PREPROCESSING,
+    wrappers: WrapperList = (),
     forgiving: bool = False,
     beat: Callable[[], None] = lambda: None,
 ) -> Environments:
-    """`name` is a Gymnasium id, a name given to `register_env`, or `module:function`, called with `env_config`.
+    """Make N environments. `name` is a Gymnasium id, a name given to `register_env`, or `module:function`, called with `env_config`.
 
-    A function that takes `num_envs` makes a whole vector environment; any other makes one environment. `forgiving`: one that
-    raises is made anew, and its row is lost at that step; only one that fails again and again is an EnvironmentFault.
-    `beat` is called before every call of an environment, from its constructor on.
+    A function with a parameter `num_envs` makes a whole vector environment; any other makes one environment. `forgiving`: an environment
+    that raises is recreated and its row is lost at that step; EnvironmentFault is raised only after repeated failures.
+    `beat` is called before every call of an environment, including its constructor.
     Raises UnknownName, MissingExtra, ConfigError.
     """
-    recipe = _Recipe(name, dict(env_config or {}), preprocess, *wrappers_of(wrappers))
-    if recipe.is_vector:
+    builder = _EnvBuilder(name, dict(env_config or {}), preprocess, *load_wrappers(wrappers))
+    if builder.is_vector:
 
         def vector() -> Any:
-            return recipe.vector(num)
+            return builder.vector(num)
 
         made = vector()
         environments = VectorEnvironments(name, made, vector if forgiving else None)
         environments.beat = beat
-        opponents = _opponents(made)
-        return environments if opponents is None else Opposed(environments, opponents)
-    copies = LoopEnvironments(name, _copies(recipe, num, beat), recipe.single if forgiving else None)
+        opponents = _opponent_rows(made)
+        return environments if opponents is None else OpponentRows(environments, opponents)
+    copies = LoopEnvironments(name, _copies(builder, num, beat), builder.single if forgiving else None)
     copies.beat = beat
     return copies
 
 
-def _copies(recipe: _Recipe, num: int, beat: Callable[[], None]) -> list[gym.Env[Any, Any]]:
-    """What was made is closed again when a later copy cannot be made, or the start is interrupted."""
+def _copies(builder: _EnvBuilder, num: int, beat: Callable[[], None]) -> list[gym.Env[Any, Any]]:
+    """Make N copies; on an error or interruption, close those already made."""
     made: list[gym.Env[Any, Any]] = []
     try:
         for _ in range(num):
             beat()
-            made.append(recipe.single())
+            made.append(builder.single())
     except BaseException:
         for env in made:
-            _closed(env)
+            _close_quietly(env)
         raise
     return made
 
 
-def _opponents(made: gym.vector.VectorEnv[Any, Any, Any]) -> Bools | None:
+def _opponent_rows(made: gym.vector.VectorEnv[Any, Any, Any]) -> Bools | None:
     rows: Bools | None = getattr(made.unwrapped, "opponent_rows", None)
     return None if rows is None or not rows.any() else rows
 
 
 @dataclass(frozen=True)
-class RowsSaid:
-    """What a vector environment says of its rows."""
+class RowInfo:
+    """Properties of the rows of a vector environment."""
 
-    opposed: bool = False
-    """Some of them are played by somebody from outside."""
+    has_opponents: bool = False
+    """Some rows are played by an external opponent."""
     group: int = 1
-    """So many neighbours are one side of a match, and begin and end together: `group_rows` of the environment."""
+    """Number of neighbouring rows that form one side of a match and start and end together (`group_rows` of the environment)."""
     only_training: tuple[str, ...] = ()
-    """Keywords of it that evaluations do not take over: where matches begin, say."""
+    """Keywords of the environment that evaluations do not take over, such as where matches start."""
 
 
-def said_of_rows(
-    name: str, num: int, env_config: Mapping[str, Any], *, preprocess: PreprocessConfig = _NOTHING, wrappers: Named = ()
-) -> RowsSaid:
-    """Of so many rows of it. Nothing is made of what cannot say anything."""
-    recipe = _Recipe(name, dict(env_config), preprocess, *wrappers_of(wrappers))
-    if recipe.atari or not (recipe.only_vectors or recipe.native) or not recipe.is_vector:
-        return RowsSaid()
-    made = recipe.vector(num)
+def row_info(
+    name: str,
+    num: int,
+    env_config: Mapping[str, Any],
+    *,
+    preprocess: PreprocessConfig = _NO_PREPROCESSING,
+    wrappers: WrapperList = (),
+) -> RowInfo:
+    """Make the environment if it can have such properties, and return them."""
+    builder = _EnvBuilder(name, dict(env_config), preprocess, *load_wrappers(wrappers))
+    if builder.atari or not (builder.makes_vectors or builder.native) or not builder.is_vector:
+        return RowInfo()
+    made = builder.vector(num)
     try:
         env = made.unwrapped
         group, only_training = getattr(env, "group_rows", 1), getattr(env, "only_training", ())
-        return RowsSaid(_opponents(made) is not None, int(group), tuple(only_training))
+        return RowInfo(_opponent_rows(made) is not None, int(group), tuple(only_training))
     finally:
         made.close()
 
@@ -197,43 +204,45 @@ def make_one(
     env_config: Mapping[str, Any] | None = None,
     render_mode: str | None = None,
     *,
-    preprocess: PreprocessConfig = _NOTHING,
-    wrappers: Named = (),
+    preprocess: PreprocessConfig = _NO_PREPROCESSING,
+    wrappers: WrapperList = (),
 ) -> gym.Env[Any, Any]:
-    """A single environment, as it is watched and recorded: rewards are those of the game, and episodes whole games.
+    """Make a single environment for rollouts: rewards are not clipped, episodes are whole games.
 
-    One that exists only as a vector implementation is played through that, with one row; it cannot be filmed.
+    An environment with only a vector implementation is used with one row; it cannot be rendered.
     """
-    recipe = _Recipe(name, dict(env_config or {}), for_evaluation(preprocess), *wrappers_of(wrappers))
-    if recipe.only_vectors or (recipe.atari and render_mode is None and recipe.is_vector):  # exactly what was trained on
-        return SingleRow(recipe.vector(1, render_mode))
-    if recipe.vector_wrappers:
-        return SingleRow(recipe.vector(1, render_mode))
-    one = recipe.single(render_mode)
+    builder = _EnvBuilder(name, dict(env_config or {}), for_evaluation(preprocess), *load_wrappers(wrappers))
+    if builder.makes_vectors or (
+        builder.atari and render_mode is None and builder.is_vector
+    ):  # the same implementation as in training
+        return SingleRow(builder.vector(1, render_mode))
+    if builder.vector_wrappers:
+        return SingleRow(builder.vector(1, render_mode))
+    one = builder.single(render_mode)
     if not isinstance(one, gym.Env):
         raise EnvironmentFault(f"{name} made a {type(one).__name__}, not a gymnasium.Env.")
     return one
 
 
-def made_as_trained(
+def make_as_trained(
     state: Mapping[str, Any],
     *,
     env: str | None = None,
     env_config: Mapping[str, Any] | None = None,
     render_mode: str | None = None,
 ) -> gym.Env[Any, Any]:
-    """A single environment as the saved config of a run describes it; another name, or further keywords, may be asked for."""
+    """Make a single environment from the saved config of a run; `env` and `env_config` override it."""
     config = state["config"]
     left_out = _only_training(env or state["env"])
     taken_over = {key: value for key, value in config.get("env_config", {}).items() if key not in left_out}
     keywords = {**taken_over, **(env_config or {})}
-    preprocess, wrappers = preprocess_of(config), config.get("wrappers") or ()
+    preprocess, wrappers = saved_preprocess(config), config.get("wrappers") or ()
     one = make_one(env or state["env"], keywords, render_mode, preprocess=preprocess, wrappers=wrappers)
-    return own_part(one) if (config.get("model") or {}).get("centralized_value") else one
+    return without_central_state(one) if (config.get("model") or {}).get("centralized_value") else one
 
 
 def _only_training(name: str) -> tuple[str, ...]:
-    """Keywords of an environment that are for training: of the vector that trains."""
+    """Keywords of an environment that apply to training only."""
     made_by: Any = factory_of(name)
     if made_by is None:
         entry = spec_of(name).vector_entry_point
@@ -241,8 +250,8 @@ def _only_training(name: str) -> tuple[str, ...]:
     return tuple(getattr(made_by, "only_training", ()))
 
 
-class _Recipe:
-    """How one environment, or many at once, come about: made, preprocessed, wrapped."""
+class _EnvBuilder:
+    """Makes, preprocesses and wraps one environment or a vector of them."""
 
     def __init__(
         self,
@@ -254,28 +263,28 @@ class _Recipe:
     ) -> None:
         self.name, self.config, self.preprocess = name, config, preprocess
         self.wrappers, self.vector_wrappers = wrappers, vector_wrappers
-        headless.provide()
+        headless.provide_screen()
         self.factory = factory_of(name)
         self.spec = spec_of(name) if self.factory is None else None
         self.atari = self.spec is not None and is_atari(self.spec, config, preprocess)
-        self.only_vectors = self.factory is not None and makes_vectors(self.factory)
+        self.makes_vectors = self.factory is not None and makes_vector_env(self.factory)
         doom = self.spec is not None and is_doom(self.spec, preprocess)
         if preprocess.standard and not self.atari and not doom:
             raise ConfigError(
-                f"preprocess.standard: what is usual for {name} is not known; it is for pictures of Atari games and ViZDoom.",
-                "Say what is wanted: frame_skip, grey, resize, stack …",
+                f"preprocess.standard: {name} has no standard preprocessing; it exists for images of Atari games and for ViZDoom.",
+                "Set the steps explicitly: frame_skip, grey, resize, stack …",
             )
-        if self.only_vectors and (wrappers or not is_plain(preprocess)):
+        if self.makes_vectors and (wrappers or not is_plain(preprocess)):
             what = wrappers[0].name if wrappers else "preprocess"
             raise ConfigError(
-                f"{name} makes whole vector environments; {what} is for single ones.",
-                "Give it a vector wrapper, or do it inside.",
+                f"{name} makes whole vector environments; {what} applies to single ones.",
+                "Use a vector wrapper, or do it inside the environment.",
             )
 
     @property
     def is_vector(self) -> bool:
-        """A vector implementation that can do what is asked, or wrappers that want one."""
-        native = self.only_vectors or self.atari or (self.native and self._limited_at_most)
+        """Whether a vector implementation is used: it supports the settings, or a vector wrapper needs one."""
+        native = self.makes_vectors or self.atari or (self.native and self._limits_steps_only)
         return bool(self.vector_wrappers) or (native and not self.wrappers)
 
     @property
@@ -284,31 +293,31 @@ class _Recipe:
 
     @property
     def _is_raw_atari(self) -> bool:
-        """ale-py's own vector implementation always preprocesses."""
+        """ale-py's vector implementation always preprocesses."""
         return self.spec is not None and str(self.spec.entry_point).startswith("ale_py") and not self.atari
 
     @property
-    def _limited_at_most(self) -> bool:
-        """Gymnasium's vector implementations know a limit of steps, and nothing else of preprocessing."""
+    def _limits_steps_only(self) -> bool:
+        """Gymnasium's vector implementations support a step limit, and no other preprocessing."""
         return is_plain(self.preprocess.model_copy(update={"max_episode_steps": None}))
 
     def vector(self, num: int, render_mode: str | None = None) -> Any:
-        env = _made(self.name, lambda: self._vector(num, render_mode))
+        env = _build_env(self.name, lambda: self._vector(num, render_mode))
         if not isinstance(env, gym.vector.VectorEnv):
             raise EnvironmentFault(
                 f"{self.name} takes num_envs and made a {type(env).__name__}, not a gymnasium.vector.VectorEnv.",
                 "Return a VectorEnv, or rename the parameter: then it makes one environment per call.",
             )
         for wrapper in self.vector_wrappers:
-            env = wrapper.around(env)
+            env = wrapper.wrap(env)
         return env
 
     def _vector(self, num: int, render_mode: str | None) -> Any:
-        if self.only_vectors:
+        if self.makes_vectors:
             assert self.factory is not None
-            shown = {"render_mode": render_mode} if render_mode is not None and takes(self.factory, "render_mode") else {}
+            shown = {"render_mode": render_mode} if render_mode is not None and accepts(self.factory, "render_mode") else {}
             return self.factory(num_envs=num, **self.config, **shown)
-        if self.wrappers or render_mode is not None or not (self.atari or (self.native and self._limited_at_most)):
+        if self.wrappers or render_mode is not None or not (self.atari or (self.native and self._limits_steps_only)):
             return gym.vector.SyncVectorEnv([lambda: self.single(render_mode)] * num)
         if self.atari:
             assert self.spec is not None
@@ -323,40 +332,42 @@ class _Recipe:
 
     def single(self, render_mode: str | None = None) -> Any:
         if render_mode is not None:
-            headless.prepare(str(self.spec.entry_point) if self.spec is not None else self.name)
+            headless.prepare_rendering(str(self.spec.entry_point) if self.spec is not None else self.name)
         if self.factory is None:
             trust.check_config_files(self.config)
-        env = _made(self.name, lambda: self._single(render_mode))
+        env = _build_env(self.name, lambda: self._single(render_mode))
         for wrapper in self.wrappers:
-            env = wrapper.around(env)
+            env = wrapper.wrap(env)
         return env
 
     def _single(self, render_mode: str | None) -> Any:
         if self.factory is not None:
             shows = {} if render_mode is None else {"render_mode": render_mode}
-            takes_it = takes(self.factory, "render_mode") or takes_mapping(self.factory, self.config)
-            return preprocessed(called(self.factory, self.config | (shows if takes_it else {})), self.preprocess, self.name)
+            takes_it = accepts(self.factory, "render_mode") or takes_mapping(self.factory, self.config)
+            return preprocess_env(
+                call_factory(self.factory, self.config | (shows if takes_it else {})), self.preprocess, self.name
+            )
         assert self.spec is not None
         if self.atari:
             return make_single(self.spec, self.config, self.preprocess, render_mode)
         shown = self.config if render_mode is None else self.config | {"render_mode": render_mode}
         if is_doom(self.spec, self.preprocess):
-            return preprocessed(*make_doom(self.spec, shown, self.preprocess), self.name)
-        return preprocessed(gym.make(self.name, **shown), self.preprocess, self.name)
+            return preprocess_env(*make_doom(self.spec, shown, self.preprocess), self.name)
+        return preprocess_env(gym.make(self.name, **shown), self.preprocess, self.name)
 
 
 def reward_threshold(name: str) -> float | None:
-    """The return at which Gymnasium counts an environment as solved, if it says so."""
+    """The return at which Gymnasium considers the environment solved, if defined."""
     return None if factory_of(name) is not None else spec_of(name).reward_threshold
 
 
 def check_exists(name: str) -> None:
-    """Raise UnknownName or MissingExtra now, rather than after other parts have started."""
-    if outdated(name):  # which `env_names.current_name` says once
-        warnings.filterwarnings("ignore", r".*is out of date", DeprecationWarning)  # Gymnasium says it again for every copy
+    """Raise UnknownName or MissingExtra early, before other components start."""
+    if version_notice(name):  # already reported by `legacy_names.current_name`
+        warnings.filterwarnings("ignore", r".*is out of date", DeprecationWarning)  # Gymnasium says it recreate for every copy
 
 
-def _made(name: str, make: Callable[[], Any]) -> Any:
+def _build_env(name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except LudusError:
@@ -365,32 +376,34 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
         family = "mujoco" if "mujoco" in str(error).lower() else "box2d" if "box2d" in str(error).lower() else "all"
         raise MissingExtra(f"{name} needs more packages: {error}.", f"pip install 'ludus[{family}]'") from error
     except TypeError as error:
-        raise EnvironmentFault(f"{name} could not be made: {error}{place_of(error)}.", "Check config.env_config.") from error
+        raise EnvironmentFault(
+            f"{name} could not be constructed: {error}{place_of(error)}.", "Check config.env_config."
+        ) from error
     except gym.error.Error as error:
-        raise EnvironmentFault(f"{name} could not be made: {error}.") from error
-    except Exception as error:
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}{place_of(error)}.") from error
+        raise EnvironmentFault(f"{name} could not be constructed: {error}.") from error
+    except Exception as error:  # user code may raise anything
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} in its constructor: {error}{place_of(error)}.") from error
 
 
 _GYMNASIUM_STEP = (
-    "Gymnasium wants (observation, reward, terminated, truncated, info); Gym before 0.26 had `done` for the third and fourth."
+    "Gymnasium expects (observation, reward, terminated, truncated, info); Gym before 0.26 had `done` for the third and fourth."
 )
-_FAULTS_IN_A_ROW = 5  # without a step between them, before we believe that it will not work again
+_MAX_CONSECUTIVE_FAULTS = 5  # without a successful step, before the fault is raised
 
 
 def _nothing() -> None:
     pass
 
 
-def _tell(env: Any, timesteps: int | None) -> None:
+def _set_timesteps(env: Any, timesteps: int | None) -> None:
     if timesteps is not None and hasattr(env.unwrapped, "set_timesteps"):
         env.unwrapped.set_timesteps(timesteps)
 
 
-def _closed(env: Any) -> None:
+def _close_quietly(env: Any) -> None:
     try:
         env.close()
-    except Exception:  # it has failed already; that it cannot even close is no news
+    except Exception:  # user code may raise anything, and it has failed already
         log.debug("closing a failed environment failed", exc_info=True)
 
 
@@ -398,8 +411,9 @@ def _closed(env: Any) -> None:
 
 
 LOST: Final = "lost"
-"""In the infos of a vector environment's step: rows [N] whose step came to nothing, and which begin anew. It may have attributes
-`beat`, which it calls while it waits, and `restarts`, how often something of its own failed and was begun anew."""
+"""Key in the infos of a vector environment's step: rows [N] whose step failed and which start anew. Such an environment may have the
+attributes `beat`, which it calls while it waits, and `restarts`, the number of recreated parts.
+"""
 
 
 class VectorEnvironments:
@@ -409,17 +423,17 @@ class VectorEnvironments:
         self,
         name: str,
         env: gym.vector.VectorEnv[Any, Any, Any],
-        again: Callable[[], gym.vector.VectorEnv[Any, Any, Any]] | None = None,
+        recreate: Callable[[], gym.vector.VectorEnv[Any, Any, Any]] | None = None,
     ) -> None:
-        self.name, self.num, self._env, self._again = name, env.num_envs, env, again
+        self.name, self.num, self._env, self._recreate = name, env.num_envs, env, recreate
         self._beat: Callable[[], None] = _nothing
-        self._restarts, self._in_a_row = 0, 0
+        self._restarts, self._consecutive_faults = 0, 0
         self._timesteps: int | None = None
         mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         mode = AutoresetMode(mode)
         if mode is AutoresetMode.DISABLED:
             raise EnvironmentFault(f"{name} does not reset by itself.", "Make it with autoreset_mode NEXT_STEP or SAME_STEP.")
-        self.resets_at_once = mode is AutoresetMode.SAME_STEP
+        self.same_step_autoreset = mode is AutoresetMode.SAME_STEP
         self.action_space = env.single_action_space
         self.observation_space, mask_space = spaces.split_mask(env.single_observation_space)
         self._mask_inside = mask_space is not None
@@ -439,93 +453,93 @@ class VectorEnvironments:
     def beat(self, beat: Callable[[], None]) -> None:
         self._beat = beat
         env: Any = self._env.unwrapped
-        if hasattr(env, "beat"):  # it waits for others, and says so
+        if hasattr(env, "beat"):  # it waits for other processes and reports a heartbeat
             env.beat = beat
 
     @property
     def restarts(self) -> int:
         return self._restarts + int(getattr(self._env.unwrapped, "restarts", 0))
 
-    def reset(self, seed: int | None) -> Seen:
-        with translated(self.name, "reset", 0):
+    def reset(self, seed: int | None) -> Observations:
+        with environment_errors(self.name, "reset", 0):
             observation, infos = self._env.reset(seed=seed)
         self.masked = self._mask_inside or ACTION_MASK in infos
-        return self._seen(observation, infos)
+        return self._observe(observation, infos)
 
-    def step(self, action: Tree) -> Outcome:
+    def step(self, action: Tree) -> StepResult:
         self._steps += 1
         try:
-            with translated(self.name, "step", self._steps):
+            with environment_errors(self.name, "step", self._steps):
                 observation, reward, terminated, truncated, infos = self._env.step(action)
         except EnvironmentFault as fault:
-            return self._begun_again(fault)
-        self._in_a_row = 0
-        seen = self._seen(observation, infos)
+            return self._restart_all(fault)
+        self._consecutive_faults = 0
+        observations = self._observe(observation, infos)
         lost = infos.get(LOST)
         results = self._results(infos) if self.results and (terminated | truncated).any() else None
-        if not self.resets_at_once:
-            return Outcome(seen, reward, terminated, truncated, lost=lost, results=results)
+        if not self.same_step_autoreset:
+            return StepResult(observations, reward, terminated, truncated, lost=lost, results=results)
         rows = np.flatnonzero(terminated | truncated)
-        return Outcome(seen, reward, terminated, truncated, rows, self._finals(infos, rows), lost, results)
+        return StepResult(observations, reward, terminated, truncated, rows, self._finals(infos, rows), lost, results)
 
     def progress(self, timesteps: int) -> None:
         self._timesteps = timesteps
-        _tell(self._env, timesteps)
+        _set_timesteps(self._env, timesteps)
 
     def _results(self, infos: Mapping[str, Any]) -> Floats:
-        """Gymnasium's way for a vector: what was said, and under the same name with a line before it, by whom. A NaN says nothing."""
-        found = np.zeros((self.num, len(self.results), 2), np.float32)
+        """Read Gymnasium's vector infos: values, and under `_name` a mask of the rows that have one. NaN counts as absent."""
+        values = np.zeros((self.num, len(self.results), 2), np.float32)
         for k, name in enumerate(self.results):
-            told = infos.get(f"_{name}")
-            if told is not None:
+            present = infos.get(f"_{name}")
+            if present is not None:
                 numbers = np.asarray(infos[name], np.float64)
-                told = told & np.isfinite(numbers)
-                found[told, k, 0], found[told, k, 1] = numbers[told], 1
-        return found
+                present = present & np.isfinite(numbers)
+                values[present, k, 0], values[present, k, 1] = numbers[present], 1
+        return values
 
-    def _begun_again(self, fault: EnvironmentFault) -> Outcome:
-        """All rows are lost, and start anew. Raises the fault when that is not wanted, or has not helped."""
+    def _restart_all(self, fault: EnvironmentFault) -> StepResult:
+        """Recreate the environment; all rows are lost. Raises the fault if restarts are disabled or have failed repeatedly."""
         while True:
-            if self._again is None or self._in_a_row >= _FAULTS_IN_A_ROW:
+            if self._recreate is None or self._consecutive_faults >= _MAX_CONSECUTIVE_FAULTS:
                 raise fault
-            self._in_a_row += 1
+            self._consecutive_faults += 1
             self._restarts = self.restarts + 1
             log.warning("%s It is recreated.", fault)
-            _closed(self._env)
+            _close_quietly(self._env)
             try:
-                self._env = self._again()
+                self._env = self._recreate()
                 self.beat = self._beat
-                _tell(self._env, self._timesteps)
-                seen = self.reset(None)
+                _set_timesteps(self._env, self._timesteps)
+                observations = self.reset(None)
             except EnvironmentFault as another:
                 fault = another
             else:
                 break
         nothing = np.zeros(self.num, np.bool_)
-        return Outcome(seen, np.zeros(self.num, np.float32), nothing, nothing, np.zeros(0, np.int64), None, ~nothing)
+        return StepResult(observations, np.zeros(self.num, np.float32), nothing, nothing, np.zeros(0, np.int64), None, ~nothing)
 
     def _finals(self, infos: Mapping[str, Any], rows: Ints) -> Tree:
         if not rows.size:
             return None
         finals = infos.get("final_obs", infos.get("final_observation"))
         if finals is None:
-            raise EnvironmentFault(f"{self.name} resets at once but gives no 'final_obs' in its infos.")
+            raise EnvironmentFault(f"{self.name} has same-step autoreset but returns no 'final_obs' in its infos.")
         if isinstance(finals, np.ndarray) and finals.dtype == object:
             picked = map_tree(lambda *items: np.stack(items), *(_plain(finals[i]) for i in rows))
         else:
             picked = map_tree(lambda x: np.asarray(x)[rows], finals)
         return spaces.without_mask(picked, self._unwrap) if self._mask_inside else picked
 
-    def _seen(self, observation: Tree, infos: Mapping[str, Any]) -> Seen:
+    def _observe(self, observation: Tree, infos: Mapping[str, Any]) -> Observations:
         if not self.masked:
-            return Seen(observation, None)
+            return Observations(observation, None)
         try:
             given = observation[ACTION_MASK] if self._mask_inside else infos[ACTION_MASK]
             mask = spaces.flat_mask(given, self.action_space, self.num)
         except (TypeError, ValueError, KeyError, ConfigError) as error:
             where = f"{self.name} at step {self._steps}"
             raise EnvironmentFault(f"{where} returned no usable {ACTION_MASK}: {error}.") from error
-        return Seen(spaces.without_mask(observation, self._unwrap) if self._mask_inside else observation, mask)
+        return Observations(spaces.without_mask(observation, self._unwrap) if self._mask_inside else observation, mask)
 
     def close(self) -> None:
         self._env.close()
@@ -538,11 +552,11 @@ def _plain(value: Any) -> Tree:
 
 
 @contextlib.contextmanager
-def translated(name: str, call: str, step: int, row: int | None = None) -> Any:
-    """The user's exception, once, as an EnvironmentFault that says where."""
+def environment_errors(name: str, call: str, step: int, row: int | None = None) -> Any:
+    """Raise an exception of the user's environment as an EnvironmentFault with its location."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # user code may raise anything
         who = name if row is None else f"environment {row} of {name}"
         raise EnvironmentFault(
             f"{who} raised {type(error).__name__} in {call} (step {step}): {error}{place_of(error)}."
@@ -553,19 +567,19 @@ _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def too_large_for_float32(value: Any) -> bool:
-    """Whether a finite number becomes infinite as a float32, in which observations and rewards are stored."""
+    """Return whether a finite number becomes infinite as float32, in which observations and rewards are stored."""
     return _LARGEST_FLOAT32 < abs(float(value)) < math.inf
 
 
-def own_part(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
-    """Of an environment that shows {observation, state} for a centralised value: what its agent sees, for whoever only plays."""
+def without_central_state(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """Reduce {observation, state}, made for a centralised critic, to `observation`; other environments are returned unchanged."""
     space = env.observation_space
     shown = set(space.spaces) - {ACTION_MASK} if isinstance(space, gym.spaces.Dict) else set()
-    return OwnPart(env) if shown == {"observation", "state"} else env
+    return WithoutCentralState(env) if shown == {"observation", "state"} else env
 
 
-class OwnPart(gym.ObservationWrapper[Any, Any, Any]):
-    """Shows `observation`, with the mask beside its parts if there is one: as `spaces.split_mask` takes it apart."""
+class WithoutCentralState(gym.ObservationWrapper[Any, Any, Any]):
+    """Returns `observation`, with the action mask as `spaces.split_mask` expects it."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
@@ -587,19 +601,19 @@ class OwnPart(gym.ObservationWrapper[Any, Any, Any]):
 
 
 class SingleRow(gym.Env[Any, Any]):
-    """The one row of a vector environment, as an ordinary environment."""
+    """A vector environment with one row, as an ordinary environment."""
 
     def __init__(self, env: gym.vector.VectorEnv[Any, Any, Any]) -> None:
         """Raises ConfigError."""
-        if _opponents(env) is not None:
+        if _opponent_rows(env) is not None:
             raise ConfigError(
-                "Its opponent would be an earlier version, and nobody here has one.", "Name a script as its opponent."
+                "The opponent would be an earlier version, but none is available here.", "Use a script as the opponent."
             )
         group = int(getattr(env.unwrapped, "group_rows", 1))
         if group > 1:
             log.warning(
-                "One row of a side of %d is played here, and what the environment has plays the others. "
-                "Whole sides play in evaluations of a training, and in battles.", group,
+                "One row of a side of %d is played here; the environment's own players play the others. "
+                "Evaluations during training and battles play whole sides.", group,
             )  # fmt: skip
         self._env = env
         self.metadata, self.render_mode = env.metadata, getattr(env, "render_mode", None)
@@ -613,7 +627,7 @@ class SingleRow(gym.Env[Any, Any]):
         batched = map_tree(lambda x: np.asarray(x)[None], action)
         observation, reward, terminated, truncated, infos = self._env.step(batched)
         over = bool(terminated[0] or truncated[0])
-        final = infos.get("final_obs") if over else None  # same-step autoreset already shows the next episode
+        final = infos.get("final_obs") if over else None  # with same-step autoreset the observation is of the next episode
         seen = _first_row(observation) if final is None else final[0] if isinstance(final, np.ndarray) else _first_row(final)
         return seen, float(reward[0]), bool(terminated[0]), bool(truncated[0]), _first_row(infos)
 
@@ -636,17 +650,52 @@ def _first_row(value: Any) -> Any:
 # -- copies in a loop ---------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _RowBuffers:
+    """Preallocated arrays [N, …] into which LoopEnvironments writes the result of a step."""
+
+    observation: Tree
+    rows: list[Tree]
+    """Views of `observation`, one per row."""
+    raw: list[Any]
+    """Observations as returned by the environments."""
+    has_scalars: bool
+    """Whether a leaf of the observation is a scalar, which a view per row cannot be written to."""
+    mask: Bools
+    reward: Floats
+    terminated: Bools
+    truncated: Bools
+    over: Bools
+    """Rows that only reset in the next step."""
+    lost: Bools
+
+    @classmethod
+    def allocate(cls, spec: Tree, num: int, mask_size: int) -> _RowBuffers:
+        observation = map_tree(lambda leaf: leaf.zeros(num), spec)
+        return cls(
+            observation=observation,
+            rows=[map_tree(lambda x, i=i: x[i], observation) for i in range(num)],
+            raw=[None] * num,
+            has_scalars=any(leaf.shape == () for _, leaf in leaves(spec)),
+            mask=np.ones((num, mask_size), np.bool_),
+            reward=np.zeros(num, np.float32),
+            terminated=np.zeros(num, np.bool_),
+            truncated=np.zeros(num, np.bool_),
+            over=np.zeros(num, np.bool_),
+            lost=np.zeros(num, np.bool_),
+        )
+
+
 class LoopEnvironments:
     """Copies of a single environment, stepped one after the other into preallocated arrays; next-step autoreset."""
 
-    resets_at_once = False
+    same_step_autoreset = False
 
-    def __init__(self, name: str, envs: list[gym.Env[Any, Any]], again: Callable[[], gym.Env[Any, Any]] | None = None) -> None:
-        self.name, self.num, self._envs, self._again = name, len(envs), envs, again
+    def __init__(self, name: str, envs: list[gym.Env[Any, Any]], recreate: Callable[[], gym.Env[Any, Any]] | None = None) -> None:
+        self.name, self.num, self._envs, self._recreate = name, len(envs), envs, recreate
         self.beat: Callable[[], None] = _nothing
-        self.restarts, self._in_a_row = 0, [0] * len(envs)
+        self.restarts, self._consecutive_faults = 0, [0] * len(envs)
         self.results: tuple[str, ...] = ()
-        self._lost = np.zeros(self.num, np.bool_)
         env = envs[0]
         if not isinstance(env, gym.Env):
             raise EnvironmentFault(f"{name} made a {type(env).__name__}, not a gymnasium.Env.")
@@ -657,98 +706,84 @@ class LoopEnvironments:
         self._unwrap = self._mask_inside and not isinstance(self.observation_space, gym.spaces.Dict)
         self.masked = self._mask_inside
         self._spec = spaces.array_spec(self.observation_space)
-        self._observation = map_tree(lambda s: s.zeros(self.num), self._spec)
-        self._given: list[Any] = [None] * self.num
-        self._rows = [
-            map_tree(
-                lambda x, i=i: x[i],
-                self._observation,
-            )
-            for i in range(self.num)
-        ]
-        self._scalars = any(spec.shape == () for _, spec in leaves(self._spec))
-        self._mask = np.ones((self.num, spaces.mask_size(self.action_space)), np.bool_)
-        self._reward = np.zeros(self.num, np.float32)
-        self._terminated = np.zeros(self.num, np.bool_)
-        self._truncated = np.zeros(self.num, np.bool_)
-        self._over = np.zeros(self.num, np.bool_)
+        self._buffers = _RowBuffers.allocate(self._spec, self.num, spaces.mask_size(self.action_space))
         self._steps = 0
         self._timesteps: int | None = None
 
-    def reset(self, seed: int | None) -> Seen:
+    def reset(self, seed: int | None) -> Observations:
         for i in range(self.num):
             self.beat()
             self._reset(i, None if seed is None else seed + i)
-        self._over[:] = False
-        return self._seen()
+        self._buffers.over[:] = False
+        return self._observe()
 
-    def step(self, action: Tree) -> Outcome:
+    def step(self, action: Tree) -> StepResult:
         self._steps += 1
         plain = action if isinstance(action, np.ndarray) else None
         lost, beat = False, self.beat
         for i, env in enumerate(self._envs):
             beat()
             try:
-                if self._over[i]:
+                if self._buffers.over[i]:
                     self._reset(i, None)
-                    self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
+                    self._buffers.reward[i], self._buffers.terminated[i], self._buffers.truncated[i] = 0.0, False, False
                     continue
                 one = plain[i] if plain is not None else map_tree(lambda x, i=i: x[i], action)
                 self._step(i, env, one)
-                self._in_a_row[i] = 0
+                self._consecutive_faults[i] = 0
             except EnvironmentFault as fault:
-                self._begin_again(i, fault)
+                self._restart_row(i, fault)
                 lost = True
-        np.logical_or(self._terminated, self._truncated, out=self._over)
-        outcome = Outcome(self._seen(), self._reward, self._terminated, self._truncated)
+        np.logical_or(self._buffers.terminated, self._buffers.truncated, out=self._buffers.over)
+        outcome = StepResult(self._observe(), self._buffers.reward, self._buffers.terminated, self._buffers.truncated)
         if lost:
-            outcome.lost, self._lost = self._lost, np.zeros(self.num, np.bool_)
+            outcome.lost, self._buffers.lost = self._buffers.lost, np.zeros(self.num, np.bool_)
         return outcome
 
     def _step(self, i: int, env: gym.Env[Any, Any], action: Any) -> None:
-        with translated(self.name, "step", self._steps, i):
+        with environment_errors(self.name, "step", self._steps, i):
             made = env.step(action)
         try:
             observation, reward, terminated, truncated, info = made
         except (TypeError, ValueError) as error:
-            raise EnvironmentFault(self._not_of_gymnasium(i, "step", made), _GYMNASIUM_STEP) from error
+            raise EnvironmentFault(self._wrong_return(i, "step", made), _GYMNASIUM_STEP) from error
         self._store(i, observation, info, ended=bool(terminated or truncated))
         try:
-            self._reward[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
+            self._buffers.reward[i], self._buffers.terminated[i], self._buffers.truncated[i] = reward, terminated, truncated
         except (TypeError, ValueError, OverflowError) as error:
             raise EnvironmentFault(
                 f"{self._where(i)} returned the reward {reward}, terminated {terminated}, truncated {truncated}."
             ) from error
-        if math.isinf(self._reward[i]) and too_large_for_float32(reward):
+        if math.isinf(self._buffers.reward[i]) and too_large_for_float32(reward):
             raise EnvironmentFault(f"{self._where(i)} returned the reward {reward}, which is too large for float32.", "Scale it.")
 
-    def _begin_again(self, i: int, fault: EnvironmentFault) -> None:
-        """The row is lost, and starts anew. Raises the fault when that is not wanted, or has not helped."""
+    def _restart_row(self, i: int, fault: EnvironmentFault) -> None:
+        """Recreate the environment of a row, which is lost. Raises the fault if restarts are disabled or have failed repeatedly."""
         while True:
-            if self._again is None or self._in_a_row[i] >= _FAULTS_IN_A_ROW:
+            if self._recreate is None or self._consecutive_faults[i] >= _MAX_CONSECUTIVE_FAULTS:
                 raise fault
-            self._in_a_row[i] += 1
+            self._consecutive_faults[i] += 1
             self.restarts += 1
             log.warning("%s It is recreated.", fault)
-            _closed(self._envs[i])
+            _close_quietly(self._envs[i])
             try:
-                self._envs[i] = self._again()
-                _tell(self._envs[i], self._timesteps)
+                self._envs[i] = self._recreate()
+                _set_timesteps(self._envs[i], self._timesteps)
                 self._reset(i, None)
             except EnvironmentFault as another:
                 fault = another
             else:
                 break
-        self._lost[i] = True
-        self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
+        self._buffers.lost[i] = True
+        self._buffers.reward[i], self._buffers.terminated[i], self._buffers.truncated[i] = 0.0, False, False
 
     def _reset(self, i: int, seed: int | None) -> None:
-        with translated(self.name, "reset", self._steps, i):
+        with environment_errors(self.name, "reset", self._steps, i):
             made = self._envs[i].reset(seed=seed)
         if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], Mapping):
             raise EnvironmentFault(
-                self._not_of_gymnasium(i, "reset", made),
-                "Gymnasium wants (observation, info); Gym before 0.26 had the observation alone.",
+                self._wrong_return(i, "reset", made),
+                "Gymnasium expects (observation, info); Gym before 0.26 returned the observation alone.",
             )
         observation, info = made
         self._check_spaces(i)
@@ -757,12 +792,12 @@ class LoopEnvironments:
         self._store(i, observation, info)
         self._check_integers(i, observation)
 
-    def _not_of_gymnasium(self, i: int, call: str, made: Any) -> str:
-        found = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
-        return f"{self._where(i)} returned {found} from {call}()."
+    def _wrong_return(self, i: int, call: str, made: Any) -> str:
+        values = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        return f"{self._where(i)} returned {values} from {call}()."
 
     def _check_spaces(self, i: int) -> None:
-        """They are looked at once, when the networks are made; whoever changes them later means something else by them."""
+        """The networks are built for the initial spaces; a later change is an error."""
         env = self._envs[i]
         for what, now, before in (
             ("observation", env.observation_space, self._spaces[0]),
@@ -771,11 +806,11 @@ class LoopEnvironments:
             if now is not before and now != before:
                 raise EnvironmentFault(
                     f"{self._where(i)} has changed its {what} space from {before} to {now}.",
-                    "Spaces are fixed: make them wide enough for all episodes, and mask what is not there.",
+                    "Spaces are fixed: make them large enough for all episodes, and mask unavailable actions.",
                 )
 
     def _check_integers(self, i: int, observation: Any) -> None:
-        """A number that is too big for its type would be wrapped around in silence. At resets only: it costs too much."""
+        """Detect integers that would overflow their type silently. Only at resets: it is too slow for every step."""
         try:
             given = dict(leaves(_plain(observation)))
         except (TypeError, ValueError):
@@ -787,36 +822,36 @@ class LoopEnvironments:
             bounds = np.iinfo(spec.dtype)
             if got.min() < bounds.min or got.max() > bounds.max:
                 raise EnvironmentFault(
-                    f"{self._where(i)} returned {got.dtype} with values from {got.min()} to {got.max()}; its space says {spec.dtype}."
+                    f"{self._where(i)} returned {got.dtype} with values from {got.min()} to {got.max()}; its space has {spec.dtype}."
                 )
 
     def _store(self, i: int, observation: Any, info: Mapping[str, Any], ended: bool = False) -> None:
         try:
             if self._mask_inside:
-                self._mask[i] = spaces.flat_mask(observation[ACTION_MASK], self.action_space)
+                self._buffers.mask[i] = spaces.flat_mask(observation[ACTION_MASK], self.action_space)
             elif self.masked:
-                forgotten = ended and ACTION_MASK not in info  # after the end there is nothing to forbid
-                self._mask[i] = True if forgotten else spaces.flat_mask(info[ACTION_MASK], self.action_space)
+                missing = ended and ACTION_MASK not in info  # no action follows the end of an episode
+                self._buffers.mask[i] = True if missing else spaces.flat_mask(info[ACTION_MASK], self.action_space)
             seen = spaces.without_mask(observation, self._unwrap) if self._mask_inside else observation
         except (TypeError, ValueError, KeyError, AttributeError, ConfigError) as error:
             raise EnvironmentFault(f"{self._where(i)} returned no usable {ACTION_MASK} or observation: {error}.") from error
-        self._given[i] = seen
+        self._buffers.raw[i] = seen
         try:
-            if self._scalars:
-                _set_row(self._observation, i, seen)
+            if self._buffers.has_scalars:
+                _set_row(self._buffers.observation, i, seen)
             else:
-                copy_into(self._rows[i], seen)
+                copy_into(self._buffers.rows[i], seen)
         except (TypeError, ValueError, KeyError, IndexError) as error:
-            raise EnvironmentFault(self._misfit(i, seen)) from error
+            raise EnvironmentFault(self._describe_mismatch(i, seen)) from error
 
     def _where(self, i: int) -> str:
         return f"environment {i} of {self.name} at step {self._steps}"
 
-    def _misfit(self, i: int, seen: Any) -> str:
+    def _describe_mismatch(self, i: int, seen: Any) -> str:
         where = self._where(i)
         try:
             given = dict(leaves(_plain(seen)))
-        except Exception:  # whatever it is, it is not a tree of arrays
+        except Exception:  # np.asarray of an arbitrary object may raise anything
             return f"{where} returned a {type(seen).__name__} that does not fit its observation space."
         for path, spec in leaves(self._spec):
             if path not in given:
@@ -824,16 +859,16 @@ class LoopEnvironments:
             got = given[path]
             if got.shape != spec.shape or not np.can_cast(got.dtype, spec.dtype, "same_kind"):
                 key = f" for {path!r}" if path else ""
-                return f"{where} returned {got.dtype}{list(got.shape)}{key}; its space says {spec.dtype}{list(spec.shape)}."
+                return f"{where} returned {got.dtype}{list(got.shape)}{key}; its space has {spec.dtype}{list(spec.shape)}."
         return f"{where} returned an observation that does not fit its space."
 
-    def _seen(self) -> Seen:
-        return Seen(self._observation, self._mask if self.masked else None, self._given)
+    def _observe(self) -> Observations:
+        return Observations(self._buffers.observation, self._buffers.mask if self.masked else None, self._buffers.raw)
 
     def progress(self, timesteps: int) -> None:
         self._timesteps = timesteps
         for env in self._envs:
-            _tell(env, timesteps)
+            _set_timesteps(env, timesteps)
 
     def close(self) -> None:
         for env in self._envs:

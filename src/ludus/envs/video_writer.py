@@ -1,4 +1,4 @@
-"""A film as it grows: H.264 in an mp4, frame by frame."""
+"""Video files written frame by frame (H.264 in mp4)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ludus.core.tree import Array
 from ludus.errors import UsageError
 
 FrameProgress = Callable[[int, int | None], None]
-"""Told after every frame: how many are written, and of how many; None where that is not known."""
+"""Called after every frame with the number written and the total, None if unknown."""
 PixelFormat = Literal["rgb24", "yuv420p"]
 _ENCODING: Final = ("-preset", "veryfast", "-crf", "18", "-x264-params", "subme=1")
-"""Measured on the Arena (bench/results/arena-film.md): 7 ms of CPU time for a picture instead of 17, in smaller files, with no difference to be seen."""
+"""Measured on the Arena (bench/results/arena-film.md): 7 ms of CPU time per frame instead of 17, smaller files, no visible difference."""
 
 
 class VideoWriter:
-    """An mp4 (H.264) that grows frame by frame; use as a context manager."""
+    """Writes an mp4 (H.264) frame by frame; a context manager."""
 
     def __init__(self, path: Path, fps: float, pixels: PixelFormat = "rgb24") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,12 +29,12 @@ class VideoWriter:
         self._encoder: Any = None
 
     def add(self, frame: Array) -> None:
-        """uint8 [H, W, 3]; for yuv420p [H·3/2, W], the three planes one after the other, with H and W even."""
+        """`frame`: uint8 [H, W, 3]; for yuv420p [H·3/2, W], the three planes concatenated, with even H and W."""
         if self._shape is None:
             self._shape = frame.shape
             self._encoder = self._start(frame.shape)
         if frame.shape != self._shape:
-            raise UsageError(f"The pictures change from {list(self._shape)} to {list(frame.shape)}: that cannot be a video.")
+            raise UsageError(f"The frame size changes from {list(self._shape)} to {list(frame.shape)}; a video needs one size.")
         if self._pixels == "rgb24":
             frame = frame[: frame.shape[0] // 2 * 2, : frame.shape[1] // 2 * 2]  # H.264 wants even sides
         self._encoder.send(np.ascontiguousarray(frame))

@@ -1,6 +1,6 @@
 """Wrappers named in a config: `"module:Wrapper"`, or `{"module:Wrapper": {keywords}}`, from the inside to the outside.
 
-One of single environments is put around every copy; one of vector environments around all of them together.
+Wrappers of single environments are applied to every copy, those of vector environments to the whole vector.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ludus.core.plugins import import_object
 from ludus.envs.registry import makes_environment
 from ludus.errors import ConfigError, EnvironmentFault, LudusError, place_of
 
-Named = Sequence[str | Mapping[str, Any]]
+WrapperList = Sequence[str | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -24,58 +24,58 @@ class Wrapper:
     name: str
     make: Callable[..., Any]
     keywords: Mapping[str, Any]
-    of_vectors: bool
+    is_vector: bool
 
-    def around(self, env: Any, *, several: bool = False) -> Any:
-        """`several`: an environment with several agents, whose wrappers are PettingZoo's. Raises ConfigError, EnvironmentFault."""
+    def wrap(self, env: Any, *, multi_agent: bool = False) -> Any:
+        """`multi_agent`: the wrapper is one of PettingZoo's. Raises ConfigError, EnvironmentFault."""
         try:
             wrapped = self.make(env, **self.keywords)
         except LudusError:
             raise
         except TypeError as error:
             raise ConfigError(
-                f"config.wrappers: {self.name} could not be made: {error}{place_of(error)}.", "Check its keywords."
+                f"config.wrappers: {self.name} could not be constructed: {error}{place_of(error)}.", "Check its keywords."
             ) from error
-        except Exception as error:
+        except Exception as error:  # user code may raise anything
             raise EnvironmentFault(
-                f"The wrapper {self.name} raised {type(error).__name__} while it was made: {error}{place_of(error)}."
+                f"The wrapper {self.name} raised {type(error).__name__} in its constructor: {error}{place_of(error)}."
             ) from error
-        if several:
+        if multi_agent:
             if not hasattr(wrapped, "possible_agents"):
                 raise ConfigError(f"config.wrappers: {self.name} made a {type(wrapped).__name__} without possible_agents.")
             return wrapped
-        kind: Any = gym.vector.VectorEnv if self.of_vectors else gym.Env
+        kind: Any = gym.vector.VectorEnv if self.is_vector else gym.Env
         if not isinstance(wrapped, kind):
             raise ConfigError(f"config.wrappers: {self.name} made a {type(wrapped).__name__}, not a gymnasium {kind.__name__}.")
         return wrapped
 
 
-def names_of(named: Named) -> list[str]:
+def wrapper_names(named: WrapperList) -> list[str]:
     return [name for item in named for name in ([item] if isinstance(item, str) else item)]
 
 
-def wrappers_of(named: Named) -> tuple[list[Wrapper], list[Wrapper]]:
-    """(of single environments, of vector environments). Raises UnknownName, ConfigError."""
-    found = [_wrapper(item) for item in named]
-    kinds = [wrapper.of_vectors for wrapper in found]
+def load_wrappers(named: WrapperList) -> tuple[list[Wrapper], list[Wrapper]]:
+    """Return (wrappers of single environments, wrappers of vector environments). Raises UnknownName, ConfigError."""
+    loaded = [_load_wrapper(item) for item in named]
+    kinds = [wrapper.is_vector for wrapper in loaded]
     if kinds != sorted(kinds):
-        late = found[kinds.index(True) + kinds[kinds.index(True) :].index(False)]
+        late = loaded[kinds.index(True) + kinds[kinds.index(True) :].index(False)]
         raise ConfigError(
-            f"config.wrappers: {late.name} wraps single environments, and stands behind one of vector environments.",
+            f"config.wrappers: {late.name} wraps single environments but follows a wrapper of vector environments.",
             "List those of single environments first.",
         )
-    return [w for w in found if not w.of_vectors], [w for w in found if w.of_vectors]
+    return [w for w in loaded if not w.is_vector], [w for w in loaded if w.is_vector]
 
 
-def _wrapper(item: str | Mapping[str, Any]) -> Wrapper:
-    name, keywords = (item, {}) if isinstance(item, str) else _entry(item)
+def _load_wrapper(item: str | Mapping[str, Any]) -> Wrapper:
+    name, keywords = (item, {}) if isinstance(item, str) else _parse_entry(item)
     made: Any = import_object(name, "wrapper", makes_environment)
     if not callable(made):
         raise ConfigError(f"config.wrappers: {name} is a {type(made).__name__}, not a wrapper.")
-    return Wrapper(name, made, keywords, _of_vectors(made))
+    return Wrapper(name, made, keywords, _is_vector_wrapper(made))
 
 
-def _entry(item: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _parse_entry(item: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if len(item) != 1:
         raise ConfigError(
             f"config.wrappers: {dict(item)!r} names {len(item)} wrappers.", "One per entry: {module:Wrapper: {keywords}}."
@@ -86,8 +86,8 @@ def _entry(item: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return name, keywords or {}
 
 
-def _of_vectors(made: Any) -> bool:
-    """A class says so by what it is; a function by the annotation of what it takes."""
+def _is_vector_wrapper(made: Any) -> bool:
+    """Decide by the base class of a class, or by the annotation of a function's first parameter."""
     if inspect.isclass(made):
         return issubclass(made, gym.vector.VectorEnv)
     try:

@@ -20,7 +20,7 @@ from ludus.config.schema import EXTERNAL
 from ludus.core import spaces
 from ludus.core.spaces import ArraySpec
 from ludus.core.tree import Array, Tree, leaves
-from ludus.envs.vector_env import made_as_trained
+from ludus.envs.vector_env import make_as_trained
 from ludus.errors import EnvironmentFault, LudusError, UsageError
 from ludus.experiments.evaluation import rollout
 from ludus.experiments.model_choice import agents_playing, choose_model
@@ -173,7 +173,7 @@ def _seen_in_play(
 
 
 def _played(made_with: Mapping[str, Any], policy: Policy, file: Path, within_s: float) -> Tree:
-    environment = made_as_trained(made_with)
+    environment = make_as_trained(made_with)
     hurried, count = _Hurried(environment, within_s), PLAYED_STEPS
     try:
         agent = TrainedAgent(policy)

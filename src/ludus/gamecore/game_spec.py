@@ -16,8 +16,8 @@ import numpy as np
 from ludus.core import spaces
 from ludus.core.plugins import did_you_mean
 from ludus.envs.opponents.lineups import Lineups
-from ludus.envs.opponents.opponent_mix import PAST, RULE, SELF, shares_of
-from ludus.envs.opponents.opponent_sampler import FIXED, Rivals, happens
+from ludus.envs.opponents.opponent_mix import PAST, RULE, SELF, parse_opponent_mix
+from ludus.envs.opponents.opponent_sampler import FIXED, OpponentSampler, bernoulli
 from ludus.errors import ConfigError, Refused
 from ludus.protocol import spec
 
@@ -67,7 +67,7 @@ class Playable:
     """Of both camps, that of camp 0 first, in a session that plays both; none: there are no such."""
     shares: Mapping[str, float]
     """Of the kinds of opponents; those that belong to the game count together."""
-    rivals: Rivals
+    rivals: OpponentSampler
     """Who plays where the opponent belongs to the game."""
     lineups: Lineups
     against: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class Playable:
         heroes = None if lineup is None else lineup if camp == 0 else (lineup[1], lineup[0])
         rule = self.rivals.draw(random, number)
         seed = int(random.integers(1 << 31))
-        lane = happens(self.lane, random)
+        lane = bernoulli(self.lane, random)
         return Draw(camp, heroes, rule, seed, bool(self.repeat) and random.random() < self.repeat, lane, number)
 
     def check(self, about: Mapping[str, Any]) -> None:
@@ -233,7 +233,7 @@ def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str,
     if side not in _SIDES:
         raise ConfigError(f"side is {side!r}.", f"One of {', '.join(_SIDES)}.")
     opponent = given.get("opponent", SELF)
-    shares = shares_of(opponent, [ANY_RULE, *_rules_in(opponent)])
+    shares = parse_opponent_mix(opponent, [ANY_RULE, *_rules_in(opponent)])
     rules = {kind.removeprefix(RULE): share for kind, share in shares.items() if kind.startswith(RULE)} or {ANY_RULE: 1.0}
     lineups = Lineups(given.get("lineup"), len(seats), given.get("heroes", ()))
     return Playable(
@@ -244,7 +244,7 @@ def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str,
         masked=bool(given.get("masked", spaces.split_mask(observation)[1] is not None)),
         seats=tuple(seats),
         shares=_by_kind(shares),
-        rivals=Rivals(
+        rivals=OpponentSampler(
             {"" if name == ANY_RULE else name: share for name, share in rules.items()},
             given.get("matchmaking", FIXED),
             lineups.choices,

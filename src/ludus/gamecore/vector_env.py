@@ -26,7 +26,7 @@ from gymnasium.vector.utils import batch_space
 from ludus.core.spaces import ACTION_MASK
 from ludus.core.tree import Array, map_tree
 from ludus.core.types import Bools, Floats
-from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, groups
+from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, assign_opponents
 from ludus.envs.vector_env import LOST
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.gamecore.game_spec import ARENA, MAX_TOGETHER, Playable, playable
@@ -101,7 +101,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self._start_from, self._eval_mode = start_from, eval_mode
         self._timeout_s, self._start_s, self._away_s = timeout_s, start_s, away_s
         seats, self._asked = len(self.game.seats), num_envs
-        dealt = groups(max(1, num_envs // seats), self.game.shares, stand_in=RULE)
+        dealt = assign_opponents(max(1, num_envs // seats), self.game.shares, stand_in=RULE)
         self.slots, rows = slots_of(dealt, seats)
         self.num_envs = rows if num_envs % seats == 0 else num_envs
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs

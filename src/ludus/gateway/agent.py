@@ -16,9 +16,9 @@ from ludus.core.tree import Tree
 from ludus.core.types import Bools
 from ludus.errors import ConfigError, EnvironmentFault, Refused
 from ludus.gateway.raw_codec import RawForm
-from ludus.models.inference.batched_policy import Acts, Decision, State
-from ludus.sampling.segment_recorder import Recorder, RecorderStats
-from ludus.transport.base import Room
+from ludus.models.inference.batched_policy import ActingPolicy, Decision, State
+from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder
+from ludus.transport.base import SegmentWriter
 
 _LARGEST = 1e15
 """Of a reward or value: squares of what such numbers add up to still fit into the float32 in which losses are computed."""
@@ -26,10 +26,10 @@ _SHOWN = 300  # characters of a complaint that quotes the game
 
 
 class Decider(Protocol):
-    """A model that can choose actions: `ludus.models.inference.batched_policy.Deciding`, or a RemoteModel made of a `ludus.Policy`."""
+    """A model that can choose actions: `ludus.models.inference.batched_policy.BatchedPolicy`, or a RemoteModel made of a `ludus.Policy`."""
 
     @property
-    def policy(self) -> Acts: ...
+    def policy(self) -> ActingPolicy: ...
 
     def decide(
         self,
@@ -43,7 +43,7 @@ class Decider(Protocol):
 class Seat:
     """What all agents of one seat share: the model, where segments go, and how observations are checked."""
 
-    def __init__(self, model: Decider, memory: Room | None = None, *, first_origin: int = 0) -> None:
+    def __init__(self, model: Decider, memory: SegmentWriter | None = None, *, first_origin: int = 0) -> None:
         policy = model.policy
         self.model, self.memory = model, memory
         self.observation_space, self.action_space = policy.observation_space, policy.action_space
@@ -109,7 +109,7 @@ class Agent:
         self._reward = 0.0
         self._acted = False
         self._closing: asyncio.Future[Decision] | None = None
-        self._recorder = None if seat.memory is None else Recorder(seat.memory, next(seat.origins), seat.stats)
+        self._recorder = None if seat.memory is None else SegmentRecorder(seat.memory, next(seat.origins), seat.stats)
 
     @property
     def playing(self) -> bool:
@@ -122,7 +122,7 @@ class Agent:
         A state of other shapes cannot be carried. What was being recorded ends here: an episode of a recording has one model.
         """
         if self._recorder is not None:
-            self._recorder.break_off()
+            self._recorder.discard_pending()
             self._recorder = None
         carried = carry and seat.state_spec == self._seat.state_spec
         self._seat = seat
@@ -199,7 +199,7 @@ class Agent:
         def close(decided: asyncio.Future[Decision]) -> None:
             self._closing = None
             if decided.cancelled() or decided.exception() is not None or not usable(decided.result()):
-                recorder.break_off()
+                recorder.discard_pending()
             else:
                 recorder.finish(earned, terminated=False, truncated=True, observation=seen, value=decided.result().value)
 
@@ -209,7 +209,7 @@ class Agent:
     def break_off(self) -> None:
         """Nothing more will come of this episode: the last step is left out and counted."""
         if self._acted and self._recorder is not None:
-            self._recorder.break_off()
+            self._recorder.discard_pending()
         self._state, self._reward, self._acted = None, 0.0, False
 
     def _kept(self, state: State | None) -> State:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import Gateway, GatewaySettings
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
 from ludus.transport.local import LocalMemory
 
@@ -52,9 +52,9 @@ class Gathering:
         listening: socket.socket,
         settings: GatewaySettings,
         seats: Mapping[str, str],
-        deciding: Mapping[str, Deciding[Policy]],
+        deciding: Mapping[str, BatchedPolicy[Policy]],
         memories: Mapping[str, WatchedMemory],
-        memory: Collated,
+        memory: CollatedBatches,
     ) -> None:
         self._deciding, self._memory = dict(deciding), memory
         self._seats = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.inference.engine import Engine, Newest
 from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import BoardReader
@@ -43,7 +43,7 @@ class Played:
         deciding = {}
         for name, (description, board) in self.models.items():
             engine = Engine(serialization.policy_from(description), BoardReader(Path(board)))
-            deciding[name] = Deciding(Newest(engine), deterministic=not self.explore)
+            deciding[name] = BatchedPolicy(Newest(engine), deterministic=not self.explore)
         specs = {name: session_spec(model.policy, self.steps, name) for name, model in deciding.items()}
         self._writer = LaneWriter(self.lanes, specs)
         first = os.getpid() * _ORIGINS

@@ -40,7 +40,7 @@ def named_device(name: str, key: str) -> torch.device:
     return torch.device("cuda", device.index or 0)
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device, by way of page-locked memory, so that the copy goes on while others are prepared."""
     if device.type == "cpu":
         return tensor
@@ -66,8 +66,8 @@ class DevicePolicy(Policy):
 
     def _there(self, observation: Tree, state: tuple[Tensor, ...], *rest: Tensor | None) -> tuple[Tree, ...]:
         device = self.device
-        seen = map_tree(lambda x: moved(x, device), observation)
-        return seen, tuple(moved(s, device) for s in state), *(None if x is None else moved(x, device) for x in rest)
+        seen = map_tree(lambda x: to_device(x, device), observation)
+        return seen, tuple(to_device(s, device) for s in state), *(None if x is None else to_device(x, device) for x in rest)
 
 
 def acting_on(policy: Policy, device: torch.device) -> Policy:

@@ -16,7 +16,7 @@ from torch import nn
 from ludus.core.tree import Tree, map_tree
 from ludus.core.types import Bools
 from ludus.errors import UsageError
-from ludus.models.inference.batched_policy import Acts, ActsSource, Deciding, Decision, State
+from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy, Decision, PolicyFeed, State
 from ludus.models.inference.engine import MAX_BATCH_SIZE, Engine, Inference, Newest
 from ludus.models.policy import Policy
 from ludus.models.weights import module_spec as modules
@@ -51,7 +51,7 @@ class Shared:
         self._info = dict(info)
         self.graph: str | None = info["settings"].get("graph")
         """The file of the traced model, where onnxruntime executes it; on the machine of the hub."""
-        self._deciding: dict[asyncio.AbstractEventLoop, Deciding[Acts]] = {}
+        self._deciding: dict[asyncio.AbstractEventLoop, BatchedPolicy[ActingPolicy]] = {}
         self._noise = torch.Generator()
         self._noise.seed()
         self._noise_lock = threading.Lock()
@@ -117,10 +117,10 @@ class Shared:
                 self._deciding.pop(other, None)
             if self.session.threads is not None:
                 torch.set_num_threads(self.session.threads)
-            deciding = self._deciding[loop] = Deciding(self._source(), max_batch_size=self.max_batch_size)
+            deciding = self._deciding[loop] = BatchedPolicy(self._source(), max_batch_size=self.max_batch_size)
         return deciding.decide(observation, state, mask, temperature)
 
-    def _source(self) -> ActsSource[Acts]:
+    def _source(self) -> PolicyFeed[ActingPolicy]:
         """One for each loop: they never wait for each other."""
         if not self.graph:
             return Newest(Engine(self.build(), self.reader))

@@ -1,4 +1,4 @@
-"""Playing whole episodes with a fixed policy: evaluations that do not disturb training."""
+"""Whole episodes of a fixed policy, for evaluations during training."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from ludus.models.distributions import Distribution
 from ludus.models.policy import Policy
 
 EPISODE_STEPS = 30_000
-"""An episode that is longer is cut there, unless its environment is known to allow more. An Atari game may last 27,000."""
+"""Step limit of an episode, unless the environment allows more. An Atari game may last 27,000 steps."""
 
 _NOISE_STEPS = 64
 
 
 @dataclass(frozen=True)
 class Score:
-    """Whole episodes of one policy."""
+    """Returns and lengths of whole episodes of one policy."""
 
     returns: tuple[float, ...]
     lengths: tuple[int, ...]
     complete: bool = True
-    """Nobody interrupted it."""
+    """Not interrupted."""
     cut: int = 0
-    """Episodes among them that did not end by themselves within the bound."""
+    """Number of episodes cut at the step limit."""
     results: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Of the numbers that episodes end with: their sum, and how many episodes told them."""
+    """Sum of each episode result, and the number of episodes that reported it."""
     sides: tuple[float, ...] = ()
-    """Where several rows are a side of a match: the mean of each side in each match, which is one chance, not several."""
+    """If several rows form a side of a match: the mean return of each side in each match, which is one sample."""
     videos: tuple[Path, ...] = ()
-    """Of its first episodes, if they were recorded."""
+    """Videos of the first episodes, if recorded."""
 
     @property
     def mean(self) -> float:
@@ -50,11 +50,11 @@ class Score:
 
     @cached_property
     def interval(self) -> tuple[float, float]:
-        """Bootstrapped 95 % interval of the mean."""
+        """Bootstrapped 95 % confidence interval of the mean."""
         return interval(self.sides or self.returns)
 
     def numbers(self) -> dict[str, float]:
-        """Means of the results; of wins and losses with the 95 % interval of their share."""
+        """Means of the results; for wins and losses with the 95 % interval of their share."""
         return results(self.results)
 
     @property
@@ -66,101 +66,108 @@ class Score:
         return self.interval[1]
 
 
-def shares(episodes: int, rows: int) -> Ints:
-    """How many episodes each row plays: equal shares, so that short episodes are not counted more often than long ones."""
+def episode_quota(episodes: int, rows: int) -> Ints:
+    """Return the number of episodes per row: equal shares, so that short episodes are not over-represented."""
     quota = np.full(rows, episodes // rows)
     quota[: episodes % rows] += 1
     return quota
 
 
-def longest_episode(env: str) -> int:
-    """The bound on the steps of one episode."""
+def episode_step_limit(env: str) -> int:
+    """Return the step limit of one episode."""
     spec = gym.registry.get(env)
     return max(EPISODE_STEPS, (spec.max_episode_steps or 0) if spec is not None else 0)
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """The random numbers that everybody in this process shares go on afterwards as if nothing had been drawn inside."""
-    kept = random.getstate(), np.random.get_state()
+def preserve_random_state() -> Iterator[None]:
+    """Restore the global random state of Python, NumPy and PyTorch after the block."""
+    saved = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            random.setstate(kept[0])
-            np.random.set_state(kept[1])
+            random.setstate(saved[0])
+            np.random.set_state(saved[1])
+
+
+@dataclass(frozen=True)
+class EpisodePlan:
+    """How many episodes to play, and how long."""
+
+    amount: int | Ints
+    """Number of episodes in total, split equally between the rows, or one number per row."""
+    by_steps: bool = False
+    """`amount` is in steps: every row plays whole episodes until it has made at least its share."""
+    max_steps: int = EPISODE_STEPS
+    """An episode is cut here and counts as it is; its row plays no further one."""
+    group: int = 1
+    """Number of neighbouring rows that form one side of a match."""
 
 
 @torch.inference_mode()
 def play(
     policy: Policy,
     environments: Environments,
-    episodes: int | Ints,
+    plan: EpisodePlan,
     seed: int,
     *,
     deterministic: bool = True,
-    by_steps: bool = False,
-    max_steps: int = EPISODE_STEPS,
     interrupted: Callable[[], bool] = lambda: False,
-    group: int = 1,
     noise_seed: int | None = None,
 ) -> Score:
-    """So many episodes in equal shares, or as many as `episodes` says for each row. Inside `policy.acting()`.
+    """Play whole episodes inside `policy.acting()`. `noise_seed`: seed of the actions if it is not `seed`.
 
-    `group`: so many rows are a side of a match. `noise_seed`: of the actions, where it is not `seed`.
-    `by_steps`: these are numbers of steps, and every row plays whole episodes until it has made at least its share.
-
-    Row i starts from `seed + i` and has random numbers of its own: who plays beside it makes no difference. An episode that
-    has not ended after `max_steps` is cut there and counts as it is, and its row plays no further one. What is open when
-    `interrupted` says so is left out, and so is what an environment did before it failed.
+    Row i starts from `seed + i` and has its own random numbers, so results do not depend on the other rows. Episodes that are open when
+    `interrupted` returns True, or whose environment fails, are not counted.
     """
     n = environments.num
-    quota = shares(episodes, n) if isinstance(episodes, int) else np.array(episodes)
+    quota = episode_quota(plan.amount, n) if isinstance(plan.amount, int) else np.array(plan.amount)
     noise = None if deterministic else _Noise(policy.distribution, seed if noise_seed is None else noise_seed, n)
-    seen, state = environments.reset(seed), policy.initial_state(n)
+    observations, state = environments.reset(seed), policy.initial_state(n)
     first, over = np.ones(n, np.bool_), np.zeros(n, np.bool_)
     running, length = np.zeros(n), np.zeros(n, np.int64)
     ended: list[list[tuple[float, int]]] = [[] for _ in range(n)]
     results = np.zeros((len(environments.results), 2))
     cut = 0
     while quota.any() and not interrupted():
-        observation = map_tree(torch.from_numpy, map_tree(_stored, seen.observation))
-        mask = None if seen.mask is None else torch.from_numpy(seen.mask | over[:, None])
+        observation = map_tree(torch.from_numpy, map_tree(_to_stored_dtype, observations.observation))
+        mask = None if observations.mask is None else torch.from_numpy(observations.mask | over[:, None])
         drawn = None if noise is None else noise.next()
         action, _, _, state = policy.step(observation, state, torch.from_numpy(first), mask, drawn)
-        outcome = environments.step(policy.distribution.to_environment(map_tree(Tensor.numpy, action)))
-        running += np.where(over, 0.0, outcome.reward)
+        step = environments.step(policy.distribution.to_environment(map_tree(Tensor.numpy, action)))
+        running += np.where(over, 0.0, step.reward)
         length += ~over
-        done = (outcome.terminated | outcome.truncated) & ~over
-        if outcome.results is not None:
-            results += outcome.results[done & (quota > 0)].sum(axis=0)
-        too_long = (length >= max_steps) & ~done & (quota > 0)
+        done = (step.terminated | step.truncated) & ~over
+        if step.results is not None:
+            results += step.results[done & (quota > 0)].sum(axis=0)
+        too_long = (length >= plan.max_steps) & ~done & (quota > 0)
         for row in np.flatnonzero((done & (quota > 0)) | too_long):
             ended[row].append((float(running[row]), int(length[row])))
-            quota[row] = 0 if too_long[row] else max(0, quota[row] - (length[row] if by_steps else 1))
+            quota[row] = 0 if too_long[row] else max(0, quota[row] - (length[row] if plan.by_steps else 1))
         cut += int(too_long.sum())
-        begun = done if environments.resets_at_once else over
-        over = np.zeros(n, np.bool_) if environments.resets_at_once else done
-        gone = done if outcome.lost is None else done | outcome.lost  # an episode whose environment failed is not scored
-        running[gone], length[gone] = 0.0, 0
-        first = begun if outcome.lost is None else begun | outcome.lost
-        seen = outcome.seen
+        started = done if environments.same_step_autoreset else over
+        over = np.zeros(n, np.bool_) if environments.same_step_autoreset else done
+        closed = done if step.lost is None else done | step.lost  # an episode whose environment failed is not counted
+        running[closed], length[closed] = 0.0, 0
+        first = started if step.lost is None else started | step.lost
+        observations = step.observations
     whole = [episode for row in ended for episode in row]
-    together = [ended[row : row + group] for row in range(0, n, group)] if group > 1 else []
+    together = [ended[row : row + plan.group] for row in range(0, n, plan.group)] if plan.group > 1 else []
     sides = [float(np.mean([r for r, _ in match])) for side in together for match in zip(*side, strict=False)]
-    told = {name: (float(total), float(count)) for name, (total, count) in zip(environments.results, results, strict=True)}
+    totals = {name: (float(total), float(count)) for name, (total, count) in zip(environments.results, results, strict=True)}
     return Score(
         tuple(r for r, _ in whole),
         tuple(t for _, t in whole),
         complete=not quota.any(),
         cut=cut,
-        results=told,
+        results=totals,
         sides=tuple(sides),
     )
 
 
 class _Noise:
-    """Noise of n rows, each from a stream of its own, drawn many steps at a time."""
+    """Action noise of n rows, each with its own random stream, drawn many steps at a time."""
 
     def __init__(self, distribution: Distribution, seed: int, rows: int) -> None:
         self._distribution = distribution
@@ -176,5 +183,5 @@ class _Noise:
             return next(self._steps)
 
 
-def _stored(x: Array) -> Array:
+def _to_stored_dtype(x: Array) -> Array:
     return x.astype(np.float32) if x.dtype == np.float64 else np.ascontiguousarray(x)

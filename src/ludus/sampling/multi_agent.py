@@ -1,7 +1,7 @@
 """Sampling from environments with several agents: copies of one environment, one forward pass per model and tick for all of them.
 
-Every agent is a seat whose turns are recorded as a sequence of their own, whoever else moved in between. Sampling and learning
-take turns: when a model has its batch, its open segments are cut, so that what is learned from was done by the newest version.
+Every agent is a seat whose turns are recorded as a separate sequence. Sampling and learning alternate: when a model has its batch, its
+open segments are committed, so that a batch was sampled by the newest version.
 """
 
 from __future__ import annotations
@@ -11,49 +11,49 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from ludus.buffers.collate import joined
+from ludus.buffers.collate import join_segments
 from ludus.core.tree import Array, Tree, map_tree, stack
 from ludus.core.types import Bools, Segments
-from ludus.envs.pettingzoo import Leaving, Match, Moved, Turn, Whole, at_random
+from ludus.envs.pettingzoo import CentralState, Departure, MatchStep, MultiAgentMatch, Turn, sample_action
 from ludus.errors import EnvironmentFault, Interrupted
-from ludus.models.inference.batched_policy import Acts, ActsSource, Decision, State
+from ludus.models.inference.batched_policy import ActingPolicy, Decision, PolicyFeed, State
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import FixedSource, PolicySource
 from ludus.sampling.episode_runner import EPISODE_STEPS, Score
-from ludus.sampling.opponents import Opponent, Outcome, ZeroSum, win_shares
-from ludus.sampling.segment_recorder import Recorder, RecorderStats
+from ludus.sampling.opponents import MatchOutcome, Opponent, ZeroSum, win_shares
+from ludus.sampling.sampler import NOT_INTERRUPTED, Interruption
+from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder
 from ludus.sampling.trained_agent import State as AgentState
 from ludus.sampling.trained_agent import TrainedAgent
-from ludus.transport.base import Room
+from ludus.transport.base import SegmentWriter
 from ludus.transport.local import LocalMemory
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 100  # matches in a row that are over before anybody acts, before we believe that it is always so
-_FAULTS_IN_A_ROW = 5  # of one copy, without a step between them
-_TURN_S = 0.25  # how long the others of the program wait at most for their turn
+_MAX_EMPTY_MATCHES = 100  # consecutive matches that end before any agent acts
+_MAX_CONSECUTIVE_FAULTS = 5  # of one copy, without a successful step
+_MAX_STEP_S = 0.25  # of MultiAgentSampler.step, so that other parts of the program can run
 
-Told = TypeVar("Told", Turn, Leaving)
+Observed = TypeVar("Observed", Turn, Departure)
 
 
 # -- copies of the environment ------------------------------------------------------------------------------------------
 
 
-class Copies(list[Match]):
-    """Copies of one environment, which are closed together. `forgiving`: one that fails is made anew.
+class EnvCopies(list[MultiAgentMatch]):
+    """Copies of one environment, closed together. `forgiving`: a failed copy is recreated.
 
-    `beat` is called before every call of an environment, from its constructor on. It may raise Interrupted.
+    `beat` is called before every call of an environment, including its constructor. It may raise Interrupted.
     """
 
     def __init__(
-        self, make: Callable[[], Match], count: int, *, forgiving: bool = False, beat: Callable[[], None] = lambda: None
+        self, make: Callable[[], MultiAgentMatch], count: int, *, forgiving: bool = False, beat: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__()
         self._make, self.forgiving, self.beat = make, forgiving, beat
@@ -66,9 +66,9 @@ class Copies(list[Match]):
             self.close()
             raise
 
-    def renew(self, number: int) -> None:
+    def recreate(self, number: int) -> None:
         self.restarts += 1
-        with contextlib.suppress(Exception):  # it has failed already; that it cannot even close is no news
+        with contextlib.suppress(Exception):  # user code may raise anything, and it has failed already
             self[number].close()
         self[number] = self._make()
 
@@ -82,22 +82,22 @@ class _Seat:
     """One agent of one copy."""
 
     agent: str
-    recorder: Recorder | None
+    recorder: SegmentRecorder | None
     state: State | None = None
     acted: bool = False
-    gained: float = 0.0
+    total_reward: float = 0.0
     length: int = 0
 
-    def forget(self) -> None:
-        self.state, self.acted, self.gained, self.length = None, False, 0.0, 0
+    def reset(self) -> None:
+        self.state, self.acted, self.total_reward, self.length = None, False, 0.0, 0
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A match that has ended."""
+class FinishedMatch:
+    """Returns and length of a match that has ended."""
 
     returns: Mapping[str, float]
-    """By agent, all that it was given."""
+    """By agent."""
     steps: int
 
     @property
@@ -105,146 +105,148 @@ class Finished:
         return sum(self.returns.values())
 
 
-class _Table:
-    """A match with its seats. All randomness of its resets comes from `seed`."""
+class _MatchSlot:
+    """One copy of the environment with its seats. All randomness of its resets comes from `seed`."""
 
-    def __init__(self, copies: Copies, number: int, seats: Mapping[str, _Seat], seed: int, central: bool) -> None:
+    def __init__(self, copies: EnvCopies, number: int, seats: Mapping[str, _Seat], seed: int, central: bool) -> None:
         self._copies, self._number, self.seats = copies, number, seats
         self._seeds = np.random.default_rng([seed, number])
-        self.whole = Whole(self.match.agents, self.match.state_space) if central else None
+        self.central = CentralState(self.match.agents, self.match.state_space) if central else None
         self.returns = dict.fromkeys(seats, 0.0)
         self.steps = 0
         self._faults = 0
-        self.moved = Moved(over=True)
+        self.current = MatchStep(over=True)
 
     @property
-    def match(self) -> Match:
+    def match(self) -> MultiAgentMatch:
         return self._copies[self._number]
 
     def begin(self) -> None:
-        """The next match, up to where somebody is to act. Raises EnvironmentFault."""
-        for _ in range(_AT_ONCE):
+        """Start the next match, up to the first turn. Raises EnvironmentFault."""
+        for _ in range(_MAX_EMPTY_MATCHES):
             self._reset()
-            if not self.moved.over:
+            if not self.current.over:
                 return
-        raise EnvironmentFault(f"{self.match.name} is over before anybody has acted, {_AT_ONCE} times in a row.")
+        raise EnvironmentFault(f"{self.match.name} ended before any agent acted, {_MAX_EMPTY_MATCHES} times in a row.")
 
     def _reset(self) -> None:
         for seat in self.seats.values():
-            seat.forget()
+            seat.reset()
         self.returns, self.steps = dict.fromkeys(self.seats, 0.0), 0
-        if self.whole is not None:
-            self.whole.reset()
+        if self.central is not None:
+            self.central.reset()
         while True:
             self._copies.beat()
             try:
-                self.moved = self.match.reset(int(self._seeds.integers(1 << 31)))
+                self.current = self.match.reset(int(self._seeds.integers(1 << 31)))
                 break
             except EnvironmentFault as fault:
-                self.renew(fault)
-        self._show_whole()
+                self.recreate(fault)
+        self._add_central_state()
 
     def advance(self, actions: Mapping[str, Any]) -> None:
         self._copies.beat()
-        self.moved = self.match.step(actions)
+        self.current = self.match.step(actions)
         self.steps, self._faults = self.steps + 1, 0
-        self._show_whole()
+        self._add_central_state()
 
-    def pay(self, agent: str, reward: float) -> _Seat:
+    def add_reward(self, agent: str, reward: float) -> _Seat:
         seat = self.seats[agent]
         self.returns[agent] += reward
-        seat.gained += reward
+        seat.total_reward += reward
         return seat
 
-    def _show_whole(self) -> None:
-        """Put what a centralised value sees beside what the agents see."""
-        moved, whole = self.moved, self.whole
-        if whole is None:
+    def _add_central_state(self) -> None:
+        """Add the input of a centralised critic to the agents' observations."""
+        step, central = self.current, self.central
+        if central is None:
             return
-        whole.follow(moved)
-        if moved.turns or any(left.observation is not None for left in moved.leaving):
-            seen = whole.seen(self.match)
-            turns = [_with_whole(turn, whole, seen) for turn in moved.turns]
-            leaving = [left if left.observation is None else _with_whole(left, whole, seen) for left in moved.leaving]
-            self.moved = Moved(turns, leaving, moved.over)
-        whole.forget(moved)
+        central.update(step)
+        if step.turns or any(left.observation is not None for left in step.departures):
+            shared = central.shared_state(self.match)
+            turns = [_with_central_state(turn, central, shared) for turn in step.turns]
+            departures = [
+                left if left.observation is None else _with_central_state(left, central, shared) for left in step.departures
+            ]
+            self.current = MatchStep(turns, departures, step.over)
+        central.remove_departed(step)
 
-    def renew(self, fault: EnvironmentFault) -> None:
-        """Make the environment anew. Raises the fault when that is not wanted, or has not helped."""
+    def recreate(self, fault: EnvironmentFault) -> None:
+        """Recreate the environment. Raises the fault if restarts are disabled or have failed repeatedly."""
         while True:
-            if self._faults >= _FAULTS_IN_A_ROW or not self._copies.forgiving:
+            if self._faults >= _MAX_CONSECUTIVE_FAULTS or not self._copies.forgiving:
                 raise fault
             self._faults += 1
             log.warning("%s It is recreated.", fault)
             try:
-                self._copies.renew(self._number)
+                self._copies.recreate(self._number)
             except EnvironmentFault as another:
                 fault = another
             else:
                 return
 
 
-def _with_whole(told: Told, whole: Whole, seen: Tree) -> Told:
-    return replace(told, observation=whole.beside(told.agent, told.observation, seen))
+def _with_central_state(observed: Observed, central: CentralState, shared: Tree) -> Observed:
+    return replace(observed, observation=central.combine(observed.agent, observed.observation, shared))
 
 
 # -- decisions ----------------------------------------------------------------------------------------------------------
 
 
-class Minds:
-    """The models of a run, deciding for any number of agents at once."""
+class PolicySet:
+    """The models of a run, which decide for any number of agents at once."""
 
-    def __init__(self, sources: Mapping[str, ActsSource[Acts]], generator: torch.Generator, explore: bool) -> None:
+    def __init__(self, sources: Mapping[str, PolicyFeed[ActingPolicy]], generator: torch.Generator, explore: bool) -> None:
         self._sources, self._generator, self._explore = sources, generator, explore
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stacked:
+        with contextlib.ExitStack() as contexts:
             for source in self._sources.values():
                 policy = source.newest()[0]
-                if isinstance(policy, Policy):  # one that was exported has no gradients
-                    stacked.enter_context(policy.acting())
+                if isinstance(policy, Policy):  # an exported policy has no gradients
+                    contexts.enter_context(policy.acting())
             yield
 
-    def fresh_state(self, model: str) -> State:
+    def initial_state(self, model: str) -> State:
         policy = self._sources[model].newest()[0]
         return tuple(spec.zeros() for spec in policy.state_spec()) if policy.recurrent else ()
 
     def decide(
-        self, model: str, asked: Sequence[tuple[Tree, State | None, Bools | None]], noise: Array | None = None
+        self, model: str, requests: Sequence[tuple[Tree, State | None, Bools | None]], noise: Array | None = None
     ) -> list[Decision]:
-        """`noise`: a row for each; else, if it explores, it is drawn here."""
+        """Decide for all rows. `noise`: one row each; by default drawn active if exploring."""
         policy, version = self._sources[model].newest()
-        observation, states, masks = zip(*asked, strict=True)
-        mask = _masks(masks)
+        observation, states, masks = zip(*requests, strict=True)
+        mask = _join_masks(masks)
         if noise is None and self._explore:
-            noise = policy.draw_noise(len(asked), self._generator)
+            noise = policy.draw_noise(len(requests), self._generator)
         acted = policy.act(stack(list(observation)), self._states(model, policy, states), mask, noise)
         if not (np.isfinite(acted.value).all() and np.isfinite(acted.log_prob).all()):
             raise EnvironmentFault(
-                f"The model {model!r} answers an observation with what is not a number.",
-                "Are all numbers of the observations of a usual size?",
+                f"The model {model!r} returned a value that is not finite.",
+                "Check the observations for extremely large numbers.",
             )
-        n = len(asked)
+        n = len(requests)
         after = list(zip(*([row.copy() for row in part] for part in acted.state), strict=True)) if acted.state else [()] * n
-        rows = (_rows(acted.action, n), _rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
+        rows = (_split_rows(acted.action, n), _split_rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
         return [Decision(*parts, version) for parts in zip(*rows, strict=True)]
 
-    def values(self, model: str, asked: Sequence[tuple[Tree, State | None]]) -> list[float]:
+    def values(self, model: str, requests: Sequence[tuple[Tree, State | None]]) -> list[float]:
         policy = self._sources[model].newest()[0]
-        observation, states = zip(*asked, strict=True)
-        found: list[float] = policy.act(stack(list(observation)), self._states(model, policy, states)).value.tolist()
-        return found
+        observation, states = zip(*requests, strict=True)
+        values: list[float] = policy.act(stack(list(observation)), self._states(model, policy, states)).value.tolist()
+        return values
 
-    def _states(self, model: str, policy: Acts, states: Sequence[State | None]) -> State:
+    def _states(self, model: str, policy: ActingPolicy, states: Sequence[State | None]) -> State:
         if not policy.recurrent:
             return ()
-        fresh = self.fresh_state(model)
+        fresh = self.initial_state(model)
         columns = zip(*(fresh if state is None else state for state in states), strict=True)
         return tuple(np.array(column) for column in columns)
 
 
-def _masks(masks: Sequence[Bools | None]) -> Bools | None:
+def _join_masks(masks: Sequence[Bools | None]) -> Bools | None:
     given = [mask for mask in masks if mask is not None]
     if not given:
         return None
@@ -255,16 +257,16 @@ def _masks(masks: Sequence[Bools | None]) -> Bools | None:
     return whole
 
 
-def _rows(batch: Tree, n: int) -> list[Any]:
+def _split_rows(batch: Tree, n: int) -> list[Any]:
     return [map_tree(lambda x, row=row: x[row], batch) for row in range(n)]
 
 
 def plain_action(action: Tree) -> Any:
-    """An action as an environment takes it: a plain number where it is one."""
-    return map_tree(_plain, action)
+    """Convert an action to what an environment takes: a Python int for a scalar integer."""
+    return map_tree(_plain_leaf, action)
 
 
-def _plain(x: Any) -> Any:
+def _plain_leaf(x: Any) -> Any:
     array = np.asarray(x)
     return array.item() if array.ndim == 0 and array.dtype.kind in "iu" else array
 
@@ -273,29 +275,29 @@ def _plain(x: Any) -> Any:
 
 
 class MatchBatches:
-    """What a trainer takes: all that a model has recorded since its last batch, once the sampler says that it is enough.
+    """Batches for the trainer: everything that a model has recorded since its last batch, once the sampler marks it complete.
 
-    With it come the matches that have ended since the batch before, of whichever model that was.
+    A batch also carries the matches that have ended since the previous batch of any model.
     """
 
     def __init__(self, memories: Mapping[str, LocalMemory]) -> None:
         self.memories = dict(memories)
         self._complete: deque[tuple[str, int | None]] = deque()
-        self._finished: list[Finished] = []
+        self._finished: list[FinishedMatch] = []
         self._taken: set[int] = set()
 
     def ready(self) -> bool:
         return bool(self._complete)
 
     def complete(self, model: str, env_steps: int | None = None) -> None:
-        """`env_steps`: of the environments, since the batch before, of whichever model that was; None: steps are decisions."""
+        """`env_steps`: environment steps since the previous batch of any model; None: steps are counted as decisions."""
         self._complete.append((model, env_steps))
 
-    def finished(self, match: Finished) -> None:
+    def add_finished(self, match: FinishedMatch) -> None:
         self._finished.append(match)
 
     def take(self, timeout_s: float) -> Segments | None:
-        """Never waits: the sampler of the same process is the one who fills it."""
+        """Return the next complete batch or None. Never blocks: the sampler runs in the same process."""
         if not self._complete:
             return None
         model, env_steps = self._complete.popleft()
@@ -303,7 +305,7 @@ class MatchBatches:
         parts = []
         while (part := memory.take(0)) is not None:
             parts.append(part)
-        batch = joined(parts)
+        batch = join_segments(parts)
         for part in parts:
             memory.release(part)
         batch.episode_return = np.array([match.total for match in self._finished], np.float32)
@@ -327,8 +329,8 @@ class MatchBatches:
 
 
 @dataclass
-class _Recent:
-    """Of the last episodes of a model's agents, each for itself."""
+class _EpisodeWindow:
+    """Returns and lengths of the last episodes of a model's agents, each agent on its own."""
 
     window: int
     returns: deque[float] = field(init=False)
@@ -338,109 +340,112 @@ class _Recent:
         self.returns, self.lengths = deque(maxlen=self.window), deque(maxlen=self.window)
 
 
-class Tables:
-    """Copies of an environment that are played together: who is to act, who has left, what was recorded."""
+class MatchBatch:
+    """Several copies of an environment that are stepped together, with their seats and recorders."""
 
     def __init__(
         self,
-        copies: Copies,
-        cast: Mapping[str, str],
-        minds: Minds,
-        rooms: Mapping[str, Room],
+        copies: EnvCopies,
+        policy_mapping: Mapping[str, str],
+        policies: PolicySet,
+        writers: Mapping[str, SegmentWriter],
         seed: int,
         *,
         central: bool = False,
         smoothing: int = 100,
     ) -> None:
-        """`cast`: agent → model. Models without a room are not recorded."""
-        self.cast, self._minds = dict(cast), minds
+        """`policy_mapping`: agent → model. Models without a writer are not recorded."""
+        self.policy_mapping, self._policies = dict(policy_mapping), policies
         self.stats = RecorderStats()
-        self.finished: list[tuple[int, Finished]] = []
-        """Matches that have ended, with the number of their table; whoever looks empties it."""
-        self.known = dict.fromkeys(rooms, 0)
-        """By model: recorded steps since its last batch of which one knows what came of them."""
-        self.passed = dict.fromkeys(rooms, 0)
-        """By model: steps of the environments since its last batch, whoever acted in them."""
-        self.recent = {model: _Recent(smoothing) for model in dict.fromkeys(cast.values())}
-        self.random: list[frozenset[str]] = [frozenset()] * len(copies)
-        """Agents of each table that do not play for their model in its present match, but at random or for their rival."""
-        self.rivals: Mapping[str, str] = {}
-        """Agent → the model that plays it instead of chance."""
-        self._chance = np.random.default_rng(seed)
+        self.finished: list[tuple[int, FinishedMatch]] = []
+        """Matches that have ended, with the number of their copy; the reader clears it."""
+        self.complete_steps = dict.fromkeys(writers, 0)
+        """By model: recorded steps since its last batch whose outcome is known."""
+        self.steps_since_batch = dict.fromkeys(writers, 0)
+        """By model: environment steps since its last batch."""
+        self.recent = {model: _EpisodeWindow(smoothing) for model in dict.fromkeys(policy_mapping.values())}
+        self.replaced: list[frozenset[str]] = [frozenset()] * len(copies)
+        """By copy: agents that are not played by their model in the current match, but by the opponent."""
+        self.opponents: Mapping[str, str] = {}
+        """Replaced agent → the model that plays it; others act at random."""
+        self._random = np.random.default_rng(seed)
         self.matches = 0
         self.env_steps = 0
         self.agent_steps = 0
-        self._tables: list[_Table] = []
+        self._slots: list[_MatchSlot] = []
         for number, match in enumerate(copies):
             seats = {}
             for index, agent in enumerate(match.agents):
-                room = rooms.get(cast[agent])
+                writer = writers.get(policy_mapping[agent])
                 origin = number * len(match.agents) + index
-                seats[agent] = _Seat(agent, None if room is None else Recorder(room, origin, self.stats))
-            self._tables.append(_Table(copies, number, seats, seed, central))
+                seats[agent] = _Seat(agent, None if writer is None else SegmentRecorder(writer, origin, self.stats))
+            self._slots.append(_MatchSlot(copies, number, seats, seed, central))
 
     @property
     def late_rewards(self) -> int:
-        return sum(table.match.late_rewards for table in self._tables)
+        return sum(slot.match.late_rewards for slot in self._slots)
 
     def tick(self, playing: Callable[[int], bool] = lambda number: True) -> None:
-        """One step of every copy that plays; one whose match is over begins the next. Inside `acting`."""
-        here = [(number, table) for number, table in enumerate(self._tables) if playing(number)]
-        for _, table in here:
-            if table.moved.over:
-                table.begin()
-                self._go_on(table)
-        actions = self._decided(here)
-        here = [(number, table) for number, table in here if self._advanced(table, actions[number])]
-        self.env_steps += len(here)
-        self.agent_steps += sum(len(actions[number]) for number, _ in here)
-        for model in self.passed:
-            self.passed[model] += len(here)
-        left: dict[str, list[tuple[_Seat, Leaving]]] = {}
-        for _, table in here:
-            for leaving in table.moved.leaving:
-                seat = table.pay(leaving.agent, leaving.reward)
-                left.setdefault(self.cast[leaving.agent], []).append((seat, leaving))
+        """Step every copy for which `playing` is true; a copy whose match is over starts the next one. Inside `acting`."""
+        active = [(number, slot) for number, slot in enumerate(self._slots) if playing(number)]
+        for _, slot in active:
+            if slot.current.over:
+                slot.begin()
+                self._add_turn_rewards(slot)
+        actions = self._decide(active)
+        active = [(number, slot) for number, slot in active if self._advance(slot, actions[number])]
+        self.env_steps += len(active)
+        self.agent_steps += sum(len(actions[number]) for number, _ in active)
+        for model in self.steps_since_batch:
+            self.steps_since_batch[model] += len(active)
+        left: dict[str, list[tuple[_Seat, Departure]]] = {}
+        for _, slot in active:
+            for departures in slot.current.departures:
+                seat = slot.add_reward(departures.agent, departures.reward)
+                left.setdefault(self.policy_mapping[departures.agent], []).append((seat, departures))
         for model, leavings in left.items():
-            self._part(model, leavings)
-        for number, table in here:
-            self._go_on(table)
-            if table.moved.over:
+            self._end_episodes(model, leavings)
+        for number, slot in active:
+            self._add_turn_rewards(slot)
+            if slot.current.over:
                 self.matches += 1
-                self.finished.append((number, Finished(dict(table.returns), table.steps)))
+                self.finished.append((number, FinishedMatch(dict(slot.returns), slot.steps)))
 
-    def _advanced(self, table: _Table, actions: Mapping[str, Any]) -> bool:
+    def _advance(self, slot: _MatchSlot, actions: Mapping[str, Any]) -> bool:
         try:
-            table.advance(actions)
+            slot.advance(actions)
         except EnvironmentFault as fault:
-            self._lose(table, fault)
+            self._discard_match(slot, fault)
             return False
         return True
 
-    def _go_on(self, table: _Table) -> None:
-        """Those who are to act next know what came of their last action, if there was one."""
-        for turn in table.moved.turns:
-            seat, model = table.pay(turn.agent, turn.reward), self.cast[turn.agent]
-            if seat.acted and model in self.known:
-                self.known[model] += 1
+    def _add_turn_rewards(self, slot: _MatchSlot) -> None:
+        """Add the rewards of the agents that act next; the outcome of their previous action is now known."""
+        for turn in slot.current.turns:
+            seat, model = slot.add_reward(turn.agent, turn.reward), self.policy_mapping[turn.agent]
+            if seat.acted and model in self.complete_steps:
+                self.complete_steps[model] += 1
 
-    def _decided(self, here: Sequence[tuple[int, _Table]]) -> dict[int, dict[str, Any]]:
+    def _decide(self, active: Sequence[tuple[int, _MatchSlot]]) -> dict[int, dict[str, Any]]:
         actions: dict[int, dict[str, Any]] = {}
-        asked: dict[str, list[tuple[int, _Seat, Turn]]] = {}
-        for number, table in here:
+        requests: dict[str, list[tuple[int, _Seat, Turn]]] = {}
+        for number, slot in active:
             actions[number] = {}
-            for turn in table.moved.turns:
-                replaced = turn.agent in self.random[number]
-                seat, model = table.seats[turn.agent], self.rivals.get(turn.agent) if replaced else self.cast[turn.agent]
+            for turn in slot.current.turns:
+                replaced = turn.agent in self.replaced[number]
+                seat, model = (
+                    slot.seats[turn.agent],
+                    self.opponents.get(turn.agent) if replaced else self.policy_mapping[turn.agent],
+                )
                 if model is None:
                     actions[number][turn.agent] = plain_action(
-                        at_random(table.match.agents[turn.agent].action, turn.mask, self._chance)
+                        sample_action(slot.match.agents[turn.agent].action, turn.mask, self._random)
                     )
                 else:
-                    asked.setdefault(model, []).append((number, seat, turn))
-        for model, rows in asked.items():
-            decisions = self._minds.decide(model, [(turn.observation, seat.state, turn.mask) for _, seat, turn in rows])
-            fresh = self._minds.fresh_state(model)
+                    requests.setdefault(model, []).append((number, seat, turn))
+        for model, rows in requests.items():
+            decisions = self._policies.decide(model, [(turn.observation, seat.state, turn.mask) for _, seat, turn in rows])
+            fresh = self._policies.initial_state(model)
             for (number, seat, turn), decision in zip(rows, decisions, strict=True):
                 if seat.recorder is not None:
                     state = fresh if seat.state is None else seat.state
@@ -449,192 +454,205 @@ class Tables:
                 actions[number][seat.agent] = plain_action(decision.action)
         return actions
 
-    def _part(self, model: str, leavings: Sequence[tuple[_Seat, Leaving]]) -> None:
-        """Episodes end; those that were cut off go on in the value of their last observation."""
+    def _end_episodes(self, model: str, leavings: Sequence[tuple[_Seat, Departure]]) -> None:
+        """End the episodes of departing agents; truncated ones bootstrap from the value of their last observation."""
         valued = [(seat, left) for seat, left in leavings if left.observation is not None and seat.recorder and seat.acted]
-        found = self._minds.values(model, [(left.observation, seat.state) for seat, left in valued]) if valued else []
-        values = {id(seat): value for (seat, _), value in zip(valued, found, strict=True)}
+        estimates = self._policies.values(model, [(left.observation, seat.state) for seat, left in valued]) if valued else []
+        values = {id(seat): value for (seat, _), value in zip(valued, estimates, strict=True)}
         for seat, left in leavings:
             if seat.acted:
-                self._end(model, seat, left, values.get(id(seat)))
-            seat.forget()
+                self._end_episode(model, seat, left, values.get(id(seat)))
+            seat.reset()
 
-    def _end(self, model: str, seat: _Seat, left: Leaving, value: float | None) -> None:
+    def _end_episode(self, model: str, seat: _Seat, left: Departure, value: float | None) -> None:
         recent = self.recent[model]
-        recent.returns.append(seat.gained)
+        recent.returns.append(seat.total_reward)
         recent.lengths.append(seat.length)
         if seat.recorder is None:
             return
         truncated = not left.terminated
         if left.terminated or value is not None:
-            self.known[model] += 1
+            self.complete_steps[model] += 1
         seat.recorder.finish(
             left.reward, terminated=left.terminated, truncated=truncated, observation=left.observation, value=value
         )
 
-    def _lose(self, table: _Table, fault: EnvironmentFault) -> None:
-        """The environment failed: what came of the last actions is not known, and the match does not count."""
-        table.renew(fault)
-        for seat in table.seats.values():
+    def _discard_match(self, slot: _MatchSlot, fault: EnvironmentFault) -> None:
+        """The environment failed: the outcome of the last actions is unknown, and the match does not count."""
+        slot.recreate(fault)
+        for seat in slot.seats.values():
             if seat.recorder is not None:
-                seat.recorder.break_off()
-            seat.forget()
-        table.moved = Moved(over=True)
+                seat.recorder.discard_pending()
+            seat.reset()
+        slot.current = MatchStep(over=True)
 
     def cut(self, model: str) -> None:
-        """The model has its batch: hand in all that its agents have recorded. Inside `acting`, with the version that acted."""
-        waiting: list[tuple[Recorder, State | None, Turn]] = []
-        for table in self._tables:
-            turns = {turn.agent: turn for turn in table.moved.turns}
-            for agent, seat in table.seats.items():
-                if self.cast[agent] != model or seat.recorder is None or not seat.recorder.open:
+        """Commit everything that the agents of a model have recorded for its batch. Inside `acting`, with the version that acted."""
+        waiting: list[tuple[SegmentRecorder, State | None, Turn]] = []
+        for slot in self._slots:
+            turns = {turn.agent: turn for turn in slot.current.turns}
+            for agent, seat in slot.seats.items():
+                if self.policy_mapping[agent] != model or seat.recorder is None or not seat.recorder.open:
                     continue
                 if agent in turns:
                     waiting.append((seat.recorder, seat.state, turns[agent]))
                     turns[agent] = replace(turns[agent], reward=0.0)
                 else:
-                    seat.recorder.hold_back()
-            table.moved = replace(table.moved, turns=list(turns.values()))
+                    seat.recorder.cut_before_pending()
+            slot.current = replace(slot.current, turns=list(turns.values()))
         if waiting:
-            values = self._minds.values(model, [(turn.observation, state) for _, state, turn in waiting])
+            values = self._policies.values(model, [(turn.observation, state) for _, state, turn in waiting])
             for (recorder, _, turn), value in zip(waiting, values, strict=True):
                 recorder.cut(turn.reward, turn.observation, turn.mask, value)
-        self.known[model] = self.passed[model] = 0
+        self.complete_steps[model] = self.steps_since_batch[model] = 0
 
-    def forget(self) -> None:
-        """A tick was interrupted: what was recorded since the last batch is discarded, and every match begins anew."""
-        for table in self._tables:
-            for seat in table.seats.values():
+    def reset(self) -> None:
+        """Discard what was recorded since the last batch after an interrupted tick; every match starts anew."""
+        for slot in self._slots:
+            for seat in slot.seats.values():
                 if seat.recorder is not None:
-                    seat.recorder.break_off()
-                seat.forget()
-            table.moved = Moved(over=True)
+                    seat.recorder.discard_pending()
+                seat.reset()
+            slot.current = MatchStep(over=True)
 
     def steps_of(self, number: int) -> int:
-        """How far the present match of a table has come."""
-        return self._tables[number].steps
+        """Return the number of steps of the current match of a copy."""
+        return self._slots[number].steps
 
-    def leave(self, number: int) -> Finished:
-        """Break off the match of a table, which counts as far as it has come."""
-        table = self._tables[number]
-        for seat in table.seats.values():
-            seat.forget()
-        table.moved = Moved(over=True)
-        return Finished(dict(table.returns), table.steps)
+    def stop_match(self, number: int) -> FinishedMatch:
+        """Stop the match of a copy and return its result so far."""
+        slot = self._slots[number]
+        for seat in slot.seats.values():
+            seat.reset()
+        slot.current = MatchStep(over=True)
+        return FinishedMatch(dict(slot.returns), slot.steps)
 
 
-class MultiSampler:
+@dataclass(frozen=True)
+class MultiAgentSettings:
+    """What a MultiAgentSampler puts into a batch."""
+
+    batch_steps: int
+    by_env_steps: bool = False
+    """`batch_steps` are environment steps; otherwise decisions of the agents of a model."""
+    central: bool = False
+    """Record the state for a centralised critic."""
+    explore: bool = True
+    smoothing: int = 100
+    """Number of episodes over which returns are averaged."""
+
+
+class MultiAgentSampler:
     """Fills one batch of one model per `step()`. Reproducible: all randomness comes from `seed`."""
 
     def __init__(
         self,
-        copies: Copies,
-        cast: Mapping[str, str],
+        copies: EnvCopies,
+        policy_mapping: Mapping[str, str],
         sources: Mapping[str, PolicySource],
         batches: MatchBatches,
-        batch_steps: int,
+        settings: MultiAgentSettings,
         seed: int,
         *,
-        central: bool = False,
-        explore: bool = True,
-        smoothing: int = 100,
-        by_env_steps: bool = False,
-        beat: Callable[[], None] | None = None,
-        interruptible: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        interruption: Interruption | None = None,
     ) -> None:
-        """`by_env_steps`: `batch_steps` are steps of the environments; else decisions of the agents of a model.
-
-        `beat` is called before every call of an environment. It may raise Interrupted: then what was sampled since the last
-        batch is discarded. Inside `interruptible` it may be raised at any point.
-        """
-        self._interruptible = interruptible
-        self._batches, self._batch_steps, self._by_env_steps = batches, batch_steps, by_env_steps
+        """`policy_mapping`: agent → model. An interruption discards what was sampled since the last batch."""
+        self._batches, self._settings = batches, settings
         self._generator = torch.Generator().manual_seed(seed)
-        self._minds = Minds(sources, self._generator, explore)
+        self._policies = PolicySet(sources, self._generator, settings.explore)
         self._copies = copies
         self.zero_sum = ZeroSum()
-        if beat is not None:
-            copies.beat = beat
-        self._counted = 0  # steps of the environments that have been told with a batch
-        self._batched = 0  # steps of the environments when the last batch was complete
-        self._tables = Tables(copies, cast, self._minds, batches.memories, seed, central=central, smoothing=smoothing)
+        self._interruption = interruption or NOT_INTERRUPTED
+        if interruption is not None:
+            copies.beat = interruption.beat
+        self._reported_steps = 0  # environment steps that were reported with a batch
+        self._batched_steps = 0  # environment steps when the last batch was complete
+        self._matches = MatchBatch(
+            copies,
+            policy_mapping,
+            self._policies,
+            batches.memories,
+            seed,
+            central=settings.central,
+            smoothing=settings.smoothing,
+        )
 
     def step(self) -> bool:
-        """Play until a model has its batch, or a moment has passed; False while there are batches to learn from."""
+        """Play until a model has its batch, or for a short time; return False while there are batches to learn from."""
         if self._batches.ready():
             return False
-        tables, until = self._tables, time.monotonic() + _TURN_S
-        with self._minds.acting():
+        matches, until = self._matches, time.monotonic() + _MAX_STEP_S
+        with self._policies.acting():
             while not self._batches.ready() and time.monotonic() < until:
                 try:
-                    with self._interruptible():
-                        tables.tick()
+                    with self._interruption.interruptible():
+                        matches.tick()
                 except Interrupted:
-                    tables.forget()
+                    matches.reset()
                     break
-                for _, match in tables.finished:
-                    self._batches.finished(match)
+                for _, match in matches.finished:
+                    self._batches.add_finished(match)
                     self.zero_sum.add(match.returns)
-                tables.finished.clear()
-                for model in tables.known:
-                    if self._has_its_batch(model):
-                        tables.cut(model)
-                        self._batched = tables.env_steps
-                        self._batches.complete(model, self._since_last() if self._by_env_steps else None)
+                matches.finished.clear()
+                for model in matches.complete_steps:
+                    if self._batch_is_complete(model):
+                        matches.cut(model)
+                        self._batched_steps = matches.env_steps
+                        self._batches.complete(model, self._take_unreported_steps() if self._settings.by_env_steps else None)
         return True
 
-    def _since_last(self) -> int:
-        since = self._tables.env_steps - self._counted
-        self._counted += since
+    def _take_unreported_steps(self) -> int:
+        since = self._matches.env_steps - self._reported_steps
+        self._reported_steps += since
         return since
 
-    def _has_its_batch(self, model: str) -> bool:
-        tables = self._tables
-        if not self._by_env_steps:
-            return tables.known[model] >= self._batch_steps
-        if tables.passed[model] < self._batch_steps:
+    def _batch_is_complete(self, model: str) -> bool:
+        matches = self._matches
+        if not self._settings.by_env_steps:
+            return matches.complete_steps[model] >= self._settings.batch_steps
+        if matches.steps_since_batch[model] < self._settings.batch_steps:
             return False
-        if not tables.known[model]:  # its agents were away: it has its share of the next
-            tables.passed[model] = 0
+        if not matches.complete_steps[model]:  # its agents were absent: count again from here
+            matches.steps_since_batch[model] = 0
             return False
         return True
 
     def metrics(self) -> dict[str, float]:
-        tables = self._tables
-        report: dict[str, float] = {"matches": float(tables.matches), "late_rewards": float(tables.late_rewards)}
-        report |= {"env_steps": float(tables.env_steps), "agent_steps": float(tables.agent_steps)}
+        matches = self._matches
+        report: dict[str, float] = {"matches": float(matches.matches), "late_rewards": float(matches.late_rewards)}
+        report |= {"env_steps": float(matches.env_steps), "agent_steps": float(matches.agent_steps)}
         if self.zero_sum:
             report["zero_sum"] = 1.0
-        for model, recent in tables.recent.items():
+        for model, recent in matches.recent.items():
             if recent.returns:
                 report[f"{model}/episode_return_mean"] = float(np.mean(recent.returns))
                 report[f"{model}/episode_length_mean"] = float(np.mean(recent.lengths))
-        report |= {"discarded_steps": float(tables.stats.discarded), "unrecorded_steps": float(tables.stats.unrecorded)}
+        report |= {"discarded_steps": float(matches.stats.discarded), "unrecorded_steps": float(matches.stats.unrecorded)}
         return report | ({"env_restarts": float(self._copies.restarts)} if self._copies.forgiving else {})
 
     def unlearned_steps(self) -> int:
-        return self._tables.env_steps - self._batched
+        return self._matches.env_steps - self._batched_steps
 
     def state(self) -> dict[str, Array]:
-        """What a resumed run needs of it; matches begin anew."""
-        tables = self._tables
-        counted = np.array([tables.matches, tables.env_steps, tables.agent_steps], np.int64)
+        """State for a resumed run; matches start anew."""
+        matches = self._matches
+        counted = np.array([matches.matches, matches.env_steps, matches.agent_steps], np.int64)
         return {"generator": self._generator.get_state().numpy(), "counted": counted}
 
     def load_state(self, state: dict[str, Array]) -> None:
         self._generator.set_state(torch.from_numpy(np.array(state["generator"])))
         if "counted" in state:
-            tables = self._tables
-            tables.matches, tables.env_steps, tables.agent_steps = (int(count) for count in state["counted"])
-            self._counted = self._batched = tables.env_steps
+            matches = self._matches
+            matches.matches, matches.env_steps, matches.agent_steps = (int(count) for count in state["counted"])
+            self._reported_steps = self._batched_steps = matches.env_steps
 
 
 # -- playing without recording ------------------------------------------------------------------------------------------
 
 
 def play_matches(
-    copies: Copies,
-    cast: Mapping[str, str],
+    copies: EnvCopies,
+    policy_mapping: Mapping[str, str],
     sources: Mapping[str, PolicySource],
     episodes: int,
     seed: int,
@@ -644,64 +662,64 @@ def play_matches(
     max_steps: int = EPISODE_STEPS,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Score:
-    """Whole matches, each copy playing its equal share; scored by the sum of what all agents earn.
+    """Play whole matches, each copy an equal share; the score is the sum of all agents' returns.
 
-    `opponent`: one agent plays for its model and the opponent plays all others, the agents taking turns; scored by what that one
-    earns, with the shares of matches that it won, drew and lost.
-    A match that is not over after `max_steps` is cut there and counts as it is, and its copy plays no further one.
+    `opponent`: one agent is played by its model, in turn, and all others by the opponent; the score is the return of that agent, with the
+    shares of matches that it won, drew and lost.
+    A match that is not over after `max_steps` is cut there and counts as it is; its copy plays no further one.
     """
     agents, n = list(copies[0].agents), len(copies)
     quota = [episodes // n + (number < episodes % n) for number in range(n)]
-    rivals = {} if opponent is None else {f"opponent {agent}": policy for agent, policy in opponent.policies.items()}
-    everybody = {**sources, **{name: FixedSource(policy) for name, policy in rivals.items()}}
-    minds = Minds(everybody, torch.Generator().manual_seed(seed), explore=not deterministic)
-    tables = Tables(copies, cast, minds, {}, seed)
-    tables.rivals = {name.removeprefix("opponent "): name for name in rivals}
-    played = list(range(n))  # the number of the match, over all tables
+    opponents = {} if opponent is None else {f"opponent {agent}": policy for agent, policy in opponent.policies.items()}
+    all_sources = {**sources, **{name: FixedSource(policy) for name, policy in opponents.items()}}
+    policies = PolicySet(all_sources, torch.Generator().manual_seed(seed), explore=not deterministic)
+    matches = MatchBatch(copies, policy_mapping, policies, {}, seed)
+    matches.opponents = {name.removeprefix("opponent "): name for name in opponents}
+    played = list(range(n))  # the number of the current match of each copy, over all copies
     chosen = [agents[number % len(agents)] for number in played]
     returns: list[float] = []
     lengths: list[int] = []
-    outcomes: list[Outcome] = []
+    outcomes: list[MatchOutcome] = []
     cut = 0
-    with minds.acting():
+    with policies.acting():
         while any(quota) and not interrupted():
             if opponent is not None:
-                tables.random = [frozenset(agents) - {agent} for agent in chosen]
-            tables.tick(lambda number: quota[number] > 0)
-            too_long = [number for number in range(n) if quota[number] and tables.steps_of(number) >= max_steps]
-            over = {number for number, _ in tables.finished}
-            left = [(number, tables.leave(number)) for number in too_long if number not in over]
+                matches.replaced = [frozenset(agents) - {agent} for agent in chosen]
+            matches.tick(lambda number: quota[number] > 0)
+            too_long = [number for number in range(n) if quota[number] and matches.steps_of(number) >= max_steps]
+            over = {number for number, _ in matches.finished}
+            left = [(number, matches.stop_match(number)) for number in too_long if number not in over]
             cut += len(left)
-            for number, match in [*tables.finished, *left]:
+            for number, match in [*matches.finished, *left]:
                 quota[number] = quota[number] - 1 if number in over else 0
                 returns.append(match.total if opponent is None else match.returns[chosen[number]])
                 outcomes.append((chosen[number], match.returns))
                 lengths.append(match.steps)
                 played[number] += n
                 chosen[number] = agents[played[number] % len(agents)]
-            tables.finished.clear()
+            matches.finished.clear()
     shares = {} if opponent is None else win_shares(opponent.name, outcomes)
     return Score(tuple(returns), tuple(lengths), complete=not any(quota), cut=cut, results=shares)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a match, as it is watched and written down: what everybody saw, did and was given."""
+    """One step of a match for recordings: observations, actions and rewards of all agents."""
 
     number: int
     observations: Mapping[str, Tree]
     actions: Mapping[str, Any]
     rewards: Mapping[str, float]
-    """Since the last time that this agent was heard of: of those who act next, or leave."""
+    """Reward since the agent's last appearance, for agents that act next or leave."""
     terminated: frozenset[str]
     truncated: frozenset[str]
     over: bool
     final: Mapping[str, Tree] = field(default_factory=dict)
-    """What those who leave saw last, where it was shown."""
+    """Last observations of agents that leave, where available."""
 
 
 def play_episode(
-    match: Match,
+    match: MultiAgentMatch,
     agents: Mapping[str, TrainedAgent],
     seed: int,
     *,
@@ -709,42 +727,42 @@ def play_episode(
     max_steps: int | None = None,
     before_step: Callable[[], None] = lambda: None,
     on_step: Callable[[Step], None] = lambda step: None,
-) -> Finished | None:
-    """One match of trained agents (agent → who plays it); None when it was not over within `max_steps`.
+) -> FinishedMatch | None:
+    """Play one match with trained agents (agent → player); return None if it is not over within `max_steps`.
 
-    `before_step` is called whenever all is still, for a picture of it (`match.render()`); `on_step` with what a step brought.
+    `before_step` is called between steps, for rendering (`match.render()`); `on_step` with the result of each step.
     """
     states: dict[str, AgentState | None] = {}
     returns = dict.fromkeys(match.agents, 0.0)
-    moved, number = match.reset(seed), 0
-    while not moved.over:
+    result, number = match.reset(seed), 0
+    while not result.over:
         if max_steps is not None and number >= max_steps:
             return None
         before_step()
-        seen = {turn.agent: turn.observation for turn in moved.turns}
+        observations = {turn.agent: turn.observation for turn in result.turns}
         actions: dict[str, Any] = {}
-        for turn in moved.turns:
+        for turn in result.turns:
             action, states[turn.agent] = agents[turn.agent].act(
                 turn.observation, states.get(turn.agent), turn.mask, deterministic=deterministic
             )
             actions[turn.agent] = plain_action(action)
-        moved = match.step(actions)
-        step = step_of(number, seen, actions, moved)
+        result = match.step(actions)
+        step = step_of(number, observations, actions, result)
         for agent, reward in step.rewards.items():
             returns[agent] += reward
-        for left in moved.leaving:
+        for left in result.departures:
             states.pop(left.agent, None)
         on_step(step)
         number += 1
-    return Finished(returns, number)
+    return FinishedMatch(returns, number)
 
 
-def step_of(number: int, seen: Mapping[str, Tree], actions: Mapping[str, Any], moved: Moved) -> Step:
-    """What became of `actions`, which answered `seen`."""
+def step_of(number: int, observations: Mapping[str, Tree], actions: Mapping[str, Any], result: MatchStep) -> Step:
+    """Build the record of a step from observations, actions and result."""
     rewards: dict[str, float] = {}
-    for agent, reward in [(t.agent, t.reward) for t in moved.leaving] + [(t.agent, t.reward) for t in moved.turns]:
+    for agent, reward in [(t.agent, t.reward) for t in result.departures] + [(t.agent, t.reward) for t in result.turns]:
         rewards[agent] = rewards.get(agent, 0.0) + reward
-    ended = frozenset(left.agent for left in moved.leaving if left.terminated)
-    cut = frozenset(left.agent for left in moved.leaving if not left.terminated)
-    final = {left.agent: left.observation for left in moved.leaving if left.observation is not None}
-    return Step(number, seen, actions, rewards, ended, cut, moved.over, final)
+    ended = frozenset(left.agent for left in result.departures if left.terminated)
+    cut = frozenset(left.agent for left in result.departures if not left.terminated)
+    final = {left.agent: left.observation for left in result.departures if left.observation is not None}
+    return Step(number, observations, actions, rewards, ended, cut, result.over, final)

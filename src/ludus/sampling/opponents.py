@@ -1,4 +1,4 @@
-"""Who plays against an evaluated agent, who has won, and whether what one agent gains the others lose."""
+"""Opponents in evaluations of multi-agent environments, win shares, and detection of zero-sum games."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass, field
 
 from ludus.models.policy import Policy
 
-_NOTHING = 1e-6
-"""Sums of returns below this, for each unit of return, are rounding."""
+_ZERO_TOLERANCE = 1e-6
+"""Tolerance of a sum of returns, per unit of return."""
 
 
 @dataclass(frozen=True)
 class Opponent:
-    """Plays all agents of a match but one: fixed policies, or chance where there is no policy for an agent."""
+    """Plays all agents of a match but one: with fixed policies, or at random for agents without a policy."""
 
     name: str
-    """In metrics: `win/<name>`."""
+    """Name in metrics: `win/<name>`."""
     policies: Mapping[str, Policy] = field(default_factory=dict)
-    """By agent."""
+    """Agent → policy."""
 
 
 RANDOM = Opponent("random")
 
-Outcome = tuple[str, Mapping[str, float]]
-"""The agent that was evaluated, and the returns of all agents of the match."""
+MatchOutcome = tuple[str, Mapping[str, float]]
+"""The evaluated agent, and the returns of all agents of the match."""
 
 
-def win_shares(opponent: str, outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
-    """`win/`, `draw/` and `loss/<opponent>` → (matches, of how many). An agent wins that has more than each of the others."""
+def win_shares(opponent: str, outcomes: Sequence[MatchOutcome]) -> dict[str, tuple[float, float]]:
+    """Return `win/`, `draw/` and `loss/<opponent>` → (matches, total). An agent wins if its return is above all others."""
     counts = {"win": 0, "draw": 0, "loss": 0}
     for agent, returns in outcomes:
         best = max((gained for other, gained in returns.items() if other != agent), default=0.0)
@@ -38,7 +38,7 @@ def win_shares(opponent: str, outcomes: Sequence[Outcome]) -> dict[str, tuple[fl
 
 
 class ZeroSum:
-    """Whether the matches so far were zero-sum: somebody gained something, and the gains of all agents always added up to 0."""
+    """True if the matches so far were zero-sum: not all returns were 0, and the returns of all agents always added up to 0."""
 
     def __init__(self) -> None:
         self._gained = False
@@ -50,4 +50,4 @@ class ZeroSum:
     def add(self, returns: Mapping[str, float]) -> None:
         largest = max((abs(gained) for gained in returns.values()), default=0.0)
         self._gained |= largest > 0.0
-        self._balanced &= abs(sum(returns.values())) <= _NOTHING * max(1.0, largest)
+        self._balanced &= abs(sum(returns.values())) <= _ZERO_TOLERANCE * max(1.0, largest)

@@ -1,4 +1,4 @@
-"""The environment-driven sampler: steps N environments with one batched forward a step and writes segments in place."""
+"""The sampler of vectorised environments: steps N environments with one batched forward pass per step and writes segments in place."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torch import Tensor
 from ludus.core import spaces
 from ludus.core.tree import Array, Tree, copy_into, leaves, map_tree
 from ludus.core.types import DEFAULT_MODEL, Bools, Floats, Ints, Segments, SegmentSpec
-from ludus.envs.vector_env import Environments, Outcome, Seen, too_large_for_float32
+from ludus.envs.vector_env import Environments, Observations, StepResult, too_large_for_float32
 from ludus.errors import EnvironmentFault, Interrupted
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import PolicySource
-from ludus.transport.base import Room
+from ludus.transport.base import SegmentWriter
 
-_FINAL_SHARE = 4  # room for final observations: one per row, or one in four steps, whichever is more
+_STEPS_PER_FINAL = 4  # space for final observations: one per row, or one per four steps, whichever is more
 
 
-class Shape(Protocol):
-    """What environments are like, whether they are here or elsewhere."""
+class EnvShape(Protocol):
+    """Number of rows, spaces and reset mode of environments, in this process or another."""
 
     num: int
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
-    resets_at_once: bool
+    same_step_autoreset: bool
 
     @property
     def masked(self) -> bool: ...
@@ -41,8 +41,8 @@ class Shape(Protocol):
     def results(self) -> tuple[str, ...]: ...
 
 
-def segment_spec(policy: Policy, environments: Shape, steps: int, model: str = DEFAULT_MODEL) -> SegmentSpec:
-    """The shape of what this sampler will write."""
+def segment_spec(policy: Policy, environments: EnvShape, steps: int, model: str = DEFAULT_MODEL) -> SegmentSpec:
+    """Return the spec of the segments that the sampler writes."""
     n = environments.num
     every = min(steps, policy.config.max_seq_len) if policy.recurrent else 0
     return SegmentSpec(
@@ -52,23 +52,23 @@ def segment_spec(policy: Policy, environments: Shape, steps: int, model: str = D
         mask_size=spaces.mask_size(environments.action_space) if environments.masked else 0,
         state=policy.state_spec(),
         state_every=every,
-        finals=max(n, steps * n // _FINAL_SHARE) if environments.resets_at_once else 0,
+        finals=max(n, steps * n // _STEPS_PER_FINAL) if environments.same_step_autoreset else 0,
         model=model,
         results=environments.results,
     )
 
 
 def action_spec(policy: Policy) -> Tree:
-    """Actions are kept as the policy chose them: continuous ones unscaled, in float32."""
+    """Actions are stored as the policy chose them: continuous ones unscaled, in float32."""
     return spaces.array_spec(policy.action_space, "action")
 
 
 @dataclass
-class _Rows:
-    """Per-step tensor views of a block, made once."""
+class _StepViews:
+    """Per-step tensor views of a block, created once per block."""
 
     observation: list[Tree]
-    shown: list[Tree]  # the same rows as arrays
+    arrays: list[Tree]  # the observation rows as NumPy arrays
     first: tuple[Tensor, ...]
     mask: tuple[Tensor, ...] | None
     action: Tree  # whole tensors, written at the end of a segment
@@ -76,10 +76,10 @@ class _Rows:
     value: Tensor
 
 
-def _rows(block: Segments) -> _Rows:
+def _step_views(block: Segments) -> _StepViews:
     if "rows" not in block.cache:
         steps = block.spec.steps
-        block.cache["rows"] = _Rows(
+        block.cache["rows"] = _StepViews(
             [map_tree(lambda x, t=t: torch.from_numpy(x[t]), block.observation) for t in range(steps + 1)],
             [map_tree(lambda x, t=t: x[t], block.observation) for t in range(steps + 1)],
             torch.from_numpy(block.first).unbind(0),
@@ -88,26 +88,26 @@ def _rows(block: Segments) -> _Rows:
             torch.from_numpy(block.log_prob),
             torch.from_numpy(block.value),
         )
-    rows: _Rows = block.cache["rows"]
+    rows: _StepViews = block.cache["rows"]
     return rows
 
 
 @dataclass
 class SamplerTimes:
-    """What a sampler has done and where its time went, in seconds since it began. Updated at every step."""
+    """Steps and time spent of a sampler, in seconds since it started. Updated at every step."""
 
     environment_s: float = 0.0
     policy_s: float = 0.0
     steps: int = 0
-    """Of all rows."""
+    """Over all rows."""
 
 
 @dataclass(frozen=True)
-class Clock:
-    """How far training has come, by the version of its weights: every update learns from as many steps as the others."""
+class VersionClock:
+    """Estimates the timestep at which a version was published: every update learns from the same number of steps."""
 
     first_version: int
-    """Of this part of the run, which began after `begun` timesteps."""
+    """First version of this part of the run, which started after `begun` timesteps."""
     begun: int
     per_version: int
 
@@ -115,46 +115,55 @@ class Clock:
         return self.begun + max(0, version - self.first_version) * self.per_version
 
 
-class Sampler:
-    """Fills one block per `step()`. Reproducible: all randomness comes from `seed`.
+@dataclass(frozen=True)
+class Interruption:
+    """How a sampler can be interrupted; an interrupted step discards what it has sampled."""
 
-    `beat` is called before every step of the environments. It may raise Interrupted: then the block is discarded.
-    """
+    beat: Callable[[], None] = lambda: None
+    """Called before every call of an environment; may raise Interrupted."""
+    interruptible: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Entered while environments are called; inside it, Interrupted may be raised at any point."""
+
+
+NOT_INTERRUPTED = Interruption()
+
+
+class Sampler:
+    """Fills one block per `step()`. Reproducible: all randomness comes from `seed`."""
 
     def __init__(
         self,
         environments: Environments,
         source: PolicySource,
-        memory: Room,
+        memory: SegmentWriter,
         seed: int,
         *,
         first_row: int = 0,
-        beat: Callable[[], None] = lambda: None,
         explore: bool = True,
         timesteps: Callable[[int], int] | None = None,
-        interruptible: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        interruption: Interruption = NOT_INTERRUPTED,
     ) -> None:
-        """Without `explore`: always the most probable action. `timesteps`: how far training had
-        come when a version was made, which the environments are told. `interruptible`: entered while environments are called;
-        inside, Interrupted may be raised at any point."""
-        self._explore, self._timesteps, self._interruptible = explore, timesteps, interruptible
-        self._envs, self._source, self._memory, self._beat = environments, source, memory, beat
+        """Without `explore` the most probable action is taken. `timesteps`: version → timestep at which it was published,
+        reported to the environments.
+        """
+        self._explore, self._timesteps, self._interruption = explore, timesteps, interruption
+        self._envs, self._source, self._memory = environments, source, memory
         self.times = SamplerTimes()
         self._generator = torch.Generator().manual_seed(seed)
         self._seed = seed
         self._origin = np.arange(first_row, first_row + environments.num)
-        self._seen: Seen | None = None
+        self._observations: Observations | None = None
         self._first = np.ones(environments.num, np.bool_)
-        self._over = np.zeros(environments.num, np.bool_)  # these rows only reset in the next step
+        self._over = np.zeros(environments.num, np.bool_)  # rows that only reset in the next step
         self._state: tuple[Tensor, ...] = ()
         self._tally = EpisodeTally(environments.num)
         self._choices = spaces.choices(environments.action_space)
         self._categories = spaces.categories(environments.observation_space)
-        self._made = 0  # steps of earlier segments
-        self._discarded = 0  # steps of a block that was interrupted
+        self._steps_before = 0  # steps of earlier segments
+        self._discarded = 0  # steps of interrupted blocks
 
     def step(self, timeout_s: float = 0.0) -> bool:
-        """Sample one block, or up to an interruption; False when the memory has no free one within that time."""
+        """Sample one block, or until an interruption; return False if the memory has no free block within `timeout_s`."""
         block = self._memory.reserve(timeout_s)
         if block is None:
             return False
@@ -163,12 +172,12 @@ class Sampler:
             self._envs.progress(self._timesteps(version))
         before = self.times.steps
         try:
-            with policy.acting(), self._interruptible():
+            with policy.acting(), self._interruption.interruptible():
                 self.fill(block, policy, version)
         except Interrupted:
             self._memory.abandon(block)
             self._discarded += self.times.steps - before
-            self._forget()
+            self._discard_episodes()
             return True
         except BaseException:
             self._memory.abandon(block)
@@ -177,11 +186,11 @@ class Sampler:
         return True
 
     def fill(self, block: Segments, policy: Policy, version: int) -> None:
-        """One segment of every row, with one policy throughout; inside `policy.acting()`."""
-        if self._seen is None:
-            self._begin(policy)
-        seen, rows, steps = self._seen, _rows(block), block.spec.steps
-        assert seen is not None
+        """Sample one segment of every row with one policy, inside `policy.acting()`."""
+        if self._observations is None:
+            self._reset_environments(policy)
+        observations, rows, steps = self._observations, _step_views(block), block.spec.steps
+        assert observations is not None
         noise: Sequence[Tensor | None] = [None] * steps
         if self._explore:
             noise = policy.distribution.noise((steps, self._envs.num), self._generator).unbind(0)
@@ -193,18 +202,18 @@ class Sampler:
         block.results.fill(0)
         clock, times, rows_num, last = time.perf_counter, self.times, self._envs.num, time.perf_counter()
         for t in range(steps):
-            self._beat()
-            self._show(block, t, seen)
-            self._keep_state(block, t)
+            self._interruption.beat()
+            self._store_observation(block, t, observations)
+            self._store_state(block, t)
             mask = rows.mask[t] if rows.mask is not None else None
             action, log_prob, value, self._state = policy.step(rows.observation[t], self._state, rows.first[t], mask, noise[t])
             actions.append(action)
             log_probs.append(log_prob)
             values.append(value)
-            played = policy.distribution.to_environment(map_tree(Tensor.numpy, action))
+            env_action = policy.distribution.to_environment(map_tree(Tensor.numpy, action))
             before = clock()
             times.policy_s += before - last
-            outcome = self._envs.step(played)
+            outcome = self._envs.step(env_action)
             last = clock()
             times.environment_s += last - before
             times.steps += rows_num
@@ -213,53 +222,53 @@ class Sampler:
                 lost.append((t, outcome.lost.copy()))
             if outcome.results is not None:
                 block.results += outcome.results
-            seen = outcome.seen
-        self._show(block, steps, seen)
+            observations = outcome.observations
+        self._store_observation(block, steps, observations)
         values.append(policy.value(rows.observation[steps], self._state, rows.first[steps]))
         _stack_into(rows.action, actions)
         torch.stack(log_probs, out=rows.log_prob)
         torch.stack(values, out=rows.value)
         block.version[:] = version
         block.origin[:] = self._origin
-        self._seen = seen
+        self._observations = observations
         self._check_rewards(block)
-        self._made += steps
+        self._steps_before += steps
         block.episode_return, block.episode_length = self._tally.take(block, lost)
         times.policy_s += clock() - last
 
-    def _begin(self, policy: Policy) -> None:
-        self._seen = self._envs.reset(self._seed)
+    def _reset_environments(self, policy: Policy) -> None:
+        self._observations = self._envs.reset(self._seed)
         self._state = policy.initial_state(self._envs.num)
 
-    def _forget(self) -> None:
-        """Environments are somewhere in the middle of a step: they would have to be reset."""
-        self._seen = None
+    def _discard_episodes(self) -> None:
+        """Environments were interrupted during a step and have to be reset."""
+        self._observations = None
         self._first, self._over = np.ones(self._envs.num, np.bool_), np.zeros(self._envs.num, np.bool_)
         self._tally = EpisodeTally(self._envs.num)
 
-    def _show(self, block: Segments, t: int, seen: Seen) -> None:
+    def _store_observation(self, block: Segments, t: int, observations: Observations) -> None:
         try:
-            copy_into(_rows(block).shown[t], seen.observation)
+            copy_into(_step_views(block).arrays[t], observations.observation)
         except (TypeError, ValueError) as error:
             raise EnvironmentFault(
-                f"{self._envs.name} returned an observation that does not fit its space at step {self._made + t}: {error}."
+                f"{self._envs.name} returned an observation that does not fit its space at step {self._steps_before + t}: {error}."
             ) from error
-        self._check_seen(_rows(block).shown[t], t, seen)
+        self._check_observation(_step_views(block).arrays[t], t, observations)
         block.first[t] = self._first
-        if seen.mask is not None:
-            np.copyto(block.action_mask[t], seen.mask)
+        if observations.mask is not None:
+            np.copyto(block.action_mask[t], observations.mask)
             if self._over.any():
-                self._open(block.action_mask[t])
+                self._allow_at_end(block.action_mask[t])
             self._check_choices(block.action_mask[t], t)
 
-    def _open(self, mask: Bools) -> None:
-        """Where an episode is over, what was allowed in the end is kept; but there may have been nothing left to do."""
+    def _allow_at_end(self, mask: Bools) -> None:
+        """At the end of an episode the last mask is kept, but it may forbid everything: then allow all options."""
         for part in self._choices:
             closed = self._over & ~mask[:, part].any(axis=1)
             mask[closed, part] = True
 
-    def _check_seen(self, observation: Tree, t: int, seen: Seen) -> None:
-        """Nothing that is not a finite number, or not of its category, may reach a network. `seen`: what it was copied from."""
+    def _check_observation(self, observation: Tree, t: int, observations: Observations) -> None:
+        """Reject non-finite numbers and invalid categories. `observations`: the source of `observation`."""
         for path, leaf in leaves(observation):
             if leaf.dtype.kind == "f":
                 bad = None if np.isfinite(leaf).all() else ~np.isfinite(leaf)
@@ -271,9 +280,9 @@ class Sampler:
             if bad is not None and bad.any():
                 row, *rest = np.argwhere(bad)[0].tolist()
                 key = f" {path!r}" if path else ""
-                where = f"in its observation{key}{f' (index {rest})' if rest else ''} at step {self._made + t}"
+                where = f"in its observation{key}{f' (index {rest})' if rest else ''} at step {self._steps_before + t}"
                 value = leaf[(row, *rest)]
-                if np.isinf(value) and too_large_for_float32(given := seen.returned(row, path, rest)):
+                if np.isinf(value) and too_large_for_float32(given := observations.raw_value(row, path, rest)):
                     raise EnvironmentFault(
                         f"Environment {row} of {self._envs.name} returned {given} {where}, which is too large for float32.",
                         "Scale it, or take its logarithm.",
@@ -283,12 +292,12 @@ class Sampler:
     def _check_rewards(self, block: Segments) -> None:
         if not np.isfinite(block.reward).all():
             t, row = np.argwhere(~np.isfinite(block.reward))[0].tolist()
-            self._refuse_reward(row, block.reward[t, row], t)
+            self._raise_for_reward(row, block.reward[t, row], t)
 
-    def _refuse_reward(self, row: int, reward: float, t: int) -> NoReturn:
+    def _raise_for_reward(self, row: int, reward: float, t: int) -> NoReturn:
         why = ", which is too large for float32" if too_large_for_float32(reward) else ""
         raise EnvironmentFault(
-            f"Environment {row} of {self._envs.name} returned the reward {reward} at step {self._made + t}{why}."
+            f"Environment {row} of {self._envs.name} returned the reward {reward} at step {self._steps_before + t}{why}."
         )
 
     def _check_choices(self, mask: Bools, t: int) -> None:
@@ -297,47 +306,47 @@ class Sampler:
             if not possible.all():
                 raise EnvironmentFault(
                     f"Environment {int(np.argmin(possible))} of {self._envs.name} forbids every action in its action_mask "
-                    f"(options {part.start} to {part.stop - 1}) at step {self._made + t}.",
+                    f"(options {part.start} to {part.stop - 1}) at step {self._steps_before + t}.",
                     "Leave at least one option of every choice allowed.",
                 )
 
-    def _keep_state(self, block: Segments, t: int) -> None:
+    def _store_state(self, block: Segments, t: int) -> None:
         every = block.spec.state_every
         if every and t % every == 0:
             for kept, now in zip(block.state, self._state, strict=True):
                 kept[t // every] = now.numpy()
 
-    def _record(self, block: Segments, t: int, outcome: Outcome, policy: Policy) -> None:
+    def _record(self, block: Segments, t: int, outcome: StepResult, policy: Policy) -> None:
         try:
-            with np.errstate(over="raise"):  # float64, as vector environments have it
+            with np.errstate(over="raise"):  # vector environments return float64
                 block.reward[t] = outcome.reward
         except FloatingPointError:
             row = int(np.argmax([too_large_for_float32(reward) for reward in outcome.reward]))
-            self._refuse_reward(row, outcome.reward[row], t)
+            self._raise_for_reward(row, outcome.reward[row], t)
         block.terminated[t] = outcome.terminated
         block.truncated[t] = outcome.truncated
         np.logical_not(self._over, out=block.valid[t])
         done = outcome.terminated | outcome.truncated
-        if outcome.lost is not None:  # what these rows did has no outcome: the step before bootstraps from what it led to
+        if outcome.lost is not None:  # the outcome is unknown; the step before bootstraps
             block.valid[t] &= ~outcome.lost
-        if self._envs.resets_at_once:
+        if self._envs.same_step_autoreset:
             self._first = done
-            self._keep_finals(block, t, outcome, policy)
+            self._store_finals(block, t, outcome, policy)
         else:
             self._first = self._over
             self._over = done
         if outcome.lost is not None:
             self._first = self._first | outcome.lost
 
-    def _keep_finals(self, block: Segments, t: int, outcome: Outcome, policy: Policy) -> None:
-        """Same-step autoreset: keep the final observation of truncated episodes, with its value."""
+    def _store_finals(self, block: Segments, t: int, outcome: StepResult, policy: Policy) -> None:
+        """Same-step autoreset: store the final observation of truncated episodes, with its value."""
         if outcome.final_rows is None or not outcome.final_rows.size:
             return
         cut = np.flatnonzero(outcome.truncated[outcome.final_rows] & ~outcome.terminated[outcome.final_rows])
-        room = block.spec.finals - block.finals
-        for row in outcome.final_rows[cut[room:]]:  # no room to bootstrap: the step is left out rather than learned wrongly
+        space = block.spec.finals - block.finals
+        for row in outcome.final_rows[cut[space:]]:  # no space to bootstrap from: leave the step out
             block.valid[t, row] = False
-        cut = cut[:room]
+        cut = cut[:space]
         if not cut.size:
             return
         rows, at = outcome.final_rows[cut], slice(block.finals, block.finals + cut.size)
@@ -349,7 +358,7 @@ class Sampler:
         block.finals += cut.size
 
     def state(self) -> dict[str, Array]:
-        """What a resumed run needs of the sampler; environments restart."""
+        """State for a resumed run; environments restart."""
         return {"generator": self._generator.get_state().numpy()}
 
     def metrics(self) -> dict[str, float]:
@@ -374,22 +383,22 @@ def _stack_into(target: Tree, items: list[Tree]) -> None:
 
 
 class EpisodeTally:
-    """Returns and lengths of finished episodes, for whole blocks at once; open episodes carry over to the next block."""
+    """Returns and lengths of finished episodes of whole blocks; open episodes carry over to the next block."""
 
     def __init__(self, rows: int) -> None:
         self._return = np.zeros(rows, np.float64)
         self._length = np.zeros(rows, np.int64)
 
     def take(self, block: Segments, lost: list[tuple[int, Bools]] | None = None) -> tuple[Floats, Ints]:
-        """Of the episodes that ended in this block; those that were lost at a step are forgotten."""
+        """Return those of the episodes that ended in this block; episodes lost at a step are dropped."""
         done = block.terminated | block.truncated
-        gone = np.zeros_like(done)
+        dropped = np.zeros_like(done)
         for at, rows in lost or ():
-            gone[at] = rows
-        done |= gone
-        made = block.valid | (done & ~gone)  # a last step may have been left out of learning; it was made all the same
-        rewards = np.cumsum(np.where(made, block.reward, 0.0), axis=0, dtype=np.float64) + self._return
-        lengths = np.cumsum(made, axis=0) + self._length
+            dropped[at] = rows
+        done |= dropped
+        counted = block.valid | (done & ~dropped)  # a last step that is left out of learning still counts
+        rewards = np.cumsum(np.where(counted, block.reward, 0.0), axis=0, dtype=np.float64) + self._return
+        lengths = np.cumsum(counted, axis=0) + self._length
         row, t = np.nonzero(done.T)  # ordered by row, then by time
         returns_at, lengths_at = rewards[t, row], lengths[t, row]
         same = np.zeros(len(row), np.bool_)
@@ -403,5 +412,5 @@ class EpisodeTally:
         self._return[row[last]] -= returns_at[last]
         self._length[row[last]] -= lengths_at[last]
         order = np.argsort(t, kind="stable")
-        order = order[~gone[t, row][order]]
+        order = order[~dropped[t, row][order]]
         return returns[order].astype(np.float32), counts[order]

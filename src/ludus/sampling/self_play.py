@@ -1,8 +1,7 @@
-"""Playing against one's own past: versions that this process has seen, a few of them, play the rows that are not learned from.
+"""Self-play against past versions: some of the versions seen by this process play the rows that are not learned from.
 
-No version is fetched for it: whoever samples is handed every version anyway, and keeps some. Whoever begins later also takes those that the
-run has kept with its checkpoints, where it can reach them. So a version that is deleted meanwhile, or a pool that is empty, does not
-matter here.
+No version is fetched for this: the sampler receives every version anyway and keeps some. A sampler that starts later also uses the
+versions stored with the run's checkpoints, if it can read them. A deleted version or an empty store is not an error.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ludus.config.schema import SelfPlayConfig
 from ludus.core import spaces
 from ludus.core.tree import Array, Tree, copy_into, map_tree
 from ludus.core.types import DEFAULT_MODEL, Bools
-from ludus.envs.opponents.opponent_rows import Opposed
+from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.vector_env import Environments
 from ludus.errors import LudusError
 from ludus.models.centralized_critic import OWN, CentralNetwork, actor_of
@@ -29,16 +28,16 @@ from ludus.storage.local import LocalStore
 log = logging.getLogger(__name__)
 
 
-class History:
-    """Weights of some versions, the newest ones."""
+class PolicyHistory:
+    """Weights of the newest kept versions."""
 
     def __init__(self, settings: SelfPlayConfig) -> None:
         self._settings = settings
         self._kept: dict[int, Weights] = {}
         self._stored: dict[int, Path] = {}
-        """Versions of before, by the run that has them."""
+        """Version → directory of the run that stores it."""
 
-    def note(self, policy: Policy, version: int) -> None:
+    def add(self, policy: Policy, version: int) -> None:
         if self._kept and version < max(self._kept) + self._settings.every:
             return
         self._kept[version] = policy.weights()
@@ -46,20 +45,20 @@ class History:
             self._kept.pop(old, None)
             self._stored.pop(old, None)
 
-    def recall(self, run: Path, below: int) -> None:
-        """What the run has kept of versions before that one, as far apart as those that are noted. They are read when they play.
+    def load_from_run(self, run: Path, below: int) -> None:
+        """Register the versions below `below` that the run has stored, spaced like those of `add`. They are read when drawn.
 
-        Wherever its directory cannot be read, as on another machine, nothing is recalled.
+        If the directory cannot be read, as on another machine, none are registered.
         """
         try:
-            there = [int(path.stem) for path in (run / "models" / DEFAULT_MODEL).glob("*.safetensors") if path.stem.isdecimal()]
+            stored = [int(path.stem) for path in (run / "models" / DEFAULT_MODEL).glob("*.safetensors") if path.stem.isdecimal()]
         except OSError as error:
-            log.warning("no earlier versions are recalled: %s", error)
+            log.warning("earlier versions are not available as opponents: %s", error)
             return
-        if not there and below > self._settings.every and not run.is_dir():
-            log.warning("no earlier versions are recalled: %s is not on this machine", run)
+        if not stored and below > self._settings.every and not run.is_dir():
+            log.warning("earlier versions are not available as opponents: %s is not on this machine", run)
         newest = below
-        for version in sorted(there, reverse=True):
+        for version in sorted(stored, reverse=True):
             if version <= newest - self._settings.every and len(self._stored) < self._settings.keep:
                 self._stored[version], newest = run, version
 
@@ -70,24 +69,24 @@ class History:
                 return version, self._kept[version]
             try:
                 return version, stored_weights(LocalStore(self._stored[version]), DEFAULT_MODEL, version)
-            except (OSError, LudusError) as error:  # deleted meanwhile, say
-                log.warning("version %d does not play again: %s", version, error)
+            except (OSError, LudusError) as error:  # for example deleted in the meantime
+                log.warning("version %d is no longer used as an opponent: %s", version, error)
                 del self._stored[version]
 
 
 class PastPlayer:
-    """Plays with one kept version for a while, then with another."""
+    """Plays with one kept version for `period` steps, then with another."""
 
-    def __init__(self, policy: Policy, history: History, settings: SelfPlayConfig, seed: int) -> None:
+    def __init__(self, policy: Policy, history: PolicyHistory, settings: SelfPlayConfig, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
-            self._whole = policy_from(policy.description())
-        self._policy = actor_of(self._whole)
-        self._central = isinstance(self._whole.network, CentralNetwork)
+            self._full_policy = policy_from(policy.description())
+        self._policy = actor_of(self._full_policy)
+        self._central = isinstance(self._full_policy.network, CentralNetwork)
         self._history, self._period = history, settings.period
-        self._random = np.random.default_rng([seed, 1])  # of its own: whoever samples beside it begins with `seed`
+        self._random = np.random.default_rng([seed, 1])  # separate from the sampler, which uses `seed`
         self._generator = torch.Generator().manual_seed(int(self._random.integers(1 << 31)))
         self._spec = spaces.array_spec(self._policy.observation_space)
-        self._seen: Tree = None
+        self._observation: Tree = None
         self._initial: tuple[Array, ...] = ()
         self._state: tuple[Array, ...] = ()
         self._steps = 0
@@ -97,50 +96,50 @@ class PastPlayer:
         rows = len(first)
         if self._steps % self._period == 0:
             self.version, weights = self._history.draw(self._random)
-            self._whole.load_weights(weights)
+            self._full_policy.load_weights(weights)
             self._initial = tuple(part.numpy() for part in self._policy.initial_state(rows))
-            self._state = self._initial  # what another has kept in mind means nothing to it
+            self._state = self._initial  # the state of another version is meaningless
         self._steps += 1
-        if self._seen is None:
-            self._seen = map_tree(lambda spec: spec.zeros(rows), self._spec)
-        copy_into(self._seen, observation[OWN] if self._central else observation)
+        if self._observation is None:
+            self._observation = map_tree(lambda spec: spec.zeros(rows), self._spec)
+        copy_into(self._observation, observation[OWN] if self._central else observation)
         if self._policy.recurrent:
-            both = zip(self._initial, self._state, strict=True)
-            self._state = tuple(np.where(_beside(first, now), begin, now) for begin, now in both)
-        acted = self._policy.act(self._seen, self._state, mask, self._policy.draw_noise(rows, self._generator))
+            pairs = zip(self._initial, self._state, strict=True)
+            self._state = tuple(np.where(_broadcast_rows(first, now), begin, now) for begin, now in pairs)
+        acted = self._policy.act(self._observation, self._state, mask, self._policy.draw_noise(rows, self._generator))
         self._state = acted.state
         return acted.action
 
 
-def _beside(first: Bools, part: Array) -> Bools:
+def _broadcast_rows(first: Bools, part: Array) -> Bools:
     return first.reshape(-1, *(1 for _ in part.shape[1:]))
 
 
-class Watched:
-    """A source of policies that lets a history see every version."""
+class RecordedSource:
+    """A policy source that adds every version to a history."""
 
-    def __init__(self, source: PolicySource, history: History) -> None:
+    def __init__(self, source: PolicySource, history: PolicyHistory) -> None:
         self._source, self._history = source, history
 
     def newest(self) -> tuple[Policy, int]:
         policy, version = self._source.newest()
-        self._history.note(policy, version)
+        self._history.add(policy, version)
         return policy, version
 
 
-def with_past(
+def with_past_opponents(
     environments: Environments, source: PolicySource, settings: SelfPlayConfig, seed: int, run: Path | None = None
 ) -> PolicySource:
-    """The source that a sampler of these environments takes: if they have opponents from the past, those are found from now on.
+    """Return the policy source for a sampler; if the environments have opponent rows, past versions play them from now on.
 
-    `run`: the directory of the run, where it may have kept some.
+    `run`: directory of the run, which may have stored versions.
     """
-    if not isinstance(environments, Opposed):
+    if not isinstance(environments, OpponentRows):
         return source
-    history = History(settings)
-    watched = Watched(source, history)
-    policy, version = watched.newest()
+    history = PolicyHistory(settings)
+    recorded = RecordedSource(source, history)
+    policy, version = recorded.newest()
     if run is not None:
-        history.recall(run, version)
+        history.load_from_run(run, version)
     environments.player = PastPlayer(policy, history, settings, seed)
-    return watched
+    return recorded

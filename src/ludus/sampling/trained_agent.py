@@ -1,4 +1,4 @@
-"""A trained agent: a policy that chooses actions, outside any session. What `ludus.load` returns and what plays evaluations."""
+"""A trained agent: a policy that chooses actions outside a session. Returned by `ludus.load` and used in evaluations."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class TrainedAgent:
         deterministic: bool = True,
         episode_start: Any = None,
     ) -> tuple[Any, State]:
-        """An action as the environment takes it, and the state for the next call; of a batch, an action for every row.
+        """Return an action as the environment takes it, and the state for the next call; for a batch, one action per row.
 
-        Arrays with one dimension more than the observation space are a batch. `mask`: allowed actions, of a batch one row for each;
-        the entry `action_mask` of an observation counts without it. `episode_start`: whether (of a batch: in which rows) a new
-        episode begins, so that a recurrent model starts anew. Raises UsageError when something does not fit.
+        Arrays with one dimension more than the observation space are a batch. `mask`: allowed actions, for a batch one row each; by default
+        the entry `action_mask` of the observation. `episode_start`: whether (for a batch: in which rows) a new episode starts, so that a
+        recurrent model resets its state. Raises UsageError if something does not fit.
         """
         if isinstance(observation, dict) and ACTION_MASK in observation:
             mask = observation[ACTION_MASK] if mask is None else mask
@@ -70,16 +70,16 @@ class TrainedAgent:
         flat = None if mask is None else self._mask(mask, rows)
         with torch.inference_mode():
             noise = None if deterministic else self.policy.distribution.noise((n,), self._generator)
-            before = self.policy.initial_state(n) if state is None else self._checked(state, n)
+            before = self.policy.initial_state(n) if state is None else self._check_state(state, n)
             action, _, _, after = self.policy.step(seen, before, _first(episode_start, n), flat, noise)
         chosen = self.policy.distribution.to_environment(map_tree(Tensor.numpy, action))
-        return (map_tree(_unbatch, chosen) if rows is None else chosen), after
+        return (map_tree(_first_row, chosen) if rows is None else chosen), after
 
-    def _checked(self, state: State, rows: int) -> State:
+    def _check_state(self, state: State, rows: int) -> State:
         if state and state[0].shape[0] != rows:
             raise UsageError(
-                f"The state is of {state[0].shape[0]} rows, the observation has {rows}.",
-                "Begin with state=None for another batch.",
+                f"The state has {state[0].shape[0]} rows, the observation has {rows}.",
+                "Start with state=None for another batch.",
             )
         return state
 
@@ -105,7 +105,7 @@ class TrainedAgent:
 
 
 class _BatchFit(spaces.Fit):
-    """The same for arrays with a row for each of several environments."""
+    """The same for arrays with one row per environment."""
 
     def __init__(self, space: gym.Space[Any], rows: int) -> None:
         super().__init__(space)
@@ -115,7 +115,7 @@ class _BatchFit(spaces.Fit):
 
 
 def _rows(spec: Tree, observation: Any) -> int | None:
-    """How many observations these are, when every part has one dimension more than the space; None: it is a single one."""
+    """Return the number of observations if every part has one dimension more than the space; None for a single one."""
     if isinstance(spec, dict):
         same = isinstance(observation, Mapping) and observation.keys() == spec.keys()
         parts = [(spec[key], observation[key]) for key in spec] if same else []
@@ -123,12 +123,12 @@ def _rows(spec: Tree, observation: Any) -> int | None:
         same = isinstance(observation, (list, tuple)) and len(observation) == len(spec)
         parts = list(zip(spec, observation, strict=True)) if same else []
     else:
-        return _leading(spec, observation)
-    found = {_rows(*part) for part in parts}
-    return found.pop() if len(found) == 1 else None
+        return _leading_dimension(spec, observation)
+    counts = {_rows(*part) for part in parts}
+    return counts.pop() if len(counts) == 1 else None
 
 
-def _leading(spec: spaces.ArraySpec, value: Any) -> int | None:
+def _leading_dimension(spec: spaces.ArraySpec, value: Any) -> int | None:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return None
     shape = value.shape if isinstance(value, (np.ndarray, np.generic)) else _shape_of(value)
@@ -138,7 +138,7 @@ def _leading(spec: spaces.ArraySpec, value: Any) -> int | None:
 def _shape_of(value: Any) -> tuple[int, ...]:
     try:
         return np.asarray(value).shape
-    except ValueError:  # lists of different lengths; the reader reports what is wrong with them
+    except ValueError:  # lists of different lengths; reported later
         return ()
 
 
@@ -151,6 +151,6 @@ def _first(episode_start: Any, rows: int) -> Tensor | None:
     return torch.from_numpy(np.broadcast_to(flags, (rows,)).copy())
 
 
-def _unbatch(x: Any) -> Any:
+def _first_row(x: Any) -> Any:
     item = np.asarray(x)[0]
     return item.item() if item.ndim == 0 and item.dtype.kind in "iu" else item

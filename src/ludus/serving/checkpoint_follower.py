@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from ludus.config import schema as configs
 from ludus.core.tree import Tree
 from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, NotFound, StoreError, UsageError
-from ludus.experiments.assembly import http_training
-from ludus.experiments.assembly.http_training import GameSeats
+from ludus.experiments.assembly.http_training import gateway_settings
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
 from ludus.experiments.runs.run_dir import find_runs
+from ludus.experiments.validation.game_seats import GameSeats, seats_of, single_model_seats
 from ludus.gateway.http_connection import HttpLimits
 from ludus.gateway.sessions import SessionLimits
 from ludus.models import centralized_critic
@@ -114,7 +114,7 @@ class Source:
         if config["env"] != configs.EXTERNAL:
             return HttpLimits(), SessionLimits()
         outside = configs.external_config(config["config"]["env_config"])
-        settings = http_training.settings_of(outside.model_copy(update={"token_file": None}), http_training.seats_of(outside))
+        settings = gateway_settings(outside.model_copy(update={"token_file": None}), seats_of(outside))
         return settings.http, settings.sessions
 
     def _newest(self) -> checkpoint.Checkpoint:
@@ -152,10 +152,10 @@ def _seats(found: checkpoint.Checkpoint) -> GameSeats:
             raise Damaged(f"Checkpoint {found.name} does not say which model plays which agent.")
         return GameSeats(spaces, mapping)
     if config["env"] == configs.EXTERNAL:
-        return http_training.seats_of(configs.external_config(config["config"]["env_config"]))
+        return seats_of(configs.external_config(config["config"]["env_config"]))
     (name,) = found.weights
     policy = found.policy(name)
-    return GameSeats({name: (policy.observation_space, policy.action_space)}, http_training.only_model_seats(config, name))
+    return GameSeats({name: (policy.observation_space, policy.action_space)}, single_model_seats(config, name))
 
 
 # -- what is offered, now and later ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 
 from ludus.errors import Damaged, IncompatibleCheckpoint
 from ludus.models.export.parity import random_observations
-from ludus.models.inference.batched_policy import Acts
+from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 
@@ -90,7 +90,7 @@ def _check_spaces(release: Release, serving: Release) -> None:
                 )
 
 
-def _try(name: str, policy: Acts) -> None:
+def _try(name: str, policy: ActingPolicy) -> None:
     state = tuple(np.stack([spec.zeros()] * _TRIED) for spec in policy.state_spec()) if policy.recurrent else ()
     observations = random_observations(policy.observation_space, _TRIED, np.random.default_rng(0))
     for _ in range(2):  # the second time from a state that it has made itself
@@ -101,7 +101,7 @@ def _try(name: str, policy: Acts) -> None:
                 raise Damaged(f"{name!r} answers with {what} that are not numbers.")
 
 
-def warm(player: Acts) -> None:
+def warm(player: ActingPolicy) -> None:
     """Batches of the usual sizes, so that no game waits for what a runtime sets up when it first sees one."""
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
     for rows in _WARM:
@@ -141,7 +141,7 @@ class Loaded:
 
     version: int
     seats: Mapping[str, str]
-    players: Mapping[str, Acts]
+    players: Mapping[str, ActingPolicy]
     versions: Mapping[str, int]
     descriptions: Mapping[str, bytes]
 
@@ -151,7 +151,7 @@ def read(directory: Path, *, values: bool = True) -> Loaded:
     which is quicker. Raises Damaged, IncompatibleCheckpoint, NotFound or OSError.
     """
     facts = json.loads((directory / "release.json").read_text(encoding="utf-8"))
-    players: dict[str, Acts] = {}
+    players: dict[str, ActingPolicy] = {}
     versions, descriptions = {}, {}
     for number, model in enumerate(facts["models"]):
         name, description = model["name"], (directory / f"{number}.json").read_bytes()
@@ -161,7 +161,7 @@ def read(directory: Path, *, values: bool = True) -> Loaded:
     return Loaded(facts["version"], facts["seats"], players, versions, descriptions)
 
 
-def _player(directory: Path, number: int, description: bytes, name: str, values: bool) -> Acts:
+def _player(directory: Path, number: int, description: bytes, name: str, values: bool) -> ActingPolicy:
     exported = directory / f"{number}.onnx"
     if exported.exists():
         from ludus.models.inference.onnx_policy import OnnxPolicy

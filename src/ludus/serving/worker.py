@@ -27,9 +27,9 @@ from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.http_connection import Page, Replied
 from ludus.gateway.latency_histogram import Meter
 from ludus.gateway.server import Gateway, Watched
-from ludus.models.inference.batched_policy import Acts, Deciding
+from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy
 from ludus.protocol import spec as protocol
-from ludus.sampling.segment_recorder import played_spec
+from ludus.sampling.segment_recorder import acting_policy_spec
 from ludus.serving import log_format, prometheus, release, routing_table
 from ludus.serving.access_log import AccessLog
 from ludus.serving.routing_table import Lineup
@@ -74,10 +74,10 @@ class ServiceSettings:
 class Fixed:
     """A policy that does not change any more."""
 
-    policy: Acts
+    policy: ActingPolicy
     version: int
 
-    def newest(self) -> tuple[Acts, int]:
+    def newest(self) -> tuple[ActingPolicy, int]:
         return self.policy, self.version
 
 
@@ -88,7 +88,7 @@ class Live:
         self.agent, self.version, self._loaded = agent, loaded.version, loaded
         self.meter = Meter()
         self.deciding = {
-            name: Deciding(Fixed(player, loaded.versions[name]), max_batch_size=settings.max_batch_size, deterministic=True)
+            name: BatchedPolicy(Fixed(player, loaded.versions[name]), max_batch_size=settings.max_batch_size, deterministic=True)
             for name, player in loaded.players.items()
         }
         self.seats = {seat: Seat(self.deciding[name]) for seat, name in loaded.seats.items()}
@@ -104,7 +104,7 @@ class Live:
             room = self.rooms.get(name)
             if room is None:
                 longest = json.loads(self._loaded.descriptions[name])["network"]["max_seq_len"]
-                spec = played_spec(self._loaded.players[name], self._recording.steps, longest, name)
+                spec = acting_policy_spec(self._loaded.players[name], self._recording.steps, longest, name)
                 room = self.rooms[name] = RecordedRoom(spec, self._directory(), self._recording.limit_bytes)
             seats[seat] = Seat(self.deciding[name], room.at(temperature), first_origin=int.from_bytes(os.urandom(6), "little"))
         return seats

@@ -47,7 +47,7 @@ from ludus.games.arena.engine.recording import Recorder, Recording, write_record
 from ludus.games.arena.engine.settings import MAX_SIZE, SECONDS, rows_of, size_of
 from ludus.games.arena.engine.vector import Arena
 from ludus.games.arena.env.seats import Options, Seats, action_space, observation_space
-from ludus.models.inference.batched_policy import Acts
+from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
 from ludus.tournament.contestants import RULE, Contestant, Script, Trained
 from ludus.tournament.result import Hero, Played, lopsided, who_of
@@ -124,12 +124,12 @@ def check(one: Contestant, size: int) -> None:
         raise IncompatibleCheckpoint(f"{one.label} does not play the Arena {size}v{size}: {wrong}.", _instead(one.policy, size))
 
 
-def plays_it(policy: Acts) -> bool:
+def plays_it(policy: ActingPolicy) -> bool:
     """Whether a policy fits the Arena, in whatever size."""
     return not all(misfit(policy, size) for size in range(1, MAX_SIZE + 1))
 
 
-def misfit(policy: Acts, size: int) -> str:
+def misfit(policy: ActingPolicy, size: int) -> str:
     """What is other in a match of that size than in the training of a policy; empty: nothing."""
     seen, _ = spaces.split_mask(observation_space(size))
     for what, mine, there in (("observes", policy.observation_space, seen), ("acts in", policy.action_space, action_space(size))):
@@ -138,7 +138,7 @@ def misfit(policy: Acts, size: int) -> str:
     return ""
 
 
-def _instead(policy: Acts, size: int) -> str:
+def _instead(policy: ActingPolicy, size: int) -> str:
     others = [other for other in range(1, MAX_SIZE + 1) if other != size and not misfit(policy, other)]
     return f"It plays --mode {others[0]}v{others[0]}." if others else "Other games are played with --env, or --server and --game."
 
@@ -162,7 +162,7 @@ def _short(space: gym.Space[Any]) -> str:
 class _Player:
     """A policy in its seats: a recurrent state for each, and noise for each match."""
 
-    def __init__(self, policy: Acts, rows: Array, size: int, matches: int, deterministic: bool) -> None:
+    def __init__(self, policy: ActingPolicy, rows: Array, size: int, matches: int, deterministic: bool) -> None:
         """`rows`: [M, size] of the seats that are its own."""
         self.policy, self.rows = policy, rows
         self._size, self._draws = size, not deterministic

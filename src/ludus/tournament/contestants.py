@@ -20,13 +20,13 @@ from ludus.core import trust
 from ludus.core.plugins import did_you_mean
 from ludus.core.types import DEFAULT_MODEL
 from ludus.errors import IncompatibleCheckpoint, NotFound, UsageError
-from ludus.experiments.assembly import http_training
 from ludus.experiments.model_choice import agents_of
 from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
+from ludus.experiments.validation.game_seats import seats_of, single_model_seats
 from ludus.models.centralized_critic import actor_of
-from ludus.models.inference.batched_policy import Acts
+from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.weights import version_store
 from ludus.sampling.trained_agent import TrainedAgent
@@ -75,12 +75,12 @@ class Trained:
     """A policy of ours, ready to act, and the experiment that it comes from as far as that is known."""
 
     label: str
-    policy: Acts
+    policy: ActingPolicy
     version: int = 0
     where: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """`config:` of its run."""
-    seats: Mapping[str, Acts] = field(default_factory=dict)
+    seats: Mapping[str, ActingPolicy] = field(default_factory=dict)
     """By the names that games of its training call them; one without a name if it was trained in environments."""
     env: str = ""
     several: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ def _of_version(run: Path, number: int, model: str | None) -> Trained:
                     f"{shown(run)} has kept version {number} of {name!r}, and no checkpoint with all of its models.",
                     "Choose one: --model-a, --model-b.",
                 )
-            seats = dict.fromkeys(http_training.only_model_seats(experiment, name), policy)
+            seats = dict.fromkeys(single_model_seats(experiment, name), policy)
             return Trained(f"{run.name}@{number}", policy, number, where, experiment["config"], seats, experiment["env"])
     if not there and not is_remote(run) and not run.is_dir():
         raise NotFound(f"There is no run at {run}.", "`ludus runs list` shows what there is.")
@@ -232,8 +232,8 @@ def _seats(found: checkpoint.Checkpoint, chosen: str, *, asked: bool) -> Mapping
     """Seat → model, as its games were told in training. `asked`: somebody wants this model and no other."""
     config = found.state["config"]
     if config["env"] == configs.EXTERNAL:
-        return http_training.seats_of(configs.external_config(config["config"]["env_config"])).seats
+        return seats_of(configs.external_config(config["config"]["env_config"])).seats
     mapping = agents_of(config["config"])
     if not mapping:
-        return http_training.only_model_seats(config, chosen)
+        return single_model_seats(config, chosen)
     return dict.fromkeys(mapping, chosen) if asked else mapping

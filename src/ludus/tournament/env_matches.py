@@ -25,16 +25,16 @@ import torch
 
 from ludus.core import spaces
 from ludus.core.tree import Tree, leaves
-from ludus.envs.pettingzoo import AgentSpaces, Match, Moved, make_match
+from ludus.envs.pettingzoo import AgentSpaces, MatchStep, MultiAgentMatch, make_match
 from ludus.envs.video_writer import FrameProgress, VideoWriter
-from ludus.envs.wrappers import Named
+from ludus.envs.wrappers import WrapperList
 from ludus.errors import EnvironmentFault, UsageError
 from ludus.experiments.evaluation.rollout_file import Ledger, Part, StepLog
 from ludus.experiments.evaluation.video import check_rgb, frame_rate
 from ludus.experiments.model_choice import agents_of
 from ludus.io.atomic_file import path_for_replace
-from ludus.sampling.episode_runner import longest_episode
-from ludus.sampling.multi_agent import Copies, Step, step_of
+from ludus.sampling.episode_runner import episode_step_limit
+from ludus.sampling.multi_agent import EnvCopies, Step, step_of
 from ludus.tournament.contestants import Contestant, Trained
 from ludus.tournament.players import Asked, Lost, Mind, mind_of
 from ludus.tournament.result import SIDES, WHO, Hero, Played, Who, who_of, why
@@ -61,9 +61,9 @@ class World:
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    wrappers: Named = ()
+    wrappers: WrapperList = ()
 
-    def make(self, render_mode: str | None = None) -> Match:
+    def make(self, render_mode: str | None = None) -> MultiAgentMatch:
         return make_match(self.name, self.config, render_mode, self.wrappers)
 
     def check_pictures(self) -> None:
@@ -92,13 +92,13 @@ def world_of(pair: Sequence[Contestant], name: str | None, options: Mapping[str,
     return World(chosen, {**config, **options}, wrappers), notes
 
 
-def _made_with(one: Trained | None) -> tuple[dict[str, Any], Named]:
+def _made_with(one: Trained | None) -> tuple[dict[str, Any], WrapperList]:
     """env_config and wrappers of its training."""
     settings: Mapping[str, Any] = {} if one is None else one.settings
     return dict(settings.get("env_config") or {}), settings.get("wrappers") or ()
 
 
-def _closed(match: Match) -> None:
+def _closed(match: MultiAgentMatch) -> None:
     with contextlib.suppress(Exception):  # one that is broken may not even close
         match.close()
 
@@ -151,7 +151,7 @@ class _Course:
         return self._hash.digest()
 
 
-def _seen(moved: Moved) -> dict[str, Tree]:
+def _seen(moved: MatchStep) -> dict[str, Tree]:
     return {turn.agent: turn.observation for turn in moved.turns}
 
 
@@ -213,7 +213,7 @@ class _Table:
     def __init__(self, number: int) -> None:
         self.number = number
         self.pairing: Pairing | None = None
-        self.moved = Moved(over=True)
+        self.moved = MatchStep(over=True)
         self.earned: dict[str, float] = {}
         self.decisions: dict[str, int] = {}
         self.actions: list[Mapping[str, Any]] = []
@@ -235,7 +235,7 @@ class _Table:
             self.written = aside / str(pairing.number)
             self.ledger = Ledger(self.paper.enter_context(Part(self.written, save_info=False)), pairing.number, agents)
 
-    def note(self, actions: Mapping[str, Any], moved: Moved) -> None:
+    def note(self, actions: Mapping[str, Any], moved: MatchStep) -> None:
         step = step_of(self.steps, _seen(self.moved), actions, moved)
         self.course.follow(step)
         for agent, reward in step.rewards.items():
@@ -243,7 +243,7 @@ class _Table:
         for agent in actions:
             self.decisions[agent] += 1
         self.acted.update(actions)
-        for left in moved.leaving:
+        for left in moved.departures:
             self.given += left.agent not in self.acted and left.reward != 0
             self.acted.discard(left.agent)
         if self.ledger is not None:
@@ -275,12 +275,12 @@ class MatchStage:
         """`aside`: where steps of the matches are written; None: nowhere. Raises UsageError, IncompatibleCheckpoint, Unreachable."""
         _refuse(terms)
         self._world, self._aside = world, aside
-        self._limit = longest_episode(world.name)
+        self._limit = episode_step_limit(world.name)
         self.notes: list[str] = []
         self._stack = contextlib.ExitStack()
         self._queue = schedule(terms, 0)
         try:
-            self._copies = Copies(world.make, 1, forgiving=True)
+            self._copies = EnvCopies(world.make, 1, forgiving=True)
             self._stack.callback(self._close_copies)
             agents = self._copies[0].agents
             places = _places(min(at_once, terms.games), agents, writes=aside is not None)
@@ -350,7 +350,7 @@ class MatchStage:
         late = self._copies[table.number].late_rewards
         for _ in range(_TRIES):
             try:
-                self._copies.renew(table.number)
+                self._copies.recreate(table.number)
             except EnvironmentFault as fault:
                 self._broken = why(fault)
             else:
@@ -403,7 +403,7 @@ class MatchStage:
                 if not self._renewed(table):
                     return
             else:
-                for left in table.moved.leaving:
+                for left in table.moved.departures:
                     self._minds[self._who(table, left.agent)].leave(table.number, left)
                 if not table.moved.over and table.steps < self._limit:
                     return

@@ -31,7 +31,7 @@ from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.gateway.threaded_server import bound, own_address
 from ludus.io.atomic_file import path_for_replace
-from ludus.models.inference.batched_policy import Acts, Deciding
+from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy
 from ludus.process.host import usable_cores
 from ludus.protocol.client import Client
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
@@ -135,7 +135,7 @@ class Backstage:
         self._gateways: list[Gateway] = []
         self._thread.start()
 
-    def serve(self, seats: Mapping[str, Acts], version: int) -> int:
+    def serve(self, seats: Mapping[str, ActingPolicy], version: int) -> int:
         """The port where it answers."""
         listening = bound(self._host)
         number = len(self._gateways)
@@ -143,7 +143,7 @@ class Backstage:
         async def start() -> Gateway:
             made: dict[int, Seat] = {}
             for policy in seats.values():
-                deciding = Deciding(Fixed(policy, version), seed=self._seed + number, deterministic=self._deterministic)
+                deciding = BatchedPolicy(Fixed(policy, version), seed=self._seed + number, deterministic=self._deterministic)
                 made.setdefault(id(policy), Seat(deciding))
             told = {seat: made[id(policy)] for seat, policy in seats.items()}
             gateway = Gateway(lambda: BuiltinActor(told), GatewaySettings(token=self.token))
@@ -319,7 +319,7 @@ class ServerStage:
                 addresses.append(_camp(one))
         return addresses
 
-    def _seats_of(self, one: Trained, by_hero: bool) -> Mapping[str, Acts]:
+    def _seats_of(self, one: Trained, by_hero: bool) -> Mapping[str, ActingPolicy]:
         if not self._is_arena or (not by_hero and _FIRST in one.seats):
             return one.seats
         return {ONLY_SEAT: one.policy} if by_hero else {f"hero_{i}": one.policy for i in range(self._size)}

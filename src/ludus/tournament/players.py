@@ -18,12 +18,12 @@ import torch
 from ludus.core import spaces
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Bools
-from ludus.envs.pettingzoo import AgentSpaces, Leaving, at_random
+from ludus.envs.pettingzoo import AgentSpaces, Departure, sample_action
 from ludus.errors import EnvironmentFault, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
-from ludus.models.inference.batched_policy import Acts, State
+from ludus.models.inference.batched_policy import ActingPolicy, State
 from ludus.protocol.client import Client
 from ludus.protocol.codec import ONLY_SEAT, decode, encode, seats_from
-from ludus.sampling.multi_agent import Minds, plain_action
+from ludus.sampling.multi_agent import PolicySet, plain_action
 from ludus.serving.worker import Fixed
 from ludus.tournament.contestants import RULE, Contestant, Script, Served
 from ludus.tournament.result import SHORT, why
@@ -63,7 +63,7 @@ class Mind(Protocol):
         """As the environment takes them, or `Lost`."""
         ...
 
-    def leave(self, match: int, left: Leaving) -> None:
+    def leave(self, match: int, left: Departure) -> None:
         """The agent acts no more, at least for now: should it come back, it begins anew."""
         ...
 
@@ -85,9 +85,9 @@ class Chance:
         self._random[match] = np.random.default_rng(seed)
 
     def act(self, asked: Sequence[Asked]) -> list[Any]:
-        return [plain_action(at_random(self._agents[one.agent].action, one.mask, self._random[one.match])) for one in asked]
+        return [plain_action(sample_action(self._agents[one.agent].action, one.mask, self._random[one.match])) for one in asked]
 
-    def leave(self, match: int, left: Leaving) -> None:
+    def leave(self, match: int, left: Departure) -> None:
         """It has no memory."""
 
     def end(self, match: int) -> None:
@@ -100,12 +100,12 @@ class Chance:
 class Policies:
     """Policies of ours, by agent: a recurrent state for each, and noise for each match."""
 
-    def __init__(self, of: Mapping[str, Acts], places: int, deterministic: bool) -> None:
+    def __init__(self, of: Mapping[str, ActingPolicy], places: int, deterministic: bool) -> None:
         self._of = of
         first: dict[int, str] = {}
         self._models = {agent: first.setdefault(id(policy), agent) for agent, policy in of.items()}
         sources = {model: Fixed(of[model], 0) for model in first.values()}
-        self._minds = Minds(sources, torch.Generator(), explore=False)  # noise comes from the matches
+        self._minds = PolicySet(sources, torch.Generator(), explore=False)  # noise comes from the matches
         self._draws = not deterministic
         self._generators = [torch.Generator() for _ in range(places)]
         self._states: dict[tuple[int, str], State] = {}
@@ -143,7 +143,7 @@ class Policies:
         """From a stream of the match, in the order of its turns: who else plays makes no difference."""
         return self._of[one.agent].draw_noise(1, self._generators[one.match]) if self._draws else None
 
-    def leave(self, match: int, left: Leaving) -> None:
+    def leave(self, match: int, left: Departure) -> None:
         self._states.pop((match, left.agent), None)
 
     def end(self, match: int) -> None:
@@ -250,7 +250,7 @@ class Called:
             self._open[key] = name
         return self._open[key]
 
-    def leave(self, match: int, left: Leaving) -> None:
+    def leave(self, match: int, left: Departure) -> None:
         if (match, left.agent) not in self._acted:
             return
         self._acted.discard((match, left.agent))

@@ -33,7 +33,7 @@ class Batches(Protocol):
     def release(self, segments: Segments) -> None: ...
 
 
-class Room(Protocol):
+class SegmentWriter(Protocol):
     """The writing half: what whoever plays needs of a memory."""
 
     def reserve(self, timeout_s: float) -> Segments | None: ...

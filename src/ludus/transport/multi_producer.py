@@ -181,7 +181,7 @@ class GatheredMemory:
         self._closed = False
 
     def add_lanes(self, count: int) -> list[Lane]:
-        """Room for so many writers. Raises StoreFull."""
+        """SegmentWriter for so many writers. Raises StoreFull."""
         for number in range(len(self._lanes), len(self._lanes) + count):
             lock = self._directory / f"{number}.lock"
             lock.touch(0o600)

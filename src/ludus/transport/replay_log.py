@@ -32,7 +32,7 @@ from ludus.core.spaces import ArraySpec
 from ludus.core.tree import Tree, decode, encode, leaves, map_tree
 from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
 from ludus.errors import Damaged, NotFound, UsageError
-from ludus.transport.base import Room
+from ludus.transport.base import SegmentWriter
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class RecordedRoom:
         self._thread = threading.Thread(target=self._write, name="replay log", daemon=True)
         self._thread.start()
 
-    def at(self, temperature: float) -> Room:
+    def at(self, temperature: float) -> SegmentWriter:
         """The same room for sessions whose actions are drawn at another temperature; their segments say so."""
         return self if temperature == self._temperature else _At(self, temperature)
 
@@ -577,7 +577,7 @@ def _check(segments: Segments, template: Segments) -> None:
 # -- learning from it ----------------------------------------------------------------------------------------------------
 
 
-def fill(memory: Room, where: Path | str, *, temperature: float | None = 1.0, timeout_s: float = 60.0) -> ReadCounts:
+def fill(memory: SegmentWriter, where: Path | str, *, temperature: float | None = 1.0, timeout_s: float = 60.0) -> ReadCounts:
     """Put recorded segments into a memory, whose blocks must have one row and be at least as long as what was recorded.
 
     Stops when the memory has no room for `timeout_s`. Left out is what is of another model or shape and, unless `temperature`

@@ -109,7 +109,7 @@ def ring_capacity(layout: Layout, blocks: int) -> int:
 
 
 class SharedWriter:
-    """The writing half: a Room for the one thread that plays. Blocks are cached by where they lie in the ring."""
+    """The writing half: a SegmentWriter for the one thread that plays. Blocks are cached by where they lie in the ring."""
 
     def __init__(self, ring: Path, layout: Layout, bell: Path | None = None) -> None:
         self.ring = RingWriter(ring, bell)

@@ -35,7 +35,7 @@ _AHEAD_BYTES = 64 << 20  # are pulled at a time, at most
 
 
 class ExchangeWriter:
-    """The writing half: a Room for the one thread that plays, one block at a time.
+    """The writing half: a SegmentWriter for the one thread that plays, one block at a time.
 
     `commit` tries once to hand the block over. What cannot leave, because there is no room or no server, stays here as the one
     outgoing message; `reserve` and `flush` try again with the same number. Only a refusal (UsageError) is raised.

@@ -31,11 +31,11 @@ from ludus.config.schema import TuneConfig
 from ludus.config.search_space import Searched, Trial
 from ludus.core import trust
 from ludus.distributed.code_bundle import Luggage
-from ludus.envs.registry import registered
-from ludus.envs.wrappers import names_of
+from ludus.envs.registry import registered_envs
+from ludus.envs.wrappers import wrapper_names
 from ludus.errors import ConfigError, Damaged, LudusError, MissingExtra, NotFound, UsageError
 from ludus.experiments import runner
-from ludus.experiments.assembly.components import ClusterOptions
+from ludus.experiments.resolve import ClusterOptions, resolve
 from ludus.experiments.runs import tracking
 from ludus.experiments.runs.remote_runs import is_remote
 from ludus.experiments.runs.run_dir import CONFIG, Run
@@ -147,7 +147,7 @@ def _check(sweep: Sweep, trial: Trial) -> None:
             "config.num_workers is auto, which would give every trial the whole machine.",
             "Set a number: trials run side by side.",
         )
-    tracking.check(runner.resolve(data).experiment.track)
+    tracking.check(resolve(data).experiment.track)
     needed = reserved(data, None)
     if sweep.tune.cpus_per_trial is not None and sweep.tune.cpus_per_trial < needed.all_cpus:
         raise ConfigError(
@@ -262,9 +262,9 @@ def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
     given = {**data, "config": configs.canonical(data.get("config") or {})}
     algorithm_class(str(data["run"]))
     inner = given["config"]
-    names = [str(given.get("env", "")), str(data["run"]), *names_of(inner.get("wrappers") or [])]
+    names = [str(given.get("env", "")), str(data["run"]), *wrapper_names(inner.get("wrappers") or [])]
     luggage = [Luggage.of(*names, models=[(inner.get("model") or {}).get("custom_model")])]
-    luggage += [Luggage(registered=dict(registered()))]  # what the param_space names is not known yet
+    luggage += [Luggage(registered_envs=dict(registered_envs()))]  # what the param_space names is not known yet
     luggage += [Luggage(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
     begin: Begin = functools.partial(begin_plain, given, report_s)
     reserve: Reserve = functools.partial(reserve_plain, given)
@@ -277,7 +277,7 @@ def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
 
 def _timing(sweep: Sweep) -> tuple[str, float]:
     """(what time is measured in, the longest). Raises ConfigError when nothing bounds it."""
-    stop = runner.resolve(sweep.experiment_of(sweep.trials[0])).experiment.stop
+    stop = resolve(sweep.experiment_of(sweep.trials[0])).experiment.stop
     times = ("timesteps", "iterations", "training_iteration", "time_s")
     limits = {name: getattr(stop, name) for name in times if getattr(stop, name) is not None}
     name: str = sweep.tune.time_attr or next(iter(limits), "timesteps")
@@ -323,7 +323,7 @@ class Explorer:
         for _ in range(self.TRIES):
             values = search_space.explored(self._keys, theirs, self._generator, self._resample)
             try:
-                runner.resolve(_trial_data(self._data, values, self._cpus))
+                resolve(_trial_data(self._data, values, self._cpus))
             except ConfigError as error:  # such as a batch that its minibatches do not divide
                 log.info("a mutation is passed over: %s", error)
                 continue
@@ -472,7 +472,7 @@ def _luggage(sweep: Sweep, left: Sequence[Trial]) -> list[Luggage]:
         inner = data["config"]
         names = json.dumps([data["env"], data.get("run"), inner.get("wrappers"), inner.get("model")], default=str)
         if names not in different:
-            different[names] = runner.luggage_of(runner.resolve(data))
+            different[names] = runner.code_bundle_of(resolve(data))
     return list(different.values())
 
 

@@ -19,13 +19,13 @@ from ludus.config import schema as configs
 from ludus.config.search_space import SEED
 from ludus.core.metrics import Numbers, read_jsonl
 from ludus.errors import Fenced, LudusError, NotFound, UsageError, WorkerFailed
-from ludus.experiments import runner
-from ludus.experiments.assembly.components import Resolved
-from ludus.experiments.runner import Prepared
+from ludus.experiments.assembly.components import PreparedRun, RunHooks
+from ludus.experiments.resolve import ResolvedExperiment, resolve
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.run_dir import CONFIG, Run
 from ludus.experiments.runs.run_status import now_text
+from ludus.experiments.training import open_training, prepare_new_run, prepare_resumed_run
 from ludus.tuning.messages import FAILED, FINISHED, OVER, SCORE
 
 log = logging.getLogger(__name__)
@@ -94,25 +94,25 @@ class Attempt:
             seed = run.config().get("config", {}).get("seed", 0)
             data = {**data, "config": {**configs.canonical(data.get("config") or {}), "seed": seed}}
             values = _with_seed(values, seed)
-        resolved = runner.resolve(data)
+        resolved = resolve(data)
         prepared, exploited = self._prepared(resolved, run, pointer)
-        self._training = self._stack.enter_context(runner.training(prepared, [self._latest]))
-        opened = self._training.parts.run
+        self._training = self._stack.enter_context(open_training(prepared, RunHooks([self._latest])))
+        opened = self._training.components.run
         if values is not None:
             opened.write_meta({"trial": values})
         if exploited is not None:
             earlier = opened.meta().get("exploited", [])
-            self._training.parts.conductor.checkpoint()
+            self._training.components.controller.checkpoint()
             opened.write_meta({"exploited": [*earlier, exploited][-_EXPLOITS_KEPT:]})
 
     def _prepared(
-        self, resolved: Resolved, run: Run | None, pointer: Mapping[str, Any] | None
-    ) -> tuple[Prepared, dict[str, Any] | None]:
+        self, resolved: ResolvedExperiment, run: Run | None, pointer: Mapping[str, Any] | None
+    ) -> tuple[PreparedRun, dict[str, Any] | None]:
         """What to begin with; and the checkpoint of another run, if that is it."""
         if run is None:
             if pointer is None or Path(pointer["run"]) == self.directory:
-                return runner.begun(resolved, self.directory), None
-            return runner.begun(resolved, self.directory, _theirs(pointer)), dict(pointer)
+                return prepare_new_run(resolved, self.directory), None
+            return prepare_new_run(resolved, self.directory, _theirs(pointer)), dict(pointer)
         try:
             own: Checkpoint | None = checkpoint.newest(run.store)
         except NotFound:
@@ -120,10 +120,10 @@ class Attempt:
         another = pointer is not None and Path(pointer["run"]) != self.directory
         if pointer is not None and another and dict(pointer) not in run.meta().get("exploited", []):
             theirs = _theirs(pointer)
-            return runner.continued(resolved, run, _crossed(own, theirs)), dict(pointer)
+            return prepare_resumed_run(resolved, run, _crossed(own, theirs)), dict(pointer)
         if own is None:
             log.warning("%s has no checkpoint yet; it starts again", self.directory)
-        return runner.continued(resolved, run, own), None
+        return prepare_resumed_run(resolved, run, own), None
 
     # -- as Tune drives it
 
@@ -152,7 +152,7 @@ class Attempt:
         if self._over is not None:
             run, name = checkpoint.locate(self.directory)
             return {"run": str(run), "checkpoint": name}
-        return {"run": str(self.directory), "checkpoint": self._training.parts.conductor.checkpoint()}
+        return {"run": str(self.directory), "checkpoint": self._training.components.controller.checkpoint()}
 
     def close(self) -> None:
         if self._over is None:

@@ -1,9 +1,9 @@
 """Adam over one flat vector: all parameters of a model live in a single buffer, their gradients in another.
 
-Clipping, the finite check, the update, an all-reduce and a weight broadcast are then one operation each, however many layers
-the model has. The gradient of a minibatch may be computed by several threads, each with a shard of it and a buffer of its
-own: on CPUs that is faster than splitting every single operation over the cores. And by several learners, each with a part of
-the minibatch: the vector is then summed over their group, together with the numbers that come with the loss.
+Clipping, the finite check, the update, an all-reduce and a weight broadcast are then one operation each for any metric of
+layers. Several threads can compute the gradient of a minibatch, each from one shard into its own buffer; on CPUs that is
+faster than splitting every operation over the cores. Several learners can share a minibatch too: gradient and metrics are
+then summed over their group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ludus.algorithms.optim.gradient_allreduce import ALONE, Group
+from ludus.algorithms.optim.gradient_allreduce import SINGLE_LEARNER, GradientAllReduce
 from ludus.core.tree import Array
 from ludus.errors import ConfigError, TrainingDiverged
 
@@ -28,17 +28,17 @@ _FUSED: Callable[..., None] | None = getattr(torch, "_fused_adam_", None)
 
 M = TypeVar("M", bound=nn.Module)
 Shard = TypeVar("Shard")
-Numbers = dict[str, Tensor]
+Metrics = dict[str, Tensor]
 Precision = Literal["bf16", "fp16"]
 
-MOST_NUMBERS = 64
-"""Numbers that may come with a loss; they travel behind the gradient."""
+MAX_METRICS = 64
+"""Maximum metric of metrics of a loss; they are all-reduced together with the gradient."""
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Optimizer(Generic[M]):
-    """Adam (Kingma & Ba 2015) with global gradient-norm clipping. Takes ownership of the model's parameter storage."""
+class FlatAdam(Generic[M]):
+    """Adam (Kingma & Ba 2015) with global gradient-norm clipping. Owns the storage of the model's parameters."""
 
     def __init__(
         self,
@@ -51,23 +51,23 @@ class Optimizer(Generic[M]):
         *,
         accumulation: int = 1,
         precision: Precision | None = None,
-        group: Group = ALONE,
     ) -> None:
-        """`accumulation`: every thread takes its shard in so many pieces. `precision`: of what is safe in less than float32."""
+        """`accumulation`: number of shards per thread. `precision`: of the operations that autocast runs below float32."""
         parameters = list(model.parameters())
         self.device = parameters[0].device if parameters else torch.device("cpu")
-        threads = threads if self.device.type == "cpu" else 1  # an accelerator is kept busy by one
+        threads = threads if self.device.type == "cpu" else 1  # one thread keeps an accelerator busy
         self.lr, self.betas, self.eps, self.grad_clip = lr, betas, eps, grad_clip
-        self.accumulation, self.group = accumulation, group
+        self.accumulation = accumulation
+        self.group: GradientAllReduce = SINGLE_LEARNER
         self.updates = 0
         self.grad_norm = 0.0
-        self.flat, self.wire = _flatten(parameters, self.device)
-        self.grad = self.wire[: self.flat.numel()]
+        self.flat, self.allreduce_buffer = _flatten(parameters, self.device)
+        self.grad = self.allreduce_buffer[: self.flat.numel()]
         self._mean = torch.zeros_like(self.flat)
         self._variance = torch.zeros_like(self.flat)
         self._count = torch.zeros((), device=self.device)
-        self._half = None if precision is None else _HALF[precision]
-        self.scale = _scale_for(precision, self.device)
+        self._half = None if precision is None else _HALF_PRECISION[precision]
+        self.scale = _loss_scale_for(precision, self.device)
         self._models, self._grads = [model], [self.grad]
         for _ in range(threads - 1):
             replica, grad = _replica(model, self.flat)
@@ -80,38 +80,38 @@ class Optimizer(Generic[M]):
         return len(self._models)
 
     @property
-    def pieces(self) -> int:
-        """Into how many shards a minibatch, or this learner's part of it, is best split."""
+    def max_shards(self) -> int:
+        """Number of shards into which a minibatch, or this learner's part of it, is split."""
         return len(self._models) * self.accumulation
 
     def step(
-        self, loss: Callable[[M, Shard], tuple[Tensor, Numbers]], shards: Sequence[Shard], weights: Sequence[float]
-    ) -> Numbers:
-        """Differentiate the weighted sum of the shards' losses and update; `pieces` shards at most.
+        self, loss: Callable[[M, Shard], tuple[Tensor, Metrics]], shards: Sequence[Shard], weights: Sequence[float]
+    ) -> Metrics:
+        """Update from the gradient of the weighted sum of the shards' losses; at most `max_shards` shards.
 
-        Returns the weighted sum of the numbers that come with the losses. With several learners both sums are over the
-        shards of all of them, whose weights together are 1. Raises TrainingDiverged before anything is changed by a NaN, and
-        WorkerFailed when another learner is lost.
+        Returns the weighted sum of the metrics. With several learners both sums are over the shards of all of them, whose
+        weights add up to 1. Raises TrainingDiverged before a NaN changes the weights, and WorkerFailed when another learner
+        is lost.
         """
-        assert len(shards) <= self.pieces
+        assert len(shards) <= self.max_shards
         scale = 1.0 if self.scale is None else self.scale.value
         if self._pool is None or len(shards) == 1:
             results = _gradient(loss, self._half, scale, self._models[0], self.grad, shards, weights)
         else:
             results = self._on_threads(self._pool, partial(_gradient, loss, self._half, scale), shards, weights)
-        numbers = {name: torch.stack([r[name] for r in results]).sum() for name in results[0]}
+        metrics = {name: torch.stack([r[name] for r in results]).sum() for name in results[0]}
         if self.group.size > 1:
-            numbers = self._sum_over_learners(numbers)
+            metrics = self._sum_over_learners(metrics)
         self.apply()
-        return numbers
+        return metrics
 
     def _on_threads(
-        self, pool: ThreadPoolExecutor, gradient: Callable[..., list[Numbers]], shards: Sequence[Shard], weights: Sequence[float]
-    ) -> list[Numbers]:
+        self, pool: ThreadPoolExecutor, gradient: Callable[..., list[Metrics]], shards: Sequence[Shard], weights: Sequence[float]
+    ) -> list[Metrics]:
         count = min(self.threads, len(shards))
         work = [(self._models[i], self._grads[i], shards[i::count], weights[i::count]) for i in range(count)]
-        with one_thread_each():
-            waiting: list[Future[list[Numbers]]] = [pool.submit(gradient, *part) for part in work[1:]]
+        with single_threaded():
+            waiting: list[Future[list[Metrics]]] = [pool.submit(gradient, *part) for part in work[1:]]
             results = gradient(*work[0])
             for future in waiting:
                 results += future.result()
@@ -119,22 +119,22 @@ class Optimizer(Generic[M]):
             self.grad.add_(grad)
         return results
 
-    def _sum_over_learners(self, numbers: Numbers) -> Numbers:
-        """One sum for gradient and numbers: for a small network the way is longer than the load."""
-        n, count = self.flat.numel(), len(numbers)
-        assert count <= MOST_NUMBERS
+    def _sum_over_learners(self, metrics: Metrics) -> Metrics:
+        """All-reduce gradient and metrics in one call: for a small network latency dominates."""
+        n, count = self.flat.numel(), len(metrics)
+        assert count <= MAX_METRICS
         if count:
-            self.wire[n : n + count] = torch.stack(list(numbers.values()))
-        self.group.sum_(self.wire[: n + count])
-        return dict(zip(numbers, self.wire[n : n + count].clone().unbind(), strict=True))
+            self.allreduce_buffer[n : n + count] = torch.stack(list(metrics.values()))
+        self.group.sum_(self.allreduce_buffer[: n + count])
+        return dict(zip(metrics, self.allreduce_buffer[n : n + count].clone().unbind(), strict=True))
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Update from the gradients that are there."""
+        """Update the weights from the accumulated gradient."""
         if self.scale is not None:
             self.grad.mul_(1 / self.scale.value)
         norm = float(self.grad.norm())
-        if self.scale is not None and not self.scale.follow(math.isfinite(norm)):
+        if self.scale is not None and not self.scale.update(math.isfinite(norm)):
             return
         if not math.isfinite(norm):
             raise TrainingDiverged(f"The gradient became {norm} at update {self.updates}.")
@@ -190,20 +190,20 @@ class Optimizer(Generic[M]):
 
 
 class LossScale:
-    """Keeps gradients inside the narrow range of float16: the loss is multiplied by as much as they bear.
+    """Dynamic loss scaling (Micikevicius et al. 2018), which keeps gradients within the range of float16.
 
-    A gradient that overflowed is not applied and halves the scale; many good ones in a row double it (Micikevicius 2018).
+    An overflowing gradient is skipped and halves the scale; `patience` finite gradients in a row double it.
     """
 
     def __init__(self, value: float = 2.0**16, patience: int = 2000) -> None:
         self.value, self.good, self._patience = value, 0, patience
 
-    def follow(self, finite: bool) -> bool:
-        """Whether the gradient is to be applied. Raises TrainingDiverged when it overflows without any scale."""
+    def update(self, finite: bool) -> bool:
+        """Adapt the scale and return whether to apply the gradient. Raises TrainingDiverged if it overflows at any scale."""
         if not finite:
             self.value, self.good = self.value / 2, 0
             if self.value < 2.0**-10:
-                raise TrainingDiverged("The gradient overflows float16 at any scale of the loss.")
+                raise TrainingDiverged("The gradient overflows float16 at every loss scale.")
             return False
         self.good += 1
         if self.good >= self._patience:
@@ -211,42 +211,42 @@ class LossScale:
         return True
 
 
-def _scale_for(precision: Precision | None, device: torch.device) -> LossScale | None:
+def _loss_scale_for(precision: Precision | None, device: torch.device) -> LossScale | None:
     if precision != "fp16":
         return None
     if device.type == "cpu":
-        raise ConfigError("config.mixed_precision is fp16, and the learner computes on a CPU.", "Use bf16, or leave it out.")
+        raise ConfigError("config.mixed_precision is fp16, but the learner runs on a CPU.", "Use bf16, or leave it out.")
     return LossScale()
 
 
 def _gradient(
-    loss: Callable[[M, Shard], tuple[Tensor, Numbers]],
+    loss: Callable[[M, Shard], tuple[Tensor, Metrics]],
     half: torch.dtype | None,
     scale: float,
     model: M,
     grad: Tensor,
     shards: Sequence[Shard],
     weights: Sequence[float],
-) -> list[Numbers]:
-    """Of the weighted sum of these shards' losses, into `grad`; the weighted numbers of each."""
-    torch.set_num_threads(torch.get_num_threads())  # a fresh thread would take all cores for each operation
+) -> list[Metrics]:
+    """Compute the gradient of the weighted sum of the shards' losses into `grad`; return the weighted metrics of each shard."""
+    torch.set_num_threads(torch.get_num_threads())  # a new thread would otherwise use all cores for each operation
     grad.zero_()
-    results: list[Numbers] = []
+    results: list[Metrics] = []
     for shard, weight in zip(shards, weights, strict=True):
         if half is None:
-            value, numbers = loss(model, shard)
+            value, metrics = loss(model, shard)
         else:
             with torch.autocast(grad.device.type, half):
-                value, numbers = loss(model, shard)
+                value, metrics = loss(model, shard)
         factor = weight * scale
         (value if factor == 1.0 else value * factor).backward()
-        results.append(numbers if weight == 1.0 else {name: number * weight for name, number in numbers.items()})
+        results.append(metrics if weight == 1.0 else {name: metric * weight for name, metric in metrics.items()})
     return results
 
 
 @contextlib.contextmanager
-def one_thread_each() -> Iterator[None]:
-    """PyTorch's own threads off inside the block: the shards already fill the cores."""
+def single_threaded() -> Iterator[None]:
+    """Disable PyTorch's intra-op threads inside the block: the shards already use all cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -256,32 +256,32 @@ def one_thread_each() -> Iterator[None]:
 
 
 def _replica(model: M, flat: Tensor) -> tuple[M, Tensor]:
-    """A copy of the model that shares its parameters and buffers, with gradients of its own."""
-    twin = copy.deepcopy(model)
+    """Copy the model; the copy shares parameters and buffers and has a separate gradient."""
+    replica = copy.deepcopy(model)
     grad = torch.zeros_like(flat)
     offset = 0
-    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-        mine.data = theirs.data
-        mine.grad = grad[offset : offset + mine.numel()].as_strided(theirs.size(), theirs.stride())
-        offset += mine.numel()
+    for copied, original in zip(replica.parameters(), model.parameters(), strict=True):
+        copied.data = original.data
+        copied.grad = grad[offset : offset + copied.numel()].as_strided(original.size(), original.stride())
+        offset += copied.numel()
     for name, buffer in model.named_buffers():
         owner, _, last = name.rpartition(".")
-        twin.get_submodule(owner).register_buffer(last, buffer)
-    return twin, grad
+        replica.get_submodule(owner).register_buffer(last, buffer)
+    return replica, grad
 
 
 def _flatten(parameters: list[nn.Parameter], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Move all parameters, and their gradients, into two contiguous vectors; the parameters become views.
+    """Move all parameters and their gradients into two contiguous vectors, of which they become views.
 
-    The second has room for numbers behind the gradients.
+    The second vector has room for metrics after the gradient.
     """
     sizes = [p.numel() for p in parameters]
     total = sum(sizes)
-    flat, wire = torch.empty(total, device=device), torch.zeros(total + MOST_NUMBERS, device=device)
-    for p, piece, grad_piece in zip(parameters, flat.split(sizes), wire[:total].split(sizes), strict=True):
+    flat, allreduce_buffer = torch.empty(total, device=device), torch.zeros(total + MAX_METRICS, device=device)
+    for p, piece, grad_piece in zip(parameters, flat.split(sizes), allreduce_buffer[:total].split(sizes), strict=True):
         stride = p.data.stride()  # a convolution in channels-last keeps its layout
         view, old = piece.as_strided(p.size(), stride, piece.storage_offset()), p.data
         view.copy_(old)
         p.data = view
         p.grad = grad_piece.as_strided(p.size(), stride, grad_piece.storage_offset())
-    return flat, wire
+    return flat, allreduce_buffer

@@ -1,7 +1,7 @@
-"""Learners that share a gradient: each computes a part of it, and `sum_` gives all of them the whole.
+"""All-reduce of gradients between the learners of a group, in shared memory or over torch.distributed.
 
-Every member has the same weights, the same random numbers and the same batch. As long as each applies the same sums, they stay
-equal, and none has to be told what another did.
+All members start from the same weights, random state and batch, and apply the same sums: their weights stay equal without
+further communication.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch import Tensor
 from ludus.errors import StoreFull, UsageError, WorkerFailed
 
 COLLECTIVE_S = 60.0
-"""How long members wait for the slowest of them: they do the same work, so that more than moments mean that one is stuck."""
+"""Time-out of an all-reduce. Members do the same work, so a longer wait means that one of them hangs."""
 
 NET_CARD = "NET_CARD_NAME"
-"""The environment variable that names the network interface over which learners of several machines talk."""
+"""Environment variable with the network interface between learners on several machines."""
 
-_SPINS = 3000  # about 0.2 ms of looking before the core is offered to somebody else
-_YIELDING_S = 0.005
-_NAP_S = 0.0005
+_SPINS = 3000  # about 0.2 ms of polling before the core is yielded
+_YIELD_S = 0.005
+_SLEEP_S = 0.0005
 _CHECK_S = 0.02
-_LINE = 64
+_CACHE_LINE = 64
 _PAGE = 4096
 
 
-class Group(Protocol):
+class GradientAllReduce(Protocol):
     rank: int
     size: int
 
@@ -48,8 +48,8 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-class Alone:
-    """One learner: nothing to add."""
+class SingleLearner:
+    """The group of a single learner: sums are no-ops."""
 
     rank, size = 0, 1
 
@@ -60,15 +60,15 @@ class Alone:
         pass
 
 
-ALONE: Group = Alone()
+SINGLE_LEARNER: GradientAllReduce = SingleLearner()
 
 
-class SharedGroup:
+class SharedMemoryAllReduce:
     """Learners of one machine, on CPUs, over a file in shared memory.
 
-    A sum is one copy into the own slot, a look at everybody's counter and one pass over the slots: about 10 µs for a small
-    network, where a collective over loopback sockets takes hundreds. There are two sets of slots, used in turn: whoever begins
-    a sum has read all of the one before the last, so that nobody overwrites what another still reads.
+    A sum is one copy into this member's slot, a wait for the counters of all members and one pass over the slots: about 10 µs
+    for a small network, where a collective over loopback sockets takes hundreds. Two sets of slots alternate: a member that
+    starts a sum has finished reading the one before the last, so no member overwrites a slot that another still reads.
     """
 
     def __init__(
@@ -80,29 +80,29 @@ class SharedGroup:
         timeout_s: float = COLLECTIVE_S,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check` is called now and then while waiting; it raises when it knows that waiting is in vain."""
+        """`check` is called periodically while waiting; it raises if a member is known to be lost."""
         self.rank, self.size = rank, size
         self._timeout_s, self._check = timeout_s, check
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         head = _head_bytes(size)
-        self._room = (len(self._map) - head) // (2 * size * 4)
-        floats = torch.frombuffer(self._map, dtype=torch.float32, offset=head, count=2 * size * self._room)
-        self._slots = floats.view(2, size, self._room)
+        self._capacity = (len(self._map) - head) // (2 * size * 4)
+        floats = torch.frombuffer(self._map, dtype=torch.float32, offset=head, count=2 * size * self._capacity)
+        self._slots = floats.view(2, size, self._capacity)
         self._counts = memoryview(self._map)[:head].cast("q")
         self._turn = 0
 
     @staticmethod
     def create(path: Path, size: int, numbers: int) -> None:
-        """Room for sums of up to `numbers` floats. Raises StoreFull."""
-        room = -(-numbers * 4 // _LINE) * _LINE
+        """Create the file for sums of up to `numbers` floats. Raises StoreFull."""
+        slot_bytes = -(-numbers * 4 // _CACHE_LINE) * _CACHE_LINE
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(fd, 0, _head_bytes(size) + 2 * size * room)
+            os.posix_fallocate(fd, 0, _head_bytes(size) + 2 * size * slot_bytes)
         except OSError as error:
             path.unlink()
             raise StoreFull(
-                f"{path.parent} has no room for the gradients of {size} learners ({2 * size * room:,} bytes): {error}.",
+                f"{path.parent} has no space for the gradients of {size} learners ({2 * size * slot_bytes:,} bytes): {error}.",
                 "Enlarge it, or use fewer learners.",
             ) from error
         finally:
@@ -110,8 +110,8 @@ class SharedGroup:
 
     def sum_(self, tensor: Tensor) -> None:
         n = tensor.numel()
-        if n > self._room:
-            raise UsageError(f"A sum of {n} numbers over learners that have room for {self._room}.")
+        if n > self._capacity:
+            raise UsageError(f"Cannot sum {n} numbers: the shared memory of the learners holds {self._capacity}.")
         self._turn += 1
         slots, mine = self._slots[self._turn & 1], self.rank * 8
         slots[self.rank, :n].copy_(tensor)
@@ -120,43 +120,43 @@ class SharedGroup:
         self._counts[mine] = self._turn
         for other in range(self.size):
             if other != self.rank:
-                self._await(other, n)
+                self._wait_for(other, n)
         _fence()
-        torch.add(slots[0, :n], slots[1, :n], out=tensor)  # in order of ranks: the same rounding everywhere
+        torch.add(slots[0, :n], slots[1, :n], out=tensor)  # in the order of ranks: the same rounding on every member
         for other in range(2, self.size):
             tensor.add_(slots[other, :n])
 
-    def _await(self, other: int, n: int) -> None:
+    def _wait_for(self, other: int, n: int) -> None:
         counts, at, turn = self._counts, other * 8, self._turn
         for _ in range(_SPINS):
             if counts[at] >= turn:
                 break
         else:
-            self._await_long(other)
+            self._wait_longer_for(other)
         if counts[at + 1 + (turn & 1)] != n:
             raise WorkerFailed(
-                f"Learner {other} adds {counts[at + 1 + (turn & 1)]} numbers where learner {self.rank} adds {n}: "
-                "they no longer do the same.",
-                "An algorithm that several learners share must take its random numbers from its own seeded generator.",
+                f"Learner {other} sums {counts[at + 1 + (turn & 1)]} numbers where learner {self.rank} sums {n}: "
+                "they have diverged.",
+                "An algorithm with several learners must take its random numbers from its own seeded generator.",
             )
 
-    def _await_long(self, other: int) -> None:
+    def _wait_longer_for(self, other: int) -> None:
         if not _wait_until(lambda: self._counts[other * 8] >= self._turn, self._timeout_s, self._check):
             raise WorkerFailed(
-                f"Learner {other} did not come to a common sum within {self._timeout_s:g} s; learner {self.rank} gave up.",
-                "It hangs, or its machine is overloaded: see its log, and use fewer learners than cores.",
+                f"Learner {other} did not join an all-reduce within {self._timeout_s:g} s; learner {self.rank} gave up.",
+                "It hangs or its machine is overloaded: see its log, and use fewer learners than cores.",
             )
 
     def close(self) -> None:
-        with contextlib.suppress(ValueError):  # closed before
+        with contextlib.suppress(ValueError):  # already closed
             self._counts.release()
-        self._slots = torch.empty(0)  # of the mapping
-        with contextlib.suppress(BufferError):  # a tensor of it still lives; the mapping goes with it
+        self._slots = torch.empty(0)  # drop the view of the mapping
+        with contextlib.suppress(BufferError):  # a view still exists; the mapping is freed with it
             self._map.close()
 
 
-class TorchGroup:
-    """Learners over torch.distributed: gloo, between machines too; nccl where each has an accelerator of its own."""
+class TorchAllReduce:
+    """Learners over torch.distributed: gloo (also between machines), or nccl if each has its own accelerator."""
 
     def __init__(
         self,
@@ -169,9 +169,9 @@ class TorchGroup:
         timeout_s: float = COLLECTIVE_S,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """All members call this at about the same time. `address`: the own one, unless NET_CARD_NAME selects an interface.
+        """Blocks until all members have joined. `address`: of this member, unless NET_CARD_NAME selects an interface.
 
-        `check` as in SharedGroup.
+        `check` as in SharedMemoryAllReduce.
         """
         self.rank, self.size = rank, size
         self._timeout_s, self._check = timeout_s, check
@@ -182,25 +182,25 @@ class TorchGroup:
             )
         except RuntimeError as error:
             raise WorkerFailed(
-                f"Learner {rank} of {size} could not join the others: {_said(error)}",
+                f"Learner {rank} of {size} could not join the others: {_error_line(error)}",
                 f"All must reach each other; {NET_CARD} selects the network interface.",
             ) from error
 
     def sum_(self, tensor: Tensor) -> None:
         try:
             work = self._backend.allreduce([tensor])
-            # Not wait(): it would notice the death of a neighbour, but not that of a neighbour's neighbour.
+            # Not wait(): it detects the death of a direct neighbour only.
             if not _wait_until(work.is_completed, self._timeout_s + 1.0, self._check):
-                raise RuntimeError("no answer")
+                raise RuntimeError("timed out")
             work.wait()
         except RuntimeError as error:
             raise WorkerFailed(
-                f"Learner {self.rank} of {self.size} lost the others in a common sum: {_said(error)}",
-                f"One of them died, or did not come within {self._timeout_s:g} s: see their logs.",
+                f"Learner {self.rank} of {self.size} lost the others in an all-reduce: {_error_line(error)}",
+                f"One of them died or did not join within {self._timeout_s:g} s: see their logs.",
             ) from error
 
     def close(self) -> None:
-        """Waits for a sum that is under way: those who were in it must be gone, or have given up."""
+        """Wait for a running sum: its other members must have exited or given up."""
         self._backend = None
 
 
@@ -221,7 +221,7 @@ def _nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta, address
     if card:
         _check_card(card)
         os.environ["NCCL_SOCKET_IFNAME"] = card
-    kind: Any = torch.distributed.ProcessGroupNCCL  # of builds for accelerators
+    kind: Any = torch.distributed.ProcessGroupNCCL  # only in builds for accelerators
     options = kind.Options()
     options._timeout = timeout
     return kind(store, rank, size, options)
@@ -230,11 +230,11 @@ def _nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta, address
 def _check_card(card: str) -> None:
     names = [name for _, name in socket.if_nameindex()]
     if card not in names:
-        raise UsageError(f"{NET_CARD} is {card!r}, and there is no such network interface.", f"There are: {', '.join(names)}.")
+        raise UsageError(f"{NET_CARD} is {card!r}, which is not a network interface.", f"Available: {', '.join(names)}.")
 
 
 def _wait_until(over: Callable[[], bool], timeout_s: float, check: Callable[[], None]) -> bool:
-    """Looking at it all the time at first, less often later; what `check` raises ends it."""
+    """Poll until `over` returns True; first continuously, later with sleeps. Errors of `check` are passed on."""
     began = checked = time.monotonic()
     while not over():
         now = time.monotonic()
@@ -243,19 +243,19 @@ def _wait_until(over: Callable[[], bool], timeout_s: float, check: Callable[[], 
             check()
         if now - began >= timeout_s:
             return False
-        if now - began < _YIELDING_S:
+        if now - began < _YIELD_S:
             os.sched_yield()
         else:
-            time.sleep(_NAP_S)
+            time.sleep(_SLEEP_S)
     return True
 
 
 def _head_bytes(size: int) -> int:
-    return -(-size * _LINE // _PAGE) * _PAGE
+    return -(-size * _CACHE_LINE // _PAGE) * _PAGE
 
 
-def _said(error: Exception) -> str:
-    """What a library in C++ complains of, without the place in its sources and its advice."""
+def _error_line(error: Exception) -> str:
+    """The message of a C++ error without source location and advice."""
     line = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line)
 
@@ -264,7 +264,7 @@ _lock = threading.Lock()
 
 
 def _fence() -> None:
-    """What was written before is seen before what is written after, on any processor: two locked operations in a row."""
+    """Memory fence: two lock operations, so that earlier writes become visible before later ones on any processor."""
     with _lock:
         pass
     with _lock:

@@ -137,7 +137,7 @@ def learner(
             if json_:
                 print(json.dumps(stored_result(directory).to_json()), flush=True)
     else:
-        result = starter.shown(lambda experiment, told: experiment.start({"name": name, **data}, place=store, **told))
+        result = starter.shown(lambda experiment, told: experiment.train({"name": name, **data}, place=store, **told))
     starter.conclude({name: result})
 
 

@@ -12,7 +12,7 @@ from ludus.config import schema as configs
 from ludus.config import search_space
 from ludus.config.problem import Complaint, ConfigErrors
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
-from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
 from ludus.experiments.validation import validate
 from ludus.tuning import sweep
 
@@ -134,7 +134,7 @@ def errors_of(name: str, data: Mapping[str, Any]) -> list[Complaint]:
         if search_space.is_sweep(whole):
             sweep.plan(name, data)
         else:
-            runner.resolve(_with_a_number_of_workers(whole))
+            resolve(_with_a_number_of_workers(whole))
     except ConfigErrors as error:
         return error.complaints
     except (UsageError, EnvironmentFault) as error:
@@ -143,7 +143,7 @@ def errors_of(name: str, data: Mapping[str, Any]) -> list[Complaint]:
 
 
 def _path_in(line: str) -> str:
-    """The key with which a sentence begins, as those of `experiment.resolve` do."""
+    """The key with which a sentence begins, as those of `resolve` do."""
     word = line.partition(" ")[0].strip("'")
     return word if word.startswith("config.") else ""
 

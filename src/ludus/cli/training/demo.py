@@ -28,7 +28,7 @@ def demo(
         ((name, data),) = configs.load_experiments(path).items()
     configs.override(data, f"config.seed={seed}")
     with TrainingDisplay() as display:
-        result = runner.start({"name": name, **data}, local_dir=local_dir, sinks=[display])
+        result = runner.train({"name": name, **data}, local_dir=local_dir, sinks=[display])
     if result.stopped_by.startswith("interrupted"):
         say(f"interrupted; continue with {here('ludus')} train --resume {result.run_dir}")
         raise typer.Exit(130)

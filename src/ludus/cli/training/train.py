@@ -24,8 +24,8 @@ from ludus.experiments.source.experiment_source import experiments_from as exper
 from ludus.experiments.source.experiment_source import source_of as source_of
 
 if TYPE_CHECKING:
-    from ludus.experiments.assembly.components import ClusterOptions
-    from ludus.experiments.runner import Result
+    from ludus.experiments.resolve import ClusterOptions
+    from ludus.experiments.result import Result
     from ludus.experiments.runs.job_resume import Note
 
 NEWEST = "newest"
@@ -391,7 +391,7 @@ class Starter:
             "restore": self.restore,
             "place": place,
         }
-        return self.shown(lambda experiment, told: experiment.start(whole, **rest, noted=self.noting(name), **told))
+        return self.shown(lambda experiment, told: experiment.train(whole, **rest, on_directory=self.noting(name), **told))
 
     def continue_(self, before: Path, data: Mapping[str, Any], noted: Callable[[Path], None] | None = None) -> Result | None:
         """The run goes on; None: it is finished. What differs from it is an error, or said. `noted`: hears of it before."""
@@ -507,14 +507,14 @@ class Starter:
         return runs[-1]
 
     def cluster(self) -> ClusterOptions | None:
-        from ludus.experiments import runner as experiment
+        from ludus.experiments.resolve import cluster_of
 
         address, cpus, memory = self.ray
-        found = experiment.cluster_of(address)
+        found = cluster_of(address)
         if found is None and (cpus is not None or memory is not None):
             self.voice("--ray-num-cpus and --ray-object-store-memory change nothing: without --address no Ray is started.")
             return None
-        return experiment.cluster_of(address, cpus, memory)
+        return cluster_of(address, cpus, memory)
 
     def shown(self, work: Callable[[Any, dict[str, Any]], Result]) -> Result:
         self.voice("starting …")

@@ -225,7 +225,7 @@ class Shell:
         self._conclude([result])
 
     def _options(self, board: Board, retry_failed: bool = False) -> Any:
-        from ludus.experiments.runner import cluster_of
+        from ludus.experiments.resolve import cluster_of
         from ludus.ray_cluster.cluster import LOCAL
         from ludus.tuning.sweep import SweepOptions
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from ludus.buffers.bounded_queue import Fifo
+from ludus.buffers.bounded_queue import BoundedQueue
 from ludus.core import trust
 from ludus.core.metrics import JsonLines, Numbers, Sink, TensorBoard, read_jsonl
 from ludus.core.plugins import did_you_mean
@@ -254,7 +254,7 @@ Item = bytes | memoryview | Shared
 
 @dataclass
 class _Buffer:
-    fifo: Fifo[Item]
+    fifo: BoundedQueue[Item]
     lost: int = 0
     """Items that producers dropped before they got here."""
     shared: int = 0
@@ -591,7 +591,7 @@ class Hub:
         if buffer is None:
             if size is not None and size < 1:
                 raise UsageError(f"A buffer of size {size} holds nothing.", "Give size=1 or more.")
-            buffer = self._buffers[name] = _Buffer(Fifo(BUFFER_SIZE if size is None else int(size)))
+            buffer = self._buffers[name] = _Buffer(BoundedQueue(BUFFER_SIZE if size is None else int(size)))
         elif size is not None and size != buffer.fifo.size:
             raise UsageError(
                 f"The buffer {name!r} exists with size {buffer.fifo.size}, not {size}.", "Give its size in one place only."
@@ -640,14 +640,14 @@ class Hub:
             )
         if header.get("maps"):
             self._mapping.add(peer)
-        buffer.fifo.want((peer, header["id"]), int(header["count"]))
+        buffer.fifo.request((peer, header["id"]), int(header["count"]))
         self._settle(buffer)
 
     def _settle(self, buffer: _Buffer) -> None:
-        settled = buffer.fifo.settle()
+        settled = buffer.fifo.deliver()
         for who in settled.accepted:
             self._answer(who, {})
-        for who, items in settled.given:
+        for who, items in settled.deliveries:
             self._give(who, items)
 
     def _give(self, who: Any, items: list[Item]) -> None:

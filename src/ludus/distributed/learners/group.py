@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from ludus.algorithms.base import Algorithm
-from ludus.algorithms.optim.gradient_allreduce import ALONE, COLLECTIVE_S, SharedGroup
+from ludus.algorithms.optim.gradient_allreduce import COLLECTIVE_S, SINGLE_LEARNER, SharedMemoryAllReduce
 from ludus.config.schema import AlgorithmConfig
 from ludus.core import tree
 from ludus.core.tree import Array
@@ -48,7 +48,7 @@ from ludus.distributed.learners.rank import (
 from ludus.errors import StoreFull, WorkerFailed
 from ludus.io.addresses import tcp_address
 from ludus.process.temp_dirs import TempDir
-from ludus.process.workers.supervisor import NEVER, OVER, Context, Process, Supervisor
+from ludus.process.workers.supervisor import FINAL_STATES, NEVER, Context, Process, Supervisor
 from ludus.transport.shared_memory import Layout
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class Learners:
         """Tell all ranks what they are, and join them."""
         place, device = str(self._scratch.path / "group"), self._algorithm.optimizer.device
         if self._transport == "shared":
-            SharedGroup.create(Path(place), self.size, self._algorithm.optimizer.wire.numel())
+            SharedMemoryAllReduce.create(Path(place), self.size, self._algorithm.optimizer.allreduce_buffer.numel())
         elif entrance is not None:
             place = self._open_store(entrance.host)
         welcome = Welcome(recipe, self.size, self._transport, place, str(self._scratch.path), "cpu", self._timeout_s)
@@ -276,7 +276,7 @@ class Learners:
     def _lost(self) -> WorkerFailed | None:
         for rank, link in self._links.items():
             process = self._processes.get(rank)
-            if process is not None and process.state in OVER:
+            if process is not None and process.state in FINAL_STATES:
                 why = process.error.rstrip().rpartition("\n")[2] or "it ended"
             elif process is None and link.gone:
                 why = "its connection is broken"
@@ -302,7 +302,7 @@ class Learners:
         for process in self._processes.values():
             process.stop(_GRACE_S)
         self._algorithm.optimizer.group.close()
-        self._algorithm.optimizer.group = ALONE
+        self._algorithm.optimizer.group = SINGLE_LEARNER
         self._store = None
 
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from ludus.algorithms.base import Algorithm, algorithm_class
-from ludus.algorithms.optim.flat_adam import Optimizer
-from ludus.algorithms.optim.gradient_allreduce import Group, SharedGroup, TorchGroup
+from ludus.algorithms.optim.flat_adam import FlatAdam
+from ludus.algorithms.optim.gradient_allreduce import GradientAllReduce, SharedMemoryAllReduce, TorchAllReduce
 from ludus.config.schema import AlgorithmConfig
 from ludus.core import tree, trust
 from ludus.core.spaces import ArraySpec
@@ -130,7 +130,7 @@ class Order:
 FINGERPRINT = struct.Struct("<4d")
 
 
-def fingerprint(optimizer: Optimizer[Policy]) -> tuple[float, ...]:
+def fingerprint(optimizer: FlatAdam[Policy]) -> tuple[float, ...]:
     """Norm and sum, and what every second weight, and one half of them, has more than the rest.
 
     Random differences change all but the norm by about as much as the difference is long; that one of them stays within a
@@ -190,23 +190,25 @@ def batch_path(directory: Path, number: int) -> Path:
     return directory / f"batch-{number}"
 
 
-def joined(welcome: Welcome, rank: int, device: torch.device, check: Callable[[], None] = lambda: None) -> Group:
+def joined(welcome: Welcome, rank: int, device: torch.device, check: Callable[[], None] = lambda: None) -> GradientAllReduce:
     """Join the others; all ranks do so at about the same time. Raises WorkerFailed."""
     place, size, timeout_s = welcome.group, welcome.size, welcome.timeout_s
     if welcome.transport == "shared":
-        return SharedGroup(Path(place), rank, size, timeout_s=timeout_s, check=check)
+        return SharedMemoryAllReduce(Path(place), rank, size, timeout_s=timeout_s, check=check)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     stores: Any = torch.distributed  # absent where torch is built without it
     if not is_tcp(place):
-        return TorchGroup(stores.FileStore(place, size), rank, size, backend=welcome.transport, timeout_s=timeout_s, check=check)
+        return TorchAllReduce(
+            stores.FileStore(place, size), rank, size, backend=welcome.transport, timeout_s=timeout_s, check=check
+        )
     store = stores.TCPStore(*host_and_port(place), size, False, datetime.timedelta(seconds=timeout_s))
     options: Any = {
         "backend": welcome.transport,
         "address": local_address(*host_and_port(place), socket.AF_INET),
         "timeout_s": timeout_s,
     }
-    return TorchGroup(store, rank, size, check=check, **options)
+    return TorchAllReduce(store, rank, size, check=check, **options)
 
 
 # -- its life -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ludus.buffers.block_batches import batch_for
+from ludus.buffers.block_batches import allocate_batch
 from ludus.buffers.collate import put_rows
 from ludus.core.backoff import Backoff
 from ludus.core.tree import Array
@@ -149,7 +149,7 @@ class FleetBatches:
 
     def _put(self, received: Received) -> None:
         if self._batch is None:
-            self._batch = batch_for(received.segments, self._blocks)
+            self._batch = allocate_batch(received.segments, self._blocks)
         if not self._held:
             self._batch.finals = 0
         put_rows(self._batch, received.segments, len(self._held) * received.segments.rows)

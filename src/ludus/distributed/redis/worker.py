@@ -42,9 +42,9 @@ from ludus.models.devices import acting_on, named_device
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
 from ludus.process.host import keep_freed_memory, stop_on_signals
-from ludus.process.workers.supervisor import OVER, Context, Restart, Supervisor
-from ludus.sampling.sampler import Sampler, SamplerTimes, segment_spec
-from ludus.sampling.self_play import with_past
+from ludus.process.workers.supervisor import FINAL_STATES, Context, RestartPolicy, Supervisor
+from ludus.sampling.sampler import Interruption, Sampler, SamplerTimes, segment_spec
+from ludus.sampling.self_play import with_past_opponents
 from ludus.storage.base import Store, open_store
 from ludus.transport.message_stream import Exchange, open_exchange
 from ludus.transport.shared_memory import Layout
@@ -65,7 +65,7 @@ _PATIENCE_S = 2.0
 _OVER_S = 10.0
 _HANG_S = 300.0
 _LOOK_S = 0.1
-_RESTART = Restart(limit=None, steady_s=5.0)
+_RESTART = RestartPolicy(limit=None, steady_s=5.0)
 _PRELOAD = ("numpy", "torch", "gymnasium", "ludus.distributed.redis.worker")
 
 Announce = Callable[[str], None]
@@ -236,12 +236,14 @@ class FleetWorker:
         environments.beat = beat
         name = int.from_bytes(self._options.name.encode(), "little")
         seed = int(np.random.SeedSequence((orders.seed, name)).generate_state(1)[0]) % (1 << 30)
-        facing = with_past(environments, source, SelfPlayConfig(**orders.self_play), seed)
+        facing = with_past_opponents(environments, source, SelfPlayConfig(**orders.self_play), seed)
 
         def timesteps(version: int) -> int:
             return 0 if follower.bulletin is None else follower.bulletin.timesteps
 
-        sampler = Sampler(environments, facing, writer, seed, beat=beat, explore=orders.explore, timesteps=timesteps)
+        sampler = Sampler(
+            environments, facing, writer, seed, interruption=Interruption(beat), explore=orders.explore, timesteps=timesteps
+        )
         self._times = sampler.times
         weights_s = blocked_s = 0.0
         with_version, made, blocks = -1, 0, 0
@@ -520,7 +522,7 @@ def run_workers(
                 ]
                 if announce is not None:
                     announce(f"{num} workers for {place}")
-                while not stop() and not all(process.state in OVER for process in started):
+                while not stop() and not all(process.state in FINAL_STATES for process in started):
                     time.sleep(_LOOK_S)
                 for process in started:
                     process.ask_to_stop(_LEAVE_S)

@@ -1,10 +1,10 @@
-"""Which heroes play the next match: always the same, several in turn, drawn, or everybody against everybody. No I/O.
+"""Line-ups: which heroes play the next match. Pure.
 
-lineup: [[107], [190]]                    this one; own side first
+lineup: [[107], [190]]                    a fixed one; own side first
 lineup: [[[107], [190]], [[107], [117]]]  one of these, drawn for every match
 lineup: {cycle: [...]}                    these, one after the other
 lineup: random                            heroes drawn for every seat, out of all; or {random: [107, 190, 117]}
-lineup: roundrobin                        every camp against every camp, one after the other; or {roundrobin: [107, 190, 117]}
+lineup: roundrobin                        every camp against every camp, in turn; or {roundrobin: [107, 190, 117]}
 """
 
 from __future__ import annotations
@@ -20,109 +20,111 @@ from ludus.errors import ConfigError
 
 Hero = int | str
 Lineup = tuple[tuple[Hero, ...], tuple[Hero, ...]]
-"""Heroes of the own side, and of the other."""
+"""Heroes of the own side and of the other side."""
 
 CYCLE, RANDOM, ROUNDROBIN = "cycle", "random", "roundrobin"
 KINDS: Final = (CYCLE, RANDOM, ROUNDROBIN)
-_MOST: Final = 1_000_000
+_MAX_LINEUPS: Final = 1_000_000
 _HINT: Final = "Two lists of heroes, own side first; a list of such; random, roundrobin; or {cycle: a list of such}."
 
 
 class Lineups:
-    """Line-ups for matches of `size` heroes a side, one after the other."""
+    """A sequence of line-ups for matches with `size` heroes per side."""
 
     def __init__(self, given: Any, size: int, pool: Sequence[Hero] = ()) -> None:
-        """`pool`: all heroes of the game, for those that are not named. Raises ConfigError."""
-        kind, named = _kind_of(given)
-        self._size, self._drawn = size, kind == ""
+        """`pool`: all heroes of the game, used where none are named. Raises ConfigError."""
+        kind, named = _parse_kind(given)
+        self._size, self._draws_from_list = size, kind == ""
         self._heroes: list[Hero] = []
         self._fixed: list[Lineup] = []
         self._turns: list[Lineup] = []
         self._next = 0
         if kind in (RANDOM, ROUNDROBIN):
-            self._heroes = list(pool) if named is None else [_hero(hero, given) for hero in _listed(named, given)]
+            self._heroes = list(pool) if named is None else [_parse_hero(hero, given) for hero in _parse_heroes(named, given)]
             if not self._heroes:
-                raise ConfigError(f"lineup is {given!r}, and the heroes are not known.", f"Name them: {{{kind}: [107, 190]}}.")
+                raise ConfigError(
+                    f"lineup is {given!r}, but the heroes of the game are not known.", f"Name them: {{{kind}: [107, 190]}}."
+                )
         if kind == ROUNDROBIN:
-            self._turns = _everybody(self._heroes, size)
+            self._turns = _all_pairings(self._heroes, size)
         elif kind != RANDOM and named is not None:
-            self._fixed = [_lineup(one, size, given) for one in _several(named, given)]
+            self._fixed = [_parse_lineup(one, size, given) for one in _parse_lineups(named, given)]
             if kind == CYCLE:
                 self._turns = self._fixed
 
     @property
     def named(self) -> set[Hero]:
-        """Everybody who may play."""
+        """All heroes that may play."""
         return set(self._heroes) | {hero for lineup in self._fixed for camp in lineup for hero in camp}
 
     @property
     def choices(self) -> int:
-        """How many line-ups one is drawn from; 1 where they are not drawn from a list."""
-        return max(1, len(self._fixed)) if self._drawn else 1
+        """Number of line-ups to draw from; 1 if they are not drawn from a list."""
+        return max(1, len(self._fixed)) if self._draws_from_list else 1
 
     def begin(self, seed: int) -> None:
-        """Where among those that take turns: several who do so need not all begin with the same."""
+        """Choose the starting position of a cycle, so that several environments need not start with the same line-up."""
         self._next = int(np.random.SeedSequence(seed).generate_state(1)[0])
 
     def next(self, random: np.random.Generator, choose: Callable[[np.random.Generator], int]) -> tuple[int, Lineup | None]:
-        """`choose` draws one of `choices`: its number, and the line-up. None: whatever the game plays when it is not told."""
+        """Return the next line-up and its number. `choose` draws one of `choices`. None: the game's default line-up."""
         if self._turns:
             self._next += 1
             return 0, self._turns[(self._next - 1) % len(self._turns)]
         if self._heroes:
             drawn = [self._heroes[i] for i in random.integers(len(self._heroes), size=2 * self._size)]
             return 0, (tuple(drawn[: self._size]), tuple(drawn[self._size :]))
-        number = choose(random)  # also without a line-up: what comes after does not depend on it
+        number = choose(random)  # always drawn, so that later draws do not depend on the config
         return number, self._fixed[number] if self._fixed else None
 
 
-def _kind_of(given: Any) -> tuple[str, Any]:
-    """(how the next is found, among which); an empty kind: drawn from a list. Raises ConfigError."""
+def _parse_kind(given: Any) -> tuple[str, Any]:
+    """Return (kind, value); an empty kind means drawn from a list. Raises ConfigError."""
     if isinstance(given, Mapping):
         if len(given) != 1 or (kind := str(next(iter(given)))) not in KINDS:
             raise ConfigError(f"lineup is {given!r}.", f"One of {', '.join(KINDS)}, with a list.")
         return kind, next(iter(given.values()))
     if isinstance(given, str):
         if given not in (RANDOM, ROUNDROBIN):
-            hint = "It takes turns among those that you list: {cycle: [...]}." if given == CYCLE else did_you_mean(given, KINDS)
+            hint = "List the line-ups to cycle through: {cycle: [...]}." if given == CYCLE else did_you_mean(given, KINDS)
             raise ConfigError(f"lineup is {given!r}.", hint)
         return given, None
     return "", given
 
 
-def _several(named: Any, given: Any) -> Sequence[Any]:
-    """Line-ups, also when it is only one."""
+def _parse_lineups(named: Any, given: Any) -> Sequence[Any]:
+    """Return a list of line-ups, also for a single one."""
     if not _is_list(named) or not named or not all(_is_list(one) and one for one in named):
         raise ConfigError(f"lineup is {given!r}.", _HINT)
     return named if _is_list(named[0][0]) else [named]
 
 
-def _lineup(one: Any, size: int, given: Any) -> Lineup:
+def _parse_lineup(one: Any, size: int, given: Any) -> Lineup:
     if not _is_list(one) or len(one) != 2 or not all(_is_list(camp) and len(camp) == size for camp in one):
         raise ConfigError(f"The line-up {one!r} does not fit {size}v{size}.", f"Two camps of {size}.")
-    own, other = (tuple(_hero(hero, given) for hero in camp) for camp in one)
+    own, other = (tuple(_parse_hero(hero, given) for hero in camp) for camp in one)
     return own, other
 
 
-def _hero(hero: Any, given: Any) -> Hero:
+def _parse_hero(hero: Any, given: Any) -> Hero:
     if isinstance(hero, bool) or not isinstance(hero, (int, str)):
-        raise ConfigError(f"lineup is {given!r}: {hero!r} is no hero.", "The id of a hero, or its name.")
+        raise ConfigError(f"lineup is {given!r}: {hero!r} is not a hero.", "Give the id of a hero, or its name.")
     return hero
 
 
-def _listed(named: Any, given: Any) -> Sequence[Any]:
+def _parse_heroes(named: Any, given: Any) -> Sequence[Any]:
     if not _is_list(named) or not named:
         raise ConfigError(f"lineup is {given!r}.", "Name several heroes: [107, 190].")
     return list(named)
 
 
-def _everybody(heroes: Sequence[Hero], size: int) -> list[Lineup]:
-    """Every camp of different heroes against every camp."""
+def _all_pairings(heroes: Sequence[Hero], size: int) -> list[Lineup]:
+    """Return every camp of distinct heroes against every camp."""
     camps = list(itertools.combinations(dict.fromkeys(heroes), size))
     if not camps:
         raise ConfigError(f"{len(heroes)} heroes are too few for camps of {size}.", "A camp has different heroes.")
-    if len(camps) ** 2 > _MOST:
-        raise ConfigError(f"{len(heroes)} heroes make {len(camps) ** 2:,} line-ups.", "Name fewer, or take random.")
+    if len(camps) ** 2 > _MAX_LINEUPS:
+        raise ConfigError(f"{len(heroes)} heroes make {len(camps) ** 2:,} line-ups.", "Name fewer, or use random.")
     return list(itertools.product(camps, camps))
 
 

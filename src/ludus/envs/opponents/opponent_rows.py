@@ -1,4 +1,4 @@
-"""Environments some of whose rows are played by somebody who is not learned from: the other camp of a match, say."""
+"""Environments some of whose rows are played by a fixed policy and not learned from, such as the other camp of a match."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from ludus.envs.opponents.opponent_mix import PAST_VERSION
 from ludus.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ludus.envs.vector_env import Environments, Outcome, Seen
+    from ludus.envs.vector_env import Environments, Observations, StepResult
 
 
-class Player(Protocol):
-    """Whoever plays those rows."""
+class RowPlayer(Protocol):
+    """Plays the opponent rows."""
 
     version: int
 
     def play(self, observation: Tree, mask: Bools | None, first: Bools) -> Tree:
-        """Actions as the environment takes them; `first`: rows whose episode begins."""
+        """Return actions as the environment takes them; `first`: rows whose episode starts."""
         ...
 
 
-class Opposed:
-    """Shows the rows that are learned from, and has the others played by `player`, who comes before the first step."""
+class OpponentRows:
+    """Exposes the rows that are learned from; `player`, set before the first step, plays the others."""
 
     def __init__(self, inner: Environments, opponent_rows: Bools) -> None:
         if not opponent_rows.any() or opponent_rows.all():
-            raise ValueError("Some rows must be the opponent's, and some not.")
-        self._inner, self._theirs = inner, opponent_rows
-        self._own: Bools = ~opponent_rows
-        self.name, self.num = inner.name, int(self._own.sum())
+            raise ValueError("Some rows must be opponent rows, and some not.")
+        self._inner, self._opponent_rows = inner, opponent_rows
+        self._own_rows: Bools = ~opponent_rows
+        self.name, self.num = inner.name, int(self._own_rows.sum())
         self.observation_space: gym.Space[Any] = inner.observation_space
         self.action_space: gym.Space[Any] = inner.action_space
-        self.resets_at_once = inner.resets_at_once
-        if self.resets_at_once:
-            raise ConfigError(f"{inner.name} has rows of opponents and resets at once.", "Use next-step autoreset.")
-        self.player: Player | None = None
-        self._shown: Seen | None = None
+        self.same_step_autoreset = inner.same_step_autoreset
+        if self.same_step_autoreset:
+            raise ConfigError(f"{inner.name} has opponent rows and same-step autoreset.", "Use next-step autoreset.")
+        self.player: RowPlayer | None = None
+        self._opponent_observations: Observations | None = None
         self._first: Bools = np.ones(int(opponent_rows.sum()), np.bool_)
         self._over: Bools = np.zeros_like(self._first)
 
@@ -66,27 +66,27 @@ class Opposed:
     def beat(self, beat: Callable[[], None]) -> None:
         self._inner.beat = beat
 
-    def reset(self, seed: int | None) -> Seen:
+    def reset(self, seed: int | None) -> Observations:
         seen = self._inner.reset(seed)
         self._first[:], self._over[:] = True, False
-        self._shown = _rows(seen, self._theirs)
-        return _rows(seen, self._own)
+        self._opponent_observations = _select_rows(seen, self._opponent_rows)
+        return _select_rows(seen, self._own_rows)
 
-    def step(self, action: Tree) -> Outcome:
-        """Raises ConfigError when there is nobody to play the other rows."""
-        outcome = self._inner.step(map_tree(self._joined, action, self._answer()))
-        theirs = self._theirs
+    def step(self, action: Tree) -> StepResult:
+        """Raises ConfigError if no player is set."""
+        outcome = self._inner.step(map_tree(self._merge_rows, action, self._opponent_actions()))
+        theirs = self._opponent_rows
         done = outcome.terminated[theirs] | outcome.truncated[theirs]
         self._first, self._over = self._over, done
         if outcome.lost is not None:
             self._first = self._first | outcome.lost[theirs]
-        self._shown = _rows(outcome.seen, theirs)
-        own = self._own
+        self._opponent_observations = _select_rows(outcome.observations, theirs)
+        own = self._own_rows
         if outcome.results is not None and PAST_VERSION in self.results and self.player is not None:
             column = outcome.results[:, self.results.index(PAST_VERSION)]
             column[:, 0] = column[:, 1] * self.player.version
         kept = type(outcome)(
-            _rows(outcome.seen, own),
+            _select_rows(outcome.observations, own),
             outcome.reward[own],
             outcome.terminated[own],
             outcome.truncated[own],
@@ -96,17 +96,17 @@ class Opposed:
             kept.lost = outcome.lost[own]
         return kept
 
-    def _answer(self) -> Tree:
-        if self.player is None or self._shown is None:
+    def _opponent_actions(self) -> Tree:
+        if self.player is None or self._opponent_observations is None:
             raise ConfigError(
-                f"{self.name} has opponents from the past, and nobody here has one.",
-                "In evaluations and rollouts name a script, or self.",
+                f"{self.name} needs past versions as opponents, but none are available here.",
+                "For evaluations and rollouts set the opponent to a script or to self.",
             )
-        return self.player.play(self._shown.observation, self._shown.mask, self._first)
+        return self.player.play(self._opponent_observations.observation, self._opponent_observations.mask, self._first)
 
-    def _joined(self, own: Array, theirs: Array) -> Array:
-        whole = np.empty((len(self._own), *own.shape[1:]), own.dtype)
-        whole[self._own], whole[self._theirs] = own, theirs
+    def _merge_rows(self, own: Array, theirs: Array) -> Array:
+        whole = np.empty((len(self._own_rows), *own.shape[1:]), own.dtype)
+        whole[self._own_rows], whole[self._opponent_rows] = own, theirs
         return whole
 
     def progress(self, timesteps: int) -> None:
@@ -116,5 +116,5 @@ class Opposed:
         self._inner.close()
 
 
-def _rows(seen: Seen, which: Bools) -> Seen:
+def _select_rows(seen: Observations, which: Bools) -> Observations:
     return type(seen)(map_tree(lambda x: x[which], seen.observation), None if seen.mask is None else seen.mask[which])

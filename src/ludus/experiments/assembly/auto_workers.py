@@ -13,10 +13,11 @@ from ludus.algorithms.base import Algorithm
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.types import Segments
 from ludus.envs.vector_env import Environments, make_environments
-from ludus.experiments.assembly.components import make_algorithm, make_policy
+from ludus.experiments.assembly.learners import make_algorithm
+from ludus.experiments.assembly.policies import make_policy
 from ludus.models.policy import Policy
 from ludus.sampling.sampler import Sampler, segment_spec
-from ludus.sampling.self_play import with_past
+from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.local import LocalMemory
 
 _MOMENT_S = 0.5
@@ -95,7 +96,7 @@ def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> Co
 
 def _measured(environments: Environments, policy: Policy, learner: Algorithm, config: AlgorithmConfig) -> Cost:
     memory = LocalMemory(segment_spec(policy, environments, 1), environments.num, 1)
-    facing = with_past(environments, _Fixed(policy), config.self_play, config.seed)
+    facing = with_past_opponents(environments, _Fixed(policy), config.self_play, config.seed)
     sampler = Sampler(environments, facing, memory, config.seed)
     sampler.step()
     steps = min(_STEPS if sampler.times.environment_s <= _SLOW_STEP_S else _FEW_STEPS, config.steps)

@@ -12,14 +12,14 @@ import numpy as np
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Tree, leaves, map_tree
 from ludus.core.types import DEFAULT_MODEL
-from ludus.envs.pettingzoo import Match, at_random
+from ludus.envs.pettingzoo import MultiAgentMatch, sample_action
 from ludus.envs.vector_env import make_environments
 from ludus.errors import EnvironmentFault
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.models import byte_scales
 from ludus.models.byte_scales import Seen
 from ludus.models.centralized_critic import OWN
-from ludus.sampling.episode_runner import undisturbed
+from ludus.sampling.episode_runner import preserve_random_state
 from ludus.sampling.multi_agent import plain_action
 
 log = logging.getLogger(__name__)
@@ -60,15 +60,15 @@ def largest_seen(env: str, config: AlgorithmConfig) -> Seen:
     """The largest value in each uint8 part of the observations of one environment that is played at random; no more if it fails."""
     seen: dict[str, int] = {}
     random = np.random.default_rng(config.seed)
-    with undisturbed():
+    with preserve_random_state():
         one = make_environments(env, 1, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
         try:
             shown = one.reset(config.seed)
             _note(seen, shown.observation)
             for _ in range(STEPS):
                 mask = None if shown.mask is None or not shown.mask[0].any() else shown.mask[0]
-                action = at_random(one.action_space, mask, random)
-                shown = one.step(map_tree(lambda x: np.asarray(x)[None], action)).seen
+                action = sample_action(one.action_space, mask, random)
+                shown = one.step(map_tree(lambda x: np.asarray(x)[None], action)).observations
                 _note(seen, shown.observation)
         except EnvironmentFault as fault:  # training meets it as well, and says so
             log.warning("%s failed while its observations were looked at: %s", env, fault)
@@ -77,18 +77,20 @@ def largest_seen(env: str, config: AlgorithmConfig) -> Seen:
     return seen
 
 
-def largest_seen_of_agents(make: Callable[[], Match], cast: Mapping[str, str], seed: int, *, central: bool) -> dict[str, Seen]:
+def largest_seen_of_agents(
+    make: Callable[[], MultiAgentMatch], cast: Mapping[str, str], seed: int, *, central: bool
+) -> dict[str, Seen]:
     """The same by model, in matches of several agents; of a centralised value what the agents themselves see."""
     seen: dict[str, dict[str, int]] = {model: {} for model in cast.values()}
     random = np.random.default_rng(seed)
-    with undisturbed():
+    with preserve_random_state():
         match = make()
         try:
             moved = match.reset(seed)
             for number in range(STEPS):
                 for turn in moved.turns:
                     _note(seen[cast[turn.agent]], {OWN: turn.observation} if central else turn.observation)
-                drawn = {turn.agent: at_random(match.agents[turn.agent].action, turn.mask, random) for turn in moved.turns}
+                drawn = {turn.agent: sample_action(match.agents[turn.agent].action, turn.mask, random) for turn in moved.turns}
                 actions = {agent: plain_action(action) for agent, action in drawn.items()}
                 moved = match.reset(seed + 1 + number) if moved.over else match.step(actions)
         except EnvironmentFault as fault:

@@ -15,7 +15,7 @@ from ludus.core.spaces import array_spec
 from ludus.core.tree import Tree, leaves
 from ludus.core.types import DEFAULT_MODEL
 from ludus.errors import ConfigError
-from ludus.experiments.assembly.components import Resolved
+from ludus.experiments.resolve import ResolvedExperiment
 from ludus.launch.doctor.checks.limits import look_groups, look_memory
 from ludus.launch.doctor.finding import size
 from ludus.models.devices import learner_device
@@ -99,7 +99,7 @@ def free_memory() -> int | None:
     return None if found is None else found.free
 
 
-def check_memory(resolved: Resolved, policies: Policy | Mapping[str, Policy]) -> MemoryEstimate:
+def check_memory(resolved: ResolvedExperiment, policies: Policy | Mapping[str, Policy]) -> MemoryEstimate:
     """Raises ConfigError, with the figures, when this run needs more memory than there is."""
     experiment, config = resolved.experiment, resolved.config
     elsewhere = resolved.cluster is not None or experiment.memory != EMBEDDED or experiment.env == EXTERNAL

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from ludus.config.schema import StopConfig
 from ludus.core.metrics import Numbers, Sink
-from ludus.errors import UsageError
+from ludus.errors import StoreError, UsageError
 from ludus.experiments.runs.checkpoint import FOLDER
 
 if TYPE_CHECKING:
@@ -107,10 +108,35 @@ class VideoSink(Protocol):
         ...
 
 
+@runtime_checkable
+class StopAware(Protocol):
+    """A sink that shows how far a run is from its end."""
+
+    def begin(self, stop: StopConfig) -> None: ...
+
+
+def announce_stop(sinks: Iterable[Sink], stop: StopConfig) -> None:
+    """Give the stop conditions of a run to the sinks that show them."""
+    for sink in sinks:
+        if isinstance(sink, StopAware):
+            sink.begin(stop)
+
+
 def notify_checkpoint(sinks: Iterable[Sink], name: str) -> None:
     for sink in sinks:
         if isinstance(sink, CheckpointListener):
             sink.checkpoint_written(name)
+
+
+def show_videos(sinks: Iterable[Sink], videos: Iterable[Path], timesteps: int) -> None:
+    """Give the videos of one evaluation to the sinks that show them, as `evaluation/video_1` and so on."""
+    for number, path in enumerate(videos, 1):
+        for sink in sinks:
+            if isinstance(sink, VideoSink):
+                try:
+                    sink.show_video(path, f"evaluation/video_{number}", timesteps)
+                except (StoreError, OSError) as error:  # such as an unreachable directory: training does not depend on it
+                    log.warning("%s does not show %s: %s", type(sink).__name__, path, error)
 
 
 def find_stop_request(sinks: Iterable[Sink]) -> tuple[str, bool] | None:

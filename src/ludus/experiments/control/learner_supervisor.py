@@ -44,7 +44,7 @@ from ludus.models.weights.version_store import Claim, newest_claim
 from ludus.process.host import StopSignal, stop_on_signals
 from ludus.process.temp_dirs import sweep
 from ludus.process.workers.forkserver import anonymous_file
-from ludus.process.workers.supervisor import OVER, Context, Process, Restart, Supervisor
+from ludus.process.workers.supervisor import FINAL_STATES, Context, Process, RestartPolicy, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ START_S = 5.0
 CLOSE_S = 30.0
 """After its last word a learner has this long to leave."""
 
-PRELOAD = ("numpy", "torch", "ludus.experiments.runner")
+PRELOAD = ("numpy", "torch", "ludus.experiments.runner", "ludus.experiments.assembly.worker_training")
 _POLL_S = 0.1
 _FAILURES_KEPT = 20
 _ONE_TRAINER = "One run has one trainer: stop the other, or leave this one stopped."
@@ -106,7 +106,7 @@ class Policy:
     CURABLE = (WorkerFailed, MemoryClosed, Unreachable, StoreUnavailable)
     """Errors that come from outside the learner, and may not come again. All others of ours would."""
 
-    def __init__(self, limit: int, backoff: Restart = Restart(limit=None, backoff_s=0.5, max_backoff_s=30.0)) -> None:  # noqa: B008
+    def __init__(self, limit: int, backoff: RestartPolicy = RestartPolicy(limit=None, backoff_s=0.5, max_backoff_s=30.0)) -> None:  # noqa: B008
         self._limit, self._backoff = limit, backoff
         self._in_a_row = 0
         self._newest: str | None = None
@@ -242,7 +242,7 @@ class _End:
     """It has learned something."""
 
 
-class Driver:
+class LearnerSupervisor:
     """Runs learners, one after the other, until one has come to the end of the run."""
 
     def __init__(
@@ -334,7 +334,7 @@ class Driver:
         """Until it is over: hand on what it says."""
         asked_at, over = math.inf, False
         while not over:
-            over = process.state in OVER  # looked at before the pipe is read: what it said before its end is in there
+            over = process.state in FINAL_STATES  # looked at before the pipe is read: what it said before its end is in there
             if not over:
                 mail.wait(_POLL_S)
             for message in mail.take():

@@ -6,12 +6,14 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from ludus.experiments.control.callbacks import Callback, CallbackSink, ReportFunction
 from ludus.experiments.control.notebook import is_notebook, updating_output
-from ludus.experiments.control.training_display import TrainingDisplay
 from ludus.experiments.result import Result
+
+if TYPE_CHECKING:
+    from ludus.experiments.control.training_display import TrainingDisplay
 
 
 class Observers:
@@ -52,9 +54,14 @@ def make_display(progress: bool | None) -> TrainingDisplay | None:
     """On standard error, whose last line is replaced where that is possible; None: nothing is to be shown."""
     if progress is False:
         return None
-    if is_notebook():
+    notebook = is_notebook()
+    if not (notebook or progress or sys.stderr.isatty()):
+        return None
+    from ludus.experiments.control.training_display import TrainingDisplay
+
+    if notebook:
         return TrainingDisplay(stream=cast(TextIO, updating_output()), live=False)
-    return TrainingDisplay(stream=sys.stderr) if progress or sys.stderr.isatty() else None
+    return TrainingDisplay(stream=sys.stderr)
 
 
 def _print_to_stderr(sentence: str) -> None:

@@ -11,11 +11,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TextIO, runtime_checkable
+from typing import Any, NamedTuple, TextIO
 
 from ludus.config.schema import StopConfig
 from ludus.core.formatting import MISSING, bar, format_duration, format_number, sparkline
-from ludus.core.metrics import Numbers, Sink
+from ludus.core.metrics import Numbers
 from ludus.experiments.control.bottleneck import describe_bottleneck
 from ludus.experiments.runs.run_status import summary
 
@@ -28,20 +28,6 @@ _BAR_WIDTH = 24
 _CURVE_WIDTH = 40
 _COUNTERS = ("timesteps", "iterations", "training_iteration", "episodes")
 _UNITS = {"timesteps": "steps", "iterations": "iterations", "training_iteration": "iterations", "episodes": "episodes"}
-
-
-@runtime_checkable
-class KnowsStop(Protocol):
-    """A sink that shows how far it is to the end of a run."""
-
-    def begin(self, stop: StopConfig) -> None: ...
-
-
-def announce_stop(sinks: Iterable[Sink], stop: StopConfig) -> None:
-    """Tell the sinks that want to know when the run will stop."""
-    for sink in sinks:
-        if isinstance(sink, KnowsStop):
-            sink.begin(stop)
 
 
 class TrainingDisplay:

@@ -19,22 +19,22 @@ from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL, Ints
 from ludus.distributed.code_bundle import Luggage
 from ludus.envs.preprocessing import for_evaluation
-from ludus.envs.vector_env import Environments, RowsSaid, make_environments, said_of_rows
-from ludus.envs.wrappers import Named, names_of
+from ludus.envs.vector_env import Environments, RowInfo, make_environments, row_info
+from ludus.envs.wrappers import WrapperList, wrapper_names
 from ludus.errors import ConfigError, Interrupted, LudusError
-from ludus.experiments.assembly.components import Resolved
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation_video import Recorded, VideoRecorder, why_not_recorded
 from ludus.experiments.evaluation.rollout import Stage
+from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.runs.checkpoint import FOLDER
 from ludus.experiments.runs.remote_runs import store_of
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.devices import acting_on
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
-from ludus.process.workers.supervisor import Context, Restart
-from ludus.process.workers.task_pool import Errands
-from ludus.sampling.episode_runner import Score, longest_episode, play, shares, undisturbed
+from ludus.process.workers.supervisor import Context, RestartPolicy
+from ludus.process.workers.task_pool import TaskPool
+from ludus.sampling.episode_runner import EpisodePlan, Score, episode_quota, episode_step_limit, play, preserve_random_state
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Course:
     env: str
     env_config: Mapping[str, Any]
     preprocess: PreprocessConfig
-    wrappers: Named
+    wrappers: WrapperList
     description: Mapping[str, Any]
     duration: int
     by_steps: bool
@@ -78,7 +78,7 @@ class Course:
 
     def quota(self) -> Ints:
         """Of each row."""
-        return shares(math.ceil(self.duration / self.group), self.groups).repeat(self.group)
+        return episode_quota(math.ceil(self.duration / self.group), self.groups).repeat(self.group)
 
     def environments(self, rows: int, beat: Callable[[], None] = lambda: None) -> Environments:
         return make_environments(
@@ -113,9 +113,14 @@ class Course:
         quota = self.quota()[first : first + environments.num]
         with policy.acting():
             return play(
-                policy, environments, quota, seed + first // self.group, deterministic=not self.explore, by_steps=self.by_steps,
-                max_steps=longest_episode(self.env), interrupted=interrupted, group=self.group, noise_seed=seed + first,
-            )  # fmt: skip
+                policy,
+                environments,
+                EpisodePlan(quota, self.by_steps, episode_step_limit(self.env), self.group),
+                seed + first // self.group,
+                deterministic=not self.explore,
+                interrupted=interrupted,
+                noise_seed=seed + first,
+            )
 
 
 class Evaluation:
@@ -131,7 +136,7 @@ class Evaluation:
 
     def __call__(self, iteration: int) -> Score:
         try:
-            with undisturbed(), self._stop.interruptible():
+            with preserve_random_state(), self._stop.interruptible():
                 score = self._play(iteration)
         except Interrupted:
             return Score((), (), complete=False)
@@ -142,7 +147,7 @@ class Evaluation:
         if self._recorder is None:
             return ()
         try:
-            with undisturbed(), self._stop.interruptible():
+            with preserve_random_state(), self._stop.interruptible():
                 recorded = self._recorder.record(self._trained.weights(), iteration, self._course.seed_of(iteration))
         except Interrupted:  # the score stands
             return ()
@@ -178,7 +183,7 @@ class EvaluationWorkers:
         directory: Path,
         workers: int,
         hang_s: float,
-        restart: Restart,
+        restart: RestartPolicy,
         interrupted: Callable[[], bool],
         notice: Notice = log.warning,
     ) -> None:
@@ -187,7 +192,7 @@ class EvaluationWorkers:
         self._records = bool(course.videos)
         self._workers = min(workers, course.groups)
         self._hang_s, self._restart = hang_s, restart
-        self._errands: Errands | None = None
+        self._errands: TaskPool | None = None
         self._numbers = itertools.count(1)
         self._iteration: int | None = None
         self._open: dict[int, int] = {}  # errand → first row
@@ -206,7 +211,7 @@ class EvaluationWorkers:
         """Have that checkpoint played. Returns at once; nothing else may be under way."""
         if self._errands is None:
             logs = self._directory / "logs" / "evaluation"
-            self._errands = Errands(
+            self._errands = TaskPool(
                 "evaluation", Player, self._course,
                 workers=self._workers, hang_s=self._hang_s, restart=self._restart, log_dir=logs, preload=("torch", __name__),
             )  # fmt: skip
@@ -218,7 +223,7 @@ class EvaluationWorkers:
             self._open[number] = first
             seed = self._course.seed_of(iteration)
             video = iteration if first == 0 and self._records else None
-            self._errands.give(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
+            self._errands.submit(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
 
     def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
         """(iteration, score) when all of it has been played, None before; no score: it failed, which has been said."""
@@ -309,12 +314,12 @@ def warn_of_cuts(score: Score, env: str) -> None:
     if score.cut:
         log.warning(
             "%d of %d episodes of an evaluation were cut after %d steps: %s did not end them. Let it: a time limit, for example.",
-            score.cut, len(score.returns), longest_episode(env), env,
+            score.cut, len(score.returns), episode_step_limit(env), env,
         )  # fmt: skip
 
 
 def make_evaluation(
-    resolved: Resolved, policy: Policy, run: Run, stop: StopCheck, announce: Notice | None = None
+    resolved: ResolvedExperiment, policy: Policy, run: Run, stop: StopCheck, announce: Notice | None = None
 ) -> Evaluation | EvaluationWorkers | None:
     """Raises ConfigError, EnvironmentFault when `evaluation_config` asks for an environment that cannot be."""
     config = resolved.config
@@ -322,14 +327,14 @@ def make_evaluation(
         return None
     env = resolved.experiment.env
     wrapped: Any = {"preprocess": config.preprocess, "wrappers": config.wrappers}
-    with undisturbed():  # as many rows as training has: so many there can be
-        said = said_of_rows(env, config.num_envs_per_worker, config.env_config, **wrapped)
+    with preserve_random_state():  # as many rows as training has: so many there can be
+        said = row_info(env, config.num_envs_per_worker, config.env_config, **wrapped)
     course = _course(env, config, policy, said)
     if config.evaluation_config.env_config is not None:
         _check(course, policy)
-    with undisturbed():
-        said = said_of_rows(env, course.rows, course.env_config, preprocess=course.preprocess, wrappers=course.wrappers)
-    if said.opposed:  # the first evaluation may be an hour away
+    with preserve_random_state():
+        said = row_info(env, course.rows, course.env_config, preprocess=course.preprocess, wrappers=course.wrappers)
+    if said.has_opponents:  # the first evaluation may be an hour away
         raise ConfigError(
             f"Evaluations of {env} would have opponents from the past, and nobody there has one.",
             "Say whom they play in config.evaluation_config.env_config, as {opponent: medium}; or set evaluation_duration: 0.",
@@ -345,12 +350,12 @@ def make_evaluation(
         course = replace(course, videos=0)
     if not config.evaluation_num_workers:
         return Evaluation(course, policy, stop, run.directory, notice)
-    restart = Restart(config.max_worker_restarts, config.worker_restart_backoff_s)
+    restart = RestartPolicy(config.max_worker_restarts, config.worker_restart_backoff_s)
     workers = config.evaluation_num_workers
     return EvaluationWorkers(course, run.directory, workers, config.worker_hang_s, restart, stop.ends_evaluation, notice)
 
 
-def _course(env: str, config: AlgorithmConfig, policy: Policy, said: RowsSaid) -> Course:
+def _course(env: str, config: AlgorithmConfig, policy: Policy, said: RowInfo) -> Course:
     section = config.evaluation_config
     taken_over = {key: value for key, value in config.env_config.items() if key not in said.only_training}
     return Course(
@@ -365,14 +370,14 @@ def _course(env: str, config: AlgorithmConfig, policy: Policy, said: RowsSaid) -
         seed=config.seed,
         forgiving=config.restart_failed_sub_environments,
         device=config.inference_device if not config.evaluation_num_workers else "cpu",
-        luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
+        luggage=Luggage.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model]),
         group=said.group,
         videos=min(config.evaluation_video, config.evaluation_duration),
     )
 
 
 def _check(course: Course, policy: Policy) -> None:
-    with undisturbed():
+    with preserve_random_state():
         one = course.environments(1)
         try:
             theirs = spaces.to_json(one.observation_space), spaces.to_json(one.action_space)

@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import gymnasium as gym
 
-from ludus.core.metrics import Sink
 from ludus.core.tree import Array
 from ludus.envs.vector_env import make_one
-from ludus.errors import LudusError, StoreError
-from ludus.experiments.control.callbacks import VideoSink
+from ludus.errors import LudusError
 from ludus.experiments.evaluation.rollout import FRAMES, SoloPlayer, Stage
 from ludus.experiments.evaluation.rollout_file import written_to
 from ludus.experiments.evaluation.video import check_renders, write_video
 from ludus.experiments.runs.remote_runs import EVALUATION_VIDEO
 from ludus.models.centralized_critic import actor_of
 from ludus.models.policy import Policy
-from ludus.sampling.episode_runner import undisturbed
+from ludus.sampling.episode_runner import preserve_random_state
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +97,7 @@ def make_rendering(stage: Stage) -> gym.Env[Any, Any]:
 def why_not_recorded(stage: Stage) -> str | None:
     """Makes a copy of the environment to find out why it cannot be recorded; None: it says that it renders RGB frames."""
     try:
-        with undisturbed():
+        with preserve_random_state():
             make_rendering(stage).close()
     except Exception as error:  # whatever a renderer raises: a video is not worth a training
         return describe_failure(stage.env, error)
@@ -111,14 +109,3 @@ def describe_failure(env: str, error: Exception) -> str:
     lines = (error.message if isinstance(error, LudusError) else f"{type(error).__name__}: {error}").splitlines()
     reason = lines[0] if lines else type(error).__name__
     return f"no videos of evaluations of {env} are recorded from now on (evaluation_video); training goes on. Reason: {reason}"
-
-
-def show_videos(sinks: Sequence[Sink], videos: Sequence[Path], timesteps: int) -> None:
-    """Give the videos of one evaluation to the sinks that show them, as `evaluation/video_1` and so on."""
-    for number, path in enumerate(videos, 1):
-        for sink in sinks:
-            if isinstance(sink, VideoSink):
-                try:
-                    sink.show_video(path, f"evaluation/video_{number}", timesteps)
-                except (StoreError, OSError) as error:  # a directory that cannot be reached: the training does not depend on it
-                    log.warning("%s is not shown by %s: %s", path, type(sink).__name__, error)

@@ -28,11 +28,11 @@ from ludus.core.tree import Tree
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import Luggage
 from ludus.envs.pettingzoo import make_match
-from ludus.envs.preprocessing import preprocess_of
+from ludus.envs.preprocessing import saved_preprocess
 from ludus.envs.registry import factory_of
-from ludus.envs.vector_env import make_one, own_part, translated
+from ludus.envs.vector_env import environment_errors, make_one, without_central_state
 from ludus.envs.video_writer import FrameProgress
-from ludus.envs.wrappers import Named, names_of, wrappers_of
+from ludus.envs.wrappers import WrapperList, load_wrappers, wrapper_names
 from ludus.errors import IncompatibleCheckpoint, UsageError
 from ludus.experiments.evaluation.rollout_file import FINAL, Ledger, Part, StepLog
 from ludus.experiments.evaluation.video import (
@@ -55,8 +55,8 @@ from ludus.models.centralized_critic import actor_of
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.process.workers.supervisor import Context
-from ludus.process.workers.task_pool import Errands
-from ludus.sampling.episode_runner import Score, longest_episode
+from ludus.process.workers.task_pool import TaskPool
+from ludus.sampling.episode_runner import Score, episode_step_limit
 from ludus.sampling.multi_agent import Step, play_episode
 from ludus.sampling.trained_agent import TrainedAgent
 
@@ -131,7 +131,7 @@ class Stage:
     """Agent → model; None: there is one agent, and one model."""
     env_config: Mapping[str, Any] = field(default_factory=dict)
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
-    wrappers: Named = ()
+    wrappers: WrapperList = ()
     seed: int = 0
     deterministic: bool = True
     steps: bool = False
@@ -196,16 +196,16 @@ def stage_of(
     wrappers = settings.get("wrappers") or ()
     custom = [description["network"].get("custom_model") for description, _ in models.values()]
     factory_of(name)  # before another process, which trusts what this one does, is asked to play it
-    wrappers_of(wrappers)
+    load_wrappers(wrappers)
     stage = Stage(
         env=name,
         trained_on=made_with["env"],
         models=models,
         cast=mapping if isinstance(mapping, dict) else None,
         env_config={**settings.get("env_config", {}), **(env_config or {})},
-        preprocess=preprocess_of(settings),
+        preprocess=saved_preprocess(settings),
         wrappers=wrappers,
-        luggage=Luggage.of(name, *names_of(wrappers), models=custom),
+        luggage=Luggage.of(name, *wrapper_names(wrappers), models=custom),
         **options,
     )
     return run, found.name, stage
@@ -231,7 +231,7 @@ def staged_agent(
     _check_playable(name, settings, agent)
     wrappers = settings.get("wrappers") or ()
     factory_of(name)  # before another process, which trusts what this one does, is asked to play it
-    wrappers_of(wrappers)
+    load_wrappers(wrappers)
     with tempfile.TemporaryDirectory(prefix="ludus-") as aside:
         weights = Path(aside) / "weights.safetensors"
         weights.write_bytes(serialization.encode_weights(agent.policy.weights()))
@@ -241,9 +241,9 @@ def staged_agent(
             made_with.get("env", "another environment"),
             {DEFAULT_MODEL: (described, str(weights))},
             env_config={**settings.get("env_config", {}), **(env_config or {})},
-            preprocess=preprocess_of(settings),
+            preprocess=saved_preprocess(settings),
             wrappers=wrappers,
-            luggage=Luggage.of(name, *names_of(wrappers), models=[described["network"].get("custom_model")]),
+            luggage=Luggage.of(name, *wrapper_names(wrappers), models=[described["network"].get("custom_model")]),
             **options,
         )
 
@@ -300,7 +300,7 @@ class SoloPlayer:
                 check_renders(self.env, stage.env)
             self._policy = policy if policy is not None else next(iter(stage.policies().values()))
             if "state" not in _names(self._policy.observation_space):  # of one with a centralised value the actor plays
-                self.env = own_part(self.env)
+                self.env = without_central_state(self.env)
             _check_spaces(self._policy, self.env, stage)
         except BaseException:
             self.env.close()
@@ -321,7 +321,7 @@ class SoloPlayer:
         gained, length, over = 0.0, 0, False
         with contextlib.ExitStack() as stack:
             recording = _Recording(stage, episode, directory, stack)
-            with translated(stage.env, "reset", 0):
+            with environment_errors(stage.env, "reset", 0):
                 observation, info = env.reset(seed=stage.seed + episode)
             state = None
             while not over and length < max_steps:
@@ -330,7 +330,7 @@ class SoloPlayer:
                 mask = info.get(ACTION_MASK)
                 action, state = agent.act(observation, state, mask, deterministic=stage.deterministic)
                 before = observation
-                with translated(stage.env, "step", length + 1):
+                with environment_errors(stage.env, "step", length + 1):
                     observation, reward, terminated, truncated, info = env.step(action)
                 if recording.part is not None:
                     counters = {"episode": episode, "step": length, "reward": float(reward)}
@@ -466,7 +466,7 @@ def rollout(
     with contextlib.ExitStack() as stack:
         steps = stack.enter_context(StepLog(files.steps, stage.save_info)) if files.steps is not None else None
         aside = steps.aside if steps is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ludus-")))
-        limit = max(longest_episode(stage.env), max_steps or 0)
+        limit = max(episode_step_limit(stage.env), max_steps or 0)
         crew = _Crew(stage, aside, episodes, limit, workers, log_dir, player)
         stack.callback(crew.close)
         made, fps, gained = 0, 0.0, list[float]()
@@ -519,7 +519,7 @@ class _Crew:
         self._told: dict[int, Told] = {}
         self._to_come: Iterator[int] = iter(range(episodes))
         if workers:
-            self._errands = Errands(
+            self._errands = TaskPool(
                 "rollout",
                 Worker,
                 stage,
@@ -534,7 +534,7 @@ class _Crew:
     def _give(self, count: int) -> None:
         for _, episode in zip(range(count), self._to_come, strict=False):
             assert self._errands is not None
-            self._errands.give(episode, {"episode": episode, "max_steps": self._limit})
+            self._errands.submit(episode, {"episode": episode, "max_steps": self._limit})
 
     def episode(self, episode: int, left: int) -> Told:
         """Played to its end, or to `left` steps. Raises what went wrong."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from ludus.config import schema as configs
 from ludus.errors import ConfigError
-from ludus.experiments.assembly.components import ClusterOptions
-from ludus.experiments.runner import resolve
+from ludus.experiments.resolve import ClusterOptions, resolve
 from ludus.experiments.runs.remote_runs import shown
 from ludus.experiments.runs.run_dir import Run
 from ludus.transport.message_stream import EMBEDDED

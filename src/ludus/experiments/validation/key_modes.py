@@ -13,7 +13,7 @@ from typing import Any
 from ludus.config import schema as configs
 from ludus.config.problem import Complaint
 from ludus.config.schema import AlgorithmConfig
-from ludus.envs.vector_env import said_of_rows
+from ludus.envs.vector_env import row_info
 from ludus.transport.message_stream import EMBEDDED
 
 
@@ -156,10 +156,8 @@ def refuse_idle_self_play(env: str, config: AlgorithmConfig) -> str | None:
     """Why `self_play` has no effect in an environment; None: it has, or nothing was set. Makes the environment to find out."""
     if is_default(config, "self_play") or env in (configs.EXTERNAL, configs.GAMECORE):
         return None
-    rows = said_of_rows(
-        env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers
-    )
-    if rows.opposed:
+    rows = row_info(env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
+    if rows.has_opponents:
         return None
     return (
         f"config.self_play has no effect: {env} has no opponents from the past. Leave it out, or give the environment some in "

@@ -1,8 +1,9 @@
-"""All that is wrong with an experiment, not only the first of it, and what is ignored in it; nothing is started."""
+"""Validation of an experiment: all its errors at once, keys without effect, and notices about ignored keys. Starts nothing."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -10,17 +11,20 @@ from ludus.algorithms.base import ALGORITHMS, Algorithm, algorithm_class, config
 from ludus.config import schema as configs
 from ludus.config import search_space
 from ludus.config.aliases import rllib_keys
+from ludus.config.aliases.rllib_keys import Reading
 from ludus.config.problem import Complaint, ConfigErrors
 from ludus.config.schema import AlgorithmConfig
 from ludus.core import trust
 from ludus.envs.legacy_names import current_name
 from ludus.envs.vector_env import check_exists
 from ludus.errors import ConfigError, EnvironmentFault, UnknownName, UsageError
-from ludus.experiments.assembly import multi_agent_training
-from ludus.experiments.validation import key_modes
+from ludus.experiments.validation import agent_mapping, key_modes
 from ludus.transport.message_stream import EMBEDDED
 
 T = TypeVar("T")
+
+NO_SCHEMA = AlgorithmConfig
+"""Reads `config:` of an unknown algorithm: the keys that all algorithms share."""
 
 _SHAPE = {"num_workers", "num_envs_per_worker", "rollout_fragment_length", "train_batch_size", "sampling", "batch_mode"}
 """Keys that say how a batch is made up."""
@@ -42,6 +46,56 @@ def algorithm_of(run: str) -> type[Algorithm]:
         raise UnknownName(instead, f"Known: {', '.join(ALGORITHMS)}.") from error
 
 
+class ParsedExperiment:
+    """One experiment without search values, in current key names. Every view of it is computed once, when it is first used."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.data = data
+        self.reading = configs.read_experiment(data)
+        top = self.reading.data
+        self.run, self.memory, self.config = top.get("run", "PPO"), top.get("memory", EMBEDDED), top.get("config", {})
+        named = top.get("env")
+        env = current_name(named) if isinstance(named, str) else None
+        self.env: Any = named if env is None else env.name
+        self.env_notice = "" if env is None else env.notice
+
+    @functools.cached_property
+    def schema(self) -> type[AlgorithmConfig] | None:
+        """None: the algorithm is unknown."""
+        try:
+            return algorithm_of(self.run).Config if isinstance(self.run, str) else None
+        except UsageError:
+            return None
+
+    @functools.cached_property
+    def config_reading(self) -> Reading:
+        """`config:` in current names; empty where it is no mapping."""
+        given = self.config if isinstance(self.config, Mapping) else {}
+        return configs.read_config(given, self.schema or NO_SCHEMA)
+
+    @functools.cached_property
+    def is_multi_agent(self) -> bool:
+        """Raises UsageError, EnvironmentFault."""
+        return self.env != configs.EXTERNAL and agent_mapping.is_multi_agent(self.env, self.config)
+
+    @functools.cached_property
+    def is_collated(self) -> bool:
+        """Whether a batch is made of any number of segments."""
+        try:
+            return self.env == configs.EXTERNAL or self.is_multi_agent
+        except (UsageError, EnvironmentFault):
+            return True
+
+    @functools.cached_property
+    def algorithm_config(self) -> AlgorithmConfig:
+        """Raises UsageError with all that is wrong with `config:`."""
+        schema = algorithm_of(self.run).Config if self.schema is None else self.schema
+        return configs.check_algorithm_config(schema, self.config_reading, collated=self.is_collated, run=self.run, owners=owners)
+
+    def is_well_formed(self) -> bool:
+        return isinstance(self.env, str) and isinstance(self.config, Mapping) and self.schema is not None
+
+
 def of_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[Complaint]:
     """Everything that can be said about one experiment. With search values in it: about every one of them.
 
@@ -58,66 +112,40 @@ def of_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[Comp
 
 
 def notices_of(data: Mapping[str, Any]) -> list[Complaint]:
-    """What is ignored in an experiment, or read as something else, a sentence for each key."""
+    """Notices about the keys of an experiment that are ignored or read as something else, for all its search values."""
     out: dict[Complaint, None] = {}
     for variant in variants(data):
-        top = configs.read_experiment(variant)
-        env, run, inner = top.data.get("env"), top.data.get("run", "PPO"), top.data.get("config", {})
-        found = [Complaint(current_name(env).notice, "env")] if isinstance(env, str) and current_name(env).notice else []
-        found += top.notices()
-        schema = _schema_of(run)
-        if isinstance(inner, Mapping):
-            found += configs.read_config(inner, schema or AlgorithmConfig).notices()
-        if isinstance(inner, Mapping) and schema is not None and isinstance(env, str):
-            found += _rounded_batch(schema, inner, collated=_is_collated(env, inner))
-            found += _switched_off(schema, inner, collated=_is_collated(env, inner))
-        out |= dict.fromkeys(found)
-    swept = configs.read_config(_config_of(data)).notices()  # a search over a key that is ignored: said once, as it is written
-    searched = {notice.path for notice in swept}
-    return [*swept, *(notice for notice in out if notice.path not in searched)]
-
-
-def _rounded_batch(schema: type[AlgorithmConfig], inner: Mapping[str, Any], *, collated: bool) -> list[Complaint]:
-    reading = configs.read_config(inner, schema)
-    batch = reading.data.get("train_batch_size")
-    try:
-        checked = configs.algorithm_config(schema, inner, collated=collated)
-    except UsageError:
-        return []
-    if batch is None or checked.train_batch_size == batch:
-        return []
-    name = f"config.{reading.written.get('train_batch_size', 'train_batch_size')}"
-    whole = f"fragments of {checked.num_envs_per_worker} environments"
-    return [Complaint(f"{name} ({batch}) is rounded up to {checked.train_batch_size}: whole {whole}, as in RLlib.", name)]
-
-
-def _switched_off(schema: type[AlgorithmConfig], inner: Mapping[str, Any], *, collated: bool) -> list[Complaint]:
-    try:
-        checked = configs.algorithm_config(schema, inner, collated=collated)
-    except UsageError:
-        return []
-    reading = configs.read_config(inner, schema)
-    return list(key_modes.notices_of(checked, reading.data, reading.written))
-
-
-def _is_collated(env: str, inner: Mapping[str, Any]) -> bool:
-    """Whether segments of any number make up a batch."""
-    try:
-        return env == configs.EXTERNAL or multi_agent_training.is_meant(current_name(env).name, inner)
-    except (UsageError, EnvironmentFault):
-        return True
-
-
-def _config_of(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        out |= dict.fromkeys(notices_of_parsed(ParsedExperiment(variant)))
+    if not configs.has_search(data):
+        return list(out)
     inner = configs.read_experiment(data).data.get("config", {})
-    return inner if isinstance(inner, Mapping) else {}
+    searched = configs.read_config(inner).notices() if isinstance(inner, Mapping) else []  # an ignored search is reported once
+    paths = {notice.path for notice in searched}
+    return [*searched, *(notice for notice in out if notice.path not in paths)]
 
 
-def _schema_of(run: Any) -> type[AlgorithmConfig] | None:
+def notices_of_parsed(parsed: ParsedExperiment) -> list[Complaint]:
+    """The same for an experiment without search values."""
+    notices = parsed.config_reading.notices()
+    notices += [Complaint(parsed.env_notice, "env")] if parsed.env_notice else []
+    notices += parsed.reading.notices()
+    if parsed.is_well_formed():
+        notices += _notices_of_values(parsed)
+    return list(dict.fromkeys(notices))
+
+
+def _notices_of_values(parsed: ParsedExperiment) -> Iterator[Complaint]:
     try:
-        return algorithm_of(run).Config if isinstance(run, str) else None
+        config = parsed.algorithm_config
     except UsageError:
-        return None
+        return
+    reading = parsed.config_reading
+    batch = reading.data.get("train_batch_size")
+    if batch is not None and config.train_batch_size != batch:
+        name = f"config.{reading.written.get('train_batch_size', 'train_batch_size')}"
+        whole = f"fragments of {config.num_envs_per_worker} environments"
+        yield Complaint(f"{name} ({batch}) is rounded up to {config.train_batch_size}: whole {whole}, as in RLlib.", name)
+    yield from key_modes.notices_of(config, reading.data, reading.written)
 
 
 class _Found:
@@ -139,14 +167,13 @@ class _Found:
 
 def _of_one(data: Mapping[str, Any], env_too: bool) -> list[Complaint]:
     found = _Found()
-    found.attempt(lambda: configs.experiment(data))
-    top = configs.read_experiment(data).data
-    env, run, inner = top.get("env"), top.get("run", "PPO"), top.get("config", {})
-    env = current_name(env).name if isinstance(env, str) else env
+    parsed = ParsedExperiment(data)
+    found.attempt(lambda: configs.check_experiment(parsed.reading))
+    env, run, inner = parsed.env, parsed.run, parsed.config
     called = env == configs.EXTERNAL
     several = False
     if isinstance(env, str) and isinstance(inner, Mapping) and not called:
-        several = bool(found.attempt(lambda: multi_agent_training.is_meant(env, inner), "env"))
+        several = bool(found.attempt(lambda: agent_mapping.is_multi_agent(env, inner), "env"))
     if isinstance(env, str) and not called and not several and env_too:
         found.attempt(lambda: check_exists(env), "env")
     algorithm = found.attempt(lambda: algorithm_of(run), "run") if isinstance(run, str) else None
@@ -154,7 +181,7 @@ def _of_one(data: Mapping[str, Any], env_too: bool) -> list[Complaint]:
         if algorithm is not None:
             found.complaints += of_config(algorithm.Config, inner, collated=called or several, run=run)
             if isinstance(env, str) and not found.complaints:
-                found.complaints += _keys_without_effect(algorithm.Config, top, env, several=several, env_too=env_too)
+                found.complaints += keys_without_effect(parsed, env_too=env_too)
         else:
             found.complaints += _whatever_runs(inner, run, collated=called or several)
         if called and isinstance(inner.get("env_config"), Mapping):
@@ -163,33 +190,24 @@ def _of_one(data: Mapping[str, Any], env_too: bool) -> list[Complaint]:
 
 
 def without_effect(data: Mapping[str, Any]) -> list[Complaint]:
-    """Keys of one experiment that do nothing in its mode; none if something else is wrong with it."""
-    found = _Found()
-    top = configs.read_experiment(data).data
-    env, inner, schema = top.get("env"), top.get("config", {}), _schema_of(top.get("run", "PPO"))
-    if not isinstance(env, str) or not isinstance(inner, Mapping) or schema is None:
+    """Keys of one experiment that have no effect in its training mode; none if something else is wrong with it."""
+    return keys_without_effect(ParsedExperiment(data))
+
+
+def keys_without_effect(parsed: ParsedExperiment, *, env_too: bool = True) -> list[Complaint]:
+    """The same for a parsed experiment. `env_too`: its environment exists here and may be made."""
+    if not parsed.is_well_formed():
         return []
-    env = current_name(env).name
-    several = env != configs.EXTERNAL and found.attempt(lambda: multi_agent_training.is_meant(env, inner))
-    return [] if several is None else _keys_without_effect(schema, top, env, several=bool(several), env_too=True)
-
-
-def _keys_without_effect(
-    schema: type[AlgorithmConfig], top: Mapping[str, Any], env: str, *, several: bool, env_too: bool
-) -> list[Complaint]:
-    """Keys that are right, and do nothing where they stand."""
-    reading = configs.read_config(top.get("config", {}), schema)
-    memory = top.get("memory", EMBEDDED)
-    found = _Found()
-    config = found.attempt(
-        lambda: configs.algorithm_config(schema, top.get("config", {}), collated=several or env == configs.EXTERNAL)
-    )
-    if config is None:
-        return []  # said already
+    try:
+        several, config = parsed.is_multi_agent, parsed.algorithm_config
+    except (UsageError, EnvironmentFault):
+        return []  # reported by other checks
+    reading = parsed.config_reading
     given = {key: reading.written.get(key, key) for key in reading.data}
-    idle = key_modes.complaints_of(env, memory, config, given, several=several)
+    idle = key_modes.complaints_of(parsed.env, parsed.memory, config, given, several=several)
     if not idle and not several and env_too:
-        reason = found.attempt(lambda: key_modes.refuse_idle_self_play(env, config))
+        found = _Found()
+        reason = found.attempt(lambda: key_modes.refuse_idle_self_play(parsed.env, config))
         idle += [Complaint(reason, "config.self_play")] if reason else []
     return idle
 

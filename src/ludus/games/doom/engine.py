@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from ludus.envs.vizdoom import SCREEN, Bytes, Nearest, launcher, unlink_shared
+from ludus.envs.vizdoom import SCREEN, Bytes, Nearest, unlink_shared, write_launcher
 from ludus.errors import WorkerFailed
 
 TICS_PER_S: Final = 35
@@ -78,7 +78,7 @@ class Engine:
         Path("_vizdoom").mkdir(mode=0o700, exist_ok=True)  # of two engines that both make it one would fail
         self._arguments.unlink(missing_ok=True)
         self._game.set_doom_config_path(str(self._directory / "engine.ini"))
-        self._game.set_vizdoom_path(str(launcher(self._directory / "engine", self._arguments)))
+        self._game.set_vizdoom_path(str(write_launcher(self._directory / "engine", self._arguments)))
 
     def start(self) -> None:
         """Returns when both players are in the game, or it is given up: after a minute."""

@@ -18,7 +18,7 @@ from ludus.models.policy import Acted
 State = tuple[Array, ...]
 
 
-class Acts(Protocol):
+class ActingPolicy(Protocol):
     """What a player needs of a policy: a `Policy`, or one that was exported."""
 
     @property
@@ -35,11 +35,11 @@ class Acts(Protocol):
     ) -> Acted: ...  # fmt: skip
 
 
-Player = TypeVar("Player", bound=Acts)
-Played_co = TypeVar("Played_co", bound=Acts, covariant=True)
+Player = TypeVar("Player", bound=ActingPolicy)
+Played_co = TypeVar("Played_co", bound=ActingPolicy, covariant=True)
 
 
-class ActsSource(Protocol[Played_co]):
+class PolicyFeed(Protocol[Played_co]):
     def newest(self) -> tuple[Played_co, int]:
         """The policy to act with now, and its version. Does not block."""
         ...
@@ -63,14 +63,14 @@ class Asked(NamedTuple):
     temperature: float
 
 
-class Deciding(Generic[Player]):
+class BatchedPolicy(Generic[Player]):
     """A policy that answers sessions. Observations come as arrays of the policy's own dtypes and shapes, without a batch.
 
     New weights are taken up between two batches, never inside one.
     """
 
     def __init__(
-        self, source: ActsSource[Player], *, max_batch_size: int = 256, seed: int | None = None, deterministic: bool = False
+        self, source: PolicyFeed[Player], *, max_batch_size: int = 256, seed: int | None = None, deterministic: bool = False
     ) -> None:
         self._source = source
         self._temperature = 0.0 if deterministic else 1.0
@@ -111,7 +111,7 @@ class Deciding(Generic[Player]):
         rows_of = (_rows(acted.action, n), _rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
         return [Decision(*parts, version) for parts in zip(*rows_of, strict=True)]
 
-    def _noise(self, policy: Acts, temperatures: tuple[float, ...]) -> Array | None:
+    def _noise(self, policy: ActingPolicy, temperatures: tuple[float, ...]) -> Array | None:
         if not any(temperatures):
             return None
         noise = policy.draw_noise(len(temperatures), self.generator)
@@ -120,7 +120,7 @@ class Deciding(Generic[Player]):
         return noise
 
     @staticmethod
-    def _states(policy: Acts, states: tuple[State | None, ...]) -> State:
+    def _states(policy: ActingPolicy, states: tuple[State | None, ...]) -> State:
         if not policy.recurrent:
             return ()
         fresh: State = tuple(spec.zeros() for spec in policy.state_spec()) if None in states else ()

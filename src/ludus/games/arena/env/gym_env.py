@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from ludus.core.types import Bools, Floats, Ints32
-from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, SELF, groups
+from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, SELF, assign_opponents
 from ludus.errors import ConfigError
 from ludus.games.arena.bots.bots import SCRIPTS
 from ludus.games.arena.engine.layout import TICKS_PER_SECOND
@@ -31,8 +31,8 @@ _RENDER_MODES: Final = ("rgb_array",)
 class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
     """Rows that each play one hero. A *group* is the rows of one side of a match, as many as it has heroes.
 
-    With a script as its opponent every group has a match of its own; with `self` groups 2k and 2k + 1 play each other; shares of
-    both, and of `past`, are dealt out over the groups for good. Rows that play for `past` come after the `num_envs` that were asked for
+    With a script as its opponent every group has a match of its own; with `self` assign_opponents 2k and 2k + 1 play each other; shares of
+    both, and of `past`, are dealt out over the assign_opponents for good. Rows that play for `past` come after the `num_envs` that were asked for
     and are marked in `opponent_rows`: whoever plays them is not learned from. What remains of a group that is not whole has
     scripts beside it.
 
@@ -134,8 +134,12 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
 def _dealt(rows: int, size: int, shares: Mapping[str, float]) -> tuple[list[str], list[range], list[range]]:
     """Of each match: the kind of its opponent (empty: a script), who sits in it, and who sits opposite as `past`."""
     by_script = sum(share for kind, share in shares.items() if kind.startswith(RULE))
-    by_kind = {SELF: shares.get(SELF, 0.0), PAST: shares.get(PAST, 0.0), "": by_script}  # `self` first: its groups are pairs
-    dealt = groups(rows // size, by_kind, stand_in="")
+    by_kind = {
+        SELF: shares.get(SELF, 0.0),
+        PAST: shares.get(PAST, 0.0),
+        "": by_script,
+    }  # `self` first: its assign_opponents are pairs
+    dealt = assign_opponents(rows // size, by_kind, stand_in="")
     matches = [kind for i, kind in enumerate(dealt) if kind != SELF or i % 2 == 0]
     seated = [range(2 * size if kind == SELF else size) for kind in matches]
     opposed = [range(size, 2 * size) if kind == PAST else range(0) for kind in matches]

@@ -19,8 +19,8 @@ from gymnasium.utils.seeding import np_random
 from ludus.core.schedule import Scheduled
 from ludus.core.types import Bools, Floats, Ints, Ints32
 from ludus.envs.opponents.lineups import Lineups
-from ludus.envs.opponents.opponent_mix import RULE, SELF, shares_of
-from ludus.envs.opponents.opponent_sampler import FIXED, Rivals, happens
+from ludus.envs.opponents.opponent_mix import RULE, SELF, parse_opponent_mix
+from ludus.envs.opponents.opponent_sampler import FIXED, OpponentSampler, bernoulli
 from ludus.errors import ConfigError
 from ludus.games.arena.bots.bots import SCRIPTS
 from ludus.games.arena.engine import heroes
@@ -175,7 +175,7 @@ class Options:
     @property
     def shares(self) -> dict[str, float]:
         """Of the kinds of opponents. Raises ConfigError."""
-        return shares_of(self.opponent, SCRIPTS)
+        return parse_opponent_mix(self.opponent, SCRIPTS)
 
     def settings(self) -> ArenaSettings:
         rewards = Rewards(self.weights, self.sparse, self.team_spirit, self.zero_sum)
@@ -209,10 +209,10 @@ class Options:
         directory = None if self.states is None else Path(self.states)
         return Repeats(self.size, self.repeat, directory, self.limit()) if self.repeat else None
 
-    def rivals(self) -> Rivals:
+    def rivals(self) -> OpponentSampler:
         """The scripts, where a script plays. Raises ConfigError."""
         drawn = {kind.removeprefix(RULE): share for kind, share in self.shares.items() if kind.startswith(RULE)}
-        return Rivals(drawn or {STAND_IN: 1.0}, self.matchmaking, self.lineups().choices)
+        return OpponentSampler(drawn or {STAND_IN: 1.0}, self.matchmaking, self.lineups().choices)
 
     def camp(self) -> int | None:
         """The own one; None: drawn for every match."""
@@ -323,7 +323,7 @@ class Seats:
         self._players[m] = self.script_of[m]
         self._players[m, self.hero_of[rows]] = -1
         seed = int(random.integers(1 << 31))
-        self._lane[m] = happens(self._from_lane, random)
+        self._lane[m] = bernoulli(self._from_lane, random)
         return seed
 
     def step(self, actions: npt.NDArray[np.integer]) -> tuple[Floats, Bools, Bools]:

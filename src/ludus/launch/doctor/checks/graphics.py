@@ -1,6 +1,6 @@
 """What a game with pictures finds here: a screen, EGL, OSMesa, an Xvfb to fall back to, and how new their OpenGL is.
 
-Each way is really tried, in a process of its own (display/opengl_probe.py): a library that is installed may still not work.
+Each way is really probe_backend, in a process of its own (display/opengl_probe.py): a library that is installed may still not work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ludus.display import headless as display
 from ludus.display import x11
-from ludus.display.opengl_probe import OpenGL, tried
+from ludus.display.opengl_probe import OpenGL, probe_backend
 from ludus.errors import ConfigError, LudusError
 from ludus.launch.doctor.finding import Finding, failed, ok, skipped, warning
 
@@ -50,11 +50,11 @@ def look_graphics(environ: Mapping[str, str] | None = None) -> Graphics | None:
     if not sys.platform.startswith("linux"):
         return None
     environ = os.environ if environ is None else environ
-    silent, choice, xvfb = x11.silence(environ), _choice(environ), display.find_xvfb() is not None
+    silent, choice, xvfb = x11.connection_error(environ), _choice(environ), display.find_xvfb() is not None
     wanted = choice == "xvfb" or (choice == "auto" and bool(silent))
     with ThreadPoolExecutor(4) as pool:
-        egl, osmesa = pool.submit(tried, "egl", environ), pool.submit(tried, "osmesa", environ)
-        screen = None if silent else pool.submit(tried, "glx", environ)
+        egl, osmesa = pool.submit(probe_backend, "egl", environ), pool.submit(probe_backend, "osmesa", environ)
+        screen = None if silent else pool.submit(probe_backend, "glx", environ)
         private = pool.submit(_private, environ) if wanted and xvfb else None
         return Graphics(
             egl.result(),
@@ -71,7 +71,7 @@ def look_graphics(environ: Mapping[str, str] | None = None) -> Graphics | None:
 def _choice(environ: Mapping[str, str]) -> str:
     """One that is none is a finding of its own: `judge_choice`."""
     try:
-        return display.chosen(environ)
+        return display.screen_choice(environ)
     except ConfigError:
         return "auto"
 
@@ -79,7 +79,7 @@ def _choice(environ: Mapping[str, str]) -> str:
 def _private(environ: Mapping[str, str]) -> tuple[OpenGL | None, str]:
     try:
         with display.screen("xvfb") as variables:
-            return tried("glx", {**environ, **variables}), ""
+            return probe_backend("glx", {**environ, **variables}), ""
     except LudusError as error:
         return None, error.message
 
@@ -87,7 +87,7 @@ def _private(environ: Mapping[str, str]) -> tuple[OpenGL | None, str]:
 def judge_choice(environ: Mapping[str, str], *, xvfb: bool) -> list[Finding]:
     """Of LUDUS_SCREEN, where it would keep every environment from being made. `xvfb`: there is one."""
     try:
-        choice = display.chosen(environ)
+        choice = display.screen_choice(environ)
     except ConfigError as error:
         return [failed(display.SCREEN, error.message, error.hint)]
     if choice == "xvfb" and not xvfb:

@@ -1,0 +1,123 @@
+"""Making of algorithms, and their distribution over several learners: processes of this machine and other nodes of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ludus.algorithms.base import Algorithm
+from ludus.config.schema import AlgorithmConfig
+from ludus.core.types import DEFAULT_MODEL
+from ludus.errors import UsageError
+from ludus.experiments.assembly.components import ComponentStack
+from ludus.experiments.assembly.policies import threads_of
+from ludus.experiments.runs.checkpoint import Checkpoint
+from ludus.experiments.runs.remote_runs import shown
+from ludus.experiments.runs.run_dir import Run
+from ludus.models.devices import learner_device, learning_on
+from ludus.models.policy import Policy
+from ludus.process.job_env import LEARNERS, Surroundings
+
+log = logging.getLogger(__name__)
+
+
+def make_algorithm(
+    kind: type[Algorithm], policy: Policy, config: AlgorithmConfig, before: Checkpoint | None, model: str = DEFAULT_MODEL
+) -> Algorithm:
+    """Make the algorithm that learns `policy`, on the learner's device; restored from `before`. Sets the threads of PyTorch."""
+    threads = threads_of(policy, config)
+    torch.set_num_threads(threads["torch_threads"])
+    learning = learning_on(policy, learner_device(config.learner_device, config.num_gpus))
+    algorithm = kind(learning, config.model_copy(update=threads), config.seed)
+    if before is not None:
+        before.restore(model, algorithm)
+    return algorithm
+
+
+def make_algorithms(
+    kind: type[Algorithm],
+    policies: Mapping[str, Policy],
+    configs: Mapping[str, AlgorithmConfig],
+    before: Checkpoint | None,
+    stack: ComponentStack,
+) -> dict[str, Algorithm]:
+    """One for every model, each with its own configuration."""
+    return {name: stack.own(make_algorithm(kind, policy, configs[name], before, name)) for name, policy in policies.items()}
+
+
+def distribute_all(
+    algorithms: Mapping[str, Algorithm],
+    policies: Mapping[str, Policy],
+    configs: Mapping[str, AlgorithmConfig],
+    run: Run,
+    stack: ComponentStack,
+) -> dict[str, Algorithm]:
+    return {
+        name: distribute_learner(algorithm, policies[name], configs[name], run, stack, name)
+        for name, algorithm in algorithms.items()
+    }
+
+
+def distribute_learner(
+    algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Run, stack: ComponentStack, model: str = DEFAULT_MODEL
+) -> Algorithm:
+    """The algorithm on as many learners as the config sets. `policy`: the one that acts, possibly on another device."""
+    job = Surroundings.of(os.environ)
+    shared = algorithm
+    if job is not None and job.learners:
+        shared = stack.own(_distribute_to_nodes(algorithm, policy, config, run, job, model))
+    elif config.learners > 1:
+        from ludus.distributed.learners.group import share_learning
+
+        logs = run.directory / "logs" / "learner"
+        options = config.model_copy(update=threads_of(policy, config))
+        shared = stack.own(share_learning(algorithm, options, config.learners, logs if model == DEFAULT_MODEL else logs / model))
+    if shared.policy is policy:
+        return shared
+    from ludus.algorithms.device_copy import AcceleratedAlgorithm
+
+    return AcceleratedAlgorithm(shared, policy)
+
+
+def _distribute_to_nodes(
+    algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Run, job: Surroundings, model: str
+) -> Algorithm:
+    """The learners of the config run here; those of other nodes are as many more, and connect to this process."""
+    from ludus.distributed.learners.group import share_learning
+    from ludus.distributed.learners.listener import FarEntrance
+
+    if model != DEFAULT_MODEL:
+        error = UsageError(
+            f"The model {model} shall be learned by {job.learners} learners of other machines too, which is for runs with one model.",
+            "List one machine for learners.",
+        )
+        error.final = True
+        raise error
+    hint = f"Are their machines up, and what do their logs say? `ludus train --resume {shown(run.directory)}` goes on."
+    with contextlib.closing(FarEntrance(job, hint)) as listener:
+        log.info("waiting for %d learners of other machines at %s", job.learners, listener.address)
+        options: Any = {"away": job.learners, "entrance": listener, "start_s": job.wait_s}
+        made_with = config.model_copy(update=threads_of(policy, config))
+        return share_learning(algorithm, made_with, config.learners + job.learners, run.directory / "logs" / "learner", **options)
+
+
+def has_remote_learners() -> bool:
+    """Whether this process is the main role of a job with learners on other nodes, which connect to its training."""
+    job = Surroundings.of(os.environ)
+    return job is not None and job.learners > 0
+
+
+@contextlib.contextmanager
+def without_remote_learners() -> Iterator[None]:
+    """Hide the learners of other nodes from this process, and from those it starts meanwhile."""
+    hidden = os.environ.pop(LEARNERS, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[LEARNERS] = hidden

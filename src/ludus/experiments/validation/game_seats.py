@@ -1,0 +1,54 @@
+"""The seats of an external game (`env: external`), and the models that play them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+
+from ludus.config import schema as configs
+from ludus.config.schema import ExternalConfig
+from ludus.core import spaces
+from ludus.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GameSeats:
+    """`models`: model → its observation and action space. `seats`: seat → model."""
+
+    models: Mapping[str, tuple[gym.Space[Any], gym.Space[Any]]]
+    seats: Mapping[str, str]
+
+    def spec(self) -> dict[str, Any]:
+        """The answer to `GET /spec`."""
+        by_seat = {}
+        for seat, model in self.seats.items():
+            observation, action = self.models[model]
+            by_seat[seat] = {"observation_space": spaces.to_json(observation), "action_space": spaces.to_json(action)}
+        return by_seat[""] if set(by_seat) == {""} else {"seats": by_seat}
+
+
+def single_model_seats(experiment: Mapping[str, Any], model: str) -> dict[str, str]:
+    """Seat → model, for an experiment with one model. Seats have names if its matches run on a gamecore server."""
+    declared = (experiment["config"].get("env_config") or {}).get("seats") if experiment["env"] == configs.GAMECORE else None
+    return dict.fromkeys(declared or ("",), model)
+
+
+def seats_of(config: ExternalConfig) -> GameSeats:
+    """Raises ConfigError for an invalid space, and for seats of one model with different spaces."""
+    models: dict[str, tuple[gym.Space[Any], gym.Space[Any]]] = {}
+    seats: dict[str, str] = {}
+    for name, seat in config.all_seats().items():
+        both = (spaces.from_json(seat.observation_space), spaces.from_json(seat.action_space))
+        spaces.array_spec(both[0])
+        if spaces.split_mask(both[0])[1] is not None:
+            raise ConfigError(
+                f"The observation_space of {f'seat {name!r}' if name else 'the game'} holds {spaces.ACTION_MASK!r}.",
+                "Leave it out: every game may send action_mask next to the observation.",
+            )
+        if models.setdefault(seat.model, both) != both:
+            raise ConfigError(f"Seat {name!r} has other spaces than the rest of model {seat.model!r}.", "Give it its own model.")
+        seats[name] = seat.model
+    return GameSeats(models, seats)
