@@ -1,4 +1,4 @@
-"""Games as processes: how they end, what they say, what they take, and that nothing of them is left. Real programs."""
+"""CommandRunner as processes: how they end, what they say, what they take, and that nothing of them is left. Real programs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ludus.errors import WorkerFailed
 from ludus.io.rotating_log import before
 from ludus.process import identity, procfs
 from ludus.process.commands import command as process
-from ludus.process.commands.command import GameExit, GameProcess, Games
-from ludus.process.commands.thread_limits import Limit
+from ludus.process.commands.command import CommandExit, CommandProcess, CommandRunner
+from ludus.process.commands.thread_limits import ResourceLimit
 from tests.tools import need
 from tests.waiting import wait_until
 
@@ -63,13 +63,13 @@ STUBBORN_PROCESSES = 5
 
 
 @pytest.fixture
-def games() -> Iterator[Games]:
-    started = Games()
+def games() -> Iterator[CommandRunner]:
+    started = CommandRunner()
     yield started
     started.close(grace_s=0)
 
 
-def stubborn(games: Games, folder: Path) -> tuple[GameProcess, dict[int, str]]:
+def stubborn(games: CommandRunner, folder: Path) -> tuple[CommandProcess, dict[int, str]]:
     """A game of five processes, which do all they can to survive it, and when each of them began."""
     folder.mkdir()
     game = games.start([*PYTHON, STUBBORN, str(folder)], log=folder.with_suffix(".log"), kind="stubborn")
@@ -89,7 +89,7 @@ def living(began: dict[int, str]) -> list[int]:
 # -- how they end
 
 
-def test_a_game_that_ends_says_how_and_what_it_said_last(games: Games, tmp_path: Path) -> None:
+def test_a_game_that_ends_says_how_and_what_it_said_last(games: CommandRunner, tmp_path: Path) -> None:
     log = tmp_path / "deeper" / "game.log"
     script = "import os, sys; print('hello', os.getcwd(), os.environ['MAP']); print('oh no', file=sys.stderr); sys.exit(3)"
     game = games.start([*PYTHON, script], log=log, environment={"MAP": "dust"}, directory=tmp_path)
@@ -102,18 +102,18 @@ def test_a_game_that_ends_says_how_and_what_it_said_last(games: Games, tmp_path:
     wait_until(lambda: games.running == [], 5)
 
 
-def test_a_game_that_crashes_is_told_from_one_that_ends(games: Games, tmp_path: Path) -> None:
+def test_a_game_that_crashes_is_told_from_one_that_ends(games: CommandRunner, tmp_path: Path) -> None:
     game = games.start([*PYTHON, "import os; print('here', flush=True); os.kill(os.getpid(), 11)"], log=tmp_path / "log")
     ended = game.wait(20)
     assert ended is not None
     assert (ended.code, str(ended), ended.last_lines) == (-11, "ended by signal SIGSEGV", ("here",))
 
 
-def test_whoever_wants_to_know_of_an_end_is_told_once(games: Games, tmp_path: Path) -> None:
-    told: list[tuple[str, GameExit | None]] = []
+def test_whoever_wants_to_know_of_an_end_is_told_once(games: CommandRunner, tmp_path: Path) -> None:
+    told: list[tuple[str, CommandExit | None]] = []
     heard = threading.Event()
 
-    def note(game: GameProcess) -> None:
+    def note(game: CommandProcess) -> None:
         told.append((game.name, game.exit))
         heard.set()
         raise RuntimeError("and what it does with it is its own business")
@@ -136,7 +136,7 @@ def test_whoever_wants_to_know_of_an_end_is_told_once(games: Games, tmp_path: Pa
     ],
 )
 def test_what_cannot_be_started_says_why(
-    games: Games, tmp_path: Path, command: list[str], directory: str, log: str, says: str
+    games: CommandRunner, tmp_path: Path, command: list[str], directory: str, log: str, says: str
 ) -> None:
     with pytest.raises(WorkerFailed, match=re.escape(says)) as failed:
         games.start(command, log=tmp_path / log, directory=tmp_path / directory)
@@ -144,7 +144,7 @@ def test_what_cannot_be_started_says_why(
     wait_until(lambda: games.running == [], 5)
 
 
-def test_a_game_that_is_asked_to_stop_has_time_for_it(games: Games, tmp_path: Path) -> None:
+def test_a_game_that_is_asked_to_stop_has_time_for_it(games: CommandRunner, tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'saved'), sys.exit(0)))\n"
@@ -157,7 +157,7 @@ def test_a_game_that_is_asked_to_stop_has_time_for_it(games: Games, tmp_path: Pa
     assert game.stop(grace_s=1) is ended
 
 
-def test_what_a_wrapper_started_has_time_as_well(games: Games, tmp_path: Path) -> None:
+def test_what_a_wrapper_started_has_time_as_well(games: CommandRunner, tmp_path: Path) -> None:
     """A wrapper (a shell, xvfb-run) ends at once when it is asked to; the game that it runs still saves."""
     inner = tmp_path / "inner.py"
     inner.write_text(
@@ -172,18 +172,18 @@ def test_what_a_wrapper_started_has_time_as_well(games: Games, tmp_path: Path) -
     assert not ended.killed
 
 
-def test_a_stopped_process_can_be_stopped(games: Games, tmp_path: Path) -> None:
+def test_a_stopped_process_can_be_stopped(games: CommandRunner, tmp_path: Path) -> None:
     game = games.start(["sleep", "600"], log=tmp_path / "log")
     os.kill(game.pid, signal.SIGSTOP)
     assert game.stop(grace_s=20).code == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000], ids=["small", "more than a socket holds"])
-def test_a_keeper_that_does_not_answer_is_not_waited_for_without_end(
-    games: Games, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+def test_a_spawner_that_does_not_answer_is_not_waited_for_without_end(
+    games: CommandRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     first = games.start(["sleep", "600"], log=tmp_path / "first")
-    monkeypatch.setattr(process, "_START_S", 0.3)
+    monkeypatch.setattr(process, "_START_TIMEOUT_S", 0.3)
     raised: list[BaseException] = []
 
     def start() -> None:
@@ -191,14 +191,14 @@ def test_a_keeper_that_does_not_answer_is_not_waited_for_without_end(
             games.start(["sleep", "600"], log=tmp_path / "second", environment={"A": "x" * size})
         raised.append(caught.value)
 
-    os.kill(games.keeper_pid, signal.SIGSTOP)
+    os.kill(games.spawner_pid, signal.SIGSTOP)
     try:
         thread = threading.Thread(target=start, daemon=True)
         thread.start()
         thread.join(20)
         assert raised, "it still waits"
     finally:
-        os.kill(games.keeper_pid, signal.SIGCONT)
+        os.kill(games.spawner_pid, signal.SIGCONT)
     monkeypatch.undo()
     third = games.start(["true"], log=tmp_path / "third").wait(20)
     assert third is not None
@@ -210,7 +210,7 @@ def test_what_the_owner_does_with_signals_is_not_handed_down(tmp_path: Path) -> 
     ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)}
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2, signal.SIGTERM])
     try:
-        with Games() as games:
+        with CommandRunner() as games:
             game = games.start(["cat", "/proc/self/status"], log=tmp_path / "log")
             assert game.wait(20) is not None
     finally:
@@ -226,7 +226,7 @@ def test_what_the_owner_does_with_signals_is_not_handed_down(tmp_path: Path) -> 
 # -- nothing is left
 
 
-def test_nothing_of_a_game_survives_its_stop_and_other_games_do(games: Games, tmp_path: Path) -> None:
+def test_nothing_of_a_game_survives_its_stop_and_other_games_do(games: CommandRunner, tmp_path: Path) -> None:
     game, began = stubborn(games, tmp_path / "one")
     other, others = stubborn(games, tmp_path / "two")
     assert len(began) == len(others) == STUBBORN_PROCESSES
@@ -237,7 +237,7 @@ def test_nothing_of_a_game_survives_its_stop_and_other_games_do(games: Games, tm
     assert other.exit is None
 
 
-def test_nothing_of_a_game_survives_its_own_end(games: Games, tmp_path: Path) -> None:
+def test_nothing_of_a_game_survives_its_own_end(games: CommandRunner, tmp_path: Path) -> None:
     folder = tmp_path / "left"
     folder.mkdir()
     leaving = STUBBORN.rsplit("stay()", 1)[0] + (
@@ -251,9 +251,9 @@ def test_nothing_of_a_game_survives_its_own_end(games: Games, tmp_path: Path) ->
     assert [file.name for file in folder.iterdir() if identity.start_time(int(file.name))] == []
 
 
-def test_a_game_does_not_end_with_the_thread_that_started_it(games: Games, tmp_path: Path) -> None:
+def test_a_game_does_not_end_with_the_thread_that_started_it(games: CommandRunner, tmp_path: Path) -> None:
     """The kernel's signal for a parent's death is bound to a thread; it must not be this one."""
-    started: list[GameProcess] = []
+    started: list[CommandProcess] = []
     thread = threading.Thread(target=lambda: started.append(games.start(["sleep", "600"], log=tmp_path / "log")))
     thread.start()
     thread.join(20)
@@ -265,20 +265,20 @@ _OWNER = textwrap.dedent(
     """
     import json, sys, time
     from pathlib import Path
-    from ludus.process.commands.command import Games
-    games = Games()
+    from ludus.process.commands.command import CommandRunner
+    games = CommandRunner()
     started = []
     for folder in map(Path, sys.argv[2:]):
         folder.mkdir()
         game = games.start([sys.executable, "-I", "-S", "-c", sys.argv[1], str(folder)], log=folder.with_suffix(".log"))
         started.append(game)
-    print(json.dumps({"keeper": games.keeper_pid, "guards": [game.guard for game in started]}), flush=True)
+    print(json.dumps({"spawner": games.spawner_pid, "guards": [game.guard for game in started]}), flush=True)
     time.sleep(600)
     """
 )
 
 
-@pytest.mark.parametrize("victims", [["owner"], ["keeper", "owner"], ["guard", "owner"]])
+@pytest.mark.parametrize("victims", [["owner"], ["spawner", "owner"], ["guard", "owner"]])
 def test_no_game_survives_its_owner(victims: list[str], tmp_path: Path) -> None:
     folders = [tmp_path / f"game-{i}" for i in range(3)]
     with subprocess.Popen([sys.executable, "-c", _OWNER, STUBBORN, *map(str, folders)], stdout=subprocess.PIPE) as owner:
@@ -286,19 +286,19 @@ def test_no_game_survives_its_owner(victims: list[str], tmp_path: Path) -> None:
             assert owner.stdout is not None
             told = json.loads(owner.stdout.readline())
             began = {pid: since for folder in folders for pid, since in marked(folder, STUBBORN_PROCESSES).items()}
-            ours = {pid: since for pid in (told["keeper"], *told["guards"]) if (since := identity.start_time(pid)) is not None}
+            ours = {pid: since for pid in (told["spawner"], *told["guards"]) if (since := identity.start_time(pid)) is not None}
             assert len(living(began)) == 3 * STUBBORN_PROCESSES
             assert len(ours) == 4
             for victim in victims:
-                os.kill({"owner": owner.pid, "keeper": told["keeper"], "guard": told["guards"][0]}[victim], signal.SIGKILL)
+                os.kill({"owner": owner.pid, "spawner": told["spawner"], "guard": told["guards"][0]}[victim], signal.SIGKILL)
             wait_until(lambda: living(began | ours) == [], GONE_S)
         finally:
             owner.kill()
 
 
-def test_games_end_with_their_keeper_and_the_next_have_another(games: Games, tmp_path: Path) -> None:
+def test_games_end_with_their_spawner_and_the_next_have_another(games: CommandRunner, tmp_path: Path) -> None:
     game, began = stubborn(games, tmp_path / "game")
-    os.kill(games.keeper_pid, signal.SIGKILL)
+    os.kill(games.spawner_pid, signal.SIGKILL)
     ended = game.wait(GONE_S + 10)
     assert ended is not None
     assert ended.killed
@@ -308,7 +308,7 @@ def test_games_end_with_their_keeper_and_the_next_have_another(games: Games, tmp
     assert following.code == 5
 
 
-def test_a_game_ends_with_its_guard_and_others_do_not(games: Games, tmp_path: Path) -> None:
+def test_a_game_ends_with_its_guard_and_others_do_not(games: CommandRunner, tmp_path: Path) -> None:
     game, began = stubborn(games, tmp_path / "one")
     _, others = stubborn(games, tmp_path / "two")
     os.kill(game.guard, signal.SIGKILL)
@@ -324,7 +324,7 @@ def test_many_games_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     before_all, processes = here(), set(procfs.list_descendants(os.getpid()))
-    with Games() as games:
+    with CommandRunner() as games:
         for _ in range(2):
             started = [games.start(["sleep", "600"], log=tmp_path / f"{i}.log") for i in range(20)]
             assert len(games.running) == 20
@@ -338,7 +338,7 @@ def test_many_games_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
         games.start(["true"], log=tmp_path / "log")
 
 
-def test_one_that_never_stands_still_is_caught(games: Games, tmp_path: Path) -> None:
+def test_one_that_never_stands_still_is_caught(games: CommandRunner, tmp_path: Path) -> None:
     """Its number changes a thousand times a second."""
     hop = "import os\nwhile True:\n    if os.fork(): os._exit(0)\n    os.setsid()"
     wrapper = f"{sys.executable} -I -S -c '{hop}' & sleep 600"
@@ -346,7 +346,7 @@ def test_one_that_never_stands_still_is_caught(games: Games, tmp_path: Path) -> 
     wait_until(lambda: len(procfs.list_descendants(game.guard)) >= 2, 20)
     ended = game.stop(grace_s=0)
     assert ended.left == ()
-    wait_until(lambda: procfs.list_descendants(games.keeper_pid) == [], 5)  # the guard itself is about to end
+    wait_until(lambda: procfs.list_descendants(games.spawner_pid) == [], 5)  # the guard itself is about to end
 
 
 # -- what they say
@@ -367,7 +367,7 @@ _FLOOD = textwrap.dedent(
 FLOOD_LINES = 500 * 4000
 
 
-def test_a_flood_is_read_as_fast_as_it_comes_and_does_not_fill_the_disk(games: Games, tmp_path: Path) -> None:
+def test_a_flood_is_read_as_fast_as_it_comes_and_does_not_fill_the_disk(games: CommandRunner, tmp_path: Path) -> None:
     """Two million lines that differ by more than numbers: most of them are only counted."""
     log = tmp_path / "log"
     ended = games.start([*PYTHON, _FLOOD], log=log, log_bytes=2_000_000).wait(60)
@@ -386,7 +386,7 @@ def test_a_flood_is_read_as_fast_as_it_comes_and_does_not_fill_the_disk(games: G
     assert sum(dropped) > FLOOD_LINES / 2
 
 
-def test_a_line_in_every_frame_is_counted(games: Games, tmp_path: Path) -> None:
+def test_a_line_in_every_frame_is_counted(games: CommandRunner, tmp_path: Path) -> None:
     script = "import os\nfor i in range(5000): os.write(1, b'begin\\nframe %d\\nrender done\\n' % (i // 1000))\nprint('over')"
     game = games.start([*PYTHON, script], log=tmp_path / "log")
     assert game.wait(30) is not None
@@ -411,7 +411,7 @@ _THREADS = textwrap.dedent(
 )
 
 
-def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: Games, tmp_path: Path) -> None:
+def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: CommandRunner, tmp_path: Path) -> None:
     inner = tmp_path / "game.py"
     inner.write_text(_THREADS)
     command = ["sh", "-c", f"{sys.executable} -I -S {inner} 300; true"]
@@ -420,9 +420,9 @@ def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: Games, t
     assert games.expected_threads("heavy") == 301
     assert games.expected_threads("another") == 1
     second = games.start(command, log=tmp_path / "log2", kind="heavy")
-    assert games._promised() >= 300 - second.threads, "it is going to start as many"
+    assert games._pending_threads() >= 300 - second.threads, "it is going to start as many"
     wait_until(lambda: second.count_threads() == 301, 20)
-    assert games._promised() == 0
+    assert games._pending_threads() == 0
     game.stop(grace_s=0)
     second.stop(grace_s=0)
     wait_until(lambda: games.running == [], 5)
@@ -430,13 +430,13 @@ def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: Games, t
 
 
 def test_of_games_that_are_started_at_once_as_many_are_as_fit_in(
-    games: Games, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    games: CommandRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 100 threads each, in 400 of which 40 are kept free."""
 
-    def limits() -> list[Limit]:
+    def limits() -> list[ResourceLimit]:
         time.sleep(0.02)  # somebody else may look in the meantime
-        return [Limit("a limit", 400, 0)]
+        return [ResourceLimit("a limit", 400, 0)]
 
     monkeypatch.setattr(process, "thread_limits", limits)
 
@@ -450,7 +450,7 @@ def test_of_games_that_are_started_at_once_as_many_are_as_fit_in(
     with ThreadPoolExecutor(8) as pool:
         said = list(pool.map(start, range(8)))
     assert len(games.running) == said.count("") == 3
-    assert all("does not fit in" in message for message in said if message)
+    assert all("does not fit" in message for message in said if message)
 
 
 _TOO_MANY = textwrap.dedent(
@@ -459,10 +459,10 @@ _TOO_MANY = textwrap.dedent(
     from pathlib import Path
     from ludus.errors import WorkerFailed
     from ludus.process.commands.thread_limits import thread_limits
-    from ludus.process.commands.command import Games
+    from ludus.process.commands.command import CommandRunner
     used = sum(int(line.split()[1]) for path in Path("/proc").glob("[0-9]*/status") for line in path.read_text().splitlines() if line.startswith("Threads"))
     resource.setrlimit(resource.RLIMIT_NPROC, (used + 700, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
-    with Games() as games:
+    with CommandRunner() as games:
         try:
             for i in range(20):
                 games.start([sys.executable, "-I", "-S", "-c", sys.argv[1], "100"], log=Path(sys.argv[2]) / f"{i}.log", kind="heavy", threads=100)

@@ -19,7 +19,7 @@ import pytest
 from ludus.errors import WorkerFailed
 from ludus.process import identity
 from ludus.process.commands import command as process
-from ludus.process.commands.command import GameProcess, Games
+from ludus.process.commands.command import CommandProcess, CommandRunner
 from tests.process.test_command import GONE_S, STUBBORN, STUBBORN_PROCESSES, living, marked
 from tests.waiting import wait_until
 
@@ -102,12 +102,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def games(folder: Path) -> Iterator[Games]:
-    with Games(warm="warmgame", environment=environment(folder)) as games:
+def games(folder: Path) -> Iterator[CommandRunner]:
+    with CommandRunner(warm="warmgame", environment=environment(folder)) as games:
         yield games
 
 
-def stubborn(games: Games, folder: Path) -> tuple[GameProcess, dict[int, str]]:
+def stubborn(games: CommandRunner, folder: Path) -> tuple[CommandProcess, dict[int, str]]:
     folder.mkdir()
     game = games.start(["warmgame", "stubborn", str(folder), STUBBORN], warm=True, log=folder.with_suffix(".log"))
     return game, marked(folder, STUBBORN_PROCESSES)
@@ -116,7 +116,7 @@ def stubborn(games: Games, folder: Path) -> tuple[GameProcess, dict[int, str]]:
 # -- as fresh as a program of its own
 
 
-def test_a_fork_finds_what_a_program_finds(games: Games, folder: Path, tmp_path: Path) -> None:
+def test_a_fork_finds_what_a_program_finds(games: CommandRunner, folder: Path, tmp_path: Path) -> None:
     """The oracle is the same game, executed by the same guard."""
     others = [games.start(["other", "sleep"], warm=True, log=tmp_path / "other.log") for _ in range(2)]
     room = tmp_path / "room"
@@ -137,7 +137,7 @@ def test_a_fork_finds_what_a_program_finds(games: Games, folder: Path, tmp_path:
     assert first["same"] == second["same"] == third["same"]
     assert first["same"]["descriptors"] == [0, 1, 2]
     assert first["same"]["environment"]["MAP"] == "düst"
-    assert second["other"]["imported_by"] == third["other"]["imported_by"] == games.keeper_pid
+    assert second["other"]["imported_by"] == third["other"]["imported_by"] == games.spawner_pid
     assert second["other"]["prepared"] == 1
     assert second["other"]["random"] != third["other"]["random"]
     for other in others:
@@ -155,21 +155,23 @@ def test_a_fork_finds_what_a_program_finds(games: Games, folder: Path, tmp_path:
         (["say"], 0, ("err", "ün logged")),
     ],
 )
-def test_its_end_is_that_of_a_program(games: Games, tmp_path: Path, words: list[str], code: int, says: tuple[str, ...]) -> None:
+def test_its_end_is_that_of_a_program(
+    games: CommandRunner, tmp_path: Path, words: list[str], code: int, says: tuple[str, ...]
+) -> None:
     ended = games.start(["warmgame", *words], warm=True, log=tmp_path / "log").wait(20)
     assert ended is not None
     assert (ended.code, ended.killed) == (code, False)
     assert ended.last_lines[-len(says) :] == says if says else ended.last_lines == ()
 
 
-def test_a_crash_says_where_it_was(games: Games, tmp_path: Path) -> None:
+def test_a_crash_says_where_it_was(games: CommandRunner, tmp_path: Path) -> None:
     ended = games.start(["warmgame", "crash"], warm=True, log=tmp_path / "log").wait(20)
     assert ended is not None
     assert ended.code == -signal.SIGSEGV
     assert any(re.search(r'warmgame\.py", line \d+ in main', line) for line in ended.last_lines)
 
 
-def test_what_it_cannot_be_given_is_said(games: Games, tmp_path: Path) -> None:
+def test_what_it_cannot_be_given_is_said(games: CommandRunner, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=r"No such file or directory: .*missing"):
         games.start(["warmgame"], warm=True, log=tmp_path / "log", directory=tmp_path / "missing")
     with pytest.raises(WorkerFailed, match="null byte"):
@@ -180,7 +182,7 @@ def test_what_it_cannot_be_given_is_said(games: Games, tmp_path: Path) -> None:
 # -- ended as surely
 
 
-def test_nothing_of_it_survives_its_stop_and_other_games_do(games: Games, tmp_path: Path) -> None:
+def test_nothing_of_it_survives_its_stop_and_other_games_do(games: CommandRunner, tmp_path: Path) -> None:
     game, began = stubborn(games, tmp_path / "one")
     other, others = stubborn(games, tmp_path / "two")
     ended = game.stop(grace_s=0.1)
@@ -191,10 +193,10 @@ def test_nothing_of_it_survives_its_stop_and_other_games_do(games: Games, tmp_pa
     wait_until(lambda: living(others) == [], GONE_S)
 
 
-def test_it_ends_with_its_keeper_and_the_next_is_warm_again(folder: Path, tmp_path: Path) -> None:
-    with Games(warm="warmgame", environment=environment(folder)) as games:
+def test_it_ends_with_its_spawner_and_the_next_is_warm_again(folder: Path, tmp_path: Path) -> None:
+    with CommandRunner(warm="warmgame", environment=environment(folder)) as games:
         game, began = stubborn(games, tmp_path / "game")
-        first = games.keeper_pid
+        first = games.spawner_pid
         os.kill(first, signal.SIGKILL)
         ended = game.wait(GONE_S + 10)
         assert ended is not None
@@ -202,19 +204,19 @@ def test_it_ends_with_its_keeper_and_the_next_is_warm_again(folder: Path, tmp_pa
         assert living(began) == []
         following = games.start(["warmgame", "exit", "5"], warm=True, log=tmp_path / "log").wait(20)
         assert following is not None
-        assert (following.code, games.keeper_pid != first) == (5, True)
+        assert (following.code, games.spawner_pid != first) == (5, True)
 
 
 _OWNER = textwrap.dedent(
     """
     import sys, time
     from pathlib import Path
-    from ludus.process.commands.command import Games
-    games = Games(warm=sys.argv[1])
+    from ludus.process.commands.command import CommandRunner
+    games = CommandRunner(warm=sys.argv[1])
     for folder in map(Path, sys.argv[3:]):
         folder.mkdir()
         games.start(["game", "stubborn", str(folder), sys.argv[2]], warm=True, log=folder.with_suffix(".log"))
-    print(games.keeper_pid, flush=True)
+    print(games.spawner_pid, flush=True)
     time.sleep(600)
     """
 )
@@ -234,19 +236,19 @@ def test_it_does_not_survive_its_owner(folder: Path, tmp_path: Path) -> None:
         wait_until(lambda: living(began) == [], GONE_S)
 
 
-def test_a_keeper_that_still_imports_does_not_survive_its_owner(folder: Path, tmp_path: Path) -> None:
+def test_a_spawner_that_still_imports_does_not_survive_its_owner(folder: Path, tmp_path: Path) -> None:
     (folder / "endless.py").write_text("import time; time.sleep(600)")
     with subprocess.Popen(
         [sys.executable, "-c", _OWNER, "endless", ""], stdout=subprocess.PIPE, env=environment(folder)
     ) as owner:
         try:
             assert owner.stdout is not None
-            keeper = int(owner.stdout.readline())
-            since = identity.start_time(keeper)
+            spawner = int(owner.stdout.readline())
+            since = identity.start_time(spawner)
             assert since is not None
         finally:
             owner.kill()
-        wait_until(lambda: not identity.is_alive(keeper, since), GONE_S)
+        wait_until(lambda: not identity.is_alive(spawner, since), GONE_S)
 
 
 # -- modules that cannot be kept warm
@@ -273,11 +275,11 @@ def test_what_cannot_be_warm_says_why_and_commands_can_still_be_started(
 ) -> None:
     if text:
         (folder / f"{name}.py").write_text(text)
-    with Games(warm=name, environment=environment(folder)) as games:
+    with CommandRunner(warm=name, environment=environment(folder)) as games:
         with pytest.raises(WorkerFailed, match=f"The module {name} cannot be kept warm: {why}"):
             games.start([name], warm=True, log=tmp_path / "log")
         assert re.search(why, games.warm_failure or "")
-        ended = games.start(["cat", f"/proc/{games.keeper_pid}/status"], log=tmp_path / "log").wait(20)
+        ended = games.start(["cat", f"/proc/{games.spawner_pid}/status"], log=tmp_path / "log").wait(20)
         assert ended is not None
         assert ended.code == 0
         assert "Threads:\t1" in (tmp_path / "log").read_text()
@@ -285,7 +287,7 @@ def test_what_cannot_be_warm_says_why_and_commands_can_still_be_started(
 
 def test_an_import_without_end_is_given_up(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "endless.py").write_text("import time; time.sleep(600)")
-    with Games(warm="endless", environment=environment(folder)) as games:
+    with CommandRunner(warm="endless", environment=environment(folder)) as games:
         with pytest.raises(WorkerFailed, match=r"not imported within 0\.1 s"):
             games.wait_until_warm(0.1)
         assert games.warm_failure is None
@@ -297,14 +299,14 @@ def test_an_import_without_end_is_given_up(folder: Path, tmp_path: Path, monkeyp
 
 def test_whoever_does_not_want_to_wait_for_the_import_can_close(folder: Path) -> None:
     (folder / "endless.py").write_text("import time; time.sleep(600)")
-    games = Games(warm="endless", environment=environment(folder))
+    games = CommandRunner(warm="endless", environment=environment(folder))
     closing = threading.Thread(target=games.close, daemon=True)
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
-    assert identity.start_time(games.keeper_pid) is None
+    assert identity.start_time(games.spawner_pid) is None
 
 
 def test_no_module_no_warm_game(tmp_path: Path) -> None:
-    with Games() as games, pytest.raises(WorkerFailed, match="No module is kept warm here"):
+    with CommandRunner() as games, pytest.raises(WorkerFailed, match="No module is kept warm here"):
         games.start(["warmgame"], warm=True, log=tmp_path / "log")

@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Launch:
-    """What `Games.start` is given."""
+    """What `CommandRunner.start` is given."""
 
     command: tuple[str, ...]
     environment: dict[str, str]

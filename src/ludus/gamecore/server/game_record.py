@@ -15,7 +15,7 @@ from ludus.gamecore.server.game_status import State, Status
 from ludus.gamecore.server.request import Order
 from ludus.gamecore.server.resource_usage import Usage, usage
 from ludus.io import rotating_log
-from ludus.process.commands.command import GameProcess
+from ludus.process.commands.command import CommandProcess
 
 GONE_S = 20.0
 """A guard that has not spoken for so long after its game was to be gone will not any more."""
@@ -30,7 +30,7 @@ class Match:
         self.order, self.entry, self.place, self.status = order, entry, place, status
         self.start_from, self.saves = start_from, saves
         self.is_fork = False
-        self.process: GameProcess | None = None
+        self.process: CommandProcess | None = None
         self.began = asyncio.get_running_loop().time()
         """When it was ordered; then: when its first process began."""
         self.allowed_s = order.timeout_s or entry.limits.seconds

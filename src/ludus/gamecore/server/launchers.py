@@ -1,4 +1,4 @@
-"""Who starts the processes: one `Games` for all commands, and one for each game that is kept warm, which is then a fork that takes milliseconds."""
+"""Who starts the processes: one `CommandRunner` for all commands, and one for each game that is kept warm, which is then a fork that takes milliseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from ludus.errors import WorkerFailed
 from ludus.gamecore.server.catalogue import Entry, filled, holes
 from ludus.gamecore.server.command import CONFIG, INHERITED, Launch, Place, wrapped
-from ludus.process.commands.command import GameProcess, Games
+from ludus.process.commands.command import CommandProcess, CommandRunner
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ class Starters:
     def __init__(self, surroundings: Mapping[str, str], mark: str) -> None:
         """`mark`: what LUDUS_GAME_CONFIG of all that belongs to this server begins with: so it is found if the server is killed."""
         self._surroundings, self._mark = surroundings, mark
-        self._plain = Games()
-        self._warm: dict[str, Games] = {}
+        self._plain = CommandRunner()
+        self._warm: dict[str, CommandRunner] = {}
         self._warming: dict[str, asyncio.Task[bool]] = {}
         self._lock = threading.Lock()
 
@@ -43,7 +43,7 @@ class Starters:
         environment |= {name: filled(value, {}) for name, value in entry.environment.items() if not holes([value])}
         environment[CONFIG] = self._mark
         try:
-            games = Games(module, environment)
+            games = CommandRunner(module, environment)
             with self._lock:
                 self._warm[game] = games
             await asyncio.to_thread(games.wait_until_warm, WARM_S)
@@ -60,13 +60,13 @@ class Starters:
         what: Launch,
         place: Place,
         name: str,
-        on_exit: Callable[[GameProcess], object],
+        on_exit: Callable[[CommandProcess], object],
         *,
         warm: bool,
-    ) -> GameProcess:
+    ) -> CommandProcess:
         """Raises WorkerFailed."""
         start = functools.partial(
-            Games.start,
+            CommandRunner.start,
             log=place.log,
             name=name,
             kind=game,

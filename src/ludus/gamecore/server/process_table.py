@@ -30,7 +30,7 @@ from ludus.gamecore.server.resource_usage import Usage
 from ludus.gamecore.server.state_dir import Home
 from ludus.gamecore.server.task_results import Tasks
 from ludus.process import identity
-from ludus.process.commands.command import GameExit, GameProcess
+from ludus.process.commands.command import CommandExit, CommandProcess
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ class Hall:
     async def _one_life(self, match: Match) -> Verdict | None:
         """None: it was the last. Else it is started again."""
         status = match.status
-        exited: asyncio.Future[GameExit] = asyncio.get_running_loop().create_future()
+        exited: asyncio.Future[CommandExit] = asyncio.get_running_loop().create_future()
         await self._get_ready(match)
         if match.asked is not None:  # before there is anything to be ended
             await self._finish(match, *match.asked)
@@ -345,7 +345,7 @@ class Hall:
             for waiting in (ready, wanted):
                 waiting.cancel()
 
-    def _start(self, match: Match, exited: asyncio.Future[GameExit]) -> GameProcess:
+    def _start(self, match: Match, exited: asyncio.Future[CommandExit]) -> CommandProcess:
         """In a thread: it blocks until the program runs."""
         order, status, place = match.order, match.status, match.place
         loop = exited.get_loop()
@@ -364,7 +364,7 @@ class Hall:
         self.home.save(status)  # before there is anything that could be lost
         what = launch(self.catalogue, order, place, states, self._surroundings, self._free_port)
 
-        def on_exit(game: GameProcess) -> None:
+        def on_exit(game: CommandProcess) -> None:
             assert game.exit is not None
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_settle, exited, game.exit)
@@ -376,7 +376,7 @@ class Hall:
         self.home.save(status, began)
         return process
 
-    def _has_begun(self, match: Match, process: GameProcess) -> None:
+    def _has_begun(self, match: Match, process: CommandProcess) -> None:
         first = not match.begun.is_set()
         match.process = process
         if first:
@@ -393,14 +393,14 @@ class Hall:
         )
         self.counts[match.order.game, "started" if first else "restarted"] += 1
 
-    async def _watch(self, match: Match, exited: asyncio.Future[GameExit]) -> GameExit:
+    async def _watch(self, match: Match, exited: asyncio.Future[CommandExit]) -> CommandExit:
         """Until it has ended, by itself or because it took too long."""
         loop, limits = asyncio.get_running_loop(), match.entry.limits
         begun = loop.time()
         while not exited.done():
             now = loop.time()
             if now >= match.gone_by:
-                return GameExit(None, killed=True)
+                return CommandExit(None, killed=True)
             due = [match.deadline if match.asked is None else match.gone_by, now + _LOOK_S]
             if match.status.state == "starting":
                 due.append(now + _FIRST_LINE_S)
@@ -516,7 +516,7 @@ def _seen(matches: list[Match]) -> list[tuple[Match, Usage]]:
     return [(match, match.seen()) for match in matches]
 
 
-def _settle(exited: asyncio.Future[GameExit], how: GameExit) -> None:
+def _settle(exited: asyncio.Future[CommandExit], how: CommandExit) -> None:
     if not exited.done():
         exited.set_result(how)
 
