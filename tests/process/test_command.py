@@ -491,6 +491,6 @@ def test_one_game_too_many_is_refused_before_the_limit_is_hit(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     count, _, message = done.stdout.partition(" ")
     assert 4 <= int(count) <= 6  # (700 - 64) / 101, and other processes come and go
-    assert "1 more game does not fit in: each game takes 101 threads" in message
+    assert "1 more game does not fit: each game takes 101 threads" in message
     assert "(RLIMIT_NPROC)" in message
     assert "ulimit -u" in message

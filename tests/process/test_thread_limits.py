@@ -134,7 +134,7 @@ def test_room_is_what_is_left_without_what_is_promised_and_kept_free() -> None:
     with pytest.raises(WorkerFailed) as refused:
         require_room(3, 212, limits)
     assert str(refused.value) == (
-        "3 more games do not fit in: each game takes 212 threads, 544 are left of 4,096 (RLIMIT_NPROC), 64 are kept free:"
+        "3 more games do not fit: each game takes 212 threads, 544 are left of 4,096 (RLIMIT_NPROC), 64 are kept free:"
         " room for 2 more. Start fewer games here, spread them over more machines, or raise it with `ulimit -u`."
     )
 
