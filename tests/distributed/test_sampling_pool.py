@@ -14,9 +14,9 @@ import pytest
 
 from ludus.buffers.block_batches import BlockBatches
 from ludus.core.types import Segments
-from ludus.distributed.hub.server import shared_memory
 from ludus.distributed.sampling_pool import NOTES, WorkerReport
 from ludus.errors import EnvironmentFault
+from ludus.process.temp_dirs import shared_memory_dir
 from tests.distributed.sampled import FIRST_VERSION, Fleet, fleet
 from tests.waiting import wait_until
 
@@ -160,7 +160,7 @@ def test_an_environment_that_crashes_now_and_then_costs_its_episode_only() -> No
 
 
 def ours() -> set[Path]:
-    return set(shared_memory().glob(f"ludus-*-{os.getpid()}-*"))
+    return set(shared_memory_dir().glob(f"ludus-*-{os.getpid()}-*"))
 
 
 def test_until_the_first_step_it_says_what_it_waits_for_and_then_how_much_is_not_learned_from() -> None:

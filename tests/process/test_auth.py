@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ludus.distributed.gateway_workers import bind
-from ludus.distributed.hub.rpc import Connection, Header, Peer, frame, listen_beyond
+from ludus.distributed.hub.rpc import Header, Peer, RpcConnection, frame, listen_tcp
 from ludus.errors import UsageError, WorkerFailed
 from ludus.io.addresses import host_and_port, tcp_address
 from ludus.process import auth
@@ -38,17 +38,17 @@ class Port:
         self.host, self.port = "127.0.0.1", 0
 
     def echo(self, peer: Peer, header: Header, body: bytes) -> None:
-        assert peer.away
+        assert peer.is_remote
         self.seen.append(header)
         peer.send({"id": header["id"]}, body)
 
     async def open(self) -> asyncio.Server:
         bound = bind(self.host, 0)
         self.port = bound.getsockname()[1]
-        return await listen_beyond(bound, self.guard, self.echo)
+        return await listen_tcp(bound, self.guard, self.echo)
 
-    async def connect(self, token_file: str | None = None) -> Connection:
-        return await Connection.open(tcp_address(self.host, self.port), "The hub", token_file=token_file or self.file)
+    async def connect(self, token_file: str | None = None) -> RpcConnection:
+        return await RpcConnection.open(tcp_address(self.host, self.port), "The hub", token_file=token_file or self.file)
 
     async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self.host, self.port)
@@ -243,7 +243,7 @@ def test_somebody_else_at_the_port_does_not_learn_the_token_and_is_not_believed(
         host, port = server.sockets[0].getsockname()
         write_token(tmp_path / "token", TOKEN)
         with pytest.raises(WorkerFailed):
-            await Connection.open(tcp_address(host, port), "The hub", timeout_s=1.0, token_file=str(tmp_path / "token"))
+            await RpcConnection.open(tcp_address(host, port), "The hub", timeout_s=1.0, token_file=str(tmp_path / "token"))
         server.close()
         await let_go()
 

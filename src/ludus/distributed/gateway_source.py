@@ -14,13 +14,12 @@ from pathlib import Path
 from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import Array
 from ludus.distributed.gateway_workers import GatewayFleet
-from ludus.distributed.hub.server import shared_memory
 from ludus.errors import WorkerFailed
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.worker_policies import COUNTED, CURRENT, Played
 from ludus.models.policy import Policy
 from ludus.models.weights.shared_weights import Board, stage
-from ludus.process.temp_dirs import TempDir
+from ludus.process.temp_dirs import TempDir, shared_memory_dir
 from ludus.process.workers.supervisor import Supervisor
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.multi_producer import GatheredMemory
@@ -34,7 +33,7 @@ class Boards:
     """Where workers find the weights of every model, and how segments come back. Removed when closed."""
 
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
-        self._scratch = TempDir(shared_memory())
+        self._scratch = TempDir(shared_memory_dir())
         self.boards = {name: Board(self._scratch.path / name) for name in policies}
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
         segments = self._scratch.path / ".segments"  # no model has such a name

@@ -25,7 +25,6 @@ from ludus.core.backoff import Backoff
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed.code_bundle import Luggage
-from ludus.distributed.hub.server import shared_memory
 from ludus.distributed.placement import place
 from ludus.envs.vector_env import make_environments
 from ludus.envs.wrappers import WrapperList
@@ -35,7 +34,7 @@ from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import Board, BoardReader
 from ludus.process.host import keep_freed_memory, usable_cores
-from ludus.process.temp_dirs import TempDir
+from ludus.process.temp_dirs import TempDir, shared_memory_dir
 from ludus.process.workers.supervisor import Context, Process, RestartPolicy, Supervisor
 from ludus.sampling.sampler import Interruption, Sampler, VersionClock
 from ludus.sampling.self_play import with_past_opponents
@@ -256,7 +255,7 @@ class LocalNode:
         """`worker_name`: of its process, and of its log."""
         self.name, self.cores, self.lost = name, usable_cores(), ""
         self._plan, self._worker_name = plan, worker_name
-        self._scratch = TempDir(shared_memory())
+        self._scratch = TempDir(shared_memory_dir())
         self._supervisor = Supervisor(log_dir=log_dir, preload=_PRELOAD)
         self._processes: dict[int, Process] = {}
         self._readers: dict[int, SharedReader] = {}
@@ -395,7 +394,7 @@ class Sampling:
         self.lost_nodes = self.lost_blocks = 0
         self._status: dict[str, Any] = {"nodes": [], "workers": []}
         self.batches: BlockBatches | None = None
-        self._scratch = TempDir(shared_memory())
+        self._scratch = TempDir(shared_memory_dir())
         try:
             bell = self._scratch.path / BELL
             self._bell = Bell.create(bell)

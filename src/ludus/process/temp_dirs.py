@@ -6,6 +6,7 @@ processes that were killed and never one that is in use.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from ludus.process import identity, procfs
 
+_SHM, _MIN_SHM_FREE = Path("/dev/shm"), 1 << 28  # noqa: S108 - a private directory is made below it
 _NAME = re.compile(r"ludus-(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
 
 
@@ -40,6 +42,23 @@ def base_dirs() -> list[Path]:
     """Where such directories may be: shared memory and temporary directories."""
     found = (os.environ.get("LUDUS_SHM", "/dev/shm"), tempfile.gettempdir(), "/tmp")  # noqa: S108
     return [Path(base) for base in dict.fromkeys(found)]
+
+
+def shared_memory_dir() -> Path:
+    """Shared memory (LUDUS_SHM or /dev/shm) if it has room, else the temporary directory."""
+    if "LUDUS_SHM" in os.environ:
+        return Path(os.environ["LUDUS_SHM"])
+    with contextlib.suppress(OSError):
+        stat = os.statvfs(_SHM)
+        if os.access(_SHM, os.W_OK) and stat.f_bavail * stat.f_frsize >= _MIN_SHM_FREE:
+            return _SHM
+    return Path(tempfile.gettempdir())
+
+
+def short_temp_dir() -> Path:
+    """The temporary directory, or /tmp if the path would be too long for a unix socket."""
+    temp = Path(tempfile.gettempdir())
+    return temp if len(os.fsencode(str(temp))) <= 32 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
 
 
 def sweep_all() -> int:

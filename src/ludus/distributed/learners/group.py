@@ -30,7 +30,6 @@ from ludus.core import tree
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed.code_bundle import Luggage
-from ludus.distributed.hub.server import shared_memory
 from ludus.distributed.learners.channel import DONE, HELLO, JOIN, LEARN, READY, SPEC, STATE, WELCOME, Entrance, Frame, Link
 from ludus.distributed.learners.rank import (
     FINGERPRINT,
@@ -47,7 +46,7 @@ from ludus.distributed.learners.rank import (
 )
 from ludus.errors import StoreFull, WorkerFailed
 from ludus.io.addresses import tcp_address
-from ludus.process.temp_dirs import TempDir
+from ludus.process.temp_dirs import TempDir, shared_memory_dir
 from ludus.process.workers.supervisor import FINAL_STATES, NEVER, Context, Process, Supervisor
 from ludus.transport.shared_memory import Layout
 
@@ -132,7 +131,7 @@ class Learners:
         self._store: Any = None
         self._transport = transport or _transport_for(algorithm.optimizer.device, size - away, away)
         with contextlib.ExitStack() as undo:
-            self._scratch = TempDir(shared_memory())
+            self._scratch = TempDir(shared_memory_dir())
             undo.callback(self._scratch.close)
             self._batch = BatchFile(self._scratch.path)
             if supervisor is None:

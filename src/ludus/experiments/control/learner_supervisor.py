@@ -28,7 +28,6 @@ from ludus import errors
 from ludus.core.metrics import Numbers, Sink
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import Luggage
-from ludus.distributed.hub.server import shared_memory
 from ludus.errors import Fenced, LudusError, MemoryClosed, StoreFull, StoreUnavailable, Unreachable, UsageError, WorkerFailed
 from ludus.experiments.control.callbacks import find_stop_request, notify_checkpoint
 from ludus.experiments.result import Result
@@ -42,7 +41,7 @@ from ludus.io.json_lines import LineReader
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import Claim, newest_claim
 from ludus.process.host import StopSignal, stop_on_signals
-from ludus.process.temp_dirs import sweep
+from ludus.process.temp_dirs import shared_memory_dir, sweep
 from ludus.process.workers.forkserver import anonymous_file
 from ludus.process.workers.supervisor import FINAL_STATES, Context, Process, RestartPolicy, Supervisor
 
@@ -271,7 +270,7 @@ class LearnerSupervisor:
         self._set_up = (self._directory / CONFIG).exists()
         restarts = int(run.meta().get("learner_restarts", 0))
         self._claims = {name: claim.number for name, claim in _claims_of(run)}
-        shared = shared_memory()  # asked before a learner can have filled it
+        shared = shared_memory_dir()  # asked before a learner can have filled it
         try:
             with _quiet(), Supervisor(log_dir=self._directory / LOGS, preload=PRELOAD) as supervisor, stop_on_signals() as stop:
                 while True:
