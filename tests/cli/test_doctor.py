@@ -86,7 +86,7 @@ def test_a_store_is_tried_for_real(call: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--on", "ssh"), "No machines are named"),
+        (("--on", "ssh"), "No machines are given"),
         (("--on", "mainframe"), "mainframe is unknown"),
         (("--iplist", "nowhere.iplist"), "nowhere.iplist"),
         (("-f", "nowhere.yaml"), "nowhere.yaml"),

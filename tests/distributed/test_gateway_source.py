@@ -18,7 +18,7 @@ import pytest
 
 from ludus.buffers.collate import CollatedBatches
 from ludus.core.types import Segments
-from ludus.distributed.gateway_source import Boards, FleetGathering
+from ludus.distributed.gateway_source import Boards, GatewaySource
 from ludus.distributed.gateway_workers import bind
 from ludus.errors import Refused, Unreachable
 from ludus.gateway.server import GatewaySettings
@@ -36,7 +36,7 @@ STEPS = 5
 class Gathered:
     boards: Boards
     memory: CollatedBatches
-    gathering: FleetGathering
+    gathering: GatewaySource
 
     @property
     def url(self) -> str:
@@ -72,7 +72,7 @@ def gathered(tmp_path: Path, workers: int) -> Iterator[Gathered]:
         boards.publish("model", pool.newest("model")[1])
         logs = tmp_path / "logs"
         port, settings = bind("127.0.0.1", 0), GatewaySettings()
-        gathering = FleetGathering(port, settings, {"": "model"}, workers, STEPS, boards, memory, logs)
+        gathering = GatewaySource(port, settings, {"": "model"}, workers, STEPS, boards, memory, logs)
         try:
             yield Gathered(boards, memory, gathering)
         finally:

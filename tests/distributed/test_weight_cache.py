@@ -105,7 +105,7 @@ def test_a_directory_that_others_can_enter_is_not_used(tmp_path: Path) -> None:
 class Listener:
     """The peer of a connection, as far as a source needs it."""
 
-    gone = False
+    is_closed = False
 
     def send(self, header: Header, *parts: bytes) -> None:
         raise AssertionError(header)

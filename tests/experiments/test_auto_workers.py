@@ -11,7 +11,7 @@ import torch
 
 from ludus.algorithms.ppo import PPO, PPOConfig
 from ludus.config.schema import algorithm_config
-from ludus.experiments.assembly.auto_workers import Cost, best, measure, possible_workers
+from ludus.experiments.assembly.auto_workers import StepCost, best_number, measure, possible_workers
 from tests.environments import Count
 
 MS = 1e-3
@@ -20,16 +20,16 @@ MS = 1e-3
 @pytest.mark.parametrize(
     ("cost", "cores", "sampling", "chosen"),
     [
-        pytest.param(Cost(0.005 * MS, 0, 0.02 * MS), 2, "sync", 0, id="learning is the limit"),
-        pytest.param(Cost(10 * MS, 0, 0.1 * MS), 8, "sync", 8, id="a slow environment takes all cores"),
-        pytest.param(Cost(10 * MS, 0, 10 * MS), 8, "async", 1, id="one worker keeps the learner busy"),
-        pytest.param(Cost(10 * MS, 9.9 * MS, 0.01 * MS), 2, "async", 8, id="environments that wait take more than the cores"),
-        pytest.param(Cost(3 * MS, 0, 1 * MS), 4, "async", 3, id="as many as the learner can follow"),
-        pytest.param(Cost(1 * MS, 0, 1 * MS), 1, "async", 0, id="one core has no room for another process"),
+        pytest.param(StepCost(0.005 * MS, 0, 0.02 * MS), 2, "sync", 0, id="learning is the limit"),
+        pytest.param(StepCost(10 * MS, 0, 0.1 * MS), 8, "sync", 8, id="a slow environment takes all cores"),
+        pytest.param(StepCost(10 * MS, 0, 10 * MS), 8, "async", 1, id="one worker keeps the learner busy"),
+        pytest.param(StepCost(10 * MS, 9.9 * MS, 0.01 * MS), 2, "async", 8, id="environments that wait take more than the cores"),
+        pytest.param(StepCost(3 * MS, 0, 1 * MS), 4, "async", 3, id="as many as the learner can follow"),
+        pytest.param(StepCost(1 * MS, 0, 1 * MS), 1, "async", 0, id="one core has no room for another process"),
     ],
 )
-def test_the_smallest_number_that_is_nearly_best(cost: Cost, cores: int, sampling: str, chosen: int) -> None:
-    assert best(cost, cores, sampling, range(1, 4 * cores + 1)) == chosen
+def test_the_smallest_number_that_is_nearly_best(cost: StepCost, cores: int, sampling: str, chosen: int) -> None:
+    assert best_number(cost, cores, sampling, range(1, 4 * cores + 1)) == chosen
 
 
 def test_a_batch_that_was_asked_for_comes_out_even() -> None:

@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_from_the_checkpoint_before(run: Path, name: str) 
 def test_a_follower_says_damaged_and_never_waits(run: Path) -> None:
     replaced_by_pipe(newest(run) / WEIGHTS)
     with pytest.raises(Damaged):
-        checkpoint_follower.Source(str(run)).release(newest(run).name)
+        checkpoint_follower.CheckpointSource(str(run)).release(newest(run).name)
 
 
 def test_links_to_directories_are_followed(run: Path, tmp_path: Path) -> None:

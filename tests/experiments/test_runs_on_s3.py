@@ -14,7 +14,7 @@ from ludus.experiments import runner
 from ludus.experiments.runs import checkpoint, remote_runs, run_status
 from ludus.experiments.runs.remote_runs import directory_of, shown, store_of
 from ludus.experiments.runs.run_dir import Run, find_runs
-from ludus.serving.checkpoint_follower import Source
+from ludus.serving.checkpoint_follower import CheckpointSource
 from ludus.storage.s3 import S3Store
 from ludus.storage.s3_url import Address
 from tests.experiments import small
@@ -35,7 +35,7 @@ def test_a_run_is_trained_taken_up_elsewhere_played_and_served(
     prefix, _, query = s3_url.partition("?")
     assert where.startswith(f"{prefix}/default/PPO_CartPole-v1_")
     assert where.endswith(f"?{query}")
-    source = Source(where)
+    source = CheckpointSource(where)
     before = source.release().version
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "another machine"))
     second = ludus.resume(where, stop={"iterations": 4})

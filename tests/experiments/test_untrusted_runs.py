@@ -28,7 +28,7 @@ from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import CONFIG
 from ludus.models.weights import serialization, version_store
 from ludus.serving import checkpoint_follower
-from ludus.serving.release import Part
+from ludus.serving.release import ReleasedModel
 from ludus.storage.local import LocalStore
 from ludus.tuning import sweep as tuning
 from tests.experiments import small
@@ -149,8 +149,8 @@ def play(run: Path) -> None:
 
 
 def serve(run: Path) -> None:
-    for part in checkpoint_follower.Source(str(run)).release().parts.values():
-        assert isinstance(part, Part)
+    for part in checkpoint_follower.CheckpointSource(str(run)).release().parts.values():
+        assert isinstance(part, ReleasedModel)
         serialization.policy_from(part.description)
 
 
@@ -167,7 +167,7 @@ def resume_sweep(run: Path) -> None:
     plain = {"format": tuning.FORMAT, "name": "swept", "experiment": data, "trials": [{"name": "a", "values": []}], "ended": {}}
     LocalStore(run).put(tuning.STATE, json.dumps(plain).encode())
     sweep = tuning.opened(run)
-    tuning._luggage(sweep, sweep.left(retry_failed=False))
+    tuning._code_bundle(sweep, sweep.left(retry_failed=False))
     wrappers.load_wrappers(data["config"].get("wrappers") or ())  # as the process of the trial does
 
 

@@ -29,12 +29,14 @@ from ludus.launch.doctor.checks import (
 from ludus.launch.doctor.checks.directories import Place
 from ludus.launch.doctor.checks.executable import Binary, Elf
 from ludus.launch.doctor.checks.known_issues import Scene
-from ludus.launch.doctor.checks.limits import Bound, Cores, Files, Memory, Shared, Threads
+from ludus.launch.doctor.checks.limits import Bound, Cores, Files, Shared, Threads
 from ludus.launch.doctor.checks.network import Ports, Tick
 from ludus.launch.doctor.checks.slurm import Kind, Partition, Queue, Wanted
 from ludus.launch.doctor.checks.token_file import Token
 from ludus.launch.doctor.finding import Finding, Status, failed, healthy, ok, size, skipped, warning, without_secrets
 from ludus.launch.doctor.requirements import Needs
+from ludus.process import cgroups
+from ludus.process.cgroups import Memory
 
 GB = 1 << 30
 EIGHT = Needs(workers=8, cores=8)
@@ -179,7 +181,7 @@ def test_the_store_of_ray_stays_where_it_was_when_rings_are_moved() -> None:
         (Files(1024, 4096), "ok", ""),
         (Files(100, 4096), "failed", "ulimit -n 4096"),
         (Files(100, 100), "failed", "nofile 4096 in /etc/security/limits.conf"),
-        (Files(limits.UNLIMITED, limits.UNLIMITED), "ok", ""),
+        (Files(cgroups.UNLIMITED, cgroups.UNLIMITED), "ok", ""),
     ],
 )
 def test_open_files(files: Files, status: Status, fix: str) -> None:
@@ -216,7 +218,7 @@ def test_with_too_few_threads_the_number_of_workers_that_fit_is_said() -> None:
     assert replace(GAMES, workers=3).threads <= 1000 < replace(GAMES, workers=4).threads
 
 
-@pytest.mark.parametrize(("maps", "status"), [(65_530, "ok"), (30_000, "warning"), (1_000, "failed"), (limits.UNLIMITED, "ok")])
+@pytest.mark.parametrize(("maps", "status"), [(65_530, "ok"), (30_000, "warning"), (1_000, "failed"), (cgroups.UNLIMITED, "ok")])
 def test_mappings(maps: int, status: Status) -> None:
     assert limits.judge_maps(Threads((), maps), EIGHT).status == status
 
@@ -244,9 +246,9 @@ def test_the_limits_of_all_groups_above_count_in_both_versions(tmp_path: Path) -
         (root / path).write_text(text)
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
-    groups = limits.look_groups(proc, root)
+    groups = cgroups.find_cgroups(proc, root)
     assert limits.look_cores(groups).quota == 1.5
-    assert limits.look_memory(groups, meminfo) == Memory(64 * GB, 32 * GB, 2 * GB, GB // 2)
+    assert cgroups.read_memory(groups, meminfo) == Memory(64 * GB, 32 * GB, 2 * GB, GB // 2)
     assert [most for most, _ in groups.numbers("pids", "pids.max", "pids.max")] == [512]
 
 

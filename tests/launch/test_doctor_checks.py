@@ -34,6 +34,7 @@ from ludus.launch.doctor.checks import (
 )
 from ludus.launch.doctor.finding import Finding
 from ludus.launch.doctor.local_checks import Pending, Request, examine
+from ludus.process import cgroups
 from ludus.storage.base import Bytes
 from ludus.storage.local import LocalStore
 from ludus.transport.message_stream import open_exchange
@@ -337,7 +338,7 @@ def test_a_limit_of_processes_counts_what_the_user_already_has() -> None:
         try:
             os.setresuid(NOBODY, NOBODY, NOBODY)
             resource.setrlimit(resource.RLIMIT_NPROC, (37, 37))
-            (bound, *_) = limits.look_threads(limits.Groups()).bounds
+            (bound, *_) = limits.look_threads(cgroups.Cgroups()).bounds
             os.write(writer, json.dumps([bound.name, bound.limit, bound.used]).encode())
         finally:
             os._exit(0)
@@ -367,8 +368,8 @@ def test_a_look_that_raises_is_one_line() -> None:
 
 
 def test_what_is_looked_at_here_agrees_with_the_system_itself() -> None:
-    groups = limits.look_groups()
-    memory = limits.look_memory(groups)
+    groups = cgroups.find_cgroups()
+    memory = cgroups.read_memory(groups)
     assert memory is not None
     assert memory.total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < memory.free <= memory.total

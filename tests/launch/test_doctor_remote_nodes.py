@@ -19,13 +19,13 @@ import pytest
 
 import ludus
 from ludus.errors import UsageError
-from ludus.launch.cluster_file import Target
+from ludus.launch.cluster_file import ClusterConfig
 from ludus.launch.doctor import runner
 from ludus.launch.doctor.finding import Finding, healthy
 from ludus.launch.doctor.local_checks import Request
 from ludus.launch.doctor.remote_nodes import Node, ask
 from ludus.launch.doctor.runner import ALL, INSIDE, MODULE, Consultation, in_allocation, of_allocation
-from ludus.launch.ssh.connection import SshNode, SshSettings, explained, ssh_words
+from ludus.launch.ssh.connection import SshNode, SshSettings, explain_failure, ssh_words
 from tests.system.slurm_rig import slurm_rig
 from tests.tools import need
 
@@ -75,8 +75,8 @@ class Sshd:
             nodes, self.directory / "user", self.known_hosts, sys.executable, connect_s=3.0, options=("User=root",)
         )
 
-    def target(self, *hosts: str) -> Target:
-        return Target(on="ssh").merged(
+    def target(self, *hosts: str) -> ClusterConfig:
+        return ClusterConfig(on="ssh").merge(
             machines=[{"host": host, "user": "root", "port": self.port} for host in hosts],
             identity=str(self.directory / "user"),
             known_hosts=str(self.known_hosts),
@@ -104,7 +104,7 @@ def node_of(settings: SshSettings, at: int = 0) -> Node:
         settings.nodes[at].host,
         tuple(ssh_words(settings, at, MODULE)),
         "ssh",
-        lambda code, said: explained(settings, at, code, said),
+        lambda code, said: explain_failure(settings, at, code, said),
     )
 
 
@@ -141,7 +141,7 @@ def test_a_list_of_machines_is_asked_for_one_token(sshd: Sshd, tmp_path: Path, m
     token.touch(0o600)
     token.write_text("feedfacecafebeef")
     (tmp_path / "iplist").write_text(f"127.0.0.1 root {sshd.port} 1\n127.0.0.2 root {sshd.port} 1\n")
-    target = sshd.target().merged(iplist=tmp_path / "iplist", environment={"LUDUS_TOKEN_FILE": str(token)})
+    target = sshd.target().merge(iplist=tmp_path / "iplist", environment={"LUDUS_TOKEN_FILE": str(token)})
     together = of_node(Consultation(Request(quick=True), target, ANSWER_S).findings({}), ALL)
     assert (together["token on all nodes"].status, together["token on all nodes"].found) == ("ok", "the same on 2 of 2")
     node = node_of(sshd.settings("127.0.0.1"))
@@ -162,7 +162,7 @@ def test_a_machine_that_cannot_be_entered_or_has_no_ludus_says_so(sshd: Sshd) ->
     answers = ask([replace(node_of(settings), name=name) for name, settings in spoilt.items()], Request(quick=True), {}, ANSWER_S)
     found = {answer.node: answer.findings for answer in answers}
     assert all(len(findings) == 1 and findings[0].status == "failed" for findings in found.values()), found
-    assert "does not let us in" in found["key"][0].found
+    assert "rejects the login" in found["key"][0].found
     assert "cannot be run" in found["python"][0].found
     assert "Ludus" in found["ludus"][0].found
     assert found["ludus"][0].check == "ludus there"
@@ -173,7 +173,7 @@ def test_a_machine_that_cannot_be_entered_or_has_no_ludus_says_so(sshd: Sshd) ->
 
 def test_a_machine_that_is_silent_is_given_up_at_its_deadline_and_nothing_stays() -> None:
     words = (sys.executable, "-c", "import time; print('Welcome!', flush=True); time.sleep(600)")
-    silent = Node("mute", words, "ssh", lambda code, said: explained(SshSettings((SshNode("mute"),)), 0, code, said))
+    silent = Node("mute", words, "ssh", lambda code, said: explain_failure(SshSettings((SshNode("mute"),)), 0, code, said))
     (answer,) = ask([silent], Request(quick=True), {}, 1.0)
     assert [(finding.node, finding.check, finding.status) for finding in answer.findings] == [("mute", "ssh", "failed")]
     assert "does not answer" in answer.findings[0].found
@@ -238,7 +238,7 @@ def test_slurm_outside_and_inside_an_allocation(tmp_path: Path) -> None:
 
 
 def test_the_words_of_an_allocation_hold_no_secret_and_ask_for_little() -> None:
-    target = Target(on="slurm").merged(nodes=2, time="02:00:00", partition="main", account="games")
+    target = ClusterConfig(on="slurm").merge(nodes=2, time="02:00:00", partition="main", account="games")
     asked = ["--on", "slurm", "--json", "--time", "02:00:00", "--memory", "redis://:hunter22@host:1"]
     words, environ = in_allocation(target, asked, {"A": "b"})
     assert words[:5] == ["salloc", "--quiet", "--immediate=120", "--nodes=2", "--time=10"]
@@ -248,22 +248,22 @@ def test_the_words_of_an_allocation_hold_no_secret_and_ask_for_little() -> None:
 
 
 def test_an_allocation_is_of_what_the_run_would_have_of_each_node() -> None:
-    target = Target(on="slurm").merged(nodes=2, cpus=8, gpus=1, memory="16G", exclusive=True)
+    target = ClusterConfig(on="slurm").merge(nodes=2, cpus=8, gpus=1, memory="16G", exclusive=True)
     words, _ = in_allocation(target, [], {})
     assert {"--ntasks-per-node=1", "--cpus-per-task=8", "--gres=gpu:1", "--mem=16G", "--exclusive"} <= set(words)
-    words, _ = in_allocation(Target(on="slurm"), [], {})
+    words, _ = in_allocation(ClusterConfig(on="slurm"), [], {})
     assert not any(word.startswith(("--cpus", "--gres", "--mem", "--exclusive")) for word in words)
 
 
 def test_a_password_is_taken_out_however_it_was_typed() -> None:
     for asked in (["--memory=redis://:hunter22@host:1"], ["--memory", "redis://:hunter22@host:1"]):
-        words, environ = in_allocation(Target(on="slurm"), asked, {})
+        words, environ = in_allocation(ClusterConfig(on="slurm"), asked, {})
         assert "hunter22" not in " ".join(words)
         assert "redis://host:1" in words[-2]
         assert environ["LUDUS_MEMORY_PASSWORD"] == "hunter22"
     for asked in (["--store=s3://key:hunter22@host/b"], ["--store", "s3://key:hunter22@host/b"]):
         with pytest.raises(UsageError) as refused:
-            in_allocation(Target(on="slurm"), asked, {})
+            in_allocation(ClusterConfig(on="slurm"), asked, {})
         assert "--store" in refused.value.message
         assert "hunter22" not in str(refused.value)
 
@@ -281,7 +281,7 @@ def test_an_allocation_is_given_back_when_nobody_answers_in_it(
     salloc.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(runner, "_END_S", 1.0)
-    (found,) = of_allocation(Target(on="slurm").merged(time="5"), [], dict(os.environ), 1.0, around_s=1.0)
+    (found,) = of_allocation(ClusterConfig(on="slurm").merge(time="5"), [], dict(os.environ), 1.0, around_s=1.0)
     assert "no answer within 2 s" in found.found
     assert heard.read_text().split() == (["TERM", "HUP"] if deaf else ["TERM"])
 
@@ -291,7 +291,7 @@ def test_no_allocation_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     salloc.write_text("#!/bin/sh\necho 'salloc: error: Unable to allocate resources: Invalid account' >&2; exit 1\n")
     salloc.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    target = Target(on="slurm").merged(time="5")
+    target = ClusterConfig(on="slurm").merge(time="5")
     (found,) = of_allocation(target, ["--on", "slurm", "--time", "5"], dict(os.environ))
     assert (found.node, found.check, found.status) == (ALL, "nodes", "failed")
     assert "Invalid account" in found.found

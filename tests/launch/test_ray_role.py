@@ -22,7 +22,7 @@ import pytest
 from ludus.launch import ray_role
 from ludus.launch.ray_role import GRAIN, Options, block, block_size, cpus_of, environment_of, gpus_of, ports_of, store_of
 from ludus.process.host import usable_cores
-from ludus.process.job_env import PORTS, Surroundings, candidates, free_block
+from ludus.process.job_env import PORTS, JobEnv, candidate_ports, find_free_ports
 from ludus.ray_cluster import dashboard_stub
 from ludus.ray_cluster.node_process import Orders
 from tests.waiting import wait_until
@@ -165,7 +165,7 @@ def test_what_stands_for_the_agent_of_a_dashboard_says_that_there_is_none_and_st
 def test_outside_of_a_job_it_says_so(tmp_path: Path) -> None:
     done = run({})
     assert (done.returncode, "belongs to no job" in done.stdout) == (2, True)
-    done = run(Surroundings(port=20_000, token_file=tmp_path / "token", ray=1).environment())
+    done = run(JobEnv(port=20_000, token_file=tmp_path / "token", ray=1).environment())
     assert (done.returncode, "token" in done.stdout) == (2, True), done.stdout
 
 
@@ -195,8 +195,8 @@ class Rig:
         self.token.write_text(secrets.token_hex(32))
         self.token.chmod(0o600)
         addresses = tuple(f"127.0.0.{2 + node}" for node in range(nodes))
-        port = free_block(self.id, PORTS, "port")
-        self.around = Surroundings(addresses, 0, port, self.token, nodes, wait_s)
+        port = find_free_ports(self.id, PORTS, "port")
+        self.around = JobEnv(addresses, 0, port, self.token, nodes, wait_s)
         self.popens: dict[int, subprocess.Popen[str]] = {}
         self.homes: set[Path] = set()
         (base / "tmp").mkdir()
@@ -287,7 +287,7 @@ def train(rig: Rig, *options: str) -> subprocess.Popen[str]:
 def test_a_training_joins_the_ray_of_its_job_which_is_pinned_and_private_and_leaves_nothing(tmp_path: Path) -> None:
     shm = set(os.listdir("/dev/shm"))
     with rig(tmp_path, 3) as job:
-        taken = candidates(job.id, block_size(1), "ray-1")[0]
+        taken = candidate_ports(job.id, block_size(1), "ray-1")[0]
         with socket.create_server(("127.0.0.1", taken)):
             training = train(job, "--stop", "timesteps_total=1500", "--redis-password", "hunter2")  # it has to wait
             logs = tmp_path / "logs" / "actor"

@@ -21,7 +21,7 @@ from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.policy import Acted, Policy
 from ludus.models.weights import serialization
-from ludus.serving.release import Part, Release, read, warm, write
+from ludus.serving.release import Release, ReleasedModel, read, warm_up, write
 from tests.models.test_onnx_export import made, one_layer, traced
 
 LSTM = "lstm, entities, hybrid"
@@ -134,10 +134,10 @@ def test_an_exported_policy_answers_sessions() -> None:
 @pytest.mark.parametrize("exported", [False, True])
 def test_a_release_has_made_its_first_decisions_before_anybody_plays(exported: bool, tmp_path: Path) -> None:
     policy = made("mlp")
-    part = Part(json.dumps(policy.description()).encode(), serialization.encode_weights(policy.weights()), 7)
+    part = ReleasedModel(json.dumps(policy.description()).encode(), serialization.encode_weights(policy.weights()), 7)
     artefacts = {"it": traced("mlp")} if exported else None
     write(Release(7, {"": "it"}, {"it": part}), tmp_path / "release", artefacts)
-    player = read(tmp_path / "release", values=False).players["it"]
+    player = read(tmp_path / "release", values=False).policies["it"]
     assert isinstance(player, OnnxPolicy if exported else Policy)
     if isinstance(player, OnnxPolicy):
         assert player._defaults.keys() == {1, 8, 64}  # inputs that were left out, by batch size
@@ -149,7 +149,7 @@ def test_a_release_has_made_its_first_decisions_before_anybody_plays(exported: b
             self.sizes.append(len(observation))
             return super().act(observation, *rest)
 
-    warm(Counting(policy.observation_space, policy.action_space))
+    warm_up(Counting(policy.observation_space, policy.action_space))
     assert Counting.sizes == [1, 8, 64]
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ludus.errors import EnvironmentFault, WorkerFailed
-from ludus.process.workers.supervisor import RestartPolicy
+from ludus.process.workers.supervisor import WorkerRestart
 from ludus.process.workers.task_pool import TaskPool, TaskResult
 from tests.process.pool_tasks import Clerk, Stillborn, Unmade
 
-QUICK = RestartPolicy(limit=20, backoff_s=0.01)
+QUICK = WorkerRestart(limit=20, backoff_s=0.01)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from ludus.core.spaces import Fit, to_json
 from ludus.errors import ConfigError
-from ludus.protocol.codec import SeatSpaces, decode, encode, outside, random_action, random_observation, seats_from
+from ludus.protocol.codec import SeatSpaces, bounds_error, decode, encode, parse_seats, random_action, random_observation
 from ludus.protocol.conformance import (
     CHECKS,
     FEW_CONNECTIONS,
@@ -305,11 +305,11 @@ def test_msgpack_is_judged_like_json() -> None:
 
 def test_spaces_are_found_in_a_spec_and_in_an_experiment() -> None:
     one = {"observation_space": to_json(SEEN), "action_space": to_json(Discrete(4))}
-    assert seats_from(one) == ONE
-    assert seats_from({"protocol": 1, **one}) == ONE
-    assert seats_from({"mygame": {"env": "external", "config": {"lr": 1, "env_config": one}}}) == ONE
+    assert parse_seats(one) == ONE
+    assert parse_seats({"protocol": 1, **one}) == ONE
+    assert parse_seats({"mygame": {"env": "external", "config": {"lr": 1, "env_config": one}}}) == ONE
     two = {name: {"observation_space": to_json(s.observation), "action_space": to_json(s.action)} for name, s in TWO.items()}
-    assert seats_from({"seats": two}) == TWO
+    assert parse_seats({"seats": two}) == TWO
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_spaces_are_found_in_a_spec_and_in_an_experiment() -> None:
 )
 def test_a_spec_without_its_spaces_is_refused(spec: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        seats_from(spec)
+        parse_seats(spec)
 
 
 SPACES: list[gym.Space[Any]] = [
@@ -339,7 +339,7 @@ def test_random_values_lie_in_their_space_after_the_journey(space: gym.Space[Any
     for draw in (random_observation, random_action):
         for _ in range(20):
             value = Fit(space)(decode(encode({"v": draw(space, rng)}, form))["v"])
-            assert outside(space, value, "v") == ""
+            assert bounds_error(space, value, "v") == ""
 
 
 def test_random_actions_keep_to_the_mask() -> None:
@@ -359,4 +359,4 @@ def test_random_actions_keep_to_the_mask() -> None:
     ],
 )
 def test_what_is_outside_is_named(space: gym.Space[Any], value: Any, where: str) -> None:
-    assert where in outside(space, value, "x")
+    assert where in bounds_error(space, value, "x")

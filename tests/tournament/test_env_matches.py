@@ -24,10 +24,10 @@ from ludus.gateway.server import GatewaySettings
 from ludus.models.inference.batched_policy import BatchedPolicy, State
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Acted, Policy
-from ludus.protocol.codec import SeatSpaces, decode, plain_spec
+from ludus.protocol.codec import SeatSpaces, decode, seats_to_spec
 from ludus.sampling.multi_agent import play_episode
 from ludus.sampling.trained_agent import TrainedAgent
-from ludus.serving.worker import Fixed
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament import players
 from ludus.tournament.battle import battle
 from ludus.tournament.contestants import Contestant, Script, Served, Trained, contestant
@@ -214,7 +214,7 @@ def test_several_models_play_their_own_agents_unless_one_is_chosen(tmp_path: Pat
 
 
 def actor(one: Trained, *names: str) -> BuiltinActor:
-    return BuiltinActor({name: Seat(BatchedPolicy(Fixed(one.policy, 1), deterministic=True)) for name in names})
+    return BuiltinActor({name: Seat(BatchedPolicy(FixedPolicySource(one.policy, 1), deterministic=True)) for name in names})
 
 
 def test_a_served_player_answers_the_same_matches(run: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_served_player_answers_the_same_matches(run: Path) -> None:
     spaces = SeatSpaces(theirs.policy.observation_space, theirs.policy.action_space)
 
     def answering(*names: str) -> contextlib.AbstractContextManager[Gateway]:
-        settings = GatewaySettings(spec=plain_spec(dict.fromkeys(names, spaces)))
+        settings = GatewaySettings(spec=seats_to_spec(dict.fromkeys(names, spaces)))
         return gateway(lambda: actor(theirs, *names), settings)
 
     for names in (("",), ("player_1", "player_2")):
@@ -481,7 +481,7 @@ def test_a_served_agent_that_comes_back_begins_anew(seated: bool) -> None:
     spaces = dict.fromkeys(names, SeatSpaces(OBSERVATION, counting.policy.action_space))
     options = {"kind": "away", "rounds": 6}
     near = fought(counting, named(1), games=4, options=options)
-    with gateway(lambda: actor(counting, *names), GatewaySettings(spec=plain_spec(spaces))) as served:
+    with gateway(lambda: actor(counting, *names), GatewaySettings(spec=seats_to_spec(spaces))) as served:
         far = fought(Served(served.url), named(1), games=4, options=options)
     assert not far.failed
     assert [game.heroes for game in far.games] == [game.heroes for game in near.games]
@@ -504,7 +504,7 @@ def test_a_served_player_hears_how_it_ended() -> None:
     pytest.importorskip("uvicorn")
     Listening.heard.clear()
     one = named(0)
-    with gateway(lambda: Listening({"": Seat(BatchedPolicy(Fixed(one.policy, 1), deterministic=True))})) as served:
+    with gateway(lambda: Listening({"": Seat(BatchedPolicy(FixedPolicySource(one.policy, 1), deterministic=True))})) as served:
         result = fought(Served(served.url), named(1), games=2, options={"rounds": 2})
     assert not result.failed
     assert Listening.heard == [{"reward": 1.0, "terminated": True}] * 4

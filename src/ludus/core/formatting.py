@@ -29,6 +29,14 @@ def format_number(value: float | None) -> str:
     return f"−{text}" if value < 0 else text
 
 
+def format_bytes(count: float) -> str:
+    """1.5 GB · 120 MB · 512 bytes."""
+    for unit, scale in (("TB", 1 << 40), ("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}" if count < 100 * scale else f"{count / scale:,.0f} {unit}"
+    return f"{count:.0f} bytes"
+
+
 def format_duration(seconds: float | None) -> str:
     """The two largest units: 3.2 s · 45 s · 12 min 5 s · 3 h 20 min · 5 d 3 h."""
     if seconds is None or not math.isfinite(seconds):

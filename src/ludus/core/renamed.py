@@ -25,7 +25,9 @@ MODULES: Mapping[str, str] = {
 }
 """Old module → present module."""
 
-OBJECTS: Mapping[str, str] = {}
+OBJECTS: Mapping[str, str] = {
+    "ludus.launch.slurm.backend:SlurmReach": "ludus.launch.slurm.backend:SlurmStarter",
+}
 """Old `module:Name` → present `module:Name`, where the name changed as well; the module is the present one."""
 
 

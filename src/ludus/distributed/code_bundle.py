@@ -18,7 +18,7 @@ from ludus.process.workers.supervisor import describe_unpicklable
 
 
 @dataclass(frozen=True)
-class Luggage:
+class CodeBundle:
     """What a name in the config means in this process alone: a function or class of its script, an environment registered_envs
     there, a model in a file of this machine."""
 
@@ -32,7 +32,7 @@ class Luggage:
     """Names that may be imported there because they may be here."""
 
     @classmethod
-    def of(cls, *names: str, models: Iterable[str | None] = ()) -> Luggage:
+    def of(cls, *names: str, models: Iterable[str | None] = ()) -> CodeBundle:
         """`models`: what the experiment calls its custom models; None: none. Raises UnknownName when there is no such file."""
         main = sys.modules["__main__"]
         custom = {name for name in models if name is not None}

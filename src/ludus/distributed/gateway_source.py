@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import Array
-from ludus.distributed.gateway_workers import GatewayFleet
+from ludus.distributed.gateway_workers import GatewayWorkers
 from ludus.errors import WorkerFailed
 from ludus.gateway.server import GatewaySettings
-from ludus.gateway.worker_policies import COUNTED, CURRENT, Played
+from ludus.gateway.worker_policies import COUNTER_METRICS, GAUGE_METRICS, WorkerActorFactory
 from ludus.models.policy import Policy
 from ludus.models.weights.shared_weights import Board, stage
 from ludus.process.temp_dirs import TempDir, shared_memory_dir
@@ -38,7 +38,7 @@ class Boards:
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
         segments = self._scratch.path / ".segments"  # no model has such a name
         segments.mkdir(mode=0o700)
-        self.memory = GatheredMemory(specs, segments, capacity, COUNTED, CURRENT)
+        self.memory = GatheredMemory(specs, segments, capacity, COUNTER_METRICS, GAUGE_METRICS)
         self.policies = dict(policies)
 
     def publish(self, name: str, version: int) -> None:
@@ -50,7 +50,7 @@ class Boards:
         self._scratch.close()
 
 
-class FleetGathering:
+class GatewaySource:
     """One `step()` waits until the workers have sent a batch, or a moment has passed."""
 
     def __init__(
@@ -68,10 +68,10 @@ class FleetGathering:
     ) -> None:
         self._boards, self._memory = boards, memory
         models = {name: (_described(boards.policies[name]), str(board.directory)) for name, board in boards.boards.items()}
-        played = Played(dict(seats), models, steps, boards.memory.add_lanes(workers), explore)
+        played = WorkerActorFactory(dict(seats), models, steps, boards.memory.add_lanes(workers), explore)
         self._supervisor = Supervisor(log_dir=log_dir)
         try:
-            self._fleet = GatewayFleet(
+            self._fleet = GatewayWorkers(
                 self._supervisor,
                 played,
                 listening=listening,
@@ -102,7 +102,7 @@ class FleetGathering:
 
     def metrics(self) -> dict[str, float]:
         memory = self._boards.memory
-        report = {f"games/{name}": memory.total(name) for name in (*COUNTED, *CURRENT)}
+        report = {f"games/{name}": memory.total(name) for name in (*COUNTER_METRICS, *GAUGE_METRICS)}
         report["games/dropped_segments"] = float(memory.stats().dropped)
         return report
 

@@ -24,7 +24,7 @@ from ludus.config.schema import PreprocessConfig, SelfPlayConfig
 from ludus.core.backoff import Backoff
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.distributed.placement import place
 from ludus.envs.vector_env import make_environments
 from ludus.envs.wrappers import WrapperList
@@ -35,7 +35,7 @@ from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import Board, BoardReader
 from ludus.process.host import keep_freed_memory, usable_cores
 from ludus.process.temp_dirs import TempDir, shared_memory_dir
-from ludus.process.workers.supervisor import Context, Process, RestartPolicy, Supervisor
+from ludus.process.workers.supervisor import Context, Process, Supervisor, WorkerRestart
 from ludus.sampling.sampler import Interruption, Sampler, VersionClock
 from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.ring_buffer import Bell, create_ring
@@ -72,7 +72,7 @@ class Plan:
     slots: int
     """Blocks that a worker may have waiting."""
     hang_s: float = 60.0
-    restart: RestartPolicy = field(default_factory=lambda: RestartPolicy(limit=None))
+    restart: WorkerRestart = field(default_factory=lambda: WorkerRestart(limit=None))
     forgiving: bool = False
     explore: bool = True
     device: str = "cpu"
@@ -82,7 +82,7 @@ class Plan:
     clock: VersionClock | None = None
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     wrappers: WrapperList = ()
-    luggage: Luggage = field(default_factory=Luggage)
+    code_bundle: CodeBundle = field(default_factory=CodeBundle)
     """What `env` means, if that is a function of the user's script."""
 
     @property
@@ -168,7 +168,7 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
     """A worker's life. Ends by SIGTERM, which raises SystemExit wherever it is."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    plan.luggage.unpack()
+    plan.code_bundle.unpack()
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(contextlib.closing(SharedWriter(_ring(directory, index), plan.layout, bell)))
         reader = BoardReader(directory / BOARD)

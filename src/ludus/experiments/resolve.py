@@ -15,11 +15,10 @@ from ludus.envs.legacy_names import current_name
 from ludus.envs.vector_env import check_exists, reward_threshold
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
 from ludus.experiments.validation import agent_mapping, iteration_units, validate
-from ludus.experiments.validation.game_seats import seats_of
 from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.models.devices import learner_device, named_device
 from ludus.process.host import usable_cores
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 from ludus.transport.message_stream import EMBEDDED, check_url
 
 log = logging.getLogger(__name__)
@@ -94,6 +93,8 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
         config = _with_fleet_worker(parsed).algorithm_config
         _check_fleet(experiment.memory, config, cluster, external=external, multi_agent=multi_agent)
     if external:
+        from ludus.experiments.validation.game_seats import seats_of
+
         seats_of(configs.external_config(config.env_config))
     _check_mode(config, cluster, external=external)
     if multi_agent:
@@ -168,7 +169,7 @@ def _check_mode(config: AlgorithmConfig, cluster: ClusterOptions | None, *, exte
 def cluster_of(option: str | None, num_cpus: int | None = None, object_store_memory: int | None = None) -> ClusterOptions | None:
     """The Ray cluster named by the option, RAY_ADDRESS, ip_head or the job of this process; None without any. Raises UsageError."""
     address = None
-    if option or any(map(os.environ.get, _RAY_VARIABLES)) or Surroundings.of(os.environ) is not None:
+    if option or any(map(os.environ.get, _RAY_VARIABLES)) or JobEnv.from_environ(os.environ) is not None:
         from ludus.ray_cluster.cluster import address_of
 
         address = address_of(option, os.environ)
@@ -232,5 +233,5 @@ def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce
 
 def job_nodes() -> int:
     """Number of machines in the Ray cluster of this process's job, which are assumed to be alike; 1 without such a job."""
-    job = Surroundings.of(os.environ)
+    job = JobEnv.from_environ(os.environ)
     return len(job.nodes) if job is not None and job.ray else 1

@@ -1,6 +1,6 @@
 """A node of a job's Ray, as a role of the job: `python -P -m ludus.launch.ray_role`, on every node; the first one is the head.
 
-Everything else is in its environment (`Surroundings`). It holds the process that holds Ray (`ray_cluster/node_process.py`), imports no Ray
+Everything else is in its environment (`JobEnv`). It holds the process that holds Ray (`ray_cluster/node_process.py`), imports no Ray
 itself, and adopts whatever Ray lets go of: when it is told to end, it kills all that is below it, because Ray would take half a minute,
 and removes its directory. When its Ray ends by itself, so does it, with code 1, so that whoever looks after it starts the next one.
 """
@@ -29,7 +29,7 @@ from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
 from ludus.process import identity, job_env
 from ludus.process.host import usable_cores
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 from ludus.process.signals import SignalQueue
 from ludus.ray_cluster import cluster
 from ludus.ray_cluster.node_process import Orders
@@ -127,7 +127,7 @@ def block(job: str, node: int, size: int, taken: Sequence[int]) -> Iterator[int]
 
     Where a job begins to look follows from its name: two of them begin apart. Raises UsageError where none is left.
     """
-    for first in job_env.candidates(job, size, f"ray-{node}"):
+    for first in job_env.candidate_ports(job, size, f"ray-{node}"):
         span = range(first, first + size)
         if any(port in span for port in taken):
             continue
@@ -137,7 +137,7 @@ def block(job: str, node: int, size: int, taken: Sequence[int]) -> Iterator[int]
                     held.enter_context(_owned(grain))
             except OSError:  # somebody else's, who may not listen yet
                 continue
-            if not all(job_env.is_free(port) for port in span):
+            if not all(job_env.is_port_free(port) for port in span):
                 continue
             yield first
             return
@@ -168,7 +168,7 @@ def meaningful(lines: Sequence[str]) -> list[str]:
 class RayHost:
     """One life of a node of Ray."""
 
-    def __init__(self, job: Surroundings, options: Options, home: Path) -> None:
+    def __init__(self, job: JobEnv, options: Options, home: Path) -> None:
         self._job, self._options, self._home = job, options, home
         self._environ = environment_of(os.environ, options, home)
         self._logs: Path | None = None
@@ -182,7 +182,7 @@ class RayHost:
         cpus = cpus_of(self._options, os.environ)
         first_node = self._job.node == 0
         taken = range(self._job.port, self._job.port + job_env.PORTS)
-        if first_node and not job_env.is_free(self._job.port):
+        if first_node and not job_env.is_port_free(self._job.port):
             raise WorkerFailed(f"Port {self._job.port}, which is this job's, is taken by somebody else.", "Submit it again.")
         name = os.environ.get("LUDUS_JOB_ID", self._job.head)
         with block(name, self._job.node, block_size(cpus), taken) as first:
@@ -273,7 +273,7 @@ def say(sentence: str) -> None:
     sys.stdout.flush()
 
 
-def host(job: Surroundings, options: Options) -> int:
+def host(job: JobEnv, options: Options) -> int:
     """Have Ray here until it ends, or SIGTERM; nothing of it is left when this returns. Raises LudusError."""
     token = job.token()
     identity.adopt_orphans()
@@ -313,7 +313,7 @@ def _number(text: str) -> int | None:
 
 def main(words: Sequence[str]) -> int:
     try:
-        job = Surroundings.of(os.environ)
+        job = JobEnv.from_environ(os.environ)
         if job is None or not job.port:
             raise UsageError("This process belongs to no job that has a Ray.", f"{job_env.NODES} and {job_env.PORT} say so.")
         return host(job, options_of(words))

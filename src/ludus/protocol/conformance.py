@@ -15,7 +15,7 @@ from ludus.core import spaces
 from ludus.core.plugins import did_you_mean
 from ludus.core.types import Bools
 from ludus.errors import ConfigError, Refused
-from ludus.protocol.codec import ONLY_SEAT, Format, SeatSpaces, decode, is_msgpack, outside
+from ludus.protocol.codec import ONLY_SEAT, Format, SeatSpaces, bounds_error, decode, is_msgpack
 from ludus.protocol.spec import END, START
 
 LARGE_BODY = 1 << 20
@@ -470,7 +470,7 @@ class _Look:
         except ValueError as error:
             kind = "not_finite" if re.search(r"holds -?(nan|inf)", str(error)) else "observation"
             raise _Wrong(kind, f"The observation{where} does not fit: {error}.", "observation") from None
-        beyond = outside(self._seats[name].observation, seen, "observation")
+        beyond = bounds_error(self._seats[name].observation, seen, "observation")
         if beyond:
             self.doubts.append(("bounds", f"{beyond}{where}."))
 

@@ -29,13 +29,13 @@ from ludus.gamecore.vector_env import ADVERTISE
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import Gateway, GatewaySettings
-from ludus.gateway.threaded_server import bound, own_address
+from ludus.gateway.threaded_server import listen_on, own_address
 from ludus.io.atomic_file import path_for_replace
 from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy
 from ludus.process.host import usable_cores
 from ludus.protocol.client import Client
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
-from ludus.serving.worker import Fixed
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament.contestants import ONLY_SEAT, RULE, Contestant, Script, Served, Trained
 from ludus.tournament.result import SHORT, Hero, Played, Recorded, lopsided, who_of, why
 from ludus.tournament.settings import Pairing, Terms, schedule
@@ -137,13 +137,15 @@ class Backstage:
 
     def serve(self, seats: Mapping[str, ActingPolicy], version: int) -> int:
         """The port where it answers."""
-        listening = bound(self._host)
+        listening = listen_on(self._host)
         number = len(self._gateways)
 
         async def start() -> Gateway:
             made: dict[int, Seat] = {}
             for policy in seats.values():
-                deciding = BatchedPolicy(Fixed(policy, version), seed=self._seed + number, deterministic=self._deterministic)
+                deciding = BatchedPolicy(
+                    FixedPolicySource(policy, version), seed=self._seed + number, deterministic=self._deterministic
+                )
                 made.setdefault(id(policy), Seat(deciding))
             told = {seat: made[id(policy)] for seat, policy in seats.items()}
             gateway = Gateway(lambda: BuiltinActor(told), GatewaySettings(token=self.token))

@@ -22,9 +22,9 @@ from ludus.envs.pettingzoo import AgentSpaces, Departure, sample_action
 from ludus.errors import EnvironmentFault, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
 from ludus.models.inference.batched_policy import ActingPolicy, State
 from ludus.protocol.client import Client
-from ludus.protocol.codec import ONLY_SEAT, decode, encode, seats_from
+from ludus.protocol.codec import ONLY_SEAT, decode, encode, parse_seats
 from ludus.sampling.multi_agent import PolicySet, plain_action
-from ludus.serving.worker import Fixed
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament.contestants import RULE, Contestant, Script, Served
 from ludus.tournament.result import SHORT, why
 
@@ -104,7 +104,7 @@ class Policies:
         self._of = of
         first: dict[int, str] = {}
         self._models = {agent: first.setdefault(id(policy), agent) for agent, policy in of.items()}
-        sources = {model: Fixed(of[model], 0) for model in first.values()}
+        sources = {model: FixedPolicySource(of[model], 0) for model in first.values()}
         self._minds = PolicySet(sources, torch.Generator(), explore=False)  # noise comes from the matches
         self._draws = not deterministic
         self._generators = [torch.Generator() for _ in range(places)]
@@ -180,7 +180,7 @@ class Called:
         """As far as it says what it plays."""
         if not self._seated and "observation_space" not in spec:
             return
-        seats = seats_from(spec)
+        seats = parse_seats(spec)
         for agent, known in agents.items():
             seat = seats.get(agent if self._seated else ONLY_SEAT)
             if seat is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ludus.launch.cluster_file import Target
+    from ludus.launch.cluster_file import ClusterConfig
     from ludus.launch.doctor.finding import Finding
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
@@ -91,16 +91,16 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _target(file: Path | None, options: dict[str, Any]) -> Target | None:
+def _target(file: Path | None, options: dict[str, Any]) -> ClusterConfig | None:
     """None: this machine, and nothing of clusters has to be imported."""
     if file is None and options["iplist"] is None and options["on"] in (None, "local"):
         return None
-    from ludus.launch.cluster_file import Target, load_target
+    from ludus.launch.cluster_file import ClusterConfig, load_cluster_file
 
-    base = load_target(file) if file is not None else Target()
+    base = load_cluster_file(file) if file is not None else ClusterConfig()
     if options["iplist"] is not None and options["on"] is None:
         options = {**options, "on": "ssh"}
-    return base.merged(**options)
+    return base.merge(**options)
 
 
 def _words(options: Mapping[str, Any]) -> list[str]:

@@ -102,7 +102,7 @@ def read_spec(file: Path) -> dict[str, SeatSpaces]:
     """Raises UsageError, ConfigError."""
     import yaml
 
-    from ludus.protocol.codec import seats_from
+    from ludus.protocol.codec import parse_seats
 
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
@@ -110,7 +110,7 @@ def read_spec(file: Path) -> dict[str, SeatSpaces]:
         raise UsageError(f"Cannot read {file}: {error}.") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file} does not hold a mapping.", "Give observation_space and action_space, or seats.")
-    return seats_from(data)
+    return parse_seats(data)
 
 
 def print_summary(summary: Summary, as_json: bool) -> None:

@@ -12,10 +12,10 @@ import numpy as np
 
 from ludus.errors import Refused
 from ludus.gateway.actor import Actor
-from ludus.gateway.http_connection import Connection, Exchange, HttpLimits, Page
+from ludus.gateway.http_connection import HttpConnection, HttpExchange, HttpLimits, Page
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.gateway.sessions import SessionLimits
-from ludus.protocol.codec import ONLY_SEAT, SeatSpaces, encode, is_msgpack, plain_spec, random_action
+from ludus.protocol.codec import ONLY_SEAT, SeatSpaces, encode, is_msgpack, random_action, seats_to_spec
 from ludus.protocol.conformance import (
     Answered,
     Closed,
@@ -28,7 +28,7 @@ from ludus.protocol.conformance import (
     Summary,
     TurnedAway,
 )
-from ludus.protocol.spec import END, TICK, About
+from ludus.protocol.spec import END, TICK, StartOptions
 
 
 class CheckServer:
@@ -52,7 +52,7 @@ class CheckServer:
             http=http or HttpLimits(),
             sessions=SessionLimits(silent_s=silent_s),
             token=token,
-            spec=plain_spec(seats) if seats else {},
+            spec=seats_to_spec(seats) if seats else {},
         )
         self._gateway: Gateway | None = None
         self._server: asyncio.Server | None = None
@@ -127,49 +127,49 @@ class Desk:
         self._gateway = gateway
         self.see = server.see
         self.limits, self.loop, self.tokens = gateway.limits, gateway.loop, gateway.tokens
-        self.logs, self.logs_ticks = gateway.logs, gateway.logs_ticks
+        self.access_log, self.log_ticks = gateway.access_log, gateway.log_ticks
         self.direct_port = 0
-        self._connection: Connection | None = None
+        self._connection: HttpConnection | None = None
         self._steps = 0
 
-    def open_connection(self, connection: Connection) -> str:
+    def open_connection(self, connection: HttpConnection) -> str:
         self._connection = connection
         return self._gateway.open_connection(connection)
 
-    def authorize(self, connection: Connection) -> None:
+    def authorize(self, connection: HttpConnection) -> None:
         self._gateway.authorize(connection)
 
-    def is_authorized(self, connection: Connection) -> bool:
+    def is_authorized(self, connection: HttpConnection) -> bool:
         return self._gateway.is_authorized(connection)
 
-    def closed(self, connection: Connection) -> None:
-        self._gateway.closed(connection)
+    def close_connection(self, connection: HttpConnection) -> None:
+        self._gateway.close_connection(connection)
         self.see(Closed(self._steps))
 
-    def elsewhere(self, session: bytes) -> int:
+    def owner_elsewhere(self, session: bytes) -> int:
         return -1
 
-    def hand_over(self, connection: Connection, slot: int, data: bytes) -> bool:
+    def hand_over(self, connection: HttpConnection, slot: int, data: bytes) -> bool:
         return False
 
-    def step(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
+    def step(self, kind: str, session: bytes, seq: int, options: StartOptions, body: bytes, exchange: HttpExchange) -> None:
         self._steps += 1
         began = self._connection.began if self._connection else 0.0
         took = self.loop.time() - began if began else 0.0
         noted: Any = Noted(self, exchange, (kind, session, seq), body, took)
-        self._gateway.step(kind, session, seq, about, body, noted)
+        self._gateway.step(kind, session, seq, options, body, noted)
 
     def get(self, path: str, authorized: bool) -> Page:
         return self._gateway.get(path, authorized)
 
-    def refused(self, refused: Refused) -> None:
-        self._gateway.refused(refused)
+    def count_refusal(self, refused: Refused) -> None:
+        self._gateway.count_refusal(refused)
 
 
 class Noted:
     """An exchange whose reply is noted."""
 
-    def __init__(self, desk: Desk, exchange: Exchange, request: tuple[str, bytes, int], body: bytes, took_s: float) -> None:
+    def __init__(self, desk: Desk, exchange: HttpExchange, request: tuple[str, bytes, int], body: bytes, took_s: float) -> None:
         self._desk, self._exchange, self._request = desk, exchange, request
         self._hash, self._size, self._took_s = hash(body), len(body), took_s
 
@@ -180,7 +180,7 @@ class Noted:
         self._exchange.reply(status, body, retry_after_s, port)
 
 
-class Line(Connection):
+class Line(HttpConnection):
     """A connection that tells what only it can see."""
 
     def __init__(self, desk: Desk) -> None:

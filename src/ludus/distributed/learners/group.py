@@ -29,7 +29,7 @@ from ludus.config.schema import AlgorithmConfig
 from ludus.core import tree
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.distributed.learners.channel import DONE, HELLO, JOIN, LEARN, READY, SPEC, STATE, WELCOME, Entrance, Frame, Link
 from ludus.distributed.learners.rank import (
     FINGERPRINT,
@@ -154,8 +154,10 @@ class Learners:
             self._links[rank] = Link(ours, f"Learner {rank}")
             with theirs:
                 fds, kind = [theirs.fileno()], type(self._algorithm)
-                luggage = Luggage.of(models=[self._algorithm.policy.config.custom_model])
-                self._processes[rank] = supervisor.start(f"learner-{rank}", _local_rank, kind, luggage, fds=fds, restart=NEVER)
+                code_bundle = CodeBundle.of(models=[self._algorithm.policy.config.custom_model])
+                self._processes[rank] = supervisor.start(
+                    f"learner-{rank}", _local_rank, kind, code_bundle, fds=fds, restart=NEVER
+                )
 
     def _await_far(self, entrance: Entrance, away: int, deadline: float) -> None:
         for rank in range(self.size - away, self.size):
@@ -305,8 +307,8 @@ class Learners:
         self._store = None
 
 
-def _local_rank(context: Context, kind: type[Algorithm], luggage: Luggage) -> None:
-    luggage.unpack()
+def _local_rank(context: Context, kind: type[Algorithm], code_bundle: CodeBundle) -> None:
+    code_bundle.unpack()
     with contextlib.closing(Link(socket.socket(fileno=context.fds[0]), "Learner 0")) as link:
         serve(link, kind=kind, beat=context.beat, ready=context.ready)
 

@@ -42,7 +42,7 @@ from ludus.models.devices import acting_on, named_device
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
 from ludus.process.host import keep_freed_memory, stop_on_signals
-from ludus.process.workers.supervisor import FINAL_STATES, Context, RestartPolicy, Supervisor
+from ludus.process.workers.supervisor import FINAL_STATES, Context, Supervisor, WorkerRestart
 from ludus.sampling.sampler import Interruption, Sampler, SamplerTimes, segment_spec
 from ludus.sampling.self_play import with_past_opponents
 from ludus.storage.base import Store, open_store
@@ -65,7 +65,7 @@ _PATIENCE_S = 2.0
 _OVER_S = 10.0
 _HANG_S = 300.0
 _LOOK_S = 0.1
-_RESTART = RestartPolicy(limit=None, steady_s=5.0)
+_RESTART = WorkerRestart(limit=None, steady_s=5.0)
 _PRELOAD = ("numpy", "torch", "gymnasium", "ludus.distributed.redis.worker")
 
 Announce = Callable[[str], None]

@@ -24,6 +24,7 @@ from ludus.experiments.control.evaluation_schedule import (
 from ludus.experiments.control.experience_source import ExperienceSource
 from ludus.experiments.control.metrics_reporter import MetricsReporter
 from ludus.experiments.control.run_controller import RunController
+from ludus.experiments.control.stopping import StopConditions
 from ludus.experiments.resolve import Announce, ResolvedExperiment
 from ludus.experiments.runs import checkpoint, tracking
 from ludus.experiments.runs.checkpoint import Checkpoint
@@ -179,9 +180,7 @@ def make_controller(
         reporter,
         checkpointer,
         EvaluationSchedule(evaluate, interval, trainer, checkpointer, reporter),
-        e.stop,
-        least_iteration=config.least_iteration,
-        start_timeout_s=start_timeout(resolved),
+        StopConditions(e.stop, config.least_iteration, start_timeout(resolved)),
     )
 
 

@@ -28,7 +28,7 @@ from ludus.experiments.assembly.policies import embedding_bound, make_policy
 from ludus.experiments.runs.run_dir import Run
 from ludus.experiments.validation.game_seats import GameSeats, seats_of
 from ludus.gateway.http_connection import HttpLimits
-from ludus.gateway.inline_source import Gathering, WatchedMemory
+from ludus.gateway.inline_source import InlineGatewaySource, NotifyingMemory
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
 from ludus.models.inference.batched_policy import BatchedPolicy
@@ -38,7 +38,7 @@ from ludus.protocol.spec import read_token
 from ludus.sampling.segment_recorder import session_spec
 
 if TYPE_CHECKING:
-    from ludus.distributed.gateway_source import FleetGathering
+    from ludus.distributed.gateway_source import GatewaySource
 
 _BATCHES_AHEAD = 4
 """Batches that may wait for the learner; also bounds how many sessions record at a time."""
@@ -66,7 +66,7 @@ def assemble_http(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack)
     algorithms = distribute_all(algorithms, policies, each, run, stack)
     pool = make_pool(run, policies, prepared, stack)
 
-    games: Gathering | FleetGathering
+    games: InlineGatewaySource | GatewaySource
     publisher: Publisher
     if config.workers:
         games, memory, publisher = _start_gateway_workers(listening, external, seats, config, policies, pool, run, stack)
@@ -107,16 +107,18 @@ def _start_gateway(
     policies: dict[str, Policy],
     pool: LocalPool,
     stack: ComponentStack,
-) -> tuple[Gathering, CollatedBatches]:
+) -> tuple[InlineGatewaySource, CollatedBatches]:
     """A gateway in this process, which pauses while the learner computes."""
     blocks = max(_LEAST_BLOCKS, _BATCHES_AHEAD * config.train_batch_size)
-    memories = {name: WatchedMemory(session_spec(policy, config.steps, name), 1, blocks) for name, policy in policies.items()}
+    memories = {name: NotifyingMemory(session_spec(policy, config.steps, name), 1, blocks) for name, policy in policies.items()}
     memory = stack.own(CollatedBatches(list(memories.values()), config.train_batch_size))
     acting = {
         name: BatchedPolicy(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
         for number, name in enumerate(policies)
     }
-    return stack.own(Gathering(listening, gateway_settings(external, seats), seats.seats, acting, memories, memory)), memory
+    return stack.own(
+        InlineGatewaySource(listening, gateway_settings(external, seats), seats.seats, acting, memories, memory)
+    ), memory
 
 
 def _start_gateway_workers(
@@ -128,9 +130,9 @@ def _start_gateway_workers(
     pool: LocalPool,
     run: Run,
     stack: ComponentStack,
-) -> tuple[FleetGathering, CollatedBatches, Publisher]:
+) -> tuple[GatewaySource, CollatedBatches, Publisher]:
     """Gateways in `num_workers` processes, which serve games while the learner computes."""
-    from ludus.distributed.gateway_source import Boards, FleetGathering
+    from ludus.distributed.gateway_source import Boards, GatewaySource
     from ludus.distributed.publishing_pool import PublishingPool
 
     boards = stack.own(Boards(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size))
@@ -139,4 +141,4 @@ def _start_gateway_workers(
     memory = stack.own(CollatedBatches([boards.memory.of(name) for name in policies], config.train_batch_size))
     settings, logs = gateway_settings(external, seats), run.directory / "logs" / "actor"
     given = (listening, settings, seats.seats, config.workers, config.steps, boards, memory, logs)
-    return stack.own(FleetGathering(*given, explore=config.explore)), memory, PublishingPool(pool, boards.publish)
+    return stack.own(GatewaySource(*given, explore=config.explore)), memory, PublishingPool(pool, boards.publish)

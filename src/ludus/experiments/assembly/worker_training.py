@@ -20,7 +20,7 @@ from ludus.buffers.block_batches import BlockBatches
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.sampling_pool import LocalNode, Nodes, Plan, Sampling, ThisNode
 from ludus.envs.vector_env import make_environments
@@ -45,7 +45,7 @@ from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.resolve import Announce, ClusterOptions
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalPool
-from ludus.process.workers.supervisor import RestartPolicy
+from ludus.process.workers.supervisor import WorkerRestart
 from ludus.sampling.sampler import VersionClock, segment_spec
 
 _STEADY_S = 1.0
@@ -161,14 +161,14 @@ def make_plan(
         ahead=_BATCHES_AHEAD[config.sampling],
         slots=config.blocks_ahead,
         hang_s=config.worker_hang_s,
-        restart=RestartPolicy(config.max_worker_restarts, config.worker_restart_backoff_s, steady_s=_STEADY_S),
+        restart=WorkerRestart(config.max_worker_restarts, config.worker_restart_backoff_s, steady_s=_STEADY_S),
         forgiving=config.restart_failed_sub_environments,
         explore=config.explore,
         device=config.inference_device,
         self_play=config.self_play,
         run=run,
         clock=make_clock(config, first_version, begun),
-        luggage=Luggage.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model]),
+        code_bundle=CodeBundle.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model]),
     )
 
 

@@ -26,7 +26,6 @@ from ludus.errors import NotFound, StoreError, StoreFull, UsageError
 from ludus.storage.base import STORES, Store, check_key, open_store
 from ludus.storage.local import LocalStore
 from ludus.storage.redact import redacted
-from ludus.storage.s3_url import Address, usual_endpoint
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +130,8 @@ def _split(url: str) -> tuple[str, str, str, str]:
     scheme, _, rest = url.partition("://")
     parts = urlsplit(f"//{rest}")
     if scheme.lower() == "s3":
+        from ludus.storage.s3_url import Address
+
         Address.parse(url)  # which knows more of what a secret may look like
     key = parts.path.strip("/")
     secrets = [parts.netloc, *(value for _, value in parse_qsl(parts.query))]
@@ -151,7 +152,11 @@ def _joined(scheme: str, bucket: str, key: str, query: str) -> str:
 
 def _usual_end_point(scheme: str) -> str:
     """Two servers may have buckets of one name."""
-    return (usual_endpoint(os.environ) or "") if scheme == "s3" else ""
+    if scheme != "s3":
+        return ""
+    from ludus.storage.s3_url import usual_endpoint
+
+    return usual_endpoint(os.environ) or ""
 
 
 def _place(directory: Path) -> str | None:

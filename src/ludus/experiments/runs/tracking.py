@@ -1,6 +1,6 @@
 """Tracking: the sinks of a run, and the services (Weights & Biases, MLflow) that are told about it from a thread of their own.
 
-    conductor ──▶ metrics.jsonl, metrics.csv, TensorBoard        in line: these are the run's own record
+    MetricsReporter ──▶ metrics.jsonl, metrics.csv, TensorBoard        in line: these are the run's own record
               ──▶ Aside ──queue──▶ thread ──▶ service            never in the way: slow, failing and absent services cost nothing
 
 A service that fails is tried again, and once again; what it has missed in the end is counted and said. A run that goes on

@@ -35,6 +35,8 @@ class Source:
 
 def source_of(file: Path | None, preset: str | None, level: str | None = None) -> Source | None:
     """What -f or -p names. Raises UsageError, ConfigError, NotFound."""
+    if file is None and preset is None:
+        return None
     from ludus.compat.coach import preset_file
     from ludus.config import schema as configs
     from ludus.experiments.source import preset_index
@@ -50,8 +52,7 @@ def source_of(file: Path | None, preset: str | None, level: str | None = None) -
         file = Path(preset)
     if file is not None:
         return _levelled(Source(configs.load_experiments(file), str(file), file.parent, file=file), level)
-    if preset is None:
-        return None
+    assert preset is not None
     return Source(preset_index.experiments(preset, level), f"the preset {preset}", Path(), preset=True)
 
 

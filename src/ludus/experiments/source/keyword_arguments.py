@@ -12,7 +12,6 @@ from ludus.config.schema import ExperimentConfig
 from ludus.envs.registry import EnvLike, env_name
 from ludus.errors import UsageError
 from ludus.experiments.source.experiment_source import experiments_from, source_of
-from ludus.models.custom.loader import look_in
 
 
 def training_data(
@@ -40,6 +39,8 @@ def training_data(
     if len(found) > 1:
         raise UsageError(f"{source} holds {len(found)} experiments: {', '.join(found)}.", "Say which: experiment=…")
     if source is not None:
+        from ludus.models.custom.loader import look_in
+
         look_in(source.parent)
     ((called, data),) = found.items()
     return {"name": called, **data}

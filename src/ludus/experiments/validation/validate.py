@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from ludus.algorithms.base import ALGORITHMS, Algorithm, algorithm_class, config_schemas
 from ludus.config import schema as configs
-from ludus.config import search_space
 from ludus.config.aliases import rllib_keys
 from ludus.config.aliases.rllib_keys import Reading
 from ludus.config.problem import Complaint, ConfigErrors
@@ -102,6 +101,8 @@ def of_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[Comp
     `env_too`: its environment must exist here.
     """
     out: dict[Complaint, None] = {}
+    from ludus.config import search_space
+
     try:
         search_space.find(data)
     except ConfigError as error:

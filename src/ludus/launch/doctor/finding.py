@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from ludus.core.formatting import format_bytes
 from ludus.storage.redact import redacted
 
 Status = Literal["ok", "warning", "failed", "skipped"]
@@ -70,11 +71,7 @@ def _clean(text: str, secrets: Sequence[str]) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as people say them."""
-    for unit, scale in (("TB", 1 << 40), ("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}" if count < 100 * scale else f"{count / scale:,.0f} {unit}"
-    return f"{count:.0f} bytes"
+    return format_bytes(count)
 
 
 def several(number: int, noun: str) -> str:

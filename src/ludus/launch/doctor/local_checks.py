@@ -30,6 +30,7 @@ from ludus.launch.doctor.checks import (
 from ludus.launch.doctor.finding import Finding, failed, skipped, without_secrets
 from ludus.launch.doctor.requirements import Needs
 from ludus.launch.ray_role import block_size
+from ludus.process.cgroups import Cgroups, find_cgroups, read_memory
 from ludus.process.job_env import PORTS
 
 LOOK_S = 20.0
@@ -88,7 +89,7 @@ def examine(request: Request) -> Examination:
     """Never raises: what could not be looked at is a finding too."""
     found = versions.look_versions()
     environ = dict(os.environ)
-    groups = limits.look_groups()
+    groups = find_cgroups()
     cores = limits.look_cores(groups)
     tried = Pending("environment", lambda: env_smoke_test.look_trial(request.env)) if request.env and not request.quick else None
     slow = {name: Pending(name, look) for name, look in _slow(request, found, environ, cores.whole).items()}
@@ -116,13 +117,13 @@ def examine(request: Request) -> Examination:
 
 
 def _limits(
-    needs: Needs, cores: limits.Cores, groups: limits.Groups, environ: Mapping[str, str]
+    needs: Needs, cores: limits.Cores, groups: Cgroups, environ: Mapping[str, str]
 ) -> tuple[list[Finding], list[Finding]]:
     """What the kernel says, which does not hang; shared memory is shown between them."""
     threads = limits.look_threads(groups)
     return [
         limits.judge_cores(cores, needs, environ),
-        limits.judge_memory(limits.look_memory(groups), needs),
+        limits.judge_memory(read_memory(groups), needs),
     ], [
         limits.judge_files(limits.look_files(), needs),
         limits.judge_threads(threads, needs),

@@ -24,7 +24,7 @@ from ludus.launch.doctor.remote_nodes import ANSWER_S, Answer, Explain, Node, as
 from ludus.transport.message_stream import PASSWORD, split_password
 
 if TYPE_CHECKING:
-    from ludus.launch.cluster_file import Target
+    from ludus.launch.cluster_file import ClusterConfig
 
 MODULE = "ludus.launch.doctor"
 ALL = "all nodes"
@@ -41,7 +41,7 @@ class Consultation:
     """`target`: where the run shall be; None: on this machine. `timeout_s`: for each other machine."""
 
     request: Request
-    target: Target | None = None
+    target: ClusterConfig | None = None
     timeout_s: float = ANSWER_S
 
     def findings(self, environ: Mapping[str, str]) -> list[Finding]:
@@ -55,21 +55,21 @@ class Consultation:
             return self._of_slurm(target, environ)
         raise UsageError(f"There is no doctor for {target.on}.", "It knows local, ssh and slurm.")
 
-    def _of_ssh(self, target: Target, environ: Mapping[str, str]) -> list[Finding]:
-        from ludus.launch.ssh.connection import checked_settings, explained, ssh_words
+    def _of_ssh(self, target: ClusterConfig, environ: Mapping[str, str]) -> list[Finding]:
+        from ludus.launch.ssh.connection import check_settings, explain_failure, ssh_words
 
-        settings = checked_settings(target.ssh_settings())
+        settings = check_settings(target.ssh_settings())
         nodes = [
-            Node(each.host, tuple(ssh_words(settings, at, MODULE)), "ssh", functools.partial(explained, settings, at))
+            Node(each.host, tuple(ssh_words(settings, at, MODULE)), "ssh", functools.partial(explain_failure, settings, at))
             for at, each in enumerate(settings.nodes)
         ]
-        here, answers = self._asked(nodes, tuple(each.reached for each in settings.nodes), target, environ, shared=False)
+        here, answers = self._asked(nodes, tuple(each.node_address for each in settings.nodes), target, environ, shared=False)
         found = [*here.findings, *_of_answers(answers, here)]
         told = {answer.node: answer.token for answer in answers if answer.token is not None}
         # Roles are started by lists, and share one token; a job that is submitted brings its own to each machine.
         return [*found, judge_same(told).at(ALL)] if target.iplist is not None and told else found
 
-    def _of_slurm(self, target: Target, environ: Mapping[str, str]) -> list[Finding]:
+    def _of_slurm(self, target: ClusterConfig, environ: Mapping[str, str]) -> list[Finding]:
         wanted = Wanted(target.partition or "", target.time or "", target.size, target.cpus or 0, target.gpus)
         queue = judge_queue(look_queue(), wanted)
         nodes = [Node(name, self._step(name, cpus, target), "srun", _explained_step(name)) for name, cpus in _allocated(environ)]
@@ -83,7 +83,7 @@ class Consultation:
             ]
         return [*found, *_of_answers(answers, here)]
 
-    def _step(self, name: str, cpus: int, target: Target) -> tuple[str, ...]:
+    def _step(self, name: str, cpus: int, target: ClusterConfig) -> tuple[str, ...]:
         command = [target.python or sys.executable, "-P", "-m", MODULE]
         if target.setup:
             lines = "\n".join(target.setup)
@@ -91,7 +91,7 @@ class Consultation:
         return step_words(name, command, cpus)
 
     def _asked(
-        self, nodes: list[Node], addresses: tuple[str, ...], target: Target, environ: Mapping[str, str], *, shared: bool
+        self, nodes: list[Node], addresses: tuple[str, ...], target: ClusterConfig, environ: Mapping[str, str], *, shared: bool
     ) -> tuple[Examination, list[Answer]]:
         """This machine, which only starts the run, and the others, at the same time."""
         several = max(1, len(nodes) or target.size)
@@ -108,7 +108,7 @@ def _of_answers(answers: list[Answer], here: Examination) -> list[Finding]:
     return [*(finding for answer in answers for finding in answer.findings), *(finding.at(ALL) for finding in agreement)]
 
 
-def _handed_on(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
+def _handed_on(target: ClusterConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """What the processes of the run would be given, there."""
     from ludus.launch.planner import SECRETS
 
@@ -117,11 +117,11 @@ def _handed_on(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
 
 def _allocated(environ: Mapping[str, str]) -> list[tuple[str, int]]:
     """Nodes, and how many cores of each are ours; 0: nobody says."""
-    from ludus.launch.slurm.backend import counts
+    from ludus.launch.slurm.backend import parse_counts
 
     if not environ.get(ALLOCATION):
         return []
-    cpus = counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    cpus = parse_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     try:
         return [(name, cpus[at] if at < len(cpus) else 0) for at, name in enumerate(allocated(environ[ALLOCATION]))]
     except (OSError, subprocess.SubprocessError) as error:
@@ -145,7 +145,7 @@ def _explained_step(name: str) -> Explain:
 # -- an allocation of our own ---------------------------------------------------------------------------------------------
 
 
-def in_allocation(target: Target, words: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+def in_allocation(target: ClusterConfig, words: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """The same command within `salloc`: what is run, and with which environment. A password in the address of the memory goes into
     the latter. Pure. Raises UsageError for one in another address."""
     minutes = min(_LOOK_MINUTES, max(1, seconds_of(target.time or "infinite") // 60))
@@ -181,7 +181,7 @@ def in_allocation(target: Target, words: Sequence[str], environ: Mapping[str, st
 
 
 def of_allocation(
-    target: Target,
+    target: ClusterConfig,
     words: Sequence[str],
     environ: Mapping[str, str],
     timeout_s: float = ANSWER_S,

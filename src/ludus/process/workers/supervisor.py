@@ -63,7 +63,7 @@ STUCK_S = 5.0
 
 
 @dataclass(frozen=True)
-class RestartPolicy:
+class WorkerRestart:
     """How often, and after which delays, a dead worker is replaced."""
 
     limit: int | None = 0
@@ -82,8 +82,8 @@ class RestartPolicy:
         return exponential_delay(deaths if in_a_row is None else in_a_row, self.backoff_s, self.max_backoff_s)
 
 
-NEVER = RestartPolicy()
-ALWAYS = RestartPolicy(limit=None)
+NEVER = WorkerRestart()
+ALWAYS = WorkerRestart(limit=None)
 
 
 class Process:
@@ -153,7 +153,7 @@ class _StartSpec:
     environment: WorkerEnvironment
     payload: int
     fds: tuple[int, ...]
-    restart: RestartPolicy
+    restart: WorkerRestart
     hang_s: float | None
     on_change: Callable[[Process], None] | None
 
@@ -324,7 +324,7 @@ class Supervisor:
         name: str,
         target: Callable[..., None],
         *args: Any,
-        restart: RestartPolicy = NEVER,
+        restart: WorkerRestart = NEVER,
         fds: Sequence[int] = (),
         hang_s: float | None = None,
         on_change: Callable[[Process], None] | None = None,

@@ -26,7 +26,7 @@ from ludus import errors
 from ludus.errors import LudusError, WorkerFailed
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
-from ludus.process.workers.supervisor import FINAL_STATES, Context, Process, RestartPolicy, Supervisor
+from ludus.process.workers.supervisor import FINAL_STATES, Context, Process, Supervisor, WorkerRestart
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ ATTEMPTS = 3
 """Number of worker processes a task may kill before it fails."""
 
 _BEAT_S = 0.5
-_RESTART = RestartPolicy(limit=100)
+_RESTART = WorkerRestart(limit=100)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TaskPool:
         *args: Any,
         workers: int,
         hang_s: float | None = None,
-        restart: RestartPolicy = _RESTART,
+        restart: WorkerRestart = _RESTART,
         log_dir: Path | None = None,
         preload: Sequence[str] = ("numpy", "torch"),
     ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ludus.launch.doctor.finding import Finding, failed, ok, size, warning
 from ludus.launch.doctor.requirements import RUN_BYTES, STATE_BYTES, TEMP_BYTES
-from ludus.launch.job_dir import state_home
+from ludus.launch.job_dir import state_dir
 
 NETWORK = (
     "nfs",
@@ -106,7 +106,7 @@ def kind_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
 
 
 def directory_of(what: str, local_dir: str) -> Path:
-    return {"runs": Path(local_dir), "temp": Path(tempfile.gettempdir()), "state": state_home()}[what]
+    return {"runs": Path(local_dir), "temp": Path(tempfile.gettempdir()), "state": state_dir()}[what]
 
 
 _NEEDED = {"runs": RUN_BYTES, "temp": TEMP_BYTES, "state": STATE_BYTES}

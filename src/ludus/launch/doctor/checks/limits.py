@@ -7,14 +7,12 @@ import os
 import re
 import resource
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.launch.doctor.finding import Finding, failed, ok, several, size, warning
 from ludus.launch.doctor.requirements import Needs
-
-UNLIMITED = 1 << 60
-"""Kernels say it in several ways, all of them above this."""
+from ludus.process.cgroups import UNLIMITED, Cgroups, Memory, read_number
 
 SHM = "LUDUS_SHM"
 """The variable that moves rings and weights (distributed/hub/server.py)."""
@@ -41,20 +39,6 @@ class Cores:
     @property
     def whole(self) -> int:
         return max(1, min(self.usable, int(self.quota) if self.quota is not None else self.usable))
-
-
-@dataclass(frozen=True)
-class Memory:
-    """`limit`, `used`: of the tightest cgroup that this process is in; None where there is none."""
-
-    total: int
-    available: int
-    limit: int | None = None
-    used: int = 0
-
-    @property
-    def free(self) -> int:
-        return self.available if self.limit is None else min(self.available, max(0, self.limit - self.used))
 
 
 @dataclass(frozen=True)
@@ -90,62 +74,13 @@ class Files:
     hard: int
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The cgroups that this process is in, as directories, by controller; `""` is version 2. Innermost first."""
-
-    directories: dict[str, tuple[Path, ...]] = field(default_factory=dict)
-
-    def numbers(self, controller: str, old: str, new: str) -> Iterator[tuple[int, Path]]:
-        """What the files of that name say, from the inside out; no limit is left out."""
-        for version, name in ((controller, old), ("", new)):
-            for directory in self.directories.get(version, ()):
-                with contextlib.suppress(OSError, ValueError):
-                    value = int((directory / name).read_text().split()[0])
-                    if value < UNLIMITED:
-                        yield value, directory
-
-
-def look_groups(proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")) -> Groups:
-    found: dict[str, tuple[Path, ...]] = {}
-    try:
-        lines = (proc / "cgroup").read_text().splitlines()
-    except OSError:
-        return Groups()
-    for line in lines:
-        _, names, inner = line.split(":", 2)
-        for name in names.split(",") if names else [""]:
-            base = _mounted(root, name)
-            if base is not None:
-                found[name] = tuple(_upwards(base, inner))
-    return Groups(found)
-
-
-def _mounted(root: Path, name: str) -> Path | None:
-    if name:
-        return root / name if (root / name).is_dir() else None
-    return next((base for base in (root, root / "unified") if (base / "cgroup.controllers").exists()), None)
-
-
-def _upwards(base: Path, inner: str) -> Iterator[Path]:
-    """In a container its own group may be mounted as the root: then the path that the kernel says is not there."""
-    here = base / inner.strip("/")
-    if not here.is_dir():
-        here = base
-    while True:
-        yield here
-        if here == base:
-            return
-        here = here.parent
-
-
-def look_cores(groups: Groups) -> Cores:
+def look_cores(groups: Cgroups) -> Cores:
     affinity = getattr(os, "sched_getaffinity", None)
     present = os.cpu_count() or 1
     return Cores(present, len(affinity(0)) if affinity else present, _quota(groups))
 
 
-def _quota(groups: Groups) -> float | None:
+def _quota(groups: Cgroups) -> float | None:
     found = []
     for directory in groups.directories.get("", ()):
         with contextlib.suppress(OSError, ValueError):
@@ -157,30 +92,6 @@ def _quota(groups: Groups) -> float | None:
             if granted > 0:
                 found.append(granted / int((directory / "cpu.cfs_period_us").read_text()))
     return min(found, default=None)
-
-
-def look_memory(groups: Groups, meminfo: Path = Path("/proc/meminfo")) -> Memory | None:
-    """None where the system does not say."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
-    limit, used = None, 0
-    for most, directory in groups.numbers("memory", "memory.limit_in_bytes", "memory.max"):
-        now = _used(directory)
-        if limit is None or most - now < limit - used:
-            limit, used = most, now
-    return Memory(total, available, limit, used)
-
-
-def _used(directory: Path) -> int:
-    """Without what the kernel would give back at once."""
-    used = _number(directory / "memory.usage_in_bytes") or _number(directory / "memory.current") or 0
-    with contextlib.suppress(OSError):
-        found = re.search(r"^(?:total_)?inactive_file (\d+)$", (directory / "memory.stat").read_text(), re.MULTILINE)
-        used -= int(found[1]) if found else 0
-    return max(0, used)
 
 
 def look_shared(path: Path = _SHM) -> Shared | None:
@@ -196,22 +107,22 @@ def look_files() -> Files:
     return Files(*(UNLIMITED if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
 
 
-def look_threads(groups: Groups) -> Threads:
+def look_threads(groups: Cgroups) -> Threads:
     bounds = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # the superuser is not held to it
         mine = sum(_threads_of(os.getuid()))
         bounds.append(Bound("ulimit -u", soft, mine, "ulimit -u unlimited, or nproc in /etc/security/limits.conf"))
     for allowed, directory in groups.numbers("pids", "pids.max", "pids.max"):
-        now = _number(directory / "pids.current") or 0
+        now = read_number(directory / "pids.current") or 0
         bounds.append(Bound("cgroup pids.max", allowed, now, "TasksMax= of the service, --pids-limit of the container"))
     everybody = _everybody()
     for name, path in (("kernel.threads-max", "threads-max"), ("kernel.pid_max", "pid_max")):
-        if (most := _number(Path("/proc/sys/kernel") / path)) is not None:
+        if (most := read_number(Path("/proc/sys/kernel") / path)) is not None:
             bounds.append(
                 Bound(name, most, everybody, f"sysctl -w {name}={max(4_194_304 if path == 'pid_max' else 0, 2 * most)}")
             )
-    return Threads(tuple(bounds), _number(Path("/proc/sys/vm/max_map_count")) or UNLIMITED)
+    return Threads(tuple(bounds), read_number(Path("/proc/sys/vm/max_map_count")) or UNLIMITED)
 
 
 def _threads_of(user: int) -> Iterator[int]:
@@ -228,12 +139,6 @@ def _everybody() -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
     return 0
-
-
-def _number(path: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text())
-    return None
 
 
 # -- judging --------------------------------------------------------------------------------------------------------------

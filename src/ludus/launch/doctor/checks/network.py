@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ludus.errors import LudusError
 from ludus.launch.doctor.finding import Finding, failed, ok, skipped, warning
-from ludus.process.job_env import FIRST_PORT, LAST_PORT, PORTS, Surroundings, free_block, is_free
+from ludus.process.job_env import FIRST_PORT, LAST_PORT, PORTS, JobEnv, find_free_ports, is_port_free
 
 SKEW_S, SKEW_FAILED_S = 1.0, 60.0
 """Clocks that differ by more: logs are out of order and leases end early; tokens and S3's signatures are refused at some minutes."""
@@ -31,17 +31,17 @@ class Ports:
 def look_ports(asked: Sequence[int], size: int = PORTS) -> Ports:
     block = None
     with contextlib.suppress(LudusError):
-        block = free_block(f"doctor-{os.getpid()}", size)
+        block = find_free_ports(f"doctor-{os.getpid()}", size)
     ephemeral = None
     with contextlib.suppress(OSError, ValueError):
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
         ephemeral = low, high
-    return Ports({port: is_free(port) for port in asked}, block, size, ephemeral)
+    return Ports({port: is_port_free(port) for port in asked}, block, size, ephemeral)
 
 
 def ports_of(environ: Mapping[str, str]) -> tuple[int, ...]:
     """Those that the job which this process belongs to will listen on here."""
-    surroundings = Surroundings.of(environ)
+    surroundings = JobEnv.from_environ(environ)
     if surroundings is None or surroundings.node or not surroundings.port:
         return ()
     return tuple(range(surroundings.port, surroundings.port + PORTS))
