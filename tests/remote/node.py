@@ -208,8 +208,8 @@ def do_decide(name: str) -> dict[str, Any]:
         return await model(name).decide(row(0))
 
     decision = asyncio.run(play())
-    mirrors = held["session"]._mirrors
-    copies = [] if mirrors is None else [mirror._name for mirror in mirrors._mirrors.values()]
+    mirrors = held["session"]._weight_caches
+    copies = [] if mirrors is None else [mirror._name for mirror in mirrors._caches.values()]
     return {"action": int(decision.action), "version": decision.version, "copies": copies}
 
 
@@ -239,8 +239,8 @@ def do_clone(name: str) -> float:
 
 
 def do_leads(name: str) -> bool:
-    mirrors = held["session"]._mirrors
-    return any(mirror.leads for mirror in mirrors._mirrors.values() if mirror._name == name)
+    mirrors = held["session"]._weight_caches
+    return any(mirror.is_fetching for mirror in mirrors._caches.values() if mirror._name == name)
 
 
 def do_push(name: str, values: list[float]) -> None:

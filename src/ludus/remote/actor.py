@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from ludus.distributed.gateway_workers import GatewayWorkers
+from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
 from ludus.errors import UsageError
 from ludus.gateway.server import GatewaySettings
 from ludus.remote.context import Ticket, adopt, current
@@ -67,12 +67,14 @@ class RemoteActor:
         session = self._session
         self._fleet = GatewayWorkers(
             session.supervisor,
-            functools.partial(Actor, *args, **kwargs),
+            GatewayProgram(
+                functools.partial(Actor, *args, **kwargs),
+                self._settings,
+                prepare=functools.partial(_prepare, session.ticket(threads=1)),
+            ),
             host=self._host,
             port=self._port,
             workers=self._workers,
-            settings=self._settings,
-            prepare=functools.partial(_prepare, session.ticket(threads=1)),
         )
         session.on_close(self.close)
         self._fleet.wait_ready(READY_S)

@@ -82,7 +82,7 @@ class Session:
         """What worker processes find imported."""
         self._client: Client | None = None
         self._supervisor: Supervisor | None = None
-        self._mirrors: WeightCaches | None = None
+        self._weight_caches: WeightCaches | None = None
         self._closers: list[Callable[[], None]] = []
         self._watched: list[Process] = []
         self._closed = False
@@ -141,18 +141,18 @@ class Session:
 
     def reader(self, info: Mapping[str, Any]) -> BoardReader:
         """The versions of a model that the hub has described: in its memory, or in this machine's copy of it."""
-        return BoardReader(Path(info["board"])) if self.location.is_local else self._copies().reader(info)
+        return BoardReader(Path(info["board"])) if self.location.is_local else self._open_weight_caches().reader(info)
 
     def graph(self, path: str) -> str:
         """The file of a traced model, on this machine."""
-        return path if self.location.is_local else self._copies().graph(path)
+        return path if self.location.is_local else self._open_weight_caches().graph(path)
 
-    def _copies(self) -> WeightCaches:
+    def _open_weight_caches(self) -> WeightCaches:
         client = self.client
         with self.lock:
-            if self._mirrors is None:
-                self._mirrors = WeightCaches(Path(self.location.mirror), client)
-            return self._mirrors
+            if self._weight_caches is None:
+                self._weight_caches = WeightCaches(Path(self.location.mirror), client)
+            return self._weight_caches
 
     @contextlib.contextmanager
     def staged(self, weights: Mapping[str, Array]) -> Iterator[str]:
@@ -202,7 +202,7 @@ class Session:
 
     def forget(self) -> None:
         """In a copy of this process made by fork(): the locks are the parent's."""
-        for part in (self.hub, self._mirrors, self._joined):
+        for part in (self.hub, self._weight_caches, self._joined):
             if part is not None:
                 part.release_after_fork()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ludus.distributed.gateway_workers import GatewayWorkers
+from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
 from ludus.gateway.server import GatewaySettings, read_tokens, tls_context
 from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import Supervisor
@@ -59,13 +59,10 @@ class RunningService:
             worker = ServingWorker(self._scratch.path, settings or ServiceSettings())
             self.fleet = GatewayWorkers(
                 self._supervisor,
-                worker,
+                GatewayProgram(worker, gateway_settings, prepare=worker.load, extension=worker),
                 host=host,
                 port=port,
                 workers=workers,
-                settings=gateway_settings,
-                prepare=worker.load,
-                extension=worker,
             )
         except BaseException:
             self._supervisor.close()

@@ -144,12 +144,12 @@ async def _answer_here(
 def _answer_in_workers(
     fakes: Callable[[], Any], directory: Path, host: str, port: int, workers: int, settings: GatewaySettings, report: Report
 ) -> None:
-    from ludus.distributed.gateway_workers import GatewayWorkers, run_loop
+    from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers, run_loop
     from ludus.process.workers.supervisor import Supervisor
     from ludus.remote.fake_peers import Traffic
 
     with Supervisor(preload=("numpy", "ludus.gateway.server")) as supervisor:
-        fleet = GatewayWorkers(supervisor, fakes, host=host, port=port, workers=workers, settings=settings)
+        fleet = GatewayWorkers(supervisor, GatewayProgram(fakes, settings), host=host, port=port, workers=workers)
         try:
             fleet.wait_ready(60.0)
 

@@ -38,7 +38,7 @@ from ludus.distributed.redis.messages import (
     weights_key,
 )
 from ludus.distributed.redis.worker import BEAT_S
-from ludus.distributed.sampling_pool import NOTES, Window
+from ludus.distributed.sampling_pool import COUNTERS, RateWindow
 from ludus.errors import (
     AlreadyExists,
     Damaged,
@@ -77,7 +77,7 @@ UNREACHED_S = 300.0
 _REMEMBERED = 4096  # workers that left, whose counts come back with them
 
 SILENT = "has fallen silent"
-_COUNTED = (*NOTES, "dropped")
+_COUNTED = (*COUNTERS, "dropped")
 
 TOO_OLD, UNMADE = "too old", "of a version that was not made"
 
@@ -215,7 +215,7 @@ class Fleet:
         self.joined = self.left = self.silent = 0
         self._gone_by: dict[str, Presence] = {}
         self._past: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
-        self._window = Window()
+        self._window = RateWindow()
         self._waited_s = 0.0
         self._created_at, self._unreached = clock(), "it was not tried yet"
         self._looked_at = -_LOOK_S
@@ -470,7 +470,7 @@ class Fleet:
                 "pid": worker.presence.pid,
                 "restarts": 0,
                 "error": worker.presence.why,
-                **{note: getattr(worker.presence, note) for note in NOTES},
+                **{note: getattr(worker.presence, note) for note in COUNTERS},
             }
             for name, worker in sorted(self._workers.items())
         ]

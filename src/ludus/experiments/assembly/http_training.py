@@ -132,13 +132,13 @@ def _start_gateway_workers(
     stack: ComponentStack,
 ) -> tuple[GatewaySource, CollatedBatches, Publisher]:
     """Gateways in `num_workers` processes, which serve games while the learner computes."""
-    from ludus.distributed.gateway_source import Boards, GatewaySource
+    from ludus.distributed.gateway_source import GatewayBoards, GatewaySource
     from ludus.distributed.publishing_pool import PublishingPool
 
-    boards = stack.own(Boards(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size))
+    boards = stack.own(GatewayBoards(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size))
     for name in pool.names():
         boards.publish(name, pool.newest(name)[1])
     memory = stack.own(CollatedBatches([boards.memory.of(name) for name in policies], config.train_batch_size))
     settings, logs = gateway_settings(external, seats), run.directory / "logs" / "actor"
-    given = (listening, settings, seats.seats, config.workers, config.steps, boards, memory, logs)
+    given = (listening, settings, seats.seats, config.workers, boards, memory, logs)
     return stack.own(GatewaySource(*given, explore=config.explore)), memory, PublishingPool(pool, boards.publish)
