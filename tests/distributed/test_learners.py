@@ -18,9 +18,9 @@ import torch
 from ludus.algorithms.ppo import PPO
 from ludus.core.spaces import ArraySpec
 from ludus.core.types import Segments, SegmentSpec
-from ludus.distributed.learners.channel import Entrance
+from ludus.distributed.learners.channel import LearnerListener
 from ludus.distributed.learners.group import SharedAlgorithm, share_learning
-from ludus.distributed.learners.rank import learn_for, spec_from_json, spec_json
+from ludus.distributed.learners.rank import serve_remote_rank, spec_from_json, spec_json
 from ludus.errors import TrainingDiverged, WorkerFailed
 from ludus.process.identity import is_alive_since, start_ticks
 from ludus.process.workers.supervisor import Supervisor
@@ -165,18 +165,18 @@ def test_a_learner_that_hangs_is_given_up(supervisor: Supervisor) -> None:
 
 def test_a_learner_on_another_node_calls_by_address(supervisor: Supervisor) -> None:
     token, kind, failures = b"a token of this very run", "lstm", []
-    with contextlib.closing(Entrance("127.0.0.1", token)) as entrance:
+    with contextlib.closing(LearnerListener("127.0.0.1", token)) as entrance:
 
         def live() -> None:
             try:
-                learn_for(entrance.address, token)
+                serve_remote_rank(entrance.address, token)
             except Exception as error:
                 failures.append(error)
 
         elsewhere = threading.Thread(target=live)
         elsewhere.start()
         single = alone(kind)
-        with sharing(kind, supervisor, learners=3, away=1, entrance=entrance) as several:
+        with sharing(kind, supervisor, learners=3, remote=1, listener=entrance) as several:
             for block in data(kind):
                 single.learn(block, 0)
                 several.learn(block, 0)
@@ -188,7 +188,7 @@ def test_a_learner_on_another_node_calls_by_address(supervisor: Supervisor) -> N
 
 def test_a_learner_that_does_not_come_from_its_node_is_named(supervisor: Supervisor) -> None:
     config = config_for()
-    with contextlib.closing(Entrance("127.0.0.1", b"a token of this very run")) as entrance:
+    with contextlib.closing(LearnerListener("127.0.0.1", b"a token of this very run")) as entrance:
         options: Any = {"supervisor": supervisor, "away": 1, "entrance": entrance, "start_s": 0.2}
         with pytest.raises(WorkerFailed, match=r"Learner 1 of 2 did not come to tcp://127\.0"):
             share_learning(PPO(policy_for("mlp"), config, 0), config, 2, LOGS, **options)
