@@ -28,7 +28,7 @@ from typing import Any
 from bench.train import Row
 from bench.transport import keep
 from ludus.process import procfs
-from ludus.process.commands.command import CommandProcess, CommandRunner
+from ludus.process.commands.command import GameProcess, Games
 from tests.long.gamecore_rig import MARK, PACED, Server, percentile, python
 from tests.waiting import wait_until
 
@@ -103,13 +103,13 @@ def _mode(game: str) -> str:
 
 
 def warm(size: Size) -> list[Row]:
-    """Of `CommandRunner` itself, without the server: as a command and as a fork, in turn."""
+    """Of `Games` itself, without the server: as a command and as a fork, in turn."""
     ways = {"command": [sys.executable, "-P", "-m", "ludus.games.arena"], "fork": [ARENA]}
-    with tempfile.TemporaryDirectory() as folder, CommandRunner(warm=ARENA) as forks, CommandRunner() as plain:
+    with tempfile.TemporaryDirectory() as folder, Games(warm=ARENA) as forks, Games() as plain:
         began = time.monotonic()
         forks.wait_until_warm()
         rows: list[Row] = [{"way": "spawner", "seconds": time.monotonic() - began, **memory(forks.spawner_pid)}]
-        running: list[tuple[Row, CommandProcess]] = []
+        running: list[tuple[Row, GameProcess]] = []
         for number in range(size.each):
             for way, words in ways.items():
                 games, is_warm = (forks, True) if way == "fork" else (plain, False)
@@ -351,8 +351,8 @@ PARTS: dict[str, tuple[Callable[[Size], list[Row]], Callable[[Sequence[Row]], st
 
 HOW = {
     "warm": f"""\
-The Arena, 3v3 between rule AIs, at {PACE} ticks a second, started by `CommandRunner` without a server; as a command
-(`python -P -m ludus.games.arena`) and as a fork of a spawner that has imported {ARENA}, in turn. *Start*: until `CommandRunner.start` returns,
+The Arena, 3v3 between rule AIs, at {PACE} ticks a second, started by `Games` without a server; as a command
+(`python -P -m ludus.games.arena`) and as a fork of a spawner that has imported {ARENA}, in turn. *Start*: until `Games.start` returns,
 which is when the process exists. *A match of one tick*: from the order to the end of a process that plays no more than that. Memory is that
 of as many games again, which all run when they are measured. Pss divides what processes share among them. Median [least–most].""",
     "starts": f"""\

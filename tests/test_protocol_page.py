@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 import ludus
-from ludus.config import schema as configs
+from ludus.config.validation import parse_external_config
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.http_connection import HttpLimits
@@ -117,7 +117,7 @@ def test_the_yaml_declares_spaces_for_the_check_and_for_training() -> None:
     (text,) = (text for info, text in BLOCKS if info == "yaml")
     data = yaml.safe_load(text)
     assert parse_seats(data) == ONE
-    assert configs.external_config(data["mygame"]["config"]["env_config"]).all_seats().keys() == {""}
+    assert parse_external_config(data["mygame"]["config"]["env_config"]).all_seats().keys() == {""}
 
 
 def test_every_option_of_a_printed_command_exists() -> None:

@@ -76,8 +76,8 @@ def test_short_and_long_options_are_understood_beside_those_that_there_were(word
 
 
 def test_every_option_that_is_spoken_of_is_one() -> None:
-    for name in [*coach_options.names(coach_options.NOTED), *coach_options.names(coach_options.REFUSED)]:
-        assert parsed(train_command(), name)["noted" if name in coach_options.names(coach_options.NOTED) else "refused"] is True
+    for name in [*coach_options.names(coach_options.IGNORED), *coach_options.names(coach_options.UNSUPPORTED)]:
+        assert parsed(train_command(), name)["noted" if name in coach_options.names(coach_options.IGNORED) else "refused"] is True
 
 
 def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Pa
         (["-r", "-p", "CartPole_DQN"], "-r is not here: training is not rendered"),
         (["-p", "CartPole_DQN", "-crf", "x"], "a checkpoint is a directory here"),
         (["-f", "tensorflow", "-p", "CartPole_DQN"], "networks are always PyTorch's"),
-        (["-p", "CartPole_A3C"], "CartPole_A3C is not here"),
+        (["-p", "CartPole_A3C"], "CartPole_A3C is not supported"),
         (["-p", "Mujoco_ClippedPPO"], "which? -lvl hopper"),
         (["-p", "CartPole_DQN", "-cp", "gama=1"], "Did you mean 'gamma'"),
         (["-p", "nofile.py"], "There is no file nofile.py"),
@@ -281,7 +281,7 @@ def test_all_roles_look_for_models_beside_the_file(call: Call, tmp_path: Path, m
 
 
 def test_a_fleet_has_a_worker() -> None:
-    assert [coach_options.workers_of_fleet(number) for number in (None, 1, 3)] == [1, 1, 3]
+    assert [coach_options.fleet_workers(number) for number in (None, 1, 3)] == [1, 1, 3]
     for wrong in (0, "auto"):
         with pytest.raises(UsageError, match=rf"-n {wrong}: a fleet has 1 worker or more"):
-            coach_options.workers_of_fleet(wrong)
+            coach_options.fleet_workers(wrong)

@@ -90,7 +90,7 @@ def test_a_store_is_tried_for_real(call: Call, tmp_path: Path) -> None:
         (("--on", "mainframe"), "mainframe is unknown"),
         (("--iplist", "nowhere.iplist"), "nowhere.iplist"),
         (("-f", "nowhere.yaml"), "nowhere.yaml"),
-        (("--on", "kubernetes"), "There is no doctor for kubernetes"),
+        (("--on", "kubernetes"), "ludus doctor does not support kubernetes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(call: Call, options: tuple[str, ...], said: str) -> None:

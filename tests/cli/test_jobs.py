@@ -177,8 +177,8 @@ class Away(LocalOrchestrator):
 
 def test_who_cannot_be_asked_does_not_hide_the_jobs_of_others(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     job_id = submit("exit 0")
-    jobs.remember("tests.cli.test_jobs:Away")
-    jobs.remember("no.such.module:Class")
+    jobs.add_orchestrator("tests.cli.test_jobs:Away")
+    jobs.add_orchestrator("no.such.module:Class")
     said = call("jobs", "list")
     assert job_id in said.out
     assert "left out: squeue did not answer" in one_line(said)
@@ -218,7 +218,7 @@ def test_orchestrators_of_ones_own_that_fail_do_not_hide_the_jobs_of_others(
         "tests.cli.test_jobs:Unsound": "RuntimeError: a surprise.",
     }
     for name in wrong:
-        jobs.remember(name)
+        jobs.add_orchestrator(name)
     listed = call("jobs", "list", "--json")
     assert (listed.code, [job["id"] for job in listed.json]) == (0, [job_id])
     assert len(lines(listed)) == len(wrong)
@@ -414,19 +414,19 @@ def test_a_backend_that_is_away_for_a_moment_is_waited_for(
 ) -> None:
     job_id = submit("exit 4")
     first = ended(local, job_id)
-    status = jobs.await_end(jobs.Found("shaky", Shaky(), first), 30.0)
+    status = jobs.wait_for_end(jobs.JobHandle("shaky", Shaky(), first), 30.0)
     assert status is not None
     assert status.exit_code == 4
     assert capsys.readouterr().err.count("cannot be asked at the moment: The network is away.") == 1
-    monkeypatch.setattr(jobs, "_AWAY_S", 0.0)
+    monkeypatch.setattr(jobs, "_UNREACHABLE_S", 0.0)
     with pytest.raises(WorkerFailed):
-        jobs.await_end(jobs.Found("away", Away(), first), 30.0)
+        jobs.wait_for_end(jobs.JobHandle("away", Away(), first), 30.0)
 
 
 def test_what_is_remembered_is_this_users_own_and_once(local: LocalOrchestrator, tmp_path: Path) -> None:
     for name in ("mine:Orchestrator", "local", "mine:Orchestrator", "yours:Orchestrator"):
-        jobs.remember(name)
-    assert jobs.remembered() == ["mine:Orchestrator", "yours:Orchestrator"]
+        jobs.add_orchestrator(name)
+    assert jobs.known_orchestrators() == ["mine:Orchestrator", "yours:Orchestrator"]
     assert json.dumps(sorted(path.name for path in (tmp_path / "state").iterdir())) == '["orchestrators"]'
 
 

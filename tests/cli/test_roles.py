@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ludus.cli.clusters import cluster, learner, roles
-from ludus.cli.clusters.actor import address_of, host_of, is_set, number_of
+from ludus.cli.clusters.actor import is_enabled, parse_host, parse_server, worker_count
 from ludus.errors import UnknownName, UsageError
 from ludus.launch import roles as jobs
 from ludus.launch.hostfile import MachineRole, load_hostfile
@@ -168,7 +168,7 @@ FILE = "cartpole:\n  env: CartPole-v1\n  config: {num_workers: 3, num_learners: 
 )
 def test_the_number_of_workers_is_found_wherever_it_is_said(words: list[str], workers: object, learners: int | None) -> None:
     Path("x.yaml").write_text(FILE)
-    assert learner.training_of(words)[:2] == (workers, learners)
+    assert learner.parse_training(words)[:2] == (workers, learners)
 
 
 # -- variables of shell scripts ---------------------------------------------------------------------------------------------
@@ -185,47 +185,47 @@ def test_the_number_of_workers_is_found_wherever_it_is_said(words: list[str], wo
     ],
 )
 def test_the_number_of_actors(option: int | None, environ: Mapping[str, str], listed: int, number: int) -> None:
-    assert number_of(option, environ, listed) == number
+    assert worker_count(option, environ, listed) == number
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "six", "6.0", "99999", "1" * 5000])
 def test_what_is_no_number_of_actors(text: str) -> None:
     with pytest.raises(UsageError, match=r"ACTOR_NUM=.* is no number of workers"):
-        number_of(None, {"ACTOR_NUM": text}, 0)
+        worker_count(None, {"ACTOR_NUM": text}, 0)
 
 
 @pytest.mark.parametrize("text", ["10.0.0.5:23432", "node1:1", "[fe80::1]:23432", ""])
 def test_the_address_of_a_gamecore_server(text: str) -> None:
-    assert address_of(f" {text} ") == text
+    assert parse_server(f" {text} ") == text
 
 
 @pytest.mark.parametrize("text", ["node1", ":1", "node1:", "node1:0", "node1:65536", "a b:1", "node1:" + "1" * 5000])
 def test_what_is_no_address_of_a_gamecore_server(text: str) -> None:
     with pytest.raises(UsageError, match="is not the address of a gamecore server"):
-        address_of(text)
+        parse_server(text)
 
 
 @pytest.mark.parametrize(("text", "host"), [("", ""), (" node1 ", "node1"), ("10.0.0.7", "10.0.0.7"), ("[fd00::1]", "fd00::1")])
 def test_by_what_games_reach_the_actors(text: str, host: str) -> None:
-    assert host_of(text) == host
+    assert parse_host(text) == host
 
 
 @pytest.mark.parametrize("text", ["10.0.0.7:8000", "http://node1", "node 1", "me@node1", "[fd00::1]:8000", "[fd00::1"])
 def test_what_is_no_name_of_this_machine(text: str) -> None:
     with pytest.raises(UsageError, match=r"is not a name or address.*no port"):
-        host_of(text)
+        parse_host(text)
 
 
 @pytest.mark.parametrize(("text", "meant"), [("1", True), ("true", True), ("0", False), ("", False), ("No", False)])
 def test_a_switch_of_a_script(text: str, meant: bool) -> None:
-    assert is_set("NO_MODEL_POOL", {"NO_MODEL_POOL": text}) is meant
+    assert is_enabled("NO_MODEL_POOL", {"NO_MODEL_POOL": text}) is meant
     with pytest.raises(UsageError, match="X=perhaps is neither 1 nor 0"):
-        is_set("X", {"X": "perhaps"})
+        is_enabled("X", {"X": "perhaps"})
 
 
 def test_what_would_lead_processes_astray_is_dropped_and_said() -> None:
     environ = {"LD_PRELOAD": "x.so", "RAY_ADDRESS": "h:1", "ip_head": "", "PATH": "p"}
-    assert roles.clean(environ) == [
+    assert roles.clean_environment(environ) == [
         "LD_PRELOAD=x.so is dropped for the processes of this run",
         "RAY_ADDRESS=h:1 is dropped for the processes of this run",
     ]
@@ -238,7 +238,7 @@ def test_what_would_lead_processes_astray_is_dropped_and_said() -> None:
 PLACE = "10.0.0.2:9610"
 
 
-def sleeping(part: str, place: str, subject: jobs.LearnerTask | None = None) -> Job:
+def sleeping(part: str, place: str, subject: jobs.TrainingTask | None = None) -> Job:
     told = subject.environment() if subject else {}
     return Job(part, (Role("main", ("sleep", "600"), environment=told),), "main", place=place)
 
@@ -257,18 +257,18 @@ def test_a_second_start_ends_the_first_of_the_same_run_and_no_other(
 ) -> None:
     others = [orchestrator.submit(sleeping("actor", "10.0.0.2:7000")), orchestrator.submit(sleeping("learner", "10.0.0.2:9610"))]
     others += [orchestrator.submit(sleeping("actor", ""))]  # somebody's job that happens to be called so
-    first = roles.begin(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
+    first = roles.start_role(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
     assert first.state == "running"
     assert "stop actor: none of this run is running here" in capsys.readouterr().out
-    second = roles.begin(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
+    second = roles.start_role(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
     assert f"{first.id} has ended" in capsys.readouterr().out
     assert orchestrator.status(first.id).state == "cancelled"
     assert [orchestrator.status(job).state for job in (*others, second.id)] == ["running"] * 4
-    assert [status.id for status in roles.mine(orchestrator, "actor")] == [others[0], second.id]
+    assert [status.id for status in roles.find_roles(orchestrator, "actor")] == [others[0], second.id]
     with pytest.raises(UsageError, match=r"There are 2 actors here: .*Choose one: --iplist FILE or --port PORT; or --all"):
         roles.stop("actor", roles.RunSelector(), False, False)
     roles.stop("actor", roles.RunSelector(port=7000), False, False)
-    assert [status.id for status in roles.mine(orchestrator, "actor")] == [second.id]
+    assert [status.id for status in roles.find_roles(orchestrator, "actor")] == [second.id]
 
 
 @pytest.mark.parametrize("part", ["learner", "actor"])
@@ -282,7 +282,7 @@ def test_stop_and_status_take_the_same_list_as_start(call: Call, orchestrator: L
     assert "--iplist FILE" in one_line(call(part, "stop", "--node", "0"))
     stopped = call(part, "stop", *of_list)
     assert (stopped.code, f"{ours} has ended" in stopped.out) == (0, True)
-    assert [status.id for status in roles.mine(orchestrator, part)] == [elsewhere]
+    assert [status.id for status in roles.find_roles(orchestrator, part)] == [elsewhere]
     assert "none is running here for head 127.0.0.1" in call(part, "stop", *of_list).out
     assert "missing cannot be read" in one_line(call(part, "stop", "--iplist", "missing"))
 
@@ -295,18 +295,18 @@ def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_t
     orchestrator: LocalOrchestrator,
 ) -> None:
     def subject(directory: str, *experiments: str) -> Job:
-        return sleeping("learner", PLACE, jobs.LearnerTask(directory, experiments))
+        return sleeping("learner", PLACE, jobs.TrainingTask(directory, experiments))
 
-    first = roles.begin(subject("/a", "cartpole"), orchestrator, "learner")
+    first = roles.start_role(subject("/a", "cartpole"), orchestrator, "learner")
     for other in (subject("/b", "cartpole"), subject("/a", "pong"), subject("/a", "cartpole", "pong")):
         with pytest.raises(UsageError) as caught:
-            roles.begin(other, orchestrator, "learner")
+            roles.start_role(other, orchestrator, "learner")
         assert f"Another training is at {PLACE}: {first.id}, which trains cartpole in /a; this is" in str(caught.value)
         assert "another --port" in str(caught.value)
         assert "ludus learner stop --port 9610, or --replace here" in str(caught.value)
-    assert [status.id for status in roles.mine(orchestrator, "learner")] == [first.id]
-    second = roles.begin(subject("/a"), orchestrator, "learner")  # --resume RUN
-    third = roles.begin(subject("/b", "pong"), orchestrator, "learner", replaces=True)
+    assert [status.id for status in roles.find_roles(orchestrator, "learner")] == [first.id]
+    second = roles.start_role(subject("/a"), orchestrator, "learner")  # --resume RUN
+    third = roles.start_role(subject("/b", "pong"), orchestrator, "learner", replaces=True)
     assert [orchestrator.status(each.id).state for each in (first, second, third)] == ["cancelled", "cancelled", "running"]
 
 
@@ -316,14 +316,14 @@ def test_of_starts_at_the_same_time_one_goes_on_and_the_next_ends_what_it_began(
 
         def submit(self, job: Job) -> str:
             with pytest.raises(UsageError, match=r"Another start of the actor at 10\.0\.0\.2:9610 has been under way"):
-                roles.begin(job, LocalOrchestrator(), "actor", turn_s=0.2)
+                roles.start_role(job, LocalOrchestrator(), "actor", lock_s=0.2)
             return super().submit(job)
 
-    first = roles.begin(sleeping("actor", PLACE), Hurried(), "actor")
-    assert [status.id for status in roles.mine(orchestrator, "actor")] == [first.id]
+    first = roles.start_role(sleeping("actor", PLACE), Hurried(), "actor")
+    assert [status.id for status in roles.find_roles(orchestrator, "actor")] == [first.id]
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda _: roles.begin(sleeping("actor", PLACE), orchestrator, "actor"), range(2)))
-    (left,) = roles.mine(orchestrator, "actor")
+        both = list(pool.map(lambda _: roles.start_role(sleeping("actor", PLACE), orchestrator, "actor"), range(2)))
+    (left,) = roles.find_roles(orchestrator, "actor")
     assert left.id in {status.id for status in both}
 
 
@@ -331,10 +331,10 @@ def test_a_start_waits_for_no_other_role_or_port(orchestrator: LocalOrchestrator
     with ExitStack() as stack:
         others: list[tuple[MachineRole, str]] = [("actor", PLACE), ("learner", PLACE), ("actor", "10.0.0.2:7000")]
         for part, place in others:
-            stack.enter_context(roles.turn(orchestrator, part, place, 0.0))
+            stack.enter_context(roles.start_lock(orchestrator, part, place, 0.0))
         with pytest.raises(UsageError, match="under way"):
-            stack.enter_context(roles.turn(orchestrator, "actor", PLACE, 0.0))
-    with roles.turn(orchestrator, "actor", PLACE, 0.0):  # given back
+            stack.enter_context(roles.start_lock(orchestrator, "actor", PLACE, 0.0))
+    with roles.start_lock(orchestrator, "actor", PLACE, 0.0):  # given back
         assert [path.name.split("-")[:2] for path in (orchestrator.directory.parent / "roles").glob("actor-9*")] == [
             ["actor", "9610"]
         ]
@@ -351,8 +351,8 @@ def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> No
         ("Acrobot-v1", "-n", "2"): ("Acrobot-v1",),
         ("--resume", "somewhere"): (),
     }
-    found = {words: jobs.LearnerTask.of(learner._learning(listed, meeting, words, 0, 9.0)[0]) for words in trained}
-    assert found == {words: jobs.LearnerTask(str(tmp_path), names) for words, names in trained.items()}
+    found = {words: jobs.TrainingTask.of(learner._head_job(listed, meeting, words, 0, 9.0)[0]) for words in trained}
+    assert found == {words: jobs.TrainingTask(str(tmp_path), names) for words, names in trained.items()}
 
 
 def test_status_shows_what_it_knows_also_when_the_head_cannot_be_asked(call: Call, orchestrator: LocalOrchestrator) -> None:
@@ -393,8 +393,8 @@ def test_status_shows_the_run_and_where_its_workers_are(call: Call, tmp_path: Pa
 # -- clusters ---------------------------------------------------------------------------------------------------------------
 
 
-def standing(name: str, job_id: str, token: str = "") -> cluster.Standing:
-    found = cluster.Standing(name, job_id)
+def make_record(name: str, job_id: str, token: str = "") -> cluster.ClusterRecord:
+    found = cluster.ClusterRecord(name, job_id)
     found.write(cluster.JOB, job_id)
     if token:
         found.write(cluster.TOKEN, token)
@@ -402,16 +402,16 @@ def standing(name: str, job_id: str, token: str = "") -> cluster.Standing:
 
 
 def test_a_cluster_is_remembered_with_its_token_for_its_owner_alone(tmp_path: Path) -> None:
-    games = standing("games", "games-20261116-1-ab", "secret" * 10)
-    assert cluster.find("games") == cluster.chosen(None) == cluster.chosen("games") == games
+    games = make_record("games", "games-20261116-1-ab", "secret" * 10)
+    assert cluster.find("games") == cluster.choose_cluster(None) == cluster.choose_cluster("games") == games
     assert games.token == tmp_path / "state" / "clusters" / "games" / "token"
     assert stat.S_IMODE(games.token.stat().st_mode) == 0o600
     assert stat.S_IMODE(games.directory.stat().st_mode) == 0o700
-    standing("other", "other-1")
+    make_record("other", "other-1")
     with pytest.raises(UsageError, match=r"There are 2 clusters: games, other. Say which one"):
-        cluster.chosen(None)
+        cluster.choose_cluster(None)
     with pytest.raises(UnknownName, match=r"There is no cluster 'gmaes'.*Did you mean 'games'"):
-        cluster.chosen("gmaes")
+        cluster.choose_cluster("gmaes")
     games.remove()
     assert cluster.find("games") is None
     assert not games.directory.exists()
@@ -424,7 +424,7 @@ def test_a_path_is_not_the_name_of_a_cluster_and_what_others_have_put_there_is_t
     (tmp_path / "x" / "job").write_text("hi")
     for name in (str(tmp_path / "x"), "../../x"):
         assert f"There is no cluster {name!r}" in one_line(call("cluster", "down", name))
-    games = standing("games", "games-1")
+    games = make_record("games", "games-1")
     (games.directory / "notes").touch()
     assert "the cluster games is down" in call("cluster", "down", "games").out
     assert [path.name for path in games.directory.iterdir()] == ["notes"]
@@ -461,7 +461,7 @@ def sleepy(ssh: Path) -> Path:
 
 def test_a_cluster_whose_head_could_not_be_told_is_not_forgotten(call: Call, ssh: Path) -> None:
     with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
-        games = standing("games", there.submit(sleeping("games", "")))
+        games = make_record("games", there.submit(sleeping("games", "")))
     (ssh.parent / "refuse").touch()
     said = call("cluster", "down")
     assert said.code == 1
@@ -480,7 +480,7 @@ def test_a_cluster_whose_head_could_not_be_told_is_not_forgotten(call: Call, ssh
 
 def test_a_cluster_whose_head_is_gone_for_good_can_be_forgotten(call: Call, ssh: Path) -> None:
     with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
-        standing("games", there.submit(sleeping("games", "")))
+        make_record("games", there.submit(sleeping("games", "")))
     (ssh.parent / "refuse").touch()
     assert call("cluster", "down", "--forget").code == 0
     assert cluster.find("games") is None

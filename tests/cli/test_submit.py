@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cli.clusters.submit import allocating
+from ludus.cli.clusters.submit import salloc_command
 from ludus.errors import WorkerFailed
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import find_runs
@@ -258,7 +258,7 @@ def test_a_key_that_is_named_here_is_found_from_elsewhere(call: Call, here: Path
 def test_an_allocation_is_asked_for_and_this_command_runs_in_it(password: tuple[str, ...]) -> None:
     words = ["submit", "--redis-password", SECRET, "--interactive", "--dry-run", "--", "train", "x", *password]
     ludus = [sys.executable, "-P", "-m", "ludus.cli.main"]
-    assert allocating(["salloc", "--nodes=2"], words) == [
+    assert salloc_command(["salloc", "--nodes=2"], words) == [
         "salloc",
         "--nodes=2",
         *ludus,
@@ -290,7 +290,7 @@ def test_without_slurm_it_is_said_what_is_missing(call: Call, here: Path, monkey
 MINE = """
 import os
 from pathlib import Path
-from ludus.cli.clusters.submit import allocating
+from ludus.cli.clusters.submit import salloc_command
 from ludus.launch.job import JobStatus
 from ludus.launch.local import LocalOrchestrator
 

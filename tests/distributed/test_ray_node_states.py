@@ -22,7 +22,7 @@ from ludus.distributed.ray_nodes import RayNodes, RayTimeouts, max_blocks_ahead
 from ludus.distributed.sampling_pool import SamplingNode, SamplingPlan
 from ludus.errors import Unreachable, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster, Member
-from ludus.transport.ring_buffer import Bell
+from ludus.transport.ring_buffer import Wakeup
 from tests.distributed.test_node_agent import Scripted, plan
 from tests.waiting import wait_until
 
@@ -106,7 +106,7 @@ class Rig:
     def __init__(self, names: Sequence[str], directory: Path) -> None:
         self.here = names[0]
         self.hosts = {name: Host(name, directory) for name in names}
-        self.bell = Bell.create(directory / "bell")
+        self.bell = Wakeup.create(directory / "bell")
         self.ask: Callable[[], None] = lambda: None
         self.there: list[Member] = []
         """Who is part of it, if not the machines above with 2 cores each."""

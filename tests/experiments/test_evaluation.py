@@ -19,7 +19,7 @@ import torch
 import ludus
 from ludus.algorithms.run_clock import RunClock
 from ludus.config.schema import PreprocessConfig
-from ludus.core.metrics import Csv, JsonLines, Numbers, read_jsonl
+from ludus.core.metrics import CsvSink, JsonLinesSink, Numbers, read_jsonl
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.errors import ConfigError
 from ludus.experiments.control.stopping import StopCheck
@@ -274,7 +274,7 @@ def test_a_late_evaluation_is_read_back_with_its_own_iteration(tmp_path: Path) -
 
 
 def test_a_late_evaluation_stands_in_the_row_of_its_iteration_in_a_spreadsheet_too(tmp_path: Path) -> None:
-    lines, sheet = JsonLines(tmp_path / "metrics.jsonl"), Csv(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
+    lines, sheet = JsonLinesSink(tmp_path / "metrics.jsonl"), CsvSink(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
     late: Numbers = {"iterations": 2, "timesteps": 20, "evaluation/return_mean": 2.5}
     for numbers in (*({"iterations": i, "timesteps": 10 * i} for i in (1, 2, 3)), late, {"iterations": 4, "timesteps": 40}):
         lines.write(numbers)

@@ -327,7 +327,7 @@ def test_every_agent_is_a_seat_that_its_policy_plays(tmp_path: Path, central: bo
     CheckpointFollower({"default": source}, tmp_path / "service", UpdateSettings()).open()
     service = ServingWorker(tmp_path / "service")
     service.load()
-    with gateway(service, GatewaySettings(spec=source.spec()), house=service) as served, Client(served.url) as client:
+    with gateway(service, GatewaySettings(spec=source.spec()), extension=service) as served, Client(served.url) as client:
         spec = client.spec()
         assert spec["seats"]["speaker"]["observation_space"]["n"] == 3
         assert spec["seats"]["listener"]["observation_space"]["shape"] == [1]

@@ -15,8 +15,8 @@ import pytest
 
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Progress, Trainer
-from ludus.config import schema as configs
 from ludus.config.schema import StopConfig
+from ludus.config.validation import parse_experiment
 from ludus.core.metrics import Numbers
 from ludus.errors import EnvironmentFault, Fenced, StartTimeout, StoreFull, StoreUnavailable
 from ludus.experiments.control import checkpointer, evaluation_schedule
@@ -32,9 +32,9 @@ from ludus.experiments.control.metrics_reporter import MetricsReporter
 from ludus.experiments.control.run_controller import RunController
 from ludus.experiments.control.stopping import StopConditions, reached_condition
 from ludus.experiments.runs import checkpoint
-from ludus.models.weights.version_store import LocalPool, stored_versions
+from ludus.models.weights.version_store import LocalVersionStore, stored_versions
 from ludus.sampling.episode_runner import Score
-from ludus.storage.base import Bytes, Guard
+from ludus.storage.base import Bytes, WriteGuard
 from ludus.storage.local import LocalStore
 from tests.experiments.small import make_ppo, make_segments, same
 
@@ -59,7 +59,7 @@ def progress(returns: Iterable[float] = (), window: int = 3, **counts: Any) -> P
     ],
 )
 def test_each_stop_key_stops_at_its_value_and_not_before(key: str, value: float, before: Any, at: Any) -> None:
-    stop = configs.experiment({"env": "CartPole-v1", "stop": {key: value}}).stop
+    stop = parse_experiment({"env": "CartPole-v1", "stop": {key: value}}).stop
     canonical = {
         "timesteps_total": "timesteps",
         "time_total_s": "time_s",
@@ -199,7 +199,7 @@ class _Stage:
     ) -> None:
         limit_s = None if stop is None else stop.time_s
         self.store, self.trainer, self.sink = LocalStore(root) if isinstance(root, Path) else root, _Trainer(limit_s), _Sink()
-        self.pool = LocalPool(self.store, {checkpoint.FROM: began})
+        self.pool = LocalVersionStore(self.store, {checkpoint.FROM: began})
         self.pool.add("model", self.trainer.algorithms["model"].policy)
         trainer, source = cast(Trainer, self.trainer), source or _Sampler()
         self.reporter = MetricsReporter([self.sink], report_every_s)
@@ -209,7 +209,7 @@ class _Stage:
             self.pool,
             self.store,
             CheckpointSchedule(checkpoint_freq, checkpoint_time_s, keep=keep),
-            configs.experiment({"env": "CartPole-v1"}).model_dump(mode="json"),
+            parse_experiment({"env": "CartPole-v1"}).model_dump(mode="json"),
             judge_by_training=evaluate is None,
         )
         interval = EvaluationInterval(evaluation_interval, evaluation_unit)
@@ -700,7 +700,7 @@ class _Away(LocalStore):
         self._refuse(key)
         super().put(key, data, overwrite=overwrite)
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         self._refuse(key)
         super().put_bundle(key, files, guard=guard)
 
@@ -796,7 +796,7 @@ def test_the_last_checkpoint_is_tried_again_and_again_for_a_while(tmp_path: Path
 
 def test_a_full_store_ends_a_run_at_once(tmp_path: Path) -> None:
     class Full(LocalStore):
-        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
             raise StoreFull(f"No space left to write {key}.")
 
     stage = _Stage(Full(tmp_path), checkpoint_freq=1)
@@ -807,8 +807,8 @@ def test_a_full_store_ends_a_run_at_once(tmp_path: Path) -> None:
 # -- a run that another trainer has taken over --------------------------------------------------------------------------
 
 
-def _take_over(store: LocalStore, began: str | None) -> LocalPool:
-    pool = LocalPool(store, {checkpoint.FROM: began})
+def _take_over(store: LocalStore, began: str | None) -> LocalVersionStore:
+    pool = LocalVersionStore(store, {checkpoint.FROM: began})
     pool.add("model", make_ppo().policy)
     return pool
 
@@ -843,7 +843,7 @@ def _until_fenced(stage: _Stage) -> None:
     """The first look may be a moment old."""
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
-        stage.pool.look()
+        stage.pool.check_recently()
     stage.controller.step()
 
 
@@ -854,7 +854,7 @@ class _TakenOver(LocalStore):
         super().__init__(root)
         self._began, self._killed, self.armed = began, killed, False
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         def last_word() -> None:
             assert guard is not None
             guard()
@@ -959,7 +959,7 @@ def test_a_checkpoint_that_another_trainer_swept_away_half_written_is_written_ag
     class Swept(LocalStore):
         times = 1
 
-        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
             def last_word() -> None:
                 assert guard is not None
                 guard()

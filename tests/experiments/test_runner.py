@@ -426,7 +426,7 @@ def test_a_late_trainer_continues_from_the_newer_checkpoint_of_another(run: Path
     assert [row["iterations"] for row in numbers(run)] == list(range(1, began + 9)), "nothing is learned twice"
     newest = checkpoint.newest(store)
     assert newest.state["progress"]["iterations"] == began + 8
-    claims = [claim.said.get("from", "nothing") for claim in claims_after(store, "model", 0)]
+    claims = [claim.content.get("from", "nothing") for claim in claims_after(store, "model", 0)]
     assert claims[-3:] == [f"{began:06d}", "nothing", f"{began + 6:06d}"]
 
 

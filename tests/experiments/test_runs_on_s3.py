@@ -16,7 +16,7 @@ from ludus.experiments.runs.remote_runs import directory_of, shown, store_of
 from ludus.experiments.runs.run_dir import Run, find_runs
 from ludus.serving.checkpoint_follower import CheckpointSource
 from ludus.storage.s3 import S3Store
-from ludus.storage.s3_url import Address
+from ludus.storage.s3_url import S3Url
 from tests.experiments import small
 from tests.s3 import BUCKET, READER_ID, READER_SECRET, SECRET, Fault, Proxy, Server
 
@@ -90,7 +90,7 @@ def test_a_look_at_a_run_leaves_its_metrics_where_they_are(s3_server: Server, s3
 
 def test_unfinished_uploads_of_a_run_are_aborted_when_it_is_taken_up(s3_server: Server, cache: Path) -> None:
     place = s3_server.url()
-    prefix = Address.parse(place).prefix
+    prefix = S3Url.parse(place).prefix
     S3Store(place).put("models/model/model.json", b"{}")
     for key in ("fleet/weights/00000001.safetensors", "models/model/7.safetensors", "metrics.jsonl"):
         assert s3_server.ask("POST", f"{BUCKET}/{prefix}/{key}", "uploads=")[0] == 200

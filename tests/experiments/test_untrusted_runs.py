@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import ludus
-from ludus.config.schema import dump_yaml, parse_yaml
 from ludus.core import trust
 from ludus.distributed.redis.messages import SPEC, WorkerSpec
 from ludus.distributed.redis.worker import FleetWorker, WorkerOptions
@@ -26,6 +25,7 @@ from ludus.experiments.evaluation import rollout
 from ludus.experiments.resolve import resolve
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import CONFIG
+from ludus.io.yaml_documents import dump_yaml, parse_yaml
 from ludus.models.weights import serialization, version_store
 from ludus.serving import checkpoint_follower
 from ludus.serving.release import ReleasedModel

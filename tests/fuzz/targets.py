@@ -37,7 +37,7 @@ from ludus.io.yaml_documents import parse_yaml
 from ludus.launch.hostfile import parse_hostfile
 from ludus.models.weights import serialization
 from ludus.storage.local import LocalStore
-from ludus.transport.segment_codec import Decoder, Rejected
+from ludus.transport.segment_codec import RejectedMessage, SegmentDecoder
 from tests.gateway.scripted import Table, tiny_policy
 from tests.transport.test_segment_codec import LAYOUT, message
 
@@ -244,7 +244,7 @@ _BODIES: tuple[dict[str, Any], ...] = (
 
 
 def read_segment(data: bytes) -> None:
-    Decoder(LAYOUT, "plan").decode(data)
+    SegmentDecoder(LAYOUT, "plan").decode(data)
 
 
 def read_notice(data: bytes) -> None:
@@ -387,7 +387,7 @@ def targets() -> dict[str, Target]:
                 bytes(8) + _INFINITIES,
             ),
         ),
-        Target("segment", read_segment, (Rejected,), (message(), message("lz4"), message("zstd"))),
+        Target("segment", read_segment, (RejectedMessage,), (message(), message("lz4"), message("zstd"))),
         Target("notice", read_notice, (Damaged,), notices),
         Target(
             "weights",

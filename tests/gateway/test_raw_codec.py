@@ -125,7 +125,7 @@ def plain(value: Any) -> Any:
 def same(one: list[Segments], two: list[Segments]) -> None:
     assert len(one) == len(two) > 0
     for left, right in zip(one, two, strict=True):
-        one_by_one = zip(leaves(left.trimmed().arrays()), leaves(right.trimmed().arrays()), strict=True)
+        one_by_one = zip(leaves(left.trim().arrays()), leaves(right.trim().arrays()), strict=True)
         for (name, array), (other, expected) in one_by_one:
             assert name == other
             np.testing.assert_array_equal(array, expected, err_msg=name)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ludus.errors import Refused
 from ludus.gateway.actor import Actor
 from ludus.gateway.sessions import SessionLimits, SessionTable
-from ludus.models.inference.micro_batcher import Batcher
+from ludus.models.inference.micro_batcher import MicroBatcher
 from ludus.protocol.spec import DEFAULT_OPTIONS
 from tests.waiting import wait_until_async
 
@@ -529,16 +529,16 @@ async def test_silence_is_counted_from_the_reply_when_a_tick_takes_long() -> Non
         assert len(games.sessions) == 0
 
 
-async def waits_for_an_event(gate: asyncio.Event, batch: Batcher[bytes, bytes]) -> bytes:
+async def waits_for_an_event(gate: asyncio.Event, batch: MicroBatcher[bytes, bytes]) -> bytes:
     await gate.wait()
     return b""
 
 
-async def waits_for_a_batch(gate: asyncio.Event, batch: Batcher[bytes, bytes]) -> bytes:
+async def waits_for_a_batch(gate: asyncio.Event, batch: MicroBatcher[bytes, bytes]) -> bytes:
     return await batch.submit(b"")
 
 
-class Starved(Batcher[bytes, bytes]):
+class Starved(MicroBatcher[bytes, bytes]):
     """Nobody runs its batches, as if the model's process hung, until the test does."""
 
     def submit(self, row: bytes) -> asyncio.Future[bytes]:
@@ -549,9 +549,9 @@ class Starved(Batcher[bytes, bytes]):
 
 
 def _answer(loop: asyncio.AbstractEventLoop) -> Any:
-    from ludus.models.inference.micro_batcher import Answer
+    from ludus.models.inference.micro_batcher import BatchFuture
 
-    return Answer(loop=loop)
+    return BatchFuture(loop=loop)
 
 
 @pytest.mark.parametrize("wait", [waits_for_an_event, waits_for_a_batch])
@@ -954,7 +954,7 @@ async def _child(result: str, fail: bool = False) -> str:
     return result
 
 
-BATCHERS: dict[asyncio.AbstractEventLoop, Batcher[str, str]] = {}
+BATCHERS: dict[asyncio.AbstractEventLoop, MicroBatcher[str, str]] = {}
 
 
 def forward(row: str) -> asyncio.Future[str]:
@@ -966,7 +966,7 @@ def forward(row: str) -> asyncio.Future[str]:
         return [2 * one for one in rows]
 
     loop = asyncio.get_running_loop()
-    return BATCHERS.setdefault(loop, Batcher(run)).submit(row)
+    return BATCHERS.setdefault(loop, MicroBatcher(run)).submit(row)
 
 
 async def timeout_expires() -> str:
@@ -1384,7 +1384,7 @@ async def test_nothing_is_kept_of_sessions_that_are_over(caplog: pytest.LogCaptu
     caplog.set_level(logging.CRITICAL, "ludus")  # a captured record would keep the traceback
     made: weakref.WeakSet[Actor] = weakref.WeakSet()
 
-    class Seen(Actor):
+    class LargestValues(Actor):
         def __init__(self) -> None:
             made.add(self)
 
@@ -1393,7 +1393,7 @@ async def test_nothing_is_kept_of_sessions_that_are_over(caplog: pytest.LogCaptu
                 raise ValueError
             return (await forward("x")).encode()
 
-    async with table(Seen, silent_s=60.0) as games:
+    async with table(LargestValues, silent_s=60.0) as games:
         for i in range(30):
             await games.open(f"s{i}")
             assert (await games.ask("tick", f"s{i}"))[0] == 200

@@ -150,7 +150,7 @@ def test_yaml_has_roles_and_actors_too(source: str) -> None:
         ("nodes:\n  - {host: a, python: -c}", "line 2: the python is '-c'"),
         ("nodes:\n  - {host: a, address: '-x'}", "line 2: the address '-x'"),
         ("nodes: [{host: a}]\nhead: a", "unknown key 'head'"),
-        ("nodes:\n  - {host: a, host: b}", "line 2: the key 'host' stands twice"),
+        ("nodes:\n  - {host: a, host: b}", "line 2: the key 'host' occurs twice"),
         ("nodes:\n  - {host: a\n", "is not valid YAML"),
     ],
 )

@@ -16,9 +16,9 @@ from ludus.launch.hostfile import Hostfile, parse_hostfile
 from ludus.launch.job import check_job
 from ludus.launch.local_address import HostNetwork, LocalAddress, find_local_address
 from ludus.launch.roles import (
-    LearnerTask,
     NodeContribution,
     Rendezvous,
+    TrainingTask,
     cluster_job,
     copy_command,
     ensure_token,
@@ -250,17 +250,17 @@ def test_a_run_on_loopback_tells_ray_that_it_is_alone() -> None:
 
 
 def test_learners_with_equal_directory_and_experiments_are_of_one_run() -> None:
-    first = LearnerTask("/a", ("cart pole", "pong"))
-    assert first.is_same_run(LearnerTask("/a", ("pong", "cart pole")))
-    assert first.is_same_run(LearnerTask("/a"))
-    assert LearnerTask("/a").is_same_run(first)
-    assert not first.is_same_run(LearnerTask("/a", ("pong",)))
-    assert not first.is_same_run(LearnerTask("/b", ("cart pole", "pong")))
-    assert not first.is_same_run(LearnerTask("/b"))
+    first = TrainingTask("/a", ("cart pole", "pong"))
+    assert first.is_same_run(TrainingTask("/a", ("pong", "cart pole")))
+    assert first.is_same_run(TrainingTask("/a"))
+    assert TrainingTask("/a").is_same_run(first)
+    assert not first.is_same_run(TrainingTask("/a", ("pong",)))
+    assert not first.is_same_run(TrainingTask("/b", ("cart pole", "pong")))
+    assert not first.is_same_run(TrainingTask("/b"))
     here = rendezvous(LocalAddress(0, "10.0.0.2", "10.0.0.2"))
-    assert LearnerTask.of(learner_job(ONE, here, ["x"], {}, task=first)) == first
-    assert LearnerTask.of(learner_job(ONE, here, ["x"], {})) is None
-    assert LearnerTask.of(joining_job("actor", ONE, here, {}, NodeContribution(1))) is None
+    assert TrainingTask.of(learner_job(ONE, here, ["x"], {}, task=first)) == first
+    assert TrainingTask.of(learner_job(ONE, here, ["x"], {})) is None
+    assert TrainingTask.of(joining_job("actor", ONE, here, {}, NodeContribution(1))) is None
 
 
 def test_jobs_contain_the_names_of_secrets_only() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from ludus.core.metrics import read_jsonl
 from ludus.experiments.runs.run_dir import find_runs
-from ludus.launch.job import Job, JobStatus, RestartPolicy, wait
+from ludus.launch.job import Job, JobStatus, RoleRestart, wait
 from ludus.launch.local import LocalOrchestrator
 from ludus.launch.planner import LEARNER, MAIN, NodeRequest, plan_job
 from ludus.process.job_env import WAIT, JobEnv
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 class Training:
     """A job with learners on two nodes, which are both here."""
 
-    def __init__(self, local: LocalOrchestrator, place: Path, workers: int, wait_s: float, far: RestartPolicy) -> None:
+    def __init__(self, local: LocalOrchestrator, place: Path, workers: int, wait_s: float, far: RoleRestart) -> None:
         words = ["train", "CartPole-v1", "--num-workers", str(workers), "--stop", f"timesteps={STEPS}", "--checkpoint-freq", "2"]
         words += ["--num-envs", "8", "--set", "evaluation_duration=0", "--set", "train_batch_size=2048", "--quiet"]
         words += ["--set", "torch_threads=1", "--set", "learner_threads=1", "--local-dir", str(place)]

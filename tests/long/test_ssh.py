@@ -146,7 +146,7 @@ def test_a_cancelled_job_whose_first_machine_is_dead_is_over_when_the_others_are
 ) -> None:
     job_id, beats = begun(orchestrator, rig)
     rig.power_off(0)
-    with pytest.raises(WorkerFailed, match=f"{rig.hosts.address(0)} could not be told"):
+    with pytest.raises(WorkerFailed, match=f"{rig.hosts.address(0)} could not be notified"):
         orchestrator.cancel(job_id)
     status = ended(orchestrator, job_id)
     assert status.state == "cancelled"

@@ -1,4 +1,4 @@
-"""CommandRunner as processes: how they end, what they say, what they take, and that nothing of them is left. Real programs."""
+"""Games as processes: how they end, what they say, what they take, and that nothing of them is left. Real programs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from ludus.errors import WorkerFailed
-from ludus.io.rotating_log import before
+from ludus.io.rotating_log import previous_path
 from ludus.process import identity, procfs
 from ludus.process.commands import command as process
-from ludus.process.commands.command import CommandExit, CommandProcess, CommandRunner
+from ludus.process.commands.command import GameExit, GameProcess, Games
 from ludus.process.commands.thread_limits import ResourceLimit
 from tests.tools import need
 from tests.waiting import wait_until
@@ -63,13 +63,13 @@ STUBBORN_PROCESSES = 5
 
 
 @pytest.fixture
-def games() -> Iterator[CommandRunner]:
-    started = CommandRunner()
+def games() -> Iterator[Games]:
+    started = Games()
     yield started
     started.close(grace_s=0)
 
 
-def stubborn(games: CommandRunner, folder: Path) -> tuple[CommandProcess, dict[int, str]]:
+def stubborn(games: Games, folder: Path) -> tuple[GameProcess, dict[int, str]]:
     """A game of five processes, which do all they can to survive it, and when each of them began."""
     folder.mkdir()
     game = games.start([*PYTHON, STUBBORN, str(folder)], log=folder.with_suffix(".log"), kind="stubborn")
@@ -89,7 +89,7 @@ def living(began: dict[int, str]) -> list[int]:
 # -- how they end
 
 
-def test_a_game_that_ends_says_how_and_what_it_said_last(games: CommandRunner, tmp_path: Path) -> None:
+def test_a_game_that_ends_says_how_and_what_it_said_last(games: Games, tmp_path: Path) -> None:
     log = tmp_path / "deeper" / "game.log"
     script = "import os, sys; print('hello', os.getcwd(), os.environ['MAP']); print('oh no', file=sys.stderr); sys.exit(3)"
     game = games.start([*PYTHON, script], log=log, environment={"MAP": "dust"}, directory=tmp_path)
@@ -102,18 +102,18 @@ def test_a_game_that_ends_says_how_and_what_it_said_last(games: CommandRunner, t
     wait_until(lambda: games.running == [], 5)
 
 
-def test_a_game_that_crashes_is_told_from_one_that_ends(games: CommandRunner, tmp_path: Path) -> None:
+def test_a_game_that_crashes_is_told_from_one_that_ends(games: Games, tmp_path: Path) -> None:
     game = games.start([*PYTHON, "import os; print('here', flush=True); os.kill(os.getpid(), 11)"], log=tmp_path / "log")
     ended = game.wait(20)
     assert ended is not None
     assert (ended.code, str(ended), ended.last_lines) == (-11, "ended by signal SIGSEGV", ("here",))
 
 
-def test_whoever_wants_to_know_of_an_end_is_told_once(games: CommandRunner, tmp_path: Path) -> None:
-    told: list[tuple[str, CommandExit | None]] = []
+def test_whoever_wants_to_know_of_an_end_is_told_once(games: Games, tmp_path: Path) -> None:
+    told: list[tuple[str, GameExit | None]] = []
     heard = threading.Event()
 
-    def note(game: CommandProcess) -> None:
+    def note(game: GameProcess) -> None:
         told.append((game.name, game.exit))
         heard.set()
         raise RuntimeError("and what it does with it is its own business")
@@ -136,7 +136,7 @@ def test_whoever_wants_to_know_of_an_end_is_told_once(games: CommandRunner, tmp_
     ],
 )
 def test_what_cannot_be_started_says_why(
-    games: CommandRunner, tmp_path: Path, command: list[str], directory: str, log: str, says: str
+    games: Games, tmp_path: Path, command: list[str], directory: str, log: str, says: str
 ) -> None:
     with pytest.raises(WorkerFailed, match=re.escape(says)) as failed:
         games.start(command, log=tmp_path / log, directory=tmp_path / directory)
@@ -144,7 +144,7 @@ def test_what_cannot_be_started_says_why(
     wait_until(lambda: games.running == [], 5)
 
 
-def test_a_game_that_is_asked_to_stop_has_time_for_it(games: CommandRunner, tmp_path: Path) -> None:
+def test_a_game_that_is_asked_to_stop_has_time_for_it(games: Games, tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'saved'), sys.exit(0)))\n"
@@ -157,7 +157,7 @@ def test_a_game_that_is_asked_to_stop_has_time_for_it(games: CommandRunner, tmp_
     assert game.stop(grace_s=1) is ended
 
 
-def test_what_a_wrapper_started_has_time_as_well(games: CommandRunner, tmp_path: Path) -> None:
+def test_what_a_wrapper_started_has_time_as_well(games: Games, tmp_path: Path) -> None:
     """A wrapper (a shell, xvfb-run) ends at once when it is asked to; the game that it runs still saves."""
     inner = tmp_path / "inner.py"
     inner.write_text(
@@ -172,7 +172,7 @@ def test_what_a_wrapper_started_has_time_as_well(games: CommandRunner, tmp_path:
     assert not ended.killed
 
 
-def test_a_stopped_process_can_be_stopped(games: CommandRunner, tmp_path: Path) -> None:
+def test_a_stopped_process_can_be_stopped(games: Games, tmp_path: Path) -> None:
     game = games.start(["sleep", "600"], log=tmp_path / "log")
     os.kill(game.pid, signal.SIGSTOP)
     assert game.stop(grace_s=20).code == -signal.SIGTERM
@@ -180,7 +180,7 @@ def test_a_stopped_process_can_be_stopped(games: CommandRunner, tmp_path: Path) 
 
 @pytest.mark.parametrize("size", [10, 1_000_000], ids=["small", "more than a socket holds"])
 def test_a_spawner_that_does_not_answer_is_not_waited_for_without_end(
-    games: CommandRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+    games: Games, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     first = games.start(["sleep", "600"], log=tmp_path / "first")
     monkeypatch.setattr(process, "_START_TIMEOUT_S", 0.3)
@@ -210,7 +210,7 @@ def test_what_the_owner_does_with_signals_is_not_handed_down(tmp_path: Path) -> 
     ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)}
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2, signal.SIGTERM])
     try:
-        with CommandRunner() as games:
+        with Games() as games:
             game = games.start(["cat", "/proc/self/status"], log=tmp_path / "log")
             assert game.wait(20) is not None
     finally:
@@ -226,7 +226,7 @@ def test_what_the_owner_does_with_signals_is_not_handed_down(tmp_path: Path) -> 
 # -- nothing is left
 
 
-def test_nothing_of_a_game_survives_its_stop_and_other_games_do(games: CommandRunner, tmp_path: Path) -> None:
+def test_nothing_of_a_game_survives_its_stop_and_other_games_do(games: Games, tmp_path: Path) -> None:
     game, began = stubborn(games, tmp_path / "one")
     other, others = stubborn(games, tmp_path / "two")
     assert len(began) == len(others) == STUBBORN_PROCESSES
@@ -237,7 +237,7 @@ def test_nothing_of_a_game_survives_its_stop_and_other_games_do(games: CommandRu
     assert other.exit is None
 
 
-def test_nothing_of_a_game_survives_its_own_end(games: CommandRunner, tmp_path: Path) -> None:
+def test_nothing_of_a_game_survives_its_own_end(games: Games, tmp_path: Path) -> None:
     folder = tmp_path / "left"
     folder.mkdir()
     leaving = STUBBORN.rsplit("stay()", 1)[0] + (
@@ -251,9 +251,9 @@ def test_nothing_of_a_game_survives_its_own_end(games: CommandRunner, tmp_path: 
     assert [file.name for file in folder.iterdir() if identity.start_time(int(file.name))] == []
 
 
-def test_a_game_does_not_end_with_the_thread_that_started_it(games: CommandRunner, tmp_path: Path) -> None:
+def test_a_game_does_not_end_with_the_thread_that_started_it(games: Games, tmp_path: Path) -> None:
     """The kernel's signal for a parent's death is bound to a thread; it must not be this one."""
-    started: list[CommandProcess] = []
+    started: list[GameProcess] = []
     thread = threading.Thread(target=lambda: started.append(games.start(["sleep", "600"], log=tmp_path / "log")))
     thread.start()
     thread.join(20)
@@ -265,8 +265,8 @@ _OWNER = textwrap.dedent(
     """
     import json, sys, time
     from pathlib import Path
-    from ludus.process.commands.command import CommandRunner
-    games = CommandRunner()
+    from ludus.process.commands.command import Games
+    games = Games()
     started = []
     for folder in map(Path, sys.argv[2:]):
         folder.mkdir()
@@ -296,7 +296,7 @@ def test_no_game_survives_its_owner(victims: list[str], tmp_path: Path) -> None:
             owner.kill()
 
 
-def test_games_end_with_their_spawner_and_the_next_have_another(games: CommandRunner, tmp_path: Path) -> None:
+def test_games_end_with_their_spawner_and_the_next_have_another(games: Games, tmp_path: Path) -> None:
     game, began = stubborn(games, tmp_path / "game")
     os.kill(games.spawner_pid, signal.SIGKILL)
     ended = game.wait(GONE_S + 10)
@@ -308,7 +308,7 @@ def test_games_end_with_their_spawner_and_the_next_have_another(games: CommandRu
     assert following.code == 5
 
 
-def test_a_game_ends_with_its_guard_and_others_do_not(games: CommandRunner, tmp_path: Path) -> None:
+def test_a_game_ends_with_its_guard_and_others_do_not(games: Games, tmp_path: Path) -> None:
     game, began = stubborn(games, tmp_path / "one")
     _, others = stubborn(games, tmp_path / "two")
     os.kill(game.guard, signal.SIGKILL)
@@ -324,7 +324,7 @@ def test_many_games_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     before_all, processes = here(), set(procfs.list_descendants(os.getpid()))
-    with CommandRunner() as games:
+    with Games() as games:
         for _ in range(2):
             started = [games.start(["sleep", "600"], log=tmp_path / f"{i}.log") for i in range(20)]
             assert len(games.running) == 20
@@ -338,7 +338,7 @@ def test_many_games_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
         games.start(["true"], log=tmp_path / "log")
 
 
-def test_one_that_never_stands_still_is_caught(games: CommandRunner, tmp_path: Path) -> None:
+def test_one_that_never_stands_still_is_caught(games: Games, tmp_path: Path) -> None:
     """Its number changes a thousand times a second."""
     hop = "import os\nwhile True:\n    if os.fork(): os._exit(0)\n    os.setsid()"
     wrapper = f"{sys.executable} -I -S -c '{hop}' & sleep 600"
@@ -367,13 +367,13 @@ _FLOOD = textwrap.dedent(
 FLOOD_LINES = 500 * 4000
 
 
-def test_a_flood_is_read_as_fast_as_it_comes_and_does_not_fill_the_disk(games: CommandRunner, tmp_path: Path) -> None:
+def test_a_flood_is_read_as_fast_as_it_comes_and_does_not_fill_the_disk(games: Games, tmp_path: Path) -> None:
     """Two million lines that differ by more than numbers: most of them are only counted."""
     log = tmp_path / "log"
     ended = games.start([*PYTHON, _FLOOD], log=log, log_bytes=2_000_000).wait(60)
     assert ended is not None
     assert (ended.code, ended.last_lines[-1]) == (0, "that was all")
-    assert not before(log).exists()
+    assert not previous_path(log).exists()
     lines = log.read_text().splitlines()
     dropped = [
         int(found[1].replace(",", "")) for line in lines if (found := re.fullmatch(r"… ([\d,]+) lines \(.*too fast.*", line))
@@ -386,7 +386,7 @@ def test_a_flood_is_read_as_fast_as_it_comes_and_does_not_fill_the_disk(games: C
     assert sum(dropped) > FLOOD_LINES / 2
 
 
-def test_a_line_in_every_frame_is_counted(games: CommandRunner, tmp_path: Path) -> None:
+def test_a_line_in_every_frame_is_counted(games: Games, tmp_path: Path) -> None:
     script = "import os\nfor i in range(5000): os.write(1, b'begin\\nframe %d\\nrender done\\n' % (i // 1000))\nprint('over')"
     game = games.start([*PYTHON, script], log=tmp_path / "log")
     assert game.wait(30) is not None
@@ -411,7 +411,7 @@ _THREADS = textwrap.dedent(
 )
 
 
-def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: CommandRunner, tmp_path: Path) -> None:
+def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: Games, tmp_path: Path) -> None:
     inner = tmp_path / "game.py"
     inner.write_text(_THREADS)
     command = ["sh", "-c", f"{sys.executable} -I -S {inner} 300; true"]
@@ -430,7 +430,7 @@ def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: CommandR
 
 
 def test_of_games_that_are_started_at_once_as_many_are_as_fit_in(
-    games: CommandRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    games: Games, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 100 threads each, in 400 of which 40 are kept free."""
 
@@ -459,10 +459,10 @@ _TOO_MANY = textwrap.dedent(
     from pathlib import Path
     from ludus.errors import WorkerFailed
     from ludus.process.commands.thread_limits import thread_limits
-    from ludus.process.commands.command import CommandRunner
+    from ludus.process.commands.command import Games
     used = sum(int(line.split()[1]) for path in Path("/proc").glob("[0-9]*/status") for line in path.read_text().splitlines() if line.startswith("Threads"))
     resource.setrlimit(resource.RLIMIT_NPROC, (used + 700, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
-    with CommandRunner() as games:
+    with Games() as games:
         try:
             for i in range(20):
                 games.start([sys.executable, "-I", "-S", "-c", sys.argv[1], "100"], log=Path(sys.argv[2]) / f"{i}.log", kind="heavy", threads=100)

@@ -19,7 +19,7 @@ import pytest
 from ludus.errors import WorkerFailed
 from ludus.process import identity
 from ludus.process.commands import command as process
-from ludus.process.commands.command import CommandProcess, CommandRunner
+from ludus.process.commands.command import GameProcess, Games
 from tests.process.test_command import GONE_S, STUBBORN, STUBBORN_PROCESSES, living, marked
 from tests.waiting import wait_until
 
@@ -102,12 +102,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def games(folder: Path) -> Iterator[CommandRunner]:
-    with CommandRunner(warm="warmgame", environment=environment(folder)) as games:
+def games(folder: Path) -> Iterator[Games]:
+    with Games(warm="warmgame", environment=environment(folder)) as games:
         yield games
 
 
-def stubborn(games: CommandRunner, folder: Path) -> tuple[CommandProcess, dict[int, str]]:
+def stubborn(games: Games, folder: Path) -> tuple[GameProcess, dict[int, str]]:
     folder.mkdir()
     game = games.start(["warmgame", "stubborn", str(folder), STUBBORN], warm=True, log=folder.with_suffix(".log"))
     return game, marked(folder, STUBBORN_PROCESSES)
@@ -116,7 +116,7 @@ def stubborn(games: CommandRunner, folder: Path) -> tuple[CommandProcess, dict[i
 # -- as fresh as a program of its own
 
 
-def test_a_fork_finds_what_a_program_finds(games: CommandRunner, folder: Path, tmp_path: Path) -> None:
+def test_a_fork_finds_what_a_program_finds(games: Games, folder: Path, tmp_path: Path) -> None:
     """The oracle is the same game, executed by the same guard."""
     others = [games.start(["other", "sleep"], warm=True, log=tmp_path / "other.log") for _ in range(2)]
     room = tmp_path / "room"
@@ -155,23 +155,21 @@ def test_a_fork_finds_what_a_program_finds(games: CommandRunner, folder: Path, t
         (["say"], 0, ("err", "ün logged")),
     ],
 )
-def test_its_end_is_that_of_a_program(
-    games: CommandRunner, tmp_path: Path, words: list[str], code: int, says: tuple[str, ...]
-) -> None:
+def test_its_end_is_that_of_a_program(games: Games, tmp_path: Path, words: list[str], code: int, says: tuple[str, ...]) -> None:
     ended = games.start(["warmgame", *words], warm=True, log=tmp_path / "log").wait(20)
     assert ended is not None
     assert (ended.code, ended.killed) == (code, False)
     assert ended.last_lines[-len(says) :] == says if says else ended.last_lines == ()
 
 
-def test_a_crash_says_where_it_was(games: CommandRunner, tmp_path: Path) -> None:
+def test_a_crash_says_where_it_was(games: Games, tmp_path: Path) -> None:
     ended = games.start(["warmgame", "crash"], warm=True, log=tmp_path / "log").wait(20)
     assert ended is not None
     assert ended.code == -signal.SIGSEGV
     assert any(re.search(r'warmgame\.py", line \d+ in main', line) for line in ended.last_lines)
 
 
-def test_what_it_cannot_be_given_is_said(games: CommandRunner, tmp_path: Path) -> None:
+def test_what_it_cannot_be_given_is_said(games: Games, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=r"No such file or directory: .*missing"):
         games.start(["warmgame"], warm=True, log=tmp_path / "log", directory=tmp_path / "missing")
     with pytest.raises(WorkerFailed, match="null byte"):
@@ -182,7 +180,7 @@ def test_what_it_cannot_be_given_is_said(games: CommandRunner, tmp_path: Path) -
 # -- ended as surely
 
 
-def test_nothing_of_it_survives_its_stop_and_other_games_do(games: CommandRunner, tmp_path: Path) -> None:
+def test_nothing_of_it_survives_its_stop_and_other_games_do(games: Games, tmp_path: Path) -> None:
     game, began = stubborn(games, tmp_path / "one")
     other, others = stubborn(games, tmp_path / "two")
     ended = game.stop(grace_s=0.1)
@@ -194,7 +192,7 @@ def test_nothing_of_it_survives_its_stop_and_other_games_do(games: CommandRunner
 
 
 def test_it_ends_with_its_spawner_and_the_next_is_warm_again(folder: Path, tmp_path: Path) -> None:
-    with CommandRunner(warm="warmgame", environment=environment(folder)) as games:
+    with Games(warm="warmgame", environment=environment(folder)) as games:
         game, began = stubborn(games, tmp_path / "game")
         first = games.spawner_pid
         os.kill(first, signal.SIGKILL)
@@ -211,8 +209,8 @@ _OWNER = textwrap.dedent(
     """
     import sys, time
     from pathlib import Path
-    from ludus.process.commands.command import CommandRunner
-    games = CommandRunner(warm=sys.argv[1])
+    from ludus.process.commands.command import Games
+    games = Games(warm=sys.argv[1])
     for folder in map(Path, sys.argv[3:]):
         folder.mkdir()
         games.start(["game", "stubborn", str(folder), sys.argv[2]], warm=True, log=folder.with_suffix(".log"))
@@ -275,7 +273,7 @@ def test_what_cannot_be_warm_says_why_and_commands_can_still_be_started(
 ) -> None:
     if text:
         (folder / f"{name}.py").write_text(text)
-    with CommandRunner(warm=name, environment=environment(folder)) as games:
+    with Games(warm=name, environment=environment(folder)) as games:
         with pytest.raises(WorkerFailed, match=f"The module {name} cannot be kept warm: {why}"):
             games.start([name], warm=True, log=tmp_path / "log")
         assert re.search(why, games.warm_failure or "")
@@ -287,7 +285,7 @@ def test_what_cannot_be_warm_says_why_and_commands_can_still_be_started(
 
 def test_an_import_without_end_is_given_up(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "endless.py").write_text("import time; time.sleep(600)")
-    with CommandRunner(warm="endless", environment=environment(folder)) as games:
+    with Games(warm="endless", environment=environment(folder)) as games:
         with pytest.raises(WorkerFailed, match=r"not imported within 0\.1 s"):
             games.wait_until_warm(0.1)
         assert games.warm_failure is None
@@ -299,7 +297,7 @@ def test_an_import_without_end_is_given_up(folder: Path, tmp_path: Path, monkeyp
 
 def test_whoever_does_not_want_to_wait_for_the_import_can_close(folder: Path) -> None:
     (folder / "endless.py").write_text("import time; time.sleep(600)")
-    games = CommandRunner(warm="endless", environment=environment(folder))
+    games = Games(warm="endless", environment=environment(folder))
     closing = threading.Thread(target=games.close, daemon=True)
     closing.start()
     closing.join(10)
@@ -308,5 +306,5 @@ def test_whoever_does_not_want_to_wait_for_the_import_can_close(folder: Path) ->
 
 
 def test_no_module_no_warm_game(tmp_path: Path) -> None:
-    with CommandRunner() as games, pytest.raises(WorkerFailed, match="No module is kept warm here"):
+    with Games() as games, pytest.raises(WorkerFailed, match="No module is kept warm here"):
         games.start(["warmgame"], warm=True, log=tmp_path / "log")

@@ -267,7 +267,7 @@ def test_the_token_comes_from_a_file_or_a_variable(games: Path, tmp_path: Path, 
 def test_however_long_one_waits_a_machine_that_is_gone_is_noticed(server: RunningServer, timeout_s: float) -> None:
     with GamecoreClient(f"{server.host}:{server.port}", timeout_s=timeout_s) as client:
         client.catalogue()
-        (connection,) = client._wire._idle
+        (connection,) = client._http._idle
         assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             assert connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 61_000
@@ -416,7 +416,7 @@ def test_an_evaluation_begins_anew_and_a_saved_state_is_asked_for_as_it_was_alwa
     ids=lambda more: next(iter(more)),
 )
 def test_what_an_older_server_has_no_words_for_is_not_left_out_in_silence(old: OldServer, more: dict[str, Any]) -> None:
-    with GamecoreClient(old.address) as client, pytest.raises(UsageError, match="speaks only /v2") as wrong:
+    with GamecoreClient(old.address) as client, pytest.raises(UsageError, match="supports only /v2") as wrong:
         client.start_game("x", **{"camp_config": LINEUP} | more)
     assert old.asked == []
     assert "s3cret" not in str(wrong.value)
@@ -425,7 +425,7 @@ def test_what_an_older_server_has_no_words_for_is_not_left_out_in_silence(old: O
 def test_what_an_older_server_cannot_do_is_said(old: OldServer) -> None:
     with GamecoreClient(old.address) as client:
         for ask in (client.list, client.catalogue, client.clear, lambda: client.state("x"), lambda: client.logs("x")):
-            with pytest.raises(Refused, match="speaks only /v2"):
+            with pytest.raises(Refused, match="supports only /v2"):
                 ask()
 
 
@@ -445,7 +445,7 @@ def test_connections_are_kept_and_one_that_was_closed_meanwhile_is_replaced(old:
 @pytest.mark.parametrize(
     ("camps", "heroes", "said"),
     [
-        ([None], LINEUP, "1 entries, and camp_config 2 camps"),
+        ([None], LINEUP, "1 entries, but camp_config has 2 camps"),
         ("10.0.0.5:8000", LINEUP, "server_config is '10.0.0.5:8000'"),
         ([None, ("10.0.0.5", 0)], LINEUP, r"server_config\[1\] is"),
         ([None, ("10.0.0.5", 70000)], LINEUP, r"server_config\[1\] is"),

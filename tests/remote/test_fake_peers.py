@@ -226,7 +226,7 @@ FINE: dict[str, Any] = {"observation": {"pos": [0.5, 0, 0], "kind": 2}}
 def test_the_check_refuses_what_the_built_in_actor_refuses_and_nothing_else(body: Any, form: Any) -> None:
     packed = msgpack.packb if form == "msgpack" else lambda message: json.dumps(message).encode()
     data = body if isinstance(body, bytes) else packed(body)
-    judged = Conformance(form, ONE).judge(TICK, b"a", data).refused
+    judged = Conformance(form, ONE).check_body(TICK, b"a", data).refused
 
     async def asked() -> Refused | None:
         actor: Actor = BuiltinActor(builtin(ONE))

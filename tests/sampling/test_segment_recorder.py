@@ -216,7 +216,7 @@ def test_what_happened_is_what_arrives(steps: int, core: str | None) -> None:
     assert ended == 40
 
 
-def test_sessions_side_by_side_are_told_apart() -> None:
+def test_parallel_sessions_are_kept_apart() -> None:
     """Their requests mix in every batch of the model; their segments do not."""
     table = Table(tiny_policy(core="lstm"), 3)
 

@@ -140,7 +140,7 @@ def serving(
     """One worker, on a loop in a thread of this process."""
     service = ServingWorker(directory, settings or ServiceSettings())
     service.load()
-    with gateway(service, told, house=service, **more) as served:
+    with gateway(service, told, extension=service, **more) as served:
         yield served
 
 

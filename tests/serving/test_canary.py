@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.statistics import wilson
+from ludus.core.statistics import wilson_interval
 from ludus.serving.canary import (
     PROMOTE,
     ROLL_BACK,
@@ -273,10 +273,12 @@ def test_the_evidence_is_a_fair_bet(allowed: float) -> None:
 @pytest.mark.parametrize(("total", "share"), [(20, 0.05), (100, 0.01), (500, 0.1)])
 def test_wilson_bounds_hold_what_they_promise(total: int, share: float) -> None:
     below = sum(
-        math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(total + 1) if wilson(k, total, 2.33)[1] < share
+        math.comb(total, k) * share**k * (1 - share) ** (total - k)
+        for k in range(total + 1)
+        if wilson_interval(k, total, 2.33)[1] < share
     )
     assert below <= 0.02
-    assert wilson(0, 0, 2.0) == (0.0, 1.0)
+    assert wilson_interval(0, 0, 2.0) == (0.0, 1.0)
 
 
 def test_the_limit_is_the_tolerated_share_or_a_multiple_of_what_is_usual() -> None:

@@ -22,7 +22,7 @@ import ludus
 from ludus.cli.main import app
 from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, Refused, UsageError
 from ludus.experiments.runs import checkpoint
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.protocol.client import Client
 from ludus.protocol.spec import StartOptions
 from ludus.serving import checkpoint_follower, release
@@ -196,7 +196,7 @@ def serves(made: CheckpointFollower) -> int:
 
 def test_a_version_is_found_in_checkpoints_and_among_those_that_were_kept(run: Path, tmp_path: Path) -> None:
     checkpointed(run, 5, policy(5))
-    kept = LocalPool(LocalStore(run))
+    kept = LocalVersionStore(LocalStore(run))
     kept.add(MODEL, policy(3), above=2)
     assert kept.keep(MODEL) == 3
     made = follower(run, tmp_path / "service", version=3, levels=(1, 5))
@@ -266,7 +266,7 @@ def test_the_files_of_versions_that_are_gone_are_deleted_later(
 ) -> None:
     mark(run, 1)
     made = follower(f"{run}/best", tmp_path / "service")
-    monkeypatch.setattr(checkpoint_follower, "_KEPT_S", 0.0)
+    monkeypatch.setattr(checkpoint_follower, "_DELETE_S", 0.0)
     there = tmp_path / "service" / "releases" / "default"
     for version in (2, 3):
         checkpointed(run, version, policy(version))
@@ -275,7 +275,7 @@ def test_the_files_of_versions_that_are_gone_are_deleted_later(
     assert serves(made) == 3
     made.poll()
     assert [path.name for path in there.iterdir()] == ["000003"]
-    monkeypatch.setattr(checkpoint_follower, "_KEPT_S", 3600.0)
+    monkeypatch.setattr(checkpoint_follower, "_DELETE_S", 3600.0)
     for version in (2, 3):  # back, and forth again, before what is leaving has left
         mark(run, version)
         made.poll()
@@ -313,7 +313,7 @@ def nan(version: int) -> Any:
 
 
 WRONG: Mapping[str, Any] = {
-    "not a number": nan,
+    "not finite": nan,
     "observation space": lambda version: policy(version, observation=gym.spaces.Box(-2, 2, (4,), np.float32)),
 }
 
@@ -362,7 +362,7 @@ def test_no_damage_of_a_checkpoint_reaches_a_game(run: Path, tmp_path: Path) -> 
             if serves(made) == 2:  # a letter of the manifest that says nothing about the files
                 assert name == "manifest.json"
                 written = release.read(tmp_path / "service" / "releases" / "default" / "000002")
-                assert small.same(written.players[MODEL].weights(), policy(2).weights())  # type: ignore[attr-defined]
+                assert small.same(written.policies[MODEL].weights(), policy(2).weights())  # type: ignore[attr-defined]
                 taken += 1
                 shutil.rmtree(target)
                 made = follower(run, tmp_path / "service")
@@ -380,7 +380,7 @@ def test_no_damage_of_a_checkpoint_reaches_a_game(run: Path, tmp_path: Path) -> 
 def test_a_run_that_is_not_there_is_told_once_and_followed_when_it_is_back(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_follower, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(checkpoint_follower, "_RETRY_S", 0.0)
     made = follower(run, tmp_path / "service")
     run.rename(tmp_path / "moved")
     for _ in range(5):
@@ -399,7 +399,7 @@ def test_a_run_that_is_not_there_is_told_once_and_followed_when_it_is_back(
 def test_a_line_up_that_cannot_be_written_changes_nothing_and_is_written_later(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_follower, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(checkpoint_follower, "_RETRY_S", 0.0)
     made = follower(run, tmp_path / "service")
     (tmp_path / "service").rename(tmp_path / "aside")
     (tmp_path / "service").write_text("a file")  # even root cannot write below it

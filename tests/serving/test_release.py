@@ -92,7 +92,7 @@ def test_weights_that_are_not_numbers_are_refused(number: float, which: str) -> 
     name = sorted(weights)[0 if which == "first" else -1]
     weights[name].reshape(-1)[-1] = number
     part = replace(released(2).parts[MODEL], weights=serialization.encode_weights(weights))
-    with pytest.raises(Damaged, match="not a number"):
+    with pytest.raises(Damaged, match="not finite"):
         release.validate_release(Release(2, {"": MODEL}, {MODEL: part}))
 
 
@@ -101,14 +101,14 @@ def test_a_model_that_answers_with_what_is_no_number_is_refused() -> None:
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.fill_(3e38)
-    with pytest.raises(Damaged, match="not numbers"):
+    with pytest.raises(Damaged, match="not finite"):
         release.validate_release(released(2, made))
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 1), ()])
 def test_other_observations_are_refused_with_both_spaces_named(shape: tuple[int, ...]) -> None:
     other = policy(2, observation=gym.spaces.Box(-2.0, 2.0, shape, np.float32))
-    with pytest.raises(IncompatibleCheckpoint, match=r"observation space.*the games play with") as refused:
+    with pytest.raises(IncompatibleCheckpoint, match=r"observation space.*the served one is") as refused:
         release.validate_release(released(2, other), released(1))
     assert "model of its own" in refused.value.hint
 

@@ -259,7 +259,7 @@ def test_a_version_that_comes_back_keeps_its_sessions(one: Path) -> None:
 def test_files_that_are_gone_while_they_are_read_change_nothing_and_are_tried_again(
     one: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(services, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(services, "_RETRY_S", 0.2)
     with serving(one) as served, Match(served.port, "m", Twin(policy(1))) as match:
         RoutingTable({"default": agent(2)}).write(one)
         wait_until(lambda: "cannot be loaded" in caplog.text)
@@ -426,7 +426,7 @@ def test_matches_are_recorded_with_the_version_that_played_until_it_changes(one:
     assert counts.damaged == 0
     assert sorted(int(segment.version[0, 0]) for segment in found) == [1, 1, 2]
     for segment in found:
-        assert segment.valid[:, 0].tolist() == [True] * 5, "what came of the last action is not known"
+        assert segment.valid[:, 0].tolist() == [True] * 5, "the outcome of the last action is unknown"
         seen, twin = segment.observation[:5, 0], Twin(policy(int(segment.version[0, 0])))
         assert [list(map(float, row)) for row in seen] == [observations(1, seed=n)[0] for n in range(5)]
         for row, action in zip(seen, segment.action[:5, 0], strict=True):

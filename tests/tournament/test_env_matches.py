@@ -23,7 +23,7 @@ from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import GatewaySettings
 from ludus.models.inference.batched_policy import BatchedPolicy, State
 from ludus.models.networks import NetworkConfig
-from ludus.models.policy import Acted, Policy
+from ludus.models.policy import BatchDecision, Policy
 from ludus.protocol.codec import SeatSpaces, decode, seats_to_spec
 from ludus.sampling.multi_agent import play_episode
 from ludus.sampling.trained_agent import TrainedAgent
@@ -64,14 +64,14 @@ class Names:
         drawn: Array = torch.rand((rows, 1), generator=generator).numpy()
         return drawn
 
-    def act(self, observation: Tree, state: State = (), mask: Array | None = None, noise: Array | None = None) -> Acted:
+    def act(self, observation: Tree, state: State = (), mask: Array | None = None, noise: Array | None = None) -> BatchDecision:
         zeros = np.zeros(len(observation), np.float32)
         shift = state[0][:, 0].astype(np.int64) if self.recurrent else self._after
         if noise is not None:
             shift = shift + (noise[:, 0] * CARDS).astype(np.int64)
         action = (observation.argmax(1) + shift) % CARDS
         sure = np.where(observation.argmax(1) == self._unsure, np.nan, zeros)
-        return Acted(action, action, sure, zeros, (state[0] + 1,) if self.recurrent else ())
+        return BatchDecision(action, action, sure, zeros, (state[0] + 1,) if self.recurrent else ())
 
 
 def named(after: int = 0, counts: bool = False, unsure: int = -1) -> Trained:
@@ -416,7 +416,7 @@ def test_what_an_agent_is_given_that_never_acted_is_its_own() -> None:
 
 def test_players_who_always_do_the_same_are_not_the_same_matches() -> None:
     policy = Names()
-    policy.act = lambda observation, *more: Acted(  # type: ignore[method-assign]
+    policy.act = lambda observation, *more: BatchDecision(  # type: ignore[method-assign]
         np.zeros(len(observation), np.int64),
         np.zeros(len(observation)),
         np.zeros(len(observation)),

@@ -18,11 +18,11 @@ from ludus.errors import WorkerFailed
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.worker_policies import COUNTER_METRICS, GAUGE_METRICS, WorkerActorFactory
 from ludus.models.policy import Policy
-from ludus.models.weights.shared_weights import Board, stage
+from ludus.models.weights.shared_weights import SharedWeights, stage
 from ludus.process.temp_dirs import TempDir, shared_memory_dir
 from ludus.process.workers.supervisor import Supervisor
 from ludus.sampling.segment_recorder import session_spec
-from ludus.transport.multi_producer import GatheredMemory
+from ludus.transport.multi_producer import MultiProducerMemory
 
 _TURN_S = 0.25
 _START_S = 60.0
@@ -34,11 +34,11 @@ class GatewayBoards:
 
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
         self._scratch = TempDir(shared_memory_dir())
-        self.boards = {name: Board(self._scratch.path / name) for name in policies}
+        self.boards = {name: SharedWeights(self._scratch.path / name) for name in policies}
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
         segments = self._scratch.path / ".segments"  # not a valid name of a model
         segments.mkdir(mode=0o700)
-        self.memory = GatheredMemory(specs, segments, capacity, COUNTER_METRICS, GAUGE_METRICS)
+        self.memory = MultiProducerMemory(specs, segments, capacity, COUNTER_METRICS, GAUGE_METRICS)
         self.policies, self.steps = dict(policies), steps
 
     def publish(self, name: str, version: int) -> None:

@@ -31,7 +31,7 @@ from ludus.distributed.node_agent import BUNDLE_BYTES, Bundle, Bytes, NodeAgent,
 from ludus.distributed.sampling_pool import COUNTERS, LocalNode, SamplingNode, SamplingPlan, WorkerReport
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster, Member
-from ludus.transport.ring_buffer import Bell
+from ludus.transport.ring_buffer import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class RayNode:
                 self._reports = dict(bundle.reports)
 
     def set_refused(self, index: int, life: int, why: str) -> None:
-        """Record a worker that could not be started."""
+        """RingRecord a worker that could not be started."""
         with self._lock:
             self._refused[index] = life, WorkerReport("failed", None, 0, why, (0.0,) * len(COUNTERS))
 
@@ -245,7 +245,7 @@ class RayNodes:
         self._settled = threading.Condition()
         self._members: list[Member] = cluster.members()
         self._logs = _SharedLogDir(log_dir)
-        self._bell, self._bell_path = Bell(bell), bell
+        self._bell, self._bell_path = Wakeup(bell), bell
         self._own: LocalNode | None = None
         self._thread = threading.Thread(target=self._run, name="ray-state", daemon=True)
         self._gcs = GcsThread(
@@ -455,7 +455,7 @@ class RayNodes:
             self._settled.notify_all()
         log.info("%s has an agent, with %d cores", node.name, node.cores)
         self.request_bundles(node)
-        self._bell.ring()
+        self._bell.notify()
 
     # -- calls of agents
 
@@ -509,7 +509,7 @@ class RayNodes:
         if bundle.blocks or bundle.reports is not None:
             node.deliver(bundle, unpack(self._layout, len(bundle.blocks), data))
         if bundle.blocks:
-            self._bell.ring()
+            self._bell.notify()
         for worker, tail in bundle.tails:
             log.warning("worker %d on %s failed; its last lines are in the run's logs", worker, node.name)
             self._logs.append(node.name, worker, tail)
@@ -549,7 +549,7 @@ class RayNodes:
             if not node.ready:
                 self._unusable[node.id] = f"{node.name}: {why}"
             self._settled.notify_all()
-        self._bell.ring()
+        self._bell.notify()
 
     def _fail(self, message: str, hint: str) -> None:
         if self._failure is None:
@@ -559,7 +559,7 @@ class RayNodes:
             with self._settled:
                 self._settled.notify_all()
             with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                self._bell.ring()
+                self._bell.notify()
 
     def _close_agents(self) -> None:
         """Let agents end their workers, then kill the agents; those that cannot be reached end by themselves."""

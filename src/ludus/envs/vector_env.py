@@ -29,7 +29,7 @@ from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.preprocessing import for_evaluation, is_plain, preprocess_env, saved_preprocess
 from ludus.envs.registry import accepts, call_factory, factory_of, makes_vector_env, spec_of, takes_mapping, version_notice
 from ludus.envs.wrappers import Wrapper, WrapperList, load_wrappers
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, place_of
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, user_frame
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Observations:
     """
 
     def raw_value(self, row: int, path: str, index: Sequence[int]) -> float:
-        """Return one number of an observation in its original precision; NaN if it is not values."""
+        """Return one number of an observation in its original precision; NaN if it is not found."""
         given = _plain(self.raw[row] if self.raw is not None else map_tree(lambda x: np.asarray(x)[row], self.observation))
         leaf = dict(leaves(given)).get(path)
         return math.nan if leaf is None else float(leaf[tuple(index)])
@@ -402,12 +402,12 @@ def _build_env(name: str, make: Callable[[], Any]) -> Any:
         raise MissingExtra(f"{name} needs more packages: {error}.", f"pip install 'ludus[{family}]'") from error
     except TypeError as error:
         raise EnvironmentFault(
-            f"{name} could not be constructed: {error}{place_of(error)}.", "Check config.env_config."
+            f"{name} could not be constructed: {error}{user_frame(error)}.", "Check config.env_config."
         ) from error
     except gym.error.Error as error:
         raise EnvironmentFault(f"{name} could not be constructed: {error}.") from error
     except Exception as error:  # user code may raise anything
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} in its constructor: {error}{place_of(error)}.") from error
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} in its constructor: {error}{user_frame(error)}.") from error
 
 
 _GYMNASIUM_STEP = (
@@ -584,7 +584,7 @@ def environment_errors(name: str, call: str, step: int, row: int | None = None) 
     except Exception as error:  # user code may raise anything
         who = name if row is None else f"environment {row} of {name}"
         raise EnvironmentFault(
-            f"{who} raised {type(error).__name__} in {call} (step {step}): {error}{place_of(error)}."
+            f"{who} raised {type(error).__name__} in {call} (step {step}): {error}{user_frame(error)}."
         ) from error
 
 
@@ -612,13 +612,13 @@ class WithoutCentralState(gym.ObservationWrapper[Any, Any, Any]):
         parts = env.observation_space.spaces
         own = parts["observation"]
         self._named = isinstance(own, gym.spaces.Dict)
-        shown = self._joined({**parts, "observation": own.spaces if isinstance(own, gym.spaces.Dict) else own})
+        shown = self._combine({**parts, "observation": own.spaces if isinstance(own, gym.spaces.Dict) else own})
         self.observation_space = gym.spaces.Dict(shown) if isinstance(shown, dict) else shown
 
     def observation(self, observation: Any) -> Any:
-        return self._joined(observation)
+        return self._combine(observation)
 
-    def _joined(self, parts: Mapping[str, Any]) -> Any:
+    def _combine(self, parts: Mapping[str, Any]) -> Any:
         own = parts["observation"]
         if ACTION_MASK not in parts:
             return own

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.algorithms.base import Algorithm
-from ludus.config import schema as configs
-from ludus.config.schema import AlgorithmConfig, ExperimentConfig, StopConfig
+from ludus.config.schema import EXTERNAL, AlgorithmConfig, ExperimentConfig, StopConfig
+from ludus.config.translation import canonical_config
+from ludus.config.validation import check_experiment, dump_config, parse_algorithm_config, parse_external_config
 from ludus.envs.legacy_names import current_name
 from ludus.envs.vector_env import check_exists, reward_threshold
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
@@ -61,7 +62,7 @@ class ResolvedExperiment:
     @property
     def is_external(self) -> bool:
         """Games call this run over HTTP."""
-        return self.experiment.env == configs.EXTERNAL
+        return self.experiment.env == EXTERNAL
 
 
 def resolve(data: Mapping[str, Any], cluster: ClusterOptions | None = None) -> ResolvedExperiment:
@@ -80,9 +81,9 @@ def resolve_parsed(parsed: ParsedExperiment, cluster: ClusterOptions | None = No
 
 
 def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> ResolvedExperiment:
-    experiment = configs.check_experiment(parsed.reading)
+    experiment = check_experiment(parsed.reading)
     experiment = experiment.model_copy(update={"env": current_name(experiment.env).name})
-    external = experiment.env == configs.EXTERNAL
+    external = experiment.env == EXTERNAL
     algorithm = validate.algorithm_of(experiment.run)
     multi_agent = parsed.is_multi_agent
     if not external and not multi_agent:
@@ -95,7 +96,7 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
     if external:
         from ludus.experiments.validation.game_seats import seats_of
 
-        seats_of(configs.external_config(config.env_config))
+        seats_of(parse_external_config(config.env_config))
     _check_mode(config, cluster, external=external)
     if multi_agent:
         config = agent_mapping.resolve_agents(experiment.env, algorithm.Config, config)
@@ -107,7 +108,7 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
     if not stop.model_dump(exclude_none=True):
         solved = None if external or multi_agent else reward_threshold(experiment.env)
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)
-    experiment = experiment.model_copy(update={"stop": stop, "config": configs.dumped(config)})
+    experiment = experiment.model_copy(update={"stop": stop, "config": dump_config(config)})
     return ResolvedExperiment(experiment, algorithm, config, cluster)
 
 
@@ -191,7 +192,7 @@ def choose_num_workers(
         return parsed  # `resolve` reports what is wrong with it
     if parsed.config_reading.data.get("num_workers") != "auto":
         return parsed
-    config = configs.canonical(parsed.config, validate.algorithm_of(parsed.run).Config)
+    config = canonical_config(parsed.config, validate.algorithm_of(parsed.run).Config)
     if cluster is not None and cluster.asked_for:
         raise ConfigError(
             "config.num_workers is auto, which looks at this machine alone, and a cluster is named.",
@@ -217,7 +218,7 @@ def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce
     cores = usable_cores()
     if parsed.memory != EMBEDDED:
         return 1, "workers of a fleet come by themselves"
-    if parsed.env == configs.EXTERNAL:
+    if parsed.env == EXTERNAL:
         return max(0, cores - 1), f"one for every core but that of the learner, of {cores}"
     if parsed.is_multi_agent:
         return 0, "several agents are sampled by this process"
@@ -225,7 +226,7 @@ def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce
 
     any_batch = {key: value for key, value in config.items() if key != "train_batch_size"}
     alone = resolve(_with_config(parsed, any_batch | {"num_workers": 0, "sampling": "sync"}))
-    measured = configs.algorithm_config(alone.algorithm.Config, any_batch)
+    measured = parse_algorithm_config(alone.algorithm.Config, any_batch)
     if announce is not None:
         announce("measuring the environment …")
     return choose_workers(alone.experiment.env, alone.algorithm, measured, config, cores * job_nodes())

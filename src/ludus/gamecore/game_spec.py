@@ -125,25 +125,25 @@ class GameSpec:
 def resolve_game(game: str, mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> GameSpec:
     """Build the specification from env_config. Raises ConfigError."""
     if game == ARENA and "observation_space" not in keywords:
-        return _arena(mode, options, keywords)
-    return _declared(game, mode, options, dict(keywords))
+        return _arena_spec(mode, options, keywords)
+    return _declared_spec(game, mode, options, dict(keywords))
 
 
 # -- the Arena ------------------------------------------------------------------------------------------------------------
 
 
-def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> GameSpec:
+def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> GameSpec:
     """`keywords`: of the Arena's environments."""
     from ludus.games.arena.engine.layout import RULES, TICKS_PER_SECOND
     from ludus.games.arena.env import seats
     from ludus.games.arena.host.match_host import HERO_TABLE
 
     rest = {"opponent": SELF, **keywords}
-    unknown = set(rest) - set(seats.Options.__dataclass_fields__)
+    unknown = set(rest) - set(seats.ArenaOptions.__dataclass_fields__)
     if unknown:
         name = min(unknown)
-        raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, [*seats.Options.__dataclass_fields__, *KEYS]))
-    arena = seats.Options(mode=mode or "1v1", **rest)
+        raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, [*seats.ArenaOptions.__dataclass_fields__, *KEYS]))
+    arena = seats.ArenaOptions(mode=mode or "1v1", **rest)
     if arena.states is not None:
         raise ConfigError(f"states is {arena.states!r}.", "Remove it: a gamecore server uses its own saved states with `repeat`.")
     size, settings = arena.size, arena.settings()
@@ -177,7 +177,7 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         seats=tuple(f"hero_{i}" for i in range(size)),
         joint_seats=tuple(f"{camp}_{i}" for camp in seats.CAMPS for i in range(size)),
         opponent_shares=_shares_by_kind(arena.shares),
-        opponent_sampler=arena.rivals(),
+        opponent_sampler=arena.opponents(),
         lineups=arena.lineups(),
         side=arena.camp(),
         opponents=tuple(kind.removeprefix(RULE) for kind in arena.shares if kind != SELF),
@@ -221,7 +221,7 @@ KEYS: Final = (
 )
 
 
-def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str, Any]) -> GameSpec:
+def _declared_spec(game: str, mode: Any, options: Mapping[str, Any], given: dict[str, Any]) -> GameSpec:
     for name in given:
         if name not in KEYS:
             raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, KEYS))

@@ -30,7 +30,7 @@ from ludus.errors import ConfigError, Refused
 from ludus.gamecore.game_spec import GameSpec
 from ludus.gateway.actor import Actor
 from ludus.gateway.builtin_actor import decode_message, encode_message
-from ludus.models.inference.micro_batcher import Answer
+from ludus.models.inference.micro_batcher import BatchFuture
 from ludus.protocol.codec import ONLY_SEAT
 
 log = logging.getLogger(__name__)
@@ -112,11 +112,11 @@ class LiveMatch:
         """Camps whose session has ended."""
         self.left_rows: set[int] = set()
         """Rows whose seat has left while the match continues."""
-        self.parked: dict[tuple[int, ...], Answer] = {}
+        self.parked: dict[tuple[int, ...], BatchFuture] = {}
         """Pending ticks by the camps of their session."""
         self.updates: dict[int, SeatUpdate] = {}
         """Updates of the current round by row."""
-        self.missing = self._expected()
+        self.missing = self._count_expected()
         self.decisions = 0
         self.result: Mapping[str, Any] = {}
         self.lost = ""
@@ -125,7 +125,7 @@ class LiveMatch:
         """Time of the order, the last answer or the last request."""
         self.checked_at = now
 
-    def _expected(self) -> int:
+    def _count_expected(self) -> int:
         return sum(len(rows) for camp, rows in self.rows.items() if camp not in self.ended_camps)
 
     @property
@@ -148,11 +148,11 @@ class LiveMatch:
         self.last_activity = now
         self.missing -= sum(len(self.rows[camp]) for camp in camps)
 
-    def begin_round(self, now: float) -> dict[tuple[int, ...], Answer]:
+    def begin_round(self, now: float) -> dict[tuple[int, ...], BatchFuture]:
         """Begin a new round and return the pending ticks of the previous one."""
         self.left_rows = (self.left_rows - self.updates.keys()) | {row for row, one in self.updates.items() if one.over}
         parked, self.parked, self.updates = self.parked, {}, {}
-        self.missing, self.last_activity = self._expected(), now
+        self.missing, self.last_activity = self._count_expected(), now
         self.decisions += 1
         return parked
 
@@ -244,7 +244,7 @@ class LiveMatches:
             log.warning("match %s was lost: %s (%d so far)", match.id, why, number)
 
     @staticmethod
-    def _cancel(answer: Answer) -> None:
+    def _cancel(answer: BatchFuture) -> None:
         """Refuse a pending tick. Thread-safe."""
         answer.get_loop().call_soon_threadsafe(_refuse, answer)
 
@@ -279,7 +279,7 @@ class LiveMatches:
             raise Refused(409, "camp", f"Camp {camp} of this match has a session already.", "Start one session per camp.")
         return (int(camp),)
 
-    def park(self, match: LiveMatch, camps: tuple[int, ...], updates: Mapping[int, SeatUpdate], answer: Answer) -> None:
+    def park(self, match: LiveMatch, camps: tuple[int, ...], updates: Mapping[int, SeatUpdate], answer: BatchFuture) -> None:
         """Store a tick until `answer` is called. Raises Refused when the match was lost."""
         with self.condition:
             self._check_open(match)
@@ -317,8 +317,8 @@ class LiveMatches:
     # -- called by the vector environment
 
     def answer(self, actions: Callable[[int], Any]) -> None:
-        """Answer all pending ticks; `actions(row)` returns an action as plain lists and numbers."""
-        answers: list[tuple[Answer, dict[int, Any]]] = []
+        """BatchFuture all pending ticks; `actions(row)` returns an action as plain lists and numbers."""
+        answers: list[tuple[BatchFuture, dict[int, Any]]] = []
         loop: asyncio.AbstractEventLoop | None = None
         with self.condition:
             now = self.clock()
@@ -413,7 +413,7 @@ def _has_next_observation(slot: MatchSlot) -> bool:
     return slot.upcoming is not None and slot.upcoming.ready
 
 
-def _send_actions(answers: Sequence[tuple[Answer, dict[int, Any]]]) -> None:
+def _send_actions(answers: Sequence[tuple[BatchFuture, dict[int, Any]]]) -> None:
     for answer, actions in answers:
         if not answer.done():
             answer.set_result(actions)
@@ -421,7 +421,7 @@ def _send_actions(answers: Sequence[tuple[Answer, dict[int, Any]]]) -> None:
                 answer.waiter.resume()
 
 
-def _refuse(answer: Answer) -> None:
+def _refuse(answer: BatchFuture) -> None:
     if not answer.done():
         answer.set_exception(Refused(410, "session_lost", "This match was given up.", "End it."))
         if answer.waiter is not None:
@@ -439,7 +439,7 @@ class StepParser:
 
     def __init__(self, game: GameSpec) -> None:
         self.seats, self.joint, self.single = game.seats, game.joint_seats, game.seats == (ONLY_SEAT,)
-        self._fit = spaces.Fit(game.wire_space)
+        self._fit = spaces.SpaceParser(game.wire_space)
         self._paths = [(path.split(".") if path else [], _size(spec)) for path, spec in leaves(self._fit.spec)]
         self._branches = [(path.split(".") if path else [], keys) for path, keys in _branches(self._fit.spec)]
         self._action_space, self._masked = game.action_space, game.masked
@@ -651,7 +651,7 @@ class MatchActor(Actor):
         except Refused as refused:
             self._matches.lose(match, f"it sent an invalid tick: {refused}")
             raise
-        answer = Answer(loop=asyncio.get_running_loop())
+        answer = BatchFuture(loop=asyncio.get_running_loop())
         self._matches.park(match, self._camps, updates, answer)
         actions = await answer
         self._acted = {row for row, action in actions.items() if action is not None}

@@ -320,7 +320,7 @@ class MatchScheduler:
             self._mark_reachable()
             if state.over:
                 last = f" Last output: {state.last_lines[-1]}" if state.last_lines else ""
-                self._matches.lose(match, f"{state.told()}{last}")
+                self._matches.lose(match, f"{state.describe()}{last}")
 
     def _stop(self, runtime_id: str) -> None:
         try:

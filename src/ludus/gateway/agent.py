@@ -47,7 +47,7 @@ class Seat:
         policy = model.policy
         self.model, self.memory = model, memory
         self.observation_space, self.action_space = policy.observation_space, policy.action_space
-        self.fit = spaces.Fit(policy.observation_space)
+        self.fit = spaces.SpaceParser(policy.observation_space)
         self.choices = spaces.choices(policy.action_space)
         self.state_spec = policy.state_spec()
         self.raw = RawCodec(policy.observation_space, policy.action_space)
@@ -147,7 +147,7 @@ class Agent:
         return self.take(checked, allowed, await self.ask(checked, allowed))
 
     @property
-    def settled(self) -> bool:
+    def can_ask(self) -> bool:
         """Whether the previous episode is completely recorded, so that `ask` may be called."""
         return self._closing is None
 

@@ -88,7 +88,7 @@ class BuiltinActor(Actor):
         assert raw is not None
         step = raw.read(body)
         agent = self._agents.get(ONLY_SEAT) or self._agent(ONLY_SEAT)
-        if step.plain and step.flags == 0 and agent.settled:  # nearly every tick takes this path
+        if step.plain and step.flags == 0 and agent.can_ask:  # nearly every tick takes this path
             if step.reward:
                 agent.reward(step.reward)
             return raw.write(agent.take(step.observation, None, await agent.ask(step.observation, None)))

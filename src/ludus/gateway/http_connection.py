@@ -571,7 +571,7 @@ class HttpConnection(asyncio.Protocol):
         if self._refused is not None:
             return
         if handover.possible:
-            if request.session and self._authorized():
+            if request.session and self._is_authorized():
                 handover.slot = self._handler.owner_elsewhere(request.session)
             if handover.slot >= 0:
                 return
@@ -596,7 +596,7 @@ class HttpConnection(asyncio.Protocol):
         request = self._request
         most = self._handler.limits.body_bytes
         size = max(request.length, request.body_bytes)
-        if size > _UNAUTHORIZED_BODY and not self._authorized():
+        if size > _UNAUTHORIZED_BODY and not self._is_authorized():
             return _UNAUTHORIZED
         if size <= most:
             return None
@@ -647,7 +647,7 @@ class HttpConnection(asyncio.Protocol):
         if self.path != STEP:
             self._set_option(_MODEL, unquote(self.path[len(_STEP_PREFIX) :]).encode())
         error = request.error
-        if not self._authorized():
+        if not self._is_authorized():
             error = _UNAUTHORIZED
         elif error is not None:
             pass
@@ -690,7 +690,7 @@ class HttpConnection(asyncio.Protocol):
             error = Refused(405, "method", message, "GET it.") if exists else Refused(404, "not_found", message, "POST /step")
             self._reject(error, close)
             return
-        authorized = self._authorized()
+        authorized = self._is_authorized()
         caller = self._caller if authorized else None
         exchange = HttpExchange(
             self, _HEAD if method == b"HEAD" else "", close, request_id=self._request.request_id, caller=caller
@@ -710,7 +710,7 @@ class HttpConnection(asyncio.Protocol):
         self.pending.append(exchange)
         exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
 
-    def _authorized(self) -> bool:
+    def _is_authorized(self) -> bool:
         request = self._request
         tokens = self._handler.tokens
         if tokens is None:

@@ -11,7 +11,7 @@ from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Coroutine
 from typing import Any
 
-from ludus.models.inference.micro_batcher import Answer
+from ludus.models.inference.micro_batcher import BatchFuture
 
 
 class InlineTask:
@@ -69,7 +69,7 @@ class InlineTask:
                 raise
         else:
             _leave_task(loop, task)
-            if awaited.__class__ is Answer and awaited.waiter is None:
+            if awaited.__class__ is BatchFuture and awaited.waiter is None:
                 awaited._asyncio_future_blocking = False
                 awaited.waiter = self
                 self._fut_waiter = awaited
@@ -114,7 +114,7 @@ class InlineTask:
         awaited = self._fut_waiter
         if awaited is None:
             return False
-        if awaited.__class__ is Answer and awaited.waiter is self:
+        if awaited.__class__ is BatchFuture and awaited.waiter is self:
             awaited.waiter = None  # a batch does not report cancelled items, and must not resume this task later
             awaited.add_done_callback(self._wake_up)
         return bool(awaited.cancel(msg=self._cancel_message))

@@ -72,37 +72,15 @@ class Session(InlineTask):
     """
 
     __slots__ = (
-        "_table",
-        "actor",
-        "allowance",
-        "began",
-        "body_hash",
-        "busy",
-        "checked_at",
-        "end_reason",
-        "exchange",
-        "id",
-        "kind",
-        "last_body_hash",
-        "last_kind",
-        "last_reply",
-        "latency",
-        "name",
-        "options",
-        "pool_call",
-        "request_at",
-        "retries",
-        "seq",
-        "started",
-        "task",
-        "tick",
-        "tick_ended",
+        "_table", "actor", "allowance", "began", "body_hash", "busy", "checked_at", "end_reason", "exchange", "id", "kind",
+        "last_body_hash", "last_kind", "last_reply", "latency", "options", "pool_call", "request_at", "retries", "seq", "started",
+        "task", "tick", "tick_ended",
     )  # fmt: skip
 
     def __init__(self, table: SessionTable, id_: bytes, options: StartOptions, now: float) -> None:
         super().__init__(table.loop)
         self._table = table
-        self.id, self.name, self.options = id_, id_.decode("utf-8", "replace"), options
+        self.id, self.options = id_, options
         self.latency = table.latency  # replaced by the actor's own, if it has one
         self.began = _clock()  # arrival of the current request
         self.actor: Any = None
@@ -133,6 +111,10 @@ class Session(InlineTask):
             self._step(None)
         else:
             self.task = self._table.loop.create_task(self._call_actor(kind, body), context=self._context)
+
+    @property
+    def name(self) -> str:
+        return self.id.decode("utf-8", "replace")
 
     def get_name(self) -> str:
         return f"session {self.name}"

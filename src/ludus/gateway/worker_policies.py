@@ -11,9 +11,9 @@ from typing import Any
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.models.inference.batched_policy import BatchedPolicy
-from ludus.models.inference.engine import Engine, Newest
+from ludus.models.inference.engine import EnginePolicySource, InferenceEngine
 from ludus.models.weights import serialization
-from ludus.models.weights.shared_weights import BoardReader
+from ludus.models.weights.shared_weights import SharedWeightsReader
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.multi_producer import Lane, LaneWriter
 
@@ -42,13 +42,13 @@ class WorkerActorFactory:
     def load(self) -> None:
         deciding = {}
         for name, (description, board) in self.models.items():
-            engine = Engine(serialization.policy_from(description), BoardReader(Path(board)))
-            deciding[name] = BatchedPolicy(Newest(engine), deterministic=not self.explore)
+            engine = InferenceEngine(serialization.policy_from(description), SharedWeightsReader(Path(board)))
+            deciding[name] = BatchedPolicy(EnginePolicySource(engine), deterministic=not self.explore)
         specs = {name: session_spec(model.policy, self.steps, name) for name, model in deciding.items()}
         self._writer = LaneWriter(self.lanes, specs)
         first = os.getpid() * _ORIGINS
         for seat, model in self.seats.items():
-            self._seats[seat] = Seat(deciding[model], self._writer.rooms[model], first_origin=first)
+            self._seats[seat] = Seat(deciding[model], self._writer.writers[model], first_origin=first)
             first += _ORIGINS // len(self.seats)
 
     def __call__(self) -> BuiltinActor:

@@ -31,7 +31,7 @@ ORCHESTRATORS: Mapping[str, str] = {
 PLANNED = ("kubernetes",)
 """Reserved names without a backend in this version."""
 
-RestartPolicy = Literal["never", "when-killed", "on-failure", "always"]
+RoleRestart = Literal["never", "when-killed", "on-failure", "always"]
 """When a process that ended is restarted: never, if a signal killed it, if its exit code is not 0, or always."""
 
 JobState = Literal["pending", "running", "succeeded", "failed", "cancelled"]
@@ -53,7 +53,7 @@ class Role:
     name: str
     command: tuple[str, ...]
     count: int = 1
-    restart: RestartPolicy = "never"
+    restart: RoleRestart = "never"
     environment: Mapping[str, str] = field(default_factory=dict)
     cpus: float = 1
     gpus: float = 0
@@ -226,7 +226,7 @@ def exit_code(returned: int) -> int:
     return 128 - returned if returned < 0 else returned
 
 
-def should_restart(restart: RestartPolicy, returned: int) -> bool:
+def should_restart(restart: RoleRestart, returned: int) -> bool:
     """`returned`: a `Popen.returncode`, negative when a signal killed the process."""
     return {"never": False, "when-killed": returned < 0, "on-failure": returned != 0, "always": True}[restart]
 
@@ -246,9 +246,9 @@ def _check_role(role: Role, secrets: tuple[str, ...]) -> None:
         raise UsageError(f"The role {role.name!r} contains invalid text: {error.object!r}.", "Use UTF-8.") from error
     if role.count < 1:
         raise UsageError(f"The role {role.name!r} has {role.count} processes.", "Remove the role instead.")
-    if role.restart not in get_args(RestartPolicy):
+    if role.restart not in get_args(RoleRestart):
         raise UsageError(
-            f"The role {role.name!r} has restart={role.restart!r}.", f"Use one of: {', '.join(get_args(RestartPolicy))}."
+            f"The role {role.name!r} has restart={role.restart!r}.", f"Use one of: {', '.join(get_args(RoleRestart))}."
         )
     if role.cpus < 0 or role.gpus < 0:
         raise UsageError(f"The role {role.name!r} has cpus={role.cpus} and gpus={role.gpus}.", "Use numbers >= 0.")

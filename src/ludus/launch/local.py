@@ -62,7 +62,7 @@ class LocalOrchestrator(JobIndex):
         directory = self._create(job, files)
         try:
             self._launch(directory)
-        except BaseException:
+        except BaseException:  # also an interrupt must not leave an incomplete job
             shutil.rmtree(directory.path, ignore_errors=True)
             raise
         return directory.id

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ludus.errors import UsageError
-from ludus.launch.job import Job, RestartPolicy, Role
+from ludus.launch.job import Job, Role, RoleRestart
 from ludus.process.job_env import LEARNERS, WAIT
 from ludus.transport.message_stream import PASSWORD
 
@@ -28,7 +28,7 @@ NodeUse = Literal["ray", "each", "one"]
 """How a command uses several nodes: through Ray, as one process on each node, or not at all."""
 
 _NODE_USES: Mapping[tuple[str, ...], NodeUse] = {("train",): "ray", ("tune",): "ray", ("fleet", "worker"): "each"}
-_RESTARTS: Mapping[str, RestartPolicy] = {
+_RESTARTS: Mapping[str, RoleRestart] = {
     "train": "when-killed", "tune": "when-killed", "serve": "on-failure", "fleet": "on-failure",
 }  # fmt: skip
 _RAY_OPTIONS = ("--address", "--ray-address", "--local-mode")

@@ -43,7 +43,7 @@ GAMECORE = "GAMECORE_SERVER_ADDR"
 ADVERTISE = "LUDUS_ADVERTISE"
 
 EXPERIMENTS = "LUDUS_LEARNER_TRAINS"
-"""Names of the learner's experiments, quoted for a shell. With PWD it makes up the `LearnerTask`."""
+"""Names of the learner's experiments, quoted for a shell. With PWD it makes up the `TrainingTask`."""
 
 _MIN_TOKEN, _MAX_TOKEN = 16, 4096
 _PYTHON = (sys.executable, "-P", "-m")
@@ -63,11 +63,11 @@ class Rendezvous:
     @property
     def address(self) -> str:
         """HOST:PORT of the head, which identifies the run."""
-        return f"{_bracketed(self.here.head)}:{self.port}"
+        return f"{_bracket_ipv6(self.here.head)}:{self.port}"
 
 
 @dataclass(frozen=True)
-class LearnerTask:
+class TrainingTask:
     """What a learner trains. It distinguishes a restart of the same run from a start that would replace another run.
 
     `directory`: its working directory, which contains its runs. `experiments`: empty if --resume names a run.
@@ -80,14 +80,14 @@ class LearnerTask:
         return {"PWD": self.directory, EXPERIMENTS: shlex.join(self.experiments)}
 
     @staticmethod
-    def of(job: Job) -> LearnerTask | None:
+    def of(job: Job) -> TrainingTask | None:
         """Return the task of a learner's job; None if the job joins the training of another machine."""
         variables = next((role.environment for role in job.roles if role.name == job.main), {})
         if not variables.get("PWD") or EXPERIMENTS not in variables:
             return None
-        return LearnerTask(variables["PWD"], tuple(shlex.split(variables[EXPERIMENTS])))
+        return TrainingTask(variables["PWD"], tuple(shlex.split(variables[EXPERIMENTS])))
 
-    def is_same_run(self, other: LearnerTask) -> bool:
+    def is_same_run(self, other: TrainingTask) -> bool:
         unknown = not self.experiments or not other.experiments
         return self.directory == other.directory and (unknown or set(self.experiments) == set(other.experiments))
 
@@ -131,7 +131,7 @@ def learner_job(
     *,
     cpus: int = 0,
     wait_s: float = WAIT_S,
-    task: LearnerTask | None = None,
+    task: TrainingTask | None = None,
 ) -> Job:
     """Plan the job of the head: Ray, the lifeline server and the training. `words`: of `ludus train`. `cpus`: for workers on the head.
 
@@ -327,9 +327,9 @@ def copy_command(path: Path, hosts: Hostfile) -> str:
     there = path.relative_to(home) if path.is_relative_to(home) else path  # the user on the head may have another home directory
     port = f"-P {head.port} " if head.port != 22 else ""
     who = f"{head.user}@" if head.user else ""
-    source = shlex.quote(f"{who}{_bracketed(head.host)}:{there}")
+    source = shlex.quote(f"{who}{_bracket_ipv6(head.host)}:{there}")
     return f"mkdir -p -m 700 {shlex.quote(str(path.parent))} && scp {port}{source} {shlex.quote(str(path))}"
 
 
-def _bracketed(host: str) -> str:
+def _bracket_ipv6(host: str) -> str:
     return f"[{host}]" if ":" in host else host

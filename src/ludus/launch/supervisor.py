@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from ludus.core import plugins
-from ludus.io.rotating_log import LogWriter, before
+from ludus.io.rotating_log import LogWriter, previous_path
 from ludus.launch.job import OVER, JobState, ProcessState, ProcessStatus, Role, exit_code, should_restart
 from ludus.launch.job_dir import PRIVATE, JobDirectory, JobRecord, ProcessIdentity, hostname, machine_id
 from ludus.launch.job_dir import RUN as RUN_FILE
@@ -172,7 +172,7 @@ class RoleProcess:
         return ProcessStatus(self.role.name, self.index, self.state, code, self.restarts, running, self.host or machine)
 
 
-class Supervisor:
+class JobSupervisor:
     """Runs one job to its end. `lifeline`: read end of a pipe; the job is cancelled when its write end is closed."""
 
     def __init__(
@@ -427,7 +427,7 @@ class Supervisor:
         self._signals.close()
 
     def _is_done(self) -> bool:
-        """Whether main needs no restart. Exit code 0 says so, except of a service (restart on-failure), which also exits so when stopped."""
+        """Whether main needs no restart. Exit code 0 means so, except for a service (restart on-failure), which also exits so when stopped."""
         return self._main.returncode == 0 and self._main.role.restart != "on-failure"
 
     def _will_restart(self) -> bool:
@@ -443,7 +443,7 @@ class Supervisor:
             self._state, self._reason = "failed", f"{self._reason}, and it could not be queued again: {why}"
 
     @property
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         return self._state == "pending"
 
     @property
@@ -529,7 +529,7 @@ def _link_log(inside: Path, log: Path) -> Path:
     """Link a log elsewhere, and its rotated predecessor, into the job directory; return the log."""
     log = log.absolute()
     log.parent.mkdir(parents=True, exist_ok=True)
-    for here, there in ((inside, log), (before(inside), before(log))):
+    for here, there in ((inside, log), (previous_path(inside), previous_path(log))):
         here.unlink(missing_ok=True)
         here.symlink_to(there)
     return log
@@ -548,7 +548,7 @@ def run_keeper(directory: JobDirectory, lifeline: int | None, started: int | Non
         code = 1
         try:
             identity.adopt_orphans()
-            supervisor = Supervisor(directory, keeper, lifeline, starter)
+            supervisor = JobSupervisor(directory, keeper, lifeline, starter)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOP_SIGNALS, _INTERRUPT))
             identity.die_with_parent(keeper.pid, signal.SIGTERM)
             supervisor.publish()
@@ -556,7 +556,7 @@ def run_keeper(directory: JobDirectory, lifeline: int | None, started: int | Non
                 os.write(started, b"1")
                 os.close(started)
             supervisor.run()
-            code = INTERRUPTED if supervisor.interrupted else supervisor.exit_code if started is None else 0
+            code = INTERRUPTED if supervisor.is_interrupted else supervisor.exit_code if started is None else 0
         except BaseException:  # the child must not return into the caller's code; the keeper cleans up
             traceback.print_exc()
         finally:

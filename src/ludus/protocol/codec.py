@@ -121,15 +121,15 @@ class _Sampler:
             return (drawn + space.start).tolist()
         if isinstance(space, gym.spaces.MultiBinary):
             bits = self._rng.integers(0, 2, int(np.prod(space.shape)))
-            return (bits * self._allowed(bits.size)).reshape(space.shape).tolist()
+            return (bits * self._next_mask(bits.size)).reshape(space.shape).tolist()
         if isinstance(space, gym.spaces.Box):
             return _sample_box(space, self._rng).tolist()
         raise ConfigError(f"Cannot sample from a {type(space).__name__} space.")
 
     def _option(self, n: int) -> int:
-        return int(self._rng.choice(np.flatnonzero(self._allowed(n))))
+        return int(self._rng.choice(np.flatnonzero(self._next_mask(n))))
 
-    def _allowed(self, n: int) -> Bools:
+    def _next_mask(self, n: int) -> Bools:
         part = np.ones(n, np.bool_) if self._mask is None else self._mask[self._at : self._at + n]
         self._at += n
         return part

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ludus.core.spaces import Fit
+from ludus.core.spaces import SpaceParser
 from ludus.distributed.gateway_workers import run_loop
 from ludus.errors import LudusError, Refused, UsageError
 from ludus.gateway.actor import Actor
@@ -186,7 +186,7 @@ class SpacesScript:
 
     def __init__(self, spec: dict[str, Any], form: Format, seed: int = 0) -> None:
         self._seats, self._form = parse_seats(spec), form
-        self._fits = {name: Fit(seat.action, "action") for name, seat in self._seats.items()}
+        self._fits = {name: SpaceParser(seat.action, "action") for name, seat in self._seats.items()}
         rng = np.random.default_rng(seed)
         self._first = self._body(rng, 0.0)  # nothing has been done that could be rewarded
         self._later = [self._body(rng, float(rng.normal())) for _ in range(self._VARIETY)]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ludus.core.statistics import wilson
+from ludus.core.statistics import wilson_interval
 
 WAIT: Literal["wait"] = "wait"
 PROMOTE: Literal["promote"] = "promote"
@@ -142,7 +142,7 @@ def _judge_share(
     if evidence(bad, total, allowed) >= math.log(1 / settings.risk):
         return ROLL_BACK
     estimate = limits.ratio * bad_stable / of_stable if of_stable else 0.0
-    if wilson(bad, total, _PROMOTE_Z)[1] <= min(max(limits.tolerated, estimate), _MAX_ERROR_SHARE):
+    if wilson_interval(bad, total, _PROMOTE_Z)[1] <= min(max(limits.tolerated, estimate), _MAX_ERROR_SHARE):
         return PROMOTE
     return WAIT
 
@@ -155,7 +155,7 @@ def error_limit(bad_stable: int, of_stable: int, ratio: float, tolerated: float)
     """
     if not of_stable:
         return _MAX_ERROR_SHARE
-    upper = wilson(bad_stable, of_stable, _STABLE_Z)[1]
+    upper = wilson_interval(bad_stable, of_stable, _STABLE_Z)[1]
     return min(max(tolerated, ratio * upper), max(_MAX_ERROR_SHARE, upper))
 
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ludus.config import schema as configs
+from ludus.config.experiment_file import load_experiments
+from ludus.config.schema import EXTERNAL
+from ludus.config.validation import parse_external_config
 from ludus.core.tree import Tree
 from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, NotFound, StoreError, UsageError
 from ludus.experiments.assembly.http_training import gateway_settings
@@ -49,7 +51,7 @@ def resolve_run(where: str, local_dir: str | Path) -> str:
     """Return the latest run of a YAML experiment file; any other argument is returned unchanged. Raises NotFound."""
     if not where.endswith((".yaml", ".yml")):
         return where
-    names = list(configs.load_experiments(Path(where)))
+    names = list(load_experiments(Path(where)))
     top = directory_of(local_dir)
     runs = [run for name in names for run in find_runs(top / name) if checkpoint.names(store_of(run))]
     if not runs:
@@ -97,7 +99,7 @@ class CheckpointSource:
         if len(found.parts) == 1 and number in next(iter(kept.values())):
             (name, part) = next(iter(found.parts.items()))
             described = read.state["models"][name]["description"]
-            _, weights = centralized_critic.plain(described, version_store.stored_weights(store, name, number))
+            _, weights = centralized_critic.without_critic(described, version_store.stored_weights(store, name, number))
             parts = {name: replace(part, weights=serialization.encode_weights(weights), version=number)}
             return Release(number, found.seats, parts, f"a kept version of {shown(run)}")
         numbers = {_release_number(name, v) for name in checkpoint.names(store) if (v := checkpoint.versions_of(store, name))}
@@ -111,9 +113,9 @@ class CheckpointSource:
     def limits(self) -> tuple[HttpLimits, SessionLimits]:
         """Return the limits used in training."""
         config = self._newest().state["config"]
-        if config["env"] != configs.EXTERNAL:
+        if config["env"] != EXTERNAL:
             return HttpLimits(), SessionLimits()
-        outside = configs.external_config(config["config"]["env_config"])
+        outside = parse_external_config(config["config"]["env_config"])
         settings = gateway_settings(outside.model_copy(update={"token_file": None}), seats_of(outside))
         return settings.http, settings.sessions
 
@@ -150,8 +152,8 @@ def _seats(found: checkpoint.Checkpoint) -> GameSeats:
         if not isinstance(mapping, Mapping):
             raise Damaged(f"Checkpoint {found.name} has no mapping of agents to models.")
         return GameSeats(spaces, mapping)
-    if config["env"] == configs.EXTERNAL:
-        return seats_of(configs.external_config(config["config"]["env_config"]))
+    if config["env"] == EXTERNAL:
+        return seats_of(parse_external_config(config["config"]["env_config"]))
     (name,) = found.weights
     policy = found.policy(name)
     return GameSeats({name: (policy.observation_space, policy.action_space)}, single_model_seats(config, name))

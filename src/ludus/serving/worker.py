@@ -33,7 +33,7 @@ from ludus.sampling.segment_recorder import acting_policy_spec
 from ludus.serving import log_format, prometheus, release, routing_table
 from ludus.serving.access_log import AccessEntry, AccessLog
 from ludus.serving.routing_table import RoutingTable
-from ludus.transport.replay_log import RecordedRoom
+from ludus.transport.replay_log import ReplayLogWriter
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class LiveRelease:
         self.seats = {seat: Seat(self.policies[name]) for seat, name in loaded.seats.items()}
         self.sessions: weakref.WeakSet[ServedActor] = weakref.WeakSet()
         self._recording = settings.recording
-        self.writers: dict[str, RecordedRoom] = {}
+        self.writers: dict[str, ReplayLogWriter] = {}
 
     def recording_seats(self, temperature: float) -> dict[str, Seat]:
         """Return seats that write to the replay log."""
@@ -107,7 +107,7 @@ class LiveRelease:
             if writer is None:
                 longest = json.loads(self._loaded.descriptions[name])["network"]["max_seq_len"]
                 segment_spec = acting_policy_spec(self._loaded.policies[name], self._recording.steps, longest, name)
-                writer = self.writers[name] = RecordedRoom(segment_spec, self._directory(), self._recording.limit_bytes)
+                writer = self.writers[name] = ReplayLogWriter(segment_spec, self._directory(), self._recording.limit_bytes)
             seats[seat] = Seat(self.policies[name], writer.at(temperature), first_origin=int.from_bytes(os.urandom(6), "little"))
         return seats
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ludus.config import schema as configs
+from ludus.config.schema import EXTERNAL
+from ludus.config.validation import parse_external_config
 from ludus.core import trust
 from ludus.core.plugins import did_you_mean
 from ludus.core.types import DEFAULT_MODEL
@@ -25,7 +26,7 @@ from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
 from ludus.experiments.validation.game_seats import seats_of, single_model_seats
-from ludus.models.centralized_critic import actor_of
+from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.weights import version_store
@@ -104,7 +105,9 @@ Named = str | Path | Result | TrainedAgent
 def contestant(what: Named, *, model: str | None = None, token: str | None = None) -> Contestant:
     """`model`: which one, of a run with several. `token`: for a served address. Raises UsageError, Damaged, IncompatibleCheckpoint."""
     if isinstance(what, TrainedAgent):
-        return Trained(f"agent@{what.version}", actor_of(what.policy), what.version, seats={ONLY_SEAT: actor_of(what.policy)})
+        return Trained(
+            f"agent@{what.version}", actor_policy(what.policy), what.version, seats={ONLY_SEAT: actor_policy(what.policy)}
+        )
     text = str(what.run_dir if isinstance(what, Result) else what)
     if text == RULE or text.startswith(f"{RULE}:"):
         return Script(text.partition(":")[2])
@@ -177,7 +180,7 @@ def _of_version(run: Path, number: int, model: str | None) -> Trained:
         kept = version_store.stored_versions(store, name)
         there |= set(kept)
         if number in kept:
-            policy = actor_of(version_store.load_version(store, name, number)[0])
+            policy = actor_policy(version_store.load_version(store, name, number)[0])
             where = shown(run / "models" / name / f"{number:06d}{_WEIGHTS}")
             newest = checkpoint.newest_name(store)
             experiment: Mapping[str, Any] = (
@@ -231,8 +234,8 @@ def _chosen(found: checkpoint.Checkpoint, model: str | None) -> str:
 def _seats(found: checkpoint.Checkpoint, chosen: str, *, asked: bool) -> Mapping[str, str]:
     """Seat → model, as its games were told in training. `asked`: somebody wants this model and no other."""
     config = found.state["config"]
-    if config["env"] == configs.EXTERNAL:
-        return seats_of(configs.external_config(config["config"]["env_config"])).seats
+    if config["env"] == EXTERNAL:
+        return seats_of(parse_external_config(config["config"]["env_config"])).seats
     mapping = agents_of(config["config"])
     if not mapping:
         return single_model_seats(config, chosen)

@@ -495,7 +495,7 @@ def judged(bare: Played, state: GameState, arena: bool = False) -> Played:
     """What a game says of itself, believed as far as it makes sense: `winner` is a camp, or null for a draw."""
     result = state.result
     if state.state != "finished":
-        return replace(bare, failed=f"the game {state.told()}"[:SHORT])
+        return replace(bare, failed=f"the game {state.describe()}"[:SHORT])
     if not isinstance(result, Mapping) or "winner" not in result:
         return replace(bare, failed="the game wrote no result with a winner")
     winner = result["winner"]

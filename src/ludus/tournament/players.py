@@ -163,7 +163,7 @@ class Called:
         self._seated = "seats" in spec
         self._check(spec, agents)
         self._client = Client(one.url, one.token, _ANSWER_S)
-        self._fit = {agent: spaces.Fit(known.action, f"the action of {agent}") for agent, known in agents.items()}
+        self._fit = {agent: spaces.SpaceParser(known.action, f"the action of {agent}") for agent, known in agents.items()}
         self._names: dict[int, str] = {}
         self._open: dict[tuple[int, str], str] = {}
         self._acted: set[tuple[int, str]] = set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from ludus.core.statistics import wilson
+from ludus.core.statistics import wilson_interval
 from ludus.envs.video_writer import FrameProgress
 from ludus.errors import LudusError
 
@@ -114,7 +114,7 @@ class Share:
     @property
     def bounds(self) -> tuple[float, float]:
         """Of the rate: Wilson's, 95 %."""
-        return wilson(self.won, self.games, _SURE)
+        return wilson_interval(self.won, self.games, _SURE)
 
     def to_json(self) -> dict[str, Any]:
         low, high = self.bounds

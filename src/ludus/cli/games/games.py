@@ -63,8 +63,8 @@ def replay(
 ) -> None:
     """Inspect a recorded match; verify it by replaying it bit for bit; render it as video or picture."""
     from ludus.games.arena.engine.recording import read_recording, verify
-    from ludus.games.arena.render.renderer import Painter, save_png
-    from ludus.games.arena.render.video import film, shown_names, state_at
+    from ludus.games.arena.render.renderer import Renderer, save_png
+    from ludus.games.arena.render.video import camp_titles, state_at, write_video
 
     recording = read_recording(file)
     summary = _described(recording)
@@ -74,11 +74,13 @@ def replay(
         lines.append(f"played again, bit for bit: {summary['decisions']} decisions, last state {summary['hash']}")
     if picture is not None:
         state = state_at(recording, recording.seconds if at is None else at)
-        painter = Painter(recording.size, width, camp=camp, names=shown_names(recording))
-        summary["picture"] = str(save_png(painter.paint(*state), picture))
+        renderer = Renderer(recording.size, width, camp=camp, names=camp_titles(recording))
+        summary["picture"] = str(save_png(renderer.paint(*state), picture))
     if video is not None:
         with DeferredProgressBar("rendering", "frames", quiet=as_json) as bar:
-            film(recording, video, speed=speed, camp=camp, width=width, fps=fps, first_s=first, last_s=last, progress=bar.update)
+            write_video(
+                recording, video, speed=speed, camp=camp, width=width, fps=fps, first_s=first, last_s=last, progress=bar.update
+            )
         summary["video"] = str(video)
     _say(lines, summary, as_json)
 
@@ -107,8 +109,8 @@ def play(
     from ludus.games.arena.engine.recording import write_recording
     from ludus.games.arena.engine.saved_state import read_state
     from ludus.games.arena.engine.vector import Arena
-    from ludus.games.arena.render.renderer import Painter, save_png
-    from ludus.games.arena.render.video import film, shown_names
+    from ludus.games.arena.render.renderer import Renderer, save_png
+    from ludus.games.arena.render.video import camp_titles, write_video
 
     lineup = [side.split(",") for side in heroes.split("/")] if heroes else None
     match = Arena(mode, 1, lineup=lineup)
@@ -121,11 +123,11 @@ def play(
     if record is not None:
         summary["recording"] = str(write_recording(record, recording))
     if picture is not None:
-        painter = Painter(match.size, width, camp=camp, names=shown_names(recording))
-        summary["picture"] = str(save_png(painter.paint(match.units[0], match.match[0]), picture))
+        renderer = Renderer(match.size, width, camp=camp, names=camp_titles(recording))
+        summary["picture"] = str(save_png(renderer.paint(match.units[0], match.match[0]), picture))
     if video is not None:
         with DeferredProgressBar("rendering", "frames", quiet=as_json) as bar:
-            film(recording, video, speed=speed, camp=camp, width=width, progress=bar.update)
+            write_video(recording, video, speed=speed, camp=camp, width=width, progress=bar.update)
         summary["video"] = str(video)
     if not as_json:
         _table(summary["heroes"])
@@ -177,7 +179,7 @@ def ladder(
     chosen = ladders.PAIRS if pairs is None else tuple(_pair(words) for words in pairs.split(","))
     with ProgressBar("playing", len(chosen), "pairs", quiet=as_json) as bar:
         rows = []
-        for standing in ladders.ladder(games, size_of(mode), seed, chosen):
+        for standing in ladders.play_pairs(games, size_of(mode), seed, chosen):
             rows.append(standing.row())
             bar.advance()
     if as_json:
@@ -198,14 +200,14 @@ def _pair(words: str) -> tuple[str, str]:
 
 def _players(camps: str) -> tuple[str, str]:
     from ludus.core.plugins import did_you_mean
-    from ludus.games.arena.bots.bots import SCRIPTS
+    from ludus.games.arena.bots.bots import BOTS
 
     names = [name.strip() for name in camps.split(",")]
     if len(names) != 2:
         raise UsageError(f"--camps {camps!r} does not name two scripts.", "For instance hard,medium.")
     for name in names:
-        if name not in SCRIPTS:
-            raise UsageError(f"There is no script {name!r}.", did_you_mean(name, SCRIPTS))
+        if name not in BOTS:
+            raise UsageError(f"There is no script {name!r}.", did_you_mean(name, BOTS))
     return names[0], names[1]
 
 
@@ -213,16 +215,16 @@ def _played(match: Arena, players: tuple[str, str]) -> Recording:
     """To its end; it has one, since every match has a limit."""
     import numpy as np
 
-    from ludus.games.arena.bots.bots import SCRIPTS
+    from ludus.games.arena.bots.bots import BOTS
     from ludus.games.arena.engine.recording import Recorder
 
-    scripts = np.repeat(np.array([SCRIPTS.index(name) for name in players], np.int8), match.size)[None]
+    scripts = np.repeat(np.array([BOTS.index(name) for name in players], np.int8), match.size)[None]
     recorder = Recorder(match, 0, players)
     while not match.over[0]:
-        actions = match.script(scripts)
+        actions = match.bot_actions(scripts)
         recorder.add(actions)
         match.step(actions)
-    return recorder.finished()
+    return recorder.recording()
 
 
 # -- telling --------------------------------------------------------------------------------------------------------------
@@ -230,13 +232,13 @@ def _played(match: Arena, players: tuple[str, str]) -> Recording:
 
 def _described(recording: Recording) -> dict[str, Any]:
     from ludus.games.arena.engine.heroes import HEROES, row_of
-    from ludus.games.arena.render.hud import clock
-    from ludus.games.arena.render.video import shown_names
+    from ludus.games.arena.render.hud import format_clock
+    from ludus.games.arena.render.video import camp_titles
 
-    names = shown_names(recording)
+    names = camp_titles(recording)
     ticks = recording.result.get("ticks")
     winner = recording.result.get("winner")
-    when = f"after {clock(ticks)}" if isinstance(ticks, int) else ""
+    when = f"after {format_clock(ticks)}" if isinstance(ticks, int) else ""
     if not recording.result.get("over"):
         outcome = f"not over {when}".strip()
     else:

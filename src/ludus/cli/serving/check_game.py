@@ -17,7 +17,7 @@ from ludus.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from ludus.cli.serving.conformance_server import CheckServer
     from ludus.protocol.codec import SeatSpaces
-    from ludus.protocol.conformance import Finding, Summary
+    from ludus.protocol.conformance import CheckFinding, ConformanceReport
 
 _LOOK_S = 0.05
 
@@ -64,7 +64,7 @@ def check_game(
     token = read_token(token_file)
     check_exposure(host, token)
 
-    def tell(finding: Finding) -> None:
+    def tell(finding: CheckFinding) -> None:
         line = f"{finding.check.level:<8} {finding.check.rule}: {finding.seen}\n         → {finding.check.remedy}"
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
@@ -113,7 +113,7 @@ def read_spec(file: Path) -> dict[str, SeatSpaces]:
     return parse_seats(data)
 
 
-def print_summary(summary: Summary, as_json: bool) -> None:
+def print_summary(summary: ConformanceReport, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary.to_json()), flush=True)
         return

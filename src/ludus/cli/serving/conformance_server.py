@@ -17,16 +17,16 @@ from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.gateway.sessions import SessionLimits
 from ludus.protocol.codec import ONLY_SEAT, SeatSpaces, encode, is_msgpack, random_action, seats_to_spec
 from ludus.protocol.conformance import (
-    Answered,
-    Closed,
+    CheckFinding,
+    ClientDisconnected,
     Conformance,
+    ConformanceReport,
+    ConnectionClosed,
     Event,
-    Finding,
-    HungUp,
-    OldHttp,
-    Silenced,
-    Summary,
-    TurnedAway,
+    OldHttpVersion,
+    RequestRejected,
+    SessionTimedOut,
+    StepReplied,
 )
 from ludus.protocol.spec import END, TICK, StartOptions
 
@@ -37,7 +37,7 @@ class CheckServer:
     def __init__(
         self,
         conformance: Conformance,
-        tell: Callable[[Finding], None],
+        tell: Callable[[CheckFinding], None],
         seats: Mapping[str, SeatSpaces] | None = None,
         *,
         token: str | None = None,
@@ -56,7 +56,7 @@ class CheckServer:
         )
         self._gateway: Gateway | None = None
         self._server: asyncio.Server | None = None
-        self.summary: Summary = conformance.summary()
+        self.summary: ConformanceReport = conformance.summary()
 
     async def start(self, bound: socket.socket) -> None:
         gateway = self._gateway = Gateway(lambda: CheckActor(self), self._settings, observer=self._refused)
@@ -76,12 +76,12 @@ class CheckServer:
         if self._gateway is not None:  # what happens because we leave is nobody's mistake
             self.report(self.conformance.observe(event))
 
-    def report(self, findings: list[Finding]) -> None:
+    def report(self, findings: list[CheckFinding]) -> None:
         for finding in findings:
             self._tell(finding)
 
     def _refused(self, refused: Refused) -> None:
-        self.see(TurnedAway(refused.error, refused.message))
+        self.see(RequestRejected(refused.error, refused.message))
 
 
 class CheckActor(Actor):
@@ -109,11 +109,11 @@ class CheckActor(Actor):
             self._judge(END, body)
             await asyncio.sleep(self._server.think_s)
         elif self.ended_by == "silent":
-            self._server.see(Silenced(self._session))
+            self._server.see(SessionTimedOut(self._session))
         return b""
 
     def _judge(self, kind: str, body: bytes) -> dict[str, Any]:
-        verdict = self._server.conformance.judge(kind, self._session, body)
+        verdict = self._server.conformance.check_body(kind, self._session, body)
         self._server.report(verdict.findings)
         if verdict.refused is not None:
             raise verdict.refused
@@ -144,7 +144,7 @@ class Desk:
 
     def close_connection(self, connection: HttpConnection) -> None:
         self._gateway.close_connection(connection)
-        self.see(Closed(self._steps))
+        self.see(ConnectionClosed(self._steps))
 
     def owner_elsewhere(self, session: bytes) -> int:
         return -1
@@ -176,7 +176,7 @@ class Noted:
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
         refused = {} if status == 200 else json.loads(body)
         error, message = refused.get("error", ""), refused.get("message", "")
-        self._desk.see(Answered(*self._request, status, error, message, self._hash, self._size, self._took_s))
+        self._desk.see(StepReplied(*self._request, status, error, message, self._hash, self._size, self._took_s))
         self._exchange.reply(status, body, retry_after_s, port)
 
 
@@ -190,7 +190,7 @@ class Line(HttpConnection):
 
     def data_received(self, data: bytes) -> None:
         if not self.began and b" HTTP/1.0\r" in data.partition(b"\n")[0]:
-            self._see(OldHttp())
+            self._see(OldHttpVersion())
         super().data_received(data)
 
     def eof_received(self) -> bool:
@@ -204,4 +204,4 @@ class Line(HttpConnection):
     def _leave(self) -> None:
         if self.pending and not self._gone and not self.closing_at:
             self._gone = True
-            self._see(HungUp())
+            self._see(ClientDisconnected())

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ludus.core.metrics import JsonLines, Numbers, Sink, TensorBoard, read_jsonl
+from ludus.core.metrics import JsonLinesSink, Numbers, Sink, TensorBoardSink, read_jsonl
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class MetricsReport:
         before = read_jsonl(path)
         self._iterations = int(before[-1]["iterations"]) if before else 0
         incarnation = int(before[-1].get("incarnation", 1)) + 1 if before else 1
-        self._sinks = [JsonLines(path, incarnation), TensorBoard(self._directory)]
+        self._sinks = [JsonLinesSink(path, incarnation), TensorBoardSink(self._directory)]
 
     def add(self, entries: Iterable[tuple[str, float, int]]) -> None:
         """Add (name, sum, count) of values. Raises ValueError."""

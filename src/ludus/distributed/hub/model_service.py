@@ -11,7 +11,7 @@ from ludus.distributed.hub.disk_thread import DiskThread
 from ludus.distributed.hub.rpc import Header, Operation, Peer, SendReply
 from ludus.distributed.hub.weight_cache import PART, WeightReceiver, WeightSender
 from ludus.errors import UnknownName
-from ludus.models.weights.model_registry import Registry
+from ludus.models.weights.model_registry import ModelRegistry
 
 _MAX_WRITES = 8
 
@@ -19,7 +19,7 @@ _MAX_WRITES = 8
 class ModelService:
     """All models of a run. Runs on the hub's event loop; versions are written to disk in `disk`."""
 
-    def __init__(self, registry: Registry, local_node: str, disk: DiskThread, reply: SendReply) -> None:
+    def __init__(self, registry: ModelRegistry, local_node: str, disk: DiskThread, reply: SendReply) -> None:
         self.registry, self._local_node, self._disk, self._reply = registry, local_node, disk, reply
         self.sender, self._receiver = WeightSender(reply), WeightReceiver(registry.staging)
         self._nodes: dict[Peer, str] = {}
@@ -95,7 +95,7 @@ class ModelService:
         version = self.registry.publish(header["name"], header["file"], int(header["step"]), now)
         self.sender.on_publish(header["name"])
         if self.registry.due(header["name"], now):
-            keep = self.registry.keeping(header["name"], now)
+            keep = self.registry.make_keep_task(header["name"], now)
             if self._disk.pending < _MAX_WRITES:
                 self._disk.submit(keep)
             else:

@@ -35,7 +35,7 @@ from ludus.distributed.hub.rpc import Header, Operation, Peer, check_socket_path
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.io.addresses import tcp_address
 from ludus.io.atomic_file import replace_json
-from ludus.models.weights.model_registry import Registry
+from ludus.models.weights.model_registry import ModelRegistry
 from ludus.process.auth import Authenticator, read_token, write_token
 from ludus.process.temp_dirs import TempDir, shared_memory_dir, short_temp_dir
 from ludus.storage.local import LocalStore
@@ -185,7 +185,7 @@ class Hub:
         self._bound = None if listen is None else bind(listen.host, listen.port)  # first, since it is most likely to fail
         self._scratch = TempDir(short_temp_dir())
         self._shm = TempDir(shared_memory_dir())
-        registry = Registry(LocalStore(directory), self._shm.path)
+        registry = ModelRegistry(LocalStore(directory), self._shm.path)
         self.run_id = secrets.token_hex(8)
         """New with each start of the hub; names the caches on other machines."""
         self._authenticator: Authenticator | None = None

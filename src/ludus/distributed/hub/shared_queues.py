@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ludus.errors import Damaged, NotFound
-from ludus.transport.ring_buffer import Record, RingReader
+from ludus.transport.ring_buffer import RingReader, RingRecord
 
 RING_BYTES, ALL_BYTES = 1 << 28, 1 << 31
 """Maximum size of the ring of one producer, and of all rings together."""
@@ -25,7 +25,7 @@ class SharedItem:
 
     __slots__ = ("record", "released", "ring")
 
-    def __init__(self, ring: ProducerRing, record: Record) -> None:
+    def __init__(self, ring: ProducerRing, record: RingRecord) -> None:
         self.ring, self.record = ring, record
         self.released = False
 
@@ -103,7 +103,7 @@ class ProducerRing:
                 raise Damaged(f"A producer refers to a ring that does not exist: {error}") from error
         return self._reader
 
-    def release(self, record: Record) -> None:
+    def release(self, record: RingRecord) -> None:
         if self._reader is not None and not self.removed and os.getpid() == self._pid:  # not in a fork of the hub
             self._reader.release(record)
             self._in_use -= 1

@@ -1,9 +1,9 @@
 """Transfer of weights between the hub and other machines, and a cache per machine: each version is fetched once and shared there.
 
     caches = WeightCaches(cache_dir.path, client)
-    reader = caches.reader(info)            # a BoardReader on memory of this machine
+    reader = caches.reader(info)            # a SharedWeightsReader on memory of this machine
 
-Of the processes that read a model, the one that holds a lock file polls the hub for newer versions and writes each one to a `Board`
+Of the processes that read a model, the one that holds a lock file polls the hub for newer versions and writes each one to a `SharedWeights`
 of this machine. The kernel releases the lock when that process ends, and another one takes over.
 """
 
@@ -35,7 +35,7 @@ from ludus.distributed.hub.rpc import Body, Header, Peer, RpcConnection, SendRep
 from ludus.errors import Damaged, LudusError, NotFound, StoreFull, UsageError, WorkerFailed
 from ludus.io.atomic_file import create_once, open_for_replace
 from ludus.models.weights import serialization
-from ludus.models.weights.shared_weights import Board, BoardReader
+from ludus.models.weights.shared_weights import SharedWeights, SharedWeightsReader
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class _EncodedVersion:
         self.sum = hashlib.sha256(data).hexdigest()
 
     @classmethod
-    def of(cls, reader: BoardReader) -> _EncodedVersion:
+    def of(cls, reader: SharedWeightsReader) -> _EncodedVersion:
         version, weights = reader.read()
         return cls(version, serialization.encode_weights(weights))
 
@@ -77,7 +77,7 @@ class _EncodedVersion:
 @dataclass(eq=False)
 class _PendingRequest:
     request_id: tuple[Peer, Any]
-    reader: BoardReader
+    reader: SharedWeightsReader
     version: int
     timer: asyncio.TimerHandle | None = None
 
@@ -101,7 +101,7 @@ class WeightSender:
 
     def wait_for_newer(self, request_id: tuple[Peer, Any], name: str, version: int, wait_s: float, board: Path) -> None:
         """Reply when there is a version above `version`, or after `wait_s` without one."""
-        pending = _PendingRequest(request_id, BoardReader(board), version)
+        pending = _PendingRequest(request_id, SharedWeightsReader(board), version)
         if pending.reader.version > version:
             self._start(name, pending)
             return
@@ -137,7 +137,7 @@ class WeightSender:
             self.sent += 1
             self._reply(pending.request_id, {"version": encoded.version, "size": len(encoded.data), "sum": encoded.sum})
 
-    async def _encode(self, name: str, reader: BoardReader) -> _EncodedVersion:
+    async def _encode(self, name: str, reader: SharedWeightsReader) -> _EncodedVersion:
         async with self._encoding.setdefault(name, asyncio.Lock()):
             known = self._newest.get(name)
             if known is None or known.version != reader.version:
@@ -332,7 +332,7 @@ class WeightCaches:
         self._lock = threading.Lock()
         self._caches: dict[str, WeightCache] = {}
 
-    def reader(self, info: Mapping[str, Any], timeout_s: float = FIRST_WEIGHTS_S) -> BoardReader:
+    def reader(self, info: Mapping[str, Any], timeout_s: float = FIRST_WEIGHTS_S) -> SharedWeightsReader:
         """Reader of the weights of a model; returns when the first version is there. Raises WorkerFailed."""
         key = Path(str(info["board"])).name
         if not _KEY.fullmatch(key):
@@ -378,10 +378,10 @@ class WeightCache:
     def release_after_fork(self) -> None:
         self._lock.close()
 
-    def reader(self, deadline: float) -> BoardReader:
+    def reader(self, deadline: float) -> SharedWeightsReader:
         while True:
             with contextlib.suppress(NotFound):
-                reader = BoardReader(self._directory)
+                reader = SharedWeightsReader(self._directory)
                 if reader.version > 0:
                     return reader
             self._client.check()
@@ -407,7 +407,7 @@ class WeightCache:
 
     async def _fetch_versions(self) -> None:
         """Fetch version after version; returns after the first one of a frozen model."""
-        board = Board(self._directory)
+        board = SharedWeights(self._directory)
         for left in self._directory.glob("aside-*"):  # of a process that was killed
             left.unlink(missing_ok=True)
         connection = await self._client.connect()
@@ -421,7 +421,7 @@ class WeightCache:
         finally:
             await connection.close()
 
-    async def _fetch(self, connection: RpcConnection, board: Board, version: int, size: int, checksum: str) -> None:
+    async def _fetch(self, connection: RpcConnection, board: SharedWeights, version: int, size: int, checksum: str) -> None:
         path = self._directory / f"aside-{uuid.uuid4().hex}"
         request = {"op": "model.part", "name": self._name, "version": version}
         try:

@@ -61,7 +61,7 @@ from ludus.errors import StoreFull, WorkerFailed
 from ludus.io.addresses import tcp_address
 from ludus.process.temp_dirs import TempDir, shared_memory_dir
 from ludus.process.workers.supervisor import FINAL_STATES, NEVER, Context, Process, Supervisor
-from ludus.transport.shared_memory import Layout
+from ludus.transport.shared_memory import BlockLayout
 
 log = logging.getLogger(__name__)
 
@@ -96,13 +96,13 @@ class BatchFile:
     def __init__(self, directory: Path) -> None:
         self._directory, self.number = directory, 0
         self._map: mmap.mmap | None = None
-        self._layout: Layout | None = None
+        self._layout: BlockLayout | None = None
 
     def put(self, segments: Segments) -> memoryview:
         """Copy the segments and return their bytes. No rank may be reading. Raises StoreFull."""
         layout = self._layout
         if layout is None or layout.spec != segments.spec or layout.rows != segments.rows:
-            layout = self._layout = Layout(segments.spec, segments.rows)
+            layout = self._layout = BlockLayout(segments.spec, segments.rows)
         if self._map is None or len(self._map) < layout.nbytes:
             self._map = self._allocate(layout.nbytes)  # the old map is freed with its last view
         buffer = memoryview(self._map)[: layout.nbytes]
@@ -247,7 +247,7 @@ class LearnerGroup:
         self._busy = True
 
     def end(self) -> None:
-        """Record the result of rank 0. The other ranks are awaited before the next batch."""
+        """RingRecord the result of rank 0. The other ranks are awaited before the next batch."""
         self._expected = fingerprint(self._algorithm.optimizer) if self._checking else None
 
     def wait_until_done(self) -> None:

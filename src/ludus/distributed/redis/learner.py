@@ -40,9 +40,9 @@ from ludus.errors import (
 )
 from ludus.models.weights import serialization
 from ludus.storage.base import Store
-from ludus.transport.message_stream import open_exchange
-from ludus.transport.shared_memory import Layout
-from ludus.transport.stream_memory import ExchangeReader, Received
+from ludus.transport.message_stream import open_message_stream
+from ludus.transport.shared_memory import BlockLayout
+from ludus.transport.stream_memory import ReceivedSegments, StreamReader
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class VersionAges:
 class BatchSettings:
     """What a batch consists of."""
 
-    layout: Layout
+    layout: BlockLayout
     blocks: int
     """Number of blocks in a batch."""
     max_age: int | None
@@ -91,7 +91,7 @@ class BatchSettings:
 
 
 @dataclass(frozen=True)
-class WeightsSource:
+class PublishedWeights:
     """The weights that the learner publishes."""
 
     latest: Callable[[], tuple[int, Mapping[str, Array]]]
@@ -120,14 +120,14 @@ class FleetBatches:
     Segments are acknowledged when the batch is released: if the learner is killed before, its successor receives them again.
     """
 
-    def __init__(self, reader: ExchangeReader, settings: BatchSettings, age: VersionAges, is_owner: Callable[[], bool]) -> None:
+    def __init__(self, reader: StreamReader, settings: BatchSettings, age: VersionAges, is_owner: Callable[[], bool]) -> None:
         """`is_owner` is called for segments of a version that this learner has not made. It raises Fenced if another learner has
         taken over the run, and returns False if that cannot be determined now."""
         self._reader, self.blocks, self._age, self._max_age = reader, settings.blocks, age, settings.max_age
         self._is_owner = is_owner
-        self._unknown: list[Received] = []
+        self._unknown: list[ReceivedSegments] = []
         self._batch: Segments | None = None
-        self._held: list[Received] = []
+        self._held: list[ReceivedSegments] = []
         self._taken = False
 
     @property
@@ -149,7 +149,7 @@ class FleetBatches:
                 self._put(received)
         return not self._taken
 
-    def _check_unknown_version(self, received: Received) -> None:
+    def _check_unknown_version(self, received: ReceivedSegments) -> None:
         """Discard segments of a version that this learner did not make, once it is certain that it still owns the run."""
         self._unknown.append(received)
         if self._is_owner():
@@ -157,7 +157,7 @@ class FleetBatches:
                 self._reader.discard(wrong, UNMADE)
             self._unknown.clear()
 
-    def _put(self, received: Received) -> None:
+    def _put(self, received: ReceivedSegments) -> None:
         if self._batch is None:
             self._batch = allocate_batch(received.segments, self.blocks)
         if not self._held:
@@ -227,7 +227,7 @@ class RedisFleet:
         memory: str,
         spec: WorkerSpec,
         run: FleetRun,
-        weights: WeightsSource,
+        weights: PublishedWeights,
         settings: BatchSettings,
         *,
         announce: Announce | None = None,
@@ -245,19 +245,19 @@ class RedisFleet:
         self._announced_at = clock() - _ANNOUNCE_EVERY_S + _ANNOUNCE_FIRST_S
         version, newest = weights.latest()
         self._age = VersionAges(version, weights.resumed)
-        self._exchange = open_exchange(memory, spec.channel, spec.room)
+        self._exchange = open_message_stream(memory, spec.channel, spec.room)
         self._publisher: WeightsPublisher | None = None
         self._spec_checked_at = clock()
         try:
             run.confirm()
             run.store.put(SPEC, spec.encode())
             run.store.delete(END)
-            self._publisher = WeightsPublisher(open_exchange(memory, spec.channel, spec.room), run.store)
+            self._publisher = WeightsPublisher(open_message_stream(memory, spec.channel, spec.room), run.store)
             self._share = _Share(settings.blocks, clock())
             self.publish(version, newest)
             with contextlib.suppress(ExchangeUnavailable):  # segments held by a dead learner; those of a living one follow later
                 self._exchange.reclaim(0)
-            self._reader = ExchangeReader(
+            self._reader = StreamReader(
                 self._exchange, settings.layout, plan=spec.fingerprint, inspect=settings.inspect, reclaim_idle_s=roster.SILENT_S
             )
             self.batches = FleetBatches(self._reader, settings, self._age, self._is_owner)
@@ -442,7 +442,7 @@ class RedisFleet:
         self._exchange.close()
 
     def _end_workers(self) -> None:
-        """Record the end of the run in the store and the message stream; delete the stream when the workers have left."""
+        """RingRecord the end of the run in the store and the message stream; delete the stream when the workers have left."""
         store = self._run.store
         with contextlib.suppress(LudusError):
             self._run.confirm()

@@ -11,7 +11,7 @@ from ludus.core.backoff import Backoff
 from ludus.distributed.redis.messages import NOTICE, WEIGHTS, WeightsNotice, weights_key
 from ludus.errors import ExchangeUnavailable, Fenced, LudusError, StoreUnavailable
 from ludus.storage.base import Store
-from ludus.transport.message_stream import Exchange
+from ludus.transport.message_stream import MessageStream
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _CLOSE_S = 10.0
 class WeightsPublisher:
     """Publishes in a thread, always the newest version; versions that could not be published in time are skipped."""
 
-    def __init__(self, exchange: Exchange, store: Store) -> None:
+    def __init__(self, exchange: MessageStream, store: Store) -> None:
         self._exchange, self._store = exchange, store
         self._changed = threading.Condition()
         self._next: tuple[WeightsNotice, bytes | None] | None = None

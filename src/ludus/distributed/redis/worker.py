@@ -48,7 +48,7 @@ from ludus.errors import (
     StoreUnavailable,
     UsageError,
 )
-from ludus.models.devices import acting_on, named_device
+from ludus.models.devices import copy_for_acting, named_device
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
 from ludus.process.host import keep_freed_memory, stop_on_signals
@@ -56,9 +56,9 @@ from ludus.process.workers.supervisor import FINAL_STATES, Context, Supervisor, 
 from ludus.sampling.sampler import Interruption, Sampler, SamplerTimes, segment_spec
 from ludus.sampling.self_play import with_past_opponents
 from ludus.storage.base import Store, open_store
-from ludus.transport.message_stream import Exchange, open_exchange
-from ludus.transport.shared_memory import Layout
-from ludus.transport.stream_memory import ExchangeWriter
+from ludus.transport.message_stream import MessageStream, open_message_stream
+from ludus.transport.shared_memory import BlockLayout
+from ludus.transport.stream_memory import StreamWriter
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,10 @@ class FleetWorker:
             yield
         except IncompatibleCheckpoint as error:
             channel, room = channel_in(spec)
-            with contextlib.suppress(LudusError), contextlib.closing(open_exchange(self._memory, channel, room)) as exchange:
+            with (
+                contextlib.suppress(LudusError),
+                contextlib.closing(open_message_stream(self._memory, channel, room)) as exchange,
+            ):
                 refused = replace(self._presence, state="refused", why=str(error))
                 exchange.post(f"{PRESENCE}{self._options.name}", refused.encode())
             raise
@@ -175,8 +178,8 @@ class FleetWorker:
 
     def _run_spec(self, spec: WorkerSpec) -> None:
         with contextlib.ExitStack() as stack:
-            exchange = stack.enter_context(contextlib.closing(open_exchange(self._memory, spec.channel, spec.room)))
-            news = open_exchange(self._memory, spec.channel, spec.room)
+            exchange = stack.enter_context(contextlib.closing(open_message_stream(self._memory, spec.channel, spec.room)))
+            news = open_message_stream(self._memory, spec.channel, spec.room)
             follower = _Follower(news, self._store, spec, self._options.name, self._current_presence)
             stack.callback(follower.close)
             follower.start()
@@ -188,9 +191,9 @@ class FleetWorker:
                 self._presence = replace(self._presence, state="refused", why=str(error))
                 follower.leave(keep=True)
                 raise
-            layout = Layout(segment_spec(policy, environments, spec.steps), spec.num_envs)
+            layout = BlockLayout(segment_spec(policy, environments, spec.steps), spec.num_envs)
             self._report(f"worker {self._options.name}: {spec.num_envs} × {spec.env} for {self._store.url}")
-            writer = ExchangeWriter(
+            writer = StreamWriter(
                 exchange,
                 layout,
                 worker=self._options.name,
@@ -230,10 +233,10 @@ class FleetWorker:
                 )
         if environments.masked != spec.masked:
             raise IncompatibleCheckpoint(f"{spec.env} masks actions on one side only.", "Install the same version of it.")
-        return acting_on(serialization.policy_from(spec.description), named_device(spec.device, "inference_device"))
+        return copy_for_acting(serialization.policy_from(spec.description), named_device(spec.device, "inference_device"))
 
     def _sample(
-        self, spec: WorkerSpec, environments: Environments, policy: Policy, writer: ExchangeWriter, follower: _Follower
+        self, spec: WorkerSpec, environments: Environments, policy: Policy, writer: StreamWriter, follower: _Follower
     ) -> None:
         source = _FollowedSource(policy, follower)
 
@@ -292,7 +295,7 @@ class FleetWorker:
         return replace(self._presence, steps=times.steps, environment_s=times.environment_s, policy_s=times.policy_s)
 
     def _wait_for_weights(
-        self, follower: _Follower, in_turn: bool, with_version: int, made: int, writer: ExchangeWriter, beat: Callable[[], None]
+        self, follower: _Follower, in_turn: bool, with_version: int, made: int, writer: StreamWriter, beat: Callable[[], None]
     ) -> None:
         """Wait for weights with which a segment is wanted."""
 
@@ -340,7 +343,9 @@ class _FollowedSource:
 class _Follower:
     """Two threads: one reads the notice and posts the presence of the worker, the other fetches the weights."""
 
-    def __init__(self, exchange: Exchange, store: Store, spec: WorkerSpec, name: str, presence: Callable[[], Presence]) -> None:
+    def __init__(
+        self, exchange: MessageStream, store: Store, spec: WorkerSpec, name: str, presence: Callable[[], Presence]
+    ) -> None:
         self._exchange, self._store, self._spec, self._name, self._presence = exchange, store, spec, name, presence
         self._changed = threading.Condition()
         self._waiting = threading.Event()

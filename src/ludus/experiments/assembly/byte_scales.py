@@ -16,7 +16,7 @@ from ludus.envs.vector_env import make_environments
 from ludus.errors import EnvironmentFault
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.models import byte_scales
-from ludus.models.byte_scales import Seen
+from ludus.models.byte_scales import LargestValues
 from ludus.models.centralized_critic import OWN
 from ludus.sampling.episode_runner import preserve_random_state
 
@@ -35,7 +35,7 @@ Announce = Callable[[str], None]
 def choose(
     space: gym.Space[Any],
     config: AlgorithmConfig,
-    look: Callable[[], Seen] | None,
+    look: Callable[[], LargestValues] | None,
     before: Checkpoint | None = None,
     announce: Announce | None = None,
     model: str = DEFAULT_MODEL,
@@ -54,10 +54,10 @@ def choose(
         log.info("%s", scale)
         if announce is not None and not scale.obvious:
             announce(str(scale))
-    return byte_scales.stored(choice)
+    return byte_scales.non_default_scales(choice)
 
 
-def largest_seen(env: str, config: AlgorithmConfig) -> Seen:
+def largest_seen(env: str, config: AlgorithmConfig) -> LargestValues:
     """The largest value in each uint8 part of the observations in random play, which ends early if the environment fails."""
     from ludus.envs.pettingzoo import sample_action
 
@@ -82,7 +82,7 @@ def largest_seen(env: str, config: AlgorithmConfig) -> Seen:
 
 def largest_seen_of_agents(
     make: Callable[[], MultiAgentMatch], agents: Mapping[str, str], seed: int, *, central: bool
-) -> dict[str, Seen]:
+) -> dict[str, LargestValues]:
     """The same by model, in matches of several agents. `central`: of the agents' own observations."""
     from ludus.envs.pettingzoo import sample_action
     from ludus.sampling.multi_agent import plain_action

@@ -9,7 +9,7 @@ from ludus.algorithms.trainer import Trainer
 from ludus.buffers.segment_validation import SegmentValidator
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.publishing_pool import PublishingPool
-from ludus.distributed.redis.learner import BatchSettings, FleetRun, RedisFleet, WeightsSource, channel_of
+from ludus.distributed.redis.learner import BatchSettings, FleetRun, PublishedWeights, RedisFleet, channel_of
 from ludus.distributed.redis.messages import WorkerSpec
 from ludus.errors import ConfigError
 from ludus.experiments.assembly.components import (
@@ -36,10 +36,10 @@ from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.sampling.sampler import segment_spec
 from ludus.transport.message_stream import MAX_MESSAGE
-from ludus.transport.shared_memory import Layout
+from ludus.transport.shared_memory import BlockLayout
 
 
 def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack) -> TrainingComponents:
@@ -72,12 +72,12 @@ def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
 
 
 def _make_fleet(
-    prepared: PreparedRun, hooks: RunHooks, shape: EnvironmentShape, policy: Policy, pool: LocalPool, run: Run
+    prepared: PreparedRun, hooks: RunHooks, shape: EnvironmentShape, policy: Policy, pool: LocalVersionStore, run: Run
 ) -> RedisFleet:
     resolved, before = prepared.resolved, prepared.before
     e, config = resolved.experiment, resolved.config
     in_turn = config.sampling != "async"
-    layout = Layout(segment_spec(policy, shape, config.steps), shape.num)
+    layout = BlockLayout(segment_spec(policy, shape, config.steps), shape.num)
     if layout.nbytes > MAX_MESSAGE:
         raise ConfigError(
             f"A segment of {shape.num} environments × {config.steps} steps has {layout.nbytes >> 20} MB, and a message may have "
@@ -108,7 +108,7 @@ def _make_fleet(
         e.memory,
         spec,
         FleetRun(run.store, pool.incarnation(DEFAULT_MODEL), lambda: run.status == "finished", pool.confirm),
-        WeightsSource(
+        PublishedWeights(
             lambda: newest_weights(pool),
             resumed=before.state["models"][DEFAULT_MODEL]["version"] if before else None,
             timesteps=clock.timesteps,

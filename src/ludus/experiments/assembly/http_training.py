@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Publisher, Trainer
 from ludus.buffers.collate import CollatedBatches
-from ludus.config import schema as configs
 from ludus.config.schema import AlgorithmConfig, ExternalConfig
+from ludus.config.validation import parse_external_config
 from ludus.distributed.gateway_workers import bind, check_exposure
 from ludus.experiments.assembly import byte_scales
 from ludus.experiments.assembly.components import (
@@ -33,7 +33,7 @@ from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.protocol.spec import read_token
 from ludus.sampling.segment_recorder import session_spec
 
@@ -51,7 +51,7 @@ def assemble_http(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack)
     """Make the components of a run that learns from games that connect to it."""
     resolved, before = prepared.resolved, prepared.before
     config = resolved.config
-    external = configs.external_config(config.env_config)
+    external = parse_external_config(config.env_config)
     seats = seats_of(external)
     clock = RunClock(resolved.experiment.stop.time_s)
 
@@ -105,7 +105,7 @@ def _start_gateway(
     seats: GameSeats,
     config: AlgorithmConfig,
     policies: dict[str, Policy],
-    pool: LocalPool,
+    pool: LocalVersionStore,
     stack: ComponentStack,
 ) -> tuple[InlineGatewaySource, CollatedBatches]:
     """A gateway in this process, which pauses while the learner computes."""
@@ -127,7 +127,7 @@ def _start_gateway_workers(
     seats: GameSeats,
     config: AlgorithmConfig,
     policies: dict[str, Policy],
-    pool: LocalPool,
+    pool: LocalVersionStore,
     run: Run,
     stack: ComponentStack,
 ) -> tuple[GatewaySource, CollatedBatches, Publisher]:

@@ -19,7 +19,7 @@ from ludus.experiments.assembly.policies import threads_of
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.remote_runs import shown
 from ludus.experiments.runs.run_dir import Run
-from ludus.models.devices import learner_device, learning_on
+from ludus.models.devices import copy_for_learning, learner_device
 from ludus.models.policy import Policy
 from ludus.process.job_env import LEARNERS, JobEnv
 
@@ -32,7 +32,7 @@ def make_algorithm(
     """Make the algorithm that learns `policy`, on the learner's device; restored from `before`. Sets the threads of PyTorch."""
     threads = threads_of(policy, config)
     torch.set_num_threads(threads["torch_threads"])
-    learning = learning_on(policy, learner_device(config.learner_device, config.num_gpus))
+    learning = copy_for_learning(policy, learner_device(config.learner_device, config.num_gpus))
     algorithm = kind(learning, config.model_copy(update=threads), config.seed)
     if before is not None:
         before.restore(model, algorithm)

@@ -291,7 +291,7 @@ class LearnerSupervisor:
     def _check_owner(self) -> None:
         """Raises Fenced when another trainer, on any machine, has taken the run over from our learners."""
         for name, claim in _claims_of(Run(self._directory)):
-            mine = claim.said.get("host") == platform.node() and claim.said.get("pid") in self._pids
+            mine = claim.content.get("host") == platform.node() and claim.content.get("pid") in self._pids
             if claim.number > self._claims.get(name, 0) and not mine:
                 raise Fenced(f"Another process has taken over the model {name!r}: {claim.who}.", _ONE_TRAINER)
 

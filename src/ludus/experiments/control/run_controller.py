@@ -13,7 +13,7 @@ from ludus.experiments.control.evaluation_schedule import EvaluationSchedule
 from ludus.experiments.control.experience_source import ExperienceSource
 from ludus.experiments.control.metrics_reporter import MetricsReporter
 from ludus.experiments.control.stopping import StopConditions, reached_condition
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class RunController:
         self,
         trainer: Trainer,
         source: ExperienceSource,
-        pool: LocalPool,
+        pool: LocalVersionStore,
         reporter: MetricsReporter,
         checkpointer: Checkpointer,
         evaluations: EvaluationSchedule,
@@ -68,7 +68,7 @@ class RunController:
         """
         progress = self._trainer.progress
         with contextlib.suppress(StoreUnavailable):  # reported when there is something to store
-            self._pool.look(_OWNER_CHECK_S)
+            self._pool.check_recently(_OWNER_CHECK_S)
         collected = self._evaluations.collect()
         self._conditions.check_start(self._trainer.clock, self._source)
         if progress.iterations == self._iterations:

@@ -21,7 +21,7 @@ from ludus.errors import ConfigError, Interrupted
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.runs.run_dir import Run
-from ludus.models.devices import acting_on
+from ludus.models.devices import copy_for_acting
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.sampling.episode_runner import EpisodePlan, Score, episode_quota, episode_step_limit, play, preserve_random_state
@@ -82,7 +82,7 @@ class Course:
 
     def policy(self) -> Policy:
         """A policy of its own, so that nothing it does while it plays is seen by whoever trains."""
-        return acting_on(serialization.policy_from(self.description), torch.device(self.device))
+        return copy_for_acting(serialization.policy_from(self.description), torch.device(self.device))
 
     def stage(self) -> Stage:
         """What a video shows."""

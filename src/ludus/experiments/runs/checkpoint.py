@@ -29,7 +29,7 @@ from ludus.models.networks import NetworkConfig
 from ludus.models.policy import PROBABILITIES, Policy, Weights
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import Claim, claims_after
-from ludus.storage.base import Guard, Store
+from ludus.storage.base import Store, WriteGuard
 from ludus.storage.safe_read import parse_json
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Checkpoint:
 
     def acting(self, model: str) -> tuple[dict[str, Any], Weights]:
         """Description and weights of what a player needs of a model. Raises IncompatibleCheckpoint."""
-        return centralized_critic.plain(self._description(model), self.weights[model])
+        return centralized_critic.without_critic(self._description(model), self.weights[model])
 
     def restore(self, model: str, algorithm: Algorithm) -> None:
         """Put weights, optimizer and random state of `model` into a freshly built algorithm."""
@@ -118,7 +118,7 @@ def write(
     state: Mapping[str, Any],
     *,
     incarnations: Mapping[str, int] | None = None,
-    guard: Guard | None = None,
+    guard: WriteGuard | None = None,
 ) -> str:
     """Store a checkpoint under its iteration number; returns its name. Never replaces one that exists.
 
@@ -258,7 +258,7 @@ def superseded(state: Mapping[str, Any], name: str, claims: Callable[[str, int],
     for model, entry in state.get("models", {}).items():
         number = entry.get("incarnation") if isinstance(entry, Mapping) else None
         for claim in claims(model, number) if isinstance(number, int) else ():
-            began = claim.said.get(FROM, name)
+            began = claim.content.get(FROM, name)
             if began is None or (isinstance(began, str) and _NAME.fullmatch(began) and _place(name) > _place(began)):
                 return claim
     return None
@@ -282,7 +282,7 @@ def after(name: str, begun_from: str | None) -> bool:
 def _passed_over(store: Store, name: str, state: Mapping[str, Any]) -> bool:
     claim = superseded(state, name, functools.partial(claims_after, store))
     if claim is not None:
-        _say_passed_over(store.url, name, claim.who, claim.said.get(FROM) or "the beginning")
+        _say_passed_over(store.url, name, claim.who, claim.content.get(FROM) or "the beginning")
     return claim is not None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ludus.core.plugins import did_you_mean
-from ludus.core.statistics import Difference, difference, interval
+from ludus.core.statistics import Difference, confidence_interval, difference
 from ludus.errors import ConfigError, UsageError
 from ludus.experiments.runs.plot import Curve
 from ludus.experiments.runs.remote_runs import is_remote, shown
@@ -368,7 +368,7 @@ def _standing(label: str, values: dict[str, float]) -> Standing:
     if not values:
         return Standing(label, 0, math.nan, math.nan, math.nan, math.nan, values)
     array = np.array(list(values.values()))
-    low, high = interval(array)
+    low, high = confidence_interval(array)
     std = float(array.std(ddof=1)) if len(array) > 1 else math.nan
     return Standing(label, len(array), float(array.mean()), low, high, std, values)
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ludus.core.metrics import read_jsonl
-from ludus.core.statistics import interval
+from ludus.core.statistics import confidence_interval
 from ludus.errors import NotFound, UsageError
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def spread(y: Array) -> tuple[Array, Array]:
     """(low, high) of the mean of several runs at every place: 95 %, bootstrapped; of two runs, both of them."""
     if len(y) < 3:
         return y.min(axis=0), y.max(axis=0)
-    sides = np.array([interval(column, resamples=_RESAMPLES) for column in y.T])
+    sides = np.array([confidence_interval(column, resamples=_RESAMPLES) for column in y.T])
     return sides[:, 0], sides[:, 1]
 
 

@@ -25,7 +25,7 @@ from urllib.parse import parse_qsl, urlsplit
 from ludus.errors import NotFound, StoreError, StoreFull, UsageError
 from ludus.storage.base import STORES, Store, check_key, open_store
 from ludus.storage.local import LocalStore
-from ludus.storage.redact import redacted
+from ludus.storage.redact import redact_passwords
 
 log = logging.getLogger(__name__)
 
@@ -130,14 +130,14 @@ def _split(url: str) -> tuple[str, str, str, str]:
     scheme, _, rest = url.partition("://")
     parts = urlsplit(f"//{rest}")
     if scheme.lower() == "s3":
-        from ludus.storage.s3_url import Address
+        from ludus.storage.s3_url import S3Url
 
-        Address.parse(url)  # which knows more of what a secret may look like
+        S3Url.parse(url)  # which knows more of what a secret may look like
     key = parts.path.strip("/")
     secrets = [parts.netloc, *(value for _, value in parse_qsl(parts.query))]
     if any("@" in part for part in secrets):
         raise UsageError(
-            f"{redacted(url)} has a user or password in it.", "Give them as your store's tools take them: docs/stores.md."
+            f"{redact_passwords(url)} has a user or password in it.", "Give them as your store's tools take them: docs/stores.md."
         )
     if not parts.netloc or parts.fragment:
         raise UsageError(f"{url} is not the address of a run.", "s3://BUCKET/PREFIX")
@@ -154,9 +154,9 @@ def _usual_end_point(scheme: str) -> str:
     """Two servers may have buckets of one name."""
     if scheme != "s3":
         return ""
-    from ludus.storage.s3_url import usual_endpoint
+    from ludus.storage.s3_url import default_endpoint
 
-    return usual_endpoint(os.environ) or ""
+    return default_endpoint(os.environ) or ""
 
 
 def _place(directory: Path) -> str | None:

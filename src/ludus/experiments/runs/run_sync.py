@@ -13,7 +13,7 @@ from pathlib import Path
 from ludus.errors import Fenced, LudusError
 from ludus.experiments.runs import run_status
 from ludus.experiments.runs.remote_runs import MOST_BYTES, WORKER, carried_files, is_remote, shown, store_of
-from ludus.storage.base import Guard, Store
+from ludus.storage.base import Store, WriteGuard
 from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,12 @@ class Carrier:
     """
 
     def __init__(
-        self, directory: Path, *, guard: Guard | None = None, mark: Callable[[], object] = lambda: None, every_s: float = EVERY_S
+        self,
+        directory: Path,
+        *,
+        guard: WriteGuard | None = None,
+        mark: Callable[[], object] = lambda: None,
+        every_s: float = EVERY_S,
     ) -> None:
         self._directory, self._guard, self._mark, self._every_s = directory, guard, mark, every_s
         self._store = store_of(directory) if is_remote(directory) else None

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from ludus.config.schema import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig, experiment
+from ludus.config.schema import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig
+from ludus.config.validation import parse_experiment
 from ludus.core.backoff import Backoff
-from ludus.core.metrics import Csv, JsonLines, Numbers, Sink, TensorBoard, read_jsonl
+from ludus.core.metrics import CsvSink, JsonLinesSink, Numbers, Sink, TensorBoardSink, read_jsonl
 from ludus.errors import ConfigError, LudusError, MissingExtra
 from ludus.experiments.runs.remote_runs import EVALUATION_VIDEO
 from ludus.experiments.runs.run_dir import Run
@@ -120,9 +121,9 @@ def _installed(package: str, key: str, extra: str = "") -> None:
 def sinks_of(run: Run, e: ExperimentConfig, incarnation: int) -> list[Sink]:
     """Where the numbers of a run go, its own record first. Every key of the experiment's `config` has its value."""
     track = e.track
-    sinks: list[Sink] = [JsonLines(run.metrics_path, incarnation)]
+    sinks: list[Sink] = [JsonLinesSink(run.metrics_path, incarnation)]
     if track.csv:
-        sinks.append(Csv(run.directory / "metrics.csv", run.metrics_path, incarnation))
+        sinks.append(CsvSink(run.directory / "metrics.csv", run.metrics_path, incarnation))
     services = services_of(run, e)
     if services:
         sinks.append(_Curve(run))
@@ -184,7 +185,7 @@ def attach(directory: Path, paths: Sequence[Path]) -> bool:
     """
     run = Run(directory)
     try:
-        services = services_of(run, experiment(run.config()))
+        services = services_of(run, parse_experiment(run.config()))
         if not services:
             return False
         rows = read_jsonl(run.metrics_path)
@@ -201,7 +202,7 @@ def attach(directory: Path, paths: Sequence[Path]) -> bool:
 
 
 def _show_in_tensorboard(directory: Path, paths: Sequence[Path], timesteps: int) -> None:
-    board = TensorBoard(directory)
+    board = TensorBoardSink(directory)
     for path in paths:
         data = path.read_bytes() if path.suffix.lower() in _PICTURES else _as_gif(path)
         board.picture(data, f"{path.parent.name}/{path.stem}", timesteps)
@@ -221,7 +222,7 @@ def _as_gif(video: Path) -> bytes:
     return done.stdout
 
 
-class Board(TensorBoard):
+class Board(TensorBoardSink):
     """TensorBoard events that show videos, too."""
 
     def show_video(self, path: Path, name: str, timesteps: int) -> None:
@@ -386,7 +387,7 @@ class Wandb:
         self, directory: Path, config: WandbConfig, mode: str, experiment: str, known: str, settings: Mapping[str, Any]
     ) -> None:
         self._directory, self._config, self._mode = directory, config, mode
-        self._experiment, self._known, self._settings = experiment, known, dict(settings)
+        self._experiment, self._known, self._settings = parse_experiment, known, dict(settings)
         self._run: Any = None
 
     def open(self) -> None:
@@ -455,8 +456,8 @@ class Mlflow:
 
     def __init__(self, directory: Path, config: MlflowConfig, experiment: str, known: str, settings: Mapping[str, Any]) -> None:
         self._directory, self._config = directory.absolute(), config
-        self._experiment, self._known, self._settings = config.experiment or experiment, known, dict(settings)
-        self._group = experiment
+        self._experiment, self._known, self._settings = config.experiment or parse_experiment, known, dict(settings)
+        self._group = parse_experiment
         self._client: Any = None
         self._run_id = ""
 
@@ -474,15 +475,15 @@ class Mlflow:
         if uri == self._beside():
             _make_database(self._directory.parent / "mlflow.db")
         self._client = MlflowClient(tracking_uri=uri)
-        experiment = self._experiment_id(uri)
-        before = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{self._known}'", max_results=1)
+        parse_experiment = self._experiment_id(uri)
+        before = self._client.search_runs([parse_experiment], f"tags.`{_TAG}` = '{self._known}'", max_results=1)
         if before:
             self._run_id = before[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             self._log_settings(before[0].data.params)
             return
         tags = {_TAG: self._known, "ludus.group": self._group, "ludus.run": str(self._directory), **self._config.tags}
-        self._run_id = self._client.create_run(experiment, run_name=self._directory.name, tags=tags).info.run_id
+        self._run_id = self._client.create_run(parse_experiment, run_name=self._directory.name, tags=tags).info.run_id
         self._log_settings({})
 
     def write(self, reports: Sequence[Numbers]) -> None:

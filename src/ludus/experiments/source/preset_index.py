@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ludus.compat.coach import preset_names
-from ludus.compat.coach.preset_names import Missing
-from ludus.config import schema as configs
+from ludus.compat.coach.preset_names import UnsupportedPreset
+from ludus.config.experiment_file import load_experiments
 from ludus.config.schema import TargetConfig
+from ludus.config.validation import parse_experiment
 from ludus.core.plugins import did_you_mean
 from ludus.errors import UnknownName
 
@@ -50,9 +51,9 @@ def preset(name: str) -> Path:
     """The file of a preset. Raises UnknownName."""
     if name in names():
         return _folder() / f"{name}.yaml"
-    if preset_names.canonical(name) is not None:
+    if preset_names.canonical_name(name) is not None:
         raise UnknownName(f"{name} is a name of Coach, which has no file of its own.", f"ludus presets show {name} writes one.")
-    near = did_you_mean(name, [*names(), *preset_names.names()])
+    near = did_you_mean(name, [*names(), *preset_names.supported_names()])
     raise UnknownName(f"There is no preset {name!r}.", near if near.startswith("Did") else did_you_mean(name, names()))
 
 
@@ -61,26 +62,26 @@ def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]
 
     Raises UnknownName with the reason and the nearest, UsageError when the level is missing or is none of its levels.
     """
-    called = None if name in names() else preset_names.canonical(name)
+    called = None if name in names() else preset_names.canonical_name(name)
     if called is None:
-        found = configs.load_experiments(preset(name))
+        found = load_experiments(preset(name))
         if level is not None:
             for data in found.values():
                 data["env"] = level
                 data.pop("target", None)
         return found
-    entry = preset_names.found(called)
-    if not isinstance(entry, preset_names.Familiar):
-        assert isinstance(entry, Missing)
-        raise preset_names.refusal(called, entry)
+    entry = preset_names.find_preset(called)
+    if not isinstance(entry, preset_names.CoachPreset):
+        assert isinstance(entry, UnsupportedPreset)
+        raise preset_names.unsupported_error(called, entry)
     needed = {each: _experiment(each) for each in (entry.preset, *entry.own.values())}
-    return {called: preset_names.experiment(called, entry, level, needed)}
+    return {called: preset_names.make_experiment(called, entry, level, needed)}
 
 
 def summary(name: str) -> Preset:
     """What a preset with a target says of itself. Raises UnknownName, ConfigError."""
     ((_, data),) = experiments(name).items()
-    checked = configs.experiment({"name": name, **data})
+    checked = parse_experiment({"name": name, **data})
     if checked.target is None:
         raise UnknownName(f"No result has been measured for {name} reaches.")
     return Preset(name, checked.description or "", checked.env, checked.run, checked.target)
@@ -88,23 +89,23 @@ def summary(name: str) -> Preset:
 
 def synonyms() -> list[Synonym]:
     """The names of Coach under which something is trained."""
-    return [_synonym(name) for name in preset_names.names()]
+    return [_synonym(name) for name in preset_names.supported_names()]
 
 
 def _synonym(name: str) -> Synonym:
-    entry = preset_names.FAMILIAR[name]
+    entry = preset_names.COACH_PRESETS[name]
     data = experiments(name, next(iter(entry.levels), None))[name]
     target = None if entry.levels or "target" not in data else TargetConfig.model_validate(data["target"])
     return Synonym(name, entry.preset, data["run"], tuple(entry.levels), target)
 
 
-def missing() -> dict[str, Missing]:
+def missing() -> dict[str, UnsupportedPreset]:
     """The names of Coach under which nothing can be trained."""
-    return dict(preset_names.MISSING)
+    return dict(preset_names.UNSUPPORTED_PRESETS)
 
 
 def _experiment(name: str) -> dict[str, Any]:
-    ((_, data),) = configs.load_experiments(preset(name)).items()
+    ((_, data),) = load_experiments(preset(name)).items()
     return data
 
 

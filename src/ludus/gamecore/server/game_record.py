@@ -15,7 +15,7 @@ from ludus.gamecore.server.game_status import GameStatus, State
 from ludus.gamecore.server.request import GameRequest
 from ludus.gamecore.server.resource_usage import ResourceUsage, process_tree_usage
 from ludus.io import rotating_log
-from ludus.process.commands.command import CommandProcess
+from ludus.process.commands.command import GameProcess
 
 EXIT_S = 20.0
 """Time limit for the guard process to report the exit of a stopped game."""
@@ -38,7 +38,7 @@ class GameRecord:
         self.request, self.entry, self.game_dir, self.status = request, entry, game_dir, status
         self.start_from, self.saves_states = start_from, saves_states
         self.is_forked = False
-        self.process: CommandProcess | None = None
+        self.process: GameProcess | None = None
         self.began = asyncio.get_running_loop().time()
         """Time of the request; later the start of the first process."""
         self.time_limit_s = request.timeout_s or entry.limits.seconds

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from ludus.errors import WorkerFailed
 from ludus.gamecore.server.catalogue import GameEntry, fill_placeholders, find_placeholders
 from ludus.gamecore.server.command import CONFIG, INHERITED, GameCommand, GameDirectory, has_wrapper
-from ludus.process.commands.command import CommandProcess, CommandRunner
+from ludus.process.commands.command import GameProcess, Games
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ class GameLaunchers:
     def __init__(self, base_environment: Mapping[str, str], mark: str) -> None:
         """`mark`: prefix of LUDUS_GAME_CONFIG in all processes of this server, by which they are found if the server was killed."""
         self._base_environment, self._mark = base_environment, mark
-        self._plain = CommandRunner()
-        self._warm: dict[str, CommandRunner] = {}
+        self._plain = Games()
+        self._warm: dict[str, Games] = {}
         self._warm_ups: dict[str, asyncio.Task[bool]] = {}
         self._lock = threading.Lock()
 
@@ -47,7 +47,7 @@ class GameLaunchers:
         }
         environment[CONFIG] = self._mark
         try:
-            games = CommandRunner(module, environment)
+            games = Games(module, environment)
             with self._lock:
                 self._warm[game] = games
             await asyncio.to_thread(games.wait_until_warm, WARM_S)
@@ -64,13 +64,13 @@ class GameLaunchers:
         command: GameCommand,
         game_dir: GameDirectory,
         name: str,
-        on_exit: Callable[[CommandProcess], object],
+        on_exit: Callable[[GameProcess], object],
         *,
         warm: bool,
-    ) -> CommandProcess:
+    ) -> GameProcess:
         """Raises WorkerFailed."""
         start = functools.partial(
-            CommandRunner.start,
+            Games.start,
             log=game_dir.log,
             name=name,
             kind=game,

@@ -33,7 +33,7 @@ from ludus.gamecore.server.resource_usage import ResourceUsage
 from ludus.gamecore.server.state_dir import StateDir
 from ludus.gamecore.server.task_results import TaskResults
 from ludus.process import identity
-from ludus.process.commands.command import CommandExit, CommandProcess
+from ludus.process.commands.command import GameExit, GameProcess
 
 log = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ class ProcessTable:
     async def _run_once(self, record: GameRecord) -> EndDecision | None:
         """Run one process of a game. Returns the decision to restart it, or None after its end."""
         status = record.status
-        exited: asyncio.Future[CommandExit] = asyncio.get_running_loop().create_future()
+        exited: asyncio.Future[GameExit] = asyncio.get_running_loop().create_future()
         await self._prepare(record)
         if record.requested_end is not None:  # stopped before its process existed
             await self._finish(record, *record.requested_end)
@@ -360,7 +360,7 @@ class ProcessTable:
             for waiting in (ready, wanted):
                 waiting.cancel()
 
-    def _start(self, record: GameRecord, exited: asyncio.Future[CommandExit]) -> CommandProcess:
+    def _start(self, record: GameRecord, exited: asyncio.Future[GameExit]) -> GameProcess:
         """Start the process. Runs in a thread; blocks until the program runs."""
         request, status, game_dir = record.request, record.status, record.game_dir
         loop = exited.get_loop()
@@ -381,7 +381,7 @@ class ProcessTable:
         self.state_dir.save(status)  # before the process starts, so that a killed server can find it
         command = build_command(self.catalogue, request, game_dir, states, self._base_environment, self._free_port)
 
-        def on_exit(game: CommandProcess) -> None:
+        def on_exit(game: GameProcess) -> None:
             assert game.exit is not None
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_set_exit, exited, game.exit)
@@ -395,7 +395,7 @@ class ProcessTable:
         self.state_dir.save(status, began)
         return process
 
-    def _on_started(self, record: GameRecord, process: CommandProcess) -> None:
+    def _on_started(self, record: GameRecord, process: GameProcess) -> None:
         first = not record.started.is_set()
         record.process = process
         if first:
@@ -416,14 +416,14 @@ class ProcessTable:
         )
         self.counts[record.request.game, "started" if first else "restarted"] += 1
 
-    async def _watch(self, record: GameRecord, exited: asyncio.Future[CommandExit]) -> CommandExit:
+    async def _watch(self, record: GameRecord, exited: asyncio.Future[GameExit]) -> GameExit:
         """Wait for the exit of the process, and enforce its time limits."""
         loop, limits = asyncio.get_running_loop(), record.entry.limits
         begun = loop.time()
         while not exited.done():
             now = loop.time()
             if now >= record.kill_deadline:
-                return CommandExit(None, killed=True)
+                return GameExit(None, killed=True)
             due = [record.deadline if record.requested_end is None else record.kill_deadline, now + _POLL_S]
             if record.status.state == "starting":
                 due.append(now + _FIRST_LINE_S)
@@ -537,7 +537,7 @@ def _measure(records: list[GameRecord]) -> list[tuple[GameRecord, ResourceUsage]
     return [(record, record.usage()) for record in records]
 
 
-def _set_exit(exited: asyncio.Future[CommandExit], decision: CommandExit) -> None:
+def _set_exit(exited: asyncio.Future[GameExit], decision: GameExit) -> None:
     if not exited.done():
         exited.set_result(decision)
 

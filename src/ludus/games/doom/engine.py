@@ -28,7 +28,7 @@ _PICK = Nearest(SIDE, SIDE)
 
 
 @dataclass(frozen=True)
-class Seen:
+class PlayerView:
     """What one player sees between two tics."""
 
     screen: Bytes
@@ -40,7 +40,7 @@ class Seen:
     """Where the other player stands in the picture, from −1 (left) to 1; None: not in sight, or not looked for."""
 
 
-class Engine:
+class DoomEngine:
     """Its calls block: both engines have to be advanced at the same time, by threads of their own.
 
     Every method raises WorkerFailed when the engine is gone.
@@ -85,16 +85,16 @@ class Engine:
         try:
             self._game.init()
         except self._failed as error:
-            raise self._gone("did not start", error) from error
+            raise self._failure("did not start", error) from error
         finally:
-            self.forget_names()
+            self.unlink_shared_memory()
 
-    def forget_names(self) -> None:
+    def unlink_shared_memory(self) -> None:
         """Of the memory that it shares with its engine: so it goes away with them. Also from another thread."""
         if self._arguments.exists():
             unlink_shared(self._arguments.read_text(encoding="utf-8").splitlines())
 
-    def look(self) -> Seen:
+    def look(self) -> PlayerView:
         state = self._game.get_state()
         enemy = None
         if state is not None:
@@ -104,7 +104,7 @@ class Engine:
                 found = [label for label in state.labels or () if label.object_category == "Player"]
                 enemy = (found[0].x + found[0].width / 2) * 2 / SCREEN[1] - 1 if found else None
         first, second = (int(self._game.get_game_variable(of)) for of in self._frags)
-        return Seen(self._screen, (first, second), self._game.is_player_dead(), enemy)
+        return PlayerView(self._screen, (first, second), self._game.is_player_dead(), enemy)
 
     def press(self, action: int) -> None:
         self._game.set_action(PRESSES[action])
@@ -114,18 +114,18 @@ class Engine:
         try:
             self._game.advance_action(1, show)
         except self._failed as error:
-            raise self._gone("is gone", error) from error
+            raise self._failure("is gone", error) from error
 
     def close(self) -> None:
         with suppress(*self._failed):
             self._game.close()
 
-    def _gone(self, what: str, error: Exception) -> WorkerFailed:
+    def _failure(self, what: str, error: Exception) -> WorkerFailed:
         said = str(error).rstrip(".")
         return WorkerFailed(f"The Doom engine of camp {self._camp} {what}: {said}.", "Its own words, if any, stand before this.")
 
 
-def reserved_port() -> tuple[int, socket.socket]:
+def reserve_port() -> tuple[int, socket.socket]:
     """A UDP port that is free now, and what keeps other duels of this machine off it while it is open.
 
     They would not fail: a player would join the wrong one. The port is free on every interface, for the engine cannot be told to

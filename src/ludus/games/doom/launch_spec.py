@@ -20,7 +20,7 @@ TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True)
-class Camp:
+class ActorAddress:
     """Where the actor of a camp listens."""
 
     url: str
@@ -29,9 +29,9 @@ class Camp:
 
 
 @dataclass(frozen=True)
-class Briefing:
+class LaunchSpec:
     runtime_id: str
-    camps: tuple[Camp | None, Camp | None]
+    camps: tuple[ActorAddress | None, ActorAddress | None]
     """None: the game's own script plays it."""
     directory: Path
     """The game's own: it may write there."""
@@ -42,7 +42,7 @@ class Briefing:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Briefing:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> LaunchSpec:
         """Raises UsageError."""
         path = environment.get(CONFIG, "")
         if not path:
@@ -67,10 +67,10 @@ class Briefing:
             ) from error
 
 
-def _camp(told: Mapping[str, Any] | None, environment: Mapping[str, str], number: int) -> Camp | None:
+def _camp(told: Mapping[str, Any] | None, environment: Mapping[str, str], number: int) -> ActorAddress | None:
     if told is None:
         return None
-    return Camp(str(told["url"]), float(told.get("timeout_s") or TIMEOUT_S), environment.get(f"{TOKEN}{number}") or None)
+    return ActorAddress(str(told["url"]), float(told.get("timeout_s") or TIMEOUT_S), environment.get(f"{TOKEN}{number}") or None)
 
 
 def write_result(path: Path | None, result: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ import traceback
 
 from ludus.core import plugins
 from ludus.errors import LudusError
-from ludus.games.doom.duel import Duel, Stopped
-from ludus.games.doom.launch_spec import Briefing, write_result
+from ludus.games.doom.duel import Duel, DuelStopped
+from ludus.games.doom.launch_spec import LaunchSpec, write_result
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT}
 
@@ -22,21 +22,21 @@ def main() -> int:
     faulthandler.enable()  # the engine's library may crash
     try:
         plugins.require("vizdoom", "doom", "The Doom duel")
-        briefing = Briefing.from_environment()
-        os.chdir(briefing.directory)  # the engines leave a few files where they stand
-        duel = Duel(briefing)
+        spec = LaunchSpec.from_environment()
+        os.chdir(spec.directory)  # the engines leave a few files where they stand
+        duel = Duel(spec)
         threading.Thread(target=_stop_on_signal, args=(duel,), daemon=True).start()
         result = duel.play()
-        write_result(briefing.result, result)
-    except Stopped:
+        write_result(spec.result, result)
+    except DuelStopped:
         return 128 + signal.SIGTERM
     except LudusError as error:
-        _say(f"doom: {error}")
+        _log(f"doom: {error}")
         return error.exit_code
     except Exception:
-        _say(traceback.format_exc())
+        _log(traceback.format_exc())
         return 1
-    _say(f"doom: {result}")
+    _log(f"doom: {result}")
     return 0
 
 
@@ -45,6 +45,6 @@ def _stop_on_signal(duel: Duel) -> None:
     duel.stop()
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from ludus.errors import EnvironmentFault, LudusError
-from ludus.games.doom.engine import NOTHING, PRESSES, Seen
-from ludus.games.doom.launch_spec import Camp
+from ludus.games.doom.engine import NOTHING, PRESSES, PlayerView
+from ludus.games.doom.launch_spec import ActorAddress
 from ludus.protocol.client import Client
 from ludus.protocol.codec import decode, encode
 
@@ -22,14 +22,14 @@ _DODGE = 0.3
 _LEFT, _RIGHT, _FIRE = 1, 2, 3
 
 
-class Player(Protocol):
+class DuelPlayer(Protocol):
     """One of them is used by one thread."""
 
     kind: str
 
     def begin(self) -> None: ...
 
-    def act(self, seen: Seen, reward: float) -> int:
+    def act(self, view: PlayerView, reward: float) -> int:
         """`reward` is that of the action before, and of what happened until now."""
         ...
 
@@ -47,7 +47,7 @@ class ActorPlayer:
 
     kind = "actor"
 
-    def __init__(self, number: int, camp: Camp, match: str, *, eval_mode: bool = False) -> None:
+    def __init__(self, number: int, camp: ActorAddress, match: str, *, eval_mode: bool = False) -> None:
         self._number, self._camp, self._match = number, camp, match
         self._about = {"game": "doom", "camp": number, "eval_mode": eval_mode}
         self._client = Client(camp.url, camp.token, camp.timeout_s, RETRIES)
@@ -56,23 +56,23 @@ class ActorPlayer:
         self._open = False
 
     def begin(self) -> None:
-        self._asked(lambda: self._client.start(self._session, encode(self._about, "msgpack"), self._match))
+        self._request(lambda: self._client.start(self._session, encode(self._about, "msgpack"), self._match))
         self._open = True
 
-    def act(self, seen: Seen, reward: float) -> int:
-        body = encode({"observation": seen.screen.tobytes(), "reward": reward}, "msgpack")
-        reply = self._asked(lambda: self._client.tick(self._session, body))
+    def act(self, view: PlayerView, reward: float) -> int:
+        body = encode({"observation": view.screen.tobytes(), "reward": reward}, "msgpack")
+        reply = self._request(lambda: self._client.tick(self._session, body))
         try:
             action: Any = decode(reply)["action"]
         except (ValueError, KeyError, TypeError) as error:
-            raise self._senseless(reply) from error
+            raise self._invalid_reply(reply) from error
         if isinstance(action, bool) or not isinstance(action, int) or not 0 <= action < len(PRESSES):
-            raise self._senseless(reply)
+            raise self._invalid_reply(reply)
         return action
 
     def end(self, reward: float) -> None:
         body = encode({"reward": reward, "terminated": True}, "msgpack")
-        self._asked(lambda: self._client.end(self._session, body))
+        self._request(lambda: self._client.end(self._session, body))
         self._open = False
         self._client.close()
 
@@ -83,7 +83,7 @@ class ActorPlayer:
                 self._client.end(self._session)
         self._client.close()
 
-    def _asked(self, ask: Callable[[], bytes]) -> bytes:
+    def _request(self, ask: Callable[[], bytes]) -> bytes:
         try:
             return ask()
         except LudusError as error:
@@ -91,14 +91,14 @@ class ActorPlayer:
                 f"The actor of camp {self._number} at {self._camp.url} failed: {error.message}", error.hint
             ) from error
 
-    def _senseless(self, reply: bytes) -> EnvironmentFault:
+    def _invalid_reply(self, reply: bytes) -> EnvironmentFault:
         return EnvironmentFault(
             f"The actor of camp {self._number} at {self._camp.url} answered {reply[:60]!r}.",
             f'An action is a msgpack map {{"action": 0 … {len(PRESSES) - 1}}}.',
         )
 
 
-class ScriptPlayer:
+class BotPlayer:
     """Steps in front of the other one and fires, and now and then aside."""
 
     kind = "script"
@@ -110,16 +110,16 @@ class ScriptPlayer:
     def begin(self) -> None:
         pass
 
-    def act(self, seen: Seen, reward: float) -> int:
+    def act(self, view: PlayerView, reward: float) -> int:
         if self._left > 0:
             self._left -= 1
             return self._way
-        if seen.enemy is None or self._random.random() < _DODGE:
+        if view.enemy is None or self._random.random() < _DODGE:
             self._way, self._left = self._random.choice((_LEFT, _RIGHT)), self._random.randrange(1, 6)
             return self._way
-        if abs(seen.enemy) < _AIMED:
+        if abs(view.enemy) < _AIMED:
             return NOTHING + _FIRE
-        return (_RIGHT if seen.enemy > 0 else _LEFT) + (_FIRE if abs(seen.enemy) < 2 * _AIMED else 0)
+        return (_RIGHT if view.enemy > 0 else _LEFT) + (_FIRE if abs(view.enemy) < 2 * _AIMED else 0)
 
     def end(self, reward: float) -> None:
         pass

@@ -89,7 +89,7 @@ class SlurmOrchestrator(JobIndex):
             number = commands.submit(
                 directory.path, SCRIPT, batch_environment(os.environ, job.secrets, overriding_variables(files[SCRIPT]))
             )
-        except BaseException:
+        except BaseException:  # also an interrupt must not leave an incomplete job
             shutil.rmtree(directory.path, ignore_errors=True)
             raise
         _write_slurm_job(directory, number, cluster=cluster)

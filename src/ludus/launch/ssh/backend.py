@@ -163,7 +163,7 @@ class SshOrchestrator:
             directory = self._create(job, settings)
             try:
                 self._start(directory, job, settings)
-            except BaseException:
+            except BaseException:  # also an interrupt must not leave an incomplete job
                 self.close()  # parts that are not confirmed end with their connection
                 directory.remove()
                 raise

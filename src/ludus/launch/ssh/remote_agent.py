@@ -194,7 +194,7 @@ class RemoteAgent:
         try:
             os.chdir(_workdir(part.workdir))
         except OSError as error:
-            where = f"{part.workdir or 'The state_dir directory'} on {job_dir.hostname()}"
+            where = f"{part.workdir or 'The home directory'} on {job_dir.hostname()}"
             raise UsageError(f"{where}: {error.strerror}.", "Set workdir, or copy something there.") from error
         self._prune()
         first = not directory.exists()
@@ -202,7 +202,7 @@ class RemoteAgent:
         job_dir.make_private(directory)
         try:
             job_id = self._start(directory, part, str(request["token"]), values)
-        except BaseException:
+        except BaseException:  # also an interrupt must not leave an incomplete part
             if first:
                 shutil.rmtree(directory, ignore_errors=True)
             raise

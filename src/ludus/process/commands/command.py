@@ -1,13 +1,13 @@
 """Runs programs, such as games, under guards: started, watched and ended, with a bounded log, and never outliving this process.
 
-    with CommandRunner() as games:
+    with Games() as games:
         game = games.start(["./mygame", "--headless"], log=Path("logs/game-1.log"))
         ended = game.wait(timeout_s=600) or game.stop(grace_s=5)
         print(ended)  # "ended with code 0"; ended.last_lines
 
 Games written in Python can be forks of one process that has imported their module: they start in milliseconds and share memory.
 
-    with CommandRunner(warm="mygame.main") as games:
+    with Games(warm="mygame.main") as games:
         game = games.start(["mygame", "--headless"], warm=True, log=Path("logs/game-1.log"))
 
 `prefork.py` lists what the module must provide. `command_guard.py` describes the processes between this one and the games.
@@ -57,7 +57,7 @@ _GUARD_THREADS = 1
 
 
 @dataclass(frozen=True)
-class CommandExit:
+class GameExit:
     """How a command ended. None of its processes are left, except those in `left`.
 
     `code`: exit code of its process, negative for a signal; None if its guard was killed too.
@@ -81,11 +81,11 @@ class CommandExit:
         return f"ended by signal {-self.code}"
 
 
-class CommandProcess:
-    """A running command with all processes that it has started. Created by `CommandRunner.start`; thread-safe."""
+class GameProcess:
+    """A running command with all processes that it has started. Created by `Games.start`; thread-safe."""
 
     def __init__(
-        self, name: str, kind: str, log_path: Path, channel: socket.socket, on_exit: Callable[[CommandProcess], object] | None
+        self, name: str, kind: str, log_path: Path, channel: socket.socket, on_exit: Callable[[GameProcess], object] | None
     ):
         self.name, self.kind, self.log_path = name, kind, log_path
         self.pid = self.guard = 0
@@ -94,15 +94,15 @@ class CommandProcess:
         """Last count, including its child processes; updated often at first, then every half minute."""
         self._channel, self._reader, self._on_exit = channel, LineReader(channel), on_exit
         self._failure: str | None = None
-        self._exit: CommandExit | None = None
+        self._exit: GameExit | None = None
         self._started, self._ended = threading.Event(), threading.Event()
 
     @property
-    def exit(self) -> CommandExit | None:
+    def exit(self) -> GameExit | None:
         """None while it runs."""
         return self._exit
 
-    def wait(self, timeout_s: float) -> CommandExit | None:
+    def wait(self, timeout_s: float) -> GameExit | None:
         """Returns None if it still runs after `timeout_s`."""
         self._ended.wait(timeout_s)
         return self._exit
@@ -111,7 +111,7 @@ class CommandProcess:
         """Send SIGTERM to its process group; after `grace_s` the rest is killed. Does not wait; a shorter grace replaces a longer one."""
         self._send(stop=max(0.0, grace_s))
 
-    def stop(self, grace_s: float = GRACE_S) -> CommandExit:
+    def stop(self, grace_s: float = GRACE_S) -> GameExit:
         """Like `ask_to_stop`, and wait until all its processes have ended."""
         self.ask_to_stop(grace_s)
         ended = self.wait(grace_s + _KILL_TIMEOUT_S)
@@ -129,7 +129,7 @@ class CommandProcess:
         """Last lines of its log. Repeated lines are replaced by their count."""
         return list(self._exit.last_lines[-count:]) if self._exit else rotating_log.tail(self.log_path, count)
 
-    # -- called by CommandRunner
+    # -- called by Games
 
     def _send(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # it has ended
@@ -140,7 +140,7 @@ class CommandProcess:
         for line in self._reader.read():
             self._handle_message(json_lines.decode(line))
         if self._reader.at_end:
-            self._set_exit(CommandExit(None, seconds=time.monotonic() - self.began))
+            self._set_exit(GameExit(None, seconds=time.monotonic() - self.began))
         return not self._reader.at_end
 
     def _handle_message(self, message: dict[str, Any]) -> None:
@@ -155,10 +155,10 @@ class CommandProcess:
         elif "exited" in message:
             seconds, lines = time.monotonic() - self.began, tuple(message["lines"])
             self._set_exit(
-                CommandExit(message["exited"], message["killed"], lines, tuple(message["left"]), message["lost"], seconds)
+                GameExit(message["exited"], message["killed"], lines, tuple(message["left"]), message["lost"], seconds)
             )
 
-    def _set_exit(self, outcome: CommandExit) -> None:
+    def _set_exit(self, outcome: GameExit) -> None:
         if self._ended.is_set():
             return
         self._exit = outcome
@@ -216,7 +216,7 @@ class _Spawner:
             self.process.wait(_KILL_TIMEOUT_S)
 
 
-class CommandRunner:
+class Games:
     """Starts commands under guards. When it is closed, or this process ends for whatever reason, so do the commands.
 
     Costs one thread here, one small process for all commands (the spawner), and a small process and a descriptor per command.
@@ -231,7 +231,7 @@ class CommandRunner:
         self._warm_failure: str | None = None
         self._warm_deaths = 0
         self._lock, self._admission = threading.Lock(), threading.Lock()
-        self._running: dict[int, CommandProcess] = {}  # by the descriptor of its channel
+        self._running: dict[int, GameProcess] = {}  # by the descriptor of its channel
         self._peaks: dict[str, int] = {}
         self._closed = self._over = False
         self._selector = selectors.DefaultSelector()
@@ -241,14 +241,14 @@ class CommandRunner:
         self._thread = threading.Thread(target=self._run, name="ludus-games", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> CommandRunner:
+    def __enter__(self) -> Games:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(GRACE_S if error is None else 0.0)
 
     @property
-    def running(self) -> list[CommandProcess]:
+    def running(self) -> list[GameProcess]:
         with self._lock:
             return list(self._running.values())
 
@@ -264,7 +264,7 @@ class CommandRunner:
     def wait_until_warm(self, timeout_s: float = WARM_S) -> None:
         """Raises WorkerFailed if the module cannot be kept warm or is not imported in time."""
         if not self._warm:
-            raise WorkerFailed("No module is kept warm here.", "Name one: CommandRunner(warm=MODULE).")
+            raise WorkerFailed("No module is kept warm here.", "Name one: Games(warm=MODULE).")
         self._wait_until_ready(timeout_s)
         if self._warm_failure is not None:
             raise WorkerFailed(
@@ -284,8 +284,8 @@ class CommandRunner:
         directory: Path | None = None,
         threads: int | None = None,
         log_bytes: int = MAX_BYTES,
-        on_exit: Callable[[CommandProcess], object] | None = None,
-    ) -> CommandProcess:
+        on_exit: Callable[[GameProcess], object] | None = None,
+    ) -> GameProcess:
         """Start a program and return when it runs, after some milliseconds. Raises WorkerFailed if that fails or a thread limit is reached.
 
         `command` is run without a shell; a relative program is looked up in the PATH of `environment` (that of this process
@@ -309,7 +309,7 @@ class CommandRunner:
             ours, theirs = socket.socketpair()
             # An environment may be larger than a socket buffer, and a stopped spawner reads nothing.
             ours.settimeout(_START_TIMEOUT_S)
-            game = CommandProcess(name or log.stem, kind, log, ours, on_exit)
+            game = GameProcess(name or log.stem, kind, log, ours, on_exit)
             with contextlib.closing(theirs):
                 self._send_to_spawner(game, ours, theirs)
         game._send(
@@ -355,7 +355,7 @@ class CommandRunner:
         self._wake.send(b".")
         self._thread.join(_KILL_TIMEOUT_S)
         for game in self.running:  # its guard is blocked by disk I/O and cannot be killed before that returns
-            game._set_exit(CommandExit(None, killed=True))
+            game._set_exit(GameExit(None, killed=True))
         for end in (self._selector, self._wake, self._woken):
             end.close()
 
@@ -387,11 +387,11 @@ class CommandRunner:
 
     # -- channels to guards
 
-    def _send_to_spawner(self, game: CommandProcess, ours: socket.socket, theirs: socket.socket) -> None:
+    def _send_to_spawner(self, game: GameProcess, ours: socket.socket, theirs: socket.socket) -> None:
         with self._lock:
             if self._closed:
                 ours.close()
-                raise WorkerFailed(f"The game {game.name} cannot be started: its CommandRunner is closed.")
+                raise WorkerFailed(f"The game {game.name} cannot be started: its Games is closed.")
             self._restart_dead_spawner()
             self._running[ours.fileno()] = game
             self._selector.register(ours, selectors.EVENT_READ, functools.partial(self._on_guard_message, game))
@@ -410,12 +410,12 @@ class CommandRunner:
             for key, _ in self._selector.select():
                 key.data()
 
-    def _on_guard_message(self, game: CommandProcess) -> None:
+    def _on_guard_message(self, game: GameProcess) -> None:
         if not game._read_messages():
             with self._lock:
                 self._forget(game)
 
-    def _forget(self, game: CommandProcess) -> None:
+    def _forget(self, game: GameProcess) -> None:
         self._peaks[game.kind] = max(self._peaks.get(game.kind, 1), game.threads)
         if self._running.pop(game._channel.fileno(), None) is not None:
             self._selector.unregister(game._channel)
@@ -449,7 +449,7 @@ class CommandRunner:
         if not self._spawner.has_reported:
             self._warm_deaths += 1
             if self._warm_deaths >= _WARM_TRIES:
-                self._warm_failure = f"its process {CommandExit(code)} when it was imported, {_WARM_TRIES} times in a row"
+                self._warm_failure = f"its process {GameExit(code)} when it was imported, {_WARM_TRIES} times in a row"
         self._disconnect(self._spawner)
         self._spawner = self._start_spawner()
 

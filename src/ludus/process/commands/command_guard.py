@@ -1,4 +1,4 @@
-"""The processes between a `CommandRunner`, the owner, and the commands (games) that it starts. `command.py` is the only client.
+"""The processes between a `Games`, the owner, and the commands (games) that it starts. `command.py` is the only client.
 
     owner ──a byte and one end of a channel, per game──▶ spawner ──fork──▶ guard ──exec──▶ the game and its child processes
       ▲                                                                      │
@@ -35,7 +35,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
-from ludus.io.rotating_log import MAX_BYTES, CountingLog
+from ludus.io.rotating_log import MAX_BYTES, DeduplicatingLog
 from ludus.process import identity, procfs
 from ludus.process.signals import SignalQueue
 
@@ -87,7 +87,7 @@ class CommandGuard:
         self._killed = False
         self._began = self._last_tick = time.monotonic()
         self._counts, self._threads = 0, 0
-        self._log = CountingLog(Path(request["log"]), request.get("log_bytes", MAX_BYTES))
+        self._log = DeduplicatingLog(Path(request["log"]), request.get("log_bytes", MAX_BYTES))
         self._game, self._pipe = self._fork(request, warm) if request["warm"] else self._execute(request)
         send_message(channel, started=self._game, guard=os.getpid())
         os.set_blocking(self._pipe.fileno(), False)

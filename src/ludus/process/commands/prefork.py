@@ -1,4 +1,4 @@
-"""Games as forks of a process that has imported their module: `CommandRunner(warm="my.game")`.
+"""Games as forks of a process that has imported their module: `Games(warm="my.game")`.
 
 Imports take most of a game's start time and memory; a fork shares them. The module has a function
 `main(argv: list[str]) -> int | None`, which runs one game and returns its exit code, and may have a function `prepare()`, which is

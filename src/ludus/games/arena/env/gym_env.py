@@ -19,9 +19,18 @@ from gymnasium.vector.utils import batch_space
 from ludus.core.types import Bools, Floats, Ints32
 from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, SELF, assign_opponents
 from ludus.errors import ConfigError
-from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.engine.layout import TICKS_PER_SECOND
-from ludus.games.arena.env.seats import CAMPS, STATISTICS, Observation, Options, Seats, action_space, observation_space, row_of
+from ludus.games.arena.env.seats import (
+    CAMPS,
+    STATISTICS,
+    ArenaOptions,
+    Observation,
+    Seats,
+    action_space,
+    observation_space,
+    row_of,
+)
 
 Actions = npt.NDArray[np.integer]
 RENDER_WIDTH: Final = 1280
@@ -52,19 +61,19 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         **keywords: Any,
     ) -> None:
         """Keywords: `Options`. Raises ConfigError."""
-        options = Options(mode=mode, **keywords)
+        options = ArenaOptions(mode=mode, **keywords)
         size = options.size
-        self.pictures = Pictures(size, render_mode, render_width)
+        self.renderer = LazyRenderer(size, render_mode, render_width)
         self.metadata = metadata(options) | {"autoreset_mode": AutoresetMode.NEXT_STEP}
         self.render_mode = render_mode
-        self.kinds, seated, opposed = _dealt(num_envs, size, options.shares)
+        self.kinds, seated, opposed = _assign_matches(num_envs, size, options.shares)
         """Of each match: `self`, `past`, or that a script plays."""
         self.seats = Seats(options, seated, opposed)
         self.num_envs = self.seats.rows
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
         self.group_rows = size
         whole = np.arange(self.num_envs) < num_envs // size * size
-        self._tells: Bools = whole & (np.arange(self.num_envs) % size == 0)
+        self._reports_result: Bools = whole & (np.arange(self.num_envs) % size == 0)
         """Whether a match was won is told once by each whole group, however many heroes it has."""
         against = [kind.removeprefix(RULE) for kind in options.shares if kind != SELF]  # the same for any number of rows
         told = [f"{how}/{who}" for who in against for how in ("win", "loss")]
@@ -97,7 +106,7 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
             result = self.seats.result()
             for name, values in result.items():
                 infos[name], infos[f"_{name}"] = np.where(ended, values, 0), ended
-            infos |= self._told(result, ended)
+            infos |= self._match_results(result, ended)
         if len(over):
             self.seats.begin(over)
         return self.seats.observe(), reward, terminated, truncated, infos
@@ -106,19 +115,19 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         """Of training: rewards may change with it."""
         self.seats.set_timesteps(timesteps)
 
-    def _told(self, result: Mapping[str, npt.NDArray[Any]], ended: Bools) -> dict[str, Any]:
+    def _match_results(self, result: Mapping[str, npt.NDArray[Any]], ended: Bools) -> dict[str, Any]:
         """The results by whom the matches were played against; `self` always wins and loses."""
         matches = self.seats.match_of
-        against = np.array([kind or SCRIPTS[int(script)] for kind, script in zip(self.kinds, self.seats.script_of, strict=True)])
+        against = np.array([kind or BOTS[int(script)] for kind, script in zip(self.kinds, self.seats.bot_of, strict=True)])
         told = {"seconds": result["ticks"] / TICKS_PER_SECOND, "_seconds": ended}
         for name in (name for name in self.result_names if "/" in name):
             how, _, who = name.partition("/")
             told[name] = (result["won"] == (1 if how == "win" else -1)).astype(np.float32)
-            told[f"_{name}"] = ended & self._tells & (against[matches] == who)
+            told[f"_{name}"] = ended & self._reports_result & (against[matches] == who)
         if PAST_VERSION in self.result_names:
             told[PAST_VERSION], told[f"_{PAST_VERSION}"] = (
                 np.zeros(self.num_envs),
-                ended & self._tells & (against[matches] == PAST),
+                ended & self._reports_result & (against[matches] == PAST),
             )
         return told
 
@@ -127,11 +136,11 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         if self.render_mode is None:
             return None
         arena = self.seats.arena
-        pictures = [self.pictures.of(arena.units[m], arena.match[m]) for m in range(arena.matches)]
-        return tuple(pictures[m] for m in self.seats.match_of)
+        renderer = [self.renderer.rgb(arena.units[m], arena.match[m]) for m in range(arena.matches)]
+        return tuple(renderer[m] for m in self.seats.match_of)
 
 
-def _dealt(rows: int, size: int, shares: Mapping[str, float]) -> tuple[list[str], list[range], list[range]]:
+def _assign_matches(rows: int, size: int, shares: Mapping[str, float]) -> tuple[list[str], list[range], list[range]]:
     """Of each match: the kind of its opponent (empty: a script), who sits in it, and who sits opposite as `past`."""
     by_script = sum(share for kind, share in shares.items() if kind.startswith(RULE))
     by_kind = {
@@ -155,13 +164,13 @@ class ArenaEnv(gym.Env[Observation, Actions]):
 
     def __init__(self, *, render_mode: str | None = None, render_width: int = RENDER_WIDTH, **keywords: Any) -> None:
         """Keywords: `Options`, but for its mode. Raises ConfigError."""
-        options = Options(mode=1, **keywords)
+        options = ArenaOptions(mode=1, **keywords)
         if any(not kind.startswith(RULE) for kind in options.shares):
             raise ConfigError(
                 f"A single match of one hero has the opponent {options.opponent!r}.",
                 "Scripts alone; vectors play against themselves.",
             )
-        self.pictures = Pictures(1, render_mode, render_width)
+        self.renderer = LazyRenderer(1, render_mode, render_width)
         self.metadata, self.render_mode = metadata(options), render_mode
         self.seats = Seats(options, [(0,)])
         self.observation_space, self.action_space = observation_space(1, whole=options.whole), action_space(1)
@@ -170,17 +179,17 @@ class ArenaEnv(gym.Env[Observation, Actions]):
         super().reset(seed=seed)
         self.seats.seed([seed])
         self.seats.begin()
-        return self._seen(), self._info()
+        return self._observe(), self._info()
 
     def step(self, action: Actions) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         reward, terminated, truncated = self.seats.step(np.asarray(action)[None])
-        return self._seen(), float(reward[0]), bool(terminated[0]), bool(truncated[0]), self._info()
+        return self._observe(), float(reward[0]), bool(terminated[0]), bool(truncated[0]), self._info()
 
     def render(self) -> Any:
         arena = self.seats.arena
-        return None if self.render_mode is None else self.pictures.of(arena.units[0], arena.match[0])
+        return None if self.render_mode is None else self.renderer.rgb(arena.units[0], arena.match[0])
 
-    def _seen(self) -> Observation:
+    def _observe(self) -> Observation:
         seen: Observation = row_of(self.seats.observe(), 0)
         return seen
 
@@ -188,24 +197,24 @@ class ArenaEnv(gym.Env[Observation, Actions]):
         return {name: int(values[0]) for name, values in self.seats.result().items()}
 
 
-def metadata(options: Options) -> dict[str, Any]:
+def metadata(options: ArenaOptions) -> dict[str, Any]:
     return {"render_modes": list(_RENDER_MODES), "render_fps": max(1, TICKS_PER_SECOND // options.every)}
 
 
-class Pictures:
+class LazyRenderer:
     """Of matches of `size` against `size`. The painter is made for the first: it brings Pillow, which only pictures need."""
 
     def __init__(self, size: int, render_mode: str | None, width: int) -> None:
         if render_mode is not None and render_mode not in _RENDER_MODES:
             raise ConfigError(f"The Arena has no render_mode {render_mode!r}.", f"It has {', '.join(_RENDER_MODES)}.")
         self._size, self._width = size, width
-        self._painter: Any = None
+        self._renderer: Any = None
 
-    def of(self, units: Ints32, match: Ints32) -> Any:
+    def rgb(self, units: Ints32, match: Ints32) -> Any:
         """uint8 [height, width, 3]."""
-        if self._painter is None:
-            from ludus.games.arena.render.renderer import Painter
+        if self._renderer is None:
+            from ludus.games.arena.render.renderer import Renderer
 
             first, second = (name.capitalize() for name in CAMPS)
-            self._painter = Painter(self._size, self._width, names=(first, second))
-        return self._painter.rgb(units, match)
+            self._renderer = Renderer(self._size, self._width, names=(first, second))
+        return self._renderer.rgb(units, match)

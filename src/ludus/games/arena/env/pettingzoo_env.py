@@ -14,8 +14,17 @@ import numpy as np
 from ludus.core.types import Floats
 from ludus.envs.opponents.opponent_mix import RULE, SELF
 from ludus.errors import ConfigError, MissingExtra
-from ludus.games.arena.env.gym_env import RENDER_WIDTH, Actions, Pictures, metadata
-from ludus.games.arena.env.seats import CAMPS, Observation, Options, Seats, action_space, observation_space, row_of, state_space
+from ludus.games.arena.env.gym_env import RENDER_WIDTH, Actions, LazyRenderer, metadata
+from ludus.games.arena.env.seats import (
+    CAMPS,
+    ArenaOptions,
+    Observation,
+    Seats,
+    action_space,
+    observation_space,
+    row_of,
+    state_space,
+)
 
 try:
     from pettingzoo import ParallelEnv
@@ -36,7 +45,7 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
         self, mode: str | int = "3v3", *, render_mode: str | None = None, render_width: int = RENDER_WIDTH, **keywords: Any
     ) -> None:
         """Keywords: `Options`. Raises ConfigError."""
-        options = Options(mode=mode, **{"opponent": SELF, "side": 0, **keywords})
+        options = ArenaOptions(mode=mode, **{"opponent": SELF, "side": 0, **keywords})
         size, camp = options.size, options.camp()
         if options.whole or (not options.against_self and not all(kind.startswith(RULE) for kind in options.shares)):
             raise ConfigError(
@@ -45,7 +54,7 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
             )
         if camp is None:
             raise ConfigError(f"side is {options.side!r}.", "The names of agents tell their camp: it cannot be drawn.")
-        self.pictures, self.render_mode = Pictures(size, render_mode, render_width), render_mode
+        self.renderer, self.render_mode = LazyRenderer(size, render_mode, render_width), render_mode
         self.metadata = metadata(options) | {"name": f"arena_{size}v{size}_v0", "is_parallelizable": True}
         self.seats = Seats(options, [range(2 * size if options.against_self else size)])
         played = (camp, 1 - camp) if options.against_self else (camp,)
@@ -69,7 +78,7 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
         self.seats.seed([seed])
         self.seats.begin()
         self.agents = list(self.possible_agents)
-        return self._seen(), self._infos()
+        return self._observe(), self._infos()
 
     def step(
         self, actions: Mapping[str, Actions]
@@ -82,7 +91,7 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
             if agent in actions:
                 taken[row] = actions[agent]
         reward, terminated, truncated = self.seats.step(taken)
-        seen, infos = self._seen(), self._infos()
+        seen, infos = self._observe(), self._infos()
         rewards = self._by_agent([float(value) for value in reward])
         terminations = self._by_agent([bool(value) for value in terminated])
         truncations = self._by_agent([bool(value) for value in truncated])
@@ -96,12 +105,12 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
 
     def render(self) -> Any:
         arena = self.seats.arena
-        return None if self.render_mode is None else self.pictures.of(arena.units[0], arena.match[0])
+        return None if self.render_mode is None else self.renderer.rgb(arena.units[0], arena.match[0])
 
     def close(self) -> None:
         """There is nothing to let go of."""
 
-    def _seen(self) -> dict[str, Observation]:
+    def _observe(self) -> dict[str, Observation]:
         seen = self.seats.observe()
         return self._by_agent([row_of(seen, row) for row in range(self.seats.rows)])
 

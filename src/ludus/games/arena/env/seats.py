@@ -22,9 +22,9 @@ from ludus.envs.opponents.lineups import Lineups
 from ludus.envs.opponents.opponent_mix import RULE, SELF, parse_opponent_mix
 from ludus.envs.opponents.opponent_sampler import FIXED, OpponentSampler, bernoulli
 from ludus.errors import ConfigError
-from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.engine import heroes
-from ludus.games.arena.engine.central_observation import whole
+from ludus.games.arena.engine.central_observation import central_observation
 from ludus.games.arena.engine.jit import kernel
 from ludus.games.arena.engine.layout import (
     AIMED,
@@ -45,16 +45,16 @@ from ludus.games.arena.engine.layout import (
     structure_slot,
     units_of,
 )
-from ludus.games.arena.engine.mid_game_starts import Repeats
+from ludus.games.arena.engine.mid_game_starts import MidGameStarts
 from ludus.games.arena.engine.observations import (
     BEYOND_ONE,
     ENTITY_FEATURES,
     FEATURES,
     SCALAR_FEATURES,
     SCALARS,
-    allow,
-    see_unit,
-    see_whole,
+    write_entity,
+    write_masks,
+    write_scalars,
 )
 from ludus.games.arena.engine.rules import observed_slot
 from ludus.games.arena.engine.settings import SECONDS, ArenaSettings, Rewards, rows_of, size_of
@@ -133,7 +133,7 @@ def row_of(observation: Any, row: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Options:
+class ArenaOptions:
     """Keywords of the environments.
 
     `opponent`: a script, several of which one is drawn for every match, or (where it can be) `self`; in a vector also shares of
@@ -175,7 +175,7 @@ class Options:
     @property
     def shares(self) -> dict[str, float]:
         """Of the kinds of opponents. Raises ConfigError."""
-        return parse_opponent_mix(self.opponent, SCRIPTS)
+        return parse_opponent_mix(self.opponent, BOTS)
 
     def settings(self) -> ArenaSettings:
         rewards = Rewards(self.weights, self.sparse, self.team_spirit, self.zero_sum)
@@ -198,7 +198,7 @@ class Options:
             raise ConfigError(f"start is {self.start!r}.", f"{HOME}, {LANE}, or shares of both: {{{LANE}: 0.9, {HOME}: 0.1}}.")
         return shares.get(LANE, 0.0) / sum(shares.values())
 
-    def repeats(self) -> Repeats | None:
+    def mid_game_starts(self) -> MidGameStarts | None:
         """Raises ConfigError."""
         if not 0 <= self.repeat <= 1:
             raise ConfigError(f"repeat is {self.repeat!r}.", "From 0, never, to 1, always.")
@@ -207,9 +207,9 @@ class Options:
                 "There are states, and repeat is 0: no match would begin at them.", "Set repeat, for example to 0.5."
             )
         directory = None if self.states is None else Path(self.states)
-        return Repeats(self.size, self.repeat, directory, self.limit()) if self.repeat else None
+        return MidGameStarts(self.size, self.repeat, directory, self.limit()) if self.repeat else None
 
-    def rivals(self) -> OpponentSampler:
+    def opponents(self) -> OpponentSampler:
         """The scripts, where a script plays. Raises ConfigError."""
         drawn = {kind.removeprefix(RULE): share for kind, share in self.shares.items() if kind.startswith(RULE)}
         return OpponentSampler(drawn or {STAND_IN: 1.0}, self.matchmaking, self.lineups().choices)
@@ -242,7 +242,7 @@ class Seats:
     `seated` are places among the heroes of a match, own side first. An own side that is drawn anew for every match takes them along.
     """
 
-    def __init__(self, options: Options, seated: Sequence[Sequence[int]], opposed: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, options: ArenaOptions, seated: Sequence[Sequence[int]], opposed: Sequence[Sequence[int]] = ()) -> None:
         """`seated`: for each match, in the order of the rows. `opposed`: the same for further rows, which come after all those."""
         matches = len(seated)
         self.size, self._limit, self._from_lane = options.size, options.limit(), options.from_lane()
@@ -256,18 +256,18 @@ class Seats:
         self._seat_of = self.hero_of.copy()  # own side first
         self._rows = [np.flatnonzero(self.match_of == m) for m in range(matches)]
         self._camp, self._lineups, self._whole = options.camp(), options.lineups(), options.whole
-        self.rivals = options.rivals()
+        self.opponents = options.opponents()
         self._lineup_of: Ints = np.zeros(matches, np.int64)
-        self.script_of: Ints = np.zeros(matches, np.int64)
+        self.bot_of: Ints = np.zeros(matches, np.int64)
         """Of each match: who plays those that nobody else does, by its place in SCRIPTS."""
-        self._players: npt.NDArray[np.int8] = np.full((matches, self.arena.heroes), -1, np.int8)
-        self._scripted = bool(len(self.match_of) < matches * self.arena.heroes)
+        self._bot_of_hero: npt.NDArray[np.int8] = np.full((matches, self.arena.heroes), -1, np.int8)
+        self._has_bots = bool(len(self.match_of) < matches * self.arena.heroes)
         self._nothing: Ints32 = np.zeros((matches, self.arena.heroes, len(HEADS)), np.int32)
         self._heads = np.cumsum(options_of(self.size))[:-1].tolist()
         self._bases = [structure_slot(self.size, camp, CORE) for camp in (0, 1)]
         self._random: list[np.random.Generator] = [np_random(None)[0] for _ in range(matches)]
-        self._before: Bools = np.ones(matches, np.bool_)
-        self._repeats = options.repeats()
+        self._was_over: Bools = np.ones(matches, np.bool_)
+        self._mid_game_starts = options.mid_game_starts()
         self._begun: Bools = np.zeros(matches, np.bool_)
         self._lane: Bools = np.zeros(matches, np.bool_)
 
@@ -290,52 +290,52 @@ class Seats:
     def begin(self, which: Ints | None = None) -> None:
         """These matches begin anew, or all."""
         chosen = np.arange(self.arena.matches) if which is None else which
-        for m in chosen[self._begun[chosen] & self._before[chosen]].tolist():
-            self._remember(m)
-        seeds = [self._draw(int(m)) for m in chosen]
+        for m in chosen[self._begun[chosen] & self._was_over[chosen]].tolist():
+            self._record_result(m)
+        seeds = [self._draw_match(int(m)) for m in chosen]
         self.arena.reset(seeds, chosen.tolist())
         self.arena.match[chosen, LIMIT] = np.minimum(self.arena.match[chosen, LIMIT], self._limit)
         if self._lane[chosen].any():
-            self.arena.to_lane(chosen[self._lane[chosen]].tolist())
-        self._before[chosen] = False
+            self.arena.move_to_lane(chosen[self._lane[chosen]].tolist())
+        self._was_over[chosen] = False
         self._begun[chosen] = True
-        if self._repeats is not None:
+        if self._mid_game_starts is not None:
             for m in chosen.tolist():
-                self._repeats.begin(self.arena, m, self._random[m])
+                self._mid_game_starts.begin(self.arena, m, self._random[m])
 
-    def _remember(self, m: int) -> None:
+    def _record_result(self, m: int) -> None:
         """How a match went that is over, if a script played in it."""
         rows = self._rows[m]
         if 0 < len(rows) < self.arena.heroes:
             camp = int(self.hero_of[rows[0]]) // self.size
             won = int(self.arena.winner[m]) == camp
-            self.rivals.record(SCRIPTS[int(self.script_of[m])], won, int(self._lineup_of[m]))
+            self.opponents.record(BOTS[int(self.bot_of[m])], won, int(self._lineup_of[m]))
 
-    def _draw(self, m: int) -> int:
+    def _draw_match(self, m: int) -> int:
         """Sides, heroes and opponents of the next match; and its seed."""
         random, size, number = self._random[m], self.size, self.arena.heroes
         camp = int(random.integers(2)) if self._camp is None else self._camp
-        self._lineup_of[m], lineup = self._lineups.next(random, self.rivals.draw_lineup)
+        self._lineup_of[m], lineup = self._lineups.next(random, self.opponents.draw_lineup)
         rows, turn = self._rows[m], camp * size
         self.arena.lineup[m] = np.roll(rows_of(lineup, size), turn)
         self.hero_of[rows] = (self._seat_of[rows] + turn) % number
-        self.script_of[m] = SCRIPTS.index(self.rivals.draw(random, int(self._lineup_of[m])))
-        self._players[m] = self.script_of[m]
-        self._players[m, self.hero_of[rows]] = -1
+        self.bot_of[m] = BOTS.index(self.opponents.draw(random, int(self._lineup_of[m])))
+        self._bot_of_hero[m] = self.bot_of[m]
+        self._bot_of_hero[m, self.hero_of[rows]] = -1
         seed = int(random.integers(1 << 31))
         self._lane[m] = bernoulli(self._from_lane, random)
         return seed
 
     def step(self, actions: npt.NDArray[np.integer]) -> tuple[Floats, Bools, Bools]:
         """One decision of all rows, [rows, 4]: rewards, and which rows were terminated or truncated by it."""
-        orders = self.arena.script(self._players) if self._scripted else self._nothing
+        orders = self.arena.bot_actions(self._bot_of_hero) if self._has_bots else self._nothing
         orders[self.match_of, self.hero_of] = actions
         self.arena.step(orders)
-        if self._repeats is not None:
-            self._repeats.keep(self.arena, self._random[0])
+        if self._mid_game_starts is not None:
+            self._mid_game_starts.record(self.arena, self._random[0])
         over = self.arena.over
-        ended = over & ~self._before
-        self._before = over
+        ended = over & ~self._was_over
+        self._was_over = over
         reward = self.arena.reward[self.match_of, self.hero_of]
         if not ended.any():
             nobody = np.zeros(self.rows, np.bool_)
@@ -345,7 +345,7 @@ class Seats:
 
     def over(self) -> Ints:
         """Matches that are over: they stand still until they begin anew."""
-        return np.flatnonzero(self._before)
+        return np.flatnonzero(self._was_over)
 
     def observe(self) -> Observation:
         """What all rows see, in arrays of its own: [rows, …]."""
@@ -354,18 +354,18 @@ class Seats:
         scalars = np.empty((rows, SCALARS), np.float32)
         mask = np.empty((rows, MASK_BEFORE_TARGETS + slots), np.bool_)
         targets = np.empty((rows, len(AIMED), slots), np.bool_)
-        _show(
+        _write_observations(
             self.arena.units, self.arena.match, heroes.TABLE, self.match_of, self.hero_of, entities, scalars, mask, targets
         )  # fmt: skip
         seen: Observation = {"entities": entities, "scalars": scalars, "target_mask": targets.view(np.int8)}
         choices = tuple(np.split(mask.view(np.int8), self._heads, axis=1))
         if self._whole:
-            return {"observation": seen, "state": self.whole(), "action_mask": choices}
+            return {"observation": seen, "state": self.central_observation(), "action_mask": choices}
         return seen | {"action_mask": choices}
 
-    def whole(self) -> Floats:
+    def central_observation(self) -> Floats:
         """[rows, S] what each row's hero would see if nothing were hidden, then the scalars of all heroes, its own first."""
-        return whole(self.arena, self.match_of, self.hero_of)
+        return central_observation(self.arena, self.match_of, self.hero_of)
 
     def state(self, m: int = 0) -> Floats:
         """The whole of a match as the first row's hero would see it if nothing were hidden, then the scalars of all heroes."""
@@ -378,7 +378,7 @@ class Seats:
         scalars = np.empty((number, SCALARS), np.float32)
         mask = np.empty((number, MASK_BEFORE_TARGETS + slots), np.bool_)
         targets = np.empty((number, len(AIMED), slots), np.bool_)
-        _show(
+        _write_observations(
             units, self.arena.match[m : m + 1], heroes.TABLE, np.zeros(number, np.int64), heroes_of, entities, scalars, mask, targets
         )  # fmt: skip
         return np.concatenate([entities[0].reshape(-1), scalars.reshape(-1)])
@@ -394,7 +394,7 @@ class Seats:
 
 
 @kernel
-def _show(
+def _write_observations(
     units: Ints32,
     match: Ints32,
     table: Ints32,
@@ -408,6 +408,6 @@ def _show(
     for k in range(matches.shape[0]):
         m, h = int(matches[k]), int(heroes_of[k])
         for row in range(entities.shape[1]):
-            see_unit(units[m], match[m], table, h, observed_slot(match[m], h, row), entities[k, row])
-        see_whole(units[m], match[m], table, h, scalars[k])
-        allow(units[m], match[m], table, h, mask[k], target_mask[k])
+            write_entity(units[m], match[m], table, h, observed_slot(match[m], h, row), entities[k, row])
+        write_scalars(units[m], match[m], table, h, scalars[k])
+        write_masks(units[m], match[m], table, h, mask[k], target_mask[k])

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from ludus.core.tree import Array
-from ludus.games.arena.render.canvas import OVERSAMPLING, Canvas, Store
+from ludus.games.arena.render.canvas import OVERSAMPLING, Canvas, ImageCache
 
 _SHIFT: Final = 6
 _TILE: Final = 1 << _SHIFT
@@ -73,7 +73,7 @@ class Band:
     """A rectangle of a picture that always has the same background."""
 
     def __init__(
-        self, background: Image.Image, box: PixelBox, frame: Array, scale: float, store: Store, *, tiled: bool = False
+        self, background: Image.Image, box: PixelBox, frame: Array, scale: float, cache: ImageCache, *, tiled: bool = False
     ) -> None:
         """`background`: of the whole picture, oversampled. `box`: in pixels of the finished picture, `frame` [height, width, 3], which the
         band keeps up to date. `tiled`: it is large, and most of it is not painted on."""
@@ -83,7 +83,7 @@ class Band:
         self._background = background.crop((*self._origin, right * OVERSAMPLING, bottom * OVERSAMPLING))
         self._image = self._background.copy()
         self._frame = frame[top:bottom, left:right]
-        self._scale, self._store = scale, store
+        self._scale, self._cache = scale, cache
         self._all: PixelBox = (0, 0, *self._image.size)
         self._painted = self._now = DirtyTiles(self._image.size) if tiled else None
         self._key: object = None
@@ -102,7 +102,7 @@ class Band:
             for box in self._painted.boxes():
                 self._image.paste(self._background.crop(box), box)
             self._now = DirtyTiles(self._image.size)
-        return Canvas(self._image, self._scale, self._store, self._origin, self._now)
+        return Canvas(self._image, self._scale, self._cache, self._origin, self._now)
 
     def end(self) -> list[PixelBox]:
         """Bring what was painted since `begin` into the frame; which parts of that have changed."""

@@ -32,16 +32,16 @@ Anchor = Literal["left", "middle", "right"]
 Point = tuple[float, float]
 
 
-def mixed(a: Colour, b: Colour, share: float) -> Colour:
+def mix(a: Colour, b: Colour, share: float) -> Colour:
     """`share` of b, the rest of a."""
     return tuple(round(x + (y - x) * share) for x, y in zip(a[:3], b[:3], strict=True))
 
 
-def faded(colour: Colour, opacity: float) -> Colour:
+def with_opacity(colour: Colour, opacity: float) -> Colour:
     return (*colour[:3], round(255 * max(0.0, min(1.0, opacity))))
 
 
-def lay(target: Image.Image, source: Image.Image | Colour, at: tuple[int, int], mask: Image.Image | None = None) -> None:
+def paste(target: Image.Image, source: Image.Image | Colour, at: tuple[int, int], mask: Image.Image | None = None) -> None:
     """As `target.paste(source, at, mask)`, which takes three times as long for a small source: a picture has over a hundred of them. Both
     images are in memory, of the same mode (or the source has opacity and is its own mask)."""
     sized = mask if mask is not None else source
@@ -55,7 +55,7 @@ def lay(target: Image.Image, source: Image.Image | Colour, at: tuple[int, int], 
         core.paste(found, box, mask.im)
 
 
-class Marks(Protocol):
+class DirtyRegion(Protocol):
     """Is told which pixels of the image are painted on, margins included."""
 
     def mark(self, left: float, top: float, right: float, bottom: float) -> None: ...
@@ -69,13 +69,13 @@ class Canvas:
         self,
         ground: Image.Image,
         scale: float,
-        store: Store | None = None,
+        cache: ImageCache | None = None,
         origin: tuple[int, int] = (0, 0),
-        marks: Marks | None = None,
+        marks: DirtyRegion | None = None,
     ) -> None:
         self.image = ground
         self.k = scale * OVERSAMPLING
-        self.store = store or Store()
+        self.cache = cache or ImageCache()
         self._left, self._top = origin
         self._marks = marks
         self._draw = ImageDraw.Draw(ground, "RGBA")
@@ -173,19 +173,19 @@ class Canvas:
         self, at: Point, text: str, size: float, colour: Colour, anchor: Anchor = "left", bold: bool = True, halo: float = 0.0
     ) -> None:
         """Centred vertically on `at`; `halo`: a dark rim, so that it can be read on anything."""
-        mask, rise = self.store.text(text, max(1, round(size * self.k)), bold, 0)
+        mask, rise = self.cache.text(text, max(1, round(size * self.k)), bold, 0)
         x, y = self.pixel(at)
         x, y = x - {"left": 0.0, "middle": mask.width / 2, "right": float(mask.width)}[anchor], y - rise
         self.mark(x, y, x + mask.width, y + mask.height)
         if halo:
             rim = max(1, round(halo * self.k))
-            shade, _ = self.store.text(text, max(1, round(size * self.k)), bold, rim)
+            shade, _ = self.cache.text(text, max(1, round(size * self.k)), bold, rim)
             self.mark(x - rim, y - rim, x - rim + shade.width, y - rim + shade.height)
-            lay(self.image, (8, 12, 16), (round(x) - rim, round(y) - rim), shade)
-        lay(self.image, colour[:3], (round(x), round(y)), mask)
+            paste(self.image, (8, 12, 16), (round(x) - rim, round(y) - rim), shade)
+        paste(self.image, colour[:3], (round(x), round(y)), mask)
 
     def text_width(self, text: str, size: float, bold: bool = True) -> float:
-        return self.store.text(text, max(1, round(size * self.k)), bold, 0)[0].width / self.k
+        return self.cache.text(text, max(1, round(size * self.k)), bold, 0)[0].width / self.k
 
     def cached(self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[], None]) -> None:
         """Paint a rectangle of this canvas, or bring back what `paint` has painted there for the same key. What lies below must always be
@@ -194,39 +194,39 @@ class Canvas:
         left, top = math.floor(x), math.floor(y)
         right, bottom = math.ceil(x + width * self.k), math.ceil(y + height * self.k)
         whole = (*key, left, top, self._left, self._top)
-        found = self.store.region(whole)
+        found = self.cache.region(whole)
         if found is None:
             paint()
-            self.store.keep_region(whole, self.image.crop((left, top, right, bottom)))
+            self.cache.keep_region(whole, self.image.crop((left, top, right, bottom)))
         else:
             self.mark(left, top, right, bottom)
-            lay(self.image, found, (left, top))
+            paste(self.image, found, (left, top))
 
     def sprite(self, key: tuple[object, ...], at: Point, half: float, paint: Callable[[SpriteCanvas], None]) -> None:
         """Paint once, show often: `paint` draws into a square from −half to half, and is told apart from others by its key."""
-        image = self.store.sprite((*key, half), half * self.k, half, paint)
+        image = self.cache.sprite((*key, half), half * self.k, half, paint)
         x, y = self.pixel(at)
         left, top = round(x - image.width / 2), round(y - image.height / 2)
         self.mark(left, top, left + image.width, top + image.height)
-        lay(self.image, image, (left, top), image)
+        paste(self.image, image, (left, top), image)
 
     def label(
         self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[Canvas, Point], None], margin: float = 0.0
     ) -> None:
         """Paint once, show often: `paint` draws onto a transparent canvas, where the upper left corner is told to it."""
-        image = self.store.region(key)
+        image = self.cache.region(key)
         if image is None:
             pixels = [math.ceil((side + 2 * margin) * self.k) for side in size]
             image = Image.new("RGBA", (pixels[0], pixels[1]))
-            paint(Canvas(image, self.k / OVERSAMPLING, self.store), (margin, margin))
-            self.store.keep_region(key, image)
+            paint(Canvas(image, self.k / OVERSAMPLING, self.cache), (margin, margin))
+            self.cache.keep_region(key, image)
         x, y = self.pixel((upper_left[0] - margin, upper_left[1] - margin))
         left, top = round(x), round(y)
         self.mark(left, top, left + image.width, top + image.height)
-        lay(self.image, image, (left, top), image)
+        paste(self.image, image, (left, top), image)
 
 
-class Store:
+class ImageCache:
     """Texts and sprites that were drawn before, the newest of them. Of one scale."""
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ class SpriteCanvas(Canvas):
         offsets = (np.arange(side) + 0.5 - side / 2) / (radius * self.k)
         distance = np.sqrt(offsets[:, None] ** 2 + offsets[None, :] ** 2)
         strength = np.clip(1.0 - distance, 0.0, 1.0) ** power * opacity
-        self.image.alpha_composite(_tinted(strength, colour))
+        self.image.alpha_composite(_tint(strength, colour))
 
     def shade(self, at: Point, radius: float, opacity: float) -> None:
         """A soft shadow on the ground."""
@@ -325,10 +325,10 @@ class SpriteCanvas(Canvas):
         reach = (np.arange(side) + 0.5 - side / 2) / self.k
         distance = np.hypot((reach - at[0])[None, :], (reach - at[1])[:, None]) / radius
         strength = np.clip((1.0 - distance) * 2.5, 0.0, 1.0) * opacity
-        self.image.alpha_composite(_tinted(strength, (0, 0, 0)))
+        self.image.alpha_composite(_tint(strength, (0, 0, 0)))
 
 
-def _tinted(strength: Array, colour: Colour) -> Image.Image:
+def _tint(strength: Array, colour: Colour) -> Image.Image:
     pixels = np.empty((*strength.shape, 4), np.uint8)
     pixels[..., :3] = colour[:3]
     pixels[..., 3] = (strength * 255).astype(np.uint8)
@@ -337,12 +337,12 @@ def _tinted(strength: Array, colour: Colour) -> Image.Image:
 
 @lru_cache(maxsize=64)
 def _font(size: int, bold: bool) -> ImageFont.FreeTypeFont:
-    path = _letters() / ("DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf")
+    path = _font_directory() / ("DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf")
     return ImageFont.truetype(str(path), size, layout_engine=ImageFont.Layout.BASIC)
 
 
 @lru_cache(maxsize=1)
-def _letters() -> Path:
+def _font_directory() -> Path:
     spec = importlib.util.find_spec("matplotlib")  # found, not imported: that would take longer than the picture
     if spec is None or spec.origin is None:
         raise MissingExtra("Pictures need matplotlib, for its letters.", "pip install matplotlib")

@@ -10,8 +10,8 @@ from typing import Final
 from ludus.core.types import Ints32
 from ludus.games.arena.engine import layout
 from ludus.games.arena.engine.heroes import H_PERIOD, HEROES, S_COOLDOWN, S_MANA, SKILL_COLUMNS, SKILLS_AT, TABLE
-from ludus.games.arena.engine.rules import MAX_ITEMS, MAX_LEVEL, MEND_COOLDOWN, needed
-from ludus.games.arena.render.canvas import Canvas, Colour, mixed
+from ludus.games.arena.engine.rules import MAX_ITEMS, MAX_LEVEL, MEND_COOLDOWN, experience_needed
+from ludus.games.arena.render.canvas import Canvas, Colour, mix
 from ludus.games.arena.render.sprites import BRIGHT, CAMPS, INK, PALE, coin, star
 
 BACK: Final = (17, 24, 29)
@@ -22,7 +22,9 @@ QUIET: Final[Colour] = (138, 153, 165)
 GOLD: Final[Colour] = (247, 202, 92)
 MANA: Final[Colour] = (176, 148, 255)
 GAP: Final = 6.0
-_needed: Callable[[int], int] = getattr(needed, "py_func", needed)  # as Python: compiling it would take longer than the picture
+_experience_needed: Callable[[int], int] = getattr(
+    experience_needed, "py_func", experience_needed
+)  # as Python: compiling it would take longer than the picture
 _WIDE, _FULL = 400.0, 150.0
 
 
@@ -42,26 +44,26 @@ class Box:
         return self.top + self.height
 
 
-def clock(ticks: int) -> str:
+def format_clock(ticks: int) -> str:
     seconds = max(0, ticks) // layout.TICKS_PER_SECOND
     return f"{seconds // 60}:{seconds % 60:02d}"
 
 
-def bar(canvas: Canvas, box: Box, share: float, colour: Colour, extra: float = 0.0, back: Colour = DEEP) -> None:
+def paint_bar(canvas: Canvas, box: Box, share: float, colour: Colour, extra: float = 0.0, back: Colour = DEEP) -> None:
     """`extra`: a pale part after the filled one, as a shield is."""
     canvas.box(box.left, box.top, box.width, box.height, back)
     filled = box.width * max(0.0, min(1.0, share))
     canvas.box(box.left, box.top, filled, box.height, colour)
     if extra > 0:
         canvas.box(box.left + filled, box.top, min(box.width * extra, box.width - filled + 0.01), box.height, (236, 240, 244))
-    canvas.box(box.left, box.top, filled, max(1.0, box.height * 0.3), mixed(colour, (255, 255, 255), 0.22))
+    canvas.box(box.left, box.top, filled, max(1.0, box.height * 0.3), mix(colour, (255, 255, 255), 0.22))
 
 
 # -- the score ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Summary:
+class Scoreboard:
     """What the score shows."""
 
     ticks: int
@@ -75,7 +77,7 @@ class Summary:
     """The camp that looks, which does not know the other's gold; None: a spectator."""
 
 
-def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Summary:
+def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Scoreboard:
     size = int(match[layout.SIZE])
     heroes = (slice(0, size), slice(size, 2 * size))
     standing = units[layout.ALIVE]
@@ -86,7 +88,7 @@ def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Summary:
     buildings = [
         tuple(bool(standing[layout.structure_slot(size, side, which)]) for which in range(layout.STRUCTURES)) for side in (0, 1)
     ]
-    return Summary(
+    return Scoreboard(
         second,
         int(match[layout.LIMIT]),
         int(match[layout.WAVES]),
@@ -97,15 +99,15 @@ def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Summary:
     )
 
 
-def score(canvas: Canvas, box: Box, summary: Summary, names: tuple[str, str], small: bool = False) -> None:
+def paint_score(canvas: Canvas, box: Box, summary: Scoreboard, names: tuple[str, str], small: bool = False) -> None:
     looks, gold = summary.camp, summary.gold
     middle = box.left + box.width / 2
     y = box.top + box.height * 0.5
     big = box.height * 0.42
     canvas.box(middle - big * 2.2, box.top, big * 4.4, box.height, PANEL)
-    canvas.text((middle, y if small else y - 5), clock(summary.ticks), big * 0.98, BRIGHT, "middle")
+    canvas.text((middle, y if small else y - 5), format_clock(summary.ticks), big * 0.98, BRIGHT, "middle")
     if not small:
-        canvas.text((middle, y + 18), f"of {clock(summary.limit)} · wave {summary.wave}", 9.5, QUIET, "middle", bold=False)
+        canvas.text((middle, y + 18), f"of {format_clock(summary.limit)} · wave {summary.wave}", 9.5, QUIET, "middle", bold=False)
     for camp, way in ((0, -1), (1, 1)):
         at = middle + way * big * 3.1
         canvas.text((at, y), str(summary.kills[camp]), big * 1.1, CAMPS[camp], "middle")
@@ -119,10 +121,10 @@ def score(canvas: Canvas, box: Box, summary: Summary, names: tuple[str, str], sm
             )
         edge = box.left + 16 if camp == 0 else box.right - 16
         taken = big * 4.6 + box.height * 1.26 + canvas.text_width(f"{gold[camp]:,}", box.height * 0.22) + 14
-        name = shortened(canvas, names[camp], box.height * 0.27, box.width / 2 - 16 - taken)
+        name = shorten(canvas, names[camp], box.height * 0.27, box.width / 2 - 16 - taken)
         canvas.text((edge, y), name, box.height * 0.27, PALE[camp], "left" if camp == 0 else "right")
     if looks is None:
-        _lead(canvas, Box(box.left, box.bottom - 3, box.width, 3), gold)
+        _gold_lead(canvas, Box(box.left, box.bottom - 3, box.width, 3), gold)
     else:
         canvas.box(box.left, box.bottom - 3, box.width, 3, CAMPS[looks])
 
@@ -136,15 +138,15 @@ def _towers(canvas: Canvas, at: float, y: float, way: int, standing: tuple[bool,
         canvas.polygon(gem, CAMPS[camp] if alive else (44, 52, 58), PALE[camp] if alive else (70, 80, 88), 1)
 
 
-def _lead(canvas: Canvas, box: Box, gold: tuple[int, int]) -> None:
+def _gold_lead(canvas: Canvas, box: Box, gold: tuple[int, int]) -> None:
     """Who has earned more: the bar is divided as the gold is."""
     share = (gold[0] + 500) / (sum(gold) + 1_000)
-    canvas.box(box.left, box.top, box.width * share, box.height, mixed(CAMPS[0], INK, 0.15))
-    canvas.box(box.left + box.width * share, box.top, box.width * (1 - share), box.height, mixed(CAMPS[1], INK, 0.15))
+    canvas.box(box.left, box.top, box.width * share, box.height, mix(CAMPS[0], INK, 0.15))
+    canvas.box(box.left + box.width * share, box.top, box.width * (1 - share), box.height, mix(CAMPS[1], INK, 0.15))
     canvas.box(box.left + box.width * share - 1, box.top, 2, box.height, BRIGHT)
 
 
-def shortened(canvas: Canvas, text: str, size: float, room: float) -> str:
+def shorten(canvas: Canvas, text: str, size: float, room: float) -> str:
     """The text, or as much of its beginning and its end as there is room for."""
     if canvas.text_width(text, size) <= room:
         return text
@@ -172,7 +174,7 @@ _UNSEEN: Final = (layout.X, layout.Y, layout.READY)
 """Fields of a hero that no panel shows, and that change from picture to picture."""
 
 
-def shown_of(unit: Ints32) -> list[int]:
+def panel_key(unit: Ints32) -> list[int]:
     """What a panel may show of a hero: where this is the same, so is the panel."""
     shown: list[int] = unit.tolist()
     for field in _UNSEEN:
@@ -180,14 +182,14 @@ def shown_of(unit: Ints32) -> list[int]:
     return shown
 
 
-def frames(canvas: Canvas, places: list[Box]) -> None:
+def paint_panel_frames(canvas: Canvas, panel_boxes: list[Box]) -> None:
     """What of the panels is always the same."""
-    for slot, place in enumerate(places):
+    for slot, place in enumerate(panel_boxes):
         canvas.box(place.left, place.top, place.width, place.height, PANEL, PANEL_EDGE, 5)
-        canvas.box(place.left + 6, place.top, place.width - 12, 3, CAMPS[2 * slot // len(places)])
+        canvas.box(place.left + 6, place.top, place.width - 12, 3, CAMPS[2 * slot // len(panel_boxes)])
 
 
-def places(box: Box, size: int) -> list[Box]:
+def panel_boxes(box: Box, size: int) -> list[Box]:
     """Of the panels of all heroes; `GAP` apart."""
     half = box.width / 2
     width = (half - GAP * 1.5) / size - GAP / size * (size - 1)
@@ -195,7 +197,7 @@ def places(box: Box, size: int) -> list[Box]:
     return [Box(left, box.top + GAP, width, box.height - 2 * GAP) for left in lefts]
 
 
-def panel(canvas: Canvas, box: Box, unit: Ints32, known: int) -> None:
+def paint_panel(canvas: Canvas, box: Box, unit: Ints32, known: int) -> None:
     """`known`: how much of the hero."""
     dead = not unit[layout.ALIVE]
     if dead:
@@ -218,10 +220,10 @@ def _token(canvas: Canvas, x: float, y: float, radius: float, unit: Ints32, dead
     if dead:
         canvas.text((x, y), str(_seconds(int(unit[layout.RESPAWN]))), radius * 0.95, BRIGHT, "middle", halo=1.5)
     elif known != NOTHING:
-        badge(canvas, x + radius * 0.8, y + radius * 0.72, radius * 0.46, int(unit[layout.LEVEL]), camp)
+        paint_badge(canvas, x + radius * 0.8, y + radius * 0.72, radius * 0.46, int(unit[layout.LEVEL]), camp)
 
 
-def badge(canvas: Canvas, x: float, y: float, radius: float, level: int, camp: int) -> None:
+def paint_badge(canvas: Canvas, x: float, y: float, radius: float, level: int, camp: int) -> None:
     canvas.circle((x, y), radius, INK, PALE[camp], max(0.8, radius * 0.14))
     canvas.text((x, y), str(level), radius * (1.15 if level < 10 else 0.95), BRIGHT, "middle")
 
@@ -265,9 +267,11 @@ def _condition(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -
     width = box.width - 20
     hp, most = int(unit[layout.HP]), max(1, int(unit[layout.MAX_HP]))
     mana, most_mana = int(unit[layout.MANA]), max(1, int(unit[layout.MAX_MANA]))
-    bar(canvas, Box(inner, box.top + 60, width, 15), hp / most, mixed(CAMPS[camp], INK, 0.12), int(unit[layout.SHIELD]) / most)
+    paint_bar(
+        canvas, Box(inner, box.top + 60, width, 15), hp / most, mix(CAMPS[camp], INK, 0.12), int(unit[layout.SHIELD]) / most
+    )
     canvas.text((inner + width / 2, box.top + 67.5), f"{hp:,} / {most:,}", 10, BRIGHT, "middle", halo=0.8)
-    bar(canvas, Box(inner, box.top + 77, width, 9), mana / most_mana, mixed(MANA, INK, 0.1))
+    paint_bar(canvas, Box(inner, box.top + 77, width, 9), mana / most_mana, mix(MANA, INK, 0.1))
     canvas.text((inner + width / 2, box.top + 81.5), f"{mana} / {most_mana}", 7.5, BRIGHT, "middle", halo=0.8)
     if known == ALL:
         _skills(canvas, inner, box.top + 93, 28, unit, dead)
@@ -279,7 +283,7 @@ def _condition(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -
 
 
 @dataclass(frozen=True)
-class _Skill:
+class _SkillButton:
     """How the button of a skill looks; skill 3 is the healing that every hero has."""
 
     number: int
@@ -301,15 +305,15 @@ def _skills(canvas: Canvas, left: float, top: float, side: float, unit: Ints32, 
         short = k < 3 and int(unit[layout.MANA]) < int(TABLE[row, SKILLS_AT + k * SKILL_COLUMNS + S_MANA])
         cover = round(side * min(1.0, waits / max(1, whole)) * canvas.k)
         casting = k < 3 and int(unit[layout.CAST]) == k + 1
-        skill = _Skill(k, camp, _seconds(waits), cover, short, dead, casting)
+        skill = _SkillButton(k, camp, _seconds(waits), cover, short, dead, casting)
         x = left + k * (side + 5)
         canvas.cached((skill,), (x, top), (side, side), partial(_skill, canvas, x, top, side, skill))
 
 
-def _skill(canvas: Canvas, x: float, top: float, side: float, skill: _Skill) -> None:
+def _skill(canvas: Canvas, x: float, top: float, side: float, skill: _SkillButton) -> None:
     mends, camp = skill.number == 3, skill.camp
     ready = not (skill.waits_s or skill.short or skill.dead)
-    face = (38, 74, 60) if mends and ready else mixed(CAMPS[camp], INK, 0.68) if ready else DEEP
+    face = (38, 74, 60) if mends and ready else mix(CAMPS[camp], INK, 0.68) if ready else DEEP
     canvas.box(x, top, side, side, face, None, 4)
     middle = (x + side / 2, top + side / 2)
     if skill.waits_s:
@@ -346,8 +350,8 @@ def _items(canvas: Canvas, left: float, top: float, right: float, unit: Ints32) 
 def _levels(canvas: Canvas, box: Box, unit: Ints32) -> None:
     """How far it is to the next level."""
     level = int(unit[layout.LEVEL])
-    share = 1.0 if level >= MAX_LEVEL else int(unit[layout.XP]) / _needed(level)
-    bar(canvas, box, share, (146, 196, 120))
+    share = 1.0 if level >= MAX_LEVEL else int(unit[layout.XP]) / _experience_needed(level)
+    paint_bar(canvas, box, share, (146, 196, 120))
 
 
 def _numbers(canvas: Canvas, box: Box, unit: Ints32) -> None:
@@ -390,8 +394,8 @@ def _compact(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -> 
     if known == NOTHING:
         return
     width = box.width - 12
-    bar(canvas, Box(box.left + 6, y + 26, width, 9), int(unit[layout.HP]) / max(1, int(unit[layout.MAX_HP])), CAMPS[camp])
-    bar(canvas, Box(box.left + 6, y + 36, width, 5), int(unit[layout.MANA]) / max(1, int(unit[layout.MAX_MANA])), MANA)
+    paint_bar(canvas, Box(box.left + 6, y + 26, width, 9), int(unit[layout.HP]) / max(1, int(unit[layout.MAX_HP])), CAMPS[camp])
+    paint_bar(canvas, Box(box.left + 6, y + 36, width, 5), int(unit[layout.MANA]) / max(1, int(unit[layout.MAX_MANA])), MANA)
     if known != ALL:
         return
     for k in range(4):
@@ -406,12 +410,12 @@ def _seconds(ticks: int) -> int:
     return -(-ticks // layout.TICKS_PER_SECOND)
 
 
-def banner(canvas: Canvas, box: Box, match: Ints32, names: tuple[str, str]) -> None:
+def paint_banner(canvas: Canvas, box: Box, match: Ints32, names: tuple[str, str]) -> None:
     """How it ended, across the field."""
     winner = int(match[layout.WINNER])
     colour = BRIGHT if winner < 0 else CAMPS[winner]
     room = box.width * 0.6
-    text = "Time limit: draw" if winner < 0 else f"{shortened(canvas, names[winner], box.height * 0.07, room)} has won"
+    text = "Time limit: draw" if winner < 0 else f"{shorten(canvas, names[winner], box.height * 0.07, room)} has won"
     y, high = box.top + box.height * 0.2, box.height * 0.17  # above the lane, where the base has fallen
     canvas.box(box.left, y - high / 2, box.width, high, (10, 15, 19, 205))
     for edge in (y - high / 2, y + high / 2 - 2):

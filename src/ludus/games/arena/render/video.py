@@ -18,7 +18,7 @@ from ludus.errors import StoreError, UsageError
 from ludus.games.arena.engine.layout import ALIVE, BORN, KIND, TICKS_PER_SECOND, X, Y
 from ludus.games.arena.engine.recording import Recording, replay
 from ludus.games.arena.engine.vector import Arena
-from ludus.games.arena.render.renderer import NAMES, WIDTH, Painter
+from ludus.games.arena.render.renderer import NAMES, WIDTH, Renderer
 from ludus.games.arena.render.yuv import Yuv420
 from ludus.io.atomic_file import path_for_replace
 
@@ -32,7 +32,7 @@ State = tuple[Ints32, Ints32]
 """`units[FIELDS, U]` and `match[MATCH_FIELDS]`."""
 
 
-def film(
+def write_video(
     recording: Recording,
     out: Path,
     *,
@@ -51,23 +51,23 @@ def film(
         raise UsageError(f"A film with {fps} pictures a second.", "From 1 to 120.")
     if out.suffix.lower() != ".mp4":
         raise UsageError(f"A film is an mp4, and {out.name} is not called so.", f"Call it {out.stem}.mp4.")
-    painter = Painter(recording.size, width, camp=camp, names=shown_names(recording))
+    renderer = Renderer(recording.size, width, camp=camp, names=camp_titles(recording))
     seconds = max(0.0, min(recording.seconds, last_s if last_s is not None else math.inf) - first_s) / speed
     hold = round(HOLD_S * fps)
     total = round(seconds * fps) + 1 + hold
     try:
         with path_for_replace(out) as temporary, VideoWriter(temporary, fps, "yuv420p") as writer:
-            picture = Yuv420(painter.height, painter.width)
-            picture.update(painter.frame, [(0, 0, painter.width, painter.height)])
-            for state in resampled(
+            planes = Yuv420(renderer.height, renderer.width)
+            planes.update(renderer.frame, [(0, 0, renderer.width, renderer.height)])
+            for state in resample(
                 ticks(recording, math.floor(first_s * TICKS_PER_SECOND) - 1), speed * TICKS_PER_SECOND / fps, first_s, last_s
             ):
-                picture.update(painter.frame, painter.update(*state))
-                writer.add(picture.planes)
+                planes.update(renderer.frame, renderer.update(*state))
+                writer.add(planes.planes)
                 if progress is not None:
                     progress(writer.frames, max(total, writer.frames))
             for _ in range(hold if writer.frames else 0):
-                writer.add(picture.planes)
+                writer.add(planes.planes)
             if progress is not None:
                 progress(writer.frames, writer.frames)
             if not writer.frames:
@@ -77,7 +77,7 @@ def film(
     return writer.frames
 
 
-def shown_names(recording: Recording) -> tuple[str, str]:
+def camp_titles(recording: Recording) -> tuple[str, str]:
     """The camps, with who played them if that is known."""
     a, b = (f"{colour} · {name}" if name else colour for colour, name in zip(NAMES, recording.names, strict=True))
     return a, b
@@ -104,7 +104,7 @@ def ticks(recording: Recording, first: int = 0) -> Iterator[State]:
             yield within.units[0].copy(), within.match[0].copy()
 
 
-def resampled(states: Iterator[State], step: float, first_s: float = 0.0, last_s: float | None = None) -> Iterator[State]:
+def resample(states: Iterator[State], step: float, first_s: float = 0.0, last_s: float | None = None) -> Iterator[State]:
     """A state every `step` ticks, from one second to another: of `first_s` the nearest before, and the very last one always."""
     wanted = first_s * TICKS_PER_SECOND
     end = math.inf if last_s is None else last_s * TICKS_PER_SECOND
@@ -113,7 +113,7 @@ def resampled(states: Iterator[State], step: float, first_s: float = 0.0, last_s
     for at, state in enumerate(states):
         while before is not None and wanted < at and wanted <= end:
             share = wanted - (at - 1)
-            yield before if share <= 0 else between(before, state, share)
+            yield before if share <= 0 else interpolate(before, state, share)
             wanted += step
         before = state
         if at > end:
@@ -122,7 +122,7 @@ def resampled(states: Iterator[State], step: float, first_s: float = 0.0, last_s
         yield before
 
 
-def between(before: State, after: State, share: float) -> State:
+def interpolate(before: State, after: State, share: float) -> State:
     """Everything as it was before, and everybody that far on the way."""
     units, later = before[0].copy(), after[0]
     same = (units[ALIVE] == 1) & (later[ALIVE] == 1) & (units[BORN] == later[BORN]) & (units[KIND] == later[KIND])
