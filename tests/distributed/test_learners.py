@@ -90,7 +90,7 @@ def test_after_a_batch_that_is_no_use_all_learners_go_on_from_where_they_were(su
             with pytest.raises(TrainingDiverged, match="gradient became nan"):
                 algorithm.learn(bad, 0)
             algorithm.learn(good, 0)
-        several._learners.settle()
+        several._learners.wait_until_done()
         assert_alike(single, several)
 
 
@@ -154,7 +154,7 @@ def test_a_learner_that_hangs_is_given_up(supervisor: Supervisor) -> None:
     block = data("mlp")[0]
     with sharing("mlp", supervisor) as several:
         several.learn(block, 0)
-        several._learners.settle()
+        several._learners.wait_until_done()
         several.optimizer.group._timeout_s = 1.0
         pid = processes(several)[0]
         os.kill(pid, signal.SIGSTOP)
@@ -189,7 +189,7 @@ def test_a_learner_on_another_node_calls_by_address(supervisor: Supervisor) -> N
 def test_a_learner_that_does_not_come_from_its_node_is_named(supervisor: Supervisor) -> None:
     config = config_for()
     with contextlib.closing(LearnerListener("127.0.0.1", b"a token of this very run")) as entrance:
-        options: Any = {"supervisor": supervisor, "away": 1, "entrance": entrance, "start_s": 0.2}
+        options: Any = {"supervisor": supervisor, "remote": 1, "listener": entrance, "start_s": 0.2}
         with pytest.raises(WorkerFailed, match=r"Learner 1 of 2 did not come to tcp://127\.0"):
             share_learning(PPO(policy_for("mlp"), config, 0), config, 2, LOGS, **options)
 

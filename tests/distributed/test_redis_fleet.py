@@ -557,7 +557,7 @@ def test_of_two_learners_the_older_is_fenced_off(rig: Rig) -> None:
                 return notice is not None and WeightsNotice.decode(notice).incarnation == 2
 
             wait_until(posted)
-            with pytest.raises(Fenced, match="taken this run over"):
+            with pytest.raises(Fenced, match="taken over this run"):
                 wait_until(lambda: older.step() and False)
             older.publish(50, rig.weights())  # what it still does has no effect
             newer.step()
