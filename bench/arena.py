@@ -83,9 +83,9 @@ def run_ladder(games: int, seed: int) -> bool:
     found = play_hero_pairs(max(2, games // 10), seed)
     head = provenance()
     page = (
-        f"# The ladder of the Arena's scripts\n\n{head['date']}, commit {head['commit']}, {head['cpu']}\n\n"
-        f"Random line-ups, each played by either script; seed {seed}. Won: the base destroyed; 480 seconds of the game, then nobody "
-        f"has won. Intervals: Wilson.\n\n{ladder_table(standings)}\n\n"
+        f"# The ladder of the Arena's bots\n\n{head['date']}, commit {head['commit']}, {head['cpu']}\n\n"
+        f"Random line-ups, each played by both bots; seed {seed}. Won: the base destroyed; after 480 seconds of game time a draw. "
+        f"Intervals: Wilson.\n\n{ladder_table(standings)}\n\n"
         f"Heroes, 1v1, hard against hard, {found['games']} games, {found['drawn']} of them ended by time:\n\n{heroes_table(found)}\n"
     )
     if games >= 400:

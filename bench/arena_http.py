@@ -36,9 +36,9 @@ GOAL, FRAMES, ROUNDS = 3_000, 1_500, 5
 WAYS = (("1v1", 1), ("1v1", 16), ("3v3", 1), ("3v3", 16))
 
 HOW = """\
-A game process plays so many matches at once and asks an actor, in a process of its own, over HTTP for every hero of both camps: msgpack, a session for
-each camp, observations and masks built and sent. The actor is our gateway with a few lines that read the message and answer "nothing". Per core: heroes'
-decisions in a second of CPU time, that of game and actor together. Median [least–most] of {rounds} interleaved rounds."""
+A game process plays the matches and requests the actions of all heroes of both camps over HTTP from an actor in another process: msgpack, one session
+per camp, observations and masks built and sent. The actor is a Ludus gateway with a few lines that decode the message and answer "nothing". Per core: hero
+decisions per second of CPU time of game and actor together. Median [least–most] of {rounds} interleaved rounds."""
 
 
 class Trivial(Actor):

@@ -106,7 +106,7 @@ def write(rounds: dict[str, list[dict[str, float]]], seconds: float, load: float
         "",
         f"{where['date']}, commit {where['commit']}, {where['cpu']}, Python {where['python']}",
         "",
-        f"{seconds:g} s of a recorded 3v3 match rendered and encoded as H.264, 1280 × 720, 30 frames a second, in a process of its own. CPU time of Python and",
+        f"{seconds:g} s of a recorded 3v3 match rendered and encoded as H.264, 1280 × 720, 30 frames a second, in a separate process. CPU time of Python and",
         f"ffmpeg together. Median [least–most] of {len(rounds['now'])} rounds, in turn. Load of the machine before it: {load:.1f}.",
         "",
         table(rounds),

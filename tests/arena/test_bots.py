@@ -95,7 +95,7 @@ def test_a_bot_does_not_use_hidden_information(bot: str, size: int) -> None:
                 changed += int(differ[:, 1 - camp].sum())
                 arena.units[:] = kept
         arena.step(orders)
-    assert hidden > 100, "nobody was hidden: the test has tested nothing"
+    assert hidden > 100, "no unit was hidden"
     assert changed > 10, "those whose purse and skills were changed play as before: the test has tested nothing"
 
 

@@ -76,13 +76,13 @@ def test_the_example_actor_has_the_spaces_of_the_arena() -> None:
     example = yaml.safe_load((ROOT / "examples" / "gamecore" / "arena.yaml").read_text())["arena_http"]
     (seat,) = example["config"]["env_config"]["seats"].values()
     seen = {name: part for name, part in observation_space(1).spaces.items() if name != ACTION_MASK}
-    said = from_json(seat["observation_space"])
-    assert isinstance(said, gym.spaces.Dict)
-    assert {name: (type(part), part.shape) for name, part in said.items()} == {
+    space = from_json(seat["observation_space"])
+    assert isinstance(space, gym.spaces.Dict)
+    assert {name: (type(part), part.shape) for name, part in space.items()} == {
         name: (type(part), part.shape) for name, part in seen.items()
     }
     for name in ("entities", "scalars"):  # the example has two numbers: the widest bounds
-        mine, theirs = said[name], seen[name]
+        mine, theirs = space[name], seen[name]
         assert isinstance(mine, gym.spaces.Box)
         assert isinstance(theirs, gym.spaces.Box)
         assert (mine.low.min(), mine.high.max()) == (theirs.low.min(), theirs.high.max())

@@ -138,13 +138,13 @@ def test_a_line_up_names_the_own_side_first(camp: int) -> None:
 
 def test_line_ups_can_be_drawn_from_a_list_or_from_all_heroes() -> None:
     listed = ArenaEnv(side=0, lineup=[[["mage"], ["tank"]], [["tank"], ["mage"]]])
-    anybody = ArenaEnv(side=0, lineup="random")
+    random_heroes = ArenaEnv(side=0, lineup="random")
     pairs, heroes = set(), set()
     for seed in range(40):
         listed.reset(seed=seed)
-        anybody.reset(seed=seed)
+        random_heroes.reset(seed=seed)
         pairs.add(tuple(HEROES[row].archetype for row in listed.seats.arena.lineup[0]))
-        heroes |= {HEROES[row].id for row in anybody.seats.arena.lineup[0]}
+        heroes |= {HEROES[row].id for row in random_heroes.seats.arena.lineup[0]}
     assert pairs == {("mage", "tank"), ("tank", "mage")}
     assert heroes == set(IDS)
 
@@ -310,10 +310,10 @@ def test_max_episode_steps_shortens_a_match() -> None:
 def test_every_row_can_be_rendered() -> None:
     env = ArenaVectorEnv(2, render_mode="rgb_array", render_width=320)
     env.reset(seed=0)
-    pictures = env.render()
-    assert pictures is not None
-    assert [picture.shape[2] for picture in pictures] == [3, 3]
-    assert pictures[0].dtype == np.uint8
+    frames = env.render()
+    assert frames is not None
+    assert [frame.shape[2] for frame in frames] == [3, 3]
+    assert frames[0].dtype == np.uint8
 
 
 # -- teams ------------------------------------------------------------------------------------------------------------
@@ -479,9 +479,9 @@ def test_rotating_line_ups_pair_every_hero_with_every_other() -> None:
         turns.reset(seed=96 * worker)
         begins.add(met()[0])
     assert begins == set(listed)
-    everybody = ArenaVectorEnv(36, opponent="easy", side=0, lineup="roundrobin")
-    everybody.reset(seed=0)
-    assert {tuple(pair) for pair in everybody.seats.arena.lineup.tolist()} == {(a, b) for a in range(6) for b in range(6)}
+    env = ArenaVectorEnv(36, opponent="easy", side=0, lineup="roundrobin")
+    env.reset(seed=0)
+    assert {tuple(pair) for pair in env.seats.arena.lineup.tolist()} == {(a, b) for a in range(6) for b in range(6)}
     with pytest.raises(ConfigError, match="no hero 'wizard'"):
         ArenaVectorEnv(2, lineup={"random": [107, "wizard"]})
 

@@ -25,7 +25,7 @@ def test_each_reward_weight_is_an_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"weight_glod": 1}, "weight_gold"),
         ({"weights": {"gold": 1}}, "weights"),
@@ -37,8 +37,8 @@ def test_each_reward_weight_is_an_option() -> None:
         ({"sessions": "both"}, "sessions is 'both'"),
     ],
 )
-def test_unknown_options_are_named(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_unknown_options_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_options(given, BOTS)
 
 

@@ -37,7 +37,7 @@ from ludus.games.arena.host.match_host import MatchHost
 from ludus.games.arena.main import create_arena, main, play
 from ludus.gateway.actor import Actor
 from ludus.gateway.builtin_actor import BuiltinActor
-from tests.gateway.scripted import Table, tiny_policy
+from tests.gateway.scripted import RecordedSeat, tiny_policy
 from tests.local_servers import gateway
 
 LIMIT_S = 20.0
@@ -48,13 +48,13 @@ NOTHING = [0, 0, 0, 0]
 class Bot(Actor):
     """Does nothing and stores all requests."""
 
-    said: ClassVar[list[Bot]]
+    instances: ClassVar[list[Bot]]
 
     async def start(self, session: str, body: bytes) -> bytes:
         self.session, self.started = session, msgpack.unpackb(body)
         self.ticks: list[dict[str, Any]] = []
         self.ended: dict[str, Any] | None = None
-        self.said.append(self)
+        self.instances.append(self)
         return b""
 
     async def tick(self, body: bytes) -> bytes:
@@ -78,7 +78,7 @@ def bots(answer: Callable[[Bot, int], Any] | None = None) -> type[Bot]:
     """Return a new class; `answer` gets the number of the tick, from 1, and may be awaitable."""
 
     class Made(Bot):
-        said: ClassVar[list[Bot]] = []
+        instances: ClassVar[list[Bot]] = []
 
         async def answer(self, number: int) -> Any:
             if answer is None:
@@ -185,12 +185,12 @@ def test_added_matches_equal_matches_played_alone() -> None:
     lineup = [[{"hero_id": 107}], [{"hero_id": 190}]]
     third = further("r3", camps=[None, True], heroes=lineup, options={"rule": "hard", "start": "lane"})
     # Adds the second one twice, like an actor that has not seen it begin.
-    made = bot_that_adds(
+    bot_class = bot_that_adds(
         {"r1": {"start": [further("r2")], "tick": [further("r2")], "end": [further("r4")]}, "r2": {"tick": [third]}}
     )
-    with gateway(made) as server:
+    with gateway(bot_class) as server:
         went = play([plan(server.url, None, options={"together": 3, "rule": "easy"}, seed=MOVING["r1"])])
-        ends = {bot.match: bot.ended["info"]["result"] for bot in made.said if bot.ended}
+        ends = {bot.match: bot.ended["info"]["result"] for bot in bot_class.instances if bot.ended}
         assert (went.stopped, went.matches, went.completed) == (0, 4, 4)
         assert len(went.results) == 3  # r4 uses the slot of r1
         assert ends.keys() == MOVING.keys()
@@ -202,7 +202,7 @@ def test_added_matches_equal_matches_played_alone() -> None:
         }
         for name, one in alone.items():
             assert play_match(replace(one, runtime_id=name))["hash"] == ends[name]["hash"], name
-    assert {len(bot.ticks) for bot in made.said} == {FRAMES // 3}
+    assert {len(bot.ticks) for bot in bot_class.instances} == {FRAMES // 3}
 
 
 def test_a_slow_actor_delays_only_its_own_match() -> None:
@@ -260,8 +260,8 @@ def test_an_invalid_further_match_is_logged_and_the_others_continue(
 
 def test_a_process_uses_the_rewards_of_its_latest_match() -> None:
     weighed = further("r2", options={"weight_gold": 2.0, "weight_health": -3.0, "team_spirit": 0.5, "zero_sum": False})
-    made = bot_that_adds({"r1": {"start": [weighed]}})
-    with gateway(made) as server:
+    bot_class = bot_that_adds({"r1": {"start": [weighed]}})
+    with gateway(bot_class) as server:
         plain = plan(server.url, None, options={"together": 2, "weight_gold": 2.0, "zero_sum": False})
         host = MatchHost(create_arena([plain]), [HostedMatch(plain, BOTS)])
         asyncio.run(host.run())
@@ -331,23 +331,23 @@ def test_the_config_of_a_server_is_parsed() -> None:
         "start_from": None,
         "options": {"rule": "hard", "format": "raw"},
     }
-    made = read_plan(config, (None, "secret"), BOTS)
-    assert (made.size, made.seed, made.eval_mode, made.max_ticks) == (3, 1 << 40, True, None)
-    assert made.camps == (BotCamp("hard"), ActorCamp("http://10.0.0.5:8000", 2.0, "secret"))
-    assert "secret" not in repr(made)
-    assert made.options.sessions == "hero"
+    bot_class = read_plan(config, (None, "secret"), BOTS)
+    assert (bot_class.size, bot_class.seed, bot_class.eval_mode, bot_class.max_ticks) == (3, 1 << 40, True, None)
+    assert bot_class.camps == (BotCamp("hard"), ActorCamp("http://10.0.0.5:8000", 2.0, "secret"))
+    assert "secret" not in repr(bot_class)
+    assert bot_class.options.sessions == "hero"
 
 
 # -- messages -----------------------------------------------------------------------------------------------------------
 
 
 def test_actors_of_both_camps_receive_the_match_and_its_end() -> None:
-    made = bots()
-    with gateway(made) as server:
+    bot_class = bots()
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, server.url, mode="3v3", eval_mode=True))
     assert (result["ticks"], result["reason"], result["winner"], result["completed"]) == (FRAMES, "time is up", None, True)
     assert result["late"] == result["illegal"] == result["garbled"] == 0
-    for bot in made.said:
+    for bot in bot_class.instances:
         about = bot.started
         assert (about["game"], about["mode"], about["format"], about["eval_mode"]) == ("arena", "3v3", "msgpack", True)
         assert about["seats"] == ["hero_0", "hero_1", "hero_2"]
@@ -357,18 +357,18 @@ def test_actors_of_both_camps_receive_the_match_and_its_end() -> None:
         assert bot.ended is not None
         assert bot.ended["info"]["result"]["hash"] == result["hash"]
         assert [seat["truncated"] for seat in bot.ended["seats"].values()] == [True] * 3
-    assert sorted(bot.started["camp"] for bot in made.said) == [0, 1]
-    assert len({bot.session for bot in made.said}) == 2
+    assert sorted(bot.started["camp"] for bot in bot_class.instances) == [0, 1]
+    assert len({bot.session for bot in bot_class.instances}) == 2
 
 
 def test_actors_receive_the_observations_of_the_arena() -> None:
-    made = bots()
-    with gateway(made) as server:
+    bot_class = bots()
+    with gateway(bot_class) as server:
         play_match(plan(None, server.url))
     arena = Arena(1)
     arena.reset([3])
     arena.observe()
-    seat = made.said[0].ticks[0]["seats"]["hero_0"]
+    seat = bot_class.instances[0].ticks[0]["seats"]["hero_0"]
     for name, array in (("entities", arena.entities), ("scalars", arena.scalars), ("target_mask", arena.target_mask)):
         assert seat["observation"][name] == array[0, 1].tobytes()
     assert seat["action_mask"] == arena.mask[0, 1].astype(int).tolist()
@@ -376,10 +376,10 @@ def test_actors_receive_the_observations_of_the_arena() -> None:
 
 
 def test_rewards_come_with_the_next_tick_and_none_is_lost() -> None:
-    made = bots(lambda bot, number: {"actions": {"hero_0": [1, 0, 0, 0]}})  # forward, into the towers
-    with gateway(made) as server:
+    bot_class = bots(lambda bot, number: {"actions": {"hero_0": [1, 0, 0, 0]}})  # forward, into the towers
+    with gateway(bot_class) as server:
         play_match(plan(server.url, None, max_frames=900))
-    (bot,) = made.said
+    (bot,) = bot_class.instances
     assert bot.ended is not None
     told = [tick["seats"]["hero_0"]["reward"] for tick in bot.ticks] + [bot.ended["seats"]["hero_0"]["reward"]]
     arena = Arena(1)
@@ -401,13 +401,13 @@ def test_rewards_come_with_the_next_tick_and_none_is_lost() -> None:
 def test_the_built_in_actor_plays_and_records_without_any_code(form: str, mode: str) -> None:
     arena = Arena(mode)
     seen = {name: part for name, part in observation_space(arena.size).spaces.items() if name != ACTION_MASK}
-    table = Table(tiny_policy(gym.spaces.Dict(seen), action_space(arena.size)), 64)
+    recorded_seat = RecordedSeat(tiny_policy(gym.spaces.Dict(seen), action_space(arena.size)), 64)
     lone = form == "raw"
-    seats = {"" if lone else f"hero_{i}": table.seat for i in range(1 if lone else arena.size)}
+    seats = {"" if lone else f"hero_{i}": recorded_seat.seat for i in range(1 if lone else arena.size)}
     with gateway(lambda: BuiltinActor(seats)) as server:
         result = play_match(plan(server.url, None, mode=mode, options={"format": form, "lenient": True}))
     assert (result["lost"], result["late"], result["garbled"]) == ({}, 0, 0)
-    recorded = sum(int(segments.valid.sum()) for segments in table.recorded())
+    recorded = sum(int(segments.valid.sum()) for segments in recorded_seat.segments())
     assert recorded == arena.size * FRAMES // 3
 
 
@@ -417,11 +417,11 @@ def test_a_destroyed_base_ends_the_match(tmp_path: Path) -> None:
     while not arena.over[0]:
         before.append(arena.save(0))
         arena.step(arena.bot_actions(np.array([[-1, BOTS.index("hard")]])))
-    made = bots()
+    bot_class = bots()
     saved = write_state(tmp_path / "late", before[0])
-    with gateway(made) as server:
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, None, max_frames=None, start_from=str(saved), options={"rule": "hard"}))
-    (bot,) = made.said
+    (bot,) = bot_class.instances
     assert (result["winner"], result["completed"], result["reason"]) == (1, True, "the base of camp 0 has fallen")
     assert (result["ticks"], result["hash"]) == (int(arena.tick[0]), arena.hash(0))
     assert len(bot.ticks) == 10
@@ -438,8 +438,8 @@ def test_both_camps_are_asked_concurrently() -> None:
     async def met(bot: Bot, number: int) -> None:
         await asyncio.wait_for(meeting.wait(), 2.0)  # sequential requests would deadlock
 
-    made = bots(met)
-    with gateway(made) as server:
+    bot_class = bots(met)
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, server.url))
     assert (result["late"], result["lost"]) == (0, {})
 
@@ -448,10 +448,10 @@ def test_both_camps_are_asked_concurrently() -> None:
 
 
 def test_an_illegal_action_is_refused_with_the_mask_and_the_match_continues(caplog: pytest.LogCaptureFixture) -> None:
-    made = bots(lambda bot, number: {"actions": {"hero_0": [2, 0, 0, 5]}} if number == 2 else None)
-    with gateway(made) as server, caplog.at_level(logging.WARNING, "ludus.games.arena"):
+    bot_class = bots(lambda bot, number: {"actions": {"hero_0": [2, 0, 0, 5]}} if number == 2 else None)
+    with gateway(bot_class) as server, caplog.at_level(logging.WARNING, "ludus.games.arena"):
         result = play_match(plan(server.url, None))
-    (bot,) = made.said
+    (bot,) = bot_class.instances
     assert (result["illegal"], result["ticks"], result["heroes"][0]["illegal"]) == (1, FRAMES, 1)
     told = bot.ticks[2]["info"]["refused"]["hero_0"]
     assert "[2, 0, 0, 5]" in told
@@ -490,10 +490,10 @@ GARBAGE: dict[str, Any] = {
 
 def test_invalid_replies_are_counted_and_reported_and_the_match_continues() -> None:
     kinds = list(GARBAGE.values())
-    made = bots(lambda bot, number: kinds[number - 1] if number <= len(kinds) else None)
-    with gateway(made) as server:
+    bot_class = bots(lambda bot, number: kinds[number - 1] if number <= len(kinds) else None)
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, None, max_frames=3 * (len(kinds) + 2)))
-    (bot,) = made.said
+    (bot,) = bot_class.instances
     assert (result["lost"], result["late"], result["illegal"]) == ({}, 0, 0)
     assert result["garbled"] == len(kinds) + 1  # plus one for an unknown seat
     refused = [tick.get("info", {}).get("refused", {}).get("hero_0", "") for tick in bot.ticks[1:]]
@@ -513,8 +513,8 @@ def test_no_reply_parses_to_an_invalid_action(kind: Any) -> None:
 
 
 def test_the_rule_can_replace_an_illegal_action() -> None:
-    made = bots(lambda bot, number: {"actions": {"hero_0": [2, 0, 0, 5]}})
-    with gateway(made) as server:
+    bot_class = bots(lambda bot, number: {"actions": {"hero_0": [2, 0, 0, 5]}})
+    with gateway(bot_class) as server:
         stood_in = play_match(plan(server.url, None, options={"on_illegal": "rule", "rule": "hard"}))
         idle = play_match(plan(server.url, None))
     both = play_match(plan(None, None, options={"rule": "hard"}))
@@ -523,17 +523,17 @@ def test_the_rule_can_replace_an_illegal_action() -> None:
 
 
 def test_an_illegal_action_can_forfeit_the_match() -> None:
-    made = bots(lambda bot, number: b"?" if number == 3 and bot.started["camp"] == 1 else None)
-    with gateway(made) as server:
+    bot_class = bots(lambda bot, number: b"?" if number == 3 and bot.started["camp"] == 1 else None)
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, server.url, options={"on_illegal": "forfeit"}))
     assert (result["winner"], result["completed"], result["ticks"]) == (0, True, 6)
     assert "camp 1 forfeits" in result["reason"]
-    assert all(bot.ended and bot.ended["seats"]["hero_0"]["terminated"] for bot in made.said)
+    assert all(bot.ended and bot.ended["seats"]["hero_0"]["terminated"] for bot in bot_class.instances)
 
 
 def test_lenient_replaces_an_invalid_target() -> None:
-    made = bots(lambda bot, number: {"actions": {"hero_0": _attack_somebody_else(bot)}})
-    with gateway(made) as server:
+    bot_class = bots(lambda bot, number: {"actions": {"hero_0": _attack_somebody_else(bot)}})
+    with gateway(bot_class) as server:
         strict = play_match(plan(server.url, None, max_frames=600))
         lenient = play_match(plan(server.url, None, max_frames=600, options={"lenient": True}))
     assert strict["illegal"] > 0
@@ -573,12 +573,12 @@ def test_on_the_command_line_an_unreachable_actor_fails_unless_the_rule_plays(ca
 
 
 def test_a_match_can_end_with_its_actor_and_the_other_actor_is_notified() -> None:
-    made = bots()
-    with gateway(made) as server:
+    bot_class = bots()
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, unused_url(), timeout_s=0.5, options={"patience_s": 0, "on_lost": "end"}))
     assert (result["completed"], result["winner"], result["ticks"]) == (False, None, 0)
     assert "the actor of camp 1 is gone" in result["reason"]
-    assert made.said[0].ended is not None
+    assert bot_class.instances[0].ended is not None
 
 
 def test_the_rule_replaces_a_stuck_actor_after_its_deadline() -> None:
@@ -602,8 +602,8 @@ def test_a_server_that_stops_during_a_match_is_lost() -> None:
         if number == 3:
             closing.append(asyncio.ensure_future(server.gateway.close()))
 
-    made = bots(answer)
-    with gateway(made) as server:
+    bot_class = bots(answer)
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, None, timeout_s=0.6, options={"patience_s": 0, "on_lost": "end"}))
     assert (result["completed"], result["winner"]) == (False, None)
     assert re.search(r"127\.0\.0\.1|stopping", result["lost"]["0"])  # unreachable, or about to stop
@@ -616,13 +616,13 @@ def test_a_lost_camp_ends_its_other_sessions() -> None:
             raise Refused(401, "unauthorized", "You are not welcome any more.")
         return {"action": NOTHING}
 
-    made = bots(answer)
-    with gateway(made) as server:
+    bot_class = bots(answer)
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, None, mode="3v3", options={"sessions": "hero", "rule": "hard"}))
     assert "not welcome" in result["lost"]["0"]
     assert result["completed"]
-    assert [len(bot.ticks) for bot in made.said] == [2, 2, 2]
-    assert all(bot.ended == {} for bot in made.said)
+    assert [len(bot.ticks) for bot in bot_class.instances] == [2, 2, 2]
+    assert all(bot.ended == {} for bot in bot_class.instances)
 
 
 def test_one_late_reply_is_tolerated() -> None:
@@ -630,24 +630,24 @@ def test_one_late_reply_is_tolerated() -> None:
         if number == 3:
             await asyncio.sleep(0.3)
 
-    made = bots(answer)
-    with gateway(made) as server:
+    bot_class = bots(answer)
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, None, timeout_s=0.2))
     assert result["lost"] == {}
     assert 1 <= result["late"] < FRAMES // 3
-    assert made.said[0].ended is not None
-    assert len(made.said) == 1
+    assert bot_class.instances[0].ended is not None
+    assert len(bot_class.instances) == 1
 
 
 def test_a_lost_session_is_replaced() -> None:
     def answer(bot: Bot, number: int) -> None:
-        if number == 3 and len(bot.said) == 1:
+        if number == 3 and len(bot.instances) == 1:
             raise RuntimeError("this actor fails")
 
-    made = bots(answer)
-    with gateway(made) as server:
+    bot_class = bots(answer)
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, None))
-    first, second = made.said
+    first, second = bot_class.instances
     assert (result["lost"], result["late"]) == ({}, 1)
     assert len(first.ticks) + len(second.ticks) == FRAMES // 3
     assert second.ticks[0]["seats"]["hero_0"]["reward"] == 0
@@ -659,16 +659,16 @@ def test_an_actor_that_fails_repeatedly_is_lost() -> None:
     def answer(bot: Bot, number: int) -> None:
         raise RuntimeError("this actor fails")
 
-    made = bots(answer)
-    with gateway(made) as server:
+    bot_class = bots(answer)
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, None))
     assert "actor_failed" in result["lost"]["0"]
-    assert len(made.said) == 4
+    assert len(bot_class.instances) == 4
 
 
 def test_an_actor_with_other_spaces_is_lost_at_once_with_a_reason() -> None:
-    table = Table(tiny_policy())
-    with gateway(lambda: BuiltinActor({"hero_0": table.seat})) as server:
+    recorded_seat = RecordedSeat(tiny_policy())
+    with gateway(lambda: BuiltinActor({"hero_0": recorded_seat.seat})) as server:
         result = play_match(plan(server.url, None))
     assert "422 observation" in result["lost"]["0"]
     assert result["completed"]
@@ -678,8 +678,8 @@ def test_an_actor_with_other_spaces_is_lost_at_once_with_a_reason() -> None:
 
 
 def test_simultaneous_matches_equal_matches_played_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    made = bots(lambda bot, number: {"actions": {seat: [1, number % 16, 0, 0] for seat in bot.seats}})
-    with gateway(made) as server:
+    bot_class = bots(lambda bot, number: {"actions": {seat: [1, number % 16, 0, 0] for seat in bot.seats}})
+    with gateway(bot_class) as server:
         words = ["--mode", "1v1", "--camp0", server.url, "--camp1", "rule:easy", "--max-frames", str(FRAMES)]
         assert main([*words, "--matches", "5", "--seed", "40"]) == 0
         several = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -688,12 +688,12 @@ def test_simultaneous_matches_equal_matches_played_alone(capsys: pytest.CaptureF
     assert [one["seed"] for one in several] == [40, 41, 42, 43, 44]
     assert several[2]["hash"] == alone["hash"]
     assert len({one["hash"] for one in several}) == 5
-    assert len({bot.match for bot in made.said}) == 6
+    assert len({bot.match for bot in bot_class.instances}) == 6
 
 
 def test_a_recording_of_a_process_can_be_verified(tmp_path: Path) -> None:
-    made = bots(lambda bot, number: {"actions": {"hero_0": [number % 5, number % 16, 3, 5]}})
-    with gateway(made) as server:
+    bot_class = bots(lambda bot, number: {"actions": {"hero_0": [number % 5, number % 16, 3, 5]}})
+    with gateway(bot_class) as server:
         result = play_match(plan(server.url, None), record=tmp_path / "match.arena")
     recording = read_recording(tmp_path / result["recording"])
     assert verify(recording) == result["hash"]
@@ -734,9 +734,9 @@ def test_a_stopped_game_notifies_its_actor_and_the_server(tmp_path: Path) -> Non
         if number == 5:
             reached.set()
 
-    made = bots(answer)
+    bot_class = bots(answer)
     config, result = tmp_path / "config.json", tmp_path / "result.json"
-    with gateway(made) as server:
+    with gateway(bot_class) as server:
         order = {"runtime_id": "s1", "mode": "1v1", "seed": 1, "camps": [{"url": server.url, "timeout_s": 5}, None]}
         config.write_text(json.dumps(order | {"options": {"pace": 150}}))
         told = {"LUDUS_GAME_CONFIG": str(config), "LUDUS_GAME_RESULT": str(result)}
@@ -745,13 +745,13 @@ def test_a_stopped_game_notifies_its_actor_and_the_server(tmp_path: Path) -> Non
             try:
                 assert reached.wait(60.0)  # the first run compiles kernels
                 game.send_signal(signal.SIGTERM)
-                _, said = game.communicate(timeout=LIMIT_S)
+                _, instances = game.communicate(timeout=LIMIT_S)
             finally:
                 game.kill()
-    assert game.returncode == 128 + signal.SIGTERM, said
+    assert game.returncode == 128 + signal.SIGTERM, instances
     written = json.loads(result.read_text())
     assert (written["reason"], written["completed"], written["winner"]) == ("stopped", False, None)
-    (bot,) = made.said
+    (bot,) = bot_class.instances
     assert bot.ended is not None
     assert bot.ended["seats"]["hero_0"]["truncated"] is True
     assert bot.ended["seats"]["hero_0"]["observation"]["entities"]

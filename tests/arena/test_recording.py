@@ -338,7 +338,7 @@ def test_a_video_is_written_completely(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"speed": 0}, "video is 0"),
         ({"speed": float("nan")}, "video is nan"),
@@ -349,9 +349,9 @@ def test_a_video_is_written_completely(file: Path, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_video_options_are_rejected_before_writing(
-    options: dict[str, Any], said: str, file: Path, tmp_path: Path
+    options: dict[str, Any], message: str, file: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         write_video(read_recording(file), tmp_path / "match.mp4", **options)
     assert list(tmp_path.iterdir()) == []
 

@@ -54,9 +54,9 @@ def test_a_frame_is_rgb_with_even_sides() -> None:
         renderer = Renderer(1, width)
         arena = Arena(1)
         arena.reset([0])
-        picture = renderer.rgb(arena.units[0], arena.match[0])
-        assert picture.shape == (*shape, 3) == (renderer.height, renderer.width, 3)
-        assert picture.dtype == np.uint8
+        frame = renderer.rgb(arena.units[0], arena.match[0])
+        assert frame.shape == (*shape, 3) == (renderer.height, renderer.width, 3)
+        assert frame.dtype == np.uint8
 
 
 def test_the_same_state_gives_the_same_frame(state: State, small: Renderer) -> None:
@@ -74,9 +74,9 @@ def test_a_partial_repaint_equals_a_full_repaint(width: int, camp: int | None) -
     arena = Arena(THREE, 1)
     arena.reset([5])
     renderer = Renderer(THREE, width, camp=camp)
-    scripts = np.full((1, 2 * THREE), BOTS.index("hard"), np.int8)
+    bots = np.full((1, 2 * THREE), BOTS.index("hard"), np.int8)
     for number in range(132):
-        arena.step(arena.bot_actions(scripts))
+        arena.step(arena.bot_actions(bots))
         boxes = renderer.update(arena.units[0], arena.match[0]) if number % 12 == 0 else None
         if number in (90, 131):
             before = renderer.frame.copy()
@@ -89,10 +89,10 @@ def test_a_partial_repaint_equals_a_full_repaint(width: int, camp: int | None) -
 
 
 def test_yuv_planes_match_the_rgb_frame(state: State, small: Renderer) -> None:
-    picture = small.rgb(*state)
+    frame = small.rgb(*state)
     planes = Yuv420(small.height, small.width)
-    planes.update(picture, [(0, 0, small.width, small.height)])
-    expected = np.array(Image.fromarray(picture).convert("YCbCr")).astype(float)
+    planes.update(frame, [(0, 0, small.width, small.height)])
+    expected = np.array(Image.fromarray(frame).convert("YCbCr")).astype(float)
     y = (planes.planes[: small.height] - 16.0) * 255 / 219
     assert np.abs(y - expected[..., 0]).max() < 2.5
     half = planes.planes[small.height :].reshape(2, small.height // 2, small.width // 2)
@@ -100,7 +100,7 @@ def test_yuv_planes_match_the_rgb_frame(state: State, small: Renderer) -> None:
         colour = expected[..., channel].reshape(small.height // 2, 2, small.width // 2, 2).mean((1, 3))
         assert np.abs((plane - 128.0) * 255 / 224 + 128 - colour).max() < 2.5
     patched = Yuv420(small.height, small.width)
-    patched.update(picture, [(0, 0, 321, small.height), (321, 0, small.width, small.height)])
+    patched.update(frame, [(0, 0, 321, small.height), (321, 0, small.width, small.height)])
     assert np.array_equal(patched.planes, planes.planes)
 
 
@@ -172,16 +172,16 @@ def test_effects_are_visible(state: State, small: Renderer) -> None:
         "mended": {layout.COOLDOWN_HEAL: 60 * 15 - 2},
         "dead": {ALIVE: 0, layout.RESPAWN: 99},
     }
-    pictures = {"plain": plain}
+    frames = {"plain": plain}
     for name, values in fields.items():
         other = units.copy()
         for field, value in values.items():
             other[field, 0] = value
-        pictures[name] = small.rgb(other, match)
-    names = list(pictures)
+        frames[name] = small.rgb(other, match)
+    names = list(frames)
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
-            assert len(changed(pictures[a], pictures[b])) > 8, f"{a} and {b} look the same"
+            assert len(changed(frames[a], frames[b])) > 8, f"{a} and {b} look the same"
 
 
 def test_the_result_is_shown(state: State, small: Renderer) -> None:
@@ -222,11 +222,11 @@ def test_the_view_of_a_camp_hides_invisible_units(width: int, state: State) -> N
 
 
 def test_each_camp_has_its_own_fog(state: State) -> None:
-    pictures = [Renderer(THREE, SMALL, camp=camp).rgb(*state).astype(np.int64) for camp in (0, 1)]
+    frames = [Renderer(THREE, SMALL, camp=camp).rgb(*state).astype(np.int64) for camp in (0, 1)]
     left, right = slice(0, 213), slice(427, 640)
     field = slice(60, 260)
-    assert pictures[0][field, left].sum() > 1.2 * pictures[1][field, left].sum()
-    assert pictures[1][field, right].sum() > 1.2 * pictures[0][field, right].sum()
+    assert frames[0][field, left].sum() > 1.2 * frames[1][field, left].sum()
+    assert frames[1][field, right].sum() > 1.2 * frames[0][field, right].sum()
 
 
 @pytest.mark.parametrize("size", [1, 4, 10])
@@ -235,9 +235,9 @@ def test_all_team_sizes_have_panels(size: int) -> None:
     arena = Arena(size)
     arena.reset([1])
     renderer = Renderer(size, 960, names=("one", "other"))
-    picture = renderer.rgb(arena.units[0], arena.match[0])
+    frame = renderer.rgb(arena.units[0], arena.match[0])
     arena.units[0, HP, : 2 * size] //= 2
-    rows, columns = changed(picture, renderer.rgb(arena.units[0], arena.match[0])).T
+    rows, columns = changed(frame, renderer.rgb(arena.units[0], arena.match[0])).T
     panels = np.unique(columns[rows > 420] * 2 * size // 960)
     assert panels.tolist() == list(range(2 * size))
 

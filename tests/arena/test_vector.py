@@ -121,7 +121,7 @@ def test_a_match_with_swapped_camps_is_the_same_match_rotated(size: int) -> None
         if over:
             here.reset([decision] * len(over), over)
             there.reset([decision] * len(over), over)
-    assert here.units[:, DEATHS, : 2 * size].sum() > 0, "nobody ever died: this has shown little"
+    assert here.units[:, DEATHS, : 2 * size].sum() > 0, "no hero died"
 
 
 # -- the same everywhere ----------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_rows_are_assigned_by_shares(
     env.reset(seed=0)
     size, heroes = env.seats.size, env.seats.hero_of
     places = list(zip(env.seats.match_of.tolist(), heroes.tolist(), strict=True))
-    assert len(set(places)) == len(places), "nobody sits in two seats, and no seat has two"
+    assert len(set(places)) == len(places), "a hero has two rows"
     for m in set(env.seats.match_of[env.opponent_rows].tolist()):
         mine = {h // size for (match, h), past in zip(places, env.opponent_rows, strict=True) if match == m and not past}
         theirs = {h // size for (match, h), past in zip(places, env.opponent_rows, strict=True) if match == m and past}
@@ -125,7 +125,7 @@ def test_the_central_state_has_no_fog_of_war_and_the_own_hero_first() -> None:
     present = own["entities"][:, :, 0] > 0
     assert (entities[present] == own["entities"][present]).mean() > 0.99, "what is seen is the same, but for who sees it"
     hidden = (entities[:, 3:6, 0] > 0) & ~present[:, 3:6]
-    assert hidden.any(), "enemies at home are shown, which nobody sees"
+    assert hidden.any(), "no enemy was hidden"
 
 
 def test_matches_start_from_states_of_earlier_ones() -> None:
@@ -234,7 +234,7 @@ def test_even_matchmaking_prefers_bots_with_even_results() -> None:
         ended = np.flatnonzero(terminated | truncated)
         easy = env.seats.bot_of[ended] == BOTS.index("easy")
         env.seats.arena.match[ended[easy][::2], WINNER] = env.seats.hero_of[ended[easy][::2]]
-    met = [BOTS[int(script)] for script in env.seats.bot_of]
+    met = [BOTS[int(bot)] for bot in env.seats.bot_of]
     assert met.count("easy") >= 20, met
     assert env.seats.opponents.probabilities[0, 1] < 0.2
 

@@ -130,7 +130,7 @@ exit 7
     assert "redis-server" in (directory / "commands").read_text()
     found = [said for said in shown.splitlines() if said.startswith(str(directory))]
     assert found == [f"{directory}/scratch/redis/redis.conf"], "the password is in sight"
-    assert f"the logs of all are in {status.logs}" in told
+    assert f"all logs are in {status.logs}" in told
     for sentence in ("Redis Streams", "2 workers", f"the run is {tmp_path}/runs/trial", "failed: learner-0 ended with code 7"):
         assert sentence in told
     assert {path.name for path in Path(status.logs).iterdir()} == {
@@ -155,7 +155,7 @@ sleep 1.5
         shown, told = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "still it" in shown
-    assert "memory-0 ended with code 137 and is started again (1); its log: " in told
+    assert "memory-0 ended with code 137 and is restarted (1); its log: " in told
 
 
 @needs_redis
@@ -177,7 +177,7 @@ def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_pat
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=60)
         assert process.returncode == 130
-        assert "the learner was ended before it had saved (code 137); there is no checkpoint" in told
+        assert "the learner ended before it saved a checkpoint (code 137); there is no checkpoint" in told
         assert [status.exit_code for status in jobs(tmp_path).list()] == [130, 137]
 
 
@@ -296,7 +296,7 @@ def test_credentials_under_their_older_names_are_found() -> None:
     environ = {"ACCESS_KEY_ID": "id", "SECRET_ACCESS_KEY": "hush"}
     use_credentials(s3, environ, said.append)
     assert (environ["AWS_ACCESS_KEY_ID"], environ["AWS_SECRET_ACCESS_KEY"]) == ("id", "hush")
-    assert said == ["ACCESS_KEY_ID is taken for AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY is taken for AWS_SECRET_ACCESS_KEY"]
+    assert said == ["ACCESS_KEY_ID is used as AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY is used as AWS_SECRET_ACCESS_KEY"]
     environ = {"ACCESS_KEY_ID": "older", "AWS_ACCESS_KEY_ID": "newer"}
     use_credentials(s3, environ)
     assert environ["AWS_ACCESS_KEY_ID"] == "newer"
@@ -317,11 +317,11 @@ def test_what_happened_to_processes_is_said_once() -> None:
 
     assert at(ProcessStatus("worker", 0, "running"), ProcessStatus("worker", 1, "pending")) == []
     waits = ProcessStatus("worker", 0, "waiting", 1)
-    assert at(waits) == ["worker-0 ended with code 1 and is started again (1); its log: /logs/worker-0.log"]
+    assert at(waits) == ["worker-0 ended with code 1 and is restarted (1); its log: /logs/worker-0.log"]
     assert at(waits) == []
     assert at(ProcessStatus("worker", 0, "running", 1, restarts=1)) == []
     assert at(ProcessStatus("worker", 0, "running", 137, restarts=3)) == [
-        "worker-0 ended with code 137 and is started again (3); its log: /logs/worker-0.log"
+        "worker-0 ended with code 137 and is restarted (3); its log: /logs/worker-0.log"
     ]
     assert at(ProcessStatus("worker", 2, "waiting", 0)) == []
     assert at(ProcessStatus("worker", 1, "ended", 0), ProcessStatus("learner", 0, "ended", 130)) == []
@@ -376,7 +376,7 @@ def test_a_fleet_does_not_hide_the_runs_of_an_experiment(tmp_path: Path) -> None
     with door(tmp_path, "exit 0") as process:
         _, told = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert f"{place} holds 1 run that no fleet began, and a fleet's run would take their place. Choose another -e." in told
+    assert f"{place} holds 1 run that no fleet created, and the run of this fleet would hide them. Choose another -e." in told
     assert jobs(tmp_path).list() == []
 
 

@@ -53,8 +53,11 @@ START = ("start", "--iplist", "learner.iplist")
         (("learner", *START), "nothing to train"),
         (("learner", *START, "CartPole-v1"), "Add --num-workers N: the sum of ACTOR_NUM"),
         (("learner", *START, "CartPole-v1", "--num-workers", "0"), "number of workers of the learner is not given"),
-        (("learner", *START, "CartPole-v1", "-n", "2", "--address", "x:1"), "--address: the run has a Ray of its own"),
-        (("learner", *START, "CartPole-v1", "-n", "2", "-dc"), "-dc: its workers come by `ludus actor start`"),
+        (
+            ("learner", *START, "CartPole-v1", "-n", "2", "--address", "x:1"),
+            "--address is not supported: `ludus learner` starts its own Ray cluster",
+        ),
+        (("learner", *START, "CartPole-v1", "-n", "2", "-dc"), "-dc is not supported: `ludus actor start` starts the workers"),
         (("learner", *START, "CartPole-v1", "-n", "2", "--set", "config.gama=1"), "gamma"),
         (("learner", *START, "CartPole-v9", "-n", "2"), "CartPole-v9"),
         (
@@ -71,7 +74,7 @@ START = ("start", "--iplist", "learner.iplist")
         (("actor", "start", "--iplist", "far.iplist"), "which the machines of a run share, does not exist"),
         (
             ("actor", "start", "--iplist", "far.iplist", "--no-model-pool"),
-            "--no-model-pool is for a machine that the learner runs on",
+            "--no-model-pool works only on the machine of the learner",
         ),
         (("actor", *START, "--gamecore", "nowhere"), "'nowhere' is not the address of a gamecore server"),
         (("learner", "stop", "--port", "1"), ""),
@@ -100,8 +103,8 @@ def test_workers_that_have_a_gamecore_server_have_an_agent_of_their_own(call: Ca
     try:
         said = call("actor", *START, *words)
         assert said.code == 0, said.err
-        assert "whose games reach this machine as 127.0.0.1" in said.out
-        assert "have an agent of their own, with a copy of the weights" in said.out
+        assert "its games reach this machine as 127.0.0.1" in said.out
+        assert "keep their own copy of the weights" in said.out
         assert "RUN/logs/sampler" not in said.out, "the learner's own workers know nothing of a gamecore server"
     finally:
         assert call("actor", "stop", "--all").code == 0
@@ -120,7 +123,7 @@ def test_a_port_that_somebody_has_is_told(call: Call) -> None:
         port = taken.getsockname()[1]
         said = call("learner", *START, "CartPole-v1", "-n", "2", "--port", str(port))
     assert said.code == 2
-    assert f"Port {port} of this machine is in use. Choose another one with --port" in said.err
+    assert f"Port {port} of this machine is in use. Choose another --port" in said.err
     assert LocalOrchestrator().list() == []
 
 
@@ -137,7 +140,7 @@ def test_where_nothing_was_started_there_is_nothing_to_show(call: Call) -> None:
     said = call("learner", "status")
     assert (said.code, said.err) == (1, "no learner was started here\n")
     assert call("actor", "status", "--json").json == []
-    assert "There is no cluster that was brought up from here" in one_line(call("cluster", "status"))
+    assert "No cluster was started from this machine" in one_line(call("cluster", "status"))
     assert "There is no cluster 'x'" in one_line(call("cluster", "down", "x"))
 
 
@@ -190,7 +193,7 @@ def test_the_number_of_actors(option: int | None, environ: Mapping[str, str], li
 
 @pytest.mark.parametrize("text", ["0", "-1", "six", "6.0", "99999", "1" * 5000])
 def test_what_is_no_number_of_actors(text: str) -> None:
-    with pytest.raises(UsageError, match=r"ACTOR_NUM=.* is no number of workers"):
+    with pytest.raises(UsageError, match=r"ACTOR_NUM=.* is not a valid number of workers"):
         worker_count(None, {"ACTOR_NUM": text}, 0)
 
 
@@ -226,8 +229,8 @@ def test_a_switch_of_a_script(text: str, meant: bool) -> None:
 def test_what_would_lead_processes_astray_is_dropped_and_said() -> None:
     environ = {"LD_PRELOAD": "x.so", "RAY_ADDRESS": "h:1", "ip_head": "", "PATH": "p"}
     assert roles.clean_environment(environ) == [
-        "LD_PRELOAD=x.so is dropped for the processes of this run",
-        "RAY_ADDRESS=h:1 is dropped for the processes of this run",
+        "LD_PRELOAD=x.so is removed for the processes of this run",
+        "RAY_ADDRESS=h:1 is removed for the processes of this run",
     ]
     assert environ == {"ip_head": "", "PATH": "p"}
 
@@ -301,9 +304,9 @@ def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_t
     for other in (subject("/b", "cartpole"), subject("/a", "pong"), subject("/a", "cartpole", "pong")):
         with pytest.raises(UsageError) as caught:
             roles.start_role(other, orchestrator, "learner")
-        assert f"Another training is at {PLACE}: {first.id}, which trains cartpole in /a; this is" in str(caught.value)
+        assert f"Another training uses {PLACE}: {first.id}, which trains cartpole in /a; this one trains" in str(caught.value)
         assert "another --port" in str(caught.value)
-        assert "ludus learner stop --port 9610, or --replace here" in str(caught.value)
+        assert "ludus learner stop --port 9610, or add --replace" in str(caught.value)
     assert [status.id for status in roles.find_roles(orchestrator, "learner")] == [first.id]
     second = roles.start_role(subject("/a"), orchestrator, "learner")  # --resume RUN
     third = roles.start_role(subject("/b", "pong"), orchestrator, "learner", replaces=True)
@@ -315,7 +318,7 @@ def test_of_starts_at_the_same_time_one_goes_on_and_the_next_ends_what_it_began(
         """Somebody else begins just when it does."""
 
         def submit(self, job: Job) -> str:
-            with pytest.raises(UsageError, match=r"Another start of the actor at 10\.0\.0\.2:9610 has been under way"):
+            with pytest.raises(UsageError, match=r"Another start of the actor at 10\.0\.0\.2:9610 is in progress"):
                 roles.start_role(job, LocalOrchestrator(), "actor", lock_s=0.2)
             return super().submit(job)
 
@@ -332,7 +335,7 @@ def test_a_start_waits_for_no_other_role_or_port(orchestrator: LocalOrchestrator
         others: list[tuple[MachineRole, str]] = [("actor", PLACE), ("learner", PLACE), ("actor", "10.0.0.2:7000")]
         for part, place in others:
             stack.enter_context(roles.start_lock(orchestrator, part, place, 0.0))
-        with pytest.raises(UsageError, match="under way"):
+        with pytest.raises(UsageError, match="in progress"):
             stack.enter_context(roles.start_lock(orchestrator, "actor", PLACE, 0.0))
     with roles.start_lock(orchestrator, "actor", PLACE, 0.0):  # given back
         assert [path.name.split("-")[:2] for path in (orchestrator.directory.parent / "roles").glob("actor-9*")] == [
@@ -382,7 +385,7 @@ def test_status_shows_the_run_and_where_its_workers_are(call: Call, tmp_path: Pa
         assert told[0]["nodes"] == [{"name": "h1", "workers": 2, "ready": 1}, {"name": "h2", "workers": 1, "ready": 1}]
         said = call("learner", "status")
         assert said.code == 0
-        assert "workers on h1: 1 of 2 at work" in said.out
+        assert "workers on h1: 1 of 2 ready" in said.out
         assert str(run) in said.out
     finally:
         orchestrator.cancel(job_id, at_once=True)
@@ -408,7 +411,7 @@ def test_a_cluster_is_remembered_with_its_token_for_its_owner_alone(tmp_path: Pa
     assert stat.S_IMODE(games.token.stat().st_mode) == 0o600
     assert stat.S_IMODE(games.directory.stat().st_mode) == 0o700
     make_record("other", "other-1")
-    with pytest.raises(UsageError, match=r"There are 2 clusters: games, other. Say which one"):
+    with pytest.raises(UsageError, match=r"There are 2 clusters: games, other. Pass the name"):
         cluster.choose_cluster(None)
     with pytest.raises(UnknownName, match=r"There is no cluster 'gmaes'.*Did you mean 'games'"):
         cluster.choose_cluster("gmaes")

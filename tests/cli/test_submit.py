@@ -197,9 +197,9 @@ def test_what_was_shown_is_what_is_written(call: Call, here: Path) -> None:
         (["--on", "slrum", "--", "train", "x"], "Did you mean 'slurm'?"),
         (["--env", "COLOUR", "--", "train", "x"], "--secret COLOUR"),
         (["--secret", "NOT_SET", "--", "train", "x"], "needs the secret NOT_SET"),
-        (["--interactive", "--", "train", "x"], "--interactive is for an allocation of Slurm"),
+        (["--interactive", "--", "train", "x"], "--interactive needs Slurm"),
         (["--nodes", "0", "--", "train", "x"], "nodes"),
-        (["--identity=~no-such-user/id", "--", "train", "x"], "~no-such-user/id is in the home of a user that is not known"),
+        (["--identity=~no-such-user/id", "--", "train", "x"], "~no-such-user/id is in the home directory of a user unknown"),
         (["-f", "nowhere.yaml", "--", "train", "x"], "nowhere.yaml cannot be read"),
     ],
 )
