@@ -94,7 +94,7 @@ def test_notices_quote_ignored_options_as_they_were_typed(call: Call, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--play"], "--play is not here"),
+        (["--play"], "--play is not supported"),
         (["-p", "CartPole_DQN", "--evaluate", "100"], "ludus rollout RUN --episodes 20"),
         (["-r", "-p", "CartPole_DQN"], "-r is not supported: training is not rendered"),
         (["-p", "CartPole_DQN", "-crf", "x"], "a checkpoint is a directory here"),

@@ -413,7 +413,7 @@ def test_a_run_that_is_continued_takes_over_its_stop_and_its_checkpoints_and_not
     assert changed.code == 2
     assert "config.seed is 0 in the run, and is to be 7." in changed.err
     assert "config.model.fcnet_hiddens is " in changed.err
-    assert "--restore x begins a new one" in one_line(call(*again, "--restore", "x"))
+    assert "--restore x starts a new one" in one_line(call(*again, "--restore", "x"))
     assert "is finished" in call(*again, "--set", "lr=0.001").err, "repeating an unchanged setting is allowed"
     assert call(*again, "--stop", "iterations=2").json["iterations"] == 2
     write(tmp_path / "one.yaml", {"one": tiny(3, lr=1e-3) | {"checkpoint_freq": 1}})

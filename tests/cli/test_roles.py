@@ -141,7 +141,7 @@ def test_where_nothing_was_started_there_is_nothing_to_show(call: Call) -> None:
     assert (result.code, result.err) == (1, "no learner was started here\n")
     assert call("actor", "status", "--json").json == []
     assert "No cluster was started from this machine" in one_line(call("cluster", "status"))
-    assert "There is no cluster 'x'" in one_line(call("cluster", "down", "x"))
+    assert "No cluster 'x' was started" in one_line(call("cluster", "down", "x"))
 
 
 def test_the_default_port_is_the_same_in_all_modules() -> None:
@@ -215,7 +215,7 @@ def test_by_what_games_reach_the_actors(text: str, host: str) -> None:
 
 @pytest.mark.parametrize("text", ["10.0.0.7:8000", "http://node1", "node 1", "me@node1", "[fd00::1]:8000", "[fd00::1"])
 def test_what_is_no_name_of_this_machine(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is not a name or address.*no port"):
+    with pytest.raises(UsageError, match=r"is not a name or address.*without a port"):
         parse_host(text)
 
 
@@ -413,7 +413,7 @@ def test_a_cluster_is_remembered_with_its_token_for_its_owner_alone(tmp_path: Pa
     make_record("other", "other-1")
     with pytest.raises(UsageError, match=r"There are 2 clusters: games, other. Pass the name"):
         cluster.choose_cluster(None)
-    with pytest.raises(UnknownName, match=r"There is no cluster 'gmaes'.*Did you mean 'games'"):
+    with pytest.raises(UnknownName, match=r"No cluster 'gmaes' was started.*Did you mean 'games'"):
         cluster.choose_cluster("gmaes")
     games.remove()
     assert cluster.find("games") is None
@@ -426,7 +426,7 @@ def test_a_path_is_not_the_name_of_a_cluster_and_what_others_have_put_there_is_t
     precious.touch()
     (tmp_path / "x" / "job").write_text("hi")
     for name in (str(tmp_path / "x"), "../../x"):
-        assert f"There is no cluster {name!r}" in one_line(call("cluster", "down", name))
+        assert f"No cluster {name!r} was started" in one_line(call("cluster", "down", name))
     games = make_record("games", "games-1")
     (games.directory / "notes").touch()
     assert "the cluster games is down" in call("cluster", "down", "games").out

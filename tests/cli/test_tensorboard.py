@@ -94,7 +94,7 @@ def test_a_place_without_runs_and_a_port_in_use_are_errors(call: Call, run: Path
         port = taken.getsockname()[1]
         result = call("tensorboard", run, "--port", str(port))
         assert result.code == 2
-        assert f"Port {port} of 127.0.0.1 is taken" in one_line(result)
+        assert f"Port {port} of 127.0.0.1 is in use" in one_line(result)
 
 
 # -- the real one -------------------------------------------------------------------------------------------------------
