@@ -142,7 +142,7 @@ exit 7
 
 
 @needs_redis
-def test_a_memory_that_is_killed_comes_back_with_what_it_had(tmp_path: Path) -> None:
+def test_a_killed_redis_is_restarted_with_its_data(tmp_path: Path) -> None:
     learner = """
 ask set kept it >/dev/null
 was=$(ask info server | tr -d '\\r' | sed -n 's/process_id://p')
@@ -191,7 +191,7 @@ def test_it_ends_when_its_output_pipe_is_closed(tmp_path: Path) -> None:
         assert [status.state for status in jobs(tmp_path).list()] == ["cancelled"]
 
 
-def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+def test_signals_ignored_by_nohup_stay_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with cancel_on_signals(jobs(tmp_path), "trial"):
@@ -216,7 +216,7 @@ def test_nothing_is_left_when_the_command_itself_is_killed(tmp_path: Path) -> No
 
 
 @needs_redis
-def test_the_same_command_a_second_time_leaves_the_first_alone(tmp_path: Path) -> None:
+def test_a_second_run_of_the_same_command_keeps_the_first(tmp_path: Path) -> None:
     with door(tmp_path, "echo ready; exec sleep 600") as first:
         line(first, "ready")
         (status,) = jobs(tmp_path).list()
@@ -350,7 +350,7 @@ def test_a_file_that_is_called_like_one_of_pythons_does_not_break_a_role(tmp_pat
     assert result.returncode == 0, result.stderr
 
 
-def test_a_word_that_is_a_secret_by_chance_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_that_equals_a_secret_by_chance_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "a-longer-test")
     monkeypatch.delenv(PASSWORD, raising=False)
@@ -404,7 +404,7 @@ def test_patience_ends_when_all_workers_fail_in_a_row_or_the_memory_does() -> No
 # -- a run that is there ------------------------------------------------------------------------------------------------
 
 
-def test_other_settings_of_a_fleets_run_are_refused_with_what_a_fleet_can_do(tmp_path: Path) -> None:
+def test_changed_settings_of_a_fleet_run_are_refused_with_a_hint(tmp_path: Path) -> None:
     config = {"env": "CartPole-v1", "run": "PPO", "memory": "redis://h", "config": {"num_workers": 2}}
     Run.create(tmp_path / "run", {"exp": config})
     with pytest.raises(
