@@ -274,6 +274,6 @@ def test_the_command_tells_mistakes_once_and_ends_with_1() -> None:
         (["--token-file", "/nonexistent"], "Cannot read"),
     ],
 )
-def test_a_body_check_without_spec_is_refused(arguments: list[str], words: str) -> None:
+def test_invalid_options_are_refused(arguments: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         CliRunner().invoke(app, ["check-game", *arguments], catch_exceptions=False)
