@@ -12,14 +12,14 @@ from rich.console import Console
 from ludus.cli.games import games
 from ludus.games.arena.engine.heroes import HEROES
 from ludus.games.arena.engine.recording import read_recording, verify
-from tests.arena.recorded import recorded
+from tests.arena.random_recordings import write_random_recording
 from tests.cli.calling import Call, one_line
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("matches") / "match.arena"
-    recorded(path, decisions=60)
+    write_random_recording(path, decisions=60)
     return path
 
 

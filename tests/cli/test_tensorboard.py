@@ -149,4 +149,4 @@ def test_of_a_run_on_a_store_copies_are_shown_and_kept_up_to_date(
 
 
 def is_running(pid: int) -> bool:
-    return identity.started(pid) is not None and os.path.exists(f"/proc/{pid}")
+    return identity.start_time(pid) is not None and os.path.exists(f"/proc/{pid}")

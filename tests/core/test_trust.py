@@ -16,7 +16,7 @@ import pytest
 
 from ludus.config.schema import PreprocessConfig
 from ludus.core import plugins, trust
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.registry import makes_environment, spec_of
 from ludus.envs.vector_env import make_environments
 from ludus.errors import UnknownName, Untrusted
@@ -166,7 +166,7 @@ def test_code_in_a_run_is_not_of_the_project_even_where_one_stands_in_it(project
     assert not (tmp_path / "mark").exists()
 
 
-def test_code_that_came_beside_a_run_is_not_of_the_project(project: Path, tmp_path: Path) -> None:
+def test_code_next_to_a_run_is_not_part_of_the_project(project: Path, tmp_path: Path) -> None:
     """An archive with a run and a module in it, unpacked below the working directory."""
     make_run(project / "shared" / "agent" / "run")
     write_module(project / "shared" / "agent", "trust_beside", tmp_path / "mark")
@@ -195,7 +195,7 @@ def test_consent_of_a_call_ends_with_it() -> None:
 
 def test_what_the_user_gave_reaches_processes_that_do_not_inherit_it(monkeypatch: pytest.MonkeyPatch) -> None:
     trust.allow({"env": "some.package:make"}, "a plain word", 3, None)
-    packed = Luggage.of("CartPole-v1")
+    packed = CodeBundle.of("CartPole-v1")
     monkeypatch.setenv(trust.VARIABLE, "")
     packed.unpack()
     assert trust.is_allowed("some.package:make")
