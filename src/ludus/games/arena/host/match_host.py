@@ -89,7 +89,7 @@ class SessionLink:
     session: ActorSession
     seats: Mapping[int, str]
     """Seat names of the heroes in the session."""
-    asked: float = 0.0
+    last_request: float = 0.0
     """Time of the last request."""
 
 
@@ -394,12 +394,12 @@ class MatchHost:
 
     async def _single_turn(self, m: int) -> Turns:
         """Request and return the replies of the only match."""
-        asked = self._sessions_due(self._links)
-        if not asked:
+        due = self._sessions_due(self._links)
+        if not due:
             await asyncio.sleep(0)  # lets signal handlers run
-        pending = [self._ask(link, heroes) for link, heroes in asked]
+        pending = [self._ask(link, heroes) for link, heroes in due]
         answer = [await pending[0]] if len(pending) == 1 else await asyncio.gather(*pending)  # a task costs 20 µs
-        return {m: [(link, heroes, one) for (link, heroes), one in zip(asked, answer, strict=True)]}
+        return {m: [(link, heroes, one) for (link, heroes), one in zip(due, answer, strict=True)]}
 
     async def _ready_turns(self) -> Turns:
         """Request actions where due; return the replies of all matches that have all of theirs."""
@@ -408,8 +408,8 @@ class MatchHost:
             if link.m in by_match:
                 by_match[link.m].append(link)
         for m, links in by_match.items():
-            asked = self._sessions_due(links)
-            self._running[m].pending = [PendingReply(*one, asyncio.ensure_future(self._ask(*one))) for one in asked]
+            due = self._sessions_due(links)
+            self._running[m].pending = [PendingReply(*one, asyncio.ensure_future(self._ask(*one))) for one in due]
         matches = self._running.values()
         await _wait_for_replies(
             [one.answer for running in matches for one in running.pending or ()], any(running.answered for running in matches)
@@ -424,15 +424,15 @@ class MatchHost:
     def _sessions_due(self, links: Sequence[SessionLink]) -> list[tuple[SessionLink, Sequence[int]]]:
         """Return the sessions to ask now and their heroes: the living ones, or with `lockstep` all."""
         alive = None if self._options.lockstep else self.arena.units[:, ALIVE]
-        now, asked = time.monotonic(), []
+        now, due = time.monotonic(), []
         for link in links:
             heroes = link.heroes if alive is None else [hero for hero in link.heroes if alive[link.m, hero]]
-            if not heroes and now - link.asked > _KEEPALIVE_S:
+            if not heroes and now - link.last_request > _KEEPALIVE_S:
                 heroes = link.heroes
             if heroes:
-                link.asked = now
-                asked.append((link, heroes))
-        return asked
+                link.last_request = now
+                due.append((link, heroes))
+        return due
 
     def _ask(self, link: SessionLink, heroes: Sequence[int]) -> Coroutine[Any, Any, ActorReply]:
         m, match = link.m, link.match
