@@ -108,3 +108,7 @@ def test_a_missing_dependency_names_its_extra() -> None:
     assert plugins.require("numpy", "maths", "Sums") is np
     with pytest.raises(MissingExtra, match=r"Sums needs the package 'absent'. pip install 'ludus\[maths\]'"):
         plugins.require("absent", "maths", "Sums")
+
+
+def test_class_names_of_earlier_releases_are_found() -> None:
+    assert plugins.load_object("ludus.cluster.slurm:SlurmReach").__name__ == "SlurmStarter"

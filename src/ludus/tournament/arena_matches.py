@@ -21,7 +21,7 @@ from ludus.core.plugins import did_you_mean
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.envs.video_writer import FrameProgress
 from ludus.errors import IncompatibleCheckpoint, UsageError
-from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.bots.round_robin import draw_lineup
 from ludus.games.arena.engine.heroes import HEROES
 from ludus.games.arena.engine.layout import (
@@ -46,7 +46,7 @@ from ludus.games.arena.engine.layout import (
 from ludus.games.arena.engine.recording import Recorder, Recording, write_recording
 from ludus.games.arena.engine.settings import MAX_SIZE, SECONDS, rows_of, size_of
 from ludus.games.arena.engine.vector import Arena
-from ludus.games.arena.env.seats import Options, Seats, action_space, observation_space
+from ludus.games.arena.env.seats import ArenaOptions, Seats, action_space, observation_space
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
 from ludus.tournament.contestants import RULE, Contestant, Script, Trained
@@ -115,9 +115,9 @@ def pairings(terms: Terms, size: int) -> list[Pairing]:
 
 def check(one: Contestant, size: int) -> None:
     """Raises UsageError, IncompatibleCheckpoint."""
-    if isinstance(one, Script) and one.name not in SCRIPTS:
+    if isinstance(one, Script) and one.name not in BOTS:
         shown = f"There is no built-in player {one.name!r}." if one.name else f"{RULE} alone is no player of the Arena."
-        raise UsageError(shown, did_you_mean(f"{RULE}:{one.name}", [f"{RULE}:{name}" for name in SCRIPTS]))
+        raise UsageError(shown, did_you_mean(f"{RULE}:{one.name}", [f"{RULE}:{name}" for name in BOTS]))
     if isinstance(one, Trained) and one.several:
         raise UsageError(f"{one.label} has the models {', '.join(one.several)}.", "Choose one: --model-a, --model-b.")
     if isinstance(one, Trained) and (wrong := misfit(one.policy, size)):
@@ -210,10 +210,10 @@ class ArenaRecording:
         return write_recording(path.with_suffix(ENDING), self.recording)
 
     def film(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
-        from ludus.games.arena.render.video import film
+        from ludus.games.arena.render.video import write_video
 
         path = path.with_suffix(".mp4")
-        film(self.recording, path, speed=FILM_SPEED if speed is None else speed, progress=progress)
+        write_video(self.recording, path, speed=FILM_SPEED if speed is None else speed, progress=progress)
         return path
 
     def drop(self) -> None:
@@ -246,7 +246,7 @@ class ArenaStage:
         self._contestants, self._size, self._terms, self._records = contestants, size, terms, records
         self._matches = min(at_once, terms.games)
         seated = [who for who, one in enumerate(contestants) if isinstance(one, Trained)]
-        options = Options(mode=size, opponent="self", side=0, every=every, seconds=terms.seconds or SECONDS)
+        options = ArenaOptions(mode=size, opponent="self", side=0, every=every, seconds=terms.seconds or SECONDS)
         self._seats = Seats(options, [range(len(seated) * size)] * self._matches)
         self._arena: Arena = self._seats.arena
         rows = np.arange(self._matches * len(seated) * size).reshape(self._matches, len(seated), size)
@@ -291,14 +291,14 @@ class ArenaStage:
                 player = self._players[who]
                 self._seats.hero_of[player.rows[m]] = np.arange(first, first + size)
                 player.begin(m, noise_seed(pairing.seed, who))
-            self._scripts[m, first : first + size] = SCRIPTS.index(one.name) if isinstance(one, Script) else -1
+            self._scripts[m, first : first + size] = BOTS.index(one.name) if isinstance(one, Script) else -1
         if self._records:
             labels = [one.label for one in self._contestants]
             self._recorders[m] = Recorder(self._arena, m, labels[:: -1 if pairing.a_camp else 1])
 
     def _decide(self, live: Array) -> None:
         arena, seats = self._arena, self._seats
-        orders = arena.script(self._scripts)
+        orders = arena.bot_actions(self._scripts)
         if self._players:
             seen = seats.observe()
             mask = spaces.flat_mask(seen[spaces.ACTION_MASK], action_space(self._size), seats.rows)
@@ -338,7 +338,7 @@ class ArenaStage:
 
 
 def _finished(recorder: Recorder, pairing: Pairing) -> ArenaRecording:
-    recording = recorder.finished()
+    recording = recorder.recording()
     return ArenaRecording(replace(recording, result=recording.result | {"game": pairing.number}))
 
 

@@ -1,4 +1,4 @@
-"""Options of the Arena's process that rows in lock step need: read, and what they do to a session."""
+"""Options of the Arena's game process."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 import pytest
 
 from ludus.errors import ConfigError
-from ludus.games.arena.bots.bots import SCRIPTS
-from ludus.games.arena.host.match import Match, Plan, read_options, read_plan
-from ludus.games.arena.host.match_host import Host
-from ludus.games.arena.main import arena_for
+from ludus.games.arena.bots.bots import BOTS
+from ludus.games.arena.host.match import HostedMatch, MatchPlan, read_options, read_plan
+from ludus.games.arena.host.match_host import MatchHost
+from ludus.games.arena.main import create_arena
 
 ACTOR = {"url": "http://127.0.0.1:9"}
 
 
-def plan(camps: list[Any], **options: Any) -> Plan:
-    return read_plan({"runtime_id": "m", "mode": "3v3", "camps": camps, "options": options}, ["token", "token"], SCRIPTS)
+def plan(camps: list[Any], **options: Any) -> MatchPlan:
+    return read_plan({"runtime_id": "m", "mode": "3v3", "camps": camps, "options": options}, ["token", "token"], BOTS)
 
 
-def test_weights_are_options_of_their_own() -> None:
-    read = read_options({"weight_gold": 2, "weight_win": -1.5, "zero_sum": False, "every": 5}, SCRIPTS)
+def test_each_reward_weight_is_an_option() -> None:
+    read = read_options({"weight_gold": 2, "weight_win": -1.5, "zero_sum": False, "every": 5}, BOTS)
     assert (dict(read.weights), read.zero_sum, read.every) == ({"gold": 2.0, "win": -1.5}, False, 5)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"weight_glod": 1}, "weight_gold"),
         ({"weights": {"gold": 1}}, "weights"),
@@ -37,9 +37,9 @@ def test_weights_are_options_of_their_own() -> None:
         ({"sessions": "both"}, "sessions is 'both'"),
     ],
 )
-def test_what_is_no_option_is_named(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        read_options(given, SCRIPTS)
+def test_unknown_options_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_options(given, BOTS)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,7 @@ def test_what_is_no_option_is_named(given: dict[str, Any], said: str) -> None:
         ([None, ACTOR], "hero", [["hero_0"], ["hero_1"], ["hero_2"]]),
     ],
 )
-def test_one_session_plays_the_match_where_one_actor_plays_both_camps(
-    camps: list[Any], sessions: str, seats: list[list[str]]
-) -> None:
+def test_one_session_plays_both_camps_of_the_same_actor(camps: list[Any], sessions: str, seats: list[list[str]]) -> None:
     made = plan(camps, sessions=sessions)
-    host = Host(arena_for([made]), [Match(made, SCRIPTS)])
-    assert [list(line.seats.values()) for line in host._lines] == seats
+    host = MatchHost(create_arena([made]), [HostedMatch(made, BOTS)])
+    assert [list(line.seats.values()) for line in host._links] == seats
