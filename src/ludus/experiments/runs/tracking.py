@@ -387,7 +387,7 @@ class Wandb:
         self, directory: Path, config: WandbConfig, mode: str, experiment: str, known: str, settings: Mapping[str, Any]
     ) -> None:
         self._directory, self._config, self._mode = directory, config, mode
-        self._experiment, self._known, self._settings = parse_experiment, known, dict(settings)
+        self._experiment, self._known, self._settings = experiment, known, dict(settings)
         self._run: Any = None
 
     def open(self) -> None:
@@ -456,8 +456,8 @@ class Mlflow:
 
     def __init__(self, directory: Path, config: MlflowConfig, experiment: str, known: str, settings: Mapping[str, Any]) -> None:
         self._directory, self._config = directory.absolute(), config
-        self._experiment, self._known, self._settings = config.experiment or parse_experiment, known, dict(settings)
-        self._group = parse_experiment
+        self._experiment, self._known, self._settings = config.experiment or experiment, known, dict(settings)
+        self._group = experiment
         self._client: Any = None
         self._run_id = ""
 
@@ -475,15 +475,15 @@ class Mlflow:
         if uri == self._beside():
             _make_database(self._directory.parent / "mlflow.db")
         self._client = MlflowClient(tracking_uri=uri)
-        parse_experiment = self._experiment_id(uri)
-        before = self._client.search_runs([parse_experiment], f"tags.`{_TAG}` = '{self._known}'", max_results=1)
+        experiment = self._experiment_id(uri)
+        before = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{self._known}'", max_results=1)
         if before:
             self._run_id = before[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             self._log_settings(before[0].data.params)
             return
         tags = {_TAG: self._known, "ludus.group": self._group, "ludus.run": str(self._directory), **self._config.tags}
-        self._run_id = self._client.create_run(parse_experiment, run_name=self._directory.name, tags=tags).info.run_id
+        self._run_id = self._client.create_run(experiment, run_name=self._directory.name, tags=tags).info.run_id
         self._log_settings({})
 
     def write(self, reports: Sequence[Numbers]) -> None:
