@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ludus.core.metrics import Numbers
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 
 SCORE = "ludus_score"
 """Among the numbers of a trial: what schedulers compare. More of it is better."""
@@ -89,15 +89,15 @@ class Surroundings:
 
     directory: str
     path: tuple[str, ...]
-    luggage: tuple[Luggage, ...] = ()
+    code_bundle: tuple[CodeBundle, ...] = ()
 
     @classmethod
-    def here(cls, luggage: Iterable[Luggage]) -> Surroundings:
-        return cls(str(Path.cwd()), tuple(str(Path(entry).absolute()) for entry in sys.path), tuple(luggage))
+    def here(cls, code_bundle: Iterable[CodeBundle]) -> Surroundings:
+        return cls(str(Path.cwd()), tuple(str(Path(entry).absolute()) for entry in sys.path), tuple(code_bundle))
 
     def enter(self) -> None:
         with contextlib.suppress(OSError):  # another machine, which need not have it
             os.chdir(self.directory)
         sys.path += [entry for entry in ("", *self.path) if entry not in sys.path]
-        for packed in self.luggage:
+        for packed in self.code_bundle:
             packed.unpack()

@@ -23,7 +23,7 @@ import ray
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
 
-from ludus.ray_cluster.cluster import environment
+from ludus.ray_cluster.cluster import environment_variables
 from ludus.tuning.messages import SCORE, Attempt, Begin, Event, Hear, Order, Reserve, Reserved, Surroundings
 
 log = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ def fit(
     )
     _hearing.append(hear)
     try:
-        with environment(_ENVIRONMENT), _quiet(), _terminated_as_interrupted(), warnings.catch_warnings():
+        with environment_variables(_ENVIRONMENT), _quiet(), _terminated_as_interrupted(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Consider boosting PBT")  # by reusing processes
             tuner.fit()
     finally:

@@ -31,7 +31,7 @@ from ludus.config.search_space import SearchedKey, TrialValues
 from ludus.config.translation import canonical_config, translate_experiment
 from ludus.config.validation import parse_experiment
 from ludus.core import trust
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.registry import registered_envs
 from ludus.envs.wrappers import wrapper_names
 from ludus.errors import ConfigError, Damaged, LudusError, MissingExtra, NotFound, UsageError
@@ -264,13 +264,13 @@ def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
     algorithm_class(str(data["run"]))
     inner = given["config"]
     names = [str(given.get("env", "")), str(data["run"]), *wrapper_names(inner.get("wrappers") or [])]
-    luggage = [Luggage.of(*names, models=[(inner.get("model") or {}).get("custom_model")])]
-    luggage += [Luggage(registered_envs=dict(registered_envs()))]  # what the param_space names is not known yet
-    luggage += [Luggage(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
+    code_bundle = [CodeBundle.of(*names, models=[(inner.get("model") or {}).get("custom_model")])]
+    code_bundle += [CodeBundle(registered_envs=dict(registered_envs()))]  # what the param_space names is not known yet
+    code_bundle += [CodeBundle(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
     begin: Begin = functools.partial(begin_plain, given, report_s)
     reserve: Reserve = functools.partial(reserve_plain, given)
     name = re.sub(r"\W+", "_", str(data["run"]))
-    return _need_tune().trainable(name, begin, reserve, Surroundings.here(luggage))
+    return _need_tune().trainable(name, begin, reserve, Surroundings.here(code_bundle))
 
 
 # -- schedulers -----------------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def _fit(sweep: Sweep, left: Sequence[TrialValues], options: SweepOptions) -> No
     directory = sweep.directory.absolute()
     begin: Begin = functools.partial(_begin, directory, data, sweep.tune)
     reserve: Reserve = functools.partial(_reserve, data, sweep.tune.cpus_per_trial)
-    actor = tuning.trainable(sweep.name, begin, reserve, Surroundings.here(_luggage(sweep, left)))
+    actor = tuning.trainable(sweep.name, begin, reserve, Surroundings.here(_code_bundle(sweep, left)))
 
     def hear(event: Event) -> None:
         state = _state_after(event)
@@ -467,9 +467,9 @@ def _fit(sweep: Sweep, left: Sequence[TrialValues], options: SweepOptions) -> No
     )
 
 
-def _luggage(sweep: Sweep, left: Sequence[TrialValues]) -> list[Luggage]:
+def _code_bundle(sweep: Sweep, left: Sequence[TrialValues]) -> list[CodeBundle]:
     """Of every trial whose names are not those of another one."""
-    different: dict[str, Luggage] = {}
+    different: dict[str, CodeBundle] = {}
     for trial in left:
         data = sweep.experiment_of(trial)
         inner = data["config"]

@@ -26,7 +26,7 @@ from ludus.core import spaces, statistics, trust
 from ludus.core.spaces import ACTION_MASK
 from ludus.core.tree import Tree
 from ludus.core.types import DEFAULT_MODEL
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.pettingzoo import make_match
 from ludus.envs.preprocessing import saved_preprocess
 from ludus.envs.registry import factory_of
@@ -55,7 +55,7 @@ from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.process.workers.supervisor import Context
-from ludus.process.workers.task_pool import Errands
+from ludus.process.workers.task_pool import TaskPool
 from ludus.sampling.episode_runner import Score, episode_step_limit
 from ludus.sampling.multi_agent import Step, play_episode
 from ludus.sampling.trained_agent import TrainedAgent
@@ -139,7 +139,7 @@ class Stage:
     filmed: int = 0
     """So many of the first episodes are filmed."""
     depth: bool = False
-    luggage: Luggage = field(default_factory=Luggage)
+    code_bundle: CodeBundle = field(default_factory=CodeBundle)
 
     def policies(self) -> dict[str, Policy]:
         return {name: actor_policy(_policy(description, Path(weights))) for name, (description, weights) in self.models.items()}
@@ -205,7 +205,7 @@ def stage_of(
         env_config={**settings.get("env_config", {}), **(env_config or {})},
         preprocess=saved_preprocess(settings),
         wrappers=wrappers,
-        luggage=Luggage.of(name, *wrapper_names(wrappers), models=custom),
+        code_bundle=CodeBundle.of(name, *wrapper_names(wrappers), models=custom),
         **options,
     )
     return run, found.name, stage
@@ -243,7 +243,7 @@ def staged_agent(
             env_config={**settings.get("env_config", {}), **(env_config or {})},
             preprocess=saved_preprocess(settings),
             wrappers=wrappers,
-            luggage=Luggage.of(name, *wrapper_names(wrappers), models=[described["network"].get("custom_model")]),
+            code_bundle=CodeBundle.of(name, *wrapper_names(wrappers), models=[described["network"].get("custom_model")]),
             **options,
         )
 
@@ -519,7 +519,7 @@ class _Crew:
         self._told: dict[int, Told] = {}
         self._to_come: Iterator[int] = iter(range(episodes))
         if workers:
-            self._errands = Errands(
+            self._errands = TaskPool(
                 "rollout",
                 Worker,
                 stage,
@@ -534,7 +534,7 @@ class _Crew:
     def _give(self, count: int) -> None:
         for _, episode in zip(range(count), self._to_come, strict=False):
             assert self._errands is not None
-            self._errands.give(episode, {"episode": episode, "max_steps": self._limit})
+            self._errands.submit(episode, {"episode": episode, "max_steps": self._limit})
 
     def episode(self, episode: int, left: int) -> Told:
         """Played to its end, or to `left` steps. Raises what went wrong."""
@@ -569,7 +569,7 @@ class Worker:
 
     def __init__(self, context: Context, stage: Stage, aside: str) -> None:
         torch.set_num_threads(1)
-        stage.luggage.unpack()
+        stage.code_bundle.unpack()
         self._context, self._aside = context, Path(aside)
         self._player = make_player(stage)
 
