@@ -246,13 +246,13 @@ def battle(
     """
     from ludus.tournament import battle as battles
     from ludus.tournament.contestants import contestant
-    from ludus.tournament.gamecore_matches import Place
-    from ludus.tournament.settings import Keeping, Terms, read_lineups
+    from ludus.tournament.gamecore_matches import GameLocation
+    from ludus.tournament.settings import BattleSettings, RecordingSettings, read_lineups
 
-    terms = Terms(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
-    keeping = Keeping(None if record is None else Path(record), films=video)
+    settings = BattleSettings(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
+    recording_settings = RecordingSettings(None if record is None else Path(record), videos=video)
     with trusts.consent(trust):
-        return battles.battle(contestant(a), contestant(b), terms, keeping, Place(server, game, **place))
+        return battles.battle(contestant(a), contestant(b), settings, recording_settings, GameLocation(server, game, **place))
 
 
 def read_rollout(path: str | Path) -> list[dict[str, Array]]:
