@@ -409,7 +409,7 @@ def test_a_run_that_is_continued_takes_over_its_stop_and_its_checkpoints_and_not
     assert call(*again).json["iterations"] == 1
     changed = call(*again, "--seed", "7", "--set", "model.fcnet_hiddens=[3]")
     assert changed.code == 2
-    assert "config.seed is 0 in the run, and is to be 7." in changed.err
+    assert "config.seed is 0 in the run, but 7 in the settings." in changed.err
     assert "config.model.fcnet_hiddens is " in changed.err
     assert "--restore x begins a new one" in one_line(call(*again, "--restore", "x"))
     assert "is finished" in call(*again, "--set", "lr=0.001").err, "what is the same may be said again"
@@ -423,7 +423,7 @@ def test_a_run_that_is_continued_takes_over_its_stop_and_its_checkpoints_and_not
     write(tmp_path / "one.yaml", {"one": tiny(9, lr=1e-4)})
     edited = call(*again)
     assert edited.code == 2
-    assert "config.lr is 0.001 in the run, and is to be 0.0001." in edited.err
+    assert "config.lr is 0.001 in the run, but 0.0001 in the settings." in edited.err
     assert len(list((tmp_path / "runs" / "one").iterdir())) == 1
 
 

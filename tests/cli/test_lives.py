@@ -132,7 +132,7 @@ def test_a_note_that_is_damaged_is_ignored_with_a_word(call: Call, note: Callabl
     (tmp_path / "job" / "note").write_text(foreign)
     said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
     assert said.code == 0, said.err
-    assert f"what {tmp_path / 'job' / 'note'} says is ignored: it is not the note of a job" in said.err
+    assert f"what {tmp_path / 'job' / 'note'} says is ignored: it is not the resume file of a job" in said.err
     assert note() == {"default": said.json["run_dir"]}
 
 

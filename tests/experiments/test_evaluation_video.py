@@ -14,7 +14,7 @@ from ludus.algorithms.run_clock import RunClock
 from ludus.core.metrics import read_jsonl
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import Course, Evaluation, EvaluationWorkers
-from ludus.experiments.runs.remote_runs import carried_files
+from ludus.experiments.runs.remote_runs import synced_files
 from ludus.models.weights import serialization
 from ludus.process.workers.supervisor import Restart
 from ludus.storage.local import LocalStore
@@ -139,7 +139,7 @@ def test_videos_of_evaluations_go_to_the_store_of_a_run_and_other_videos_do_not(
     (tmp_path / "videos").mkdir()
     for name in ("evaluation-iteration-000001-episode-1.mp4", "agent.mp4"):
         (tmp_path / "videos" / name).write_bytes(b"video")
-    assert [name for name, _ in carried_files(tmp_path)] == ["videos/evaluation-iteration-000001-episode-1.mp4"]
+    assert [name for name, _ in synced_files(tmp_path)] == ["videos/evaluation-iteration-000001-episode-1.mp4"]
 
 
 def test_a_stop_ends_a_recording_and_keeps_the_score(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.experiments.runs.history import Table, read_history
-from ludus.experiments.runs.remote_runs import shown
+from ludus.experiments.runs.history import HistoryLike, read_history
+from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import Run
 
@@ -28,14 +28,14 @@ class Result:
     @property
     def place(self) -> str:
         """The URL of the run, or the path of its directory."""
-        return shown(self.run_dir)
+        return display_path(self.run_dir)
 
     @property
     def episode_return_mean(self) -> float:
         return self.metrics.get("episode_return_mean", math.nan)
 
     @property
-    def history(self) -> Table:
+    def history(self) -> HistoryLike:
         """The reports of the run, a row each: a pandas.DataFrame where pandas is installed. Read from metrics.jsonl every time."""
         return read_history(Run(self.run_dir).metrics_path)
 
@@ -54,8 +54,8 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         mean = self.episode_return_mean
         return {
-            "run_dir": shown(self.run_dir),
-            "checkpoint": shown(self.checkpoint) if self.checkpoint else None,
+            "run_dir": display_path(self.run_dir),
+            "checkpoint": display_path(self.checkpoint) if self.checkpoint else None,
             "stopped_by": self.stopped_by,
             "timesteps": int(self.metrics.get("timesteps", 0)),
             "iterations": int(self.metrics.get("iterations", 0)),

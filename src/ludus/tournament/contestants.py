@@ -23,7 +23,7 @@ from ludus.errors import IncompatibleCheckpoint, NotFound, UsageError
 from ludus.experiments.model_choice import agents_of
 from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
-from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
+from ludus.experiments.runs.remote_runs import directory_of, display_path, is_remote, store_of
 from ludus.experiments.validation.game_seats import seats_of, single_model_seats
 from ludus.models.centralized_critic import actor_of
 from ludus.models.inference.batched_policy import ActingPolicy
@@ -180,14 +180,14 @@ def _load_version(run: Path, number: int, model: str | None) -> TrainedContestan
         available |= set(kept)
         if number in kept:
             policy = actor_of(version_store.load_version(store, name, number)[0])
-            where = shown(run / "models" / name / f"{number:06d}{_WEIGHTS}")
+            where = display_path(run / "models" / name / f"{number:06d}{_WEIGHTS}")
             newest = checkpoint.newest_name(store)
             experiment: Mapping[str, Any] = (
                 {"env": "", "config": {}} if newest is None else checkpoint.read(store, newest).state["config"]
             )
             if model is None and set(agents_of(experiment["config"]).values()) - {name}:
                 raise UsageError(
-                    f"{shown(run)} has version {number} of {name!r} but no checkpoint with all of its models.",
+                    f"{display_path(run)} has version {number} of {name!r} but no checkpoint with all of its models.",
                     "Choose one: --model-a, --model-b.",
                 )
             seats = dict.fromkeys(single_model_seats(experiment, name), policy)
@@ -197,7 +197,7 @@ def _load_version(run: Path, number: int, model: str | None) -> TrainedContestan
     if not available and not is_remote(run) and not run.is_dir():
         raise NotFound(f"There is no run at {run}.", "`ludus runs list` lists the runs.")
     known = ", ".join(map(str, sorted(available))) or "none"
-    raise NotFound(f"{shown(run)} has no version {number}; it has {known}.", "A checkpoint is RUN/checkpoints/000120.")
+    raise NotFound(f"{display_path(run)} has no version {number}; it has {known}.", "A checkpoint is RUN/checkpoints/000120.")
 
 
 def _config(stored: checkpoint.Checkpoint) -> Mapping[str, Any]:
@@ -214,7 +214,7 @@ def _load_checkpoint(
     several = () if required or not agents_of(_config(stored)) or len(stored.weights) == 1 else tuple(stored.weights)
     policies = {name: stored.policy(name) for name in stored.weights}
     version = int(stored.state["models"][chosen]["version"])
-    where = shown(run / checkpoint.FOLDER / stored.name)
+    where = display_path(run / checkpoint.FOLDER / stored.name)
     seats = {seat: policies[name] for seat, name in _seats(stored, chosen, required=required).items()}
     env = stored.state["config"]["env"]
     return TrainedContestant(f"{run.name}@{version}", policies[chosen], version, where, _config(stored), seats, env, several)

@@ -147,7 +147,7 @@ def _check(sweep: Sweep, trial: Trial) -> None:
             "config.num_workers is auto, which would give every trial the whole machine.",
             "Set a number: trials run side by side.",
         )
-    tracking.check(resolve(data).experiment.track)
+    tracking.check_tracking(resolve(data).experiment.track)
     needed = reserved(data, None)
     if sweep.tune.cpus_per_trial is not None and sweep.tune.cpus_per_trial < needed.all_cpus:
         raise ConfigError(

@@ -204,7 +204,7 @@ def stored_result(directory: Path) -> Result:
     rows = read_jsonl(directory / "metrics.jsonl")
     metrics = {name: float(value) for name, value in (rows[-1] if rows else {}).items() if isinstance(value, (int, float))}
     name = checkpoint.newest_name(remote_runs.store_of(directory))
-    why = run_status.look(directory, fetched=True).status.get("stopped_by", "finished")
+    why = run_status.read_status(directory, fetched=True).status.get("stopped_by", "finished")
     nobody = cast(Any, None)  # it is not played
     return Result(directory, directory / checkpoint.FOLDER / name if name else None, why, metrics, nobody)
 

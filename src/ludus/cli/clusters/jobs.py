@@ -209,13 +209,13 @@ class Found:
     @property
     def runs(self) -> dict[str, str]:
         """Experiment → where its run or sweep is, of those that the job has begun, as far as that can be seen from this machine."""
-        from ludus.experiments.runs.job_resume import Note
+        from ludus.experiments.runs.job_resume import JobResumeFile
         from ludus.launch.job_dir import RUN
 
         place = Path(self.status.logs).parent
         if not place.is_absolute() or place.name != self.id:  # on another machine; or of somebody who does it differently
             return {}
-        return Note.read(place / RUN).places
+        return JobResumeFile.read(place / RUN).locations
 
     def to_json(self) -> dict[str, Any]:
         return {"on": self.on, **asdict(self.status), "runs": self.runs}

@@ -100,7 +100,7 @@ def rollout(
 
         fetch(directory)
         before = set(directory.glob("events.*"))
-        if tracking.attach(directory, [played.video]):
+        if tracking.attach_files(directory, [played.video]):
             for written in set(directory.glob("events.*")) - before:
                 upload(written)
     if json_:

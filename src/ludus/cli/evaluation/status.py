@@ -15,7 +15,7 @@ from ludus.core.formatting import format_duration, format_number
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ludus.experiments.runs.run_status import Look
+    from ludus.experiments.runs.run_status import RunStatus
 
 _WATCH_S, _WATCH_FAR_S = 1.0, 5.0  # a run on a store has carried its status there no more often than that
 _LIVING = ("running", "starting", "restarting")
@@ -38,9 +38,9 @@ def status(
     ] = False,
 ) -> None:
     """Show the state of a run, its workers and what limits its speed."""
-    from ludus.experiments.runs.run_status import look
+    from ludus.experiments.runs.run_status import read_status
 
-    seen = look(run)
+    seen = read_status(run)
     if as_json:
         print(json.dumps(seen.to_json()), flush=True)
         while watch and seen.state in _LIVING:
@@ -50,7 +50,7 @@ def status(
     _show(run, seen, watch=watch)
 
 
-def _show(run: str, seen: Look, *, watch: bool) -> None:
+def _show(run: str, seen: RunStatus, *, watch: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -68,25 +68,25 @@ def _show(run: str, seen: Look, *, watch: bool) -> None:
             live.update(page(seen), refresh=True)
 
 
-def _look_again(run: str) -> Look:
+def _look_again(run: str) -> RunStatus:
     from ludus.experiments.runs.remote_runs import directory_of, is_remote
-    from ludus.experiments.runs.run_status import look
+    from ludus.experiments.runs.run_status import read_status
 
     time.sleep(_WATCH_FAR_S if is_remote(directory_of(run)) else _WATCH_S)
-    return look(run)
+    return read_status(run)
 
 
-def page(seen: Look) -> RenderableType:
-    """One look as a person reads it."""
+def page(seen: RunStatus) -> RenderableType:
+    """One status as lines of text."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    from ludus.experiments.runs.remote_runs import shown
+    from ludus.experiments.runs.remote_runs import display_path
 
     head = Table.grid(padding=(0, 2))
-    head.add_row("run", Text(shown(seen.run)))
-    head.add_row("state", Text(seen.said, style=_COLOURS.get(seen.state, "red")))
+    head.add_row("run", Text(display_path(seen.run)))
+    head.add_row("state", Text(seen.sentence, style=_COLOURS.get(seen.state, "red")))
     for name, value in _facts(seen):
         head.add_row(name, Text(value))
     parts: list[RenderableType] = [head]
@@ -96,17 +96,17 @@ def page(seen: Look) -> RenderableType:
     return Group(*parts)
 
 
-def _facts(seen: Look) -> Iterable[tuple[str, str]]:
-    from ludus.experiments.runs.run_status import many, summary
+def _facts(seen: RunStatus) -> Iterable[tuple[str, str]]:
+    from ludus.experiments.runs.run_status import pluralize, summarize_load
 
     known, progress = seen.status, seen.status.get("progress") or {}
     numbers = {name: value for name, value in (known.get("numbers") or {}).items() if isinstance(value, (int, float))}
     if progress:
         mean = progress.get("episode_return_mean")
-        shown = "no episode has ended" if mean is None else f"mean return {format_number(mean)}"
+        result = "no episode has ended" if mean is None else f"mean return {format_number(mean)}"
         speed = f", {progress['fps']:,.0f} steps/s" if progress.get("fps") else ""
         steps, took = f"{progress.get('timesteps', 0):,.0f} steps", format_duration(progress.get("time_s", 0.0))
-        yield "progress", f"{steps} in {took}{speed}, {shown}"
+        yield "progress", f"{steps} in {took}{speed}, {result}"
     if known.get("env"):
         yield "training", f"{known.get('algorithm', '')} on {known['env']}".strip()
     if known.get("checkpoint"):
@@ -114,8 +114,8 @@ def _facts(seen: Look) -> Iterable[tuple[str, str]]:
     if seen.state in _LIVING:
         nodes = (known.get("sampling") or {}).get("nodes") or []
         if len(nodes) > 1:
-            yield "nodes", ", ".join(f"{node.get('name')} ({many(node.get('cores', 0), 'core')})" for node in nodes)
-        if parts := summary(numbers):
+            yield "nodes", ", ".join(f"{node.get('name')} ({pluralize(node.get('cores', 0), 'core')})" for node in nodes)
+        if parts := summarize_load(numbers):
             yield "parts", parts
         if "memory/waiting" in numbers:
             yield "queue", f"{numbers['memory/waiting']:,.0f} blocks wait for the learner"

@@ -163,7 +163,7 @@ class Mirror:
     def __init__(self, place: str, top: Path, copies: Path) -> None:
         self._place, self._top, self._copies = place, top, copies
         self._whole: set[Path] = set()
-        """Runs that ended before they were copied: nothing of them changes, unless they are resumed, which a new look finds out."""
+        """Runs that ended before they were copied: nothing of them changes, unless they are resumed, which a new scan finds out."""
 
     def bring(self) -> int:
         """How many runs there are. Raises StoreError."""
@@ -187,9 +187,9 @@ class Mirror:
 
     def _bring(self, run: Path) -> None:
         from ludus.experiments.runs.remote_runs import store_of
-        from ludus.experiments.runs.run_status import ENDED, look
+        from ludus.experiments.runs.run_status import ENDED, read_status
 
-        ended = look(run, fetched=True).state in ENDED
+        ended = read_status(run, fetched=True).state in ENDED
         if ended and run in self._whole:
             return
         there = self._copies / run.relative_to(self._top)

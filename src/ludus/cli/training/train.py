@@ -26,7 +26,7 @@ from ludus.experiments.source.experiment_source import source_of as source_of
 if TYPE_CHECKING:
     from ludus.experiments.resolve import ClusterOptions
     from ludus.experiments.result import Result
-    from ludus.experiments.runs.job_resume import Note
+    from ludus.experiments.runs.job_resume import JobResumeFile
 
 NEWEST = "newest"
 """What --resume means when no directory follows."""
@@ -305,11 +305,11 @@ def _resume_one(where: str, given: Mapping[str, Any], stop: Mapping[str, Any], s
     starter.conclude({result.run_dir.name: result})
 
 
-def note_of_job(voice: Callable[[str], None]) -> Note | None:
+def note_of_job(voice: Callable[[str], None]) -> JobResumeFile | None:
     """Which runs this command has begun, if it is the main one of a job and has lived before."""
-    from ludus.experiments.runs.job_resume import Note
+    from ludus.experiments.runs.job_resume import JobResumeFile
 
-    note = Note.take(os.environ)
+    note = JobResumeFile.take(os.environ)
     if note is not None and note.trouble:
         voice(f"what {note.path} says is ignored: {note.trouble}")
     return note
@@ -328,7 +328,7 @@ class Starter:
     newest: bool = False
     changed: Sequence[str] = ()
     """The options that say what is trained."""
-    note: Note | None = None
+    note: JobResumeFile | None = None
 
     def run_all(self, experiments: Experiments, source: Source | None, resources: Mapping[str, Any]) -> None:
         """One that fails is reported, and the others are run all the same; an interruption ends them all."""
@@ -397,10 +397,10 @@ class Starter:
         """The run goes on; None: it is finished. What differs from it is an error, or said. `noted`: hears of it before."""
         from ludus.experiments import runner as experiment
         from ludus.experiments.runs import resume_diff
-        from ludus.experiments.runs.remote_runs import shown as place_of
+        from ludus.experiments.runs.remote_runs import display_path as place_of
 
         cluster = self.cluster()
-        changes = resume_diff.changes(before, data, cluster)
+        changes = resume_diff.resume_changes(before, data, cluster)
         if _is_finished(before) and ("stop" not in changes or experiment.is_over(before, changes, cluster)):
             self.voice(f"{place_of(before)} is finished")
             return None
@@ -416,10 +416,10 @@ class Starter:
         """Says to the job, if this is one, where the run or the sweep of an experiment is."""
 
         def note(directory: Path) -> None:
-            from ludus.experiments.runs.remote_runs import is_remote, shown
+            from ludus.experiments.runs.remote_runs import display_path, is_remote
 
             if self.note is not None:
-                place = shown(directory) if is_remote(directory) else str(directory.expanduser().absolute())
+                place = display_path(directory) if is_remote(directory) else str(directory.expanduser().absolute())
                 if trouble := self.note.write(name, place):
                     self.voice(f"if this job is restarted, it will not resume: {self.note.path} cannot be written: {trouble}")
 
@@ -428,12 +428,12 @@ class Starter:
     def resume(self, where: str, changes: Mapping[str, Any]) -> Result:
         """As --resume asks. In a job that has begun so before, the run may have come to its end since."""
         from ludus.experiments import runner as experiment
-        from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown
+        from ludus.experiments.runs.remote_runs import directory_of, display_path, is_remote
 
         again = False
         if self.note is not None:
             directory = directory_of(where)
-            again = self.note.names(shown(directory) if is_remote(directory) else str(directory.absolute()))
+            again = self.note.names(display_path(directory) if is_remote(directory) else str(directory.absolute()))
             if not again and not experiment.is_over(directory, changes, self.cluster()):
                 self.noting(directory.name)(directory)
         return self.shown(lambda experiment, told: experiment.resume(where, changes=changes, again=again, **told))
@@ -441,19 +441,19 @@ class Starter:
     def _noted(self, name: str, data: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
         """(the run that an earlier life of this job has begun, or where it was about to begin it). Raises StoreError."""
         from ludus.config.schema import read_experiment
-        from ludus.experiments.runs.remote_runs import directory_of, shown
+        from ludus.experiments.runs.remote_runs import directory_of, display_path
         from ludus.experiments.runs.run_dir import Run, holds_run
 
-        place = self.note.place(name) if self.note is not None else None
+        place = self.note.location(name) if self.note is not None else None
         if self.note is None or place is None:
             return None, None
         directory = directory_of(place)
         if not holds_run(directory):
-            self.voice(f"{shown(directory)}, which {self.note.path} names, holds no run: starting a new one")
+            self.voice(f"{display_path(directory)}, which {self.note.path} names, holds no run: starting a new one")
             return None, directory
         ours, theirs = (read_experiment(each).data for each in (data, Run.open(directory).config()))
         if (ours.get("env"), ours.get("run", "PPO")) != (theirs.get("env"), theirs.get("run", "PPO")):
-            self.voice(f"what {self.note.path} says is ignored: {shown(directory)} is another experiment's")
+            self.voice(f"what {self.note.path} says is ignored: {display_path(directory)} is another experiment's")
             return None, None
         return directory, None
 
@@ -463,12 +463,12 @@ class Starter:
         from ludus.errors import ConfigError
         from ludus.experiments import runner as experiment
         from ludus.experiments.runs import resume_diff
-        from ludus.experiments.runs.remote_runs import shown as place_of
+        from ludus.experiments.runs.remote_runs import display_path as place_of
 
         cluster, changes = self.cluster(), dict[str, Any]()
         if self.newest:
             try:
-                changes = resume_diff.changes(begun, data, cluster)
+                changes = resume_diff.resume_changes(begun, data, cluster)
             except ConfigError as error:
                 self.voice(f"resuming with the original settings: {error.message}")
         if _is_finished(begun) and ("stop" not in changes or experiment.is_over(begun, changes, cluster)):
@@ -491,7 +491,7 @@ class Starter:
 
     def _before(self, name: str) -> Path | None:
         """The newest run of an experiment, or the one that --project and --trial name."""
-        from ludus.experiments.runs.remote_runs import directory_of, shown
+        from ludus.experiments.runs.remote_runs import directory_of, display_path
         from ludus.experiments.runs.run_dir import CONFIG, find_runs, run_directory
 
         named = self.project is not None or self.trial is not None
@@ -502,7 +502,7 @@ class Starter:
         )
         runs = [run for run in find_runs(place, depth=0 if named else 1) if (run / CONFIG).exists()]
         if not runs:
-            self.voice(f"there is no run in {shown(place)} to continue: a new one begins")
+            self.voice(f"there is no run in {display_path(place)} to continue: a new one begins")
             return None
         return runs[-1]
 

@@ -20,7 +20,7 @@ from ludus.errors import UsageError
 
 if TYPE_CHECKING:
     from ludus.cli.training.train import Starter
-    from ludus.experiments.runs.job_resume import Note
+    from ludus.experiments.runs.job_resume import JobResumeFile
     from ludus.tuning.messages import Event
     from ludus.tuning.report import SweepResult
 
@@ -182,7 +182,7 @@ class Shell:
     local_dir: Path
     ray: tuple[str | None, int | None, int | None]
     max_concurrent: int | None = None
-    note: Note | None = None
+    note: JobResumeFile | None = None
 
     def run(self, experiments: Mapping[str, Mapping[str, Any]]) -> None:
         """Those that an earlier life of this job has begun go on first."""
@@ -205,7 +205,7 @@ class Shell:
 
         found = dict[str, Path]()
         for name in experiments:
-            place = self.note.place(name) if self.note is not None else None
+            place = self.note.location(name) if self.note is not None else None
             if self.note is not None and place is not None:
                 if (Path(place) / STATE).exists():
                     found[name] = Path(place)

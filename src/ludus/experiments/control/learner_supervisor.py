@@ -33,10 +33,10 @@ from ludus.errors import Fenced, LudusError, MemoryClosed, StoreFull, StoreUnava
 from ludus.experiments.control.callbacks import find_stop_request, notify_checkpoint
 from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint, run_status
-from ludus.experiments.runs.remote_runs import shown
+from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import CONFIG, Run
-from ludus.experiments.runs.run_sync import Carrier
+from ludus.experiments.runs.run_sync import RunSync
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
 from ludus.models.weights import serialization
@@ -387,7 +387,7 @@ class LearnerSupervisor:
         if in_order:
             self._note({"status": "finished"})
             with contextlib.suppress(LudusError, OSError):  # a full disk must not hide the result
-                seen = run_status.look(self._directory, fetched=True).status
+                seen = run_status.read_status(self._directory, fetched=True).status
                 run_status.write(self._directory, {**seen, "state": "finished", "stopped_by": reason})
         return reason
 
@@ -425,7 +425,7 @@ class LearnerSupervisor:
     def _carry(self) -> None:
         """To its store what a learner that died could not take there any more, its last words among it."""
         if (self._directory / CONFIG).exists():
-            with Carrier(self._directory, guard=self._check_owner):
+            with RunSync(self._directory, guard=self._check_owner):
                 pass
 
     def _check_owner(self) -> None:
@@ -442,7 +442,7 @@ class LearnerSupervisor:
         if self._set_up:
             self._note({"status": "interrupted", "ended": run_status.now_text()})
             self._carry()
-            self._say(f"interrupted; `ludus train --resume {shown(self._directory)}` goes on from the newest checkpoint")
+            self._say(f"interrupted; `ludus train --resume {display_path(self._directory)}` goes on from the newest checkpoint")
         raise KeyboardInterrupt
 
     def _give_up(self, error: LudusError) -> NoReturn:
@@ -452,7 +452,7 @@ class LearnerSupervisor:
         self._carry()
         if isinstance(error, WorkerFailed) and not error.hint and self._set_up:
             log_file = self._directory / LOGS / f"{NAME}.log"
-            again = f"`ludus train --resume {shown(self._directory)}` goes on."
+            again = f"`ludus train --resume {display_path(self._directory)}` goes on."
             raise WorkerFailed(error.message, f"Its log: {log_file}. {again}") from None
         raise error
 

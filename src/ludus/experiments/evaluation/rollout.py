@@ -49,7 +49,7 @@ from ludus.experiments.evaluation.video import (
 )
 from ludus.experiments.result import Result
 from ludus.experiments.runs.checkpoint import FOLDER, Checkpoint, open_checkpoint
-from ludus.experiments.runs.remote_runs import is_remote, kept_file
+from ludus.experiments.runs.remote_runs import is_remote, write_cached_weights
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.models.centralized_critic import actor_of
 from ludus.models.policy import Policy
@@ -214,7 +214,7 @@ def stage_of(
 def _weights_file(run: Path, found: Checkpoint, model: str) -> Path:
     """For processes that read files: of a checkpoint on a store, a copy."""
     if is_remote(run):
-        return kept_file(run, serialization.encode_weights(found.weights[model]))
+        return write_cached_weights(run, serialization.encode_weights(found.weights[model]))
     return run / FOLDER / found.name / f"{model}.safetensors"
 
 
