@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ludus.algorithms.ppo import PPO, PPOConfig
-from ludus.config.schema import algorithm_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.spaces import array_spec
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed.learners.group import share_learning
@@ -69,7 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     keep_freed_memory()
     space, settings, updates = CASES[args.case]
-    config = algorithm_config(PPOConfig, settings)
+    config = parse_algorithm_config(PPOConfig, settings)
     assert isinstance(config, PPOConfig)
     kinds, policies = {}, [make_policy(space, gym.spaces.Discrete(2), config) for _ in range(2)]
     one = config.model_copy(update=threads_of(policies[0], config))

@@ -86,10 +86,10 @@ def asynchronous(mode: str) -> dict[str, Any]:
 
 
 def tuned() -> dict[str, Any]:
-    from ludus.config import schema
+    from ludus.config.experiment_file import load_experiments
 
     with resources.as_file(resources.files("ludus.experiments.presets") / "cartpole-fast.yaml") as path:
-        found: dict[str, Any] = schema.load_experiments(path)["cartpole-fast"]
+        found: dict[str, Any] = load_experiments(path)["cartpole-fast"]
     return dict(found["config"])
 
 

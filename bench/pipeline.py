@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.train import RESULTS, Row, provenance
-from ludus.gamecore.server.http.app import Running
+from ludus.gamecore.server.http.app import RunningServer
 from ludus.gamecore.server.settings import Settings
 
 PRESETS = {"1v1": "Arena_1v1_PPO", "3v3": "Arena_3v3_PPO"}
@@ -137,7 +137,7 @@ def main() -> None:
     file = RESULTS / "pipeline.json"
     found: Row = json.loads(file.read_text()) if file.exists() else {}
     with tempfile.TemporaryDirectory() as home:
-        server = Running(Settings(state_dir=Path(home), port=0))
+        server = RunningServer(Settings(state_dir=Path(home), port=0))
         server.start()
         try:
             where = f"127.0.0.1:{server.port}"

@@ -75,7 +75,7 @@ def measure(kind: str, workers: int, seconds: float, address: str | None = None)
     import torch
 
     from ludus.algorithms.base import algorithm_class
-    from ludus.config import schema as configs
+    from ludus.config.validation import parse_algorithm_config
     from ludus.experiments.assembly.policies import make_policy
     from ludus.experiments.assembly.worker_training import make_plan, probe_environment
 
@@ -89,7 +89,7 @@ def measure(kind: str, workers: int, seconds: float, address: str | None = None)
         "rollout_fragment_length": task["steps"],
         "train_batch_size": block,
     }
-    config = configs.algorithm_config(algorithm_class("APPO").Config, keys)
+    config = parse_algorithm_config(algorithm_class("APPO").Config, keys)
     shape = probe_environment(task["env"], config)
     policy = make_policy(shape.observation_space, shape.action_space, config)
     if not workers:

@@ -37,8 +37,8 @@ import psutil
 from bench.train import RESULTS, Row, provenance, spread
 from ludus.core.spaces import ArraySpec
 from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
-from ludus.transport.ring_buffer import Bell, RingReader, RingWriter, create_ring
-from ludus.transport.shared_memory import Layout, SharedReader, SharedWriter, ring_capacity
+from ludus.transport.ring_buffer import RingReader, RingWriter, Wakeup, create_ring
+from ludus.transport.shared_memory import BlockLayout, SharedReader, SharedWriter, ring_capacity
 
 HERE = Path(__file__).parent
 BUILD = HERE / ".build"
@@ -166,7 +166,7 @@ def ring(seconds: float, records: int = LAP) -> Row:
     with scratch() as directory:
         path = directory / "ring"
         create_ring(path, records * SIZE)
-        bell = Bell.create(directory / "bell")
+        bell = Wakeup.create(directory / "bell")
 
         def produce() -> None:
             maker, writer = Maker(), RingWriter(path, directory / "bell")
@@ -190,11 +190,11 @@ def small_ring(seconds: float) -> Row:
 
 def segments(seconds: float) -> Row:
     """The same with segments of a sampler: ten arrays, written one by one, and gathered sixteen at a time."""
-    layout = Layout(SPEC, 1)
+    layout = BlockLayout(SPEC, 1)
     with scratch() as directory:
         path = directory / "ring"
         create_ring(path, ring_capacity(layout, RING // layout.nbytes))
-        bell = Bell.create(directory / "bell")
+        bell = Wakeup.create(directory / "bell")
 
         def produce() -> None:
             source, writer = _fields(Segments.empty(SPEC, 1)), SharedWriter(path, layout, directory / "bell")

@@ -28,7 +28,7 @@ from torch import nn
 from bench.train import Row, spread
 from bench.transport import WAIT_S, keep, one, own_ray, producing, scratch
 from ludus.models.weights import module_spec as modules
-from ludus.models.weights.shared_weights import Board, BoardReader, stage
+from ludus.models.weights.shared_weights import SharedWeights, SharedWeightsReader, stage
 
 PROCESSES = 4
 SIZES = (1, 10, 100)
@@ -68,11 +68,11 @@ def _through(megabytes: int, seconds: float, *, staged: bool) -> list[float]:
     network = Network(megabytes)
     have = np.frombuffer(mmap.mmap(-1, 8 * PROCESSES), np.int64)
     with scratch() as directory, contextlib.ExitStack() as stack:
-        board = Board(directory)
+        board = SharedWeights(directory)
 
         def follow(index: int) -> None:
             torch.set_num_threads(1)
-            reader, own = BoardReader(directory), Network(megabytes)
+            reader, own = SharedWeightsReader(directory), Network(megabytes)
             while True:
                 while reader.version == have[index]:
                     time.sleep(LOOK_S)
@@ -144,7 +144,7 @@ WAYS: dict[str, tuple[Callable[[int, float], list[float]], str]] = {
     "board": (through_board, "ludus.models.weights.shared_weights, slots of shared memory: copied in once, copied out by each"),
     "file and mmap": (
         through_files,
-        "ludus.models.weights.shared_weights with staged files: a safetensors file per version, mapped by each",
+        "ludus.models.weights.shared_weights with staged files: a safetensors file per version, map_weights by each",
     ),
     "ray": (through_ray, "ray.put of a dict of arrays, an actor call to each process that takes the reference"),
 }

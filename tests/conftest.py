@@ -13,7 +13,10 @@ from tests.s3 import s3_url as s3_url
 settings.register_profile("ludus", deadline=None)  # a busy machine is not a bug
 settings.load_profile("ludus")
 
-LONGEST_FIRST = ("system", "experiment", "remote", "runtime", "cluster", "cli", "training", "memory", "serve", "model")
+LONGEST_FIRST = (
+    "system", "docs", "experiments", "remote", "distributed", "ray_cluster", "launch", "process", "cli", "tournament",
+    "serving", "gamecore", "algorithms", "transport", "models",
+)  # fmt: skip
 """Files that take long, and have few tests, would else be the last ones: one process would wait for the other."""
 
 

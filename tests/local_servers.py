@@ -15,7 +15,7 @@ import uvloop
 from ludus.cli.serving.conformance_server import CheckServer
 from ludus.distributed.gateway_workers import bind
 from ludus.gateway.server import Gateway, GatewaySettings
-from ludus.protocol.conformance import Conformance, Finding
+from ludus.protocol.conformance import CheckFinding, Conformance
 
 T = TypeVar("T")
 LIMIT_S = 20.0
@@ -68,14 +68,14 @@ def gateway(make_actor: Callable[[], Any], settings: GatewaySettings | None = No
 class Checked:
     server: CheckServer
     port: int
-    told: list[Finding] = field(default_factory=list)
+    told: list[CheckFinding] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def tell(self, finding: Finding) -> None:
+    def tell(self, finding: CheckFinding) -> None:
         with self.changed:
             self.told.append(finding)
             self.changed.notify_all()

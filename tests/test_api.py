@@ -67,7 +67,7 @@ def test_a_recurrent_masked_hybrid_agent_is_rolled_out_into_one_file(doors: ludu
 
 @pytest.mark.parametrize(
     ("observation", "complaint"),
-    [(np.zeros(3), "shape"), ({"a": 1}, "does not fit"), (np.array(["x", "y"]), "holds text")],
+    [(np.zeros(3), "shape"), ({"a": 1}, "does not fit"), (np.array(["x", "y"]), "contains text")],
 )
 def test_an_observation_that_does_not_fit_is_refused(doors: ludus.Result, observation: Any, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
@@ -129,7 +129,7 @@ def test_rows_that_begin_an_episode_forget(doors: ludus.Result) -> None:
         (np.zeros((4, 2)), {"mask": np.ones((3, 3))}, "mask"),
         (np.zeros((4, 2)), {"mask": np.eye(4, 3)}, "forbids every action"),
         (np.zeros((4, 2)), {"episode_start": [True]}, "episode_start has shape"),
-        (np.full((4, 2), np.nan), {}, "holds nan"),
+        (np.full((4, 2), np.nan), {}, "contains nan"),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ import pytest
 
 from ludus.game import GamecoreClient
 from ludus.gamecore.server import catalogue
-from ludus.gamecore.server.http.app import Running, running
+from ludus.gamecore.server.http.app import RunningServer, running
 from ludus.gamecore.server.settings import Settings
 from ludus.remote.fake_peers import FakeActor
 from tests.local_servers import gateway
@@ -33,7 +33,7 @@ SNIPPET = block("python", "GamecoreClient(server_addr")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """The game of the page and its catalogue, as its reader would save them."""
     place = tmp_path_factory.mktemp("page")
     (place / "nim.py").write_text(NIM)
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield started
 
 
-def test_the_game_of_the_page_is_played_by_its_rule_agent(server: Running) -> None:
+def test_the_game_of_the_page_is_played_by_its_rule_agent(server: RunningServer) -> None:
     with GamecoreClient(server.url) as client:
         client.start_game("match-17", camp_config={"mode": "1v1"}, options={"stones": 30})
         ended = client.wait_game("match-17", 30)
@@ -53,7 +53,7 @@ def test_the_game_of_the_page_is_played_by_its_rule_agent(server: Running) -> No
     assert len(log.splitlines()) == ended.result["turns"]
 
 
-def test_an_agent_plays_the_first_camp_and_is_asked_for_its_moves(server: Running) -> None:
+def test_an_agent_plays_the_first_camp_and_is_asked_for_its_moves(server: RunningServer) -> None:
     with gateway(lambda: FakeActor(b'{"action": 2}')) as actor, GamecoreClient(server.url) as client:
         client.start_game("match-18", [actor.url, None], {"mode": "1v1"})
         ended = client.wait_game("match-18", 30)
@@ -62,7 +62,7 @@ def test_an_agent_plays_the_first_camp_and_is_asked_for_its_moves(server: Runnin
     assert log.startswith("camp 0 takes 3, 18 are left\ncamp 1 takes 2, 16 are left\n")
 
 
-def test_the_configuration_on_the_page_is_what_a_game_is_told(server: Running, tmp_path: Path) -> None:
+def test_the_configuration_on_the_page_is_what_a_game_is_told(server: RunningServer, tmp_path: Path) -> None:
     shown = json.loads(block("json", '"runtime_id"'))
     (tmp_path / "tell.py").write_text(
         "import json, os, pathlib\n"
@@ -101,7 +101,7 @@ def _shell() -> str:
 # -- the snippet ----------------------------------------------------------------------------------------------------------------
 
 
-def run_snippet(server: Running) -> str:
+def run_snippet(server: RunningServer) -> str:
     """The very words of the page, but for where the server is; what they print."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

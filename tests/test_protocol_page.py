@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 import ludus
-from ludus.config import schema as configs
+from ludus.config.validation import parse_external_config
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.http_connection import HttpLimits
@@ -30,7 +30,7 @@ from ludus.gateway.sessions import SessionLimits
 from ludus.models.inference.batched_policy import Decision
 from ludus.protocol import spec
 from ludus.protocol.client import Client
-from ludus.protocol.codec import SeatSpaces, plain_spec, seats_from
+from ludus.protocol.codec import SeatSpaces, parse_seats, seats_to_spec
 from ludus.protocol.conformance import Conformance
 from ludus.remote.fake_peers import FakeActor
 from tests.local_servers import LIMIT_S, Served, checking, gateway, received
@@ -64,7 +64,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
         return
     seats = ONE if name == "built-in actor" else TWO
     shared = {seat: Seat(Constant(spaces)) for seat, spaces in seats.items()}
-    with gateway(lambda: BuiltinActor(shared), GatewaySettings(spec=plain_spec(seats))) as served:
+    with gateway(lambda: BuiltinActor(shared), GatewaySettings(spec=seats_to_spec(seats))) as served:
         yield name, served
 
 
@@ -116,8 +116,8 @@ def test_the_python_client_plays_without_a_finding_and_hears_the_same_again() ->
 def test_the_yaml_declares_spaces_for_the_check_and_for_training() -> None:
     (text,) = (text for info, text in BLOCKS if info == "yaml")
     data = yaml.safe_load(text)
-    assert seats_from(data) == ONE
-    assert configs.external_config(data["mygame"]["config"]["env_config"]).all_seats().keys() == {""}
+    assert parse_seats(data) == ONE
+    assert parse_external_config(data["mygame"]["config"]["env_config"]).all_seats().keys() == {""}
 
 
 def test_every_option_of_a_printed_command_exists() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ludus.core.spaces import ArraySpec
 from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
-from ludus.transport.shared_memory import Layout
+from ludus.transport.shared_memory import BlockLayout
 
 _ACTION = ArraySpec((), np.dtype(np.int64))
 _POLE = ArraySpec((4,), np.dtype(np.float32))
@@ -33,7 +33,7 @@ class Item:
     """The record of one size: what the writer copies from, and where the reader ends."""
 
     def __init__(self, size: str, record: np.ndarray) -> None:
-        self.size, self.layout = size, Layout(SPECS[size], 1)
+        self.size, self.layout = size, BlockLayout(SPECS[size], 1)
         self.source = self.layout.load(record.data)
         self._from = [getattr(self.source, name) for name in FIELDS]
 
@@ -175,7 +175,7 @@ class EpisodeDraft:
 def play(size: str) -> np.ndarray:
     """A sealed record of so many steps of the game, by chance."""
     spec = SPECS[size]
-    layout, rng = Layout(spec, 1), np.random.default_rng(0)
+    layout, rng = BlockLayout(spec, 1), np.random.default_rng(0)
     record = np.zeros(layout.nbytes, np.uint8)
     block = layout.views(record.data)
     env = _pong() if spec.observation is _FRAME else gym.make("CartPole-v1")

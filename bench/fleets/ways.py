@@ -20,7 +20,7 @@ from bench.fleets.items import Batch, Draft, EpisodeDraft, Item
 from bench.fleets.services import Missing, RedisServer
 from ludus.core.types import Segments
 from ludus.transport.local import LocalMemory
-from ludus.transport.ring_buffer import Bell, create_ring
+from ludus.transport.ring_buffer import Wakeup, create_ring
 from ludus.transport.shared_memory import SharedReader, SharedWriter, ring_capacity
 
 ROOM = 128
@@ -76,12 +76,12 @@ CHANNEL, WORKER, PLAN = "bench", "worker-0", "plan-0"
 
 def exchanged(compression: Literal["none", "lz4"]) -> tuple[Produce, Consume]:
     def produce(place: Place) -> None:
-        from ludus.transport.message_stream import open_exchange
-        from ludus.transport.stream_memory import ExchangeWriter
+        from ludus.transport.message_stream import open_message_stream
+        from ludus.transport.stream_memory import StreamWriter
 
         assert place.server is not None
-        exchange = open_exchange(place.server.url, CHANNEL, ROOM)
-        writer = ExchangeWriter(exchange, place.item.layout, worker=WORKER, plan=PLAN, compression=compression)
+        exchange = open_message_stream(place.server.url, CHANNEL, ROOM)
+        writer = StreamWriter(exchange, place.item.layout, worker=WORKER, plan=PLAN, compression=compression)
         number = 0
         while True:
             block = writer.reserve(WAIT_S)
@@ -93,12 +93,12 @@ def exchanged(compression: Literal["none", "lz4"]) -> tuple[Produce, Consume]:
             place.flight[0] = number
 
     def consume(place: Place) -> Iterator[int]:
-        from ludus.transport.message_stream import open_exchange
-        from ludus.transport.stream_memory import ExchangeReader
+        from ludus.transport.message_stream import open_message_stream
+        from ludus.transport.stream_memory import StreamReader
 
         assert place.server is not None
-        exchange = open_exchange(place.server.url, CHANNEL, ROOM)
-        reader = ExchangeReader(exchange, place.item.layout, plan=PLAN, find_error=_inspection(place.item), prefetch=READ)
+        exchange = open_message_stream(place.server.url, CHANNEL, ROOM)
+        reader = StreamReader(exchange, place.item.layout, plan=PLAN, find_error=_inspection(place.item), prefetch=READ)
         batch = Batch(place.item)
         last = time.monotonic()
         while True:
@@ -299,7 +299,7 @@ def ring_written(place: Place) -> None:
 def ring_read(place: Place) -> Iterator[int]:
     reader, bell, batch = (
         SharedReader(place.directory / "ring", place.item.layout),
-        Bell(place.directory / "bell"),
+        Wakeup(place.directory / "bell"),
         Batch(place.item),
     )
     last = time.monotonic()
@@ -317,7 +317,7 @@ def ring_read(place: Place) -> Iterator[int]:
 
 def prepare_ring(place: Place) -> None:
     create_ring(place.directory / "ring", ring_capacity(place.item.layout, ROOM))
-    Bell.create(place.directory / "bell").close()
+    Wakeup.create(place.directory / "bell").close()
 
 
 def in_process() -> tuple[Produce, Consume]:
@@ -347,7 +347,7 @@ def in_process() -> tuple[Produce, Consume]:
 OURS, OURS_DURABLE, BARE, BARE_DURABLE = "ludus", "ludus, AOF", "streams, bare", "streams, bare, AOF"
 SEED = "pub/sub, pickled"
 WAYS: dict[str, Way] = {
-    OURS: Way(*exchanged("none"), "ExchangeWriter → Redis Streams → ExchangeReader, inspected as a learner does, acknowledged"),
+    OURS: Way(*exchanged("none"), "StreamWriter → Redis Streams → StreamReader, inspected as a learner does, acknowledged"),
     "ludus, lz4": Way(*exchanged("lz4"), "the same, compressed"),
     OURS_DURABLE: Way(*exchanged("none"), "the same without compression, a server with an append-only file", "durable"),
     BARE: Way(stream_written_one_by_one, stream_read, f"redis-py: XADD, XREADGROUP of {READ}, XACK + XDEL; XLEN twice per room"),

@@ -4,7 +4,7 @@
     result = ludus.train(env="CartPole-v1", stop={"episode_return_mean": 475})
     action, state = result.agent.act(observation)
 
-Everything is imported when it is first used: `import ludus` alone brings neither PyTorch nor Gymnasium.
+Names are imported on first use: `import ludus` alone imports neither PyTorch nor Gymnasium.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from ludus.experiments.result import Result as Result
     from ludus.experiments.runs.run_agent import RunAgent as RunAgent
     from ludus.gateway.actor import Actor as Actor
+    from ludus.models.inference.onnx_policy import OnnxPolicy as OnnxPolicy
     from ludus.models.policy import Policy as Policy
+    from ludus.process.commands.command import Games as Games
     from ludus.protocol.gamecore_client import GamecoreClient as GamecoreClient
     from ludus.remote import fakes as fake
     from ludus.remote.actor import RemoteActor as RemoteActor
@@ -46,12 +48,14 @@ if TYPE_CHECKING:
     from ludus.remote.trainer import RemoteTrainer as RemoteTrainer
     from ludus.remote.trainer import learner as learner
 
-_WHERE = {
+_MODULES = {
     "Actor": "ludus.gateway.actor",
     "Agent": "ludus.remote.agent",
     "Callback": "ludus.experiments.control.callbacks",
     "GamecoreClient": "ludus.protocol.gamecore_client",
+    "Games": "ludus.process.commands.command",
     "LudusError": "ludus.errors",
+    "OnnxPolicy": "ludus.models.inference.onnx_policy",
     "Policy": "ludus.models.policy",
     "Refused": "ludus.errors",
     "RemoteActor": "ludus.remote.actor",
@@ -69,8 +73,8 @@ _WHERE = {
     "learner": "ludus.remote.trainer",
     "load": "ludus.api",
     "metric": "ludus.remote.context",
-    "register_env": "ludus.envs.registry",
     "read_rollout": "ludus.api",
+    "register_env": "ludus.envs.registry",
     "resume": "ludus.api",
     "rollout": "ludus.api",
     "run_until_asked_to_stop": "ludus.remote.context",
@@ -85,7 +89,9 @@ __all__ = [
     "Agent",
     "Callback",
     "GamecoreClient",
+    "Games",
     "LudusError",
+    "OnnxPolicy",
     "Policy",
     "Refused",
     "RemoteActor",
@@ -117,13 +123,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ludus' has no attribute {name!r}")
     import importlib
 
-    if name == "fake":  # a module of its own, so that `ludus.fake.FakeBuffer` reads as one
+    if name == "fake":  # a module: `ludus.fake.FakeBuffer`
         return importlib.import_module("ludus.remote.fakes")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

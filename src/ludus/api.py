@@ -1,4 +1,4 @@
-"""The Python API of training: the same experiments as `ludus train`, as function calls."""
+"""Python API: train, tune, evaluate and play agents; the functions behind `ludus.train` and the like."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def train(
 ) -> Result:
     """Train an agent and return it (`.agent`), with its run directory, last metrics and history.
 
-    `env`: a name, or a class or function that makes an environment. `preset` (see `ludus presets`) or `file` (a YAML file, of which
-    `experiment` names one if it has several) hold the settings that are not given here. `settings` are the keys of `config:`
-    (`lr=3e-4, num_envs=64, model={"use_lstm": True}, …`), and those beside it that are not named here (`checkpoint_freq=10,
-    track={"csv": True}, total_timesteps=100_000, …`), by any of their names; an unknown one is an error.
+    `env`: a name, or a class or function that creates an environment. `preset` (see `ludus presets`) or `file` (YAML;
+    `experiment` selects one of several) provides the settings that are not given here. `settings` are keys of `config:`
+    (`lr=3e-4, num_envs=64, model={"use_lstm": True}, …`) and other keys of the experiment (`checkpoint_freq=10,
+    track={"csv": True}, total_timesteps=100_000, …`), in any of their spellings; unknown keys are errors.
 
-    `progress`: True, False, or None: in a terminal and in a notebook. `callbacks`: `ludus.Callback` objects, or functions that are
-    called as (run, metrics) with every report. With `num_workers=N` environments are stepped by N other processes; with `address`
-    these run on all machines of a Ray cluster. `local_dir` and `project` may be on a store: `s3://bucket/prefix`.
-    Raises UsageError for anything wrong with the arguments, before anything starts.
+    `progress`: whether to show progress; None = in terminals and notebooks. `callbacks`: `ludus.Callback` objects, or functions
+    that are called as (run, metrics) with every report. With `num_workers=N`, N other processes step the environments; with
+    `address`, on all machines of a Ray cluster. `local_dir` and `project` may be URLs of a store: `s3://bucket/prefix`.
+    Raises UsageError for invalid arguments, before anything starts.
     """
     data = training_data(env, run, stop, preset=preset, file=file, experiment=experiment, name=name, settings=settings)
     trusts.allow(data, str(local_dir), str(project))
@@ -77,9 +77,9 @@ def resume(
     address: str | None = None,
     trust: bool = False,
 ) -> Result:
-    """Continue a run that was stopped or killed, in its own directory or URL; `stop` replaces its stop conditions.
+    """Continue a run that was stopped or killed, in its directory or URL; `stop` replaces its stop conditions.
 
-    `trust`: import whatever code the stored run names, wherever it is; without it only code of your project (docs/security.md).
+    `trust`: import any code that the stored run names; otherwise only code of your project (docs/security.md).
     """
     with trusts.consent(trust, str(directory)), observe_training(callbacks, progress) as observers:
         observers.start(directory_of(directory))
@@ -88,9 +88,9 @@ def resume(
 
 
 def load(where: str | Path, model: str | None = None, seed: int = 0, *, trust: bool = False) -> RunAgent:
-    """The agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`: a path or the URL of a store.
+    """Load the agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`, from a path or the URL of a store.
 
-    `model`: which one, of a run with several. `trust`: import whatever code it names, wherever it is; without it only code of your
+    `model`: name of the model, for a run with several. `trust`: import any code that it names; otherwise only code of your
     project (docs/security.md). Raises NotFound, Damaged, UsageError.
     """
     from ludus.experiments.model_choice import choose_model
@@ -124,12 +124,12 @@ def tune(
     retry_failed: bool = False,
     **settings: Any,
 ) -> SweepResult:
-    """Train many trials of one experiment, side by side, and return what came of them: `.best_config`, `.best_run`, `.results`.
+    """Train many trials of one experiment in parallel and return their results: `.best_config`, `.best_run`, `.results`.
 
-    `config` holds `env` and the keys of `config:`; a value may be searched: `{"lr": {"loguniform": [1e-5, 1e-2]}}`, or what
-    `ray.tune.loguniform(1e-5, 1e-2)` returns. `settings` are the other keys of `tune:` (`grace_period=…`). Trials run in the Ray that
-    this process is connected to, else in the one at `address`, else in one that is started here for as long as this takes.
-    With `resume` a sweep of that name that was interrupted goes on; the same call may be made again and again.
+    `config`: `env` and the keys of `config:`; values may be search values such as `{"lr": {"loguniform": [1e-5, 1e-2]}}` or
+    `ray.tune.loguniform(1e-5, 1e-2)`. `settings`: other keys of `tune:` (`grace_period=…`). Trials run in the Ray cluster that
+    this process is connected to, else in the one at `address`, else in a temporary local one. `resume` continues an
+    interrupted sweep of that name; the same call may be repeated.
     """
     from ludus.tuning import sweep
 
@@ -148,11 +148,11 @@ def tune(
 
 
 def trainable(run: str = "PPO", *, env: EnvLike | None = None, stop: Mapping[str, float] | None = None, **settings: Any) -> Any:
-    """For a `ray.tune.Tuner` of your own: `Tuner(ludus.trainable("PPO"), param_space={"env": "CartPole-v1", "lr": …})`.
+    """Return a trainable for `ray.tune`: `Tuner(ludus.trainable("PPO"), param_space={"env": "CartPole-v1", "lr": …})`.
 
-    The config of a trial is `env`, `run`, `stop` and the keys of `config:`; `settings` are what it says of none. Every trial is a run
-    in Tune's directory for it, and reserves a core for itself and one for every worker. It reports about once in a second: then
-    Tune's `training_iteration` has gone up by one; `iterations` and `timesteps` are ours.
+    The config of a trial has `env`, `run`, `stop` and the keys of `config:`; `settings` are their defaults. Every trial is a
+    run in Tune's trial directory, and reserves one core plus one per worker. It reports about once per second; each report
+    increases Tune's `training_iteration` by one, while `iterations` and `timesteps` are counted by Ludus.
     """
     from ludus.tuning import sweep
 
@@ -174,10 +174,11 @@ def evaluate(
     num_workers: int = 0,
     trust: bool = False,
 ) -> Score:
-    """How well it plays: `.mean` and its bootstrapped 95 % interval `.low`, `.high`, with `.returns` and `.lengths`.
+    """Play episodes and return the score: `.mean`, its 95 % interval `.low` and `.high`, `.returns` and `.lengths`.
 
-    `what`: a run, `RUN/best`, a checkpoint, the result of a training, or an agent; `env`: another environment with the same spaces. Episode i starts from
-    `seed + i`, however many processes share them. `trust`: import whatever code a stored run names (docs/security.md).
+    `what`: a run, `RUN/best`, a checkpoint, the result of a training, or an agent; `env`: another environment with the same
+    spaces. Episode i starts from `seed + i` for any number of workers. `trust`: import any code that a stored run names
+    (docs/security.md).
     """
     from ludus.experiments.evaluation import rollout as rollouts
 
@@ -205,9 +206,9 @@ def rollout(
     num_workers: int = 0,
     trust: bool = False,
 ) -> Played:
-    """Play a run or checkpoint: returns and lengths, every step in the file `out` (`read_rollout` reads it), a video if asked for.
+    """Play a run or checkpoint; return returns and lengths, and write every step to `out` (see `read_rollout`) and a video.
 
-    `trust`: import whatever code the stored run names (docs/security.md).
+    `trust`: import any code that the stored run names (docs/security.md).
     """
     from ludus.experiments.evaluation import rollout as rollouts
 
@@ -238,11 +239,11 @@ def battle(
     trust: bool = False,
     **place: Any,
 ) -> BattleResult:
-    """Two players fight it out: `.win_rate` of `a` with `.interval`, `.sides`, `.heroes`, `.games`, as `ludus battle` shows them.
+    """Play matches between two players; return `.win_rate` of `a` with `.interval`, `.sides`, `.heroes` and `.games`.
 
-    Each is a run, a checkpoint, `RUN@VERSION`, what `ludus.train` or `ludus.load` returned, `http://host:port`, or `rule:hard`. `place`:
-    what else there is to say about where it is played: `env`, `camps`, `options`, `parallel`; of the server `token_file`, `advertise`, `limit_s`.
-    `trust`: import whatever code stored runs name (docs/security.md).
+    A player is a run, a checkpoint, `RUN@VERSION`, the result of `ludus.train` or `ludus.load`, `http://host:port`, or
+    `rule:hard`. `place`: further settings of the environment (`env`, `camps`, `options`, `parallel`) or of the server
+    (`token_file`, `advertise`, `limit_s`). `trust`: import any code that stored runs name (docs/security.md).
     """
     from ludus.tournament import battle as battles
     from ludus.tournament.contestants import contestant
@@ -256,7 +257,7 @@ def battle(
 
 
 def read_rollout(path: str | Path) -> list[dict[str, Array]]:
-    """The episodes of a rollout's file, each as its columns: `observation`, `action`, `reward` …, `final_observation`."""
+    """Read the episodes of a rollout file, each as a dict of columns: `observation`, `action`, `reward` …, `final_observation`."""
     from ludus.experiments.evaluation import rollout_file as steps
 
     return steps.read_rollout(path)

@@ -1,32 +1,32 @@
 """Every exception that Ludus raises on purpose.
 
     LudusError
-    ├── UsageError                 the caller asked for something that cannot be (exit code 2)
+    ├── UsageError                 the caller's input is invalid (exit code 2)
     │   ├── ConfigError            a key, value or combination in a config is wrong
     │   ├── UnknownName            no environment, algorithm, backend … of that name
     │   ├── MissingExtra           the feature needs a package that is not installed
-    │   └── Untrusted              stored data names code that the user did not name and that is not theirs
-    ├── EnvironmentFault           the user's environment raised, or returned something unusable
+    │   └── Untrusted              stored data names code that is neither given by the user nor in their project
+    ├── EnvironmentFault           the user's environment raised, or returned an invalid value
     ├── TrainingDiverged           a loss or gradient became NaN or infinite
     ├── StoreError                 durable bytes could not be read or written
     │   ├── NotFound
     │   ├── AlreadyExists
-    │   ├── Damaged                the bytes are there and are not what was written
-    │   ├── Fenced                 another process has taken this run over
-    │   ├── StoreFull              no space left, or not allowed to write
-    │   └── StoreUnavailable       it could not be reached, or refused for the moment; later it may not
-    ├── MemoryClosed               the other side of a memory is gone
-    ├── ExchangeUnavailable        the server between the machines of a fleet could not be reached
-    ├── WorkerFailed               a process of ours died, or could not start
-    ├── StartTimeout               no step was sampled within the time allowed for start-up
-    ├── Refused                    a game's request was not served; it carries the status that the game sees
-    ├── Unreachable                a game's request was not answered at all
-    │   └── DeadlineMissed         or not by its deadline
+    │   ├── Damaged                the stored bytes are corrupt
+    │   ├── Fenced                 another process has taken over this run
+    │   ├── StoreFull              no space left, or no permission to write
+    │   └── StoreUnavailable       the store could not be reached; a retry may succeed
+    ├── MemoryClosed               the other end of a memory is closed
+    ├── ExchangeUnavailable        the message server of a fleet could not be reached
+    ├── WorkerFailed               a worker process died, or could not start
+    ├── StartTimeout               no step was sampled within the start-up time limit
+    ├── Refused                    a game's request was rejected; carries the HTTP status
+    ├── Unreachable                a game's request got no reply
+    │   └── DeadlineMissed         or none by its deadline
     └── IncompatibleCheckpoint     a checkpoint of another environment, model or version
 
     Interrupted                    the run has to stop; outside the tree, and not an Exception
 
-A message names the offending thing, its value and the remedy. All of them survive pickling, so they may cross a process.
+A message names the offending thing, its value and the remedy. All errors can be pickled, and so sent between processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-_AWAY = {
+_UNAVAILABLE = {
     errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EPIPE, errno.EAGAIN, errno.ENXIO, errno.ENODEV,
 }  # fmt: skip
@@ -47,11 +47,11 @@ class Interrupted(BaseException):
 
 
 class LudusError(Exception):
-    """Base of the tree; `hint` says what to do about it, in one sentence."""
+    """Base of the tree; `hint` is one sentence with the remedy."""
 
     exit_code = 1
     final = False
-    """A run that ends with it does not try again."""
+    """Whether a run that fails with it is not restarted."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -135,9 +135,9 @@ class StartTimeout(LudusError):
 
 
 class Refused(LudusError):
-    """`error` is a word that a program can test for; `retry_after_s` is set when trying again may help.
+    """`error` is a machine-readable code; `retry_after_s` is set when a retry may succeed.
 
-    `last`, with the word `seq`: the number of the last request of this session that the server accepted.
+    `last`, with the code `seq`: number of the last request of this session that the server accepted.
     """
 
     def __init__(
@@ -155,35 +155,35 @@ class Refused(LudusError):
 
 
 class Unreachable(LudusError):
-    """Nobody listens there, the connection broke, or it took too long: it is not known whether the request counted."""
+    """Connection refused, broken or timed out; whether the server processed the request is unknown."""
 
 
 class DeadlineMissed(Unreachable):
-    """No answer to this tick by its deadline. The session goes on: the next tick may say something else."""
+    """No reply to this tick by its deadline. The session continues with the next tick."""
 
 
 class IncompatibleCheckpoint(LudusError):
     exit_code = 2
 
 
-def is_away(error: OSError) -> bool:
-    """Whether a mount says this whose server cannot be reached. EIO may be a broken disk too; then it is said again and again."""
-    return error.errno in _AWAY
+def is_unavailable(error: OSError) -> bool:
+    """Whether an error means that the server of a network mount cannot be reached. (EIO may also be a broken disk.)"""
+    return error.errno in _UNAVAILABLE
 
 
-_OURS = f"{Path(__file__).absolute().parent}/"
+_PACKAGE = f"{Path(__file__).absolute().parent}/"
 _LIBRARIES = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "purelib", "platlib"))
 
 
-def place_of(error: BaseException) -> str:
-    """` (game.py:12, in reset)`: the innermost line of the user's own code that an exception passed through.
+def user_frame(error: BaseException) -> str:
+    """Return the innermost line of user code in a traceback, as ` (game.py:12, in reset)`.
 
-    Without such a line, the innermost of another library. Empty when the call itself failed, as with wrong arguments.
+    Without such a line, the innermost line of another library; '' when the call itself failed, as with wrong arguments.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({_relative(error.filename)}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [f for f in frames if not f.filename.startswith((_OURS, "<"))]
+    foreign = [f for f in frames if not f.filename.startswith((_PACKAGE, "<"))]
     own = [f for f in foreign if not f.filename.startswith(_LIBRARIES)]
     if not foreign:
         return ""

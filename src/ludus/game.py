@@ -1,4 +1,4 @@
-"""Games: those that we call, and those that call us. `from ludus.game import GamecoreClient` brings nothing else with it."""
+"""Clients for game programs: of actor and gamecore servers over HTTP. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ludus.protocol.client import Client as Client
     from ludus.protocol.gamecore_client import GamecoreClient as GamecoreClient
 
-_WHERE = {
+_MODULES = {
     "AsyncClient": "ludus.protocol.client",
     "Client": "ludus.protocol.client",
     "GamecoreClient": "ludus.protocol.gamecore_client",
@@ -19,8 +19,8 @@ __all__ = ["AsyncClient", "Client", "GamecoreClient"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ludus.game' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.ppo import PPO, PPOConfig
-from ludus.config.schema import algorithm_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.spaces import ArraySpec
 from ludus.core.tree import copy_into, map_tree
 from ludus.core.types import Segments, SegmentSpec
@@ -30,7 +30,7 @@ def policy_for(kind: str, seed: int = 3) -> Policy:
 
 
 def config_for(**settings: Any) -> PPOConfig:
-    config = algorithm_config(PPOConfig, {"minibatch_size": 24, "num_epochs": 3, "lr": 3e-3} | settings, collated=True)
+    config = parse_algorithm_config(PPOConfig, {"minibatch_size": 24, "num_epochs": 3, "lr": 3e-3} | settings, collated=True)
     assert isinstance(config, PPOConfig)
     threads = {name: settings.get(name, 1) for name in ("learner_threads", "torch_threads")}
     return config.model_copy(update=threads)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ludus.algorithms.base import Algorithm, algorithm_class
-from ludus.config.schema import algorithm_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments
 from ludus.envs.vector_env import make_environments
 from ludus.models.networks import NetworkConfig
@@ -65,7 +65,7 @@ class Sampled:
 def made(run: str, policy: Policy, **settings: Any) -> Algorithm:
     """An algorithm by its name, with settings as in `config:`."""
     kind = algorithm_class(run)
-    config = algorithm_config(kind.Config, {"learner_threads": 1} | settings, collated=True)
+    config = parse_algorithm_config(kind.Config, {"learner_threads": 1} | settings, collated=True)
     return kind(policy, config, 5)
 
 

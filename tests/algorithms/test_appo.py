@@ -13,7 +13,7 @@ from safetensors import safe_open
 import ludus
 from ludus.algorithms.appo import APPO, APPOConfig
 from ludus.algorithms.impala import LossCoefficients
-from ludus.config.schema import algorithm_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments
 from tests.algorithms.sampled import Sampled, disturbed, made
 from tests.algorithms.test_impala import assert_same, weights_after
@@ -63,7 +63,7 @@ def test_the_loss_is_the_surrogate_around_the_target_step_by_step() -> None:
     source.close()
 
 
-def test_a_single_pass_over_ones_own_steps_is_clipped_nowhere_and_leaves_the_target_out() -> None:
+def test_a_single_on_policy_pass_is_never_clipped_and_needs_no_target() -> None:
     source = Sampled("CartPole-v1", 6, 12)
     metrics = appo(source).learn(source.block(), 0)
     assert metrics["kl"] == pytest.approx(0, abs=1e-6)
@@ -84,7 +84,7 @@ def test_a_target_that_is_the_policy_itself_changes_nothing() -> None:
     source.close()
 
 
-def test_the_target_is_refreshed_in_time_and_as_far_as_tau_says() -> None:
+def test_the_target_is_updated_at_its_frequency_by_tau() -> None:
     source = Sampled("CartPole-v1", 4, 8, normalise=True)
     algorithm = appo(source, target_network_update_freq=2, tau=0.5)
     target = algorithm.target
@@ -116,7 +116,7 @@ def test_the_target_moves_half_the_way_with_a_tau_of_one_half() -> None:
     source.close()
 
 
-def test_without_vtrace_all_steps_are_taken_as_ones_own() -> None:
+def test_without_vtrace_all_steps_count_as_on_policy() -> None:
     source = Sampled("CartPole-v1", 6, 12)
     block = source.block()
     disturbed(source.policy, 0.3)
@@ -192,7 +192,7 @@ def test_keys_have_the_names_that_rllib_users_know() -> None:
     given |= {"clip_param": 0.4, "use_kl_loss": True, "kl_coeff": 0.5, "kl_target": 0.02, "tau": 0.9, "grad_clip": 40.0}
     given |= {"target_network_update_freq": 4, "replay_proportion": 0.5, "replay_buffer_num_slots": 10, "lr": 5e-4}
     given |= {"entropy_coeff": 0.01, "vf_loss_coeff": 0.5}
-    config = algorithm_config(APPOConfig, given)
+    config = parse_algorithm_config(APPOConfig, given)
     assert isinstance(config, APPOConfig)
     assert (config.num_epochs, config.target_network_update_freq, config.sampling) == (2, 4, "async")
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ludus.algorithms.dqn import DQN, DQNConfig, ReplayBatch
-from ludus.config.schema import algorithm_config, dumped
+from ludus.config.validation import dump_config, parse_algorithm_config
 from ludus.core.types import Segments
 from ludus.envs.vector_env import make_environments
 from ludus.errors import ConfigError, TrainingDiverged
-from ludus.models.devices import acting_on
+from ludus.models.devices import copy_for_acting
 from ludus.models.distributions import EpsilonGreedy
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import VALUES, Policy
@@ -37,7 +37,7 @@ class Playing:
         self._environments = make_environments(env, rows)
         self._environments.reset(0)
         shared = {"learner_threads": 1, "num_envs_per_worker": rows, "rollout_fragment_length": steps, "training_intensity": 8}
-        config = algorithm_config(DQNConfig, shared | settings)
+        config = parse_algorithm_config(DQNConfig, shared | settings)
         assert isinstance(config, DQNConfig)
         spaces = (self._environments.observation_space, self._environments.action_space)
         network = NetworkConfig(
@@ -124,7 +124,7 @@ def test_the_loss_is_what_the_papers_say(env: str, double_q: bool, dueling: bool
     assert float(numbers["td_error_mean"]) == pytest.approx(np.abs(errors).mean(), rel=1e-4)
 
 
-def test_a_dueling_network_says_value_plus_advantage_over_their_mean() -> None:
+def test_a_dueling_network_is_value_plus_centred_advantage() -> None:
     playing = Playing("CartPole-v1", dueling=True, hiddens=(8,))
     network: Any = playing.policy.network
     seen = torch.randn(5, 4)
@@ -139,7 +139,9 @@ def test_a_dueling_network_says_value_plus_advantage_over_their_mean() -> None:
 @pytest.mark.parametrize("activation", ["tanh", "relu", "elu"])
 @pytest.mark.parametrize("dueling", [True, False])
 @pytest.mark.parametrize("head", [(), (7,)])
-def test_the_form_for_acting_says_the_same(share: bool | None, activation: str, dueling: bool, head: tuple[int, ...]) -> None:
+def test_the_frozen_form_gives_the_same_q_values(
+    share: bool | None, activation: str, dueling: bool, head: tuple[int, ...]
+) -> None:
     config = NetworkConfig(
         fcnet_hiddens=(9, 5), fcnet_activation=activation, vf_share_layers=share, dueling=dueling, head_hiddens=head
     )
@@ -221,7 +223,7 @@ def test_a_small_game_is_solved(masked: bool, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("double_q", [True, False])
-def test_what_is_forbidden_where_an_episode_is_cut_is_not_hoped_for(double_q: bool) -> None:
+def test_masked_actions_do_not_count_at_a_truncation(double_q: bool) -> None:
     """The next-step row that only resets shows the last observation with its mask."""
     playing = Playing("tests.algorithms.mdp:make_masked_mdp", rows=8, double_q=double_q, gamma=mdp.GAMMA)
     for _ in range(20):
@@ -237,9 +239,9 @@ def test_what_is_forbidden_where_an_episode_is_cut_is_not_hoped_for(double_q: bo
 # -- exploring
 
 
-def test_exploration_follows_its_schedule_and_reaches_whoever_acts() -> None:
+def test_epsilon_follows_its_schedule_and_reaches_the_acting_policy() -> None:
     playing = Playing("CartPole-v1", epsilon=[[0, 1.0], [320, 0.25]], num_steps_sampled_before_learning_starts=10_000)
-    acting = acting_on(playing.policy, torch.device("cpu"))
+    acting = copy_for_acting(playing.policy, torch.device("cpu"))
     assert epsilon_of(acting) == 1.0
     while playing.timestep < 160:
         playing.learn()
@@ -257,13 +259,13 @@ def epsilon_of(policy: Policy) -> float:
 
 def test_an_epsilon_above_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="a probability is at most 1"):
-        algorithm_config(DQNConfig, {"epsilon": [[0, 2.0], [10, 0.1]]})
+        parse_algorithm_config(DQNConfig, {"epsilon": [[0, 2.0], [10, 0.1]]})
 
 
 # -- the schedule of updates
 
 
-def test_gradient_steps_are_as_many_as_the_intensity_says() -> None:
+def test_training_intensity_sets_the_number_of_gradient_steps() -> None:
     """3 steps learned from for every one sampled, 32 at a time: what is left over is made up for."""
     playing = Playing("CartPole-v1", steps=1, training_intensity=3, num_steps_sampled_before_learning_starts=100)
     began = sampled = 0
@@ -297,19 +299,19 @@ def test_gradient_steps_are_as_many_as_the_intensity_says() -> None:
 )
 def test_an_intensity_that_is_not_given_is_rllibs(given: dict[str, Any], expected: float) -> None:
     """There: one minibatch for what all workers sample in one round."""
-    config = algorithm_config(DQNConfig, given)
+    config = parse_algorithm_config(DQNConfig, given)
     assert isinstance(config, DQNConfig)
     assert config.training_intensity == expected
-    again = algorithm_config(DQNConfig, {**dumped(config), "num_workers": 5})
+    again = parse_algorithm_config(DQNConfig, {**dump_config(config), "num_workers": 5})
     assert isinstance(again, DQNConfig)
     assert again.training_intensity == expected, "it is saved with the run"
 
 
-def test_a_wrong_number_beside_no_intensity_is_the_only_thing_to_complain_about() -> None:
+def test_a_wrong_number_without_intensity_is_the_only_error() -> None:
     for key in ("train_batch_size", "num_envs_per_worker"):
         for wrong in (0, -1, "many", None, float("inf")):
             with pytest.raises(ConfigError) as complaint:
-                algorithm_config(DQNConfig, {key: wrong, "training_intensity": None})
+                parse_algorithm_config(DQNConfig, {key: wrong, "training_intensity": None})
             assert key in complaint.value.message
             assert "training_intensity" not in complaint.value.message
 
@@ -347,12 +349,12 @@ def test_actions_that_are_not_discrete_are_refused(space: gym.Space[Any]) -> Non
 
 def test_a_recurrent_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="single steps"):
-        algorithm_config(DQNConfig, {"model": {"use_lstm": True}})
+        parse_algorithm_config(DQNConfig, {"model": {"use_lstm": True}})
     with pytest.raises(ConfigError, match="single steps"):
         Policy(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2), NetworkConfig(core="gru"), kind=VALUES)
 
 
-def test_rewards_that_cannot_be_learned_from_stop_the_run_with_the_batch_told() -> None:
+def test_divergence_stops_the_run_and_describes_the_batch() -> None:
     playing = Playing("CartPole-v1", num_steps_sampled_before_learning_starts=0, td_error_loss_fn="mse")
     block = playing.block()
     block.reward[:] = np.inf
@@ -386,7 +388,7 @@ def test_a_resumed_run_goes_on_where_it_was(stored: bool) -> None:
 
 
 @pytest.mark.parametrize("begins_at", [0, 64])
-def test_the_target_network_follows_though_counting_began_anew(begins_at: int) -> None:
+def test_the_target_network_is_updated_after_the_step_count_restarts(begins_at: int) -> None:
     """As with --restore, where it begins at 0; and where a trial takes over the weights of one that is ahead."""
     settings = {"num_steps_sampled_before_learning_starts": 32, "target_network_update_freq": 96, "training_intensity": 2}
     one = Playing("CartPole-v1", **settings)

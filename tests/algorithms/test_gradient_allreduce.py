@@ -20,7 +20,7 @@ from ludus.algorithms.appo import APPO, APPOConfig
 from ludus.algorithms.impala import IMPALA, IMPALAConfig
 from ludus.algorithms.optim.gradient_allreduce import SINGLE_LEARNER, GradientAllReduce, SharedMemoryAllReduce, TorchAllReduce
 from ludus.algorithms.ppo import PPO
-from ludus.config.schema import algorithm_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments
 from ludus.errors import StoreFull, TrainingDiverged, UsageError, WorkerFailed
 from ludus.models.policy import Policy
@@ -132,7 +132,7 @@ def test_waiting_ends_as_soon_as_it_is_known_to_be_in_vain(tmp_path: Path) -> No
         group.sum_(torch.ones(4))
 
 
-def test_members_that_do_different_things_are_told(tmp_path: Path) -> None:
+def test_diverged_learners_are_detected(tmp_path: Path) -> None:
     join = shared(tmp_path / "group", 2)
 
     def act(rank: int) -> str:
@@ -178,7 +178,7 @@ def test_the_network_card_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def impala(policy: Policy) -> IMPALA:
     """Cuts a batch by rows, some of which hold no valid step at all."""
-    config = algorithm_config(IMPALAConfig, {"minibatch_size": 30, "num_epochs": 2}, collated=True)
+    config = parse_algorithm_config(IMPALAConfig, {"minibatch_size": 30, "num_epochs": 2}, collated=True)
     assert isinstance(config, IMPALAConfig)
     return IMPALA(policy, config.model_copy(update={"learner_threads": 1}), seed=5)
 
@@ -186,7 +186,7 @@ def impala(policy: Policy) -> IMPALA:
 def appo(policy: Policy) -> APPO:
     """With all that it remembers: a target, the weight of a penalty, earlier batches."""
     settings = {"minibatch_size": 30, "num_epochs": 2, "use_kl_loss": True, "target_network_update_freq": 2}
-    config = algorithm_config(APPOConfig, settings | {"replay_proportion": 1.0}, collated=True)
+    config = parse_algorithm_config(APPOConfig, settings | {"replay_proportion": 1.0}, collated=True)
     assert isinstance(config, APPOConfig)
     return APPO(policy, config.model_copy(update={"learner_threads": 1}), seed=5)
 

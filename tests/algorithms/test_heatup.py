@@ -76,7 +76,7 @@ def test_statistics_of_observations_and_rewards_take_the_heat_up_in(kind: Any, c
     assert heated.reward_scale.state() == learned.reward_scale.state()
 
 
-def test_episodes_of_the_heat_up_are_remembered_by_a_resumed_run_and_counted_anew_by_a_new_one() -> None:
+def test_warm_up_episodes_survive_a_resume_and_reset_in_a_new_run() -> None:
     first = made(PPO, PPOConfig, heatup_episodes=3)
     assert changes(first, [with_ends(0, 2)]) == [False]
     resumed, new = made(PPO, PPOConfig, heatup_episodes=3), made(PPO, PPOConfig, heatup_episodes=3)

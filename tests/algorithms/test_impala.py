@@ -12,7 +12,7 @@ import ludus
 from ludus.algorithms.impala import IMPALA, IMPALAConfig, LossCoefficients
 from ludus.algorithms.trajectories import Trajectories
 from ludus.buffers.block_replay import BlockReplay
-from ludus.config.schema import algorithm_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments
 from ludus.errors import ConfigError, TrainingDiverged
 from tests.algorithms.sampled import Sampled, disturbed, made, padded
@@ -157,7 +157,7 @@ def test_filters_follow_the_fresh_observations_only() -> None:
 # -- replay -------------------------------------------------------------------------------------------------------------
 
 
-def test_as_many_batches_are_replayed_as_the_proportion_says() -> None:
+def test_replay_proportion_sets_the_number_of_replayed_batches() -> None:
     source = Sampled("CartPole-v1", 4, 8)
     algorithm = made("IMPALA", source.policy, replay_proportion=1.5, replay_buffer_num_slots=2)
     assert isinstance(algorithm, IMPALA)
@@ -196,12 +196,12 @@ def test_a_replay_buffer_keeps_copies_within_its_bytes() -> None:
 # -- config -------------------------------------------------------------------------------------------------------------
 
 
-def test_samplers_do_not_wait_unless_they_are_told_to() -> None:
-    config = algorithm_config(IMPALAConfig, {})
+def test_samplers_do_not_wait_by_default() -> None:
+    config = parse_algorithm_config(IMPALAConfig, {})
     assert config.sampling == "async"
-    assert algorithm_config(IMPALAConfig, {"sampling": "sync"}).sampling == "sync"
+    assert parse_algorithm_config(IMPALAConfig, {"sampling": "sync"}).sampling == "sync"
     with pytest.raises(ConfigError, match="vtrace_clip_rho_threshold"):
-        algorithm_config(IMPALAConfig, {"vtrace_clip_rho_treshold": 1.0})
+        parse_algorithm_config(IMPALAConfig, {"vtrace_clip_rho_treshold": 1.0})
 
 
 # -- learning -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import ludus
 from ludus.algorithms.ppo import PPO, PPOConfig
 from ludus.algorithms.trajectories import Trajectories
-from ludus.config.schema import algorithm_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.spaces import ArraySpec
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import ConfigError, TrainingDiverged
@@ -32,7 +32,7 @@ def policy_for(core: str | None = None) -> Policy:
 
 
 def ppo(policy: Policy, **settings: Any) -> PPO:
-    config = algorithm_config(PPOConfig, settings)
+    config = parse_algorithm_config(PPOConfig, settings)
     assert isinstance(config, PPOConfig)
     return PPO(policy, config.model_copy(update={"learner_threads": settings.get("learner_threads", 1)}), seed=5)
 
@@ -178,7 +178,7 @@ def test_the_penalty_on_divergence_adapts_as_rllib_users_know_it() -> None:
 
 
 @pytest.mark.parametrize("coeff", [0.0, 0.2, 5.0])
-def test_a_penalty_that_is_configured_anew_is_not_that_of_the_checkpoint(coeff: float) -> None:
+def test_a_reconfigured_penalty_overrides_the_checkpoint(coeff: float) -> None:
     policy = policy_for()
     before = ppo(policy, lr=1e-9, kl_coeff=1.0)
     before.learn(segments(policy, 8, 4), 0)
@@ -315,9 +315,9 @@ def test_one_old_step_is_enough_for_a_correction() -> None:
 
 
 def test_samplers_that_never_wait_are_refused_with_the_algorithm_to_use() -> None:
-    assert algorithm_config(PPOConfig, {"sampling": "pipelined"}).sampling == "pipelined"
+    assert parse_algorithm_config(PPOConfig, {"sampling": "pipelined"}).sampling == "pipelined"
     with pytest.raises(ConfigError, match=r"config.sampling is 'async'.*one version.*run: APPO"):
-        algorithm_config(PPOConfig, {"sampling": "async"})
+        parse_algorithm_config(PPOConfig, {"sampling": "async"})
 
 
 def test_experience_of_the_version_before_is_learned_from() -> None:

@@ -7,7 +7,7 @@ import json
 from ludus.algorithms.trainer import Progress
 
 
-def test_what_matches_said_is_kept_with_the_rest() -> None:
+def test_match_results_are_part_of_the_progress() -> None:
     before = Progress.with_window(10)
     for k in range(8):
         before.add_result("win/medium", total=float(k % 2) * 2, count=2)

@@ -165,9 +165,7 @@ def test_vtrace_is_the_sum_over_products_of_the_paper(
 
 @pytest.mark.parametrize("bar", [1.0, math.inf])
 @given(st.integers(0, 2**32), st.integers(1, 20), st.booleans(), DISCOUNTS)
-def test_vtrace_of_ones_own_steps_is_gae(
-    bar: float, seed: int, steps: int, same_step: bool, discounts: tuple[float, float]
-) -> None:
+def test_on_policy_vtrace_is_gae(bar: float, seed: int, steps: int, same_step: bool, discounts: tuple[float, float]) -> None:
     """For λ = 1 that is the n-step return."""
     segment = played(seed, steps, 3, same_step, *discounts)
     found = segment.vtrace(*discounts, bar, bar, np.ones_like(segment.ratio))

@@ -88,7 +88,7 @@ def test_rewards_that_are_all_zero_stay_zero(valid: bool) -> None:
     assert not scale.any()
 
 
-def test_a_restored_scale_keeps_its_statistics_and_begins_its_returns_anew() -> None:
+def test_a_restored_scale_keeps_statistics_and_resets_returns() -> None:
     random, scale, plain, resumed = np.random.default_rng(0), RewardScale(0.9), Plain(0.9), RewardScale(0.9)
     segments = random_block(random, 9, [0, 1])
     scale.scale(segments)

@@ -44,7 +44,7 @@ def recorded_following(block: Segments) -> Any:
     return next_values(block.value, block.final_at[:n], block.final_value[:n])
 
 
-def test_a_policy_says_again_what_it_said_while_it_acted(sampled: Sampled) -> None:
+def test_evaluation_reproduces_the_outputs_of_acting(sampled: Sampled) -> None:
     for block in (sampled.block(), sampled.block()):
         batch = Trajectories.from_segments(block)
         found = batch.evaluate(sampled.policy)
@@ -56,7 +56,7 @@ def test_a_policy_says_again_what_it_said_while_it_acted(sampled: Sampled) -> No
         np.testing.assert_allclose(found.next_value[goes_on], recorded_following(block)[goes_on], atol=2e-5)
 
 
-def test_parts_say_what_the_whole_says(sampled: Sampled) -> None:
+def test_chunks_evaluate_like_the_whole_batch(sampled: Sampled) -> None:
     block = sampled.block()
     disturbed(sampled.policy)
     batch = Trajectories.from_segments(block)

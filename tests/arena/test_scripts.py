@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ludus.core.statistics import wilson
+from ludus.core.statistics import wilson_interval
 from ludus.errors import ConfigError, UsageError
 from ludus.games.arena.bots.bots import SCRIPTS
 from ludus.games.arena.bots.round_robin import Match, draw_lineup, ladder, place, play
@@ -155,5 +155,5 @@ def test_a_match_is_counted_for_the_script_and_not_for_its_camp() -> None:
     assert all(30 < s < 480 for s in seconds)
     (standing,) = ladder(4, 1, 4, (("medium", "random"),))
     assert (standing.won, standing.lost, standing.drawn) == (4, 0, 0)
-    assert standing.bounds == wilson(4, 4, 1.96)
+    assert standing.bounds == wilson_interval(4, 4, 1.96)
     assert standing.row()["mode"] == "1v1"

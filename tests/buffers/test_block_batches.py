@@ -58,7 +58,7 @@ def batches(workers: Workers, blocks: int, *, in_turn: bool, newest: int = 1, ma
     return BlockBatches(workers, len(workers.made), blocks, in_turn=in_turn, newest=lambda: newest, max_lag=max_lag)
 
 
-def test_in_turn_a_batch_is_one_block_of_every_worker_in_their_order_whoever_was_first() -> None:
+def test_in_turn_a_batch_has_one_block_of_every_worker_in_worker_order() -> None:
     workers = Workers(3)
     made = batches(workers, 3, in_turn=True)
     for worker in (2, 0):
@@ -174,7 +174,7 @@ def test_a_fast_worker_does_not_starve_the_others() -> None:
     assert batch.reward[0].tolist() == [0, 0, 100, 100]
 
 
-def test_what_is_too_old_is_dropped_counted_given_back_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_old_blocks_are_dropped_counted_released_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     workers = Workers(1)
     made = batches(workers, 1, in_turn=False, newest=10, max_lag=3)
     for number, version in enumerate((5, 6, 7, 10)):

@@ -59,7 +59,7 @@ def test_one_settling_serves_many_wants_out_of_one_large_offer() -> None:
     assert settled.accepted == ["p"]
 
 
-def test_who_gives_up_neither_gets_nor_gives_anything() -> None:
+def test_a_cancelled_waiter_neither_receives_nor_adds_items() -> None:
     fifo: BoundedQueue[int] = BoundedQueue(1)
     fifo.request("gone", 1)
     fifo.cancel("gone")

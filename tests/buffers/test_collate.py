@@ -259,7 +259,7 @@ def test_advantages_are_those_of_the_formula_however_long_the_padding(core: str 
 
 @pytest.mark.parametrize("core", [None, "lstm"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_where_boundaries_do_not_matter_short_segments_are_worth_what_long_ones_are(steps: int, core: str | None) -> None:
+def test_short_segments_equal_long_ones_if_boundaries_do_not_matter(steps: int, core: str | None) -> None:
     """With lambda 0 an advantage looks one step ahead, which the bootstrap row of every segment shows."""
     policy = tiny_policy(core=core, max_seq_len=16)
     algorithm = learner(policy, **{"lambda": 0.0})

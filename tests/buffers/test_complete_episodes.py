@@ -95,7 +95,7 @@ class Told(SameStep):
         return *outcome, {**infos, "row": np.arange(self.num_envs), "_row": over}
 
 
-def test_what_episodes_ended_with_is_told_once() -> None:
+def test_episode_results_are_reported_once() -> None:
     sampler, episodes = whole(VectorEnvironments("told", Told(num_envs=3)), 4, 12)
     ended = total = count = 0.0
     for _ in range(4):
@@ -128,7 +128,7 @@ def test_an_episode_that_was_lost_in_the_middle_is_left_out() -> None:
     assert episodes.left_out == 1
 
 
-def test_a_game_without_an_end_is_told() -> None:
+def test_an_environment_without_episode_ends_is_an_error() -> None:
     sampler, episodes = whole(LoopEnvironments("count", [Count(length=10**9)]), 8, 4)
     with pytest.raises(EnvironmentFault, match=r"No episode ended within .* steps, but batch_mode is complete_episodes"):
         next_batch(sampler, episodes)

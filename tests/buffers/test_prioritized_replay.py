@@ -358,7 +358,7 @@ def test_what_is_new_has_the_greatest_priority() -> None:
 # -- bounds, and what a resumed run goes on with
 
 
-def test_a_buffer_that_does_not_fit_says_how_much_it_would_need() -> None:
+def test_a_too_large_buffer_reports_the_bytes_needed() -> None:
     frames = ArraySpec((4, 84, 84), np.dtype(np.uint8))
     with pytest.raises(ConfigError, match=r"capacity is 1,000,000.* would need 28,2\d\d,\d\d\d,\d\d\d bytes"):
         TransitionReplay(frames, ACTED, 1_000_000, max_bytes=4 << 30)

@@ -20,7 +20,7 @@ from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.transport.local import LocalMemory
-from ludus.transport.shared_memory import Layout
+from ludus.transport.shared_memory import BlockLayout
 
 OBSERVATION = gym.spaces.Dict(
     {
@@ -151,7 +151,7 @@ LAST = (-1, -1)
         (_set("results", -1, LAST), "results have an impossible number of episodes"),
     ],
 )
-def test_a_poisoned_block_is_told_by_what_is_wrong_with_it(poison: Callable[[Segments], None], said: str) -> None:
+def test_an_invalid_block_is_reported_with_its_error(poison: Callable[[Segments], None], said: str) -> None:
     block = good()
     poison(block)
     assert INSPECTOR.find_error(block) == said
@@ -191,7 +191,7 @@ def test_beyond_their_count_final_observations_are_not_looked_at() -> None:
 
 
 def test_blocks_that_cannot_be_written_to_are_inspected_as_they_are() -> None:
-    layout = Layout(SPEC, 2)
+    layout = BlockLayout(SPEC, 2)
     buffer = bytearray(layout.nbytes)
     views = layout.views(memoryview(buffer))
     views.observation["kind"][...] = 3

@@ -21,7 +21,7 @@ def by_definition(weights: np.ndarray, fractions: np.ndarray) -> np.ndarray:
     st.lists(st.integers(0, 5), min_size=1, max_size=2100).filter(any),
     st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=20),
 )
-def test_an_item_is_drawn_where_the_running_sum_says(weights: list[int], fractions: list[float]) -> None:
+def test_items_are_drawn_by_the_cumulative_sum(weights: list[int], fractions: list[float]) -> None:
     """Whole numbers add up exactly, in any order: the very same item is drawn."""
     tree, given_weights, given_fractions = SumTree(len(weights)), np.array(weights, float), np.array(fractions)
     tree.set(np.arange(len(weights)), given_weights)
@@ -29,7 +29,7 @@ def test_an_item_is_drawn_where_the_running_sum_says(weights: list[int], fractio
     assert tree.draw(given_fractions).tolist() == by_definition(given_weights, given_fractions).tolist()
 
 
-def test_changed_weights_are_the_ones_that_count() -> None:
+def test_updated_weights_take_effect() -> None:
     rng = np.random.default_rng(3)
     tree, plain = SumTree(5000), np.zeros(5000)
     for _ in range(50):

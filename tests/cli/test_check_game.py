@@ -22,7 +22,7 @@ from ludus.cli.main import app
 from ludus.errors import Refused, UsageError
 from ludus.gateway.http_connection import HttpLimits
 from ludus.protocol.client import Client
-from ludus.protocol.codec import SeatSpaces, plain_spec
+from ludus.protocol.codec import SeatSpaces, seats_to_spec
 from ludus.protocol.conformance import Conformance
 from ludus.remote.fake_peers import FakeGamecore
 from tests.cli.programs import program
@@ -154,7 +154,7 @@ def test_two_ticks_sent_in_one_breath() -> None:
     with checking() as checked, connected(checked) as connection:
         exchange(connection, step("start", "a", b"", "seq: 0"))
         connection.sendall(step("tick", "a", b"", "seq: 1") + step("tick", "a", b"", "seq: 2"))
-        assert "still being answered" in checked.hears("concurrent")
+        assert "still being processed" in checked.hears("concurrent")
 
 
 @pytest.mark.parametrize("abruptly", [False, True])
@@ -242,7 +242,7 @@ def test_leaving_is_not_held_against_the_game() -> None:
 
 def test_the_command_ends_after_the_matches_and_is_content(tmp_path: Path) -> None:
     spec = tmp_path / "game.yaml"
-    spec.write_text(yaml.safe_dump({"mygame": {"env": "external", "config": {"env_config": plain_spec(ONE)}}}))
+    spec.write_text(yaml.safe_dump({"mygame": {"env": "external", "config": {"env_config": seats_to_spec(ONE)}}}))
     with program("check-game", "--port", "0", "--spec", spec, "--matches", "4", "--json") as server:
         stats = FakeGamecore(server.url, games=2, ticks=5, form="json").run(matches=2)
         code, out, _ = server.finish()

@@ -130,7 +130,7 @@ def test_help_names_every_command_and_option(call: Call) -> None:
     said = call("--help")
     assert said.code == 0
     assert all(re.search(rf"\b{command}\b", said.out) for command in ("train", "rollout", "runs", "demo"))
-    options = call("train", "--help").out
+    options = call("train", "--help-all").out
     for option in (
         *(
             "--file",

@@ -16,8 +16,10 @@ import yaml
 
 from ludus.algorithms.base import config_schemas
 from ludus.cli.training import train
-from ludus.config import schema as config
 from ludus.config.aliases import rllib_keys
+from ludus.config.experiment_file import load_experiments
+from ludus.config.translation import section_schemas, translate_config, translate_experiment
+from ludus.config.validation import parse_algorithm_config
 from ludus.experiments.runs.run_dir import Run
 from ludus.experiments.validation import explain, validate
 from ludus.experiments.validation.convert import RLLIB_DEFAULTS, convert
@@ -64,7 +66,7 @@ def saved(local_dir: Path, name: str) -> dict[str, Any]:
         ("model.use_attention", ["belongs to attention networks", "It may stay as false"]),
         ("timesteps", ["stop.timesteps", "target.timesteps"]),
         ("track.wandb.project", ["track.wandb.project"]),
-        ("SAC", ["SAC is not here"]),
+        ("SAC", ["SAC is not supported"]),
     ],
 )
 def test_a_key_is_explained_by_any_of_its_names(call: Call, key: str, words: list[str]) -> None:
@@ -91,7 +93,7 @@ def test_every_key_of_every_schema_is_in_the_catalogue_and_says_what_it_is() -> 
     for run, schema in config_schemas().items():
         for name in schema.model_fields:
             assert f"config.{name.rstrip('_')}" in found, f"{run}: {name}"
-    for section, inside in config.sections().items():
+    for section, inside in section_schemas().items():
         prefix = f"{section}." if section else ""
         assert {prefix + name.rstrip("_") for name in inside.model_fields} <= set(found)
     assert [key.path for key in found.values() if len(key.description) < 8] == []
@@ -183,7 +185,7 @@ def test_gpus_that_are_not_here_are_named_and_may_be_left_out(
     for command in (["config", "check", file], ["train", "-f", file]):
         said = call(*command)
         assert said.code == 2
-        assert "config.num_gpus is 1, and PyTorch finds no GPU on this machine. Train on the CPU with --num-gpus 0" in said.err
+        assert "config.num_gpus is 1, but PyTorch finds no GPU on this machine. Train on the CPU with --num-gpus 0" in said.err
     assert call("config", "check", file, "--num-gpus", "0").code == 0
     said = call("train", "-f", file, "--num-gpus", "0", "--local-dir", tmp_path / "runs", "--quiet")
     assert said.code == 0, said.err
@@ -212,34 +214,34 @@ def test_notices_are_printed_once_by_the_check_and_by_the_training(call: Call, t
 @pytest.mark.parametrize("with_defaults", [False, True])
 @pytest.mark.parametrize("file", OLD, ids=lambda path: path.stem)
 def test_an_old_file_becomes_one_in_present_names_that_means_the_same(file: Path, with_defaults: bool) -> None:
-    old = config.load_experiments(file)
+    old = load_experiments(file)
     new: dict[str, Any] = yaml.safe_load(convert(old, file.name, with_defaults=with_defaults).text)
     assert list(new) == list(old)
     for name, data in new.items():
         assert validate.of_experiment({"name": name, **data}, env_too=False) == []
-        read = config.read_experiment(data)
-        inner = config.read_config(data["config"], validate.algorithm_of(data["run"]).Config)
-        assert not read.written, "there is no old name any more"
-        assert not inner.written
-        assert not [*read.refusals, *read.implied, *read.ignored, *inner.refusals, *inner.implied, *inner.ignored]
-        assert read.data["stop"] == config.read_experiment(old[name]).data["stop"] if "stop" in data else True
+        read = translate_experiment(data)
+        inner = translate_config(data["config"], validate.algorithm_of(data["run"]).Config)
+        assert not read.spelled_as, "there is no old name any more"
+        assert not inner.spelled_as
+        assert not [*read.rejected, *read.redundant, *read.ignored, *inner.rejected, *inner.redundant, *inner.ignored]
+        assert read.data["stop"] == translate_experiment(old[name]).data["stop"] if "stop" in data else True
 
 
 @pytest.mark.parametrize("file", OLD, ids=lambda path: path.stem)
 def test_every_key_of_an_old_file_is_there_or_is_accounted_for(file: Path) -> None:
-    text = convert(config.load_experiments(file), file.name).text
-    for data in config.load_experiments(file).values():
+    text = convert(load_experiments(file), file.name).text
+    for data in load_experiments(file).values():
         for section in (data, data.get("stop", {}), data["config"], data["config"].get("model", {})):
             for key in section:
                 assert key in text, f"{key} vanished"
 
 
 def test_the_reason_for_what_is_left_out_stands_where_it_was() -> None:
-    text = convert(config.load_experiments(REPOSITORY / "tests/old/dodgeball-ppo-fcnet.yaml"), "old.yaml").text
+    text = convert(load_experiments(REPOSITORY / "tests/old/dodgeball-ppo-fcnet.yaml"), "old.yaml").text
     assert "    # framework: tf was removed: the same layers are built with PyTorch." in text
     assert "    # log_level: WARN was removed: it is an option of the command: -v, -vv." in text
     assert "    num_epochs: 10  # was num_sgd_iter" in text
-    assert "    # lr: 0.0003 was removed: it is overridden by the schedule beside it." in text
+    assert "    # lr: 0.0003 was removed: it is overridden by its schedule." in text
 
 
 def test_an_environment_and_an_algorithm_of_today_are_written(call: Call, tmp_path: Path) -> None:
@@ -268,7 +270,7 @@ def test_a_conversion_that_drops_what_changes_the_experiment_fails(call: Call, t
 
 
 def test_a_batch_is_rounded_up_to_whole_fragments_as_rllib_collected_it() -> None:
-    text = convert(config.load_experiments(REPOSITORY / "tests/old/dronedodgeball-ppo-convnet.yaml"), "old.yaml").text
+    text = convert(load_experiments(REPOSITORY / "tests/old/dronedodgeball-ppo-convnet.yaml"), "old.yaml").text
     assert "train_batch_size: 4200  # was 4000" in text  # 3 rounds of 7 workers × 200 steps
 
 
@@ -278,7 +280,7 @@ def test_rllibs_defaults_are_keys_that_the_algorithm_has() -> None:
         for path, value in defaults.items():
             section, _, key = path.rpartition(".")
             (nested.setdefault(section, {}) if section else nested)[key] = value
-        config.algorithm_config(config_schemas()[run], nested | {"train_batch_size": defaults["train_batch_size"]})
+        parse_algorithm_config(config_schemas()[run], nested | {"train_batch_size": defaults["train_batch_size"]})
 
 
 @pytest.mark.parametrize(
@@ -324,7 +326,7 @@ def test_a_file_is_written_once_and_never_over_another(call: Call, tmp_path: Pat
     [
         ({"x": {"env": "A", "config": {"gama": 1}}}, "Unknown key 'config.gama'"),
         ({"x": {"env": "A", "config": {"num_sgd_iter": 1, "num_epochs": 2}}}, "sets 'num_epochs' twice"),
-        ({"x": {"env": "A", "run": "SAC"}}, "SAC is not here"),
+        ({"x": {"env": "A", "run": "SAC"}}, "SAC is not supported"),
         ({"x": {"env": "A", "config": [1]}}, "config is [1]"),
     ],
 )

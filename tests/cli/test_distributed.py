@@ -32,7 +32,7 @@ from ludus.compat.coach.fleet_ini import FleetFile, read_fleet_file
 from ludus.errors import ConfigError, MissingExtra, UsageError
 from ludus.experiments.runs import resume_diff
 from ludus.experiments.runs.run_dir import Run
-from ludus.launch.job import JobStatus, ProcessStatus, checked
+from ludus.launch.job import JobStatus, ProcessStatus, check_job
 from ludus.launch.local import LocalOrchestrator
 from ludus.launch.supervisor import STEADY_S
 from ludus.models.custom import loader
@@ -356,15 +356,15 @@ def test_a_word_that_is_a_secret_by_chance_is_no_secret(monkeypatch: pytest.Monk
     monkeypatch.delenv(PASSWORD, raising=False)
     local = fleet_job(read_fleet_file("[ludus]\nredis_url = redis://host"), "a-longer-test", [], 1, 1)
     assert local.secrets == ()
-    assert checked(local, os.environ) == local
+    assert check_job(local, os.environ) == local
     remote = read_fleet_file("[ludus]\nredis_url = redis://host\ndata_store = s3\ns3_bucket_name = games")
     with pytest.raises(UsageError, match=r"AWS_ACCESS_KEY_ID is in the command.*choose another"):
-        checked(fleet_job(remote, "a-longer-test", [], 1, 1), os.environ)
+        check_job(fleet_job(remote, "a-longer-test", [], 1, 1), os.environ)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     job = fleet_job(remote, "test", [], 1, 1)
     assert set(job.secrets) >= {"AWS_SECRET_ACCESS_KEY"}
-    assert checked(job, os.environ) == job
+    assert check_job(job, os.environ) == job
 
 
 @needs_redis

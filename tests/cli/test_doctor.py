@@ -86,11 +86,11 @@ def test_a_store_is_tried_for_real(call: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--on", "ssh"), "No machines are named"),
+        (("--on", "ssh"), "No machines are given"),
         (("--on", "mainframe"), "mainframe is unknown"),
         (("--iplist", "nowhere.iplist"), "nowhere.iplist"),
         (("-f", "nowhere.yaml"), "nowhere.yaml"),
-        (("--on", "kubernetes"), "There is no doctor for kubernetes"),
+        (("--on", "kubernetes"), "ludus doctor does not support kubernetes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(call: Call, options: tuple[str, ...], said: str) -> None:

@@ -175,7 +175,7 @@ def test_the_models_of_several_agents_are_named_with_their_agents_and_compared_o
     np.testing.assert_array_equal(seen, np.concatenate([east, far_east]))
     code, out, err = call("export", run, "--model", "right")
     assert code == 0, err
-    assert "random observations alone" not in out + err
+    assert "only on random observations" not in out + err
 
 
 def test_a_game_plays_with_onnxruntime_and_numpy_alone(run: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.gamecore.server.http.app import Running, running
+from ludus.gamecore.server.http.app import RunningServer, running
 from ludus.gamecore.server.settings import Settings
 from ludus.protocol.gamecore_client import ADDRESS_VARIABLE, GamecoreClient
 from tests.cli.calling import Call, lines, one_line
@@ -30,17 +30,17 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(games: Path) -> Iterator[Running]:
+def server(games: Path) -> Iterator[RunningServer]:
     with running(Settings(port=0, games=games, state_dir=games.parent / "state")) as started:
         yield started
 
 
 @pytest.fixture(autouse=True)
-def _address(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def _address(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADDRESS_VARIABLE, f"{server.host}:{server.port}")
 
 
-def test_a_match_from_start_to_end_says_that_the_server_works(call: Call, server: Running) -> None:
+def test_a_match_from_start_to_end_says_that_the_server_works(call: Call, server: RunningServer) -> None:
     said = call("gamecore", "test", "--server", server.url)
     assert said.code == 0, said.err
     assert "has finished" in said.out

@@ -19,11 +19,11 @@ from ludus.cli.clusters import cluster, learner, roles
 from ludus.cli.clusters.actor import address_of, host_of, is_set, number_of
 from ludus.errors import UnknownName, UsageError
 from ludus.launch import roles as jobs
-from ludus.launch.hostfile import Part, load_iplist
+from ludus.launch.hostfile import MachineRole, load_hostfile
 from ludus.launch.job import Job, Role, wait
 from ludus.launch.local import LocalOrchestrator
-from ludus.launch.local_address import Here
-from ludus.launch.ssh.backend import Entry, SshNode, SshOrchestrator, SshSettings
+from ludus.launch.local_address import LocalAddress
+from ludus.launch.ssh.backend import SshJobDir, SshNode, SshOrchestrator, SshSettings
 from ludus.process.host import usable_cores
 from ludus.process.job_env import FIRST_PORT
 from tests.cli.calling import Call, one_line
@@ -50,14 +50,17 @@ START = ("start", "--iplist", "learner.iplist")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("learner", *START), "What shall the learner train?"),
+        (("learner", *START), "nothing to train"),
         (("learner", *START, "CartPole-v1"), "Add --num-workers N: the sum of ACTOR_NUM"),
-        (("learner", *START, "CartPole-v1", "--num-workers", "0"), "How many workers"),
+        (("learner", *START, "CartPole-v1", "--num-workers", "0"), "number of workers of the learner is not given"),
         (("learner", *START, "CartPole-v1", "-n", "2", "--address", "x:1"), "--address: the run has a Ray of its own"),
         (("learner", *START, "CartPole-v1", "-n", "2", "-dc"), "-dc: its workers come by `ludus actor start`"),
         (("learner", *START, "CartPole-v1", "-n", "2", "--set", "config.gama=1"), "gamma"),
         (("learner", *START, "CartPole-v9", "-n", "2"), "CartPole-v9"),
-        (("learner", *START, "CartPole-v1", "-n", "2", "--upload-dir", "s3://AK:geheim@h/b"), "A password in a command is seen"),
+        (
+            ("learner", *START, "CartPole-v1", "-n", "2", "--upload-dir", "s3://AK:geheim@h/b"),
+            "A password in a command is visible",
+        ),
         (("learner", *START, "CartPole-v1", "-n", "2", "--token-file", "learner.iplist/x"), "learner.iplist/x cannot be written"),
         (
             ("learner", *START, "CartPole-v1", "-n", "2", "--token-file", "/proc/nope/x"),
@@ -65,7 +68,7 @@ START = ("start", "--iplist", "learner.iplist")
         ),
         (("learner", *START, "CartPole-v1", "-n", "2", "--node", "3"), "--node 3: learner.iplist has 1 machines"),
         (("learner", "start", "--iplist", "missing", "x"), "missing cannot be read: No such file or directory"),
-        (("actor", "start", "--iplist", "far.iplist"), "There is no token in"),
+        (("actor", "start", "--iplist", "far.iplist"), "which the machines of a run share, does not exist"),
         (
             ("actor", "start", "--iplist", "far.iplist", "--no-model-pool"),
             "--no-model-pool is for a machine that the learner runs on",
@@ -235,7 +238,7 @@ def test_what_would_lead_processes_astray_is_dropped_and_said() -> None:
 PLACE = "10.0.0.2:9610"
 
 
-def sleeping(part: str, place: str, subject: jobs.Subject | None = None) -> Job:
+def sleeping(part: str, place: str, subject: jobs.TrainingTask | None = None) -> Job:
     told = subject.environment() if subject else {}
     return Job(part, (Role("main", ("sleep", "600"), environment=told),), "main", place=place)
 
@@ -269,7 +272,7 @@ def test_a_second_start_ends_the_first_of_the_same_run_and_no_other(
 
 
 @pytest.mark.parametrize("part", ["learner", "actor"])
-def test_stop_and_status_take_the_same_list_as_start(call: Call, orchestrator: LocalOrchestrator, part: Part) -> None:
+def test_stop_and_status_take_the_same_list_as_start(call: Call, orchestrator: LocalOrchestrator, part: MachineRole) -> None:
     elsewhere, ours = (orchestrator.submit(sleeping(part, place)) for place in ("10.0.0.2:9610", "127.0.0.1:9610"))
     for job in (elsewhere, ours):
         wait_until_running(orchestrator, job)
@@ -292,7 +295,7 @@ def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_t
     orchestrator: LocalOrchestrator,
 ) -> None:
     def subject(directory: str, *experiments: str) -> Job:
-        return sleeping("learner", PLACE, jobs.Subject(directory, experiments))
+        return sleeping("learner", PLACE, jobs.TrainingTask(directory, experiments))
 
     first = roles.begin(subject("/a", "cartpole"), orchestrator, "learner")
     for other in (subject("/b", "cartpole"), subject("/a", "pong"), subject("/a", "cartpole", "pong")):
@@ -326,7 +329,7 @@ def test_of_starts_at_the_same_time_one_goes_on_and_the_next_ends_what_it_began(
 
 def test_a_start_waits_for_no_other_role_or_port(orchestrator: LocalOrchestrator) -> None:
     with ExitStack() as stack:
-        others: list[tuple[Part, str]] = [("actor", PLACE), ("learner", PLACE), ("actor", "10.0.0.2:7000")]
+        others: list[tuple[MachineRole, str]] = [("actor", PLACE), ("learner", PLACE), ("actor", "10.0.0.2:7000")]
         for part, place in others:
             stack.enter_context(roles.turn(orchestrator, part, place, 0.0))
         with pytest.raises(UsageError, match="under way"):
@@ -339,8 +342,8 @@ def test_a_start_waits_for_no_other_role_or_port(orchestrator: LocalOrchestrator
 
 def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> None:
     Path("x.yaml").write_text(FILE)
-    listed = load_iplist(Path("learner.iplist"))
-    meeting = jobs.Meeting(Here(0, "127.0.0.1", "127.0.0.1"), tmp_path / "token", tmp_path / "logs")
+    listed = load_hostfile(Path("learner.iplist"))
+    meeting = jobs.Rendezvous(LocalAddress(0, "127.0.0.1", "127.0.0.1"), tmp_path / "token", tmp_path / "logs")
     trained = {
         ("-f", "x.yaml"): ("cartpole",),
         ("-f", "x.yaml", "--experiment-name", "mine"): ("mine",),
@@ -348,8 +351,8 @@ def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> No
         ("Acrobot-v1", "-n", "2"): ("Acrobot-v1",),
         ("--resume", "somewhere"): (),
     }
-    found = {words: jobs.Subject.of(learner._learning(listed, meeting, words, 0, 9.0)[0]) for words in trained}
-    assert found == {words: jobs.Subject(str(tmp_path), names) for words, names in trained.items()}
+    found = {words: jobs.TrainingTask.of(learner._learning(listed, meeting, words, 0, 9.0)[0]) for words in trained}
+    assert found == {words: jobs.TrainingTask(str(tmp_path), names) for words, names in trained.items()}
 
 
 def test_status_shows_what_it_knows_also_when_the_head_cannot_be_asked(call: Call, orchestrator: LocalOrchestrator) -> None:
@@ -504,7 +507,7 @@ def test_keys_that_are_named_here_are_found_from_elsewhere(call: Call, ssh: Path
     found = cluster.find("cluster")
     assert found is not None
     with SshOrchestrator() as there:
-        settings = Entry(there.directory / found.id).settings()
+        settings = SshJobDir(there.directory / found.id).settings()
     assert (settings.identity, settings.known_hosts) == (Path("keys/id").absolute(), Path("known").absolute())
     assert call("cluster", "down").code == 0
 

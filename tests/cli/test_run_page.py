@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ludus.cli.evaluation.run_page import RunFacts, changed_settings, collect, page_lines
 from ludus.cli.main import app
-from ludus.core.metrics import JsonLines
+from ludus.core.metrics import JsonLinesSink
 from ludus.experiments.runs.checkpoint import BestRecord
 from tests.experiments.test_compare import made
 
@@ -97,11 +97,11 @@ def test_a_curve_fits_into_the_terminal(width: int) -> None:
 
 def test_only_settings_that_differ_from_the_defaults_are_changed() -> None:
     from ludus.algorithms.base import algorithm_class
-    from ludus.config import schema as configs
+    from ludus.config.validation import dump_config, parse_algorithm_config
 
     schema = algorithm_class("PPO").Config
-    assert changed_settings({"run": "PPO", "config": configs.dumped(configs.algorithm_config(schema, {}))}) == {}
-    own = configs.dumped(configs.algorithm_config(schema, {"lr": 0.125, "seed": 5, "model": {"core": "lstm"}}))
+    assert changed_settings({"run": "PPO", "config": dump_config(parse_algorithm_config(schema, {}))}) == {}
+    own = dump_config(parse_algorithm_config(schema, {"lr": 0.125, "seed": 5, "model": {"core": "lstm"}}))
     assert changed_settings({"run": "PPO", "config": own}) == {"lr": 0.125, "model.core": "lstm"}
     assert changed_settings({"run": "os:system", "config": {"gamma": 0.5}}) == {"gamma": 0.5}, "nothing of a run is imported"
 
@@ -109,7 +109,7 @@ def test_only_settings_that_differ_from_the_defaults_are_changed() -> None:
 def test_show_prints_the_page_and_the_dump_behind_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = made(Path("runs/mine/PPO_x-abcde"), {100: 1.0, 200: 3.0}, lr=0.125)
-    sink = JsonLines(run / "metrics.jsonl")
+    sink = JsonLinesSink(run / "metrics.jsonl")
     sink.write({"iterations": 3, "timesteps": 300, "time_s": 1.5, "episodes": 2, "episode_return_mean": 2.0})
     sink.close()
     said = CliRunner().invoke(app, ["runs", "show", "last"])

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ludus.cli.main import app
-from ludus.core.metrics import JsonLines
+from ludus.core.metrics import JsonLinesSink
 from ludus.errors import ConfigError
 from tests.experiments.test_compare import flat_run
 
@@ -46,7 +46,7 @@ def several(tmp_path: Path) -> Path:
     trial = runs / "atari" / "ppo-v0"
     trial.mkdir(parents=True)
     (trial / "meta.json").write_text(json.dumps({"kind": "session", "started": "2026-01-01T00:00:00+0000"}))
-    sink = JsonLines(trial / "metrics.jsonl")
+    sink = JsonLinesSink(trial / "metrics.jsonl")
     sink.write({"iterations": 1, "timesteps": 7, "wins": 3.0})
     sink.close()
     return runs

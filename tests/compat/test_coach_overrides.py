@@ -109,7 +109,7 @@ def test_whatever_coach_calls_by_a_name_is_a_key_of_ours() -> None:
         ("agent_params.network_wrappers['main'].optimizer_type='RMSProp'", r"is Adam here"),
         ("gamma=EnvironmentSteps(3)", r"it is a number\. Write  gamma=3"),
         ("heatup_steps=TrainingSteps(3)", r"EnvironmentSteps\(…\) or EnvironmentEpisodes\(…\)"),
-        ("improve_steps=EnvironmentSteps(0)", r"is above 0"),
+        ("improve_steps=EnvironmentSteps(0)", r"above 0"),
         ("visualization_parameters.render=True", r"ludus rollout RUN --video"),
         ("x" * 30_000, r"characters; that is no list of settings"),
     ],

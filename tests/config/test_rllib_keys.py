@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.algorithms.base import config_schemas
-from ludus.config import schema as config
 from ludus.config.aliases import rllib_keys
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.schema import AlgorithmConfig, ExperimentConfig, ModelConfig
+from ludus.config.search_values import has_search, is_search
+from ludus.config.translation import canonical_config, key_names, section_schemas, translate_config, translate_experiment
+from ludus.config.validation import dump_config, parse_algorithm_config, parse_experiment
 from ludus.errors import ConfigError, UsageError
 from ludus.experiments.validation import validate
 from ludus.experiments.validation.convert import convert
+from ludus.io.yaml_documents import parse_yaml
 
 OLD = Path(__file__).parents[1] / "old"
 SCHEMAS = config_schemas()
@@ -38,12 +41,12 @@ RLLIB = known_to_rllib()
 
 
 def read(run: str, data: dict[str, Any]) -> AlgorithmConfig:
-    return config.algorithm_config(SCHEMAS[run], data, run=run, owners=validate.owners)
+    return parse_algorithm_config(SCHEMAS[run], data, run=run, owners=validate.owners)
 
 
 def noticed(run: str, data: dict[str, Any]) -> str:
     """The notices about keys that are ignored."""
-    return "\n".join(config.read_config(data, SCHEMAS[run]).notices())
+    return "\n".join(translate_config(data, SCHEMAS[run]).notices())
 
 
 def said(run: str, data: dict[str, Any]) -> str:
@@ -74,21 +77,21 @@ def test_no_key_of_rllibs_models_is_unknown(run: str) -> None:
 
 def test_hundreds_of_names_are_known() -> None:
     assert len(RLLIB["config"]) > 250
-    assert sum(map(len, rllib_keys.FOREIGN.values())) > 250
+    assert sum(map(len, rllib_keys.UNSUPPORTED.values())) > 250
     assert sum(map(len, rllib_keys.RENAMED.values())) > 40
 
 
-@pytest.mark.parametrize("section", list(rllib_keys.FOREIGN))
+@pytest.mark.parametrize("section", list(rllib_keys.UNSUPPORTED))
 def test_a_key_without_meaning_says_why_and_what_to_do(section: str) -> None:
-    for key, reason in rllib_keys.FOREIGN[section].items():
+    for key, reason in rllib_keys.UNSUPPORTED[section].items():
         assert 15 < len(reason.why) < 160, key
         assert reason.why.endswith("."), key
         assert "\n" not in reason.why
 
 
-@pytest.mark.parametrize("section", list(rllib_keys.FOREIGN))
+@pytest.mark.parametrize("section", list(rllib_keys.UNSUPPORTED))
 def test_every_name_stands_in_one_table(section: str) -> None:
-    tables = [set(rllib_keys.RENAMED[section]), set(rllib_keys.FOREIGN[section])]
+    tables = [set(rllib_keys.RENAMED[section]), set(rllib_keys.UNSUPPORTED[section])]
     assert not tables[0] & tables[1]
     assert not set(rllib_keys.TRANSLATED[section]) & tables[1]
     assert not set(rllib_keys.TRANSLATED[section]) & tables[0]
@@ -96,9 +99,9 @@ def test_every_name_stands_in_one_table(section: str) -> None:
 
 def test_what_is_renamed_becomes_a_key_that_somebody_has() -> None:
     for section, table in rllib_keys.RENAMED.items():
-        having = list(SCHEMAS.values()) if section == "config" else [config.sections()[section]]
+        having = list(SCHEMAS.values()) if section == "config" else [section_schemas()[section]]
         for name in table.values():
-            assert any(name in config.names_of(schema) for schema in having), f"{section}.{name}"
+            assert any(name in key_names(schema) for schema in having), f"{section}.{name}"
 
 
 # -- meanings -----------------------------------------------------------------------------------------------------------
@@ -211,8 +214,8 @@ def test_an_old_way_to_write_dqn_is_read_as_the_present_one(old: dict[str, Any],
 def test_a_schedule_of_coach_is_read_as_ours(run: str, old: dict[str, Any], new: dict[str, Any]) -> None:
     assert read(run, old) == read(run, new)
     assert read(run, old) != read(run, {})
-    beside = config.read_experiment({"env": "A", "run": run, **old})
-    assert beside.complaints() == []
+    beside = translate_experiment({"env": "A", "run": run, **old})
+    assert beside.problems() == []
     assert read(run, beside.data["config"]) == read(run, new), "it may stand beside config, as Coach has it"
 
 
@@ -226,7 +229,7 @@ def test_a_schedule_of_coach_is_read_as_ours(run: str, old: dict[str, Any], new:
     ],
 )
 def test_improve_steps_says_when_the_training_ends(value: Any, stop: dict[str, int]) -> None:
-    checked = config.experiment({"env": "A", "improve_steps": value})
+    checked = parse_experiment({"env": "A", "improve_steps": value})
     assert checked.stop.model_dump(exclude_none=True) == stop
 
 
@@ -238,8 +241,8 @@ def test_improve_steps_says_when_the_training_ends(value: Any, stop: dict[str, i
         ({"heatup_steps": -1}, r"is a number of steps"),
         ({"evaluation_steps": "5 episodes"}, r"is a number of steps"),
         ({"improve_steps": "forever"}, r"is a number of steps"),
-        ({"improve_steps": 0}, r"is above 0"),
-        ({"config": {"improve_steps": 5}}, r"belongs beside config"),
+        ({"improve_steps": 0}, r"above 0"),
+        ({"config": {"improve_steps": 5}}, r"belongs next to config"),
         ({"heatup_steps": 5, "config": {"num_steps_sampled_before_learning_starts": 6}}, r"Keep one"),
         ({"improve_steps": 5, "stop": {"timesteps": 6}}, r"Keep one"),
     ],
@@ -252,12 +255,12 @@ def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words:
 @pytest.mark.parametrize(
     ("run", "data", "words"),
     [
-        ("PPO", {"framework": "tf", "model": {"custom_model": "m:M"}}, r"config\.framework \('tf'\) names TensorFlow beside a custom_model"),
-        ("PPO", {"use_pytorch": False, "model": {"custom_model": "m:M"}}, r"names TensorFlow beside a custom_model"),
+        ("PPO", {"framework": "tf", "model": {"custom_model": "m:M"}}, r"config\.framework \('tf'\) names TensorFlow together with a custom_model"),
+        ("PPO", {"use_pytorch": False, "model": {"custom_model": "m:M"}}, r"names TensorFlow together with a custom_model"),
         ("PPO", {"framework": "jax"}, r"is torch, tf or tf2"),
         ("PPO", {"_separate_vf_optimizer": True}, r"is not supported: policy and value have one optimizer"),
         ("PPO", {"rl_module_spec": "x"}, r"replaces a class inside RLlib"),
-        ("PPO", {"model": {"post_fcnet_hiddens": [8]}}, r"layers behind convolutions are fcnet_hiddens"),
+        ("PPO", {"model": {"post_fcnet_hiddens": [8]}}, r"layers after convolutions are fcnet_hiddens"),
         ("PPO", {"model": {"dim": "wide"}}, r"model\.dim \('wide'\) is the height and width"),
         ("DQN", {"min_train_timesteps_per_iteration": 5}, r"use min_sample_timesteps_per_iteration"),
         ("PPO", {"model": {"use_attention": True}}, r"config\.model\.use_attention \(True\) belongs to attention"),
@@ -265,9 +268,9 @@ def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words:
         ("PPO", {"evaluation_config": {"num_workers": 2}}, r"config\.evaluation_config\.num_workers \(2\) .*evaluation_num_workers"),
         ("PPO", {"evaluation_duration": "auto"}, r"is a number of episodes here"),
         ("PPO", {"evaluation_duration_unit": "seconds"}, r"evaluation_duration_unit is 'seconds'"),
-        ("PPO", {"exploration_config": {"type": "SoftQ"}}, r"names SoftQ, which is not here"),
+        ("PPO", {"exploration_config": {"type": "SoftQ"}}, r"names SoftQ, which is not supported"),
         ("PPO", {"sample_async": True}, r"is `sampling: pipelined`"),
-        ("PPO", {"callbacks": "my.Callbacks"}, r"is a callback in Python"),
+        ("PPO", {"callbacks": "my.Callbacks"}, r"is a Python callback"),
         ("PPO", {"double_q": True}, r"'config\.double_q' is a key of DQN; this is PPO"),
         ("DQN", {"clip_param": 0.1}, r"'config\.clip_param' is a key of PPO and APPO; this is DQN"),
         ("DQN", {"num_sgd_iter": 3}, r"'config\.num_sgd_iter' is a key of PPO, APPO and IMPALA; this is DQN"),
@@ -276,7 +279,7 @@ def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words:
         ("IMPALA", {"num_atoms": 3}, r"distributional"),
         ("DQN", {"num_atoms": 51, "v_min": -10.0}, r"config\.v_min \(-10\.0\) belongs to distributional"),
         ("DQN", {"noisy": True, "sigma0": 0.5}, r"config\.sigma0 \(0\.5\) belongs to noisy networks"),
-        ("DQN", {"replay_sequence_length": 20}, r"replay_sequence_length \(20\) belongs to recurrent replay \(R2D2\), which is not here"),
+        ("DQN", {"replay_sequence_length": 20}, r"replay_sequence_length \(20\) belongs to recurrent replay \(R2D2\), which is not supported"),
         ("PPO", {"td_error_loss_fn": "huber"}, r"'config\.td_error_loss_fn' is a key of DQN; this is PPO"),
         ("PPO", {"training_intensity": None}, r"'config\.training_intensity' is a key of DQN; this is PPO"),
         ("PPO", {"store_buffer_in_checkpoints": False}, r"'config\.store_buffer_in_checkpoints' is a key of DQN; this is PPO"),
@@ -286,10 +289,10 @@ def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words:
          r"prioritized_replay is true, and type is ReplayBuffer"),
         ("DQN", {"replay_buffer_config": {"type": "PrioritizedReplayBuffer", "prioritized_replay": False}}, r"keep one"),
         ("DQN", {"replay_buffer_config": {"type": "ReplayBuffer"}, "prioritized_replay": True}, r"Keep one"),
-        ("DQN", {"replay_buffer_config": {"replay_sequence_length": 20}}, r"replay_sequence_length: steps are kept and drawn one by one"),
+        ("DQN", {"replay_buffer_config": {"replay_sequence_length": 20}}, r"replay_sequence_length: steps are stored and sampled one by one"),
         ("PPO", {"fcnet_hiddens": [4]}, r"'config\.fcnet_hiddens' is in the wrong place: fcnet_hiddens belongs into config\.model"),
         ("PPO", {"model": {"lr": 1}}, r"'config\.model\.lr' is in the wrong place: lr belongs into config"),
-        ("PPO", {"checkpoint_freq": 3}, r"'config\.checkpoint_freq' stands too deep: checkpoint_freq belongs beside config"),
+        ("PPO", {"checkpoint_freq": 3}, r"'config\.checkpoint_freq' is nested too deep: checkpoint_freq belongs next to config"),
         ("PPO", {"lr": {"grid_search": [1, 2]}}, r"config\.lr is searched over \(grid_search\)"),
         ("PPO", {"evaluation_config": {"explroe": True}}, r"Unknown key 'config\.evaluation_config\.explroe'\. Did you mean 'explore'"),
         ("PPO", {"preprocess": {"frame_skp": 2}}, r"Unknown key 'config\.preprocess\.frame_skp'\. Did you mean 'frame_skip'"),
@@ -366,7 +369,7 @@ def test_what_changes_nothing_is_accepted_with_a_notice(run: str, data: dict[str
     ],
 )  # fmt: skip
 def test_a_value_of_rllib_is_read_as_the_one_here(run: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    assert config.dumped(read(run, old)) == config.dumped(read(run, new))
+    assert dump_config(read(run, old)) == dump_config(read(run, new))
 
 
 @pytest.mark.parametrize(
@@ -389,7 +392,7 @@ def test_an_algorithm_that_is_a_setting_of_another_is_read_as_that(
     run: str, given: dict[str, Any], meant: str, keys: dict[str, Any]
 ) -> None:
     data = {"env": "CartPole-v1", "run": run, "config": given}
-    found = config.read_experiment(data)
+    found = translate_experiment(data)
     assert (found.data["run"], found.data["config"]) == (meant, keys)
     assert validate.of_experiment(data) == []
     assert validate.notices_of(data)[0].startswith(f"run: {run} is trained as {meant} with ")
@@ -398,23 +401,23 @@ def test_an_algorithm_that_is_a_setting_of_another_is_read_as_that(
 def test_present_names_are_found_without_knowing_the_algorithm_and_nothing_is_lost() -> None:
     old = {"num_env_runners": 2, "epsilon": [[0, 1.0]], "framework": "jax", "model": {"lstm_cell_size": 3, "use_attention": True}}
     new = {"num_workers": 2, "epsilon": [[0, 1.0]], "framework": "jax", "model": {"cell_size": 3, "use_attention": True}}
-    assert config.canonical(old) == new
-    assert config.canonical(new) == new
+    assert canonical_config(old) == new
+    assert canonical_config(new) == new
     with pytest.raises(ConfigError, match="framework"):
-        config.canonical(old, SCHEMAS["DQN"])
+        canonical_config(old, SCHEMAS["DQN"])
     with pytest.raises(ConfigError, match="twice"):
-        config.canonical({"num_workers": 1, "num_env_runners": 2})
+        canonical_config({"num_workers": 1, "num_env_runners": 2})
 
 
 # -- the experiment -----------------------------------------------------------------------------------------------------
 
 
 def test_the_environment_may_stand_in_the_config_as_tune_had_it() -> None:
-    assert config.experiment({"config": {"env": "CartPole-v1"}}).env == "CartPole-v1"
-    assert config.experiment({"env": "CartPole-v1", "config": {"env": "CartPole-v1"}}).env == "CartPole-v1"
-    assert config.experiment({"env": "CartPole-v1", "config": {"env": None, "lr": 1}}).config == {"lr": 1}
+    assert parse_experiment({"config": {"env": "CartPole-v1"}}).env == "CartPole-v1"
+    assert parse_experiment({"env": "CartPole-v1", "config": {"env": "CartPole-v1"}}).env == "CartPole-v1"
+    assert parse_experiment({"env": "CartPole-v1", "config": {"env": None, "lr": 1}}).config == {"lr": 1}
     with pytest.raises(ConfigError, match="sets env twice: 'A', and 'B' in config"):
-        config.experiment({"env": "A", "config": {"env": "B"}})
+        parse_experiment({"env": "A", "config": {"env": "B"}})
 
 
 @pytest.mark.parametrize(
@@ -429,7 +432,7 @@ def test_the_environment_may_stand_in_the_config_as_tune_had_it() -> None:
     ],
 )
 def test_an_old_way_to_write_an_experiment_is_read_as_the_present_one(old: dict[str, Any], new: dict[str, Any]) -> None:
-    assert config.experiment({"env": "x", **old}) == config.experiment({"env": "x", **new})
+    assert parse_experiment({"env": "x", **old}) == parse_experiment({"env": "x", **new})
 
 
 @pytest.mark.parametrize(
@@ -449,13 +452,13 @@ def test_an_old_way_to_write_an_experiment_is_read_as_the_present_one(old: dict[
 )  # fmt: skip
 def test_what_is_wrong_with_an_experiment_is_said(data: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.experiment({"env": "x", **data})
+        parse_experiment({"env": "x", **data})
     assert re.search(words, str(caught.value)), str(caught.value)
 
 
 @pytest.mark.parametrize("run", ["SAC", "A3C", "apex", "contrib/MADDPG", "DDPPO"])
 def test_an_algorithm_of_rllib_that_is_not_here_is_named_with_the_nearest(run: str) -> None:
-    with pytest.raises(UsageError, match=rf"{run} is not here: .*Known: PPO"):
+    with pytest.raises(UsageError, match=rf"{run} is not supported: .*Known: PPO"):
         validate.algorithm_of(run)
 
 
@@ -479,8 +482,8 @@ def test_an_algorithm_that_nobody_knows_is_unknown() -> None:
     ],
 )
 def test_a_search_is_a_mapping_of_one_word(value: Any, expected: bool) -> None:
-    assert config.is_search(value) is expected
-    assert config.has_search({"a": [{"b": value}]}) is expected
+    assert is_search(value) is expected
+    assert has_search({"a": [{"b": value}]}) is expected
 
 
 def test_every_value_of_a_search_is_checked() -> None:
@@ -532,10 +535,10 @@ def test_a_minibatch_larger_than_its_batch_is_a_complaint_beside_others() -> Non
 # -- nonsense -----------------------------------------------------------------------------------------------------------
 
 _NAMES = {
-    "": [*rllib_keys.RENAMED[""], *rllib_keys.TRANSLATED[""], *rllib_keys.FOREIGN[""], *config.ExperimentConfig.model_fields],
+    "": [*rllib_keys.RENAMED[""], *rllib_keys.TRANSLATED[""], *rllib_keys.UNSUPPORTED[""], *ExperimentConfig.model_fields],
     "config": [*RLLIB["config"], *RLLIB["PPO"], *RLLIB["DQN"], *RLLIB["APPO"], *SCHEMAS["PPO"].model_fields],
-    "model": [*RLLIB["model"], *config.ModelConfig.model_fields],
-    "stop": [*rllib_keys.RENAMED["stop"], *rllib_keys.FOREIGN["stop"]],
+    "model": [*RLLIB["model"], *ModelConfig.model_fields],
+    "stop": [*rllib_keys.RENAMED["stop"], *rllib_keys.UNSUPPORTED["stop"]],
 }
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "PPO", "DQN", "tf", "", "CartPole-v1"]),
@@ -569,5 +572,5 @@ def test_nonsense_is_complained_about_and_never_a_crash(
         text = convert({"x": data}, "x").text
     except ConfigError:
         return
-    for converted in config.parse_yaml(text, "x").values():
+    for converted in parse_yaml(text, "x").values():
         assert validate.of_experiment(converted, env_too=False) == [], "what was converted is right"

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from ludus.algorithms.base import config_schemas
-from ludus.config import schema
 from ludus.config.aliases import sb3_cleanrl
+from ludus.config.overrides import apply_override
 from ludus.config.schema import AlgorithmConfig
+from ludus.config.validation import parse_algorithm_config, parse_experiment
 from ludus.errors import ConfigError
 from ludus.experiments.validation import explain, validate
 
@@ -35,7 +36,7 @@ CLEANRL_PPO = {
 
 
 def read(run: str, data: dict[str, Any]) -> AlgorithmConfig:
-    return schema.algorithm_config(SCHEMAS[run], data, run=run, owners=validate.owners)
+    return parse_algorithm_config(SCHEMAS[run], data, run=run, owners=validate.owners)
 
 
 @pytest.mark.parametrize(
@@ -117,20 +118,20 @@ def test_a_misspelt_learning_rate_leads_to_the_learning_rate() -> None:
 
 @pytest.mark.parametrize("name", sb3_cleanrl.TOTALS)
 def test_the_number_of_steps_is_a_stop_wherever_one_writes_it(name: str) -> None:
-    expected = schema.experiment({"env": "x", "stop": {"timesteps": 5000}})
-    assert schema.experiment({"env": "x", name: 5e3}) == expected
-    assert schema.experiment({"env": "x", "stop": {name: 5000}}) == expected
+    expected = parse_experiment({"env": "x", "stop": {"timesteps": 5000}})
+    assert parse_experiment({"env": "x", name: 5e3}) == expected
+    assert parse_experiment({"env": "x", "stop": {name: 5000}}) == expected
     data: dict[str, Any] = {"env": "x", "stop": {"iterations": 3}}
-    schema.override(data, f"{name}=5000")
-    assert schema.experiment(data) == expected
+    apply_override(data, f"{name}=5000")
+    assert parse_experiment(data) == expected
 
 
 def test_the_environment_and_the_name_are_found_by_cleanrls_words() -> None:
-    assert schema.experiment({"env_id": "x", "exp_name": "y"}) == schema.experiment({"env": "x", "name": "y"})
+    assert parse_experiment({"env_id": "x", "exp_name": "y"}) == parse_experiment({"env": "x", "name": "y"})
 
 
 def test_every_reason_is_a_sentence_that_names_what_to_do() -> None:
-    for key, (why, _) in sb3_cleanrl.FOREIGN.items():
+    for key, (why, _) in sb3_cleanrl.UNSUPPORTED.items():
         assert 15 < len(why) < 160, key
         assert why.endswith("."), key
 

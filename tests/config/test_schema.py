@@ -12,14 +12,17 @@ from ludus.algorithms.appo import APPOConfig
 from ludus.algorithms.dqn import DQNConfig
 from ludus.algorithms.impala import IMPALAConfig
 from ludus.algorithms.ppo import PPOConfig
-from ludus.config import schema as config
 from ludus.config.aliases.rllib_keys import RENAMED
-from ludus.config.schema import AlgorithmConfig, StopConfig, algorithm_config
+from ludus.config.experiment_file import load_experiments
+from ludus.config.overrides import apply_override, parse_stop_values
+from ludus.config.schema import AlgorithmConfig, ExperimentConfig, StopConfig
+from ludus.config.translation import all_spellings
+from ludus.config.validation import COLLATED_STEPS, parse_algorithm_config, parse_experiment, parse_external_config
 from ludus.errors import ConfigError
 
 
 def ppo(**keys: Any) -> PPOConfig:
-    checked = config.algorithm_config(PPOConfig, keys)
+    checked = parse_algorithm_config(PPOConfig, keys)
     assert isinstance(checked, PPOConfig)
     return checked
 
@@ -44,7 +47,7 @@ def complaint(**keys: Any) -> str:
 )
 def test_an_unknown_key_of_an_experiment_names_the_nearest(data: dict[str, Any], shown: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"Unknown key '{re.escape(shown)}'\. Did you mean '{nearest}'"):
-        config.experiment({"env": "CartPole-v1", **data})
+        parse_experiment({"env": "CartPole-v1", **data})
 
 
 @pytest.mark.parametrize(
@@ -132,12 +135,12 @@ def test_a_wrong_value_of_the_model_is_shown_with_its_path(key: str, value: Any,
 @pytest.mark.parametrize("data", [{"timesteps": 0}, {"time_s": 0}, {"iterations": "soon"}, {"timesteps_total": 1.5}])
 def test_a_stop_that_never_comes_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"stop\.{next(iter(data))} is "):
-        config.experiment({"env": "x", "stop": data})
+        parse_experiment({"env": "x", "stop": data})
 
 
 def test_an_experiment_needs_an_environment() -> None:
     with pytest.raises(ConfigError, match="'env' is missing"):
-        config.experiment({"run": "PPO"})
+        parse_experiment({"run": "PPO"})
 
 
 def test_all_complaints_are_reported_at_once() -> None:
@@ -191,7 +194,7 @@ def test_environments_that_nobody_counted_are_as_many_as_fit_the_batch(keys: dic
     ],
 )
 def test_a_batch_of_workers_that_do_not_wait_is_whole_segments(keys: dict[str, Any], envs: int, steps: int) -> None:
-    found = algorithm_config(IMPALAConfig, {"num_workers": 8, **keys})
+    found = parse_algorithm_config(IMPALAConfig, {"num_workers": 8, **keys})
     assert (found.num_envs_per_worker, found.steps) == (envs, steps)
     assert found.train_batch_size % (envs * steps) == 0
     assert found.train_batch_size == keys.get("train_batch_size", found.train_batch_size)
@@ -227,7 +230,7 @@ def test_a_batch_that_does_not_come_out_even_is_rounded_up_as_rllib_does(keys: d
     ],
 )
 def test_a_batch_of_workers_that_do_not_wait_is_rounded_up_too(keys: dict[str, Any], shape: tuple[int, ...]) -> None:
-    found = algorithm_config(IMPALAConfig, {"num_workers": 8, **keys})
+    found = parse_algorithm_config(IMPALAConfig, {"num_workers": 8, **keys})
     assert (found.num_envs_per_worker, found.steps, found.train_batch_size) == shape
 
 
@@ -238,7 +241,7 @@ def test_a_batch_is_always_whole_fragments_and_at_least_as_large_as_asked_for(
     keys: dict[str, Any] = {"train_batch_size": batch, "num_workers": workers}
     keys |= ({"rollout_fragment_length": steps} if steps else {}) | ({"num_envs_per_worker": envs} if envs else {})
     for schema in (PPOConfig, IMPALAConfig):
-        found = algorithm_config(schema, keys)
+        found = parse_algorithm_config(schema, keys)
         turns = 1 if schema is IMPALAConfig and workers else max(1, workers)
         unit = turns * found.num_envs_per_worker * (found.steps if turns == 1 and workers else 1)
         assert found.train_batch_size >= batch
@@ -268,13 +271,13 @@ def test_a_schedule_is_kept_as_its_points() -> None:
 
 @pytest.mark.parametrize("name", ["a", "cart-pole_2.1+b", "9lives", "Süd"])
 def test_a_plain_name_may_name_an_experiment(name: str) -> None:
-    assert config.experiment({"env": "x", "name": name}).name == name
+    assert parse_experiment({"env": "x", "name": name}).name == name
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../up", "a/b", "a\\b", "-f", "a b", "a\n", "a\0b", ".hidden"])
 def test_a_name_that_would_be_a_path_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="an experiment's name is made of letters"):
-        config.experiment({"env": "x", "name": name})
+        parse_experiment({"env": "x", "name": name})
 
 
 # -- aliases ------------------------------------------------------------------------------------------------------------
@@ -286,13 +289,13 @@ def test_an_older_spelling_means_the_same(alias: str, name: str) -> None:
     value = [[0, 0.5], [10, 0.25]] if alias.endswith("schedule") else usual.get(name, 8)
     fields = {"lambda": "lambda_"}.get(name, name)
     schema: type[AlgorithmConfig] = next(s for s in (PPOConfig, APPOConfig, DQNConfig) if fields in s.model_fields)
-    assert algorithm_config(schema, {alias: value}) == algorithm_config(schema, {name: value})
-    assert algorithm_config(schema, {alias: value}) != algorithm_config(schema, {})
+    assert parse_algorithm_config(schema, {alias: value}) == parse_algorithm_config(schema, {name: value})
+    assert parse_algorithm_config(schema, {alias: value}) != parse_algorithm_config(schema, {})
 
 
 @pytest.mark.parametrize(("alias", "name"), sorted(RENAMED["stop"].items()))
 def test_an_older_spelling_of_a_stop_means_the_same(alias: str, name: str) -> None:
-    stops = [config.experiment({"env": "x", "stop": {key: 7}}).stop for key in (alias, name)]
+    stops = [parse_experiment({"env": "x", "stop": {key: 7}}).stop for key in (alias, name)]
     assert stops[0] == stops[1] != StopConfig()
 
 
@@ -326,10 +329,10 @@ def test_two_names_of_one_key_that_disagree_are_both_shown(data: dict[str, Any],
 
 
 def test_known_keys_hold_every_spelling_and_nothing_of_other_schemas() -> None:
-    keys = config.known_keys(PPOConfig)
+    keys = all_spellings(PPOConfig)
     assert {"lambda", "num_sgd_iter", "num_epochs", "gamma", "num_envs"} <= set(keys)
     assert not {"lambda_", "timesteps", "cell_size"} & set(keys)
-    assert "num_sgd_iter" not in config.known_keys(AlgorithmConfig)
+    assert "num_sgd_iter" not in all_spellings(AlgorithmConfig)
 
 
 # -- files --------------------------------------------------------------------------------------------------------------
@@ -338,7 +341,7 @@ def test_known_keys_hold_every_spelling_and_nothing_of_other_schemas() -> None:
 def test_a_file_of_experiments_is_read_by_name(tmp_path: Path) -> None:
     file = tmp_path / "two.yaml"
     file.write_text("one: {env: CartPole-v1, config: {lr: 3e-4}}\nzwölf:\n  env: X\n  config:\n", encoding="utf-8")
-    assert config.load_experiments(file) == {
+    assert load_experiments(file) == {
         "one": {"env": "CartPole-v1", "config": {"lr": 3e-4}},
         "zwölf": {"env": "X", "config": None},
     }
@@ -362,14 +365,14 @@ def test_a_file_that_holds_no_experiment_is_named(tmp_path: Path, content: bytes
     file = tmp_path / "bad.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
-        config.load_experiments(file)
+        load_experiments(file)
     assert str(file) in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["absent.yaml", "."])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"Cannot read {re.escape(str(tmp_path / name))}"):
-        config.load_experiments(tmp_path / name)
+        load_experiments(tmp_path / name)
 
 
 def test_what_begins_with_a_dot_is_a_place_for_anchors_and_no_experiment(tmp_path: Path) -> None:
@@ -377,12 +380,12 @@ def test_what_begins_with_a_dot_is_a_place_for_anchors_and_no_experiment(tmp_pat
     file.write_text(
         ".all: &all {lr: 1e-3, model: &m {use_lstm: true}}\none: {env: X, config: {<<: *all, lr: 1e-4}}\ntwo: {env: Y, config: *all}"
     )
-    found = config.load_experiments(file)
+    found = load_experiments(file)
     assert found == {
         "one": {"env": "X", "config": {"lr": 1e-4, "model": {"use_lstm": True}}},
         "two": {"env": "Y", "config": {"lr": 1e-3, "model": {"use_lstm": True}}},
     }
-    config.override(found["one"], "model.core=gru")
+    apply_override(found["one"], "model.core=gru")
     assert found["two"]["config"]["model"] == {"use_lstm": True}, "what was shared in the file is shared no more"
 
 
@@ -405,29 +408,29 @@ def test_what_begins_with_a_dot_is_a_place_for_anchors_and_no_experiment(tmp_pat
 )
 def test_an_override_finds_its_section(assignment: str, expected: dict[str, Any]) -> None:
     data: dict[str, Any] = {"config": {"gamma": 0.5}}
-    config.override(data, assignment)
+    apply_override(data, assignment)
     assert data == expected
 
 
 @pytest.mark.parametrize("empty", [{}, {"config": None}, {"config": {"model": None}}])
 def test_an_override_fills_an_empty_section(empty: dict[str, Any]) -> None:
-    config.override(empty, "model.core=gru")
+    apply_override(empty, "model.core=gru")
     assert empty == {"config": {"model": {"core": "gru"}}}
 
 
 @pytest.mark.parametrize("assignment", ["", "lr", "=3", "a..b=3", ".a=3", "lr=[1", "lr=*x", "gamma.deeper=3", "env.x=3"])
 def test_an_override_that_cannot_be_is_shown(assignment: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
-        config.override({"env": "x", "config": {"gamma": 0.5}}, assignment)
+        apply_override({"env": "x", "config": {"gamma": 0.5}}, assignment)
 
 
 def test_stops_of_the_command_line_are_numbers() -> None:
-    assert config.stop_values(["timesteps=1e6", " episode_reward_mean=-12.5", "iterations=3"]) == {
+    assert parse_stop_values(["timesteps=1e6", " episode_reward_mean=-12.5", "iterations=3"]) == {
         "timesteps": 1_000_000,
         "episode_reward_mean": -12.5,
         "iterations": 3,
     }
-    assert config.experiment({"env": "x", "stop": config.stop_values(["timesteps=1e6"])}).stop.timesteps == 1_000_000
+    assert parse_experiment({"env": "x", "stop": parse_stop_values(["timesteps=1e6"])}).stop.timesteps == 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -435,7 +438,7 @@ def test_stops_of_the_command_line_are_numbers() -> None:
 )
 def test_a_stop_that_is_no_number_is_shown(pair: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"--stop {pair.partition('=')[0]}") + f"|{re.escape(pair)}"):
-        config.stop_values([pair])
+        parse_stop_values([pair])
 
 
 # -- games that call us -------------------------------------------------------------------------------------------------
@@ -446,13 +449,13 @@ BOTH: dict[str, Any] = {"observation_space": BOX, "action_space": CHOICE}
 
 def external_complaint(data: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        config.external_config(data)
+        parse_external_config(data)
     return caught.value.message
 
 
 def test_a_game_has_one_seat_without_a_name_or_several_with_names() -> None:
-    assert config.external_config(BOTH).all_seats().keys() == {""}
-    seats = config.external_config({"seats": {"blue": BOTH, "red": BOTH | {"model": "other"}}}).all_seats()
+    assert parse_external_config(BOTH).all_seats().keys() == {""}
+    seats = parse_external_config({"seats": {"blue": BOTH, "red": BOTH | {"model": "other"}}}).all_seats()
     assert {name: seat.model for name, seat in seats.items()} == {"blue": "model", "red": "other"}
 
 
@@ -498,9 +501,9 @@ def test_a_wrong_key_or_value_of_a_game_is_shown_with_its_path(data: dict[str, A
 
 
 def test_batches_of_games_need_not_be_a_multiple_of_anything() -> None:
-    made = config.algorithm_config(PPOConfig, {"train_batch_size": 1000, "num_envs_per_worker": 7}, collated=True)
-    assert (made.train_batch_size, made.steps) == (1000, config.COLLATED_STEPS)
-    longer = config.algorithm_config(PPOConfig, {"rollout_fragment_length": 300}, collated=True)
+    made = parse_algorithm_config(PPOConfig, {"train_batch_size": 1000, "num_envs_per_worker": 7}, collated=True)
+    assert (made.train_batch_size, made.steps) == (1000, COLLATED_STEPS)
+    longer = parse_algorithm_config(PPOConfig, {"rollout_fragment_length": 300}, collated=True)
     assert longer.steps == 300
 
 
@@ -520,13 +523,13 @@ def test_a_part_of_a_schedule_takes_the_place_of_what_was_there(
     assignment: str, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     data = {"config": before}
-    config.override(data, assignment)
+    apply_override(data, assignment)
     assert data["config"] == after
 
 
 def test_improve_steps_takes_the_place_of_every_stop() -> None:
     data: dict[str, Any] = {"stopping_criteria": {"timesteps": 9, "episode_return_mean": 3}}
-    config.override(data, "improve_steps=TrainingSteps(4)")
+    apply_override(data, "improve_steps=TrainingSteps(4)")
     assert data == {"stop": {"iterations": 4}}
 
 
@@ -538,11 +541,11 @@ def test_improve_steps_takes_the_place_of_every_stop() -> None:
     ],
 )  # fmt: skip
 def test_a_memory_with_a_password_in_its_address_is_refused_and_not_shown(url: str) -> None:
-    with pytest.raises(ConfigError, match="memory holds a password") as refused:
-        config.ExperimentConfig(env="CartPole-v1", memory=url)
+    with pytest.raises(ConfigError, match="memory contains a password") as refused:
+        ExperimentConfig(env="CartPole-v1", memory=url)
     assert "hush" not in repr(refused.value)
 
 
 @pytest.mark.parametrize("url", ["embedded", "redis://me@host:6379/0", "rediss://host:1?ssl_ca_certs=/ca", "mine:Class://host:1"])
 def test_a_memory_without_one_stays_as_it_is(url: str) -> None:
-    assert config.ExperimentConfig(env="CartPole-v1", memory=url).memory == url
+    assert ExperimentConfig(env="CartPole-v1", memory=url).memory == url

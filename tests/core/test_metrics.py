@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.core.metrics import Csv, JsonLines, Sink, TensorBoard, read_jsonl
+from ludus.core.metrics import CsvSink, JsonLinesSink, Sink, TensorBoardSink, read_jsonl
 from ludus.errors import StoreUnavailable
 from tests.mounts import sshfs_mounts
 
@@ -24,7 +24,7 @@ class _Both:
 
     def __init__(self, directory: Path, incarnation: int = 1) -> None:
         self.lines, self.table = directory / "metrics.jsonl", directory / "metrics.csv"
-        self._sinks: list[Sink] = [JsonLines(self.lines, incarnation), Csv(self.table, self.lines, incarnation)]
+        self._sinks: list[Sink] = [JsonLinesSink(self.lines, incarnation), CsvSink(self.table, self.lines, incarnation)]
 
     def write(self, **numbers: float) -> None:
         for sink in self._sinks:
@@ -108,7 +108,7 @@ def _reported(directory: Path, settings: Mapping[str, Any], final: float, status
     plot.write_bytes(_png(6, 4))
     broken = plot.with_name("broken.png")
     broken.write_bytes(b"nothing")
-    board = TensorBoard(directory, settings=settings, pictures=lambda: [broken, plot], status=lambda: status)
+    board = TensorBoardSink(directory, settings=settings, pictures=lambda: [broken, plot], status=lambda: status)
     for i in (1, 2):
         board.write({"timesteps": 100 * i, "episode_return_mean": final * i / 2})
     board.close()
@@ -163,7 +163,7 @@ def test_pictures_of_a_run_are_shown_in_tensorboard(tmp_path: Path) -> None:
 
 
 def test_tensorboard_is_written_now_and_then_and_at_the_end(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path, flush_s=3600.0)
+    board = TensorBoardSink(tmp_path, flush_s=3600.0)
     board.write({"timesteps": 1, "loss": 1.0})
     assert not list(tmp_path.iterdir()), "nothing heavy is imported while a short run trains"
     board.close()
@@ -174,7 +174,7 @@ def test_tensorboard_is_written_now_and_then_and_at_the_end(tmp_path: Path) -> N
 
 def test_what_a_trainer_reported_after_another_took_over_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    old, new = JsonLines(path, 1), JsonLines(path, 2)
+    old, new = JsonLinesSink(path, 1), JsonLinesSink(path, 2)
     for sink, iteration, value in ((old, 1, 1.0), (old, 2, 1.0), (new, 2, 2.0), (old, 3, 1.0), (new, 3, 2.0), (old, 4, 1.0)):
         sink.write({"iterations": iteration, "value": value})
     for sink in (old, new):
@@ -184,7 +184,7 @@ def test_what_a_trainer_reported_after_another_took_over_is_not_read(tmp_path: P
 
 def test_lines_wait_for_a_file_that_cannot_be_reached_and_are_written_when_it_is_back(tmp_path: Path) -> None:
     with sshfs_mounts(1, "reconnect", "sshfs_sync") as (mount,):  # else it says that it wrote what it did not
-        sink = JsonLines(mount.path / "metrics.jsonl")
+        sink = JsonLinesSink(mount.path / "metrics.jsonl")
         sink.write({"iterations": 1})
         away, number, deadline = 0, 1, time.monotonic() + 30.0
         while not read_jsonl(mount.path.parent / "share" / "metrics.jsonl"):  # the mount is behind

@@ -45,7 +45,7 @@ def test_a_path_leads_to_the_object_through_attributes() -> None:
 )
 def test_what_python_itself_brings_is_never_meant(modules: Path, name: str) -> None:
     (modules / "sly_game.py").write_text("import os\nfrom subprocess import run\n")
-    with pytest.raises(UnknownName, match="a part of Python itself"):
+    with pytest.raises(UnknownName, match="belongs to Python's standard library"):
         plugins.load_object(name)
 
 

@@ -228,7 +228,7 @@ def test_a_mask_of_another_size_names_both_sizes(mask: Tree) -> None:
     ids=repr,
 )
 def test_a_mask_holds_zeros_and_ones_only(mask: Tree) -> None:
-    with pytest.raises(ConfigError, match="something else than 0"):
+    with pytest.raises(ConfigError, match="values other than 0"):
         spaces.flat_mask(mask, HYBRID)
 
 
@@ -271,7 +271,7 @@ def given() -> dict[str, Any]:
 
 
 def test_lists_become_arrays_of_the_right_kind() -> None:
-    fitted = spaces.Fit(EVERYTHING)(given())
+    fitted = spaces.SpaceParser(EVERYTHING)(given())
     for (path, spec), (_, array) in zip(leaves(spaces.array_spec(EVERYTHING)), leaves(fitted), strict=True):
         assert (array.shape, array.dtype) == (spec.shape, spec.dtype), path
     assert fitted["vector"].tolist() == [0.5, 1, -1]
@@ -282,7 +282,7 @@ def test_lists_become_arrays_of_the_right_kind() -> None:
 @pytest.mark.parametrize("space", [s for s in [*ELEMENTARY, *NESTED, EVERYTHING] if s.shape != (0,)], ids=repr)
 def test_samples_of_a_space_fit_it_as_arrays_lists_and_bytes(space: Space) -> None:
     space.seed(0)
-    fit = spaces.Fit(space)
+    fit = spaces.SpaceParser(space)
     for _ in range(10):
         sample = space.sample()
         arrays = fit(sample)
@@ -294,7 +294,7 @@ def test_samples_of_a_space_fit_it_as_arrays_lists_and_bytes(space: Space) -> No
 
 
 def test_what_fits_is_a_copy_that_may_be_written() -> None:
-    fit = spaces.Fit(gs.Box(-1, 1, (2,)))
+    fit = spaces.SpaceParser(gs.Box(-1, 1, (2,)))
     mine = np.zeros(2, np.float32)
     for value in (mine, mine.tobytes(), [0, 0]):
         fitted = fit(value)
@@ -346,25 +346,25 @@ def test_what_fits_is_a_copy_that_may_be_written() -> None:
 )
 def test_what_does_not_fit_is_named_with_its_place(path: str, value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=rf"^observation\.{path}") as caught:
-        spaces.Fit(EVERYTHING)(given() | {path: value})
+        spaces.SpaceParser(EVERYTHING)(given() | {path: value})
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, [], 5, "x", b"x", {}, {"vector": 1}, given() | {"more": 1}], ids=lambda v: repr(v)[:30])
 def test_an_object_with_other_keys_names_all_of_them(value: Any) -> None:
     with pytest.raises(ValueError, match=r"the keys are \['bytes', 'flags'"):
-        spaces.Fit(EVERYTHING)(value)
+        spaces.SpaceParser(EVERYTHING)(value)
 
 
 def test_numbers_that_are_whole_fit_whatever_they_are_written_as() -> None:
-    fit = spaces.Fit(gs.Discrete(3))
+    fit = spaces.SpaceParser(gs.Discrete(3))
     for value in (2, 2.0, np.float32(2), np.int8(2), True + 1):
         assert fit(value) == 2
-    assert spaces.Fit(gs.Box(-1, 1, (2,)))([True, False]).tolist() == [1, 0]
+    assert spaces.SpaceParser(gs.Box(-1, 1, (2,)))([True, False]).tolist() == [1, 0]
 
 
 def test_bounds_of_a_box_are_not_enforced() -> None:
-    assert spaces.Fit(gs.Box(-1, 1, (1,)))([7]).tolist() == [7]
+    assert spaces.SpaceParser(gs.Box(-1, 1, (1,)))([7]).tolist() == [7]
 
 
 @pytest.mark.parametrize(
@@ -389,25 +389,25 @@ def test_a_short_list_alone_is_taken_as_anywhere_else(values: list[Any]) -> None
     """Lists of plain numbers have a shorter way, which must lead to the same."""
     space = gs.Box(-1, 1, (3,))
 
-    def outcome(fit: spaces.Fit, value: Any) -> Any:
+    def outcome(fit: spaces.SpaceParser, value: Any) -> Any:
         try:
             ((_, array),) = leaves(fit(value))
         except ValueError:
             return "refused"
         return array.dtype, array.tobytes()
 
-    assert outcome(spaces.Fit(space), values) == outcome(spaces.Fit(gs.Dict({"x": space})), {"x": values})
+    assert outcome(spaces.SpaceParser(space), values) == outcome(spaces.SpaceParser(gs.Dict({"x": space})), {"x": values})
 
 
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([1e300, 0.0], r"observation holds 1e\+300, which is too large for float32"),
-        ([0.0, -1e300], r"observation holds -1e\+300, which is too large for float32"),
-        (np.array([np.inf, 0.0]), "observation holds inf$"),
-        (np.array([np.nan, 0.0], np.float32).tobytes(), "observation holds nan$"),
+        ([1e300, 0.0], r"observation contains 1e\+300, which is too large for float32"),
+        ([0.0, -1e300], r"observation contains -1e\+300, which is too large for float32"),
+        (np.array([np.inf, 0.0]), "observation contains inf$"),
+        (np.array([np.nan, 0.0], np.float32).tobytes(), "observation contains nan$"),
     ],
 )
 def test_a_number_too_large_for_float32_is_not_called_infinite(value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        spaces.Fit(gs.Box(-np.inf, np.inf, (2,), np.float64))(value)
+        spaces.SpaceParser(gs.Box(-np.inf, np.inf, (2,), np.float64))(value)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ludus.core.statistics import difference, interval, results, student_cdf, student_quantile
+from ludus.core.statistics import confidence_interval, difference, student_cdf, student_quantile, summarize_results
 from ludus.errors import UsageError
 
 SKEWED = np.random.default_rng(1).exponential(3.0, 30)
@@ -29,7 +29,7 @@ def test_the_interval_is_the_bca_interval_of_scipy_at_the_widened_level() -> Non
     theirs = stats.bootstrap(
         (SKEWED,), np.mean, confidence_level=1 - 2 * tail, n_resamples=40_000, method="BCa", rng=np.random.default_rng(5)
     ).confidence_interval
-    ours = interval(SKEWED, resamples=40_000)
+    ours = confidence_interval(SKEWED, resamples=40_000)
     assert ours == pytest.approx((theirs.low, theirs.high), abs=0.05)
     plain = np.percentile(SKEWED[np.random.default_rng(2).integers(0, n, (40_000, n))].mean(axis=1), [2.5, 97.5])
     assert ours[0] > plain[0] + 0.02
@@ -40,34 +40,34 @@ def test_the_interval_is_the_bca_interval_of_scipy_at_the_widened_level() -> Non
 def test_the_interval_holds_the_true_mean_as_often_as_it_says(n: int, lowest: float) -> None:
     rng, inside, trials = np.random.default_rng(n + 1), 0, 1_000
     for trial in range(trials):
-        low, high = interval(rng.normal(2.0, 1.0, n), resamples=1_000, seed=trial)
+        low, high = confidence_interval(rng.normal(2.0, 1.0, n), resamples=1_000, seed=trial)
         inside += low <= 2.0 <= high
     assert lowest <= inside / trials <= 0.985
 
 
 def test_the_same_values_give_the_same_interval_and_a_higher_confidence_a_wider_one() -> None:
-    assert interval(SKEWED) == interval(list(SKEWED))
-    narrow, wide = interval(SKEWED, confidence=0.5), interval(SKEWED, confidence=0.99)
+    assert confidence_interval(SKEWED) == confidence_interval(list(SKEWED))
+    narrow, wide = confidence_interval(SKEWED, confidence=0.5), confidence_interval(SKEWED, confidence=0.99)
     assert wide[0] < narrow[0] < SKEWED.mean() < narrow[1] < wide[1]
 
 
 def test_values_that_say_nothing_about_their_spread() -> None:
-    assert interval([500.0] * 20) == (500.0, 500.0)
-    assert all(math.isnan(edge) for edge in interval([3.0]))
-    assert all(math.isnan(edge) for edge in interval([3.0, math.inf, 1.0]))
+    assert confidence_interval([500.0] * 20) == (500.0, 500.0)
+    assert all(math.isnan(edge) for edge in confidence_interval([3.0]))
+    assert all(math.isnan(edge) for edge in confidence_interval([3.0, math.inf, 1.0]))
     with pytest.raises(UsageError, match="no values"):
-        interval([])
+        confidence_interval([])
     with pytest.raises(UsageError, match="confidence"):
-        interval([1.0, 2.0], confidence=95)
+        confidence_interval([1.0, 2.0], confidence=95)
 
 
 def test_two_values_give_no_more_than_their_own_range() -> None:
-    assert interval([1.0, 3.0]) == (1.0, 3.0)
+    assert confidence_interval([1.0, 3.0]) == (1.0, 3.0)
     assert difference([1.0, 3.0], [0.0, 1.0]).low == 0.0
 
 
 def test_one_value_far_away_does_not_break_the_correction() -> None:
-    low, high = interval([0.0] * 9 + [1_000.0])
+    low, high = confidence_interval([0.0] * 9 + [1_000.0])
     assert 0.0 <= low < 100.0 < high <= 1_000.0
 
 
@@ -120,7 +120,7 @@ def test_a_difference_that_cannot_be_judged_is_said_to_be() -> None:
 
 @pytest.mark.parametrize(("won", "games"), [(8, 10), (0, 3), (200, 200), (57, 100)])
 def test_results_are_means_and_shares_have_the_interval_of_scipy(won: int, games: int) -> None:
-    found = results({"win/hard": (float(won), float(games)), "seconds": (30.0, 4.0), "loss/hard": (0.0, 0.0)})
+    found = summarize_results({"win/hard": (float(won), float(games)), "seconds": (30.0, 4.0), "loss/hard": (0.0, 0.0)})
     wanted = stats.binomtest(won, games).proportion_ci(method="wilson")
     shares = {"win/hard": won / games, "win/hard_low": wanted.low, "win/hard_high": wanted.high}
     assert found == pytest.approx({**shares, "seconds": 7.5}, abs=1e-4)

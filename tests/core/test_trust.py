@@ -69,9 +69,9 @@ def test_a_module_of_the_project_is_imported(project: Path) -> None:
 
 def test_a_function_that_declares_something_else_is_not_called_an_environment(project: Path) -> None:
     write_module(project, "trust_game_b", project / "mark")
-    with pytest.raises(Untrusted, match="is a function, which nothing declares to be of the kind 'environment'"):
+    with pytest.raises(Untrusted, match="is a function, which is not declared to be of the kind 'environment'"):
         environment("trust_game_b:other")
-    with pytest.raises(Untrusted, match="is the class Env, which nothing declares"):
+    with pytest.raises(Untrusted, match="is the class Env, which is not declared"):
         environment("trust_game_b:gym.Env")  # through a module that it imports
     trust.allow("trust_game_b:other")
     assert environment("trust_game_b:other")() == 1

@@ -74,7 +74,7 @@ def test_a_display_that_leads_nowhere_is_no_screen(environ: dict[str, str], why:
     assert headless.is_headless(environ)
 
 
-def test_a_private_screen_answers_those_who_know_its_secret_and_nobody_else(shown: dict[str, str]) -> None:
+def test_a_private_screen_accepts_only_clients_with_its_cookie(shown: dict[str, str]) -> None:
     assert x11.connection_error(shown) == ""
     assert not headless.is_headless(shown)
     assert "refuses the connection" in x11.connection_error({**shown, "XAUTHORITY": "/nowhere"})

@@ -9,7 +9,8 @@ from typing import Any
 
 from ludus.algorithms.impala import IMPALAConfig
 from ludus.buffers.block_batches import BlockBatches
-from ludus.config.schema import AlgorithmConfig, algorithm_config
+from ludus.config.schema import AlgorithmConfig
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.tree import Array
 from ludus.distributed.sampling_pool import LocalNode, Nodes, Plan, Sampling, ThisNode
 from ludus.experiments.assembly.policies import make_policy
@@ -21,7 +22,7 @@ FIRST_VERSION = 5
 
 def configured(**settings: Any) -> AlgorithmConfig:
     small = {"sampling": "sync", "num_envs_per_worker": 4, "rollout_fragment_length": 8, "model": {"fcnet_hiddens": [8]}}
-    return algorithm_config(IMPALAConfig, small | settings)
+    return parse_algorithm_config(IMPALAConfig, small | settings)
 
 
 class Fleet:

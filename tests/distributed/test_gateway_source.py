@@ -23,7 +23,7 @@ from ludus.distributed.gateway_workers import bind
 from ludus.errors import Refused, Unreachable
 from ludus.gateway.server import GatewaySettings
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.protocol.client import Client
 from ludus.storage.local import LocalStore
 from tests.experiments.called import one_seat
@@ -64,7 +64,7 @@ class Gathered:
 @contextlib.contextmanager
 def gathered(tmp_path: Path, workers: int) -> Iterator[Gathered]:
     policy = Policy(gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), gym.spaces.Discrete(2))
-    pool = LocalPool(LocalStore(tmp_path / "run"))
+    pool = LocalVersionStore(LocalStore(tmp_path / "run"))
     pool.add("model", policy)
     boards = Boards({"model": policy}, STEPS, 400)
     memory = CollatedBatches([boards.memory.of("model")], 48)

@@ -16,8 +16,8 @@ from ludus.distributed import node_agent
 from ludus.distributed.node_agent import Bytes, NodeAgent, Served, pack, unpack
 from ludus.distributed.sampling_pool import NOTES, Plan, WorkerReport
 from ludus.errors import Damaged
-from ludus.transport.ring_buffer import Bell, create_ring
-from ludus.transport.shared_memory import Layout, SharedReader, SharedWriter, ring_capacity
+from ludus.transport.ring_buffer import Wakeup, create_ring
+from ludus.transport.shared_memory import BlockLayout, SharedReader, SharedWriter, ring_capacity
 from tests.algorithms.sampled import Sampled, made
 
 SPEC = SegmentSpec(steps=8, observation=ArraySpec((3,), np.dtype(np.float32)), action=ArraySpec((), np.dtype(np.int64)), finals=4)
@@ -35,7 +35,7 @@ class Scripted:
         self.name, self.cores, self.lost = "scripted", 2, ""
         self.bell = directory / "bell"
         self._directory, self._plan = directory, plan
-        Bell.create(self.bell).close()
+        Wakeup.create(self.bell).close()
         self.writers: dict[int, SharedWriter] = {}
         self._readers: dict[int, SharedReader] = {}
         self.published: list[int] = []
@@ -103,7 +103,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.agent.close()
 
 
-def filled(layout: Layout) -> Segments:
+def filled(layout: BlockLayout) -> Segments:
     rng = np.random.default_rng(0)
     block = Segments.empty(SPEC, ROWS)
     for _, array in leaves(block.arrays()):
@@ -114,7 +114,7 @@ def filled(layout: Layout) -> Segments:
 
 
 def test_a_block_is_the_same_on_the_other_side_and_not_to_be_written() -> None:
-    layout = Layout(SPEC, ROWS)
+    layout = BlockLayout(SPEC, ROWS)
     data: Bytes = np.empty(2 * layout.nbytes, np.uint8)
     block = filled(layout)
     for i in range(2):
@@ -129,7 +129,7 @@ def test_a_block_is_the_same_on_the_other_side_and_not_to_be_written() -> None:
 
 
 def test_bytes_of_another_shape_are_not_taken_for_blocks() -> None:
-    layout = Layout(SPEC, ROWS)
+    layout = BlockLayout(SPEC, ROWS)
     with pytest.raises(Damaged):
         unpack(layout, 1, np.zeros(layout.nbytes, np.uint8))
 
@@ -172,7 +172,7 @@ def test_a_large_bundle_does_not_wait_for_more(bench: Bench, monkeypatch: pytest
 
 
 def test_a_bundle_has_an_upper_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_agent, "MAX_BUNDLE_BYTES", 2 * Layout(SPEC, ROWS).nbytes)
+    monkeypatch.setattr(node_agent, "MAX_BUNDLE_BYTES", 2 * BlockLayout(SPEC, ROWS).nbytes)
     bench = Bench(tmp_path, plan())
     bench.agent.start(0, 0, life=1)
     bench.node.write(0, 1.0, 2.0, 3.0)
@@ -270,7 +270,7 @@ def test_blocks_that_cannot_be_written_teach_the_same(run: str) -> None:
     """A batch that is one block reaches the algorithm as it came from another machine."""
     source = Sampled("CartPole-v1", ROWS, 8)
     block = source.block()
-    layout = Layout(block.spec, block.rows)
+    layout = BlockLayout(block.spec, block.rows)
     data: Bytes = np.zeros(layout.nbytes, np.uint8)
     pack(layout, block, data.data)
     data.flags.writeable = False

@@ -17,7 +17,7 @@ from ludus.experiments.assembly.policies import make_policy
 from ludus.experiments.assembly.worker_training import make_plan, probe_environment
 from ludus.models.policy import Policy
 from ludus.ray_cluster.cluster import Cluster
-from ludus.transport.ring_buffer import Bell
+from ludus.transport.ring_buffer import Wakeup
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
@@ -34,8 +34,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def bell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bell]:
-    bell = Bell.create(tmp_path_factory.mktemp("bell") / "bell")
+def bell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wakeup]:
+    bell = Wakeup.create(tmp_path_factory.mktemp("bell") / "bell")
     yield bell
     bell.close()
 
@@ -52,7 +52,7 @@ def plan(policy: Policy) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def nodes(cluster: Cluster, plan: Plan, bell: Bell) -> Iterator[RayNodes]:
+def nodes(cluster: Cluster, plan: Plan, bell: Wakeup) -> Iterator[RayNodes]:
     """With an agent for this machine: it is the only one."""
     before = set(threading.enumerate())
     nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
@@ -66,7 +66,7 @@ def nodes(cluster: Cluster, plan: Plan, bell: Bell) -> Iterator[RayNodes]:
     assert [thread for thread in threading.enumerate() if thread not in before and thread.name in ours] == []
 
 
-def next_block(node: Node, worker: int, bell: Bell) -> Segments:
+def next_block(node: Node, worker: int, bell: Wakeup) -> Segments:
     came: list[Segments] = []
 
     def look() -> bool:
@@ -80,7 +80,7 @@ def next_block(node: Node, worker: int, bell: Bell) -> Segments:
     return came[0]
 
 
-def test_blocks_come_in_order_and_follow_the_weights(cluster: Cluster, nodes: RayNodes, policy: Policy, bell: Bell) -> None:
+def test_blocks_come_in_order_and_follow_the_weights(cluster: Cluster, nodes: RayNodes, policy: Policy, bell: Wakeup) -> None:
     (node,) = nodes.current()
     assert (node.name, node.cores) == (cluster.members()[0].host, 2)
     node.publish(FIRST, policy.weights())
@@ -101,7 +101,7 @@ def test_blocks_come_in_order_and_follow_the_weights(cluster: Cluster, nodes: Ra
     assert np.unique(next_block(node, 0, bell).version).tolist() == [FIRST + 4]
 
 
-def test_a_killed_agent_takes_its_workers_along_and_is_replaced(nodes: RayNodes, policy: Policy, bell: Bell) -> None:
+def test_a_killed_agent_takes_its_workers_along_and_is_replaced(nodes: RayNodes, policy: Policy, bell: Wakeup) -> None:
     (node,) = nodes.current()
     node.publish(FIRST + 10, policy.weights())
     node.start(2, 0)

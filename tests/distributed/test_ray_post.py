@@ -21,7 +21,7 @@ from ludus.distributed.ray_nodes import Patience, RayNodes, room_for
 from ludus.distributed.sampling_pool import Node, Plan
 from ludus.errors import Unreachable, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster, Member
-from ludus.transport.ring_buffer import Bell
+from ludus.transport.ring_buffer import Wakeup
 from tests.distributed.test_node_agent import Scripted, plan
 from tests.waiting import wait_until
 
@@ -105,7 +105,7 @@ class Rig:
     def __init__(self, names: Sequence[str], directory: Path) -> None:
         self.here = names[0]
         self.hosts = {name: Host(name, directory) for name in names}
-        self.bell = Bell.create(directory / "bell")
+        self.bell = Wakeup.create(directory / "bell")
         self.ask: Callable[[], None] = lambda: None
         self.there: list[Member] = []
         """Who is part of it, if not the machines above with 2 cores each."""

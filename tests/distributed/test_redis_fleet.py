@@ -30,9 +30,9 @@ from ludus.models.weights import serialization
 from ludus.sampling.sampler import segment_spec
 from ludus.storage.base import Bytes
 from ludus.storage.local import LocalStore
-from ludus.transport.message_stream import open_exchange
-from ludus.transport.shared_memory import Layout
-from ludus.transport.stream_memory import ExchangeWriter
+from ludus.transport.message_stream import open_message_stream
+from ludus.transport.shared_memory import BlockLayout
+from ludus.transport.stream_memory import StreamWriter
 from tests.redis_server import RedisServer
 from tests.waiting import wait_until
 
@@ -60,10 +60,10 @@ class Rig:
         config = AlgorithmConfig(num_envs_per_worker=2)
         self.shape: EnvironmentShape = probe_environment(ENV, config)
         self.policy: Policy = make_policy(self.shape.observation_space, self.shape.action_space, PPO.Config())
-        self.layout = Layout(segment_spec(self.policy, self.shape, 4), 2)
+        self.layout = BlockLayout(segment_spec(self.policy, self.shape, 4), 2)
         self.blocks, self.version = blocks, 1
         self.is_over = False
-        self._writer: ExchangeWriter | None = None
+        self._writer: StreamWriter | None = None
         self.orders = Orders(
             channel=channel_of(self.store, directory.parent.name + directory.name),
             room=6,
@@ -132,13 +132,13 @@ class Rig:
             work.end()
 
     def exchange(self) -> contextlib.closing[Any]:
-        return contextlib.closing(open_exchange(self.url, self.orders.channel, self.orders.room))
+        return contextlib.closing(open_message_stream(self.url, self.orders.channel, self.orders.room))
 
     def push(self, seq: int, version: int, worker: str = "by-hand", plan: str | None = None) -> None:
         """One segment, as a worker would send it; with a number of earlier, as it does when it heard no answer."""
         if self._writer is None or plan is not None:
-            exchange = open_exchange(self.url, self.orders.channel, self.orders.room)
-            self._writer = ExchangeWriter(exchange, self.layout, worker=worker, plan=plan or self.orders.fingerprint)
+            exchange = open_message_stream(self.url, self.orders.channel, self.orders.room)
+            self._writer = StreamWriter(exchange, self.layout, worker=worker, plan=plan or self.orders.fingerprint)
         self._writer._seq = seq
         block = self._writer.reserve(0)
         assert block is not None

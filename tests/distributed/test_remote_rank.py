@@ -20,8 +20,8 @@ from ludus.experiments.resolve import resolve
 from ludus.experiments.runs.run_dir import Run
 from ludus.launch.job import Job, wait
 from ludus.launch.local import LocalOrchestrator
-from ludus.launch.planner import launch
-from ludus.process.job_env import LEARNERS, PORTS, Surroundings, free_block
+from ludus.launch.planner import NodeRequest, plan_job
+from ludus.process.job_env import LEARNERS, PORTS, JobEnv, find_free_ports
 from ludus.tuning.trial import Attempt
 from tests.experiments import small
 
@@ -33,7 +33,7 @@ def trained(tmp_path: Path, name: str, learner_nodes: int) -> tuple[list[dict[st
     """Rows of its metrics, and what its learner elsewhere said."""
     words = ["train", "CartPole-v1", "--num-workers", "0", "--seed", "3", "--stop", f"timesteps_total={STEPS}", "--quiet"]
     words += ["--local-dir", str(tmp_path / name), "--set", "config.torch_threads=1", "--set", "config.learner_threads=1"]
-    job = launch(words, environ={}, nodes=2, learner_nodes=learner_nodes, wait_s=60.0).job
+    job = plan_job(words, environ={}, nodes=NodeRequest(2, learners=learner_nodes, wait_s=60.0)).job
     without_ray = Job(**{**vars(job), "roles": tuple(role for role in job.roles if role.name != "ray"), "ray": 0})
     with LocalOrchestrator(tmp_path / "state", attached=True) as local:
         job_id = local.submit(replace(without_ray, name=name))
@@ -59,17 +59,17 @@ def test_learners_on_two_nodes_learn_what_one_learns(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Surroundings:
+def job(tmp_path: Path) -> JobEnv:
     """As its main role sees it, with learners on two more nodes."""
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
-    port = free_block(str(tmp_path), PORTS, address="127.0.0.1")
-    return Surroundings(("127.0.0.1", "127.0.0.2", "127.0.0.3"), 0, port, token, wait_s=0.5, learners=2)
+    port = find_free_ports(str(tmp_path), PORTS, address="127.0.0.1")
+    return JobEnv(("127.0.0.1", "127.0.0.2", "127.0.0.3"), 0, port, token, wait_s=0.5, learners=2)
 
 
 @pytest.fixture
-def entrance(job: Surroundings) -> Iterator[FarEntrance]:
+def entrance(job: JobEnv) -> Iterator[FarEntrance]:
     with contextlib.closing(FarEntrance(job, "Look there.")) as one:
         yield one
 
@@ -102,7 +102,7 @@ class Callers:
 
 
 @pytest.fixture
-def callers(job: Surroundings, entrance: FarEntrance) -> Iterator[Callers]:
+def callers(job: JobEnv, entrance: FarEntrance) -> Iterator[Callers]:
     with contextlib.closing(Callers(entrance.address, job.token())) as them:
         yield them
 
@@ -131,7 +131,7 @@ def test_all_who_came_are_let_in(entrance: FarEntrance, callers: Callers) -> Non
         assert {one.receive(HELLO).first, two.receive(HELLO).first} == {0, 1}
 
 
-def test_a_place_that_is_taken_is_an_error_that_may_pass(job: Surroundings, entrance: FarEntrance) -> None:
+def test_a_place_that_is_taken_is_an_error_that_may_pass(job: JobEnv, entrance: FarEntrance) -> None:
     with pytest.raises(UsageError, match=rf"at 127\.0\.0\.1:{job.port + 2}: .*in use") as error:
         FarEntrance(job, "")
     assert not error.value.final
@@ -141,7 +141,7 @@ def test_a_place_that_is_taken_is_an_error_that_may_pass(job: Surroundings, entr
 
 
 @pytest.fixture
-def as_main(job: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
+def as_main(job: JobEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in job.environment().items():
         monkeypatch.setenv(name, value)
 

@@ -21,7 +21,7 @@ from ludus.distributed.hub.rpc import Connection, Header
 from ludus.distributed.hub.server import Door, Hub, Place, find_or_start
 from ludus.distributed.hub.weight_cache import Landing, Mirrors, Share, Source
 from ludus.errors import Damaged, NotFound, StoreFull, UsageError
-from ludus.models.weights.shared_weights import Board, BoardReader, stage
+from ludus.models.weights.shared_weights import SharedWeights, SharedWeightsReader, stage
 from ludus.process.auth import Guard, write_token
 
 RUN = "0123456789abcdef"
@@ -115,12 +115,12 @@ def weights(value: float, size: int = 1000) -> dict[str, Any]:
     return {"w": np.full(size, value, np.float32)}
 
 
-def publish(board: Board, version: int, value: float) -> None:
+def publish(board: SharedWeights, version: int, value: float) -> None:
     board.publish(version, stage(board.directory, weights(value)))
 
 
 def test_a_follower_slower_than_the_publisher_still_gets_a_whole_version(tmp_path: Path) -> None:
-    board, answers = Board(tmp_path / "0001"), asyncio.Queue[Any]()
+    board, answers = SharedWeights(tmp_path / "0001"), asyncio.Queue[Any]()
     peer: Any = Listener()
     publish(board, 1, 1)
 
@@ -145,7 +145,7 @@ def test_a_follower_slower_than_the_publisher_still_gets_a_whole_version(tmp_pat
 
 
 def test_whoever_waits_is_answered_when_there_is_something_new_and_otherwise_in_time(tmp_path: Path) -> None:
-    board, answers = Board(tmp_path / "0001"), asyncio.Queue[Any]()
+    board, answers = SharedWeights(tmp_path / "0001"), asyncio.Queue[Any]()
     peer: Any = Listener()
     publish(board, 1, 1)
 
@@ -252,7 +252,7 @@ def test_damage_on_the_way_is_noticed_and_what_was_damaged_is_fetched_again(
     mirrors = Mirrors(share.path, line)
     try:
         reader = mirrors.reader(info, 20)
-        assert isinstance(reader, BoardReader)
+        assert isinstance(reader, SharedWeightsReader)
         assert len(calls) == 2
         version, read = reader.read()
         assert version == 1

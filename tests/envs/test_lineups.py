@@ -65,7 +65,7 @@ def test_what_is_no_lineup_is_named(given: Any, said: str) -> None:
         taken(given, 1)
 
 
-def test_heroes_that_nobody_named_cannot_be_drawn() -> None:
+def test_unknown_heroes_cannot_be_drawn() -> None:
     with pytest.raises(ConfigError, match="not known"):
         Lineups("random", 1)
     with pytest.raises(ConfigError, match="too few"):

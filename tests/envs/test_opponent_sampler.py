@@ -28,7 +28,7 @@ def test_fixed_shares_stay_whatever_happens() -> None:
         assert drawn.count(name) / 4000 == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
 
 
-def test_even_matches_are_sought_and_nobody_disappears() -> None:
+def test_even_matches_are_preferred_and_no_opponent_disappears() -> None:
     sampler = OpponentSampler(SHARES, EVEN)
     assert sampler.probabilities.tolist() == [[0.25, 0.5, 0.25]]  # nothing is known yet
     played(sampler, {"easy": 0.0, "medium": 0.0, "hard": 0.0}, 100)
@@ -45,7 +45,7 @@ def test_even_matches_are_sought_and_nobody_disappears() -> None:
     np.testing.assert_allclose(sampler.probabilities[0], np.array([0.1, 1.2, 0.8]) / 2.1, atol=0.05)
 
 
-def test_heroes_who_always_win_make_way_for_those_who_do_not_yet() -> None:
+def test_lineups_that_always_win_are_played_less() -> None:
     """Two line-ups: the first wins against everybody whatever it does; the second always loses to hard, and medium is even for it."""
     sampler = OpponentSampler({"medium": 0.5, "hard": 0.5}, EVEN, lineups=2)
     np.testing.assert_allclose(sampler.probabilities, 0.25)

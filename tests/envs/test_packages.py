@@ -74,7 +74,7 @@ def test_a_package_that_is_not_there_and_what_to_install() -> None:
         check_exists("ludus_test_missing:Game-v0")
     with pytest.raises(MissingExtra, match=r"There is no module 'sumo_rl' .*pip install sumo-rl"):
         check_exists("sumo_rl:sumo-rl-v0")
-    with pytest.raises(UnknownName, match="a part of Python itself"):
+    with pytest.raises(UnknownName, match="belongs to Python's standard library"):
         check_exists("os:Game-v0")
 
 

@@ -86,14 +86,14 @@ def test_an_undeclared_function_that_fails_is_not_taken_for_one_agent() -> None:
         is_multi_agent(f"{__name__}:broken", {})
 
 
-def test_a_misspelt_name_is_told_with_the_nearest() -> None:
+def test_a_misspelt_name_suggests_the_nearest() -> None:
     with pytest.raises(UnknownName, match="mpe2/simple_spread_v3"):
         make_match("mpe2/simple_spred_v3")
     with pytest.raises(UnknownName, match="pettingzoo/tictactoe_v3"):
         make_match("pettingzoo/tictactoe_v4")
 
 
-def test_keywords_that_the_environment_does_not_take_are_told() -> None:
+def test_unknown_environment_keywords_are_reported() -> None:
     with pytest.raises(EnvironmentFault, match="env_config"):
         make_match("mpe2/simple_spread_v3", {"agents": 3})
 
@@ -126,7 +126,7 @@ def test_tictactoe_is_played_in_turns_with_masks_to_its_end() -> None:
 
 @pytest.mark.parametrize("kind", [ScriptParallel, ScriptTurns])
 @pytest.mark.parametrize("masked", ["", "observation", "info"])
-def test_every_step_of_every_agent_is_told_once_and_in_order(kind: Any, masked: str) -> None:
+def test_every_agent_step_is_returned_once_and_in_order(kind: Any, masked: str) -> None:
     env = kind(masked=masked)
     match = match_of(env, "script")
     for seed in range(30):
@@ -157,7 +157,7 @@ def test_the_same_seed_is_the_same_match(make: Any) -> None:
     assert [t.reward for m in first for t in m.turns] == [t.reward for m in again for t in m.turns]
 
 
-def test_rewards_of_those_who_left_are_counted_and_given_to_nobody() -> None:
+def test_rewards_of_departed_agents_are_counted_only() -> None:
     match = match_of(Simple("gone", at=2), "simple")
     returns, _ = played(match, 0, lambda turn: 1)
     assert returns == {"a": 2 + 2 + 1 + 1 + 1, "b": 2 + 2}
@@ -184,13 +184,13 @@ def test_an_agent_may_appear_for_the_first_time_late() -> None:
     ("fault", "words"),
     [
         ("stranger", "'stranger' of simple appeared at step 3 but is not one of its possible_agents"),
-        ("nan", "step 3, agent 'b': the observation of b holds nan"),
+        ("nan", "step 3, agent 'b': the observation of b contains nan"),
         ("shape", r"agent 'b': the observation of b has shape \[3\]"),
         ("reward", "gave 'a' the reward inf at step 3"),
         ("raises", "raised RuntimeError in step"),
     ],
 )
-def test_what_goes_wrong_is_told_with_the_agent_and_the_step(fault: str, words: str) -> None:
+def test_errors_name_the_agent_and_the_step(fault: str, words: str) -> None:
     with pytest.raises(EnvironmentFault, match=words):
         played(match_of(Simple(fault), "simple"), 0, lambda turn: 0)
 
@@ -205,7 +205,7 @@ def test_a_mask_that_forbids_everything_is_a_fault() -> None:
         match_of(Forbidding(), "script").reset(0)
 
 
-def test_nobody_acting_for_ever_is_a_fault() -> None:
+def test_endless_steps_without_an_acting_agent_are_a_fault() -> None:
     class Silent(Simple):
         def step(self, actions: dict[str, Any]) -> Any:
             return {}, {}, {}, {}, {}
@@ -220,7 +220,7 @@ def test_nobody_acting_for_ever_is_a_fault() -> None:
 # -- the whole ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_whole_is_what_all_agents_see_and_zero_for_those_who_are_not_there() -> None:
+def test_the_central_state_is_all_observations_with_zeros_for_absent_agents() -> None:
     match = match_of(Simple("gone", at=2), "simple")
     whole = CentralState(match.agents, match.state_space)
     moved = match.reset(0)

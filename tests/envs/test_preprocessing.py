@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text, Tuple
 
-from ludus.config import schema as configs
-from ludus.config.schema import PreprocessConfig
+from ludus.config.schema import AlgorithmConfig, PreprocessConfig
+from ludus.config.validation import parse_algorithm_config
 from ludus.envs.preprocessing import area_weights, for_evaluation, preprocess_env
 from ludus.envs.vector_env import LoopEnvironments, VectorEnvironments, make_environments, make_one
 from ludus.errors import ConfigError, EnvironmentFault
@@ -280,10 +280,10 @@ def test_what_a_tuple_shows_is_preprocessed_part_by_part() -> None:
 )
 def test_what_cannot_be_is_refused_with_what_could_be(section: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        configs.algorithm_config(configs.AlgorithmConfig, {"preprocess": section})
+        parse_algorithm_config(AlgorithmConfig, {"preprocess": section})
 
 
-def test_whoever_watches_a_game_sees_what_was_trained_on_and_its_own_points() -> None:
+def test_a_rollout_has_the_training_observations_and_unclipped_rewards() -> None:
     pytest.importorskip("vizdoom", reason="pip install 'ludus[doom]'")
     settings = PreprocessConfig(grey=True, resize=(30, 40), stack=2, frame_skip=2, clip_reward="sign")
     game = make_one("VizdoomBasic-v1", preprocess=settings, render_mode="rgb_array")

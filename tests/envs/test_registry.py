@@ -60,7 +60,7 @@ def test_a_registered_function_may_make_vectors_and_may_replace_what_gymnasium_h
     assert length_of("CartPole-v1", length=4) == 4
 
 
-def test_a_registered_name_is_offered_to_whoever_misspells_it() -> None:
+def test_a_misspelt_registered_name_is_suggested() -> None:
     ludus.register_env("my-football", tiny.make_count)
     with pytest.raises(UnknownName, match=r"Unknown environment 'my-fotball'.*'my-football'.*known only where that was called"):
         check_exists("my-fotball")

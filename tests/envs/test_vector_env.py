@@ -107,14 +107,14 @@ def test_a_missing_extra_is_named_with_its_pip_line(env: str, package: str, extr
         make_environments(env, 1)
 
 
-def test_an_own_environment_that_lacks_a_package_is_told_from_one_that_is_broken() -> None:
+def test_a_missing_package_is_distinguished_from_a_broken_environment() -> None:
     with pytest.raises(MissingExtra, match="a_package_that_nobody_has"):
         make_environments("tests.environments:make_needs_package", 1)
     with pytest.raises(EnvironmentFault, match=r"make_crash raised OSError in its constructor: port 5005 is taken"):
         make_environments("tests.environments:make_crash", 1)
 
 
-def test_wrong_settings_of_an_environment_are_said() -> None:
+def test_wrong_environment_settings_are_reported() -> None:
     with pytest.raises(EnvironmentFault, match=r"could not be constructed.*lenght.*Check config\.env_config"):
         make_environments("tests.environments:make_count", 1, {"lenght": 3})
     with pytest.raises(EnvironmentFault, match=r"CartPole-v1 could not be constructed.*gravity"):
@@ -524,7 +524,7 @@ def test_a_vector_that_raises_is_named_with_the_step() -> None:
 # -- environments that fail and are made anew
 
 
-def test_an_environment_that_raises_is_made_anew_and_its_row_is_lost_at_that_step() -> None:
+def test_a_failed_environment_is_recreated_and_its_row_is_lost() -> None:
     fresh = [tiny.Count(length=50), tiny.Count(length=50)]
     made = LoopEnvironments("fragile", [tiny.Count(length=4), tiny.Faulty("raises in step", at=3)], fresh.pop)
     made.reset(0)
@@ -588,7 +588,7 @@ class _Listens(tiny.Count):
         return super().step(action)
 
 
-def test_one_that_is_made_anew_hears_how_far_training_has_come() -> None:
+def test_a_recreated_environment_gets_the_training_progress() -> None:
     fresh = _Listens()
     made = LoopEnvironments("listens", [_Listens(breaks=True)], lambda: fresh)
     made.reset(0)
@@ -597,7 +597,7 @@ def test_one_that_is_made_anew_hears_how_far_training_has_come() -> None:
     assert fresh.heard == [7_000]
 
 
-def test_a_vector_that_is_made_anew_hears_it_too() -> None:
+def test_a_recreated_vector_environment_gets_the_training_progress() -> None:
     class Breaks(tiny.SameStep):
         def step(self, actions: Any) -> Any:
             raise RuntimeError("the server is gone")
@@ -640,7 +640,7 @@ def test_whether_there_would_be_opponents_is_known_before(name: str, rows: int, 
     assert row_info(name, rows, config).has_opponents is has
 
 
-def test_of_a_team_one_plays_alone_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_playing_one_row_of_a_team_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     make_as_trained({"env": ARENA, "config": {"env_config": {"mode": "3v3", "repeat": 0.5, "opponent": "easy"}}})
     assert "One row of a side of 3" in caplog.text
     caplog.clear()
@@ -649,7 +649,7 @@ def test_of_a_team_one_plays_alone_and_that_is_said(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("name", [ARENA, "ludus/Arena-1v1-v0"])
-def test_who_watches_sees_whole_matches(name: str, tmp_path: Path) -> None:
+def test_rollouts_play_whole_matches(name: str, tmp_path: Path) -> None:
     """Training may begin in the middle, and at states that are not there any more."""
     trained = {"env": name, "config": {"env_config": {"repeat": 1.0, "states": str(tmp_path / "gone"), "seconds": 30}}}
     env = make_as_trained(trained)
@@ -675,7 +675,7 @@ def test_how_many_rows_are_a_side_is_known_before(name: str, config: dict[str, A
 @pytest.mark.parametrize(
     "own", [gym.spaces.Box(-1, 1, (3,)), gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (3,))})], ids=["box", "dict"]
 )
-def test_whoever_only_plays_sees_its_own_part_as_the_actor_does(own: gym.Space[Any], masked: bool) -> None:
+def test_without_central_state_the_player_sees_the_actor_observation(own: gym.Space[Any], masked: bool) -> None:
     class Both(gym.Env[Any, Any]):
         action_space = gym.spaces.Discrete(2)
 
@@ -725,7 +725,7 @@ class _Losing(gym.vector.VectorEnv[Any, Any, Any]):
         return np.zeros((2, 1), np.float32), np.zeros(2, np.float32), nothing, nothing, infos
 
 
-def test_a_vector_environment_says_which_rows_it_has_lost_and_is_told_whom_to_beat_for() -> None:
+def test_a_vector_environment_reports_lost_rows_and_gets_the_heartbeat() -> None:
     inner = _Losing()
     environments = VectorEnvironments("losing", inner)
     environments.reset(0)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ludus.errors import StoreUnavailable
-from ludus.storage.base import Bytes, Guard
+from ludus.storage.base import Bytes, WriteGuard
 from ludus.storage.local import LocalStore
 
 BOXES = "TEST_BOXES"
@@ -34,7 +34,7 @@ class Box(LocalStore):
         self._reach()
         return super().get(key)
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         self._reach()
         super().put_bundle(key, files, guard=guard)
 

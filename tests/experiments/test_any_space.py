@@ -44,7 +44,7 @@ def policy_of(observation: gym.Space[Any], action: gym.Space[Any], core: str | N
 
 
 def rows_of(space: gym.Space[Any], count: int) -> Any:
-    fit = spaces.Fit(space)
+    fit = spaces.SpaceParser(space)
     return map_tree(lambda *items: torch.from_numpy(np.stack(items)), *(fit(space.sample()) for _ in range(count)))
 
 

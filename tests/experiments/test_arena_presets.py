@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ludus.config import schema as configs
+from ludus.config.experiment_file import load_experiments
 from ludus.experiments import runner
 from ludus.experiments.export_run import export_checkpoint
 from ludus.experiments.source import preset_index
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_a_preset_trains_and_fights(
     server: str, tmp_path: Path, preset: str, far: bool, opponent: dict[str, float] | None, lstm: bool
 ) -> None:
-    ((_, data),) = copy.deepcopy(configs.load_experiments(preset_index.preset(preset))).items()
+    ((_, data),) = copy.deepcopy(load_experiments(preset_index.preset(preset))).items()
     config: dict[str, Any] = data["config"]
     seats = 3 if "3v3" in preset else 1
     config |= {"num_envs_per_worker": 4 * seats, "rollout_fragment_length": 40, "train_batch_size": 160 * seats}

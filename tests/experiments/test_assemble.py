@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from ludus.config import schema as configs
 from ludus.errors import LudusError
+from ludus.experiments import runner
 from ludus.experiments.assembly.assemble import assemble_of, assemble_run
 from ludus.experiments.assembly.components import ComponentStack
 from ludus.experiments.resolve import resolve
@@ -76,3 +78,17 @@ def test_a_run_whose_components_have_nothing_to_do_fails_instead_of_hanging(
         monkeypatch.setattr(parts.source, "step", lambda: False)
         with pytest.raises(LudusError, match="wait forever"):
             parts.controller.run()
+
+
+def test_the_config_is_read_once_between_start_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    for name in ("read_experiment", "read_config"):
+        original = getattr(configs, name)
+
+        def count(*args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
+            reads.append(name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(configs, name, count)
+    runner.train(small.data(1), local_dir=tmp_path)
+    assert sorted(reads) == ["read_config", "read_experiment"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ludus.algorithms.ppo import PPO, PPOConfig
-from ludus.config.schema import algorithm_config
-from ludus.experiments.assembly.auto_workers import Cost, best, measure, possible_workers
+from ludus.config.validation import parse_algorithm_config
+from ludus.experiments.assembly.auto_workers import StepCost, best_number, measure, possible_workers
 from tests.environments import Count
 
 MS = 1e-3
@@ -20,16 +20,16 @@ MS = 1e-3
 @pytest.mark.parametrize(
     ("cost", "cores", "sampling", "chosen"),
     [
-        pytest.param(Cost(0.005 * MS, 0, 0.02 * MS), 2, "sync", 0, id="learning is the limit"),
-        pytest.param(Cost(10 * MS, 0, 0.1 * MS), 8, "sync", 8, id="a slow environment takes all cores"),
-        pytest.param(Cost(10 * MS, 0, 10 * MS), 8, "async", 1, id="one worker keeps the learner busy"),
-        pytest.param(Cost(10 * MS, 9.9 * MS, 0.01 * MS), 2, "async", 8, id="environments that wait take more than the cores"),
-        pytest.param(Cost(3 * MS, 0, 1 * MS), 4, "async", 3, id="as many as the learner can follow"),
-        pytest.param(Cost(1 * MS, 0, 1 * MS), 1, "async", 0, id="one core has no room for another process"),
+        pytest.param(StepCost(0.005 * MS, 0, 0.02 * MS), 2, "sync", 0, id="learning is the limit"),
+        pytest.param(StepCost(10 * MS, 0, 0.1 * MS), 8, "sync", 8, id="a slow environment takes all cores"),
+        pytest.param(StepCost(10 * MS, 0, 10 * MS), 8, "async", 1, id="one worker keeps the learner busy"),
+        pytest.param(StepCost(10 * MS, 9.9 * MS, 0.01 * MS), 2, "async", 8, id="environments that wait take more than the cores"),
+        pytest.param(StepCost(3 * MS, 0, 1 * MS), 4, "async", 3, id="as many as the learner can follow"),
+        pytest.param(StepCost(1 * MS, 0, 1 * MS), 1, "async", 0, id="one core has no room for another process"),
     ],
 )
-def test_the_smallest_number_that_is_nearly_best(cost: Cost, cores: int, sampling: str, chosen: int) -> None:
-    assert best(cost, cores, sampling, range(1, 4 * cores + 1)) == chosen
+def test_the_smallest_number_that_is_nearly_best(cost: StepCost, cores: int, sampling: str, chosen: int) -> None:
+    assert best_number(cost, cores, sampling, range(1, 4 * cores + 1)) == chosen
 
 
 def test_a_batch_that_was_asked_for_comes_out_even() -> None:
@@ -40,7 +40,7 @@ def test_a_batch_that_was_asked_for_comes_out_even() -> None:
 
 
 def test_an_environment_that_waits_is_seen_to_wait() -> None:
-    config = algorithm_config(PPOConfig, {"num_envs_per_worker": 1, "env_config": {"stall": 1.0, "stall_s": (0.01, 0.01)}})
+    config = parse_algorithm_config(PPOConfig, {"num_envs_per_worker": 1, "env_config": {"stall": 1.0, "stall_s": (0.01, 0.01)}})
     cost = measure("tests.environments:make_fragile", PPO, config)
     assert cost.sample_s > 0.008  # the steps that only reset do not wait
     assert cost.wait_s > 0.8 * cost.sample_s
@@ -54,14 +54,14 @@ def test_opponents_from_the_past_are_played_while_it_is_measured() -> None:
         "env_config": {"opponent": "past", "seconds": 20},
         "model": {"fcnet_hiddens": [8]},
     }
-    cost = measure("ludus.games.arena.env.gym_env:ArenaVectorEnv", PPO, algorithm_config(PPOConfig, keywords))
+    cost = measure("ludus.games.arena.env.gym_env:ArenaVectorEnv", PPO, parse_algorithm_config(PPOConfig, keywords))
     assert cost.sample_s > 0
 
 
 @pytest.mark.long
 def test_a_very_slow_environment_is_measured_by_a_few_steps_and_the_threads_are_given_back(tmp_path: Path) -> None:
     said = tmp_path / "steps"
-    config = algorithm_config(PPOConfig, {"num_envs_per_worker": 1, "env_config": {"said": str(said)}, "torch_threads": 1})
+    config = parse_algorithm_config(PPOConfig, {"num_envs_per_worker": 1, "env_config": {"said": str(said)}, "torch_threads": 1})
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:

@@ -112,7 +112,7 @@ def test_an_exception_before_the_start_prevents_the_run(tmp_path: Path) -> None:
     assert other.result is None
 
 
-def test_an_exception_at_the_end_is_raised_and_the_others_are_told_all_the_same(tmp_path: Path) -> None:
+def test_an_exception_in_on_end_is_raised_after_the_other_callbacks_were_called(tmp_path: Path) -> None:
     other = Diary()
     with pytest.raises(LookupError, match="on_end"):
         train(tmp_path, Diary(fails_in="on_end"), other)
@@ -129,7 +129,7 @@ def test_a_run_that_fails_tells_its_callbacks(tmp_path: Path) -> None:
     assert diary.result is None
 
 
-def test_wrong_arguments_are_told_before_any_callback(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_before_any_callback(tmp_path: Path) -> None:
     diary = Diary()
     with pytest.raises(UsageError, match="lrr"):
         train(tmp_path, diary, lrr=1)

@@ -23,7 +23,7 @@ from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, StoreError
 from ludus.experiments.runs import checkpoint
 from ludus.models.networks import NetworkConfig
 from ludus.models.weights import serialization
-from ludus.models.weights.version_store import LocalPool, load_version, stored_versions
+from ludus.models.weights.version_store import LocalVersionStore, load_version, stored_versions
 from ludus.storage.local import LocalStore
 from ludus.transport.base import MemoryStats
 from tests.experiments.small import ACTION, OBSERVATION, make_ppo, make_segments, same
@@ -424,9 +424,9 @@ class _Queue:
         pass
 
 
-def _two(store: LocalStore, *blocks: Segments) -> tuple[Trainer, LocalPool, dict[str, PPO]]:
+def _two(store: LocalStore, *blocks: Segments) -> tuple[Trainer, LocalVersionStore, dict[str, PPO]]:
     algorithms = {"left": make_ppo(1), "right": make_ppo(2, network=NetworkConfig(fcnet_hiddens=(12,)))}
-    pool = LocalPool(store)
+    pool = LocalVersionStore(store)
     for name, algorithm in algorithms.items():
         pool.add(name, algorithm.policy)
     return Trainer(algorithms, _Queue(*blocks), pool), pool, algorithms
@@ -483,7 +483,7 @@ def test_versions_never_go_back_however_a_pool_ends(store: LocalStore, closes: b
     policy = make_ppo().policy
     last = 0
     for incarnation in range(1, 5):
-        pool = LocalPool(store)
+        pool = LocalVersionStore(store)
         pool.add("model", policy)
         assert pool.incarnation("model") == incarnation
         published = [pool.newest("model")[1]] + [pool.publish("model") for _ in range(3)]
@@ -497,23 +497,23 @@ def test_versions_never_go_back_however_a_pool_ends(store: LocalStore, closes: b
 
 def test_versions_go_on_above_more_than_one_reserved_block(store: LocalStore) -> None:
     policy = make_ppo().policy
-    pool = LocalPool(store)
+    pool = LocalVersionStore(store)
     pool.add("model", policy)
     last = [pool.publish("model") for _ in range(2500)][-1]
     assert last == 2501
-    again = LocalPool(store)  # without close: killed
+    again = LocalVersionStore(store)  # without close: killed
     again.add("model", policy)
     assert again.newest("model")[1] > last
 
 
 def test_versions_start_above_those_of_a_restored_checkpoint(store: LocalStore) -> None:
-    pool = LocalPool(store)
+    pool = LocalVersionStore(store)
     pool.add("model", make_ppo().policy, above=5000)
     assert pool.newest("model")[1] == 5001
 
 
 def test_each_model_counts_its_own_versions(store: LocalStore) -> None:
-    pool = LocalPool(store)
+    pool = LocalVersionStore(store)
     pool.add("left", make_ppo().policy)
     pool.add("right", make_ppo().policy, above=10)
     pool.publish("left")
@@ -522,15 +522,15 @@ def test_each_model_counts_its_own_versions(store: LocalStore) -> None:
 
 
 def test_a_damaged_counter_is_said_rather_than_counted_from_one(store: LocalStore) -> None:
-    LocalPool(store).add("model", make_ppo().policy)
+    LocalVersionStore(store).add("model", make_ppo().policy)
     store.put("models/model/versions.json", b"{")
     with pytest.raises(Damaged, match=r"versions\.json"):
-        LocalPool(store).add("model", make_ppo().policy)
+        LocalVersionStore(store).add("model", make_ppo().policy)
 
 
 def test_a_kept_version_does_not_change_when_training_goes_on(store: LocalStore) -> None:
     ppo = make_ppo()
-    pool = LocalPool(store)
+    pool = LocalVersionStore(store)
     pool.add("model", ppo.policy)
     before = ppo.policy.weights()
     assert pool.keep("model") == 1

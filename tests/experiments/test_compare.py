@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ludus.core.metrics import JsonLines
+from ludus.core.metrics import JsonLinesSink
 from ludus.errors import ConfigError, NotFound, UsageError
 from ludus.experiments.runs import compare, plot
 from ludus.experiments.runs.compare import compare_groups, group_runs, holm, smallest_p, value_at
@@ -26,7 +26,7 @@ def made(
 ) -> Path:
     """A finished run with these values of episode_return_mean."""
     opened = Run.create(directory, {name: {"env": env, "run": run, "config": config}})
-    sink = JsonLines(opened.metrics_path)
+    sink = JsonLinesSink(opened.metrics_path)
     for i, (timesteps, value) in enumerate(points.items(), 1):
         sink.write({"iterations": i, "timesteps": timesteps, "episode_return_mean": value})
     sink.close()
@@ -188,7 +188,7 @@ def test_trials_of_scripts_are_found_and_stand_for_themselves(tmp_path: Path) ->
     (trial / "meta.json").write_text(json.dumps({"kind": "session"}))
     (tmp_path / "runs" / "atari" / "no-run").mkdir()
     (tmp_path / "runs" / "atari" / "no-run" / "meta.json").write_text("{}")
-    sink = JsonLines(trial / "metrics.jsonl")
+    sink = JsonLinesSink(trial / "metrics.jsonl")
     sink.write({"iterations": 1, "timesteps": 5, "episode_return_mean": 2.0})
     sink.close()
     assert {run.name for run in find_runs(tmp_path / "runs")} == {"one", "ppo-v0"}

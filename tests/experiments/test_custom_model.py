@@ -25,7 +25,7 @@ from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights.serialization import encode_weights
 from ludus.protocol.client import Client
-from ludus.serving.release import Part, Release, tried
+from ludus.serving.release import Release, ReleasedModel, validate_release
 from tests.cli.programs import program
 from tests.experiments import small
 
@@ -146,8 +146,8 @@ def test_a_run_is_taken_up_loaded_and_begun_from_by_the_name_alone(project: Path
 
 def test_a_release_is_tried_out_and_served_with_it(project: Path) -> None:
     policy = Policy(small.OBSERVATION, small.ACTION, NetworkConfig(custom_model="memory"))
-    part = Part(json.dumps(policy.description()).encode(), encode_weights(policy.weights()), 1)
-    served = tried(Release(1, {"": "model"}, {"model": part}))["model"]
+    part = ReleasedModel(json.dumps(policy.description()).encode(), encode_weights(policy.weights()), 1)
+    served = validate_release(Release(1, {"": "model"}, {"model": part}))["model"]
     seen, state = np.ones((3, 4), np.float32), tuple(spec.zeros(3) for spec in policy.state_spec())
     assert np.array_equal(served.act(seen, state).value, policy.act(seen, state).value)
 
@@ -178,7 +178,7 @@ def test_it_is_exported_with_its_memory_and_tied_weights(project: Path) -> None:
         ("self.features = self.body(obs) + (1 if obs.sum() > 0 else 2)", r"net\.py, line 14: .* use torch.where"),
         (
             "x = self.body(obs); self.features = x + torch.linalg.eigvalsh(x[:, :4].reshape(-1, 2, 2))[:, :1]",
-            "aten.*has no form there",
+            "aten.*has no ONNX equivalent",
         ),
     ],
 )

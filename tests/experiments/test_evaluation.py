@@ -19,11 +19,12 @@ import torch
 import ludus
 from ludus.algorithms.run_clock import RunClock
 from ludus.config.schema import PreprocessConfig
-from ludus.core.metrics import Csv, JsonLines, Numbers, read_jsonl
+from ludus.core.metrics import CsvSink, JsonLinesSink, Numbers, read_jsonl
 from ludus.distributed.code_bundle import Luggage
 from ludus.errors import ConfigError
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.evaluation.evaluation import Course, Evaluation, EvaluationWorkers
+from ludus.experiments.evaluation.evaluation import Course, Evaluation
+from ludus.experiments.evaluation.evaluation_workers import EvaluationWorkers, WorkerSettings
 from ludus.experiments.runs import checkpoint
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
@@ -132,7 +133,7 @@ def a_course(env: str, env_config: dict[str, Any], episodes: int, explore: bool 
     policy = Policy(Walk().observation_space, Walk().action_space, NetworkConfig(fcnet_hiddens=(16,)))
     return Course(
         env=env, env_config=env_config, preprocess=PreprocessConfig(), wrappers=(), description=policy.description(),
-        duration=episodes, by_steps=False, explore=explore, seed=3, forgiving=False, device="cpu", luggage=Luggage(),
+        duration=episodes, by_steps=False, explore=explore, seed=3, forgiving=False, device="cpu",
     )  # fmt: skip
 
 
@@ -205,7 +206,9 @@ def test_workers_that_die_and_hang_are_replaced_and_the_score_is_that_of_an_eval
     expected = Evaluation(a_course(WALK, {}, 20), policy, NO_STOP)(4)
     assert len(expected.returns) == 20
     course = a_course(TROUBLED, {"notes": str(directory)}, 20)
-    players = EvaluationWorkers(course, directory, 2, 1.0, Restart(limit=10, backoff_s=0.01), lambda: False)
+    players = EvaluationWorkers(
+        course, Luggage(), directory, WorkerSettings(2, 1.0, Restart(limit=10, backoff_s=0.01)), lambda: False
+    )
     try:
         players.begin(4, "000004")
         ((iteration, score),) = finished(players)
@@ -233,7 +236,9 @@ def test_whole_sides_play_the_same_matches_whoever_plays_them(tmp_path: Path) ->
     expected = Evaluation(course, policy, NO_STOP)(4)
     assert len(expected.sides) == 4
     assert len(set(expected.sides)) == 4, "four matches, not the same four times"
-    players = EvaluationWorkers(course, tmp_path, 2, 60.0, Restart(limit=3, backoff_s=0.01), lambda: False)
+    players = EvaluationWorkers(
+        course, Luggage(), tmp_path, WorkerSettings(2, 60.0, Restart(limit=3, backoff_s=0.01)), lambda: False
+    )
     try:
         players.begin(4, "000004")
         ((_, score),) = finished(players)
@@ -269,7 +274,7 @@ def test_a_late_evaluation_is_read_back_with_its_own_iteration(tmp_path: Path) -
 
 
 def test_a_late_evaluation_stands_in_the_row_of_its_iteration_in_a_spreadsheet_too(tmp_path: Path) -> None:
-    lines, sheet = JsonLines(tmp_path / "metrics.jsonl"), Csv(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
+    lines, sheet = JsonLinesSink(tmp_path / "metrics.jsonl"), CsvSink(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
     late: Numbers = {"iterations": 2, "timesteps": 20, "evaluation/return_mean": 2.5}
     for numbers in (*({"iterations": i, "timesteps": 10 * i} for i in (1, 2, 3)), late, {"iterations": 4, "timesteps": 40}):
         lines.write(numbers)

@@ -14,7 +14,7 @@ from ludus.experiments.runs import checkpoint
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
-from ludus.serving.checkpoint_follower import Follower, Offering, Source
+from ludus.serving.checkpoint_follower import CheckpointFollower, CheckpointSource, UpdateSettings
 from ludus.storage.local import LocalStore
 from tests.experiments import small
 from tests.tools import network_of
@@ -68,11 +68,13 @@ def test_what_cannot_be_had_is_not_an_error(tmp_path: Path) -> None:
 
 def test_int8_is_served_after_it_was_measured_on_what_the_agent_sees(tmp_path: Path) -> None:
     run, _ = made(tmp_path / "run")
-    follower = Follower({"default": Source(str(run))}, tmp_path / "service", Offering(backend="onnx-int8"))
+    follower = CheckpointFollower(
+        {"default": CheckpointSource(str(run))}, tmp_path / "service", UpdateSettings(backend="onnx-int8")
+    )
     follower.open()
     (file,) = (tmp_path / "service").rglob("*.onnx")
     assert OnnxPolicy(file).precision == "int8"
-    ((whose, seen),) = follower._observed.items()
+    ((whose, seen),) = follower._observations.items()
     assert whose == ("default", "model")
     assert seen is not None
     assert seen.shape == (PLAY_STEPS, 4)

@@ -122,8 +122,8 @@ def fence_one_off(store: Store, begin: list[str], place: str, tmp_path: Path, en
     claim = newest_claim(store, "model")
     assert claim is not None
     assert claim.number == 2
-    assert claim.said["pid"] not in stopped
-    assert claim.said["from"] is not None
+    assert claim.content["pid"] not in stopped
+    assert claim.content["from"] is not None
     return first_log.read_text()
 
 

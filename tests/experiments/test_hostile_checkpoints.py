@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_from_the_checkpoint_before(run: Path, name: str) 
 def test_a_follower_says_damaged_and_never_waits(run: Path) -> None:
     replaced_by_pipe(newest(run) / WEIGHTS)
     with pytest.raises(Damaged):
-        checkpoint_follower.Source(str(run)).release(newest(run).name)
+        checkpoint_follower.CheckpointSource(str(run)).release(newest(run).name)
 
 
 def test_links_to_directories_are_followed(run: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_other_files_of_a_run_do_not_hang_a_reader(run: Path, file: str, harm: C
 def test_a_file_larger_than_the_machine_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "large").write_bytes(b"x" * 100)
     assert read_regular_file(tmp_path / "large", size=100) == b"x" * 100
-    monkeypatch.setattr(safe_read, "largest_file", lambda: 99)
+    monkeypatch.setattr(safe_read, "max_file_bytes", lambda: 99)
     with pytest.raises(Damaged, match="at most 99"):
         read_regular_file(tmp_path / "large")
 

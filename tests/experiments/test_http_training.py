@@ -55,7 +55,10 @@ MASK = {"type": "MultiBinary", "shape": [2]}
         (ONE_SEAT | {"observation_space": {"type": "Sphere"}}, "not the description of a space"),
         (ONE_SEAT | {"action_space": {"type": "Discrete", "n": 0}}, "not the description of a space"),
         ({"seats": {"a": ONE_SEAT, "b": ONE_SEAT | {"observation_space": MASK}}}, "Seat 'b' has other spaces"),
-        (ONE_SEAT | {"observation_space": {"type": "Dict", "spaces": {"observation": PLANE, "action_mask": MASK}}}, "beside the"),
+        (
+            ONE_SEAT | {"observation_space": {"type": "Dict", "spaces": {"observation": PLANE, "action_mask": MASK}}},
+            "next to the",
+        ),
         (
             {"seats": {"a": ONE_SEAT | {"observation_space": {"type": "Dict", "spaces": {"action_mask": MASK, "x": PLANE}}}}},
             "'a'",
@@ -70,7 +73,7 @@ def test_a_wrong_config_is_refused_before_anything_starts(outside: dict[str, Any
     assert words in str(caught.value)
 
 
-def test_a_port_that_is_taken_is_told_and_no_run_is_left(tmp_path: Path) -> None:
+def test_a_port_in_use_is_an_error_and_no_run_is_left(tmp_path: Path) -> None:
     with bind("127.0.0.1", 0) as taken, pytest.raises(UsageError, match="Cannot listen"):
         runner.train(data(outside=ONE_SEAT | {"port": taken.getsockname()[1]}), project=tmp_path, trial="run")
     assert not list(tmp_path.iterdir())
@@ -83,7 +86,7 @@ def test_beyond_this_machine_only_with_a_token(tmp_path: Path, host: str) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_a_token_file_that_is_missing_or_empty_is_told(tmp_path: Path) -> None:
+def test_a_missing_or_empty_token_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     for name in ("missing", "empty"):
         outside = ONE_SEAT | {"token_file": str(tmp_path / name)}
@@ -225,7 +228,7 @@ GARBAGE: list[bytes] = [
 ]
 
 
-def test_a_game_that_sends_garbage_beside_good_ones_does_no_harm(tmp_path: Path, learned: list[Segments]) -> None:
+def test_a_game_that_sends_garbage_does_not_affect_others(tmp_path: Path, learned: list[Segments]) -> None:
     statuses: set[int] = set()
 
     def rubbish(url: str) -> None:
@@ -324,7 +327,7 @@ def test_two_models_learn_side_by_side_and_go_on_after_a_resume(tmp_path: Path) 
         assert any(np.isfinite(row.get(f"{name}/learner/loss", np.nan)) for row in rows)
 
 
-def test_seats_of_one_model_learn_together_and_are_told_apart(tmp_path: Path, learned: list[Segments]) -> None:
+def test_seats_of_one_model_learn_together_and_keep_their_own_segments(tmp_path: Path, learned: list[Segments]) -> None:
     def both(random: np.random.Generator, answer: Any) -> dict[str, Any]:
         actions = {} if answer is None else answer["actions"]
         return {"seats": {name: one_seat(random, {"action": actions[name]} if actions else None) for name in ("a", "b")}}

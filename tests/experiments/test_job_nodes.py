@@ -9,7 +9,7 @@ import pytest
 from ludus.experiments import runner
 from ludus.experiments.resolve import choose_num_workers
 from ludus.experiments.validation.validate import ParsedExperiment
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 SMALL = {"env": "CartPole-v1", "run": "PPO", "stop": {"iterations": 1}, "config": {"num_workers": 0, "train_batch_size": 256}}
 
@@ -17,7 +17,7 @@ SMALL = {"env": "CartPole-v1", "run": "PPO", "stop": {"iterations": 1}, "config"
 @pytest.fixture(params=[1, 3])
 def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     count = int(request.param)
-    around = Surroundings(tuple(f"10.0.0.{i + 1}" for i in range(count)), port=4000, ray=count if count > 1 else 0)
+    around = JobEnv(tuple(f"10.0.0.{i + 1}" for i in range(count)), port=4000, ray=count if count > 1 else 0)
     for name, value in around.environment().items():
         monkeypatch.setenv(name, value)
     return count

@@ -36,7 +36,7 @@ def test_what_one_life_writes_the_next_one_reads(tmp_path: Path) -> None:
     assert (first.location("a"), first.trouble) == (None, "")
     assert first.write("a", "/runs/a") == first.write("ü", "s3://bucket/runs/ü") == ""
     second = JobResumeFile.read(path)
-    assert (second.location("a"), second.location("ü"), second.place("b")) == ("/runs/a", "s3://bucket/runs/ü", None)
+    assert (second.location("a"), second.location("ü"), second.location("b")) == ("/runs/a", "s3://bucket/runs/ü", None)
     assert second.names("/runs/a")
     assert not second.names("/runs")
     assert second.write("a", "/elsewhere") == ""

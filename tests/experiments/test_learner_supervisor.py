@@ -33,7 +33,8 @@ from ludus.errors import (
     WorkerFailed,
 )
 from ludus.experiments import runner
-from ludus.experiments.control.learner_supervisor import Again, Failure, GiveUp, Policy, _packed, _unpacked
+from ludus.experiments.control.learner_process import pack_error, unpack_error
+from ludus.experiments.control.restart_policy import GiveUp, LearnerFailure, RestartAfter, RestartPolicy
 from ludus.experiments.resolve import resolve
 from ludus.experiments.runs import checkpoint, run_status
 from ludus.experiments.runs.run_dir import Run
@@ -45,7 +46,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="worker processes need fork()")
 
-DIED = Failure("killed by SIGKILL")
+DIED = LearnerFailure("killed by SIGKILL")
 DYING = "tests.experiments.dying:make_dying"
 
 
@@ -53,15 +54,15 @@ DYING = "tests.experiments.dying:make_dying"
 
 
 def test_a_death_is_followed_by_a_restart_and_every_further_one_waits_longer() -> None:
-    policy = Policy(limit=5)
-    delays = [decision.delay_s for _ in range(4) if isinstance(decision := policy.decide(DIED, None, True), Again)]
+    policy = RestartPolicy(limit=5)
+    delays = [decision.delay_s for _ in range(4) if isinstance(decision := policy.decide(DIED, None, True), RestartAfter)]
     assert delays == [0.5, 1.0, 2.0, 4.0]
 
 
 def test_deaths_without_a_new_checkpoint_are_counted_and_a_new_one_forgives_them() -> None:
-    policy = Policy(limit=2)
+    policy = RestartPolicy(limit=2)
     for newest in (None, None, "000001", "000001", "000002", "000002"):
-        assert isinstance(policy.decide(DIED, newest, True), Again)
+        assert isinstance(policy.decide(DIED, newest, True), RestartAfter)
     end = policy.decide(DIED, "000002", True)
     assert isinstance(end, GiveUp)
     assert isinstance(end.error, WorkerFailed)
@@ -70,7 +71,7 @@ def test_deaths_without_a_new_checkpoint_are_counted_and_a_new_one_forgives_them
 
 
 def test_without_any_patience_the_first_death_ends_the_run() -> None:
-    end = Policy(limit=0).decide(DIED, "000001", True)
+    end = RestartPolicy(limit=0).decide(DIED, "000001", True)
     assert isinstance(end, GiveUp)
     assert str(end.error) == "The learner died: killed by SIGKILL."
 
@@ -80,32 +81,32 @@ def test_without_any_patience_the_first_death_ends_the_run() -> None:
 )
 def test_what_a_restart_cannot_cure_ends_the_run_with_the_same_error(error: type[LudusError]) -> None:
     raised = error("It is wrong.", "Make it right.")
-    end = Policy(limit=5).decide(Failure(str(raised), raised), None, False)
+    end = RestartPolicy(limit=5).decide(LearnerFailure(str(raised), raised), None, False)
     assert isinstance(end, GiveUp)
     assert end.error is raised
 
 
 @pytest.mark.parametrize("error", [WorkerFailed, MemoryClosed])
 def test_what_comes_from_outside_the_learner_is_tried_again_up_to_the_limit(error: type[LudusError]) -> None:
-    raised, policy = error("A worker is gone."), Policy(limit=1)
-    assert isinstance(policy.decide(Failure(str(raised), raised), None, True), Again)
-    end = policy.decide(Failure(str(raised), raised), None, True)
+    raised, policy = error("A worker is gone."), RestartPolicy(limit=1)
+    assert isinstance(policy.decide(LearnerFailure(str(raised), raised), None, True), RestartAfter)
+    end = policy.decide(LearnerFailure(str(raised), raised), None, True)
     assert isinstance(end, GiveUp)
     assert end.error is raised
 
 
-def test_a_loss_that_says_it_is_final_is_final() -> None:
+def test_a_final_error_is_not_retried() -> None:
     raised = WorkerFailed("The head of the cluster is gone.")
     raised.final = True
-    crossed = _unpacked(json.loads(json.dumps(_packed(raised))))
-    assert isinstance(Policy(limit=5).decide(Failure(str(crossed), crossed), None, True), GiveUp)
+    crossed = unpack_error(json.loads(json.dumps(pack_error(raised))))
+    assert isinstance(RestartPolicy(limit=5).decide(LearnerFailure(str(crossed), crossed), None, True), GiveUp)
 
 
 def test_a_foreign_exception_is_tried_once_more_and_not_a_third_time() -> None:
-    policy, failure = Policy(limit=5), Failure("ValueError: a mistake in somebody's code", foreign=True)
-    assert isinstance(policy.decide(failure, None, True), Again)
-    assert isinstance(policy.decide(Failure("KeyError: another one", foreign=True), None, True), Again)
-    assert isinstance(policy.decide(failure, None, True), Again)
+    policy, failure = RestartPolicy(limit=5), LearnerFailure("ValueError: a mistake in somebody's code", foreign=True)
+    assert isinstance(policy.decide(failure, None, True), RestartAfter)
+    assert isinstance(policy.decide(LearnerFailure("KeyError: another one", foreign=True), None, True), RestartAfter)
+    assert isinstance(policy.decide(failure, None, True), RestartAfter)
     end = policy.decide(failure, None, True)
     assert isinstance(end, GiveUp)
     assert "a mistake in somebody's code" in str(end.error)
@@ -113,11 +114,11 @@ def test_a_foreign_exception_is_tried_once_more_and_not_a_third_time() -> None:
 
 def test_a_port_that_is_still_taken_is_waited_for_once_a_learner_had_it() -> None:
     taken = UsageError("Cannot listen on 127.0.0.1:8000.")
-    assert isinstance(Policy(limit=5).decide(Failure(str(taken), taken), None, True), Again)
+    assert isinstance(RestartPolicy(limit=5).decide(LearnerFailure(str(taken), taken), None, True), RestartAfter)
 
 
 class Own(EnvironmentFault):
-    """Of a user: the driver's process need not know it."""
+    """Of a user: the supervisor's process need not know it."""
 
 
 def test_an_error_crosses_to_the_driver_with_its_class_its_message_and_its_hint() -> None:
@@ -125,10 +126,10 @@ def test_an_error_crosses_to_the_driver_with_its_class_its_message_and_its_hint(
     for name in names:
         cls = getattr(errors, name)
         if cls is not Refused:
-            back = _unpacked(json.loads(json.dumps(_packed(cls("It is so.", "Do this.")))))
+            back = unpack_error(json.loads(json.dumps(pack_error(cls("It is so.", "Do this.")))))
             assert (type(back), back.message, back.hint) == (cls, "It is so.", "Do this.")
-    assert type(_unpacked(_packed(Own("mine")))) is EnvironmentFault
-    assert "busy" in str(_unpacked(_packed(Refused(503, "busy", "The server is busy."))))
+    assert type(unpack_error(pack_error(Own("mine")))) is EnvironmentFault
+    assert "busy" in str(unpack_error(pack_error(Refused(503, "busy", "The server is busy."))))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_an_error_of_the_set_up_is_raised_here_and_leaves_no_directory(tmp_path:
 # -- deaths -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_learner_that_dies_goes_on_from_its_checkpoint_and_one_that_always_dies_ends_the_run(tmp_path: Path) -> None:
+def test_a_dead_learner_is_restarted_from_its_checkpoint_until_the_limit(tmp_path: Path) -> None:
     """First the file is there and a learner removes it as it dies; later it stays."""
     run, marker, said = tmp_path / "run", tmp_path / "deadly", list[str]()
     marker.touch()
@@ -276,7 +277,7 @@ class Unmounting(Kept):
             self.away.rename(self.run)
 
 
-def test_a_run_whose_file_system_is_away_is_not_begun_anew_below_its_mount_point(tmp_path: Path) -> None:
+def test_a_run_whose_file_system_is_not_mounted_is_not_started_again(tmp_path: Path) -> None:
     run, data = tmp_path / "run", small.data(5, top={"checkpoint_freq": 1}, evaluation_duration=0)
     mount = Unmounting(run, tmp_path / "away")
     result = runner.train(data, project=tmp_path, trial="run", sinks=[mount], announce=mount.hear, supervised=True)

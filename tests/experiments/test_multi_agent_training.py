@@ -22,8 +22,8 @@ from ludus.experiments.runs import checkpoint
 from ludus.experiments.validation.agent_mapping import map_agents, policy_config
 from ludus.gateway.server import GatewaySettings
 from ludus.protocol.client import Client
-from ludus.serving.checkpoint_follower import Follower, Offering, Source
-from ludus.serving.worker import Service
+from ludus.serving.checkpoint_follower import CheckpointFollower, CheckpointSource, UpdateSettings
+from ludus.serving.worker import ServingWorker
 from ludus.storage.local import LocalStore
 from tests.experiments.small import same
 from tests.local_servers import gateway
@@ -94,7 +94,7 @@ def test_a_wrong_section_is_refused_before_anything_starts(section: dict[str, An
         ({"multiagent": {**ROLES, "centralized_value": True}, "model": {"custom_model": "mine"}}, "custom_model"),
     ],
 )
-def test_what_several_agents_do_not_have_is_told(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_several_agents_do_not_support_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(data(**settings))
 
@@ -150,7 +150,7 @@ def unlicensed(config: dict[str, Any]):  # type: ignore[no-untyped-def] # as use
     raise RuntimeError("no licence")
 
 
-def test_an_environment_that_cannot_be_made_is_told_and_not_taken_for_one_agent() -> None:
+def test_an_environment_that_cannot_be_made_is_an_error_and_not_taken_for_one_agent() -> None:
     ludus.register_env("unlicensed", unlicensed)
     with pytest.raises(EnvironmentFault, match="no licence"):
         resolve({"env": "unlicensed", "config": {"multiagent": ROLES}})
@@ -319,15 +319,15 @@ def test_who_plays_with_a_centralised_value_needs_no_state(tmp_path: Path, model
 @pytest.mark.parametrize("central", [False, True])
 def test_every_agent_is_a_seat_that_its_policy_plays(tmp_path: Path, central: bool) -> None:
     train(tmp_path / "run", 2, multiagent={**ROLES, "centralized_value": central})
-    source = Source(str(tmp_path / "run"))
+    source = CheckpointSource(str(tmp_path / "run"))
     release = source.release()
     assert release.seats == {"speaker": "talk", "listener": "hear"}
     policies = release.policies()
     (tmp_path / "service").mkdir()
-    Follower({"default": source}, tmp_path / "service", Offering()).open()
-    service = Service(tmp_path / "service")
+    CheckpointFollower({"default": source}, tmp_path / "service", UpdateSettings()).open()
+    service = ServingWorker(tmp_path / "service")
     service.load()
-    with gateway(service, GatewaySettings(spec=source.spec()), house=service) as served, Client(served.url) as client:
+    with gateway(service, GatewaySettings(spec=source.spec()), extension=service) as served, Client(served.url) as client:
         spec = client.spec()
         assert spec["seats"]["speaker"]["observation_space"]["n"] == 3
         assert spec["seats"]["listener"]["observation_space"]["shape"] == [1]

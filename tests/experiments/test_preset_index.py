@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ludus.algorithms.dqn import DQNConfig
 from ludus.cli.training import presets
 from ludus.compat.coach import preset_names
-from ludus.config import schema as configs
+from ludus.config.experiment_file import load_experiments
 from ludus.errors import UnknownName, UsageError
 from ludus.experiments.resolve import resolve
 from ludus.experiments.source import preset_index
@@ -44,7 +44,7 @@ def test_the_gallery_is_whole() -> None:
 
 @pytest.mark.parametrize("name", preset_index.names())
 def test_a_preset_is_an_experiment_with_a_target_within_its_stop(name: str) -> None:
-    ((key, data),) = configs.load_experiments(preset_index.preset(name)).items()
+    ((key, data),) = load_experiments(preset_index.preset(name)).items()
     assert key == name
     about = preset_index.summary(name)
     assert about.description
@@ -75,9 +75,9 @@ def test_presets_are_listed_and_shown_on_the_command_line(tmp_path: Path) -> Non
     shown = CliRunner().invoke(presets.app, ["show", "hybrid"])
     copied = tmp_path / "mine.yaml"
     copied.write_text(shown.output)
-    assert configs.load_experiments(copied)["hybrid"]["env"] == "ludus.envs.toy_envs:golf"
+    assert load_experiments(copied)["hybrid"]["env"] == "ludus.envs.toy_envs:golf"
     copied.write_text(CliRunner().invoke(presets.app, ["show", "Mujoco_ClippedPPO", "-lvl", "walker2d"]).output)
-    assert configs.load_experiments(copied)["Mujoco_ClippedPPO"]["env"] == "Walker2d-v5"
+    assert load_experiments(copied)["Mujoco_ClippedPPO"]["env"] == "Walker2d-v5"
 
 
 # -- names of Coach -----------------------------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ import ludus
 from ludus.core.metrics import Numbers, read_jsonl
 from ludus.errors import Fenced, NotFound, StoreUnavailable, UsageError
 from ludus.experiments import runner
-from ludus.experiments.control.learner_supervisor import Policy
+from ludus.experiments.control.restart_policy import RestartPolicy
 from ludus.experiments.runs import checkpoint, remote_runs, run_status
 from ludus.experiments.runs import run_sync as carriers
 from ludus.experiments.runs.remote_runs import directory_of, display_path, fetch, is_remote, store_of
 from ludus.experiments.runs.run_dir import Run, find_runs
 from ludus.experiments.runs.run_sync import RunSync
-from ludus.serving.checkpoint_follower import Follower, Offering, Source, named_sources
+from ludus.serving.checkpoint_follower import CheckpointFollower, CheckpointSource, UpdateSettings, parse_sources
 from ludus.storage.base import STORES
 from ludus.storage.local import LocalStore
 from ludus.tuning import sweep
@@ -464,7 +464,7 @@ def test_a_store_that_is_away_is_tried_again_and_stops_nobody(elsewhere: Elsewhe
         elsewhere.away(False)
         assert arrives(sync, lambda: sync.uploads == 1)
     assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n"
-    assert caplog.text.count("cannot be stored for now") == 1, "once for each time that it was away"
+    assert caplog.text.count("is retried") == 1, "once for each time that it was away"
 
 
 def test_what_could_not_be_carried_to_the_end_is_said_with_where_it_is(
@@ -473,7 +473,7 @@ def test_what_could_not_be_carried_to_the_end_is_said_with_where_it_is(
     elsewhere.away(True)
     with RunSync(elsewhere.here):
         elsewhere.write("1\n")
-    assert f"not stored: metrics.jsonl; they are in {elsewhere.here}" in caplog.text
+    assert f"not uploaded: metrics.jsonl; the files are in {elsewhere.here}" in caplog.text
 
 
 def test_nothing_is_carried_to_a_run_that_is_another_trainers_now(elsewhere: Elsewhere) -> None:
@@ -524,8 +524,8 @@ def test_a_file_that_is_too_long_is_named_and_keeps_no_other_back(
         assert sync.pending() == ["metrics.jsonl"]
         assert (elsewhere.there / "status.json").exists()
     assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n"
-    assert caplog.text.count("metrics.jsonl is longer than") == 1
-    assert f"not stored: metrics.jsonl; they are in {elsewhere.here}" in caplog.text
+    assert caplog.text.count("metrics.jsonl is larger than") == 1
+    assert f"not uploaded: metrics.jsonl; the files are in {elsewhere.here}" in caplog.text
 
 
 def test_a_long_file_is_carried_less_often(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,16 +580,16 @@ def test_training_goes_on_while_its_store_is_away(elsewhere: Elsewhere) -> None:
 
 def test_what_is_served_follows_a_run_on_a_store(boxes: Path) -> None:
     train(iterations=1)
-    source, best = Source(PLACE), Source(f"{PLACE}/best")
+    source, best = CheckpointSource(PLACE), CheckpointSource(f"{PLACE}/best")
     assert (source.newest(), source.fixed, source.best, best.best) == ("000001", False, False, True)
-    assert Source(f"{PLACE}/checkpoints/000001").fixed
+    assert CheckpointSource(f"{PLACE}/checkpoints/000001").fixed
     first = source.release()
     ludus.resume(PLACE, stop={"iterations": 2})
     assert source.newest() == "000002"
     assert source.release().version > first.version
     assert source.version(first.version).parts["model"].weights == first.parts["model"].weights
     assert first.origin == f"{PLACE}/checkpoints/000001"
-    named = named_sources([f"easy={PLACE}?endpoint=http://x:1", "box://shelf/run?endpoint=http://x:1"], "runs")
+    named = parse_sources([f"easy={PLACE}?endpoint=http://x:1", "box://shelf/run?endpoint=http://x:1"], "runs")
     assert {name: found.where for name, found in named.items()} == {
         "easy": f"{PLACE}?endpoint=http://x:1",
         "default": "box://shelf/run?endpoint=http://x:1",
@@ -600,7 +600,9 @@ def test_a_run_on_a_store_is_looked_at_less_often_than_one_that_is_here(boxes: P
     def looked_at(place: str, far_s: float) -> str:
         runner.train(small.data(1), place=place)
         service = Path(tempfile.mkdtemp(dir=tmp_path))
-        made = Follower({"default": Source(place)}, service, Offering(follow=True, follow_s=0.0, follow_far_s=far_s))
+        made = CheckpointFollower(
+            {"default": CheckpointSource(place)}, service, UpdateSettings(follow=True, follow_s=0.0, follow_far_s=far_s)
+        )
         made.open()
         first = made.serving()["default"].version
         made.poll()
@@ -614,7 +616,7 @@ def test_a_run_on_a_store_is_looked_at_less_often_than_one_that_is_here(boxes: P
 
 
 def test_a_learner_that_lost_its_store_is_started_again() -> None:
-    from ludus.experiments.control.learner_supervisor import Again, Failure
+    from ludus.experiments.control.restart_policy import LearnerFailure, RestartAfter
 
-    decided = Policy(3).decide(Failure("it was away", StoreUnavailable("It was away.")), "000001", True)
-    assert isinstance(decided, Again)
+    decided = RestartPolicy(3).decide(LearnerFailure("it was away", StoreUnavailable("It was away.")), "000001", True)
+    assert isinstance(decided, RestartAfter)

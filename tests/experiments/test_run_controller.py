@@ -15,8 +15,8 @@ import pytest
 
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Progress, Trainer
-from ludus.config import schema as configs
 from ludus.config.schema import StopConfig
+from ludus.config.validation import parse_experiment
 from ludus.core.metrics import Numbers
 from ludus.errors import EnvironmentFault, Fenced, StartTimeout, StoreFull, StoreUnavailable
 from ludus.experiments.control import checkpointer, evaluation_schedule
@@ -30,11 +30,11 @@ from ludus.experiments.control.evaluation_schedule import (
 from ludus.experiments.control.experience_source import ExperienceSource
 from ludus.experiments.control.metrics_reporter import MetricsReporter
 from ludus.experiments.control.run_controller import RunController
-from ludus.experiments.control.stop_conditions import reached_condition
+from ludus.experiments.control.stopping import StopConditions, reached_condition
 from ludus.experiments.runs import checkpoint
-from ludus.models.weights.version_store import LocalPool, stored_versions
+from ludus.models.weights.version_store import LocalVersionStore, stored_versions
 from ludus.sampling.episode_runner import Score
-from ludus.storage.base import Bytes, Guard
+from ludus.storage.base import Bytes, WriteGuard
 from ludus.storage.local import LocalStore
 from tests.experiments.small import make_ppo, make_segments, same
 
@@ -59,7 +59,7 @@ def progress(returns: Iterable[float] = (), window: int = 3, **counts: Any) -> P
     ],
 )
 def test_each_stop_key_stops_at_its_value_and_not_before(key: str, value: float, before: Any, at: Any) -> None:
-    stop = configs.experiment({"env": "CartPole-v1", "stop": {key: value}}).stop
+    stop = parse_experiment({"env": "CartPole-v1", "stop": {key: value}}).stop
     canonical = {
         "timesteps_total": "timesteps",
         "time_total_s": "time_s",
@@ -116,7 +116,7 @@ def test_whichever_comes_first_stops() -> None:
 
 
 class _Trainer:
-    """Learns in no time; its returns are told."""
+    """Learns in no time; `advance` sets its returns."""
 
     def __init__(self, limit_s: float | None = None) -> None:
         self.algorithms = {"model": make_ppo()}
@@ -166,14 +166,14 @@ class _Sink:
 
 
 class _Evaluation:
-    """Scores that are told in advance, by iteration."""
+    """Returns given scores, by iteration."""
 
     def __init__(self, scores: dict[int, float]) -> None:
         self._scores = scores
-        self.asked: list[int] = []
+        self.evaluated: list[int] = []
 
     def __call__(self, iteration: int) -> Score:
-        self.asked.append(iteration)
+        self.evaluated.append(iteration)
         score = self._scores.get(iteration)
         return Score((), ()) if score is None else Score((score - 1, score + 1), (10, 20))
 
@@ -199,7 +199,7 @@ class _Stage:
     ) -> None:
         limit_s = None if stop is None else stop.time_s
         self.store, self.trainer, self.sink = LocalStore(root) if isinstance(root, Path) else root, _Trainer(limit_s), _Sink()
-        self.pool = LocalPool(self.store, {checkpoint.BEGUN_FROM: began})
+        self.pool = LocalVersionStore(self.store, {checkpoint.BEGUN_FROM: began})
         self.pool.add("model", self.trainer.algorithms["model"].policy)
         trainer, source = cast(Trainer, self.trainer), source or _Sampler()
         self.reporter = MetricsReporter([self.sink], report_every_s)
@@ -209,7 +209,7 @@ class _Stage:
             self.pool,
             self.store,
             CheckpointSchedule(checkpoint_freq, checkpoint_time_s, keep=keep),
-            configs.experiment({"env": "CartPole-v1"}).model_dump(mode="json"),
+            parse_experiment({"env": "CartPole-v1"}).model_dump(mode="json"),
             judge_by_training=evaluate is None,
         )
         interval = EvaluationInterval(evaluation_interval, evaluation_unit)
@@ -221,8 +221,7 @@ class _Stage:
             self.reporter,
             self.checkpointer,
             self.evaluations,
-            stop or StopConfig(),
-            start_timeout_s=start_timeout_s,
+            StopConditions(stop or StopConfig(), start_timeout_s=start_timeout_s),
         )
 
     def play(self, *returns: float | None, seconds: float = 1.0) -> None:
@@ -258,7 +257,7 @@ class _Workers(_Sampler):
         return "the first step of 2 workers: worker 0 is starting"
 
 
-def test_a_run_whose_workers_never_sample_fails_and_says_what_it_waited_for(tmp_path: Path) -> None:
+def test_a_run_whose_workers_never_sample_fails_with_what_it_waited_for(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, source=_Workers(), start_timeout_s=30.0, stop=StopConfig(time_s=10.0))
     stage.trainer.now = 29.9
     assert not stage.controller.step()  # start-up is not training time
@@ -294,7 +293,7 @@ def test_at_the_time_limit_the_last_version_is_evaluated_once(tmp_path: Path) ->
     stage.trainer.clock.start()
     stage.trainer.now = 10.0
     assert stage.controller.step()
-    assert (stage.controller.stopped_by, evaluation.asked) == ("time_s", [1])
+    assert (stage.controller.stopped_by, evaluation.evaluated) == ("time_s", [1])
     numbers = stage.controller.numbers()
     assert numbers["evaluation/return_mean"] == 5.0
     assert "evaluation/unfinished" not in numbers
@@ -372,7 +371,7 @@ def test_evaluations_come_at_their_interval_and_are_reported(tmp_path: Path) -> 
     evaluate = _Evaluation({2: 5.0, 4: 7.0})
     stage = _Stage(tmp_path, evaluate=evaluate, evaluation_interval=2, checkpoint_freq=4)
     stage.play(*[None] * 5)
-    assert evaluate.asked == [2, 4], "a checkpoint must not evaluate again"
+    assert evaluate.evaluated == [2, 4], "a checkpoint must not evaluate again"
     shown = {n["iterations"]: n["evaluation/return_mean"] for n in stage.sink.written if "evaluation/return_mean" in n}
     assert shown == {2: 5.0, 4: 7.0}
     last = stage.sink.written[5]
@@ -406,14 +405,14 @@ def test_an_evaluation_by_steps_comes_with_the_first_update_that_has_got_so_far(
     evaluate = _Evaluation({})
     stage = _Stage(tmp_path, evaluate=evaluate, evaluation_interval=48, evaluation_unit="timesteps")
     stage.play(None, None, None)
-    assert evaluate.asked == [2, 3]
+    assert evaluate.evaluated == [2, 3]
 
 
 def test_without_an_interval_every_checkpoint_is_evaluated(tmp_path: Path) -> None:
     evaluate = _Evaluation({2: 5.0, 4: 7.0})
     stage = _Stage(tmp_path, evaluate=evaluate, checkpoint_freq=2)
     stage.play(*[None] * 5)
-    assert evaluate.asked == [2, 4]
+    assert evaluate.evaluated == [2, 4]
     assert checkpoint.best_score(stage.store) == 7.0
 
 
@@ -515,8 +514,8 @@ def test_a_damaged_checkpoint_above_does_not_cost_the_fresh_one(tmp_path: Path) 
 # -- evaluations that go on elsewhere -----------------------------------------------------------------------------------
 
 
-class _Elsewhere:
-    """Plays until it is told what came of it."""
+class _Background:
+    """A background evaluation that ends when `end` gives its score."""
 
     def __init__(self, now: bool = False) -> None:
         self.begun: list[tuple[int, str]] = []
@@ -554,8 +553,8 @@ def evaluations(stage: _Stage) -> dict[int, float]:
     return {int(numbers["timesteps"]): numbers["evaluation/return_mean"] for numbers in found}
 
 
-def test_an_evaluation_elsewhere_belongs_to_the_version_that_was_played(tmp_path: Path) -> None:
-    players = _Elsewhere()
+def test_a_background_evaluation_is_reported_at_the_version_it_played(tmp_path: Path) -> None:
+    players = _Background()
     stage = _Stage(tmp_path, evaluate=players, evaluation_interval=2)
     stage.play(None, None)
     then = stage.trainer.algorithms["model"].policy.weights()
@@ -573,7 +572,7 @@ def test_an_evaluation_elsewhere_belongs_to_the_version_that_was_played(tmp_path
 
 
 def test_while_an_evaluation_lasts_only_the_newest_version_waits_for_the_next(tmp_path: Path) -> None:
-    players = _Elsewhere()
+    players = _Background()
     stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1)
     stage.play(None, None, None, None)
     assert players.begun == [(1, "000001")]
@@ -587,7 +586,7 @@ def test_while_an_evaluation_lasts_only_the_newest_version_waits_for_the_next(tm
 
 
 def test_a_checkpoint_that_was_made_for_an_evaluation_stays_only_if_it_is_the_best(tmp_path: Path) -> None:
-    players = _Elsewhere()
+    players = _Background()
     stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1, checkpoint_freq=3)
     for score in (5.0, 1.0, 2.0, 9.0, 4.0, 3.0, 1.0, 1.0):
         stage.play(None)
@@ -602,7 +601,7 @@ def test_a_checkpoint_that_was_made_for_an_evaluation_stays_only_if_it_is_the_be
 
 
 def test_retention_waits_for_the_checkpoint_that_is_being_evaluated(tmp_path: Path) -> None:
-    players = _Elsewhere()
+    players = _Background()
     stage = _Stage(tmp_path, evaluate=players, checkpoint_freq=1, keep=1)
     stage.play(None, None, None)
     assert stage.names == ["000001", "000003"], "one is played, the newest waits for it"
@@ -618,15 +617,15 @@ def test_retention_waits_for_the_checkpoint_that_is_being_evaluated(tmp_path: Pa
 
 
 def test_checkpoints_by_time_do_not_count_those_of_evaluations(tmp_path: Path) -> None:
-    players = _Elsewhere(now=True)
+    players = _Background(now=True)
     stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1, checkpoint_time_s=3.0)
     stage.play(*[None] * 7)
     stage.controller.step()
     assert {"000003", "000006"} <= set(stage.names)
 
 
-def test_an_evaluation_that_fails_elsewhere_costs_nothing_but_itself(tmp_path: Path) -> None:
-    players = _Elsewhere()
+def test_a_background_evaluation_that_fails_has_no_other_effect(tmp_path: Path) -> None:
+    players = _Background()
     stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1)
     stage.play(None)
     players.end(None)
@@ -637,7 +636,7 @@ def test_an_evaluation_that_fails_elsewhere_costs_nothing_but_itself(tmp_path: P
 
 
 def test_at_its_end_a_run_waits_for_the_last_evaluations(tmp_path: Path) -> None:
-    players = _Elsewhere(now=True)
+    players = _Background(now=True)
     stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1, stop=StopConfig(iterations=2))
     stage.play(None, None)
     assert evaluations(stage) == {32: 1.0, 64: 1.0}
@@ -645,7 +644,7 @@ def test_at_its_end_a_run_waits_for_the_last_evaluations(tmp_path: Path) -> None
 
 
 def test_a_run_that_is_interrupted_at_its_end_does_not_wait(tmp_path: Path) -> None:
-    players = _Elsewhere()
+    players = _Background()
     players.stopped = True
     stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1, stop=StopConfig(iterations=1))
     stage.play(None)
@@ -656,7 +655,7 @@ def test_a_run_that_is_interrupted_at_its_end_does_not_wait(tmp_path: Path) -> N
 
 def test_at_its_end_a_run_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_schedule, "LAST_EVALUATIONS_S", 0.01)
-    stage = _Stage(tmp_path, evaluate=_Elsewhere(), evaluation_interval=1, stop=StopConfig(iterations=1))
+    stage = _Stage(tmp_path, evaluate=_Background(), evaluation_interval=1, stop=StopConfig(iterations=1))
     stage.play(None)
     assert stage.names == ["000001"]
 
@@ -682,7 +681,7 @@ def test_a_score_is_reported_with_its_interval(tmp_path: Path) -> None:
     assert "evaluation/return_low" not in lone.sink.written[-1], "one episode says nothing of the spread"
 
 
-# -- a store that is away for a while -----------------------------------------------------------------------------------
+# -- a store that is unavailable for a while -----------------------------------------------------------------------------------
 
 
 class _Away(LocalStore):
@@ -701,12 +700,12 @@ class _Away(LocalStore):
         self._refuse(key)
         super().put(key, data, overwrite=overwrite)
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         self._refuse(key)
         super().put_bundle(key, files, guard=guard)
 
 
-def test_while_the_store_is_away_training_goes_on_and_the_checkpoint_is_made_up_for(tmp_path: Path) -> None:
+def test_training_continues_while_the_store_is_unavailable_and_the_checkpoint_is_retried(tmp_path: Path) -> None:
     store = _Away(tmp_path)
     stage = _Stage(store, checkpoint_freq=1)
     store.times = 3
@@ -717,10 +716,10 @@ def test_while_the_store_is_away_training_goes_on_and_the_checkpoint_is_made_up_
     assert stored_versions(store, "model") == kept, "versions whose checkpoint was not stored do not stay"
 
 
-def test_an_evaluation_elsewhere_is_left_out_when_its_checkpoint_could_not_be_stored(tmp_path: Path) -> None:
+def test_a_background_evaluation_is_skipped_when_its_checkpoint_could_not_be_stored(tmp_path: Path) -> None:
     store, begun = _Away(tmp_path), list[str]()
 
-    class Elsewhere:
+    class Background:
         busy = False
         interrupted = staticmethod(lambda: False)
 
@@ -730,7 +729,7 @@ def test_an_evaluation_elsewhere_is_left_out_when_its_checkpoint_could_not_be_st
         def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
             return None
 
-    stage = _Stage(store, evaluate=Elsewhere(), checkpoint_freq=2)
+    stage = _Stage(store, evaluate=Background(), checkpoint_freq=2)
     store.times = 1
     stage.play(*[None] * 4, seconds=10.0)
     assert begun == stage.names[:1] == ["000003"]
@@ -746,8 +745,8 @@ class _Unreadable(LocalStore):
         return super().get(key)
 
 
-def test_an_evaluation_elsewhere_that_ends_while_the_store_is_away_does_not_end_the_training(tmp_path: Path) -> None:
-    players, store = _Elsewhere(), _Unreadable(tmp_path)
+def test_a_background_evaluation_that_ends_while_the_store_is_unavailable_does_not_end_the_training(tmp_path: Path) -> None:
+    players, store = _Background(), _Unreadable(tmp_path)
     stage = _Stage(store, evaluate=players, evaluation_interval=2)
     stage.play(None, None, seconds=10.0)
     store.away = True
@@ -759,8 +758,8 @@ def test_an_evaluation_elsewhere_that_ends_while_the_store_is_away_does_not_end_
     assert (checkpoint.best_name(store), checkpoint.best_score(store)) == ("000002", 7.0)
 
 
-def test_nor_does_one_that_has_to_wait_for_its_turn(tmp_path: Path) -> None:
-    players, store = _Elsewhere(), _Unreadable(tmp_path)
+def test_a_queued_evaluation_while_the_store_is_unavailable_does_not_end_the_training(tmp_path: Path) -> None:
+    players, store = _Background(), _Unreadable(tmp_path)
     stage = _Stage(store, evaluate=players, evaluation_interval=1)
     stage.play(None, None, seconds=10.0)
     name = stage.controller.checkpoint()
@@ -797,7 +796,7 @@ def test_the_last_checkpoint_is_tried_again_and_again_for_a_while(tmp_path: Path
 
 def test_a_full_store_ends_a_run_at_once(tmp_path: Path) -> None:
     class Full(LocalStore):
-        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
             raise StoreFull(f"No space left to write {key}.")
 
     stage = _Stage(Full(tmp_path), checkpoint_freq=1)
@@ -808,13 +807,13 @@ def test_a_full_store_ends_a_run_at_once(tmp_path: Path) -> None:
 # -- a run that another trainer has taken over --------------------------------------------------------------------------
 
 
-def _take_over(store: LocalStore, began: str | None) -> LocalPool:
-    pool = LocalPool(store, {checkpoint.BEGUN_FROM: began})
+def _take_over(store: LocalStore, began: str | None) -> LocalVersionStore:
+    pool = LocalVersionStore(store, {checkpoint.BEGUN_FROM: began})
     pool.add("model", make_ppo().policy)
     return pool
 
 
-def test_whoever_was_cut_off_neither_reports_nor_stores_nor_marks_nor_deletes(tmp_path: Path) -> None:
+def test_a_fenced_trainer_neither_reports_nor_stores_nor_marks_nor_deletes(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, checkpoint_freq=1, keep=1)
     stage.play(1.0, 2.0)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -844,7 +843,7 @@ def _until_fenced(stage: _Stage) -> None:
     """The first look may be a moment old."""
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
-        stage.pool.look()
+        stage.pool.check_recently()
     stage.controller.step()
 
 
@@ -855,7 +854,7 @@ class _TakenOver(LocalStore):
         super().__init__(root)
         self._began, self._killed, self.armed = began, killed, False
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         def last_word() -> None:
             assert guard is not None
             guard()
@@ -879,7 +878,7 @@ def test_a_checkpoint_that_was_written_just_when_another_took_over_is_taken_back
     assert stage.names == ["000001"]
 
 
-def test_and_if_that_trainer_dies_first_its_checkpoint_is_never_taken_for_the_newest(
+def test_the_checkpoint_of_a_fenced_trainer_that_dies_is_never_the_newest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = _TakenOver(tmp_path, "000001", killed=True)
@@ -897,7 +896,7 @@ def test_and_if_that_trainer_dies_first_its_checkpoint_is_never_taken_for_the_ne
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, ["000001", "000002", "000002-1"]), (2, ["000001", "000002-1"])])
-def test_the_new_owner_goes_on_beside_it_and_deletes_it_unless_all_are_kept(
+def test_the_new_owner_deletes_a_foreign_checkpoint_unless_all_are_kept(
     tmp_path: Path, keep: int | None, left: list[str]
 ) -> None:
     stage = _Stage(tmp_path, checkpoint_freq=1)
@@ -931,7 +930,7 @@ class _Late(LocalStore):
         super().put(key, data, overwrite=overwrite)
 
 
-def test_the_best_of_the_owner_stays_although_one_that_was_cut_off_has_marked_another(tmp_path: Path) -> None:
+def test_the_best_mark_of_the_owner_is_restored_after_a_fenced_trainer_replaced_it(tmp_path: Path) -> None:
     store = _Late(tmp_path)
     stage = _Stage(store, checkpoint_freq=1, keep=1)
     stage.play(5.0)
@@ -960,7 +959,7 @@ def test_a_checkpoint_that_another_trainer_swept_away_half_written_is_written_ag
     class Swept(LocalStore):
         times = 1
 
-        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
             def last_word() -> None:
                 assert guard is not None
                 guard()

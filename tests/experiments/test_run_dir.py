@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import ludus
-from ludus.core.metrics import JsonLines, read_jsonl
+from ludus.core.metrics import JsonLinesSink, read_jsonl
 from ludus.errors import ConfigError, NotFound, UsageError
 from ludus.experiments.resolve import resolve
 from ludus.experiments.runs.run_dir import LOG_FILE, Run, find_runs, run_directory
@@ -249,7 +249,7 @@ def test_the_metrics_of_a_run_are_complete_and_count_upwards(trained: Path) -> N
 
 
 def _lines(path: Path, incarnation: int, iterations: range, **extra: Any) -> None:
-    sink = JsonLines(path, incarnation)
+    sink = JsonLinesSink(path, incarnation)
     for i in iterations:
         sink.write({"iterations": i, "timesteps": 10 * i, **extra})
     sink.close()

@@ -128,7 +128,7 @@ def test_evaluating_and_checkpointing_do_not_change_what_is_learned(tmp_path: Pa
         ({"run": "PPO"}, ConfigError, "'env' is missing"),
     ],
 )
-def test_what_is_wrong_with_an_experiment_is_said_before_a_directory_is_made(
+def test_an_invalid_experiment_is_refused_before_a_directory_is_created(
     tmp_path: Path, data: dict[str, Any], error: type[UsageError], said: str
 ) -> None:
     with pytest.raises(error, match=said):
@@ -154,13 +154,13 @@ def test_the_number_of_workers_is_measured_here_unless_a_cluster_was_asked_for()
     assert isinstance(chosen.config["num_workers"], int)
 
 
-def test_without_a_stop_the_environment_says_when_it_is_solved() -> None:
+def test_without_a_stop_the_reward_threshold_of_the_environment_is_used() -> None:
     stop = resolve({"env": "CartPole-v1"}).experiment.stop
     assert (stop.episode_return_mean, stop.timesteps) == (475.0, DEFAULT_TIMESTEPS)
     assert resolve({"env": "CartPole-v1", "stop": {"iterations": 1}}).experiment.stop.timesteps is None
 
 
-def test_a_run_that_fails_says_so_in_its_metadata_and_its_log(tmp_path: Path) -> None:
+def test_a_failure_is_recorded_in_the_metadata_and_the_log(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match=r"environment 0 .* \(step 3\): the game crashed"):
         small.train(tmp_path / "run", env="tests.environments:make_faulty", env_config={"fault": "raises in step"})
     assert Run.open(tmp_path / "run").meta()["status"] == "failed"
@@ -268,7 +268,7 @@ def test_schedules_go_on_where_they_were(run: Path) -> None:
     assert rows[4]["learner/lr"] < rows[3]["learner/lr"] < 1e-3
 
 
-def test_environments_restart_from_other_seeds_and_the_log_says_so(run: Path) -> None:
+def test_environments_restart_from_other_seeds_which_is_logged(run: Path) -> None:
     runner.resume(run, stop={"iterations": 5})
     text = (run / LOG_FILE).read_text()
     assert "continuing from checkpoint 000004; environments start from their reset" in text
@@ -417,7 +417,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Meanwhile]]:
     Meanwhile.act = None
 
 
-def test_whoever_is_late_goes_on_from_what_another_has_stored_meanwhile(run: Path, meanwhile: type[Meanwhile]) -> None:
+def test_a_late_trainer_continues_from_the_newer_checkpoint_of_another(run: Path, meanwhile: type[Meanwhile]) -> None:
     store = LocalStore(run)
     began = checkpoint.newest(store).state["progress"]["iterations"]
     meanwhile.act = lambda: _finish(run, began + 6)  # by its end it has dropped what the late one began from
@@ -426,11 +426,11 @@ def test_whoever_is_late_goes_on_from_what_another_has_stored_meanwhile(run: Pat
     assert [row["iterations"] for row in numbers(run)] == list(range(1, began + 9)), "nothing is learned twice"
     newest = checkpoint.newest(store)
     assert newest.state["progress"]["iterations"] == began + 8
-    claims = [claim.said.get("from", "nothing") for claim in claims_after(store, "model", 0)]
+    claims = [claim.content.get("from", "nothing") for claim in claims_after(store, "model", 0)]
     assert claims[-3:] == [f"{began:06d}", "nothing", f"{began + 6:06d}"]
 
 
-def test_whoever_is_late_disowns_and_changes_nothing_of_a_run_that_is_over(run: Path, meanwhile: type[Meanwhile]) -> None:
+def test_a_late_trainer_changes_nothing_of_a_run_that_is_over(run: Path, meanwhile: type[Meanwhile]) -> None:
     store, before = LocalStore(run), dict[str, bytes]()
     began = checkpoint.newest(store).state["progress"]["iterations"]
 

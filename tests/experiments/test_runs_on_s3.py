@@ -14,9 +14,9 @@ from ludus.experiments import runner
 from ludus.experiments.runs import checkpoint, remote_runs, run_status
 from ludus.experiments.runs.remote_runs import directory_of, display_path, store_of
 from ludus.experiments.runs.run_dir import Run, find_runs
-from ludus.serving.checkpoint_follower import Source
+from ludus.serving.checkpoint_follower import CheckpointSource
 from ludus.storage.s3 import S3Store
-from ludus.storage.s3_url import Address
+from ludus.storage.s3_url import S3Url
 from tests.experiments import small
 from tests.s3 import BUCKET, READER_ID, READER_SECRET, SECRET, Fault, Proxy, Server
 
@@ -35,7 +35,7 @@ def test_a_run_is_trained_taken_up_elsewhere_played_and_served(
     prefix, _, query = s3_url.partition("?")
     assert where.startswith(f"{prefix}/default/PPO_CartPole-v1_")
     assert where.endswith(f"?{query}")
-    source = Source(where)
+    source = CheckpointSource(where)
     before = source.release().version
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "another machine"))
     second = ludus.resume(where, stop={"iterations": 4})
@@ -68,8 +68,8 @@ def test_a_server_that_takes_nothing_but_checkpoints_does_not_stop_a_training(
     place = s3_server.url(endpoint=s3_proxy.endpoint)
     result = runner.train(small.data(2), place=place)
     assert result.stopped_by == "iterations"
-    assert caplog.text.count("cannot be stored for now") == 1
-    assert "not stored: events.out.tfevents" in caplog.text
+    assert caplog.text.count("is retried") == 1
+    assert "not uploaded: events.out.tfevents" in caplog.text
     straight = store_of(directory_of(place.replace(s3_proxy.endpoint, s3_server.endpoint)))
     assert checkpoint.newest(straight).state["progress"]["iterations"] == 2
     assert json.loads(straight.get("meta.json"))["status"] == "finished"
@@ -90,7 +90,7 @@ def test_a_look_at_a_run_leaves_its_metrics_where_they_are(s3_server: Server, s3
 
 def test_unfinished_uploads_of_a_run_are_aborted_when_it_is_taken_up(s3_server: Server, cache: Path) -> None:
     place = s3_server.url()
-    prefix = Address.parse(place).prefix
+    prefix = S3Url.parse(place).prefix
     S3Store(place).put("models/model/model.json", b"{}")
     for key in ("fleet/weights/00000001.safetensors", "models/model/7.safetensors", "metrics.jsonl"):
         assert s3_server.ask("POST", f"{BUCKET}/{prefix}/{key}", "uploads=")[0] == 200
@@ -118,6 +118,6 @@ def test_who_may_only_read_looks_and_plays_and_is_told_what_stays_here(
     film = directory_of(s3_url) / "film.mp4"
     film.write_bytes(b"of a rollout")
     assert remote_runs.upload(film) == str(film)
-    assert f"{film} stays here: Not allowed to write" in caplog.text
+    assert f"{film} was not uploaded: Not allowed to write" in caplog.text
     with pytest.raises(StoreError, match="Not allowed to write"):
         ludus.resume(s3_url, stop={"iterations": 2})

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from gymnasium.utils.env_checker import check_env
 
-from ludus.config import schema as configs
+from ludus.config.experiment_file import load_experiments
 from ludus.envs.vector_env import make_one
 from ludus.errors import AlreadyExists, StoreFull, UnknownName, UsageError
 from ludus.experiments.resolve import resolve
@@ -41,7 +41,7 @@ def test_the_parts_of_a_new_project_fit(here: Path, monkeypatch: pytest.MonkeyPa
     written = scaffold(Path("catcher"))
     assert sorted(str(path.relative_to("catcher")) for path in written) == FILES
     monkeypatch.chdir("catcher")
-    ((name, data),) = configs.load_experiments(Path("experiment.yaml")).items()
+    ((name, data),) = load_experiments(Path("experiment.yaml")).items()
     assert name == "catcher"
     resolved = resolve({"name": name, **data})
     assert resolved.config.model.custom_model == "customnet"

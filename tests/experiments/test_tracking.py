@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import yaml
 
-from ludus.config import schema as configs
 from ludus.config.schema import TrackConfig
+from ludus.config.validation import parse_experiment
 from ludus.core.metrics import Numbers, read_jsonl
 from ludus.errors import ConfigError, MissingExtra
 from ludus.experiments import runner
@@ -37,7 +37,7 @@ def keyless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def track(**section: Any) -> TrackConfig:
-    return configs.experiment({"env": "CartPole-v1", "track": section}).track
+    return parse_experiment({"env": "CartPole-v1", "track": section}).track
 
 
 # -- what may be asked for ----------------------------------------------------------------------------------------------

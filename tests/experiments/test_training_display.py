@@ -148,14 +148,14 @@ def test_a_terminal_shows_rows_that_fit_into_80_columns() -> None:
     assert "33 s left" in shown
 
 
-def test_before_the_first_report_it_says_so() -> None:
+def test_before_the_first_report_the_table_shows_that_it_waits() -> None:
     assert list(progress_rows({}, StopConfig(), RecentRates(), [])) == [("progress", "waiting for the first update …")]
 
 
 # -- matches -------------------------------------------------------------------------------------------------------------
 
 
-def test_without_matches_nothing_is_said_of_them() -> None:
+def test_without_matches_none_are_shown() -> None:
     assert wins(NUMBERS) == ""
 
 
@@ -171,13 +171,13 @@ def test_the_line_of_a_report_has_them() -> None:
     assert re.search(r"won: hard 25 \[20–30\] %  return 1\.50", line)
 
 
-def test_until_an_episode_has_ended_the_line_says_so() -> None:
+def test_the_line_shows_that_no_episode_has_ended() -> None:
     numbers = {name: value for name, value in NUMBERS.items() if name != "episode_return_mean"}
     (line,) = written([numbers], StopConfig())
     assert line.endswith("no episode ended yet")
 
 
-def test_whoever_is_met_in_evaluations_alone_is_shown_too() -> None:
+def test_an_opponent_of_evaluations_alone_is_shown() -> None:
     """As when training plays against itself."""
     told = {**won("past", 0.55, 0.45, 0.65), "match/loss/past": 0.45}
     judged = {f"evaluation/{how}/hard{which}": 0.25 for how in ("win", "loss") for which in ("", "_low", "_high")}

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import ludus
-from ludus.config.schema import dump_yaml, parse_yaml
 from ludus.core import trust
 from ludus.distributed.redis.messages import ORDERS, Orders
 from ludus.distributed.redis.worker import FleetWorker, WorkerOptions
@@ -26,9 +25,10 @@ from ludus.experiments.evaluation import rollout
 from ludus.experiments.resolve import resolve
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import CONFIG
+from ludus.io.yaml_documents import dump_yaml, parse_yaml
 from ludus.models.weights import serialization, version_store
 from ludus.serving import checkpoint_follower
-from ludus.serving.release import Part
+from ludus.serving.release import ReleasedModel
 from ludus.storage.local import LocalStore
 from ludus.tuning import sweep as tuning
 from tests.experiments import small
@@ -149,8 +149,8 @@ def play(run: Path) -> None:
 
 
 def serve(run: Path) -> None:
-    for part in checkpoint_follower.Source(str(run)).release().parts.values():
-        assert isinstance(part, Part)
+    for part in checkpoint_follower.CheckpointSource(str(run)).release().parts.values():
+        assert isinstance(part, ReleasedModel)
         serialization.policy_from(part.description)
 
 

@@ -11,7 +11,8 @@ import pytest
 from ludus.algorithms.dqn import DQNConfig
 from ludus.algorithms.impala import IMPALAConfig
 from ludus.algorithms.ppo import PPOConfig
-from ludus.config.schema import AlgorithmConfig, algorithm_config
+from ludus.config.schema import AlgorithmConfig
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.metrics import read_jsonl
 from ludus.experiments import runner
 from ludus.experiments.assembly.worker_training import make_clock
@@ -74,7 +75,7 @@ def test_pipelined_learning_is_one_version_behind_and_never_more(tmp_path: Path)
 def test_environments_hear_of_as_many_steps_as_were_sampled(
     schema: type[AlgorithmConfig], given: dict[str, Any], an_update: int
 ) -> None:
-    config = algorithm_config(schema, {"num_envs_per_worker": 8, "rollout_fragment_length": 16} | given)
+    config = parse_algorithm_config(schema, {"num_envs_per_worker": 8, "rollout_fragment_length": 16} | given)
     clock = make_clock(config, first_version=2_001, begun=50_000)
     assert clock.timesteps(2_001) == 50_000
     assert clock.timesteps(2_004) == 50_000 + 3 * an_update

@@ -30,14 +30,14 @@ from ludus.experiments.runs import checkpoint
 from ludus.gamecore.server import catalogue, request
 from ludus.gateway import builtin_actor
 from ludus.gateway.actor import Actor
-from ludus.gateway.http_connection import Connection, HttpLimits
-from ludus.gateway.raw_codec import RawForm
+from ludus.gateway.http_connection import HttpConnection, HttpLimits
+from ludus.gateway.raw_codec import RawCodec
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.io.yaml_documents import parse_yaml
-from ludus.launch.hostfile import read_iplist
+from ludus.launch.hostfile import parse_hostfile
 from ludus.models.weights import serialization
 from ludus.storage.local import LocalStore
-from ludus.transport.segment_codec import Decoder, Rejected
+from ludus.transport.segment_codec import RejectedMessage, SegmentDecoder
 from tests.gateway.scripted import Table, tiny_policy
 from tests.transport.test_segment_codec import LAYOUT, message
 
@@ -121,7 +121,7 @@ def talk_http(data: bytes) -> bytes:
 async def _talk_http(data: bytes, piece: int, with_token: bool) -> bytes:
     limits = HttpLimits(header_bytes=2048, headers=16, body_bytes=4096, pipelined=4)
     gateway = Gateway(Echo, GatewaySettings(http=limits, token="secret" if with_token else None))
-    connection, transport = Connection(gateway), PlainTransport()
+    connection, transport = HttpConnection(gateway), PlainTransport()
     connection.connection_made(transport)
     failures: list[Exception] = []
 
@@ -207,9 +207,9 @@ def read_body(data: bytes) -> None:
     read = []
     for actor in _actors():
         try:
-            step, _ = builtin_actor.decoded(data)
+            step, _ = builtin_actor.decode_message(data)
             step.pop("info", None)
-            read.append([actor._checked(name, part) for name, part in actor._parts(step).items()])
+            read.append([actor._check_step(name, part) for name, part in actor._seat_steps(step).items()])
         except Refused:
             continue
     if not read:
@@ -220,13 +220,13 @@ def read_raw(data: bytes) -> None:
     """A step as raw arrays."""
     for form, seat in _raw_forms():
         step = form.read(data)
-        builtin_actor._Part(seat, None, builtin_actor._said(step), False)
+        builtin_actor._SeatStep(seat, None, builtin_actor._step_fields(step), False)
 
 
 @functools.cache
-def _raw_forms() -> list[tuple[RawForm, Any]]:
+def _raw_forms() -> list[tuple[RawCodec, Any]]:
     seat = Table(tiny_policy()).seat
-    return [(RawForm(gym.spaces.Box(-10.0, 10.0, (3,), np.float32), gym.spaces.Discrete(4)), seat)]
+    return [(RawCodec(gym.spaces.Box(-10.0, 10.0, (3,), np.float32), gym.spaces.Discrete(4)), seat)]
 
 
 _STEP = {"vector": [0.5, 1, 2], "kind": 3, "flags": [0, 1, 0, 1], "picture": [[1, 2], [3, 255]]}
@@ -244,7 +244,7 @@ _BODIES: tuple[dict[str, Any], ...] = (
 
 
 def read_segment(data: bytes) -> None:
-    Decoder(LAYOUT, "plan").decode(data)
+    SegmentDecoder(LAYOUT, "plan").decode(data)
 
 
 def read_notice(data: bytes) -> None:
@@ -337,7 +337,7 @@ def _catalogue() -> catalogue.Catalogue:
 
 
 def read_game_order(data: bytes) -> None:
-    request.read_order(request.decoded(data), _catalogue())
+    request.parse_request(request.parse_json(data), _catalogue())
 
 
 def read_catalogue(data: bytes) -> None:
@@ -355,7 +355,7 @@ def read_ini(data: bytes) -> None:
 
 
 def read_hosts(data: bytes) -> None:
-    read_iplist(data.decode("utf-8", "replace"))
+    parse_hostfile(data.decode("utf-8", "replace"))
 
 
 _ORDER = {
@@ -387,7 +387,7 @@ def targets() -> dict[str, Target]:
                 bytes(8) + _INFINITIES,
             ),
         ),
-        Target("segment", read_segment, (Rejected,), (message(), message("lz4"), message("zstd"))),
+        Target("segment", read_segment, (RejectedMessage,), (message(), message("lz4"), message("zstd"))),
         Target("notice", read_notice, (Damaged,), notices),
         Target(
             "weights",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ludus.errors import ConfigError, UsageError
-from ludus.gamecore.server.http.app import HttpLimits, Settings, running
+from ludus.gamecore.server.http.app import ServerLimits, Settings, running
 from tests.gamecore.callers import Caller, catalogue_file
 from tests.waiting import wait_until
 
@@ -50,7 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def call(home: Path) -> Iterator[Caller]:
-    limits = HttpLimits(body_bytes=20_000, receive_s=1.0, idle_s=1.5, connections=12)
+    limits = ServerLimits(body_bytes=20_000, receive_s=1.0, idle_s=1.5, connections=12)
     settings = Settings(port=0, games=catalogue_file(home), state_dir=home / "state", max_games=2, http=limits)
     with running(settings) as server:
         yield Caller(server.host, server.port)
@@ -275,7 +275,7 @@ def test_a_log_that_a_game_made_a_link_is_not_read(call: Caller) -> None:
 
 def test_beyond_this_machine_it_wants_a_token(home: Path) -> None:
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.org"):
-        with pytest.raises(UsageError, match="without a token would let anyone in"):
+        with pytest.raises(UsageError, match="without a token would give anyone access"):
             Settings(host=host, state_dir=home / "never").check()
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
         Settings(host=host, state_dir=home / "never").check()
@@ -298,12 +298,12 @@ def test_what_is_wrong_is_said_before_anything_is_begun(home: Path, tmp_path: Pa
 
 PROGRAM = """
 import resource, sys
-from ludus.gamecore.server.http.app import HttpLimits, Settings
+from ludus.gamecore.server.http.app import ServerLimits, Settings
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(*(
-    settings.affordable().connections
-    for settings in (Settings(max_games=200), Settings(max_games=2000), Settings(http=HttpLimits(connections=5), max_games=1))
+    settings.affordable_limits().connections
+    for settings in (Settings(max_games=200), Settings(max_games=2000), Settings(http=ServerLimits(connections=5), max_games=1))
 ), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
@@ -318,7 +318,7 @@ def test_connections_leave_files_for_the_games(soft: int, hard: int, said: str) 
 def test_connections_without_a_token_never_keep_a_caller_out(home: Path, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("ci a-token-of-some-length\n")
-    limits = HttpLimits(connections=4, unauthorized_idle_s=60.0)
+    limits = ServerLimits(connections=4, unauthorized_idle_s=60.0)
     settings = Settings(port=0, games=home / "games.yaml", state_dir=tmp_path / "state", token_file=tokens, http=limits)
     with running(settings) as server, contextlib.ExitStack() as stack:
         for _ in range(12):

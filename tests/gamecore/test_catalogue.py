@@ -8,10 +8,10 @@ import pytest
 
 from ludus.errors import ConfigError, Refused
 from ludus.gamecore.server import catalogue
-from ludus.gamecore.server.catalogue import Catalogue, Entry, filled, holes, parse
+from ludus.gamecore.server.catalogue import Catalogue, GameEntry, fill_placeholders, find_placeholders, parse
 
 
-def one(text: str) -> Entry:
+def one(text: str) -> GameEntry:
     return parse(f"games: {{a: {{{text}}}}}", "games.yaml", Path("/c")).games["a"]
 
 
@@ -28,7 +28,7 @@ def test_an_entry_needs_only_a_command() -> None:
     assert entry.restart.on == "never"
     assert entry.limits.seconds == 3600
     assert entry.states is None
-    assert entry.plays("anything")
+    assert entry.supports_mode("anything")
 
 
 def test_a_section_about_restarts_means_that_there_are_some() -> None:
@@ -59,9 +59,9 @@ def test_wrappers_are_names_words_and_lists_of_them(wrapper: str, words: tuple[s
         ("command: x", "games.a.command: "),
         ("command: ['']", "begins with an empty word"),
         ("command: [x, true]", "games.a.command.1: "),
-        ("command: [x, '{prt}']", "a placeholder 'prt' that does not exist. Did you mean 'port'"),
+        ("command: [x, '{prt}']", "an unknown placeholder 'prt'. Did you mean 'port'"),
         ("command: [x, '{options.speed}']", "placeholder 'options.speed'"),
-        ("command: [x, 'a { b']", "a brace without its other half"),
+        ("command: [x, 'a { b']", "an unmatched brace"),
         ("command: [x], limits: {second: 1}", "unknown key 'games.a.limits.second'. Did you mean 'seconds'"),
         ("command: [x], limits: {seconds: 0}", "games.a.limits.seconds: "),
         ("command: [x], limits: {seconds: .inf}", "games.a.limits.seconds: "),
@@ -76,7 +76,7 @@ def test_wrappers_are_names_words_and_lists_of_them(wrapper: str, words: tuple[s
         ("command: [x], modes: ['../x']", "games.a.modes.0: "),
         ("command: [x], options: {s: {type: number, default: 0}}", "a number needs a minimum and a maximum"),
         ("command: [x], options: {s: {type: string, default: -x}}", "it must match"),
-        ("command: [x], options: {s: {type: string, pattern: '('}}", "no regular expression"),
+        ("command: [x], options: {s: {type: string, pattern: '('}}", "not a regular expression"),
         ("command: [x], options: {s: {type: integer, minimum: 0, maximum: 5, default: 1.5}}", "an integer is expected"),
         ("command: [x], options: {S/x: {type: boolean}}", "games.a.options.S/x"),
     ],
@@ -106,19 +106,19 @@ def test_a_directory_that_is_not_there_is_told_when_the_file_is_read(tmp_path: P
 
 
 def test_placeholders_are_filled_once_and_stay_inside_their_word() -> None:
-    assert filled("a{x}b{{c}}", {"x": "{y} $(z)"}) == "a{y} $(z)b{c}"
-    assert holes(["{a}{b}", "{{c}}"]) == {"a", "b"}
+    assert fill_placeholders("a{x}b{{c}}", {"x": "{y} $(z)"}) == "a{y} $(z)b{c}"
+    assert find_placeholders(["{a}{b}", "{{c}}"]) == {"a", "b"}
 
 
 def test_a_game_is_chosen_by_name_or_by_the_first_that_plays_the_mode() -> None:
     found = parse("games: {a: {command: [x], modes: [1v1]}, b: {command: [x], modes: [1v1, 3v3]}}", "f", Path("/c"))
-    assert found.choose(None, "1v1") == "a"
-    assert found.choose(None, "3v3") == "b"
-    assert found.choose(None, None) == "a"
-    assert found.choose("b", "1v1") == "b"
+    assert found.choose_game(None, "1v1") == "a"
+    assert found.choose_game(None, "3v3") == "b"
+    assert found.choose_game(None, None) == "a"
+    assert found.choose_game("b", "1v1") == "b"
     for game, mode in (("c", None), ("a", "3v3"), (None, "5v5")):
         with pytest.raises(Refused) as caught:
-            found.choose(game, mode)
+            found.choose_game(game, mode)
         assert (caught.value.status, caught.value.error) == (404, "unknown_game")
 
 
@@ -127,9 +127,9 @@ def test_options_have_defaults_only_if_they_say_so() -> None:
         "command: [x, '{options.n}'], options: {n: {type: integer, minimum: 1, maximum: 3, default: 2},"
         " s: {type: string, choices: [a, b]}, f: {type: boolean, default: false}}"
     )
-    assert entry.chosen({}) == {"n": 2, "f": False}
-    assert entry.chosen({"s": "b", "f": True, "n": 3}) == {"n": 3, "f": True, "s": "b"}
+    assert entry.resolve_options({}) == {"n": 2, "f": False}
+    assert entry.resolve_options({"s": "b", "f": True, "n": 3}) == {"n": 3, "f": True, "s": "b"}
     for wrong in ({"s": "c"}, {"n": 4}, {"n": 2.0}, {"n": True}, {"f": 1}, {"x": 1}):
         with pytest.raises(Refused):
-            entry.chosen(wrong)
+            entry.resolve_options(wrong)
     assert isinstance(parse("games: {a: {command: [x]}}", "f", Path("/c")), Catalogue)

@@ -9,35 +9,35 @@ from typing import Any
 import pytest
 
 from ludus.gamecore.server.catalogue import parse
-from ludus.gamecore.server.command import Launch, Place, launch
-from ludus.gamecore.server.request import read_order
+from ludus.gamecore.server.command import GameCommand, GameDirectory, build_command
+from ludus.gamecore.server.request import parse_request
 
 HERE = {"PATH": "/bin", "HOME": "/home/me", "SECRET": "hush", "SHARED": "yes"}
 
 
-def made(entry: str, environ: dict[str, str] | None = None, states: Path | None = None, **order: Any) -> Launch:
+def made(entry: str, environ: dict[str, str] | None = None, states: Path | None = None, **order: Any) -> GameCommand:
     catalogue = parse(f"games: {{a: {{{entry}}}}}", "games.yaml", Path("/cat"))
-    asked = read_order({"runtime_id": "r-1", **order}, catalogue)
-    return launch(catalogue, asked, Place(Path("/s/games/r-1")), states, HERE | (environ or {}), lambda: 4711)
+    asked = parse_request({"runtime_id": "r-1", **order}, catalogue)
+    return build_command(catalogue, asked, GameDirectory(Path("/s/games/r-1")), states, HERE | (environ or {}), lambda: 4711)
 
 
 def test_a_command_is_found_beside_the_catalogue_or_on_the_path() -> None:
-    assert made("command: [bin/game, -x]").command == ("/cat/bin/game", "-x")
-    assert made("command: [./game]").command == ("/cat/game",)
-    assert made("command: [/opt/game]").command == ("/opt/game",)
-    assert made("command: [game]").command == ("game",)
-    assert made("command: ['{python}', -c, pass]").command == (sys.executable, "-c", "pass")
+    assert made("command: [bin/game, -x]").words == ("/cat/bin/game", "-x")
+    assert made("command: [./game]").words == ("/cat/game",)
+    assert made("command: [/opt/game]").words == ("/opt/game",)
+    assert made("command: [game]").words == ("game",)
+    assert made("command: ['{python}', -c, pass]").words == (sys.executable, "-c", "pass")
 
 
 def test_placeholders_name_what_belongs_to_this_game() -> None:
     what = made("command: [game, '{runtime_id}', '--c={config}', '{directory}/x', '{result}', '{port}']")
-    assert what.command[1:] == ("r-1", "--c=/s/games/r-1/config.json", "/s/games/r-1/x", "/s/games/r-1/result.json", "4711")
+    assert what.words[1:] == ("r-1", "--c=/s/games/r-1/config.json", "/s/games/r-1/x", "/s/games/r-1/result.json", "4711")
 
 
 def test_options_reach_a_command_only_where_it_asks_for_them() -> None:
     options = "options: {f: {type: boolean, default: true}, n: {type: number, minimum: 0, maximum: 9, default: 1}}"
-    assert made(f"command: [game], {options}", options={"n": 3}).command == ("game",)
-    assert made(f"command: [game, 'n={{options.n}}', '{{options.f}}'], {options}", options={"n": 3}).command == (
+    assert made(f"command: [game], {options}", options={"n": 3}).words == ("game",)
+    assert made(f"command: [game, 'n={{options.n}}', '{{options.f}}'], {options}", options={"n": 3}).words == (
         "game",
         "n=3",
         "true",
@@ -81,7 +81,7 @@ def test_a_game_that_goes_on_with_other_matches_is_told_how_many_of_them_save(op
 
 def test_wine_has_a_prefix_of_its_own_for_every_game() -> None:
     what = made("command: [game.exe], wrapper: [nice, wine]")
-    assert what.command == ("nice", "-n", "10", "wine", "game.exe")
+    assert what.words == ("nice", "-n", "10", "wine", "game.exe")
     assert what.environment["WINEPREFIX"] == "/s/games/r-1/wine"
     assert "WINEPREFIX" not in made("command: [game], wrapper: nice").environment
 
@@ -93,10 +93,10 @@ def test_what_a_display_leaves_behind_goes_with_the_game() -> None:
 
 def test_windows_games_use_wine_where_the_server_is_told_so() -> None:
     asked = {"SIMULATOR_USE_WINE": "1"}
-    assert made("command: [bin/game.exe], windows: true, wrapper: xvfb-run", asked).command == (
+    assert made("command: [bin/game.exe], windows: true, wrapper: xvfb-run", asked).words == (
         "xvfb-run", "--auto-servernum", "wine", "/cat/bin/game.exe",
     )  # fmt: skip
-    assert made("command: [game.exe], windows: true, wrapper: wine", asked).command == ("wine", "game.exe")
-    assert made("command: [game], windows: true").command == ("game",)
-    assert made("command: [game], windows: true", {"SIMULATOR_USE_WINE": "0"}).command == ("game",)
-    assert made("command: [game]", asked).command == ("game",)
+    assert made("command: [game.exe], windows: true, wrapper: wine", asked).words == ("wine", "game.exe")
+    assert made("command: [game], windows: true").words == ("game",)
+    assert made("command: [game], windows: true", {"SIMULATOR_USE_WINE": "0"}).words == ("game",)
+    assert made("command: [game]", asked).words == ("game",)

@@ -1,4 +1,4 @@
-"""Who plays where when a server has no room: orders of a real matchmaker, answered as the test wants it."""
+"""Who plays where when a server has no room: orders of a real scheduler, answered as the test wants it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from ludus.envs.opponents.opponent_mix import RULE
 from ludus.errors import Refused
-from ludus.gamecore.game_spec import playable
-from ludus.gamecore.live_matches import Reading, Table, TableActor, Tables, Venue
-from ludus.gamecore.match_scheduler import Matchmaker, Terms, slots_of
+from ludus.gamecore.game_spec import resolve_game
+from ludus.gamecore.live_matches import LiveMatch, LiveMatches, MatchActor, MatchProcess, StepParser
+from ludus.gamecore.match_scheduler import MatchScheduler, OrderDefaults, make_slots
 from ludus.protocol import spec
 from ludus.protocol.gamecore_client import GameState
 from tests.waiting import wait_until
@@ -60,33 +60,33 @@ class Server:
 class Hall:
     def __init__(self, matches: int, together: int) -> None:
         self.server = Server()
-        self.game = playable("any", None, {}, GAME)
-        slots, _ = slots_of([RULE] * matches, 1)
-        self.tables = Tables(self.game, slots)
-        self.matchmaker = Matchmaker(self.server, self.tables, self.game, Terms({}, "m", together=together), 1)
-        self.matchmaker.start()
+        self.game = resolve_game("any", None, {}, GAME)
+        slots, _ = make_slots([RULE] * matches, 1)
+        self.matches = LiveMatches(self.game, slots)
+        self.scheduler = MatchScheduler(self.server, self.matches, self.game, OrderDefaults({}, "m", together=together), 1)
+        self.scheduler.start()
 
     @property
-    def venues(self) -> list[Venue]:
-        with self.tables.changed:
-            return list(self.matchmaker._venues)
+    def processes(self) -> list[MatchProcess]:
+        with self.matches.condition:
+            return list(self.scheduler._processes)
 
-    def match(self, slot: int) -> Table:
-        table = self.tables.slots[slot].following
-        assert table is not None
-        return table
+    def match(self, slot: int) -> LiveMatch:
+        match = self.matches.slots[slot].upcoming
+        assert match is not None
+        return match
 
     def ends(self, slot: int) -> None:
         """Its match, after a decision."""
-        table = self.match(slot)
-        table.decisions = 1
-        self.tables.end(table, tuple(table.rows), {}, {})
+        match = self.match(slot)
+        match.decisions = 1
+        self.matches.end(match, tuple(match.rows), {}, {})
 
-    def told(self, table: Table) -> list[str]:
+    def told(self, match: LiveMatch) -> list[str]:
         """A session of this match begins: of which others its game hears."""
-        actor = TableActor(self.tables, Reading(self.game))
-        actor.match = table.id
-        body: bytes = asyncio.run(actor.start("1", b'{"camp": %d}' % next(iter(table.rows))))
+        actor = MatchActor(self.matches, StepParser(self.game))
+        actor.match = match.id
+        body: bytes = asyncio.run(actor.start("1", b'{"camp": %d}' % next(iter(match.rows))))
         return [order["runtime_id"] for order in json.loads(body).get("matches", ())]
 
 
@@ -95,53 +95,53 @@ def hall() -> Iterator[Hall]:
     """Five matches in two processes, of which the second has a place left; it is too old for further ones."""
     found = Hall(5, together=3)
     wait_until(lambda: len(found.server.started) == 2, what="two processes")
-    first, second = found.venues
-    assert (len(first.tables), len(second.tables), second.places) == (3, 2, 3)
+    first, second = found.processes
+    assert (len(first.matches), len(second.matches), second.capacity) == (3, 2, 3)
     second.began = -1e9
     yield found
     found.server.open.set()
-    found.matchmaker.close()
+    found.scheduler.close()
 
 
 def test_a_match_that_moves_to_another_process_is_told_of_there_alone(hall: Hall) -> None:
-    first, second = hall.venues
-    first.began, before = -1e9, set(second.tables)
+    first, second = hall.processes
+    first.began, before = -1e9, set(second.matches)
     hall.server.full = True
     hall.server.open.clear()
     for slot in range(3):  # the first process has played its matches; while the next one is ordered, all three gather there
         hall.ends(slot)
     wait_until(lambda: len(hall.server.asked) == 3, what="the order")
-    (late,) = [venue for venue in hall.venues if venue is not second]
-    assert len(late.tables) == 3
+    (late,) = [process for process in hall.processes if process is not second]
+    assert len(late.matches) == 3
     hall.server.open.set()
-    wait_until(lambda: len(second.tables) == 3 and len(late.tables) == 2, what="one of three has moved")
-    (moved,) = second.tables - before
+    wait_until(lambda: len(second.matches) == 3 and len(late.matches) == 2, what="one of three has moved")
+    (moved,) = second.matches - before
     hall.server.full = False
     wait_until(lambda: late.id in hall.server.started, what="the process of the others")
 
-    ordered = next(table for table in late.tables if table.id == late.id)
-    assert hall.told(ordered) == [table.id for table in late.tables if table is not ordered]
-    assert moved.id in hall.told(next(table for table in second.tables if table.id == second.id))
+    ordered = next(match for match in late.matches if match.id == late.id)
+    assert hall.told(ordered) == [match.id for match in late.matches if match is not ordered]
+    assert moved.id in hall.told(next(match for match in second.matches if match.id == second.id))
 
 
 def test_matches_that_were_given_up_while_they_were_ordered_are_ordered_anew(hall: Hall) -> None:
     hall.server.full = True
     hall.server.open.clear()
-    hall.tables.lose(hall.match(0), "its process is gone")
+    hall.matches.lose(hall.match(0), "its process is gone")
     wait_until(lambda: len(hall.server.asked) == 3, what="the order")  # and no answer yet
-    hall.tables.lose(hall.match(0), "nobody waits for it any more")
+    hall.matches.lose(hall.match(0), "nobody waits for it any more")
     hall.server.full = False
     hall.server.open.set()
 
-    wait_until(lambda: sum(len(venue.tables) for venue in hall.venues if venue.accepted) == 5, what="all matches")
-    assert hall.matchmaker.fault is None
+    wait_until(lambda: sum(len(process.matches) for process in hall.processes if process.accepted) == 5, what="all matches")
+    assert hall.scheduler.fault is None
 
 
 @pytest.mark.parametrize("key", ["protocol", "game", "rules", "hero_table", "mode", "ticks_per_decision"])
 def test_another_game_than_the_one_that_is_meant_is_refused_with_what_is_different(key: str) -> None:
-    """Another table of heroes, say: the same numbers would mean somebody else."""
-    arena = playable("arena", "3v3", {}, {})
-    about = {"protocol": spec.VERSION, **arena.expects}
+    """Another match of heroes, say: the same numbers would mean somebody else."""
+    arena = resolve_game("arena", "3v3", {}, {})
+    about = {"protocol": spec.VERSION, **arena.expected_start}
     assert "hero_table" in about
     arena.check(about)
     with pytest.raises(Refused, match=f"{key}|version") as refused:

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from ludus.errors import Refused
 from ludus.gamecore.server.catalogue import NAME, parse
-from ludus.gamecore.server.http.routes_v2 import translated
-from ludus.gamecore.server.request import KEYS, Camp, Order, decoded, read_order
+from ludus.gamecore.server.http.routes_v2 import to_game_request
+from ludus.gamecore.server.request import KEYS, CampActor, GameRequest, parse_json, parse_request
 
 CATALOGUE = parse(
     "games: {a: {command: [x], modes: [1v1], options: {n: {type: number, minimum: 0, maximum: 9, default: 1}}}}", "f", Path("/c")
 )
 
 
-def read(**order: Any) -> Order:
-    return read_order({"runtime_id": "r", **order}, CATALOGUE)
+def read(**order: Any) -> GameRequest:
+    return parse_request({"runtime_id": "r", **order}, CATALOGUE)
 
 
 def test_an_order_needs_no_more_than_an_id() -> None:
-    assert read() == Order("r", "a", None, [], (None, None), {"n": 1})
+    assert read() == GameRequest("r", "a", None, [], (None, None), {"n": 1})
 
 
 def test_two_orders_are_equal_if_they_ask_for_the_same() -> None:
@@ -38,9 +38,9 @@ def test_two_orders_are_equal_if_they_ask_for_the_same() -> None:
 
 def test_tokens_are_in_no_text_about_an_order() -> None:
     order = read(camps=[{"address": "h:80", "token": "hush-hush"}, None])
-    assert order.camps[0] == Camp("http://h:80", 30.0, "hush-hush")
+    assert order.camps[0] == CampActor("http://h:80", 30.0, "hush-hush")
     assert "hush" not in repr(order)
-    assert "hush" not in json.dumps(order.config(1, None))
+    assert "hush" not in json.dumps(order.game_config(1, None))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_camp_is_there_for_every_list_of_heroes() -> None:
 
 def test_the_game_is_told_what_was_asked_for() -> None:
     order = read(mode="1v1", camps=[{"address": "h:1", "timeout_s": 2}, None], max_frames=5, eval_mode=True)
-    assert order.config(7, "/states/x") == {
+    assert order.game_config(7, "/states/x") == {
         "runtime_id": "r",
         "game": "a",
         "mode": "1v1",
@@ -96,13 +96,13 @@ NEAR = st.fixed_dictionaries(
 @settings(max_examples=80, deadline=None)
 @given(NEAR)
 def test_whatever_is_asked_for_is_an_order_or_is_refused(data: dict[str, Any]) -> None:
-    made = outcome(lambda: read_order(decoded(json.dumps(data).encode()), CATALOGUE))
+    made = outcome(lambda: parse_request(parse_json(json.dumps(data).encode()), CATALOGUE))
     if isinstance(made, Refused):
         assert made.status in (400, 404)
         assert len(made.message) < 2000
     else:
         assert NAME.fullmatch(made.runtime_id)
-        assert json.loads(json.dumps(made.config(1, None), allow_nan=False))["options"].keys() == {"n"}
+        assert json.loads(json.dumps(made.game_config(1, None), allow_nan=False))["options"].keys() == {"n"}
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,11 +119,11 @@ def test_whatever_is_asked_for_is_an_order_or_is_refused(data: dict[str, Any]) -
     )
 )
 def test_the_older_form_is_translated_or_refused(data: dict[str, Any]) -> None:
-    made = outcome(lambda: read_order(translated(data), CATALOGUE))
-    assert isinstance(made, Order) or made.status in (400, 404)
+    made = outcome(lambda: parse_request(to_game_request(data), CATALOGUE))
+    assert isinstance(made, GameRequest) or made.status in (400, 404)
 
 
-def outcome(make: Callable[[], Order]) -> Order | Refused:
+def outcome(make: Callable[[], GameRequest]) -> GameRequest | Refused:
     try:
         return make()
     except Refused as refused:

@@ -9,7 +9,7 @@ import pytest
 
 from ludus.errors import Refused
 from ludus.gamecore.server.http.app import Settings, running
-from ludus.gamecore.server.http.routes_v2 import translated
+from ludus.gamecore.server.http.routes_v2 import to_game_request
 from tests.gamecore.callers import Answer, Caller, catalogue_file
 
 REMOTE = {"ip": "127.0.0.1", "port": 35400, "timeout": 30000}
@@ -27,7 +27,7 @@ def order(runtime_id: str, infos: list[Any], kind: str = "remote", mode: str = "
 
 
 def test_an_order_is_translated() -> None:
-    told = translated(
+    told = to_game_request(
         order("r", [REMOTE, {"request_id": 0}, {}, {}], max_frame_num=20000, task_id="t_swap", extra_abs_key_info={"a": 1})
     )
     assert told == {
@@ -45,11 +45,11 @@ def test_an_order_is_translated() -> None:
         "task_id": "t_swap",
     }
     for kind in ("repeat", "remote_repeat", "repeat_only"):
-        told = translated(order("r", [{}, REMOTE], kind, max_frame_num=-1))
+        told = to_game_request(order("r", [{}, REMOTE], kind, max_frame_num=-1))
         assert (told["start_from"], told["must_resume"]) == ("any", kind == "repeat_only")
-    assert translated(order("r", [{}, REMOTE], max_frame_num=-1))["max_frames"] is None
-    assert translated(order("r", [{"ip": "", "port": 0}, REMOTE]))["camps"][0] is None
-    assert translated(order("r", [{"ip": "::1", "port": 5}, {}]))["camps"][0]["address"] == "[::1]:5"
+    assert to_game_request(order("r", [{}, REMOTE], max_frame_num=-1))["max_frames"] is None
+    assert to_game_request(order("r", [{"ip": "", "port": 0}, REMOTE]))["camps"][0] is None
+    assert to_game_request(order("r", [{"ip": "::1", "port": 5}, {}]))["camps"][0]["address"] == "[::1]:5"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_an_order_is_translated() -> None:
 )
 def test_orders_that_cannot_be_meant_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(Refused) as caught:
-        translated(wrong)
+        to_game_request(wrong)
     assert caught.value.status == 400
 
 

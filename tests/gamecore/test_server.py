@@ -152,7 +152,7 @@ def test_a_game_can_be_stopped_while_it_waits_for_its_next_life(call: Caller) ->
     call.start("pausing", "slow-again")
     seen = wait_until(lambda: (now := state(call, "pausing"))["restarts"] and now, what="a restart")
     assert seen["state"] == "starting"
-    assert "It is started again in 100 s." in seen["reason"]
+    assert "Restarting in 100 s." in seen["reason"]
     assert call("DELETE", "/v1/games/pausing").json["state"] == "stopped"
 
 
@@ -217,7 +217,7 @@ def test_an_entry_bounds_its_games(call: Caller) -> None:
 def test_a_game_that_takes_too_much_memory_is_ended(call: Caller) -> None:
     call.start("hungry", "hungry")
     ended = wait_until(lambda: (now := state(call, "hungry"))["state"] == "crashed" and now, what="its end")
-    assert "60 may be used" in ended["reason"]
+    assert "the limit is 60" in ended["reason"]
 
 
 def test_metrics_tell_of_every_game(call: Caller) -> None:
@@ -318,7 +318,7 @@ def test_games_that_are_kept_warm_are_forks_and_a_module_that_cannot_be_is_start
         for name in ("cold", "wrapped"):
             assert call.play(name, name)["state"] == "finished"
             assert call.log(name) == "plain\n"
-    assert "cold is started by its command" in (tmp_path / "state" / "gamecore-server.log").read_text()
+    assert "cold: prefork failed" in (tmp_path / "state" / "gamecore-server.log").read_text()
 
 
 def test_a_game_can_be_stopped_while_its_module_is_imported(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_game_can_be_stopped_while_its_module_is_imported(tmp_path: Path) -> N
         for thread in starting:
             thread.start()
         wait_until(lambda: len(call("GET", "/v1/games?state=starting").json["games"]) == 2, what="both to be known")
-        wait_until(lambda: "is being imported" in state(call, "a")["reason"], what="a reason")
+        wait_until(lambda: "Waiting for the import" in state(call, "a")["reason"], what="a reason")
         assert call("DELETE", "/v1/games/a").json["state"] == "stopped"
         starting[0].join(20)
         server.close()  # the other one waits still
@@ -382,7 +382,7 @@ def test_the_server_says_in_its_log_what_it_did(call: Caller, state_dir: Path) -
     assert "logged: crash begins" in text
     assert "logged: crashed: It ended with code 3." in text
     call("GET", "/no%0aline")
-    assert "refused: 404 for GET '/no\\nline' of 127.0.0.1" in (state_dir / "state" / "gamecore-server.log").read_text()
+    assert "refused: 404 for GET '/no\\nline' from 127.0.0.1" in (state_dir / "state" / "gamecore-server.log").read_text()
 
 
 def parent(pid: int) -> int:

@@ -18,7 +18,7 @@ from ludus.core.tree import Tree, leaves
 from ludus.envs.vector_env import Environments, make_environments
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.gamecore import match_scheduler
-from ludus.gamecore.live_matches import TableActor, Tables
+from ludus.gamecore.live_matches import LiveMatches, MatchActor
 from ludus.gamecore.server.http.app import Settings, running
 from ludus.gamecore.vector_env import GamecoreVectorEnv
 from ludus.process import identity
@@ -72,8 +72,8 @@ def made() -> Iterator[list[Any]]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No row goes without a match while others play."""
-    settled = Tables.settled
-    monkeypatch.setattr(Tables, "settled", lambda tables, *, all_of_them: settled(tables, all_of_them=True))
+    ready_to_step = LiveMatches.ready_to_step
+    monkeypatch.setattr(LiveMatches, "ready_to_step", lambda matches, *, wait_for_all: ready_to_step(matches, wait_for_all=True))
 
 
 def counting(
@@ -188,7 +188,7 @@ def test_a_declared_game_is_played_to_its_end_and_begun_anew(server: str, made: 
 
 def test_how_matches_went_is_known_to_whoever_makes_the_next(server: str, made: list[Any]) -> None:
     env = counting(made, server, 2, matchmaking="even", length=2)
-    rivals = env.game.rivals
+    rivals = env.game.opponent_sampler
     until_s = time.monotonic() + 60
     while rivals.matches[0, 0] < 6 and time.monotonic() < until_s:
         env.step(np.array([1, 1]))  # which wins where nobody else is
@@ -227,9 +227,9 @@ def test_rows_of_past_opponents_come_last_and_are_marked(server: str, made: list
 
 def processes(env: GamecoreVectorEnv, server: str, *states: str) -> dict[str, GameState]:
     """Those of this environment, by id."""
-    house = env._house
-    assert house is not None
-    prefix = house.matchmaker._terms.prefix
+    backend = env._backend
+    assert backend is not None
+    prefix = backend.scheduler._defaults.prefix
     with GamecoreClient(server) as client:
         found = [game for game in client.list() if game.runtime_id.startswith(prefix)]
     return {game.runtime_id: game for game in found if game.state in (states or ("starting", "running"))}
@@ -249,8 +249,8 @@ def nothing(env: GamecoreVectorEnv) -> dict[str, Any]:
 
 
 def finished(env: GamecoreVectorEnv) -> int:
-    assert env._house is not None
-    return env._house.tables.counts["finished"]
+    assert env._backend is not None
+    return env._backend.matches.counts["finished"]
 
 
 @pytest.mark.usefixtures("patient")
@@ -278,13 +278,13 @@ def test_matches_are_shared_out_evenly_and_processes_stay(server: str, made: lis
 
 def test_a_process_that_is_killed_costs_its_matches_and_no_others(server: str, made: list[Any]) -> None:
     env = arena(made, server, 4, together=2)
-    house = env._house
-    assert house is not None
+    backend = env._backend
+    assert backend is not None
     shared: dict[str, list[int]] = {}
-    for slot in house.tables.slots:
-        assert slot.table is not None
-        assert slot.table.venue is not None
-        shared.setdefault(slot.table.venue.id, []).extend(slot.rows)
+    for slot in backend.matches.slots:
+        assert slot.current is not None
+        assert slot.current.process is not None
+        shared.setdefault(slot.current.process.id, []).extend(slot.rows)
     assert sorted(map(len, shared.values())) == [2, 2]
     victim, rows = next(iter(shared.items()))
     pid = processes(env, server)[victim].pid
@@ -329,7 +329,7 @@ def test_a_server_without_room_for_another_process_costs_nothing(
         server = f"127.0.0.1:{found.port}"
         env = arena(made, server, 4, together=4, options={"on_illegal": "forfeit"})
         begun = processes(env, server).keys()
-        monkeypatch.setattr(match_scheduler, "_OPEN_S", 0.0)  # another one is due
+        monkeypatch.setattr(match_scheduler, "_MAX_AGE_S", 0.0)  # another one is due
         for row in range(4):
             forfeits(env, row)
             wait_until(lambda: all_play(env), what="a match for all rows")
@@ -339,13 +339,13 @@ def test_a_server_without_room_for_another_process_costs_nothing(
 
 
 def test_a_match_that_nobody_has_heard_of_is_told_of_again(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = TableActor.end
+    ended = MatchActor.end
 
-    async def unheard(actor: TableActor, body: bytes) -> bytes:
+    async def unheard(actor: MatchActor, body: bytes) -> bytes:
         await ended(actor, body)
         return b"\x80"
 
-    monkeypatch.setattr(TableActor, "end", unheard)
+    monkeypatch.setattr(MatchActor, "end", unheard)
     env = arena(made, server, 2, together=2, options={"on_illegal": "forfeit"})
     forfeits(env, 0)
     wait_until(lambda: all_play(env), what="a match for both rows")
@@ -389,7 +389,7 @@ def test_weights_that_have_changed_count_from_the_next_match_on(server: str, mad
 
 
 def test_a_process_is_not_kept_for_ever(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(match_scheduler, "_OPEN_S", 0.0)
+    monkeypatch.setattr(match_scheduler, "_MAX_AGE_S", 0.0)
     env = arena(made, server, 2, seconds=1, together=2)
     begun = processes(env, server).keys()
     for _ in range(20):
@@ -431,18 +431,18 @@ def test_nobody_is_let_in_without_the_token_and_the_server_writes_it_nowhere(
 ) -> None:
     env = counting(made, server)
     env.step(ones(env))
-    house = env._house
-    assert house is not None
-    connection = http.client.HTTPConnection("127.0.0.1", house.door.port, timeout=20)
+    backend = env._backend
+    assert backend is not None
+    connection = http.client.HTTPConnection("127.0.0.1", backend.gateway.port, timeout=20)
     connection.request("POST", "/step", b"{}", {"session": "x", "step_kind": "start"})
     assert connection.getresponse().status == 401
     connection.close()
     written = [path for path in tmp_path_factory.getbasetemp().rglob("*") if path.is_file()]
     assert any(path.name == "config.json" for path in written)
-    assert not any(house.token.encode() in path.read_bytes() for path in written)
+    assert not any(backend.token.encode() in path.read_bytes() for path in written)
     commands = [Path(f"/proc/{game.pid}/cmdline").read_bytes() for game in processes(env, server, "running").values()]
     assert any(b"counting.py" in command for command in commands)
-    assert not any(house.token.encode() in command for command in commands)
+    assert not any(backend.token.encode() in command for command in commands)
 
 
 # -- training -------------------------------------------------------------------------------------------------------------
@@ -507,13 +507,13 @@ def test_a_match_whose_last_sight_is_nonsense_has_no_result(server: str, made: l
 
 def test_a_game_that_never_goes_right_is_an_error_that_says_why(server: str, made: list[Any]) -> None:
     env = counting(made, server, 4, fault="protocol")
-    with pytest.raises(EnvironmentFault, match=r"came to nothing.*version 2 of the protocol"):
+    with pytest.raises(EnvironmentFault, match=r"were lost.*version 2 of the protocol"):
         played(env, 100)
 
 
 def test_another_game_than_the_one_that_was_meant_is_not_played(server: str, made: list[Any]) -> None:
     env = counting(made, server, 2, expects={"rules": 7})
-    with pytest.raises(EnvironmentFault, match="rules of this game is 1, here it is 7"):
+    with pytest.raises(EnvironmentFault, match="rules of this game is 1, expected 7"):
         played(env, 100)
 
 
@@ -540,9 +540,9 @@ def test_a_game_that_is_killed_costs_its_own_rows(server: str, made: list[Any]) 
     env = counting(made, server, 4, length=10_000)
     for _ in range(3):
         env.step(ones(env))
-    house = env._house
-    assert house is not None
-    victim = next(slot.table.id for slot in house.tables.slots if slot.table is not None and slot.rows == (2,))
+    backend = env._backend
+    assert backend is not None
+    victim = next(slot.current.id for slot in backend.matches.slots if slot.current is not None and slot.rows == (2,))
     with GamecoreClient(server) as client:
         pid = client.state(victim).pid
     assert pid is not None
@@ -585,7 +585,7 @@ def test_a_server_that_is_killed_is_waited_for_and_goes_on(tmp_path: Path, made:
 
 def test_a_server_that_stays_away_is_an_error(made: list[Any]) -> None:
     env = counting(made, "127.0.0.1:9", away_s=0.5)
-    with pytest.raises(EnvironmentFault, match=r"away for 0.5 s: No gamecore server listens on 127.0.0.1:9"):
+    with pytest.raises(EnvironmentFault, match=r"unreachable for 0.5 s: No gamecore server listens on 127.0.0.1:9"):
         env.step(ones(env))
 
 

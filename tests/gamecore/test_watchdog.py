@@ -55,7 +55,7 @@ def test_a_server_that_is_asked_to_end_stops_its_games_and_remembers_them(tmp_pa
         assert identity.started(game) is None
     with served(tmp_path, supervise=False) as (process, call):
         found = call("GET", "/v1/games/one").json
-        assert (found["state"], found["reason"]) == ("stopped", "The server was ended.")
+        assert (found["state"], found["reason"]) == ("stopped", "The server was stopped.")
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
 

@@ -15,10 +15,10 @@ import torch
 from ludus.errors import EnvironmentFault, Refused
 from ludus.gateway.actor import Actor
 from ludus.gateway.agent import Agent, Seat
-from ludus.gateway.sessions import SessionLimits, Sessions
+from ludus.gateway.sessions import SessionLimits, SessionTable
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
-from ludus.protocol.spec import NOTHING_ASKED, START, TICK
+from ludus.protocol.spec import DEFAULT_OPTIONS, START, TICK
 from tests.gateway.scripted import ACTION, OBSERVATION, Table, run, tiny_policy
 from tests.tools import network_of
 
@@ -38,7 +38,7 @@ def refused(error: str, call: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("given", [0, 1, -2.5, 10**15, np.float32(0.5), np.float64(-3), np.int64(7), np.uint8(1), Fraction(1, 4)])
 def test_a_reward_is_any_real_number(given: Any) -> None:
-    assert Table(tiny_policy()).seat.number(given) == float(given)
+    assert Table(tiny_policy()).seat.check_reward(given) == float(given)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_a_reward_is_any_real_number(given: Any) -> None:
     ids=lambda given: repr(given)[:20],
 )
 def test_what_is_no_reward_is_refused_with_what_was_given(given: Any) -> None:
-    message = refused("reward", lambda: Table(tiny_policy()).seat.number(given))
+    message = refused("reward", lambda: Table(tiny_policy()).seat.check_reward(given))
     assert len(message) < 120
 
 
 def test_a_complaint_does_not_repeat_megabytes() -> None:
     seat = Table(tiny_policy()).seat
-    assert len(refused("reward", lambda: seat.number("x" * 1_000_000))) < 500
+    assert len(refused("reward", lambda: seat.check_reward("x" * 1_000_000))) < 500
     assert len(refused("observation", lambda: seat.observation({"k" * 1_000_000: 1}))) < 500
     assert len(refused("action_mask", lambda: seat.mask({"k" * 1_000_000: 1}))) < 500
 
@@ -359,16 +359,16 @@ def test_an_episode_is_closed_before_the_next_begins_however_full_the_batches_ar
     async def play() -> list[int]:
         answers = Answers()
         loop = asyncio.get_running_loop()
-        live = Sessions(lambda: Truncating(table.seat), SessionLimits(), loop)
+        live = SessionTable(lambda: Truncating(table.seat), SessionLimits(), loop)
         for i in range(sessions):
-            live.handle(START, b"%d" % i, -1, NOTHING_ASKED, b"", answers)
+            live.handle(START, b"%d" % i, -1, DEFAULT_OPTIONS, b"", answers)
         while len(answers.statuses) < sessions:
             await asyncio.sleep(0)
         for tick in range(ticks):
 
             def all_of_them() -> None:
                 for i in range(sessions):
-                    live.handle(TICK, b"%d" % i, -1, NOTHING_ASKED, b"", answers)
+                    live.handle(TICK, b"%d" % i, -1, DEFAULT_OPTIONS, b"", answers)
 
             loop.call_soon(all_of_them)
             while len(answers.statuses) < sessions * (tick + 2):

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from ludus.gateway import http_connection
 from ludus.gateway.actor import Actor
-from ludus.gateway.http_connection import Connection, Exchange, HttpLimits, KnownHead
+from ludus.gateway.http_connection import HeaderTemplate, HttpConnection, HttpExchange, HttpLimits
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.gateway.sessions import Session, SessionLimits
-from ludus.protocol.spec import NOTHING_ASKED, START
+from ludus.protocol.spec import DEFAULT_OPTIONS, START
 from tests.gateway.wire import PATIENCE_S, Reply, Wire, ask, play, raw, step
 from tests.local_servers import Served, gateway
 from tests.waiting import wait_until
@@ -264,13 +264,13 @@ def conversation(parts: Sequence[Sequence[bytes]]) -> bytes:
                 self.heard.set_result(status)
 
         for id_ in (*OPEN, NUMBERED):
-            served.sessions.handle(START, id_, 0 if id_ == NUMBERED else -1, NOTHING_ASKED, b"", cast(Exchange, Opening()))
+            served.sessions.handle(START, id_, 0 if id_ == NUMBERED else -1, DEFAULT_OPTIONS, b"", cast(HttpExchange, Opening()))
         assert await asyncio.gather(*heard) == [200] * (len(OPEN) + 1)
         papers = [Paper() for _ in parts]
 
         def send() -> None:
             for paper, fragments in zip(papers, parts, strict=True):
-                connection = Connection(served)
+                connection = HttpConnection(served)
                 connection.connection_made(paper)
                 for fragment in fragments:
                     if fragment:
@@ -365,13 +365,13 @@ def test_a_header_block_that_is_known_means_the_same_as_on_a_fresh_connection(st
 
 def test_a_known_header_block_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
-    received = Connection._receive
+    received = HttpConnection._receive
 
-    def spy(connection: Connection, data: bytes) -> None:
+    def spy(connection: HttpConnection, data: bytes) -> None:
         parsed.append(data)
         received(connection, data)
 
-    monkeypatch.setattr(Connection, "_receive", spy)
+    monkeypatch.setattr(HttpConnection, "_receive", spy)
     for ticks in (
         [step("tick", "a", b"x" * i) for i in range(5)],
         [step("tick", "n", b"x" * i, seq=1 + i) for i in range(5)],
@@ -783,7 +783,7 @@ def test_empty_lines_before_a_request_are_forgotten() -> None:
         wire.send(b"\r\n" * 100_000)
         assert wire.ask(raw("GET /spec")).status == 200
         (connection,) = served.gateway._connections
-        assert not connection._raw
+        assert not connection._handover.received
 
 
 # -- leaving
@@ -809,7 +809,7 @@ def test_two_thousand_broken_connections_leave_nothing_behind() -> None:
     settings = GatewaySettings(http=HttpLimits(receive_s=0.5), sessions=SessionLimits(silent_s=0.5, tick_s=2.0))
     with gateway(Slow, settings) as served:
         play_slowly(served.port)
-        before = alive(Connection, Exchange, Session)
+        before = alive(HttpConnection, HttpExchange, Session)
         for i in range(2000):
             with Wire(served.port) as wire:
                 request = step("start", f"gone{i}") + step("tick", f"gone{i}", b"x" * 50)
@@ -825,9 +825,9 @@ def test_two_thousand_broken_connections_leave_nothing_behind() -> None:
                     reset(wire)
         wait_until(lambda: not served.gateway._connections, PATIENCE_S)
         wait_until(lambda: not len(served.gateway.sessions), PATIENCE_S)
-        wait_until(lambda: not served.gateway.sessions._leaving, PATIENCE_S)
+        wait_until(lambda: not served.gateway.sessions._end_tasks, PATIENCE_S)
         served.gateway.sessions._ended.clear()
-        wait_until(lambda: alive(Connection, Exchange, Session) <= before, PATIENCE_S)
+        wait_until(lambda: alive(HttpConnection, HttpExchange, Session) <= before, PATIENCE_S)
         play_slowly(served.port)
 
 
@@ -891,20 +891,20 @@ def test_a_known_header_block_is_read_with_other_numbers_and_names_or_not_at_all
         lines = [b"Content-Length: %d" % length, b"session: %b" % session, b"seq:%d" % seq, b"X-Request-Id: %b" % id_]
         return b"POST /step HTTP/1.1\r\n" + b"\r\n".join(lines[i] for i in order) + b"\r\n\r\n"
 
-    known = KnownHead.learned(block(7, 42, b"s", b"i"))
-    assert known is not None
+    template = HeaderTemplate.learn(block(7, 42, b"s", b"i"))
+    assert template is not None
     head = block(seq, length, session, id_)
-    assert known.read(head + b"body") == (len(head), length, seq, session, id_.decode())
+    assert template.match(head + b"body") == (len(head), length, seq, session, id_.decode())
     shape = re.escape(block(0, 0, b"S", b"I"))
     shape = shape.replace(rb"\ 0", rb"\ [0-9]+").replace(rb":0", rb":[0-9]+")
     shape = shape.replace(rb"\ S", rb"\ [\w.:-]+").replace(rb"\ I", rb"\ [\w.:-]+")
     for at in range(len(head)):
         other = head[:at] + noise + head[at + len(noise) :]
-        begins = known.read(other)[0]
+        begins = template.match(other)[0]
         assert begins == 0 or re.fullmatch(shape, other[:begins])
 
 
 @pytest.mark.parametrize("header", ["session: a b", "session: ä", "X-Request-Id: a/b", "session: a\r\nsession: a", "seq: 1 "])
 def test_a_header_block_with_anything_unusual_is_not_remembered(header: str) -> None:
     lines = ["POST /step HTTP/1.1", "Content-Length: 1", *([] if header.startswith("session") else ["session: s"]), header]
-    assert KnownHead.learned(("\r\n".join(lines) + "\r\n\r\n").encode()) is None
+    assert HeaderTemplate.learn(("\r\n".join(lines) + "\r\n\r\n").encode()) is None

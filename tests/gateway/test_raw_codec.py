@@ -18,7 +18,7 @@ from ludus.core.tree import leaves, map_tree
 from ludus.core.types import Segments
 from ludus.errors import EnvironmentFault, Refused
 from ludus.gateway.builtin_actor import BuiltinActor
-from ludus.gateway.raw_codec import RawForm
+from ludus.gateway.raw_codec import RawCodec
 from tests.gateway.scripted import ACTION, OBSERVATION, Table, run, tiny_policy
 
 TERMINATED, TRUNCATED, MASKED = 1, 2, 4
@@ -125,7 +125,7 @@ def plain(value: Any) -> Any:
 def same(one: list[Segments], two: list[Segments]) -> None:
     assert len(one) == len(two) > 0
     for left, right in zip(one, two, strict=True):
-        one_by_one = zip(leaves(left.trimmed().arrays()), leaves(right.trimmed().arrays()), strict=True)
+        one_by_one = zip(leaves(left.trim().arrays()), leaves(right.trim().arrays()), strict=True)
         for (name, array), (other, expected) in one_by_one:
             assert name == other
             np.testing.assert_array_equal(array, expected, err_msg=name)
@@ -276,7 +276,7 @@ def test_a_reward_before_any_action_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in dot")
 def test_numbers_whose_sum_overflows_are_still_numbers() -> None:
     """The quick look at a vector is a sum; what it cannot vouch for is looked at one by one."""
-    form = RawForm(OBSERVATION, ACTION)
+    form = RawCodec(OBSERVATION, ACTION)
     assert form.read(tick(vector(1, 2, 3))).plain
     large = form.read(tick(vector(3e38, 3e38, 0)))
     assert not large.plain

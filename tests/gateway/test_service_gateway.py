@@ -18,9 +18,9 @@ import pytest
 from ludus.errors import UsageError
 from ludus.gateway import server as gateways
 from ludus.gateway.actor import Actor
-from ludus.gateway.http_connection import HttpLimits, Page, Replied
+from ludus.gateway.http_connection import AccessRecord, HttpLimits, Page
 from ludus.gateway.server import Gateway, GatewaySettings, owner_of
-from ludus.serving.access_log import AccessLog
+from ludus.serving.access_log import AccessEntry, AccessLog
 from tests.gateway.wire import PATIENCE_S, Reply, Wire, ask, raw, step
 from tests.local_servers import Served, gateway
 from tests.waiting import wait_until
@@ -103,7 +103,7 @@ def test_a_broken_file_keeps_the_tokens_of_before(tokens: Path, broken: str | No
             tokens.unlink()
         else:
             replace(tokens, broken)
-        wait_until(lambda: "keeping the tokens of before" in caplog.text, PATIENCE_S)
+        wait_until(lambda: "cannot reload the tokens" in caplog.text, PATIENCE_S)
         assert kept.ask(step("tick", "s", b"x", headers=bearer("old"))).body == b"x"
         assert ask(server.port, step("tick", "s", b"x", headers=bearer("wrong"))).status == 401
         replace(tokens, "studio new\n")
@@ -242,14 +242,14 @@ def test_a_certificate_that_is_replaced_is_for_the_connections_to_come(
     with gateway(Echo, GatewaySettings(tls=pair)) as server, SecureWire(server.port, pairs[0][0]) as kept:
         assert kept.ask(step("start", "s")).status == 200
         replace(pair[0], pairs[1][0].read_text())  # the key is not there yet: they do not fit
-        wait_until(lambda: "keeping the certificate of before" in caplog.text, PATIENCE_S)
+        wait_until(lambda: "cannot reload the certificate" in caplog.text, PATIENCE_S)
         assert trusts(server.port, pairs[0][0]), "half a change must not spoil what is in use"
         replace(pair[1], pairs[1][1].read_text())
         wait_until(lambda: trusts(server.port, pairs[1][0]), PATIENCE_S)
         assert not trusts(server.port, pairs[0][0])
         assert kept.ask(step("tick", "s", b"x")).body == b"x"
         replace(pair[0], "nonsense")
-        wait_until(lambda: caplog.text.count("keeping the certificate of before") == 2, PATIENCE_S)
+        wait_until(lambda: caplog.text.count("cannot reload the certificate") == 2, PATIENCE_S)
         assert trusts(server.port, pairs[1][0])
 
 
@@ -318,9 +318,9 @@ def test_who_drains_takes_no_new_sessions_and_finishes_those_in_play() -> None:
         assert refused.headers["retry-after"] == "1"
         assert wire.ask(step("start", "s", seq=0)).status == 200, "a retry of what had begun before"
         assert wire.ask(step("tick", "s", b"x", seq=1)).body == b"x"
-        assert server.run(server.gateway.in_play())
+        assert server.run(server.gateway.has_open_sessions())
         assert wire.ask(step("end", "s", seq=2)).status == 200
-        assert not server.run(server.gateway.in_play())
+        assert not server.run(server.gateway.has_open_sessions())
         assert wire.ask(step("start", "s", seq=3)).refusal == (503, "draining")
 
 
@@ -331,11 +331,11 @@ def test_a_worker_that_drains_waits_for_sessions_of_others_that_come_by_its_conn
         assert wire.ask(step("start", theirs)).status == 200
         for one in served:
             one.run(called(one.gateway.drain))
-        assert served[0].run(served[0].gateway.in_play())
+        assert served[0].run(served[0].gateway.has_open_sessions())
         assert wire.ask(step("tick", theirs, b"x")).body == b"x"
         assert wire.ask(step("end", theirs)).status == 200
-        assert not served[0].run(served[0].gateway.in_play())
-        assert not served[1].run(served[1].gateway.in_play())
+        assert not served[0].run(served[0].gateway.has_open_sessions())
+        assert not served[1].run(served[1].gateway.has_open_sessions())
 
 
 def test_who_is_gone_is_not_waited_for(tmp_path: Path) -> None:
@@ -345,8 +345,8 @@ def test_who_is_gone_is_not_waited_for(tmp_path: Path) -> None:
         assert wire.ask(raw("GET /spec")).status == 200
         with gateway(Echo, slot=1, peer_paths=paths):
             assert wire.ask(step("start", theirs)).status == 200
-            assert mine.run(mine.gateway.in_play())
-        assert not mine.run(mine.gateway.in_play())
+            assert mine.run(mine.gateway.has_open_sessions())
+        assert not mine.run(mine.gateway.has_open_sessions())
 
 
 async def called(function: Callable[[], None]) -> None:
@@ -444,27 +444,27 @@ def test_an_id_that_cannot_be_written_down_is_left_out_or_cut(server: Served, id
     assert found in ("", "x" * 128)
 
 
-class House:
-    """The log of a service around a gateway, and nothing else of it."""
+class RecordingExtension:
+    """A gateway extension that only writes the access log."""
 
     def __init__(self, path: Path, ticks: bool = False) -> None:
         self._log, self._ticks = AccessLog(path, flush_s=0.02), ticks
 
-    def moved_in(self, gateway: Gateway) -> None:
-        gateway.logs, gateway.logs_ticks = self._note, self._ticks
+    def on_start(self, gateway: Gateway) -> None:
+        gateway.access_log, gateway.log_ticks = self._log_request, self._ticks
 
-    def _note(self, replied: Replied) -> None:
-        said = replied._asdict()
-        said["kind"], said["ms"] = replied.kind or said.pop("path"), said.pop("seconds") * 1e3
-        said.pop("path", None)
-        self._log.request(**said)
+    def _log_request(self, record: AccessRecord) -> None:
+        fields = record._asdict()
+        fields["kind"], fields["ms"] = record.kind or fields.pop("path"), fields.pop("seconds") * 1e3
+        fields.pop("path", None)
+        self._log.record(AccessEntry(**fields))
 
     def sweep(self, now: float) -> None: ...
 
     def page(self, path: str) -> Page | None:
         return None
 
-    async def moved_out(self) -> None:
+    async def on_stop(self) -> None:
         self._log.close()
 
 
@@ -475,7 +475,7 @@ def logged(tmp_path: Path, *, ticks: bool = False) -> list[dict[str, Any]]:
     """A bit of everything, and what the log has of it."""
     (tmp_path / "tokens").write_text("studio s3cret\n")
     settings = GatewaySettings(token_file=tmp_path / "tokens")
-    with gateway(Echo, settings, house=House(tmp_path / "log", ticks)) as server, Wire(server.port) as wire:
+    with gateway(Echo, settings, extension=RecordingExtension(tmp_path / "log", ticks)) as server, Wire(server.port) as wire:
         good = bearer("s3cret")
         assert wire.ask(step("start", "s", b"b0dy", seq=0, headers=good)).status == 200
         for n in range(1, 4):
@@ -520,7 +520,7 @@ def test_the_log_tells_of_ticks_too_when_asked(tmp_path: Path) -> None:
 
 
 def test_a_connection_that_is_refused_is_logged(tmp_path: Path) -> None:
-    with gateway(Echo, house=House(tmp_path / "log")) as server, Wire(server.port) as wire:
+    with gateway(Echo, extension=RecordingExtension(tmp_path / "log")) as server, Wire(server.port) as wire:
         wire.send(b"NONSENSE\r\n\r\n")
         assert [reply.status for reply in wire.rest()] == [400]
     (line,) = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
@@ -528,11 +528,11 @@ def test_a_connection_that_is_refused_is_logged(tmp_path: Path) -> None:
 
 
 def test_a_page_of_the_house_is_shown_to_whoever_has_a_token(tmp_path: Path) -> None:
-    class Home(House):
+    class Home(RecordingExtension):
         def page(self, path: str) -> Page | None:
             return Page(200, b"welcome", "text/plain") if path == "/metrics" else None
 
-    with gateway(Echo, GatewaySettings(token="t"), house=Home(tmp_path / "log")) as server:
+    with gateway(Echo, GatewaySettings(token="t"), extension=Home(tmp_path / "log")) as server:
         found = ask(server.port, raw("GET /metrics", bearer("t")))
         assert (found.status, found.body, found.headers["content-type"]) == (200, b"welcome", "text/plain")
         assert ask(server.port, raw("GET /metrics")).status == 401

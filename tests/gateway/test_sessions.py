@@ -1,4 +1,4 @@
-"""Sessions without sockets: whose turn it is, what a retry hears, and what becomes of an actor that misbehaves."""
+"""SessionTable without sockets: whose turn it is, what a retry hears, and what becomes of an actor that misbehaves."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from ludus.errors import Refused
 from ludus.gateway.actor import Actor
-from ludus.gateway.sessions import SessionLimits, Sessions
-from ludus.models.inference.micro_batcher import Batcher
-from ludus.protocol.spec import NOTHING_ASKED
+from ludus.gateway.sessions import SessionLimits, SessionTable
+from ludus.models.inference.micro_batcher import MicroBatcher
+from ludus.protocol.spec import DEFAULT_OPTIONS
 from tests.waiting import wait_until_async
 
 P = ParamSpec("P")
@@ -63,15 +63,15 @@ class Asked:
 
 
 class Table:
-    """Sessions as a connection sees them: requests come from callbacks of the loop."""
+    """SessionTable as a connection sees them: requests come from callbacks of the loop."""
 
     def __init__(self, make_actor: Callable[[], Any], limits: SessionLimits, lost_for: float) -> None:
         self.loop = asyncio.get_running_loop()
-        self.sessions = Sessions(make_actor, limits, self.loop, lost_until=self.loop.time() + lost_for)
+        self.sessions = SessionTable(make_actor, limits, self.loop, lost_until=self.loop.time() + lost_for)
 
     def send(self, kind: str, id_: str = "a", body: bytes = b"", seq: int = -1) -> Asked:
         asked = Asked()
-        self.loop.call_soon(self.sessions.handle, kind, id_.encode(), seq, NOTHING_ASKED, body, asked)
+        self.loop.call_soon(self.sessions.handle, kind, id_.encode(), seq, DEFAULT_OPTIONS, body, asked)
         return asked
 
     async def ask(self, kind: str, id_: str = "a", body: bytes = b"", seq: int = -1) -> Reply:
@@ -232,7 +232,7 @@ async def test_a_session_that_sends_too_fast_is_told_to_wait_and_goes_on() -> No
         assert refusal(await hasty) == (429, "too_many_requests")
         assert hasty.retry_after_s == 0.5
         session = games.sessions._live[b"a"]
-        session.since -= 0.6  # that much later …
+        session.request_at -= 0.6  # that much later …
         assert (await games.ask("tick", seq=3))[0] == 200  # … its number has not been used up
 
 
@@ -290,8 +290,8 @@ async def test_replies_are_kept_only_for_those_who_number_their_requests() -> No
         for id_, seq in (("plain", -1), ("numbered", 0)):
             await games.open(id_, seq=seq)
             assert (await games.ask("tick", id_, b"x" * 1000, seq=seq + (seq >= 0)))[0] == 200
-        assert len(games.sessions._live[b"plain"].last[1]) == 0
-        assert len(games.sessions._live[b"numbered"].last[1]) > 1000
+        assert len(games.sessions._live[b"plain"].last_reply[1]) == 0
+        assert len(games.sessions._live[b"numbered"].last_reply[1]) > 1000
         for id_, seq in (("plain", -1), ("numbered", 2)):
             assert (await games.ask("end", id_, b"x" * 1000, seq=seq))[0] == 200
         assert len(games.sessions._ended[b"plain"].reply[1]) == 0
@@ -529,16 +529,16 @@ async def test_silence_is_counted_from_the_reply_when_a_tick_takes_long() -> Non
         assert len(games.sessions) == 0
 
 
-async def waits_for_an_event(gate: asyncio.Event, batch: Batcher[bytes, bytes]) -> bytes:
+async def waits_for_an_event(gate: asyncio.Event, batch: MicroBatcher[bytes, bytes]) -> bytes:
     await gate.wait()
     return b""
 
 
-async def waits_for_a_batch(gate: asyncio.Event, batch: Batcher[bytes, bytes]) -> bytes:
+async def waits_for_a_batch(gate: asyncio.Event, batch: MicroBatcher[bytes, bytes]) -> bytes:
     return await batch.submit(b"")
 
 
-class Starved(Batcher[bytes, bytes]):
+class Starved(MicroBatcher[bytes, bytes]):
     """Nobody runs its batches, as if the model's process hung, until the test does."""
 
     def submit(self, row: bytes) -> asyncio.Future[bytes]:
@@ -549,9 +549,9 @@ class Starved(Batcher[bytes, bytes]):
 
 
 def _answer(loop: asyncio.AbstractEventLoop) -> Any:
-    from ludus.models.inference.micro_batcher import Answer
+    from ludus.models.inference.micro_batcher import BatchFuture
 
-    return Answer(loop=loop)
+    return BatchFuture(loop=loop)
 
 
 @pytest.mark.parametrize("wait", [waits_for_an_event, waits_for_a_batch])
@@ -644,7 +644,7 @@ async def test_a_tick_that_cannot_be_stopped_never_sees_end_beside_it(caplog: py
         await asyncio.sleep(0)
         games.later(1)
         assert (await tick)[0] == 504
-        await wait_until_async(lambda: "goes on although it was cancelled" in caplog.text, PATIENCE_S)
+        await wait_until_async(lambda: "ignored its cancellation" in caplog.text, PATIENCE_S)
         release.set()
     assert [call[0] for call in calls] == ["start"]
 
@@ -698,10 +698,10 @@ async def test_a_plain_tick_that_has_not_begun_when_its_time_is_up_is_never_made
         await games.open("a", "b")
         first, second = games.send("tick", "a"), games.send("tick", "b")
         await wait_until_async(began.is_set, PATIENCE_S)
-        games.sessions._live[b"a"].since += LONG_S  # only the second is late
+        games.sessions._live[b"a"].request_at += LONG_S  # only the second is late
         games.later(31)
         assert refusal(await second) == (504, "actor_timeout")
-        assert not games.sessions.stuck  # the only thread is busy, and will be free again
+        assert not games.sessions.threads_exhausted  # the only thread is busy, and will be free again
         hold.set()
         assert (await first)[0] == 200
         await wait_until_async(lambda: ("end", "timeout") in calls, PATIENCE_S)
@@ -717,12 +717,12 @@ async def test_a_pool_whose_threads_are_all_held_is_stuck() -> None:
         await wait_until_async(began.is_set, PATIENCE_S)
         games.later(31)
         await wait_until_async(lambda: games.sessions.abandoned == 1, PATIENCE_S)
-        assert not games.sessions.stuck
+        assert not games.sessions.threads_exhausted
         began.clear()
         asked.append(games.send("tick", "b"))
         await wait_until_async(began.is_set, PATIENCE_S)
         games.later(31)
-        await wait_until_async(lambda: games.sessions.stuck, PATIENCE_S)
+        await wait_until_async(lambda: games.sessions.threads_exhausted, PATIENCE_S)
         hold.set()
         assert [refusal(await one) for one in asked] == [(504, "actor_timeout")] * 2
         await wait_until_async(lambda: games.sessions.abandoned == 0, PATIENCE_S)
@@ -954,7 +954,7 @@ async def _child(result: str, fail: bool = False) -> str:
     return result
 
 
-BATCHERS: dict[asyncio.AbstractEventLoop, Batcher[str, str]] = {}
+BATCHERS: dict[asyncio.AbstractEventLoop, MicroBatcher[str, str]] = {}
 
 
 def forward(row: str) -> asyncio.Future[str]:
@@ -966,7 +966,7 @@ def forward(row: str) -> asyncio.Future[str]:
         return [2 * one for one in rows]
 
     loop = asyncio.get_running_loop()
-    return BATCHERS.setdefault(loop, Batcher(run)).submit(row)
+    return BATCHERS.setdefault(loop, MicroBatcher(run)).submit(row)
 
 
 async def timeout_expires() -> str:
@@ -1360,7 +1360,7 @@ async def test_closing_right_after_a_request_still_tells_the_actor() -> None:
     async with table(lambda: Plain(calls, hold, began)) as games:
         await games.open()
         asked = Asked()
-        games.loop.call_soon(games.sessions.handle, "tick", b"a", -1, NOTHING_ASKED, b"", asked)
+        games.loop.call_soon(games.sessions.handle, "tick", b"a", -1, DEFAULT_OPTIONS, b"", asked)
         games.loop.call_soon(lambda: games.loop.create_task(games.sessions.close(PATIENCE_S)))
         assert (await asked)[0] in (200, 503)
         await wait_until_async(lambda: ("end", "shutdown") in calls, PATIENCE_S)
@@ -1376,7 +1376,7 @@ async def test_closing_does_not_wait_for_ever() -> None:
     async with table(lambda: Deaf([])) as games:
         await games.open()
         await games.sessions.close(0.05)
-        assert not games.sessions._leaving
+        assert not games.sessions._end_tasks
 
 
 @on_loop
@@ -1384,7 +1384,7 @@ async def test_nothing_is_kept_of_sessions_that_are_over(caplog: pytest.LogCaptu
     caplog.set_level(logging.CRITICAL, "ludus")  # a captured record would keep the traceback
     made: weakref.WeakSet[Actor] = weakref.WeakSet()
 
-    class Seen(Actor):
+    class LargestValues(Actor):
         def __init__(self) -> None:
             made.add(self)
 
@@ -1393,7 +1393,7 @@ async def test_nothing_is_kept_of_sessions_that_are_over(caplog: pytest.LogCaptu
                 raise ValueError
             return (await forward("x")).encode()
 
-    async with table(Seen, silent_s=60.0) as games:
+    async with table(LargestValues, silent_s=60.0) as games:
         for i in range(30):
             await games.open(f"s{i}")
             assert (await games.ask("tick", f"s{i}"))[0] == 200
@@ -1402,6 +1402,6 @@ async def test_nothing_is_kept_of_sessions_that_are_over(caplog: pytest.LogCaptu
             elif i % 3 == 1:
                 assert (await games.ask("tick", f"s{i}", b"raise"))[0] == 500
         games.later(61)
-        await wait_until_async(lambda: not games.sessions._leaving, PATIENCE_S)
+        await wait_until_async(lambda: not games.sessions._end_tasks, PATIENCE_S)
         gc.collect()
         assert not made

@@ -311,8 +311,8 @@ def test_who_waits_for_a_worker_that_dies_is_told_at_once(tmp_path: Path) -> Non
 
         async def die() -> None:
             """As the kernel would: every socket is closed, and nobody says a word."""
-            assert dying.gateway._peers is not None
-            for incoming in list(dying.gateway._peers._incoming):
+            assert dying.gateway._router is not None
+            for incoming in list(dying.gateway._router._incoming):
                 assert incoming.transport is not None
                 incoming.transport.abort()
 
@@ -339,7 +339,7 @@ def test_a_worker_that_is_far_behind_gets_no_more(two: list[Served], monkeypatch
     with Wire(two[0].port) as wire:
         assert wire.ask(step("start", ours)).status == 200
         assert wire.ask(step("start", theirs)).status == wire.ask(step("start", more)).status == 200
-        monkeypatch.setattr(worker_routing, "_MAX_BEHIND", 1 << 20)
+        monkeypatch.setattr(worker_routing, "_MAX_BACKLOG", 1 << 20)
         hold(two[1], 0.5)
         wire.send(step("tick", theirs, b"x" * (4 << 20)) + step("tick", more, b"y"))
         assert wire.read().body == b"1:" + b"x" * (4 << 20)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.io.log_dedup import BURST, LINE_BYTES, MARK, SAY_S, SHAPES, WINDOW_S, Repeats
+from ludus.io.log_dedup import BURST, LINE_BYTES, MARK, REPORT_S, SHAPES, WINDOW_S, LogDeduplicator
 
 _REPEATED = re.compile(r"… the last (?:line was|(\d) lines were) repeated ([\d,]+) times?".encode())
 _MORE = re.compile(r"… ([\d,]+) more lines? like this one, apart from numbers, left out".encode())
@@ -40,7 +40,7 @@ def _number(digits: bytes) -> int:
 
 
 def told(lines: list[bytes], now: float = 0.0) -> list[str]:
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     written = repeats.feed(b"".join(line + b"\n" for line in lines), now) + repeats.end()
     return written.decode().splitlines()
 
@@ -52,7 +52,7 @@ _cuts = st.lists(st.integers(1, 40), min_size=1, max_size=20)
 _waits = st.lists(st.sampled_from([0.0, 0.1, 1.0, 6.0, 11.0]), min_size=1, max_size=10)
 
 
-def run(repeats: Repeats, data: bytes, cuts: list[int], waits: list[float], *, ticks: bool) -> bytes:
+def run(repeats: LogDeduplicator, data: bytes, cuts: list[int], waits: list[float], *, ticks: bool) -> bytes:
     """Fed in pieces, with time passing in between."""
     written, now, at, turn = b"", 0.0, 0, 0
     while at < len(data):
@@ -69,7 +69,7 @@ def run(repeats: Repeats, data: bytes, cuts: list[int], waits: list[float], *, t
 def test_groups_that_repeat_are_given_back_exactly_and_in_order(
     lines: list[bytes], cuts: list[int], waits: list[float], ticks: bool
 ) -> None:
-    repeats = Repeats(burst=ENDLESS)
+    repeats = LogDeduplicator(burst=ENDLESS)
     written = run(repeats, b"".join(line + b"\n" for line in lines), cuts, waits, ticks=ticks)
     assert expand(written) == lines
     assert repeats.lines == len(lines)
@@ -80,7 +80,7 @@ def test_groups_that_repeat_are_given_back_exactly_and_in_order(
 def test_whatever_is_left_out_is_counted(
     lines: list[bytes], cuts: list[int], waits: list[float], ticks: bool, burst: int, rate: tuple[int, int]
 ) -> None:
-    repeats = Repeats(burst, *rate)
+    repeats = LogDeduplicator(burst, *rate)
     written = run(repeats, b"".join(line + b"\n" for line in lines), cuts, waits, ticks=ticks)
     assert len(expand(written)) == len(lines)
     assert repeats.lines == len(lines)
@@ -90,7 +90,7 @@ def test_whatever_is_left_out_is_counted(
 @given(st.lists(st.binary(max_size=40), max_size=30), _cuts)
 def test_any_bytes_come_through(pieces: list[bytes], cuts: list[int]) -> None:
     data = b"\n".join(pieces)
-    repeats = Repeats(burst=ENDLESS)
+    repeats = LogDeduplicator(burst=ENDLESS)
     written = run(repeats, data, cuts, [0.0], ticks=False)
     lines = re.sub(rb"\r+\n?", b"\n", data[:-1] if data.endswith(b"\r") else data)  # one at the very end ends nothing
     expected = lines.split(b"\n")
@@ -114,26 +114,26 @@ def test_a_group_that_contains_a_repetition_is_found() -> None:
 
 
 def test_a_group_that_goes_on_is_spoken_of_every_few_seconds() -> None:
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     repeats.feed(b"a\nb\n" * 2, 0.0)
     assert repeats.feed(b"a\nb\n" * 7 + b"a\n", 1.0) == b""
     assert repeats.pending
-    assert repeats.tick(SAY_S - 0.1) == b""
-    assert repeats.tick(SAY_S).decode() == "… the last 2 lines were repeated 7 times\n"
-    assert repeats.feed(b"b\n", SAY_S + 1).decode() == ""
-    assert repeats.tick(2 * SAY_S).decode() == "… the last 2 lines were repeated 1 time\n"
+    assert repeats.tick(REPORT_S - 0.1) == b""
+    assert repeats.tick(REPORT_S).decode() == "… the last 2 lines were repeated 7 times\n"
+    assert repeats.feed(b"b\n", REPORT_S + 1).decode() == ""
+    assert repeats.tick(2 * REPORT_S).decode() == "… the last 2 lines were repeated 1 time\n"
     assert not repeats.pending
 
 
 def test_a_group_that_stops_on_its_way_is_written_so_far() -> None:
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     repeats.feed(b"a\nb\n" * 2 + b"a\n", 0.0)
-    assert repeats.tick(SAY_S) == b"a\n"
+    assert repeats.tick(REPORT_S) == b"a\n"
     assert not repeats.pending
 
 
 def test_lines_that_differ_in_numbers_are_counted_once_they_flood() -> None:
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     lines = [f"frame {i} took 0x{i:08x} and {i / 7:.3f} ms".encode() for i in range(300)]
     first = repeats.feed(b"".join(line + b"\n" for line in lines), 0.0).decode().splitlines()
     assert first == [line.decode() for line in lines[:BURST]]
@@ -145,7 +145,7 @@ def test_lines_that_differ_in_numbers_are_counted_once_they_flood() -> None:
 
 
 def test_few_lines_that_differ_in_numbers_are_all_written() -> None:
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     for i in range(200):
         assert repeats.feed(f"epoch {i}\n".encode(), i * 0.5) == f"epoch {i}\n".encode()
 
@@ -166,7 +166,7 @@ def test_a_repetition_of_lines_that_were_left_out_does_not_bring_them_back() -> 
 
 
 def test_what_comes_too_fast_is_counted_unread() -> None:
-    repeats = Repeats(rate=6000, rate_burst=6000)
+    repeats = LogDeduplicator(rate=6000, rate_burst=6000)
     block = b"".join(f"{chr(97 + i % 26) * (i % 9 + 1)}\n".encode() for i in range(100))
     written = repeats.feed(block, 0.0) + repeats.feed(block, 0.1) + repeats.feed(block, 0.2)
     assert len(expand(written)) == 100
@@ -176,14 +176,14 @@ def test_what_comes_too_fast_is_counted_unread() -> None:
 
 
 def test_a_progress_bar_is_lines_and_a_windows_end_is_one() -> None:
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     written = repeats.feed(b"10 %\r20 %\r", 0.0) + repeats.feed(b"\nnext\r", 0.0) + repeats.feed(b"\n", 0.0) + repeats.end()
     assert written == b"10 %\n20 %\nnext\n"
 
 
 def test_a_long_line_is_cut_and_says_so_however_it_comes() -> None:
     line = b"x" * 50_000 + b"\n"
-    whole, parts = Repeats(), Repeats()
+    whole, parts = LogDeduplicator(), LogDeduplicator()
     once = whole.feed(line, 0.0)
     assert once == b"".join(parts.feed(line[i : i + 999], 0.0) for i in range(0, len(line), 999))
     assert len(once) <= LINE_BYTES + 1
@@ -193,7 +193,7 @@ def test_a_long_line_is_cut_and_says_so_however_it_comes() -> None:
 
 
 def test_half_a_line_is_written_when_nothing_follows() -> None:
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     assert repeats.feed(b"Connecting", 0.0) == b""
     assert repeats.pending
     assert repeats.tick(WINDOW_S) == b"Connecting\n"
@@ -201,7 +201,7 @@ def test_half_a_line_is_written_when_nothing_follows() -> None:
 
 @pytest.mark.parametrize("length", [5, 5000])
 def test_it_stays_small_whatever_it_is_told(length: int) -> None:
-    repeats = Repeats(rate=10**9, rate_burst=10**9)
+    repeats = LogDeduplicator(rate=10**9, rate_burst=10**9)
     for i in range(600):
         text = "".join(chr(97 + (i >> shift & 15)) for shift in (0, 4, 8)) + "y" * length
         repeats.feed(f"{text}\n".encode() * 2, 0.0)

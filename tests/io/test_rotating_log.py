@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.io.log_dedup import SAY_S
-from ludus.io.rotating_log import CountingLog, LogReader, LogWriter, before, tail
+from ludus.io.log_dedup import REPORT_S
+from ludus.io.rotating_log import DeduplicatingLog, LogReader, LogWriter, previous_path, tail
 
 
 def everything(reader: LogReader) -> list[str]:
@@ -25,7 +25,7 @@ def test_a_log_and_the_one_before_it_are_all_there_is(tmp_path: Path) -> None:
     for i in range(1000):
         writer.line(f"line {i}")
     writer.close()
-    assert sorted(tmp_path.iterdir()) == [path, before(path)]
+    assert sorted(tmp_path.iterdir()) == [path, previous_path(path)]
     assert all(file.stat().st_size <= 1000 for file in tmp_path.iterdir())
     lines = everything(LogReader(path))
     assert lines == [f"line {i}" for i in range(1000 - len(lines), 1000)]
@@ -60,7 +60,7 @@ def test_what_was_written_between_the_last_look_and_the_turn_is_read(tmp_path: P
     assert len(everything(reader)) == 1
     writer.line("b" * 40)
     writer.line("c" * 40)  # turned in between
-    assert before(path).exists()
+    assert previous_path(path).exists()
     assert [line[0] for line in everything(reader)] == ["b", "c"]
     writer.close()
     reader.close()
@@ -75,7 +75,7 @@ def test_a_reader_that_was_too_slow_goes_on_with_the_oldest_that_is_left(tmp_pat
     for i in range(40):
         writer.line(f"line {i}")
     writer.close()
-    left = (before(path).read_text() + path.read_text()).splitlines()
+    left = (previous_path(path).read_text() + path.read_text()).splitlines()
     found = everything(reader)
     assert found[-len(left) :] == left
     own = len(found) - len(left)  # the rest of the file that it had open
@@ -123,13 +123,13 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: p
 
 def test_a_counting_log_writes_what_repeats_once(tmp_path: Path) -> None:
     now = 0.0
-    log = CountingLog(tmp_path / "log", clock=lambda: now)
+    log = DeduplicatingLog(tmp_path / "log", clock=lambda: now)
     log.line("begin")
     for _ in range(1000):
         log.write(b"every ")
         log.write(b"frame\n")
     waiting = log.pending
-    now = SAY_S
+    now = REPORT_S
     log.tick()
     assert (waiting, log.pending) == (True, False)
     assert (tmp_path / "log").read_text().splitlines()[-1] == "… the last line was repeated 998 times"
@@ -141,17 +141,17 @@ def test_a_counting_log_writes_what_repeats_once(tmp_path: Path) -> None:
 
 def test_a_counting_log_is_bounded_and_turns_between_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    log = CountingLog(path, max_bytes=1000)
+    log = DeduplicatingLog(path, max_bytes=1000)
     log.write(b"".join(f"{chr(97 + i % 26) * (i % 60 + 1)} {i}\n".encode() for i in range(2000)))
     log.close()
-    assert all(0 < file.stat().st_size <= 1000 for file in (path, before(path)))
-    lines = (before(path).read_text() + path.read_text()).splitlines()
+    assert all(0 < file.stat().st_size <= 1000 for file in (path, previous_path(path)))
+    lines = (previous_path(path).read_text() + path.read_text()).splitlines()
     assert lines[-1].endswith(" 1999")
     assert all(line.split()[0] == line[0] * (int(line.split()[1]) % 60 + 1) for line in lines)
 
 
 def test_a_counting_log_says_what_a_full_disk_has_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = CountingLog(tmp_path / "log")
+    log = DeduplicatingLog(tmp_path / "log")
     log.line("before")
     write = os.write
 

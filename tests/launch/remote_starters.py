@@ -1,4 +1,4 @@
-"""Machines that are processes of this one, for a supervisor to reach."""
+"""A remote starter whose nodes are all this machine."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pathlib import Path
 
 from ludus.launch.job import Job
 from ludus.launch.job_dir import JobDirectory
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 
-class Pretended:
-    """Node 0 is here; for the others a shell stands before the command, which says that it was there."""
+class FakeStarter:
+    """Runs the commands of other nodes here, with the node's name in the variable FAR."""
 
     def __init__(self, directory: JobDirectory, job: Job) -> None:
         self._directory, self._job = directory, job
 
-    def surroundings(self) -> Surroundings:
+    def job_env(self) -> JobEnv:
         if "SLOW" in os.environ:
             (self._directory.path / "setting-up").touch()
             while not (self._directory.path / "go-on").exists():
                 time.sleep(0.02)
         nodes = tuple(f"10.0.0.{index + 1}" for index in range(self._job.nodes))
-        return Surroundings(nodes, 0, 12_345, self._directory.token(), self._job.ray, self._job.wait_s)
+        return JobEnv(nodes, 0, 12_345, self._directory.token(), self._job.ray, self._job.wait_s)
 
-    def names(self) -> tuple[str, ...]:
+    def node_names(self) -> tuple[str, ...]:
         return tuple(f"n{index + 1}" for index in range(self._job.nodes))
 
-    def words(self, node: int, command: tuple[str, ...]) -> tuple[str, ...]:
-        return command if node == 0 else ("env", f"FAR={self.names()[node]}", *command)
+    def wrap_command(self, node: int, command: tuple[str, ...]) -> tuple[str, ...]:
+        return command if node == 0 else ("env", f"FAR={self.node_names()[node]}", *command)
 
-    def goes_on(self) -> bool:
+    def restarts_job(self) -> bool:
         return "ALLOCATION" not in os.environ
 
     def requeue(self) -> str:

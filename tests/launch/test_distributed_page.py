@@ -1,4 +1,4 @@
-"""docs/distributed.md is what happens: its tables are compared with the code, its examples are run."""
+"""docs/distributed.md: its tables are compared with the code, and its examples are run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_table_of_keys_is_complete() -> None:
+def test_the_documented_keys_are_complete() -> None:
     table = PAGE[PAGE.index("| key |") : PAGE.index("Relative file names are resolved")]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(KEYS)
     for value in (*MEMORIES, *STORES, *PLANNED):
         assert f"`{value}`" in table
 
 
-def test_the_example_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_file_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "credentials").write_text("[default]\n")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -35,7 +35,7 @@ def test_the_example_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read_fleet_file(example).place("cartpole") == "s3://games/cartpole"
 
 
-def test_the_job_runs(tmp_path: Path) -> None:
+def test_the_example_job_runs(tmp_path: Path) -> None:
     script = blocks("python")[0]
     environment = os.environ | {"LUDUS_STATE_DIR": str(tmp_path / "state")}
     said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True)

@@ -1,4 +1,4 @@
-"""What the doctor makes of what was seen: judgements by tables, without looking at any machine."""
+"""The doctor's pure checks, by tables of inspected values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludus.core.formatting import format_bytes
 from ludus.display.opengl_probe import OpenGL
 from ludus.launch.doctor.checks import (
     directories,
@@ -26,57 +27,68 @@ from ludus.launch.doctor.checks import (
     token_file,
     versions,
 )
-from ludus.launch.doctor.checks.directories import Place
-from ludus.launch.doctor.checks.executable import Binary, Elf
-from ludus.launch.doctor.checks.known_issues import Scene
-from ludus.launch.doctor.checks.limits import Bound, Cores, Files, Memory, Shared, Threads
-from ludus.launch.doctor.checks.network import Ports, Tick
-from ludus.launch.doctor.checks.slurm import Kind, Partition, Queue, Wanted
-from ludus.launch.doctor.checks.token_file import Token
-from ludus.launch.doctor.finding import Finding, Status, failed, healthy, ok, size, skipped, warning, without_secrets
-from ludus.launch.doctor.requirements import Needs
+from ludus.launch.doctor.checks.directories import DirectoryStatus
+from ludus.launch.doctor.checks.executable import ElfHeader, Executable
+from ludus.launch.doctor.checks.known_issues import SystemState
+from ludus.launch.doctor.checks.limits import CpuLimits, OpenFileLimits, SharedMemory, ThreadLimit, ThreadLimits
+from ludus.launch.doctor.checks.network import ClockSample, PortStatus
+from ludus.launch.doctor.checks.slurm import NodeKind, Partition, SlurmRequest, SlurmState
+from ludus.launch.doctor.checks.token_file import TokenFile
+from ludus.launch.doctor.finding import (
+    DoctorFinding,
+    Status,
+    failed,
+    is_healthy,
+    ok,
+    redact_secrets,
+    skipped,
+    warning,
+)
+from ludus.launch.doctor.requirements import ResourceNeeds
+from ludus.process import cgroups
+from ludus.process.cgroups import Memory
 
 GB = 1 << 30
-EIGHT = Needs(workers=8, cores=8)
-GAMES = Needs(workers=8, cores=8, game_threads=300, game_bytes=GB)
+EIGHT = ResourceNeeds(workers=8, cores=8)
+GAMES = ResourceNeeds(workers=8, cores=8, game_threads=300, game_bytes=GB)
 
 
-def test_only_a_failure_makes_a_machine_ill() -> None:
-    assert healthy([ok("a", ""), warning("b", "", ""), skipped("c", "")])
-    assert not healthy([ok("a", ""), failed("b", "", "")])
+def test_only_failures_make_a_machine_unhealthy() -> None:
+    assert is_healthy([ok("a", ""), warning("b", "", ""), skipped("c", "")])
+    assert not is_healthy([ok("a", ""), failed("b", "", "")])
 
 
-def test_secrets_are_left_out_of_whatever_is_said() -> None:
-    said = Finding("x", "failed", "redis://:hunter22@host said hunter22\nand %", "export P=hunter22; redis://u:other@h")
-    shown = without_secrets(said, ["hunter22", "", "a"])
+def test_secrets_are_redacted_from_findings() -> None:
+    said = DoctorFinding("x", "failed", "redis://:hunter22@host said hunter22\nand %", "export P=hunter22; redis://u:other@h")
+    shown = redact_secrets(said, ["hunter22", "", "a"])
     assert "hunter22" not in shown.found + shown.fix
     assert "other" not in shown.fix
     assert "\n" not in shown.found
     assert "a" in shown.found, "what is too short to be a secret stays"
 
 
-def test_secrets_are_found_where_they_are_kept() -> None:
+def test_secrets_are_found_in_variables_and_urls() -> None:
     environ = {"LUDUS_MEMORY_PASSWORD": "one", "AWS_SECRET_ACCESS_KEY": "two", "WANDB_API_KEY": "three", "HOME": "/root"}
-    found = services.secrets_of(environ, "redis://user:fo%40ur@host:1/0", "s3://bucket")
+    found = services.find_secrets(environ, "redis://user:fo%40ur@host:1/0", "s3://bucket")
     assert set(found) == {"one", "two", "three", "fo@ur", "fo%40ur"}
 
 
 @pytest.mark.parametrize(("count", "said"), [(512, "512 bytes"), (1536, "1.5 KB"), (3 * GB, "3.0 GB"), (200 * GB, "200 GB")])
-def test_bytes_are_said_as_people_say_them(count: int, said: str) -> None:
-    assert size(count) == said
+def test_bytes_are_formatted_with_units(count: int, said: str) -> None:
+    assert format_bytes(count) == said
 
 
 # -- limits ---------------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 500), st.integers(1, 256), st.booleans(), st.integers(0, 1000), st.integers(0, 4 * GB))
-def test_every_sum_that_is_said_is_the_one_that_counts(workers: int, cores: int, ray: bool, threads: int, memory: int) -> None:
-    needs = Needs(workers, cores, ray, threads, memory - memory % (1 << 20))
+def test_explained_sums_equal_the_needs(workers: int, cores: int, ray: bool, threads: int, memory: int) -> None:
+    needs = ResourceNeeds(workers, cores, ray, threads, memory - memory % (1 << 20))
     for said, number in (
-        (needs.threads_said(), needs.threads),
-        (needs.files_said(), needs.files),
-        (needs.memory_said(), needs.memory >> 20),
-        (needs.shared_said(), needs.shared >> 20),
+        (needs.explain_threads(), needs.threads),
+        (needs.explain_files(), needs.files),
+        (needs.explain_memory(), needs.memory >> 20),
+        (needs.explain_shared(), needs.shared >> 20),
     ):
         left, right = said.replace(",", "").rsplit(" = ", 1)
         spelt = left.replace("×", "*")
@@ -94,21 +106,21 @@ def test_more_workers_games_or_ray_never_need_less() -> None:
 @pytest.mark.parametrize(
     ("cores", "status", "said"),
     [
-        (Cores(8, 8), "ok", "8 cores"),
-        (Cores(64, 8), "ok", "64 cores, 8 of them for this process"),
-        (Cores(8, 8, 4.0), "warning", "time for 4 (cgroup quota)"),
-        (Cores(2, 2), "warning", "8 workers would share them"),
-        (Cores(8, 8, 0.5), "warning", "time for 0.5"),
+        (CpuLimits(8, 8), "ok", "8 cores"),
+        (CpuLimits(64, 8), "ok", "64 cores, 8 of them for this process"),
+        (CpuLimits(8, 8, 4.0), "warning", "time for 4 (cgroup quota)"),
+        (CpuLimits(2, 2), "warning", "8 workers would share them"),
+        (CpuLimits(8, 8, 0.5), "warning", "time for 0.5"),
     ],
 )
-def test_cores(cores: Cores, status: Status, said: str) -> None:
-    found = limits.judge_cores(cores, EIGHT, {})
+def test_cores(cores: CpuLimits, status: Status, said: str) -> None:
+    found = limits.check_cores(cores, EIGHT, {})
     assert (found.status, said in found.found) == (status, True), found
 
 
-def test_a_quota_is_no_trouble_where_threads_are_held_to_it() -> None:
-    assert limits.judge_cores(Cores(8, 8, 4.0), EIGHT, {"OMP_NUM_THREADS": "4"}).status == "ok"
-    assert limits.judge_cores(Cores(8, 8, 4.0), EIGHT, {"OMP_NUM_THREADS": "8"}).status == "warning"
+def test_a_cpu_quota_is_fine_if_omp_num_threads_respects_it() -> None:
+    assert limits.check_cores(CpuLimits(8, 8, 4.0), EIGHT, {"OMP_NUM_THREADS": "4"}).status == "ok"
+    assert limits.check_cores(CpuLimits(8, 8, 4.0), EIGHT, {"OMP_NUM_THREADS": "8"}).status == "warning"
 
 
 @pytest.mark.parametrize(
@@ -119,33 +131,33 @@ def test_a_quota_is_no_trouble_where_threads_are_held_to_it() -> None:
         (Memory(64 * GB, GB), "failed", "1.0 GB available"),
         (Memory(64 * GB, 60 * GB, 2 * GB, GB), "failed", "the cgroup allows 2.0 GB, 1.0 GB of it used"),
         (Memory(64 * GB, 60 * GB, 32 * GB, GB), "ok", "the cgroup allows 32.0 GB"),
-        (None, "skipped", "does not say"),
+        (None, "skipped", "does not report"),
     ],
 )
 def test_memory(memory: Memory | None, status: Status, said: str) -> None:
-    found = limits.judge_memory(memory, EIGHT)
+    found = limits.check_memory(memory, EIGHT)
     assert (found.status, said in found.found) == (status, True), found
 
 
-def test_with_too_little_memory_the_number_of_workers_that_fit_is_said() -> None:
-    found = limits.judge_memory(Memory(4 * GB, GB), EIGHT)
+def test_too_little_memory_suggests_fewer_workers() -> None:
+    found = limits.check_memory(Memory(4 * GB, GB), EIGHT)
     assert "--num-workers 2" in found.fix
-    fits = Needs(2, 8).memory
-    assert fits <= GB < Needs(3, 8).memory
+    fits = ResourceNeeds(2, 8).memory
+    assert fits <= GB < ResourceNeeds(3, 8).memory
 
 
 @pytest.mark.parametrize(
     ("shared", "status", "said"),
     [
-        (Shared(8 * GB, 8 * GB), "ok", "needed 64 MB of weights + 8 rings × 32 MB = 320 MB"),
-        (Shared(64 << 20, 64 << 20), "warning", "rings go to the temporary directory"),
-        (Shared(GB, 300 << 20), "failed", "300 MB free"),
-        (Shared(GB, GB, writable=False), "warning", "not writable"),
-        (None, "warning", "there is none"),
+        (SharedMemory(8 * GB, 8 * GB), "ok", "needed 64 MB of weights + 8 rings × 32 MB = 320 MB"),
+        (SharedMemory(64 << 20, 64 << 20), "warning", "rings go to the temporary directory"),
+        (SharedMemory(GB, 300 << 20), "failed", "300 MB free"),
+        (SharedMemory(GB, GB, writable=False), "warning", "not writable"),
+        (None, "warning", "does not exist"),
     ],
 )
-def test_shared_memory(shared: Shared | None, status: Status, said: str) -> None:
-    found = limits.judge_shared(shared, EIGHT)
+def test_shared_memory(shared: SharedMemory | None, status: Status, said: str) -> None:
+    found = limits.check_shared_memory(shared, EIGHT)
     assert (found.status, said in found.found) == (status, True), found
     assert status == "ok" or "tmpfs" in found.fix or "--shm-size=1g" in found.fix
 
@@ -153,37 +165,41 @@ def test_shared_memory(shared: Shared | None, status: Status, said: str) -> None
 @pytest.mark.parametrize(
     ("shared", "status", "said"),
     [
-        (Shared(8 * GB, 8 * GB), "ok", "LUDUS_SHM=/big: 8.0 GB, 8.0 GB free; needed 64 MB of weights + 8 rings × 32 MB = 320 MB"),
-        (Shared(GB, 100 << 20), "failed", "100 MB free"),
-        (Shared(GB, GB, writable=False), "failed", "not writable"),
-        (None, "failed", "there is none"),
+        (
+            SharedMemory(8 * GB, 8 * GB),
+            "ok",
+            "LUDUS_SHM=/big: 8.0 GB, 8.0 GB free; needed 64 MB of weights + 8 rings × 32 MB = 320 MB",
+        ),
+        (SharedMemory(GB, 100 << 20), "failed", "100 MB free"),
+        (SharedMemory(GB, GB, writable=False), "failed", "not writable"),
+        (None, "failed", "does not exist"),
     ],
 )
-def test_shared_memory_that_was_moved_is_not_replaced_by_another(shared: Shared | None, status: Status, said: str) -> None:
-    found = limits.judge_moved("/big", shared, replace(EIGHT, ray=True))
+def test_the_directory_of_ludus_shm_has_no_fallback(shared: SharedMemory | None, status: Status, said: str) -> None:
+    found = limits.check_moved_memory("/big", shared, replace(EIGHT, ray=True))
     assert (found.status, said in found.found) == (status, True), found
     assert status == "ok" or "LUDUS_SHM" in found.fix
 
 
-def test_the_store_of_ray_stays_where_it_was_when_rings_are_moved() -> None:
+def test_ludus_shm_does_not_move_rays_object_store() -> None:
     needs = replace(EIGHT, ray=True)
-    assert limits.judge_store(Shared(GB, GB), needs).status == "ok"
-    little = limits.judge_store(Shared(64 << 20, 64 << 20), needs)
+    assert limits.check_store(SharedMemory(GB, GB), needs).status == "ok"
+    little = limits.check_store(SharedMemory(64 << 20, 64 << 20), needs)
     assert (little.status, "needed 512 MB of Ray's store" in little.found) == ("failed", True), little
-    assert limits.judge_store(None, needs).status == "warning"
+    assert limits.check_store(None, needs).status == "warning"
 
 
 @pytest.mark.parametrize(
     ("files", "status", "fix"),
     [
-        (Files(1024, 4096), "ok", ""),
-        (Files(100, 4096), "failed", "ulimit -n 4096"),
-        (Files(100, 100), "failed", "nofile 4096 in /etc/security/limits.conf"),
-        (Files(limits.UNLIMITED, limits.UNLIMITED), "ok", ""),
+        (OpenFileLimits(1024, 4096), "ok", ""),
+        (OpenFileLimits(100, 4096), "failed", "ulimit -n 4096"),
+        (OpenFileLimits(100, 100), "failed", "nofile 4096 in /etc/security/limits.conf"),
+        (OpenFileLimits(cgroups.UNLIMITED, cgroups.UNLIMITED), "ok", ""),
     ],
 )
-def test_open_files(files: Files, status: Status, fix: str) -> None:
-    found = limits.judge_files(files, EIGHT)
+def test_open_files(files: OpenFileLimits, status: Status, fix: str) -> None:
+    found = limits.check_files(files, EIGHT)
     assert found.status == status
     assert fix in found.fix
 
@@ -192,36 +208,36 @@ def test_open_files(files: Files, status: Status, fix: str) -> None:
     ("needs", "bounds", "status", "said", "fix"),
     [
         (EIGHT, (), "ok", "no limit; needed 16 + 8 cores + 8 workers × 4 = 56", ""),
-        (EIGHT, (Bound("ulimit -u", 4096, 100, "raise it"),), "ok", "ulimit -u 4,096, 100 in use", ""),
-        (EIGHT, (Bound("ulimit -u", 4096, 4080, "raise it"),), "failed", "4,080 in use", "raise it"),
+        (EIGHT, (ThreadLimit("ulimit -u", 4096, 100, "raise it"),), "ok", "ulimit -u 4,096, 100 in use", ""),
+        (EIGHT, (ThreadLimit("ulimit -u", 4096, 4080, "raise it"),), "failed", "4,080 in use", "raise it"),
         (
             GAMES,
-            (Bound("cgroup pids.max", 1024, 24, "raise it"),),
+            (ThreadLimit("cgroup pids.max", 1024, 24, "raise it"),),
             "failed",
             "8 workers × (4 + 300 of a game) = 2,456",
             "--num-workers 3",
         ),
-        (GAMES, (Bound("cgroup pids.max", 2600, 24, "raise it"),), "warning", "2,600", "raise it"),
-        (GAMES, (Bound("wide", 10**6, 1, "no"), Bound("narrow", 100, 1, "yes")), "failed", "narrow 100", "yes"),
+        (GAMES, (ThreadLimit("cgroup pids.max", 2600, 24, "raise it"),), "warning", "2,600", "raise it"),
+        (GAMES, (ThreadLimit("wide", 10**6, 1, "no"), ThreadLimit("narrow", 100, 1, "yes")), "failed", "narrow 100", "yes"),
     ],
 )
-def test_threads(needs: Needs, bounds: tuple[Bound, ...], status: Status, said: str, fix: str) -> None:
-    found = limits.judge_threads(Threads(bounds), needs)
+def test_threads(needs: ResourceNeeds, bounds: tuple[ThreadLimit, ...], status: Status, said: str, fix: str) -> None:
+    found = limits.check_threads(ThreadLimits(bounds), needs)
     assert (found.status, said in found.found, fix in found.fix) == (status, True, True), found
 
 
-def test_with_too_few_threads_the_number_of_workers_that_fit_is_said() -> None:
-    found = limits.judge_threads(Threads((Bound("pids.max", 1000, 0, "raise it"),)), GAMES)
+def test_too_few_threads_suggest_fewer_workers() -> None:
+    found = limits.check_threads(ThreadLimits((ThreadLimit("pids.max", 1000, 0, "raise it"),)), GAMES)
     assert "--num-workers 3" in found.fix
     assert replace(GAMES, workers=3).threads <= 1000 < replace(GAMES, workers=4).threads
 
 
-@pytest.mark.parametrize(("maps", "status"), [(65_530, "ok"), (30_000, "warning"), (1_000, "failed"), (limits.UNLIMITED, "ok")])
+@pytest.mark.parametrize(("maps", "status"), [(65_530, "ok"), (30_000, "warning"), (1_000, "failed"), (cgroups.UNLIMITED, "ok")])
 def test_mappings(maps: int, status: Status) -> None:
-    assert limits.judge_maps(Threads((), maps), EIGHT).status == status
+    assert limits.check_maps(ThreadLimits((), maps), EIGHT).status == status
 
 
-def test_the_limits_of_all_groups_above_count_in_both_versions(tmp_path: Path) -> None:
+def test_limits_of_parent_cgroups_apply_in_both_versions(tmp_path: Path) -> None:
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "cgroup").write_text("4:memory:/outer/inner\n3:cpu,cpuacct:/\n2:pids:/gone\n0::/unified\n")
@@ -244,9 +260,9 @@ def test_the_limits_of_all_groups_above_count_in_both_versions(tmp_path: Path) -
         (root / path).write_text(text)
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
-    groups = limits.look_groups(proc, root)
-    assert limits.look_cores(groups).quota == 1.5
-    assert limits.look_memory(groups, meminfo) == Memory(64 * GB, 32 * GB, 2 * GB, GB // 2)
+    groups = cgroups.find_cgroups(proc, root)
+    assert limits.inspect_cores(groups).quota == 1.5
+    assert cgroups.read_memory(groups, meminfo) == Memory(64 * GB, 32 * GB, 2 * GB, GB // 2)
     assert [most for most, _ in groups.numbers("pids", "pids.max", "pids.max")] == [512]
 
 
@@ -263,7 +279,7 @@ def test_the_limits_of_all_groups_above_count_in_both_versions(tmp_path: Path) -
     ],
 )
 def test_versions(have: Mapping[str, str], ray: bool, expected: Mapping[str, Status]) -> None:
-    found = {finding.check: finding.status for finding in versions.judge_versions({"ludus": "0.1.0", **have}, ray=ray)}
+    found = {finding.check: finding.status for finding in versions.check_versions({"ludus": "0.1.0", **have}, ray=ray)}
     assert {**found, **expected} == found
 
 
@@ -284,16 +300,16 @@ def test_versions(have: Mapping[str, str], ray: bool, expected: Mapping[str, Sta
 )
 def test_versions_on_all_nodes(other: Mapping[str, str], check: str, status: Status) -> None:
     have = {"python": "3.11.7", "ludus": "0.1.0", "torch": "2.13.0+cpu", "ray": "2.60.0"}
-    found = {finding.check: finding for finding in versions.judge_agreement({"a": have, "b": {**have, **other}})}
+    found = {finding.check: finding for finding in versions.check_agreement({"a": have, "b": {**have, **other}})}
     assert found[f"{check} on all nodes"].status == status
     assert [finding.status for finding in found.values() if finding.check != f"{check} on all nodes"] == ["ok"] * 3
     if status != "ok":
         assert ": b" in found[f"{check} on all nodes"].found, "whose it is"
 
 
-def test_a_machine_that_only_starts_runs_needs_neither_pytorch_nor_ray() -> None:
+def test_a_submitting_machine_needs_neither_pytorch_nor_ray() -> None:
     bare = {"python": "3.11.7", "ludus": "0.1.0", "torch": "", "ray": "2.1.0"}
-    found = {finding.check: finding for finding in versions.judge_versions(bare, ray=True, launcher=True)}
+    found = {finding.check: finding for finding in versions.check_versions(bare, ray=True, launcher=True)}
     assert {check: finding.status for check, finding in found.items()} == {
         "python": "ok",
         "ludus": "ok",
@@ -304,9 +320,9 @@ def test_a_machine_that_only_starts_runs_needs_neither_pytorch_nor_ray() -> None
     assert found["ray"].found.startswith("2.1.0")
 
 
-def test_a_machine_that_only_starts_runs_is_held_to_its_ludus_alone() -> None:
+def test_a_submitting_machine_needs_the_same_ludus_only() -> None:
     have = {"python": "3.11.7", "ludus": "0.1.0", "torch": "2.13.0", "ray": "2.60.0"}
-    found = {finding.check: finding.status for finding in versions.judge_agreement({"a": have, "here": {"ludus": "0.2.0"}})}
+    found = {finding.check: finding.status for finding in versions.check_agreement({"a": have, "here": {"ludus": "0.2.0"}})}
     assert found == {
         "ludus on all nodes": "failed",
         "ray on all nodes": "ok",
@@ -321,27 +337,33 @@ GPU = gpus.Gpu("A100", 40_000, 100, "550.1")
 @pytest.mark.parametrize(
     ("seen", "torch", "environ", "status", "said"),
     [
-        (gpus.Gpus(), "2.13.0", {}, "skipped", "none"),
-        (gpus.Gpus((GPU,), 1, True), "2.13.0+cu126", {}, "ok", "A100 (39,900 of 40,000 MB free); driver 550.1"),
-        (gpus.Gpus((GPU,), 1, True), "2.13.0+cpu", {}, "warning", "built without CUDA"),
-        (gpus.Gpus((GPU,), 1, True), "2.13.0", {"CUDA_VISIBLE_DEVICES": ""}, "warning", "hidden by CUDA_VISIBLE_DEVICES=''"),
-        (gpus.Gpus((GPU,), 1, True), "2.13.0", {"CUDA_VISIBLE_DEVICES": "0"}, "ok", "A100"),
-        (gpus.Gpus((replace(GPU, used_mb=39_000),), 1, True), "2.13.0", {}, "warning", "others use most"),
-        (gpus.Gpus(devices=2), "2.13.0", {}, "warning", "2 devices in /dev, and nvidia-smi is not installed"),
-        (gpus.Gpus(why="Driver/library version mismatch", tool=True), "2.13.0", {}, "failed", "mismatch"),
+        (gpus.GpuInventory(), "2.13.0", {}, "skipped", "none"),
+        (gpus.GpuInventory((GPU,), 1, True), "2.13.0+cu126", {}, "ok", "A100 (39,900 of 40,000 MB free); driver 550.1"),
+        (gpus.GpuInventory((GPU,), 1, True), "2.13.0+cpu", {}, "warning", "built without CUDA"),
+        (
+            gpus.GpuInventory((GPU,), 1, True),
+            "2.13.0",
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "warning",
+            "hidden by CUDA_VISIBLE_DEVICES=''",
+        ),
+        (gpus.GpuInventory((GPU,), 1, True), "2.13.0", {"CUDA_VISIBLE_DEVICES": "0"}, "ok", "A100"),
+        (gpus.GpuInventory((replace(GPU, used_mb=39_000),), 1, True), "2.13.0", {}, "warning", "other processes use most"),
+        (gpus.GpuInventory(devices=2), "2.13.0", {}, "warning", "2 devices in /dev, and nvidia-smi is not installed"),
+        (gpus.GpuInventory(why="Driver/library version mismatch", tool=True), "2.13.0", {}, "failed", "mismatch"),
     ],
 )
-def test_accelerators(seen: gpus.Gpus, torch: str, environ: Mapping[str, str], status: Status, said: str) -> None:
-    found = gpus.judge_gpus(seen, torch, environ)
+def test_gpus(seen: gpus.GpuInventory, torch: str, environ: Mapping[str, str], status: Status, said: str) -> None:
+    found = gpus.check_gpus(seen, torch, environ)
     assert (found.status, said in found.found) == (status, True), found
 
 
-def test_what_the_driver_says_is_read_and_what_is_odd_is_left_out() -> None:
+def test_output_of_nvidia_smi_is_parsed_and_invalid_lines_are_skipped() -> None:
     text = "NVIDIA A100-SXM4-40GB, 40960, 512, 550.54.15\nTesla, [N/A], 0, 1\n\nrubbish\n"
-    assert gpus.read(text) == (gpus.Gpu("NVIDIA A100-SXM4-40GB", 40960, 512, "550.54.15"),)
+    assert gpus.parse_csv(text) == (gpus.Gpu("NVIDIA A100-SXM4-40GB", 40960, 512, "550.54.15"),)
 
 
-ROOM = Place("/d", "/d", 100 * GB, 10**6, "ext4")
+ROOM = DirectoryStatus("/d", "/d", 100 * GB, 10**6, "ext4")
 
 
 @pytest.mark.parametrize(
@@ -363,8 +385,8 @@ ROOM = Place("/d", "/d", 100 * GB, 10**6, "ext4")
         ("state", replace(ROOM, ours=False, asked="/d/x/y"), False, "ok", "/d/x/y"),
     ],
 )
-def test_places(what: str, place: Place, shared: bool, status: Status, said: str) -> None:
-    found = directories.judge_place(what, place, shared=shared)
+def test_directories(what: str, place: DirectoryStatus, shared: bool, status: Status, said: str) -> None:
+    found = directories.check_directory(what, place, shared=shared)
     assert (found.status, said in found.found) == (status, True), found
 
 
@@ -376,9 +398,9 @@ def test_the_file_system_of_a_path_is_the_innermost_and_last_mounted(tmp_path: P
     mounts.write_text(
         f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / {point} rw shared:1 - tmpfs x rw\n3 2 0:3 / {point} rw - nfs4 h:/ rw\n"
     )
-    assert directories.kind_of(inner, mounts) == "nfs4"
-    assert directories.kind_of(tmp_path, mounts) == "ext4"
-    assert directories.kind_of(tmp_path, tmp_path / "none") == ""
+    assert directories.filesystem_type(inner, mounts) == "nfs4"
+    assert directories.filesystem_type(tmp_path, mounts) == "ext4"
+    assert directories.filesystem_type(tmp_path, tmp_path / "none") == ""
 
 
 # -- network, tokens ------------------------------------------------------------------------------------------------------
@@ -387,32 +409,34 @@ def test_the_file_system_of_a_path_is_the_innermost_and_last_mounted(tmp_path: P
 @pytest.mark.parametrize(
     ("ports", "status", "said"),
     [
-        (Ports({}, 12_000, 50, (32_768, 60_999)), "ok", "a block of 50 is free"),
-        (Ports({6379: True}, 12_000), "ok", "6379 free"),
-        (Ports({6379: False, 80: True}, 12_000), "failed", "somebody listens on 6379"),
-        (Ports({}, None), "failed", "no 3 ports in a row"),
-        (Ports({}, 12_000, 3, (1024, 65_535)), "warning", "outgoing connections use 1024 to 65535"),
+        (PortStatus({}, 12_000, 50, (32_768, 60_999)), "ok", "a block of 50 is free"),
+        (PortStatus({6379: True}, 12_000), "ok", "6379 free"),
+        (PortStatus({6379: False, 80: True}, 12_000), "failed", "in use: 6379"),
+        (PortStatus({}, None), "failed", "no 3 ports in a row"),
+        (PortStatus({}, 12_000, 3, (1024, 65_535)), "warning", "outgoing connections use 1024 to 65535"),
     ],
 )
-def test_ports(ports: Ports, status: Status, said: str) -> None:
-    found = network.judge_ports(ports)
+def test_ports(ports: PortStatus, status: Status, said: str) -> None:
+    found = network.check_ports(ports)
     assert (found.status, said in found.found) == (status, True), found
 
 
 @pytest.mark.parametrize(
     ("ticks", "status", "said"),
     [
-        ([Tick(100.0, 100.2, 100.1)], "ok", "0.000 s"),
-        ([Tick(100.0, 100.2, 105.1)], "warning", "5.000 s ahead of this machine, give or take 0.100 s"),
-        ([Tick(100.0, 100.2, 95.1)], "warning", "5.000 s behind"),
-        ([Tick(100.0, 100.2, 200.1)], "failed", "100.000 s ahead"),
-        ([Tick(100.0, 104.0, 103.5)], "ok", "give or take 2.000 s"),
-        ([Tick(100.0, 104.0, 110.0), Tick(110.0, 110.2, 110.1)], "ok", "0.000 s"),
-        ([], "skipped", "nobody told"),
+        ([ClockSample(100.0, 100.2, 100.1)], "ok", "0.000 s"),
+        ([ClockSample(100.0, 100.2, 105.1)], "warning", "5.000 s ahead of this machine, give or take 0.100 s"),
+        ([ClockSample(100.0, 100.2, 95.1)], "warning", "5.000 s behind"),
+        ([ClockSample(100.0, 100.2, 200.1)], "failed", "100.000 s ahead"),
+        ([ClockSample(100.0, 104.0, 103.5)], "ok", "give or take 2.000 s"),
+        ([ClockSample(100.0, 104.0, 110.0), ClockSample(110.0, 110.2, 110.1)], "ok", "0.000 s"),
+        ([], "skipped", "not reported"),
     ],
 )
-def test_clocks_are_judged_by_the_quickest_answer_and_within_what_is_known(ticks: list[Tick], status: Status, said: str) -> None:
-    found = network.judge_clock(ticks)
+def test_clocks_are_compared_by_the_fastest_sample_within_its_accuracy(
+    ticks: list[ClockSample], status: Status, said: str
+) -> None:
+    found = network.check_clock(ticks)
     assert (found.status, said in found.found) == (status, True), found
 
 
@@ -420,17 +444,27 @@ def test_clocks_are_judged_by_the_quickest_answer_and_within_what_is_known(ticks
     ("environ", "nodes", "status", "said"),
     [
         ({}, (), None, ""),
-        ({"http_proxy": "http://u:p@proxy:3128"}, (), "warning", "http_proxy set (proxy), and not spared: localhost, 127.0.0.1"),
-        ({"HTTPS_PROXY": "proxy:3128", "NO_PROXY": "localhost,127.0.0.0/8"}, (), "ok", "spared"),
-        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1"}, ("10.0.0.7",), "warning", "not spared: 10.0.0.7"),
-        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,10.0.0.0/8"}, ("10.0.0.7",), "ok", "spared"),
-        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,.lab"}, ("n1.lab",), "ok", "spared"),
-        ({"http_proxy": "http://proxy", "no_proxy": "*"}, ("n1",), "ok", "spared"),
-        ({"http_proxy": "http://proxy", "no_proxy": "*.lab,localhost"}, ("n1.lab",), "warning", "not spared: 127.0.0.1"),
+        (
+            {"http_proxy": "http://u:p@proxy:3128"},
+            (),
+            "warning",
+            "http_proxy set (proxy), and no_proxy does not exclude localhost, 127.0.0.1",
+        ),
+        ({"HTTPS_PROXY": "proxy:3128", "NO_PROXY": "localhost,127.0.0.0/8"}, (), "ok", "no_proxy excludes"),
+        (
+            {"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1"},
+            ("10.0.0.7",),
+            "warning",
+            "does not exclude 10.0.0.7",
+        ),
+        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,10.0.0.0/8"}, ("10.0.0.7",), "ok", "no_proxy excludes"),
+        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,.lab"}, ("n1.lab",), "ok", "no_proxy excludes"),
+        ({"http_proxy": "http://proxy", "no_proxy": "*"}, ("n1",), "ok", "no_proxy excludes"),
+        ({"http_proxy": "http://proxy", "no_proxy": "*.lab,localhost"}, ("n1.lab",), "warning", "does not exclude 127.0.0.1"),
     ],
 )
 def test_proxies(environ: Mapping[str, str], nodes: tuple[str, ...], status: Status | None, said: str) -> None:
-    found = network.judge_proxies(environ, nodes)
+    found = network.check_proxies(environ, nodes)
     assert (found.status if found else None) == status
     if found:
         assert said in found.found
@@ -440,25 +474,25 @@ def test_proxies(environ: Mapping[str, str], nodes: tuple[str, ...], status: Sta
 @pytest.mark.parametrize(
     ("token", "status", "said"),
     [
-        (Token("V", "/t", "file"), "ok", "/t (V), private"),
-        (Token("V", "/t", "file", mode=0o644), "failed", "mode 0644"),
-        (Token("V", "/t", "file", mode=0o620), "failed", "mode 0620"),
-        (Token("V", "/t", "file", ours=False), "failed", "another user"),
-        (Token("V", "/t", "file", length=0), "failed", "0 characters"),
-        (Token("V", "/t", "file", why="Permission denied"), "failed", "cannot be read"),
-        (Token("V", "/t", "none", why="No such file"), "failed", "not there"),
-        (Token("V", "/t", "other"), "failed", "not a file"),
-        (Token("", "/t", "file"), "ok", "private"),
-        (Token("", "/t", "file", mode=0o644), "warning", "mode 0644"),
-        (Token("", "/t", "file", role=True), "ok", "/t, private"),
-        (Token("", "/t", "file", mode=0o644, role=True), "failed", "mode 0644"),
-        (Token("V", "/t", "none", why="No such file", role=True), "failed", "not there"),
-        (Token("V", "/t", "file", plain=False, role=True), "failed", "holds no token"),
-        (Token("V", "/t", "file", length=5000, role=True), "failed", "holds no token"),
+        (TokenFile("V", "/t", "file"), "ok", "/t (V), private"),
+        (TokenFile("V", "/t", "file", mode=0o644), "failed", "mode 0644"),
+        (TokenFile("V", "/t", "file", mode=0o620), "failed", "mode 0620"),
+        (TokenFile("V", "/t", "file", ours=False), "failed", "another user"),
+        (TokenFile("V", "/t", "file", length=0), "failed", "0 characters"),
+        (TokenFile("V", "/t", "file", why="Permission denied"), "failed", "cannot be read"),
+        (TokenFile("V", "/t", "none", why="No such file"), "failed", "cannot be found"),
+        (TokenFile("V", "/t", "other"), "failed", "not a file"),
+        (TokenFile("", "/t", "file"), "ok", "private"),
+        (TokenFile("", "/t", "file", mode=0o644), "warning", "mode 0644"),
+        (TokenFile("", "/t", "file", role=True), "ok", "/t, private"),
+        (TokenFile("", "/t", "file", mode=0o644, role=True), "failed", "mode 0644"),
+        (TokenFile("V", "/t", "none", why="No such file", role=True), "failed", "cannot be found"),
+        (TokenFile("V", "/t", "file", plain=False, role=True), "failed", "does not contain a token"),
+        (TokenFile("V", "/t", "file", length=5000, role=True), "failed", "does not contain a token"),
     ],
 )
-def test_tokens(token: Token, status: Status, said: str) -> None:
-    (found,) = token_file.judge_tokens([token], {})
+def test_tokens(token: TokenFile, status: Status, said: str) -> None:
+    (found,) = token_file.check_tokens([token], {})
     assert (found.status, said in found.found) == (status, True), found
 
 
@@ -468,18 +502,18 @@ def test_tokens(token: Token, status: Status, said: str) -> None:
         ({"a": "x", "b": "x"}, "ok", "the same on 2 of 2"),
         ({"a": "x", "b": "y", "c": "x"}, "failed", "they differ (one: a, c; one: b)"),
         ({"a": "x", "b": ""}, "failed", "they differ (one: a; none: b)"),
-        ({"a": "", "b": ""}, "skipped", "none has one yet"),
+        ({"a": "", "b": ""}, "skipped", "none yet"),
     ],
 )
 def test_tokens_on_all_nodes(told: Mapping[str, str], status: Status, said: str) -> None:
-    found = token_file.judge_same(told)
+    found = token_file.check_equal_tokens(told)
     assert (found.status, said in found.found) == (status, True), found
 
 
-def test_no_token_is_wrong_only_where_one_is_wanted() -> None:
-    assert [f.status for f in token_file.judge_tokens([], {})] == ["skipped"]
-    assert [f.status for f in token_file.judge_tokens([], {"RAY_AUTH_MODE": "token"})] == ["failed"]
-    assert [f.status for f in token_file.judge_tokens([Token("", "/t", "file", mode=0o644)], {"RAY_AUTH_MODE": "token"})] == [
+def test_a_missing_token_fails_only_if_one_is_required() -> None:
+    assert [f.status for f in token_file.check_tokens([], {})] == ["skipped"]
+    assert [f.status for f in token_file.check_tokens([], {"RAY_AUTH_MODE": "token"})] == ["failed"]
+    assert [f.status for f in token_file.check_tokens([TokenFile("", "/t", "file", mode=0o644)], {"RAY_AUTH_MODE": "token"})] == [
         "failed"
     ]
 
@@ -488,14 +522,14 @@ def test_no_token_is_wrong_only_where_one_is_wanted() -> None:
 
 
 def test_services() -> None:
-    quick = services.Service("redis://h", {"connect": 0.001, "round trip": 0.0005})
-    assert services.judge_redis(quick).status == "ok"
-    assert services.judge_redis(replace(quick, seconds={"round trip": 0.2})).status == "warning"
-    assert services.judge_redis(replace(quick, seconds={}, why="it is away")).status == "failed"
-    store = services.Service("s3://b", {"write": 0.01, "read": 0.01, "create": 0.02})
-    assert services.judge_store(store).status == "ok"
-    assert services.judge_store(replace(store, seconds={"write": 3.0})).status == "warning"
-    assert services.judge_store(replace(store, why="no")).status == "failed"
+    quick = services.ServiceProbe("redis://h", {"connect": 0.001, "round trip": 0.0005})
+    assert services.check_redis(quick).status == "ok"
+    assert services.check_redis(replace(quick, seconds={"round trip": 0.2})).status == "warning"
+    assert services.check_redis(replace(quick, seconds={}, why="it is away")).status == "failed"
+    store = services.ServiceProbe("s3://b", {"write": 0.01, "read": 0.01, "create": 0.02})
+    assert services.check_store(store).status == "ok"
+    assert services.check_store(replace(store, seconds={"write": 3.0})).status == "warning"
+    assert services.check_store(replace(store, why="no")).status == "failed"
 
 
 @pytest.mark.parametrize(
@@ -506,8 +540,8 @@ def test_services() -> None:
         ("/a/b", "/a/b"),
     ],
 )
-def test_an_address_is_shown_without_what_may_be_secret(url: str, shown: str) -> None:
-    assert services.shown_address(url) == shown
+def test_urls_are_shown_without_user_password_and_query(url: str, shown: str) -> None:
+    assert services.redact_url(url) == shown
 
 
 NEW = OpenGL("egl", "4.5 Mesa", "llvmpipe")
@@ -520,51 +554,51 @@ BAD = OpenGL("egl", why="eglInitialize failed")
     ("seen", "needed", "statuses", "said"),
     [
         (
-            graphics.Graphics(NEW, NO_OSMESA, GLX, display=":0"),
+            graphics.GraphicsSupport(NEW, NO_OSMESA, GLX, display=":0"),
             True,
             ("ok", "ok", "ok", "skipped", "skipped"),
             "by the screen :0",
         ),
         (
-            graphics.Graphics(NEW, NO_OSMESA, silent="none"),
+            graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none"),
             False,
             ("ok", "skipped", "ok", "skipped", "skipped"),
             "by EGL: OpenGL 4.5",
         ),
         (
-            graphics.Graphics(BAD, NO_OSMESA, silent="nobody", display=":9", private=GLX, xvfb=True),
+            graphics.GraphicsSupport(BAD, NO_OSMESA, silent="nobody", display=":9", private=GLX, xvfb=True),
             True,
             ("ok", "warning", "warning", "skipped", "ok"),
             "by a private Xvfb",
         ),
         (
-            graphics.Graphics(NO_EGL, NO_OSMESA, silent="none"),
+            graphics.GraphicsSupport(NO_EGL, NO_OSMESA, silent="none"),
             False,
             ("warning", "skipped", "skipped", "skipped", "skipped"),
             "nothing can draw",
         ),
         (
-            graphics.Graphics(NO_EGL, NO_OSMESA, silent="none"),
+            graphics.GraphicsSupport(NO_EGL, NO_OSMESA, silent="none"),
             True,
             ("failed", "skipped", "skipped", "skipped", "skipped"),
             "nothing can draw",
         ),
         (
-            graphics.Graphics(replace(NEW, version="2.1 Mesa"), NO_OSMESA, silent="none"),
+            graphics.GraphicsSupport(replace(NEW, version="2.1 Mesa"), NO_OSMESA, silent="none"),
             True,
             ("failed", "skipped", "ok", "skipped", "skipped"),
-            "engines of today need 3.2",
+            "current engines need 3.2",
         ),
         (
-            graphics.Graphics(NEW, NO_OSMESA, OpenGL("glx", why="the X server has no GLX"), display=":0", xvfb=True),
+            graphics.GraphicsSupport(NEW, NO_OSMESA, OpenGL("glx", why="the X server has no GLX"), display=":0", xvfb=True),
             False,
             ("ok", "warning", "ok", "skipped", "ok"),
             "by EGL",
         ),
     ],
 )
-def test_graphics(seen: graphics.Graphics, needed: bool, statuses: tuple[Status, ...], said: str) -> None:
-    found = graphics.judge_graphics(seen, needed=needed)
+def test_graphics(seen: graphics.GraphicsSupport, needed: bool, statuses: tuple[Status, ...], said: str) -> None:
+    found = graphics.check_graphics(seen, needed=needed)
     assert [finding.check for finding in found] == ["graphics", "X server", "EGL", "OSMesa", "Xvfb"]
     assert tuple(finding.status for finding in found) == statuses, found
     assert said in found[0].found
@@ -574,15 +608,15 @@ def test_graphics(seen: graphics.Graphics, needed: bool, statuses: tuple[Status,
 @pytest.mark.parametrize(
     ("seen", "status", "said"),
     [
-        (graphics.Graphics(NEW, NO_OSMESA, silent="none"), "warning", "by EGL, which has no windows"),
-        (graphics.Graphics(NEW, NO_OSMESA, silent="none", xvfb=True, choice="none"), "warning", "for LUDUS_SCREEN=none"),
-        (graphics.Graphics(NEW, NO_OSMESA, silent="none", private=GLX, xvfb=True), "ok", "by a private Xvfb"),
-        (graphics.Graphics(NEW, NO_OSMESA, GLX, display=":0"), "ok", "by the screen :0"),
-        (graphics.Graphics(NO_EGL, NO_OSMESA, silent="none"), "failed", "nothing can draw"),
+        (graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none"), "warning", "by EGL, which has no windows"),
+        (graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none", xvfb=True, choice="none"), "warning", "and LUDUS_SCREEN=none"),
+        (graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none", private=GLX, xvfb=True), "ok", "by a private Xvfb"),
+        (graphics.GraphicsSupport(NEW, NO_OSMESA, GLX, display=":0"), "ok", "by the screen :0"),
+        (graphics.GraphicsSupport(NO_EGL, NO_OSMESA, silent="none"), "failed", "nothing can draw"),
     ],
 )
-def test_a_program_of_its_own_draws_on_a_screen(seen: graphics.Graphics, status: Status, said: str) -> None:
-    found = graphics.judge_graphics(seen, needed=True, window=True)[0]
+def test_a_game_with_a_window_needs_a_screen(seen: graphics.GraphicsSupport, status: Status, said: str) -> None:
+    found = graphics.check_graphics(seen, needed=True, window=True)[0]
     assert (found.status, said in found.found) == (status, True), found
     assert status == "ok" or found.fix
 
@@ -591,29 +625,31 @@ def test_a_program_of_its_own_draws_on_a_screen(seen: graphics.Graphics, status:
     ("seen", "statuses", "said"),
     [
         (
-            graphics.Graphics(NEW, NO_OSMESA, silent="none", private=GLX, xvfb=True, choice="xvfb"),
+            graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none", private=GLX, xvfb=True, choice="xvfb"),
             ("ok", "skipped", "ok", "skipped", "ok"),
             "by a private Xvfb",
         ),
         (
-            graphics.Graphics(NEW, NO_OSMESA, silent="none", refused="it did not start", xvfb=True, choice="xvfb"),
+            graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none", refused="it did not start", xvfb=True, choice="xvfb"),
             ("warning", "skipped", "ok", "skipped", "failed"),
             "no private screen works",
         ),
         (
-            graphics.Graphics(NEW, NO_OSMESA, silent="none", refused="it did not start", xvfb=True),
+            graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none", refused="it did not start", xvfb=True),
             ("ok", "skipped", "ok", "skipped", "warning"),
             "by EGL",
         ),
         (
-            graphics.Graphics(NO_EGL, NO_OSMESA, silent="nobody", display=":9", xvfb=True, choice="none"),
+            graphics.GraphicsSupport(NO_EGL, NO_OSMESA, silent="nobody", display=":9", xvfb=True, choice="none"),
             ("warning", "warning", "skipped", "skipped", "skipped"),
             "LUDUS_SCREEN=none",
         ),
     ],
 )
-def test_what_is_said_of_screens_is_what_was_chosen(seen: graphics.Graphics, statuses: tuple[Status, ...], said: str) -> None:
-    found = graphics.judge_graphics(seen, needed=False)
+def test_findings_about_screens_follow_ludus_screen(
+    seen: graphics.GraphicsSupport, statuses: tuple[Status, ...], said: str
+) -> None:
+    found = graphics.check_graphics(seen, needed=False)
     assert tuple(finding.status for finding in found) == statuses, found
     assert said in found[0].found
     assert seen.choice != "none" or "private" not in " ".join(finding.found + finding.fix for finding in found)
@@ -626,39 +662,39 @@ def test_what_is_said_of_screens_is_what_was_chosen(seen: graphics.Graphics, sta
         ("auto", False, ""),
         ("none", False, ""),
         ("xvfb", True, ""),
-        ("xvfb", False, "no Xvfb"),
+        ("xvfb", False, "Xvfb is not installed"),
         ("bogus", True, "'bogus'"),
     ],
 )
-def test_a_choice_by_which_no_environment_could_be_made_is_a_failure(choice: str, xvfb: bool, said: str) -> None:
-    found = graphics.judge_choice({"LUDUS_SCREEN": choice}, xvfb=xvfb)
+def test_an_unusable_ludus_screen_is_a_failure(choice: str, xvfb: bool, said: str) -> None:
+    found = graphics.check_choice({"LUDUS_SCREEN": choice}, xvfb=xvfb)
     assert [(finding.check, finding.status) for finding in found] == ([("LUDUS_SCREEN", "failed")] if said else [])
     assert all(said in finding.found and finding.fix for finding in found)
 
 
 def test_other_systems_have_a_screen() -> None:
-    assert [finding.status for finding in graphics.judge_graphics(None, needed=True)] == ["skipped"]
+    assert [finding.status for finding in graphics.check_graphics(None, needed=True)] == ["skipped"]
 
 
-def test_environments_that_were_tried() -> None:
-    tried = env_smoke_test.Trial("Pong", 1.5, threads=12, memory=GB, processes=2)
-    assert env_smoke_test.judge_trial(tried).status == "ok"
-    assert "one takes 12 threads, 1.0 GB, 2 processes" in env_smoke_test.judge_trial(tried).found
-    assert env_smoke_test.judge_trial(replace(tried, why="it raised")).status == "failed"
-    assert env_smoke_test.judge_trial(replace(tried, why="of several", skipped=True)).status == "skipped"
-    assert "LUDUS_SCREEN=xvfb" in env_smoke_test.judge_trial(replace(tried, private_screen=True)).fix
+def test_smoke_tests() -> None:
+    tried = env_smoke_test.SmokeTest("Pong", 1.5, threads=12, memory=GB, processes=2)
+    assert env_smoke_test.check_smoke_test(tried).status == "ok"
+    assert "one takes 12 threads, 1.0 GB, 2 processes" in env_smoke_test.check_smoke_test(tried).found
+    assert env_smoke_test.check_smoke_test(replace(tried, why="it raised")).status == "failed"
+    assert env_smoke_test.check_smoke_test(replace(tried, why="of several", skipped=True)).status == "skipped"
+    assert "LUDUS_SCREEN=xvfb" in env_smoke_test.check_smoke_test(replace(tried, private_screen=True)).fix
 
 
 # -- troubles -------------------------------------------------------------------------------------------------------------
 
-QUIET = Scene({}, {}, 4)
+QUIET = SystemState({}, {}, 4)
 
 
 @pytest.mark.parametrize(
     ("scene", "check", "said"),
     [
         (QUIET, "known troubles", "nothing"),
-        (replace(QUIET, environ={"LD_PRELOAD": "/gone/lib.so"}), "LD_PRELOAD", "/gone/lib.so is not there"),
+        (replace(QUIET, environ={"LD_PRELOAD": "/gone/lib.so"}), "LD_PRELOAD", "/gone/lib.so does not exist"),
         (replace(QUIET, environ={"LD_PRELOAD": "libm.so.6"}), "LD_PRELOAD", "into every game and worker"),
         (replace(QUIET, environ={"OMP_NUM_THREADS": "64"}), "OMP_NUM_THREADS", "64 threads on 4 cores"),
         (replace(QUIET, environ={"OMP_NUM_THREADS": "4"}), "known troubles", "nothing"),
@@ -677,24 +713,24 @@ QUIET = Scene({}, {}, 4)
         (replace(QUIET, huge=512), "huge pages", "512"),
     ],
 )
-def test_troubles(scene: Scene, check: str, said: str) -> None:
-    (found,) = known_issues.judge_scene(scene)
+def test_known_issues(scene: SystemState, check: str, said: str) -> None:
+    (found,) = known_issues.check_system(scene)
     assert (found.check, said in found.found) == (check, True), found
     assert (found.status == "ok") == (check == "known troubles")
 
 
-def test_a_ray_that_is_named_and_away() -> None:
+def test_an_unreachable_ray_address_is_a_warning() -> None:
     environ = {"RAY_ADDRESS": "10.0.0.1:6379", "ip_head": "auto"}
     assert known_issues.ray_addresses(environ) == [("RAY_ADDRESS", "10.0.0.1:6379")]
-    assert known_issues.judge_ray_address("10.0.0.1:6379", "RAY_ADDRESS", answers=False).fix == "unset RAY_ADDRESS"
-    assert known_issues.judge_ray_address("10.0.0.1:6379", "RAY_ADDRESS", answers=True).status == "ok"
+    assert known_issues.check_ray_address("10.0.0.1:6379", "RAY_ADDRESS", answers=False).fix == "unset RAY_ADDRESS"
+    assert known_issues.check_ray_address("10.0.0.1:6379", "RAY_ADDRESS", answers=True).status == "ok"
 
 
 # -- a game's program -----------------------------------------------------------------------------------------------------
 
 
 def elf(machine: int = 62, bits: int = 64) -> bytes:
-    """A header without tables."""
+    """Return an ELF header without tables."""
     if bits == 64:
         return b"\x7fELF\x02\x01\x01" + b"\0" * 9 + struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, 0, 0, 0, 0, 64, 56, 0, 0, 0, 0)
     return b"\x7fELF\x01\x01\x01" + b"\0" * 9 + struct.pack("<HHIIIIIHHHHHH", 2, machine, 1, 0, 0, 0, 0, 52, 32, 0, 0, 0, 0)
@@ -712,24 +748,24 @@ def elf(machine: int = 62, bits: int = 64) -> bytes:
         (b"", None),
     ],
 )
-def test_the_processor_of_a_program_is_read_from_its_header(data: bytes, machine: str | None) -> None:
+def test_the_machine_of_an_executable_is_read_from_its_header(data: bytes, machine: str | None) -> None:
     found = executable.read_elf(data)
     assert (found.machine if found else None) == machine
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_no_bytes_are_too_damaged_to_be_read(head: bytes, tail: bytes) -> None:
+def test_damaged_elf_files_are_parsed_without_errors(head: bytes, tail: bytes) -> None:
     for data in (
         head,
         elf()[:48] + head,
         b"\x7fELF\x02\x01" + head + tail,
         Path("/bin/sh").read_bytes()[: 200 + len(head)] + tail,
     ):
-        assert executable.read_elf(data) is None or isinstance(executable.read_elf(data), Elf)
+        assert executable.read_elf(data) is None or isinstance(executable.read_elf(data), ElfHeader)
 
 
 def linked(needed: tuple[str, ...] = (), rpath: str = "", runpath: str = "") -> bytes:
-    """A file with nothing but the tables that the loader reads."""
+    """Return an ELF file with only the tables that the loader reads."""
     strings, entries = b"\0", []
     for tag, text in [*((1, name) for name in needed), (15, rpath), (29, runpath)]:
         if text:
@@ -748,9 +784,9 @@ def linked(needed: tuple[str, ...] = (), rpath: str = "", runpath: str = "") -> 
     ("rpath", "runpath", "own", "missing"),
     [
         ("$ORIGIN/lib", "", {}, ()),
-        ("", "$ORIGIN/lib", {}, ("libb.so (wanted by liba.so)",)),
-        ("$ORIGIN/lib", "$ORIGIN/lib", {}, ("libb.so (wanted by liba.so)",)),
-        ("$ORIGIN/lib", "", {"runpath": "/nowhere"}, ("libb.so (wanted by liba.so)",)),
+        ("", "$ORIGIN/lib", {}, ("libb.so (needed by liba.so)",)),
+        ("$ORIGIN/lib", "$ORIGIN/lib", {}, ("libb.so (needed by liba.so)",)),
+        ("$ORIGIN/lib", "", {"runpath": "/nowhere"}, ("libb.so (needed by liba.so)",)),
         ("", "$ORIGIN/lib", {"runpath": "$ORIGIN"}, ()),
         ("", "$ORIGIN/lib", {"rpath": "${ORIGIN}"}, ()),
         ("/nowhere", "", {}, ("liba.so",)),
@@ -759,18 +795,18 @@ def linked(needed: tuple[str, ...] = (), rpath: str = "", runpath: str = "") -> 
 def test_libraries_are_searched_as_the_loader_does(
     tmp_path: Path, rpath: str, runpath: str, own: Mapping[str, str], missing: tuple[str, ...]
 ) -> None:
-    """An RPATH counts for all that is loaded below, a RUNPATH for its owner alone; one with a RUNPATH inherits none."""
+    """An RPATH applies to all libraries below its owner, a RUNPATH to its owner only, which then inherits no RPATH."""
     game, lib = tmp_path / "game", tmp_path / "lib"
     lib.mkdir()
     game.write_bytes(linked(("liba.so",), rpath, runpath))
     (lib / "liba.so").write_bytes(linked(("libb.so",), **own))
     (lib / "libb.so").write_bytes(linked())
-    assert executable.look_binary(game, {}).missing == missing
-    assert executable.look_binary(game, {"LD_LIBRARY_PATH": str(lib)}).missing == ()
+    assert executable.inspect_executable(game, {}).missing == missing
+    assert executable.inspect_executable(game, {"LD_LIBRARY_PATH": str(lib)}).missing == ()
 
 
-X86 = Elf("x86_64", 64, "/lib64/ld-linux-x86-64.so.2", ("libc.so.6", "libGL.so.1"))
-GAME = Binary("/g", "elf", True, X86, X86.interpreter)
+X86 = ElfHeader("x86_64", 64, "/lib64/ld-linux-x86-64.so.2", ("libc.so.6", "libGL.so.1"))
+GAME = Executable("/g", "elf", True, X86, X86.interpreter)
 
 
 @pytest.mark.parametrize(
@@ -780,26 +816,31 @@ GAME = Binary("/g", "elf", True, X86, X86.interpreter)
         (replace(GAME, executable=False), "failed", "not executable", "chmod +x /g"),
         (replace(GAME, no_exec=True), "failed", "noexec", "Copy it"),
         (
-            replace(GAME, missing=("libGL.so.1", "libX (wanted by libY)")),
+            replace(GAME, missing=("libGL.so.1", "libX (needed by libY)")),
             "failed",
-            "libGL.so.1, libX (wanted by libY)",
+            "libGL.so.1, libX (needed by libY)",
             "LD_LIBRARY_PATH",
         ),
         (replace(GAME, interpreter_found=False), "failed", "needs the loader /lib64/ld", "Install ld-linux"),
         (replace(GAME, elf=replace(X86, machine="aarch64")), "failed", "is for aarch64; this processor is x86_64", "Build it"),
         (replace(GAME, elf=replace(X86, machine="i386")), "ok", "for i386", ""),
-        (replace(GAME, data="/g_Data"), "failed", "its folder /g_Data is not there", "whole build"),
-        (Binary("/g", "none", near="/g.x86_64"), "failed", "not there", "Did you mean /g.x86_64?"),
-        (Binary("/g", "directory", near="/g/a.x86_64"), "failed", "directory", "Did you mean /g/a.x86_64?"),
-        (Binary("/g", "windows", True), "failed", "for Windows", "Wine"),
-        (Binary("/g", "mac", True), "failed", "for macOS", "Build it for Linux"),
-        (Binary("/g", "script", True, interpreter="bash"), "ok", "a script for bash", ""),
-        (Binary("/g", "script", True, interpreter="ruby", interpreter_found=False), "failed", "interpreter ruby", "Install ruby"),
-        (Binary("/g", "unknown", True), "warning", "no program that is known", "right file"),
+        (replace(GAME, data="/g_Data"), "failed", "its folder /g_Data does not exist", "whole build"),
+        (Executable("/g", "none", near="/g.x86_64"), "failed", "does not exist", "Did you mean /g.x86_64?"),
+        (Executable("/g", "directory", near="/g/a.x86_64"), "failed", "directory", "Did you mean /g/a.x86_64?"),
+        (Executable("/g", "windows", True), "failed", "for Windows", "Wine"),
+        (Executable("/g", "mac", True), "failed", "for macOS", "Build it for Linux"),
+        (Executable("/g", "script", True, interpreter="bash"), "ok", "a script for bash", ""),
+        (
+            Executable("/g", "script", True, interpreter="ruby", interpreter_found=False),
+            "failed",
+            "interpreter ruby",
+            "Install ruby",
+        ),
+        (Executable("/g", "unknown", True), "warning", "unknown format", "right file"),
     ],
 )
-def test_programs(seen: Binary, status: Status, said: str, fix: str) -> None:
-    found = executable.judge_binary(seen, "x86_64")
+def test_executables(seen: Executable, status: Status, said: str, fix: str) -> None:
+    found = executable.check_executable(seen, "x86_64")
     assert (found.status, said in found.found, fix in found.fix) == (status, True, True), found
 
 
@@ -819,11 +860,11 @@ def test_programs(seen: Binary, status: Status, said: str, fix: str) -> None:
         ("n/a", slurm.INFINITE),
     ],
 )
-def test_slurms_times(text: str, seconds: int) -> None:
-    assert slurm.seconds_of(text) == seconds
+def test_slurm_times(text: str, seconds: int) -> None:
+    assert slurm.time_limit_s(text) == seconds
 
 
-def test_the_accelerators_of_a_node_are_counted() -> None:
+def test_gpus_in_a_gres_string_are_counted() -> None:
     said = {
         "gpu:2": 2,
         "gpu": 1,
@@ -833,56 +874,66 @@ def test_the_accelerators_of_a_node_are_counted() -> None:
         "(null)": 0,
         "craynetwork:4": 0,
     }
-    assert {gres: slurm.gpus_of(gres) for gres in said} == said
+    assert {gres: slurm.parse_gres(gres) for gres in said} == said
 
 
-MAIN = Partition("main", True, 7200, (Kind(3, 2, 36, gpus=2),))
-MIXED = slurm.read_partitions(
+MAIN = Partition("main", True, 7200, (NodeKind(3, 2, 36, gpus=2),))
+MIXED = slurm.parse_partitions(
     "gpu|up|1-00:00:00|0/4/0/4|8+|16000+|(null)\nother|up|infinite|0/1/0/1|4|1000|(null)\ngpu|up|1-00:00:00|0/2/0/2|64|256000|gpu:a100:4\n"
 )
-UP = Queue(controller="Slurmctld(primary) at vm is UP", partitions=(MAIN,))
+UP = SlurmState(controller="Slurmctld(primary) at vm is UP", partitions=(MAIN,))
 
 
-def test_what_sinfo_says_is_read() -> None:
+def test_output_of_sinfo_is_parsed() -> None:
     text = "main|up|2:00:00|1/2/0/3|36|4000|gpu:2\nbig|drain|infinite|0/0/1/1|128+|512000+|(null)\nsinfo: error: something\n"
-    big = Partition("big", False, slurm.INFINITE, (Kind(1, 0, 128, more=True),))
-    assert slurm.read_partitions(text) == (MAIN, big)
+    big = Partition("big", False, slurm.INFINITE, (NodeKind(1, 0, 128, more=True),))
+    assert slurm.parse_partitions(text) == (MAIN, big)
 
 
 @pytest.mark.parametrize(
     ("seen", "wanted", "statuses", "said"),
     [
-        (UP, Wanted(), ("ok", "ok"), "main (3 nodes, 2 idle, at most 02:00:00)"),
-        (UP, Wanted("main", "01:00:00", 3), ("ok", "ok"), "36 cores each"),
-        (UP, Wanted("main", "03:00:00"), ("ok", "failed"), "--time 03:00:00 is more than main allows"),
-        (UP, Wanted("", "03:00:00"), ("ok", "ok", "failed"), "more than main allows"),
-        (UP, Wanted("main", nodes=4), ("ok", "failed"), "4 nodes are wanted, and main has 3"),
-        (UP, Wanted("main", cpus=64), ("ok", "failed"), "1 node with 64 cores wanted, and main has none"),
-        (UP, Wanted("main", gpus=3), ("ok", "failed"), "1 node with 3 accelerators wanted, and main has none"),
-        (replace(UP, partitions=MIXED), Wanted("gpu", gpus=1), ("ok", "ok"), "6 nodes, 6 idle, 8 cores or more each"),
-        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=5), ("ok", "ok"), "6 nodes"),
-        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=7), ("ok", "failed"), "7 nodes are wanted, and gpu has 6"),
-        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=2, cpus=32), ("ok", "ok"), "6 nodes"),
+        (UP, SlurmRequest(), ("ok", "ok"), "main (3 nodes, 2 idle, at most 02:00:00)"),
+        (UP, SlurmRequest("main", "01:00:00", 3), ("ok", "ok"), "36 cores each"),
+        (UP, SlurmRequest("main", "03:00:00"), ("ok", "failed"), "--time 03:00:00 is more than main allows"),
+        (UP, SlurmRequest("", "03:00:00"), ("ok", "ok", "failed"), "more than main allows"),
+        (UP, SlurmRequest("main", nodes=4), ("ok", "failed"), "4 nodes are requested, and main has 3"),
+        (UP, SlurmRequest("main", cpus=64), ("ok", "failed"), "1 node with 64 cores wanted, and main has none"),
+        (UP, SlurmRequest("main", gpus=3), ("ok", "failed"), "1 node with 3 GPUs wanted, and main has none"),
+        (replace(UP, partitions=MIXED), SlurmRequest("gpu", gpus=1), ("ok", "ok"), "6 nodes, 6 idle, 8 cores or more each"),
+        (replace(UP, partitions=MIXED), SlurmRequest("gpu", nodes=5), ("ok", "ok"), "6 nodes"),
+        (replace(UP, partitions=MIXED), SlurmRequest("gpu", nodes=7), ("ok", "failed"), "7 nodes are requested, and gpu has 6"),
+        (replace(UP, partitions=MIXED), SlurmRequest("gpu", nodes=2, cpus=32), ("ok", "ok"), "6 nodes"),
         (
             replace(UP, partitions=MIXED),
-            Wanted("gpu", nodes=3, cpus=32),
+            SlurmRequest("gpu", nodes=3, cpus=32),
             ("ok", "warning"),
             "whether 3 nodes of them have 32 cores",
         ),
-        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=3, cpus=32, gpus=1), ("ok", "failed"), "gpu has 2 of them"),
-        (replace(UP, partitions=MIXED), Wanted("other", cpus=5), ("ok", "failed"), "1 node with 5 cores wanted"),
-        (UP, Wanted("main", gpus=1), ("ok", "ok"), "3 nodes"),
-        (replace(UP, partitions=(replace(MAIN, kinds=(Kind(3, 2, 36),)),)), Wanted("main", gpus=1), ("ok", "failed"), "has none"),
-        (replace(UP, partitions=(replace(MAIN, kinds=(Kind(3, 0, 36),)),)), Wanted("main"), ("ok", "warning"), "no node is idle"),
-        (replace(UP, partitions=(replace(MAIN, up=False),)), Wanted("main"), ("ok", "failed"), "main is down"),
-        (UP, Wanted("gpu"), ("ok", "failed"), "none of that name"),
-        (replace(UP, partitions=()), Wanted(), ("ok", "failed"), "sinfo names none"),
-        (replace(UP, controller="Slurmctld(primary) at vm is DOWN"), Wanted(), ("failed",), "DOWN"),
-        (Queue(why="it does not answer within 10 s"), Wanted(), ("failed",), "does not answer"),
-        (Queue(("sbatch", "sinfo")), Wanted(), ("failed",), "not found: sbatch, sinfo"),
+        (replace(UP, partitions=MIXED), SlurmRequest("gpu", nodes=3, cpus=32, gpus=1), ("ok", "failed"), "gpu has 2 of them"),
+        (replace(UP, partitions=MIXED), SlurmRequest("other", cpus=5), ("ok", "failed"), "1 node with 5 cores wanted"),
+        (UP, SlurmRequest("main", gpus=1), ("ok", "ok"), "3 nodes"),
+        (
+            replace(UP, partitions=(replace(MAIN, kinds=(NodeKind(3, 2, 36),)),)),
+            SlurmRequest("main", gpus=1),
+            ("ok", "failed"),
+            "has none",
+        ),
+        (
+            replace(UP, partitions=(replace(MAIN, kinds=(NodeKind(3, 0, 36),)),)),
+            SlurmRequest("main"),
+            ("ok", "warning"),
+            "no node is idle",
+        ),
+        (replace(UP, partitions=(replace(MAIN, up=False),)), SlurmRequest("main"), ("ok", "failed"), "main is down"),
+        (UP, SlurmRequest("gpu"), ("ok", "failed"), "does not exist"),
+        (replace(UP, partitions=()), SlurmRequest(), ("ok", "failed"), "sinfo names none"),
+        (replace(UP, controller="Slurmctld(primary) at vm is DOWN"), SlurmRequest(), ("failed",), "DOWN"),
+        (SlurmState(why="it does not answer within 10 s"), SlurmRequest(), ("failed",), "does not answer"),
+        (SlurmState(("sbatch", "sinfo")), SlurmRequest(), ("failed",), "not found: sbatch, sinfo"),
     ],
 )
-def test_queues(seen: Queue, wanted: Wanted, statuses: tuple[Status, ...], said: str) -> None:
-    found = slurm.judge_queue(seen, wanted)
+def test_slurm_partitions(seen: SlurmState, wanted: SlurmRequest, statuses: tuple[Status, ...], said: str) -> None:
+    found = slurm.check_slurm(seen, wanted)
     assert tuple(finding.status for finding in found) == statuses, found
     assert said in found[-1].found

@@ -1,4 +1,4 @@
-"""What the doctor sees on this very machine: real servers, drivers, programs and limits, whole and spoilt."""
+"""The doctor's checks on this machine, with real servers, programs and limits, intact and broken."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ from ludus.launch.doctor.checks import (
     services,
     token_file,
 )
-from ludus.launch.doctor.finding import Finding
-from ludus.launch.doctor.local_checks import Pending, Request, examine
+from ludus.launch.doctor.finding import DoctorFinding
+from ludus.launch.doctor.local_checks import CheckThread, DoctorRequest, run_local_checks
+from ludus.process import cgroups
 from ludus.storage.base import Bytes
 from ludus.storage.local import LocalStore
-from ludus.transport.message_stream import open_exchange
+from ludus.transport.message_stream import open_message_stream
 from tests.redis_server import RedisServer
 from tests.s3 import SECRET, Server
 from tests.tools import need
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lo
 NOBODY = 65534
 
 
-def by_check(findings: Any) -> dict[str, Finding]:
+def by_check(findings: Any) -> dict[str, DoctorFinding]:
     return {finding.check: finding for finding in findings}
 
 
@@ -59,14 +60,14 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield server
 
 
-def test_a_redis_is_written_to_and_left_as_it_was(redis: RedisServer) -> None:
-    run = open_exchange(redis.full_url, "a-run", 10)
+def test_a_redis_check_leaves_no_keys(redis: RedisServer) -> None:
+    run = open_message_stream(redis.full_url, "a-run", 10)
     run.push(b"a message of a run", 5.0)
     client = redis.client()
     before = sorted(client.keys("*"))
     for url in (redis.full_url, redis.player_url):
-        seen = services.look_redis(url)
-        assert services.judge_redis(seen).status in ("ok", "warning"), seen  # the latter: a busy machine
+        seen = services.inspect_redis(url)
+        assert services.check_redis(seen).status in ("ok", "warning"), seen  # the latter: a busy machine
         assert seen.seconds.keys() == {"connect", "write", "read", "round trip"}
     assert sorted(client.keys("*")) == before
     assert [bytes(delivery.data) for delivery in run.pull(2, 1.0)] == [b"a message of a run"]
@@ -76,68 +77,72 @@ def test_a_redis_is_written_to_and_left_as_it_was(redis: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("password", ["wrong-password-77", ""])
-def test_a_wrong_password_is_said_and_never_shown(redis: RedisServer, password: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_password_is_reported_without_showing_it(
+    redis: RedisServer, password: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("LUDUS_MEMORY_PASSWORD", raising=False)
     url = redis.url.replace("://", f"://:{password}@") if password else redis.url
-    found = by_check(examine(Request(memory=url, launcher=True)).findings)["memory server"]
+    found = by_check(run_local_checks(DoctorRequest(memory=url, launcher=True)).findings)["memory server"]
     assert found.status == "failed"
     assert "password" in found.found
     assert "LUDUS_MEMORY_PASSWORD" in found.fix
     assert "wrong-password-77" not in str(found.to_json())
 
 
-def test_a_redis_that_is_away_or_silent_is_a_line_and_no_wait(redis: RedisServer, tmp_path: Path) -> None:
+def test_an_unreachable_redis_is_a_finding_within_its_time_limit(redis: RedisServer, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        away = services.judge_redis(services.look_redis(f"redis://127.0.0.1:{taken.getsockname()[1]}"))
+        away = services.check_redis(services.inspect_redis(f"redis://127.0.0.1:{taken.getsockname()[1]}"))
     assert away.status == "failed"
     assert "127.0.0.1" in away.found
     with redis.paused():
-        silent = services.judge_redis(services.look_redis(redis.full_url))
+        silent = services.check_redis(services.inspect_redis(redis.full_url))
     assert silent.status == "failed"
 
 
 # -- stores ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_on_s3_is_written_to_and_left_as_it_was(s3_server: Server) -> None:
+def test_an_s3_check_leaves_no_keys(s3_server: Server) -> None:
     url = s3_server.url("doctor-test")
-    seen = services.look_store(url)
-    assert services.judge_store(seen).status in ("ok", "warning"), seen
+    seen = services.inspect_store(url)
+    assert services.check_store(seen).status in ("ok", "warning"), seen
     assert seen.seconds.keys() == {"write", "read", "create", "bundle", "delete"}
     _, listed = s3_server.ask("GET", "ludus", "prefix=doctor-test")
     assert b"<Key>" not in listed
 
 
-def test_an_s3_that_is_away_or_refuses_us_is_said_without_the_secret(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_or_forbidden_s3_is_reported_without_the_secret(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("LUDUS_S3_RETRY_S", "LUDUS_S3_TIMEOUT_S"):
         monkeypatch.delenv(name)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        away = services.judge_store(
-            services.look_store(s3_server.url("x", endpoint=f"http://127.0.0.1:{taken.getsockname()[1]}"))
+        away = services.check_store(
+            services.inspect_store(s3_server.url("x", endpoint=f"http://127.0.0.1:{taken.getsockname()[1]}"))
         )
     assert away.status == "failed"
     assert away.fix
     wrong = SECRET[::-1]
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
-    refused = by_check(examine(Request(store=s3_server.url("x"), launcher=True)).findings)["store"]
+    refused = by_check(run_local_checks(DoctorRequest(store=s3_server.url("x"), launcher=True)).findings)["store"]
     assert refused.status == "failed"
     assert wrong not in str(refused.to_json())
 
 
-def test_a_directory_is_a_store_too_and_nothing_stays_in_it(tmp_path: Path) -> None:
+def test_a_check_of_a_local_store_leaves_no_files(tmp_path: Path) -> None:
     there = tmp_path / "new" / "runs"
-    seen = services.look_store(str(there))
-    assert services.judge_store(seen).status in ("ok", "warning"), seen
-    assert seen.note == directories.kind_of(tmp_path)
+    seen = services.inspect_store(str(there))
+    assert services.check_store(seen).status in ("ok", "warning"), seen
+    assert seen.note == directories.filesystem_type(tmp_path)
     assert list(tmp_path.iterdir()) == [], "directories that were made for it are removed"
     (tmp_path / "file").write_text("")
-    assert services.judge_store(services.look_store(str(tmp_path / "file" / "runs"))).status == "failed"
+    assert services.check_store(services.inspect_store(str(tmp_path / "file" / "runs"))).status == "failed"
 
 
 class Careless(LocalStore):
-    """Takes no notice of whether something is there already."""
+    """A store that ignores `overwrite=False`."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url.partition("://")[2])
@@ -146,10 +151,10 @@ class Careless(LocalStore):
         super().put(key, data)
 
 
-def test_a_store_that_lets_two_writers_create_one_file_is_not_good_enough(tmp_path: Path) -> None:
-    found = services.judge_store(services.look_store(f"{__name__}:Careless://{tmp_path}"))
+def test_a_store_without_exclusive_creation_fails(tmp_path: Path) -> None:
+    found = services.check_store(services.inspect_store(f"{__name__}:Careless://{tmp_path}"))
     assert found.status == "failed"
-    assert "two trainers could destroy each other's run" in found.found
+    assert "two trainers could overwrite each other's run" in found.found
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,7 +163,7 @@ def test_a_store_that_lets_two_writers_create_one_file_is_not_good_enough(tmp_pa
 
 @pytest.fixture
 def doctor(tmp_path: Path) -> Callable[..., tuple[int, dict[str, dict[str, str]]]]:
-    """The command in a process of its own, on a machine of which something was changed."""
+    """Run the doctor in another process, with a changed environment."""
 
     def run(*options: str, wrapper: tuple[str, ...] = (), before: Callable[[], None] | None = None, **environ: str) -> Any:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "LUDUS_"))}
@@ -180,7 +185,7 @@ def doctor(tmp_path: Path) -> Callable[..., tuple[int, dict[str, dict[str, str]]
     return run
 
 
-def test_too_few_open_files_are_noticed(doctor: Callable[..., Any]) -> None:
+def test_too_few_open_files_are_reported(doctor: Callable[..., Any]) -> None:
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
 
@@ -191,7 +196,7 @@ def test_too_few_open_files_are_noticed(doctor: Callable[..., Any]) -> None:
     assert "100 (hard 200); needed 64 + 8 workers × 12 = 160" in found["open files"]["found"]
 
 
-def test_troublemakers_in_the_environment_are_named(doctor: Callable[..., Any], tmp_path: Path) -> None:
+def test_known_issues_of_the_environment_are_named(doctor: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("")
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4)
@@ -222,7 +227,7 @@ def _mounts() -> None:
     need("unshare")
 
 
-def test_a_small_shared_memory_and_a_full_disk_are_noticed(doctor: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_small_shared_memory_and_a_full_disk_are_reported(doctor: Callable[..., Any], tmp_path: Path) -> None:
     _mounts()
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -240,8 +245,8 @@ def test_a_small_shared_memory_and_a_full_disk_are_noticed(doctor: Callable[...,
     assert "No space left" in found["store"]["found"]
 
 
-def test_shared_memory_that_was_moved_is_looked_at_where_it_is(doctor: Callable[..., Any], tmp_path: Path) -> None:
-    """As the line of a small one says: set LUDUS_SHM to a directory with more room."""
+def test_the_directory_of_ludus_shm_is_checked(doctor: Callable[..., Any], tmp_path: Path) -> None:
+    """Follows the fix of a small shared memory: set LUDUS_SHM to a directory with more room."""
     _mounts()
     wide, script = (
         tmp_path / "wide",
@@ -254,9 +259,9 @@ def test_shared_memory_that_was_moved_is_looked_at_where_it_is(doctor: Callable[
     assert f"LUDUS_SHM={wide}: 1.0 GB" in found["shared memory"]["found"]
 
 
-def test_the_token_of_roles_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told() -> Finding:
-        return by_check(examine(Request(quick=True, launcher=True)).findings)["token"]
+def test_the_token_of_learners_and_actors_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> DoctorFinding:
+        return by_check(run_local_checks(DoctorRequest(quick=True, launcher=True)).findings)["token"]
 
     for name in ("RAY_AUTH_TOKEN_PATH", "LUDUS_JOB_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -264,7 +269,7 @@ def test_the_token_of_roles_is_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "gone"))
     assert told().status == "failed"
-    assert f"{tmp_path}/gone (LUDUS_TOKEN_FILE) is not there" in told().found
+    assert f"{tmp_path}/gone (LUDUS_TOKEN_FILE) cannot be found" in told().found
     monkeypatch.delenv("LUDUS_TOKEN_FILE")
     assert told().status == "skipped"
     token = tmp_path / "state" / "token"
@@ -276,13 +281,13 @@ def test_the_token_of_roles_is_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     assert (told().status, told().found) == ("ok", f"{token}, private")
 
 
-def test_a_choice_of_screens_that_is_none_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_ludus_screen_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUDUS_SCREEN", "bogus")
-    found = by_check(examine(Request(quick=True)).findings)["LUDUS_SCREEN"]
+    found = by_check(run_local_checks(DoctorRequest(quick=True)).findings)["LUDUS_SCREEN"]
     assert (found.status, "auto, xvfb, none" in found.fix) == ("failed", True)
 
 
-def test_a_machine_that_only_starts_runs_is_not_asked_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_not_checked_on_a_submitting_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
 
     def without(package: str) -> str:
@@ -291,14 +296,14 @@ def test_a_machine_that_only_starts_runs_is_not_asked_for_ray(monkeypatch: pytes
         return real(package)
 
     monkeypatch.setattr(importlib.metadata, "version", without)
-    found = by_check(examine(Request(ray=True, launcher=True, quick=True)).findings)
+    found = by_check(run_local_checks(DoctorRequest(ray=True, launcher=True, quick=True)).findings)
     assert (found["ray"].status, found["torch"].status) == ("skipped", "skipped")
-    assert by_check(examine(Request(ray=True, quick=True)).findings)["ray"].status == "failed"
+    assert by_check(run_local_checks(DoctorRequest(ray=True, quick=True)).findings)["ray"].status == "failed"
 
 
 @pytest.fixture
 def hanging(tmp_path: Path) -> Iterator[Path]:
-    """A file system whose server never answers: whoever looks at it waits until it is gone."""
+    """A file system whose server never answers: every access blocks until it is unmounted."""
     _mounts()
     place = tmp_path / "hanging"
     place.mkdir()
@@ -316,28 +321,28 @@ def hanging(tmp_path: Path) -> Iterator[Path]:
     system.umount2(os.fsencode(place), 2)
 
 
-def test_a_file_system_that_hangs_holds_up_nobody(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_checks, "LOOK_S", 0.5)
+def test_a_hanging_file_system_does_not_delay_other_checks(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_checks, "CHECK_S", 0.5)
     monkeypatch.setenv("LUDUS_TOKEN_FILE", str(hanging / "token"))
     monkeypatch.setenv("LUDUS_SHM", str(hanging / "shm"))
     monkeypatch.setenv("PYTHONPATH", str(hanging))
-    found = by_check(examine(Request(quick=True, key="k")).findings)
+    found = by_check(run_local_checks(DoctorRequest(quick=True, key="k")).findings)
     for check in ("token", "known troubles", "shared memory"):
         assert found[check].status == "failed", found[check]
         assert "no answer within" in found[check].found
     assert found["open files"].status == "ok", "the others are looked at all the same"
 
 
-def test_a_limit_of_processes_counts_what_the_user_already_has() -> None:
-    """As another user: the superuser is not held to it."""
+def test_the_process_limit_counts_the_users_threads() -> None:
+    """Runs as another user: the limit does not apply to root."""
     if os.geteuid() != 0:
-        pytest.skip("becoming somebody else needs root")
+        pytest.skip("changing the user needs root")
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
             os.setresuid(NOBODY, NOBODY, NOBODY)
             resource.setrlimit(resource.RLIMIT_NPROC, (37, 37))
-            (bound, *_) = limits.look_threads(limits.Groups()).bounds
+            (bound, *_) = limits.inspect_threads(cgroups.Cgroups()).bounds
             os.write(writer, json.dumps([bound.name, bound.limit, bound.used]).encode())
         finally:
             os._exit(0)
@@ -349,66 +354,66 @@ def test_a_limit_of_processes_counts_what_the_user_already_has() -> None:
     assert used >= 1
 
 
-def test_a_hang_is_one_line() -> None:
+def test_a_hanging_check_is_one_finding() -> None:
     never = threading.Event()
-    found = Pending("store", lambda: never.wait(60)).findings(time.monotonic() + 0.05)
+    found = CheckThread("store", lambda: never.wait(60)).findings(time.monotonic() + 0.05)
     never.set()
     assert [(finding.check, finding.status) for finding in found] == [("store", "failed")]
     assert "no answer within" in found[0].found
 
 
-def test_a_look_that_raises_is_one_line() -> None:
-    def broken() -> list[Finding]:
+def test_a_check_that_raises_is_one_finding() -> None:
+    def broken() -> list[DoctorFinding]:
         raise ZeroDivisionError("of all things")
 
-    (found,) = Pending("gpu", broken).findings(time.monotonic() + 5)
+    (found,) = CheckThread("gpu", broken).findings(time.monotonic() + 5)
     assert found.status == "failed"
     assert "ZeroDivisionError: of all things" in found.found
 
 
-def test_what_is_looked_at_here_agrees_with_the_system_itself() -> None:
-    groups = limits.look_groups()
-    memory = limits.look_memory(groups)
+def test_inspected_limits_agree_with_the_system() -> None:
+    groups = cgroups.find_cgroups()
+    memory = cgroups.read_memory(groups)
     assert memory is not None
     assert memory.total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < memory.free <= memory.total
-    assert limits.look_cores(groups).usable == len(os.sched_getaffinity(0))
-    assert limits.look_files().soft == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    names = [bound.name for bound in limits.look_threads(groups).bounds]
+    assert limits.inspect_cores(groups).usable == len(os.sched_getaffinity(0))
+    assert limits.inspect_files().soft == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    names = [bound.name for bound in limits.inspect_threads(groups).bounds]
     assert {"kernel.threads-max", "kernel.pid_max"} <= set(names)
-    assert all(bound.used > 0 for bound in limits.look_threads(groups).bounds)
+    assert all(bound.used > 0 for bound in limits.inspect_threads(groups).bounds)
 
 
-def test_a_port_that_somebody_listens_on_is_not_free() -> None:
+def test_a_port_in_use_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert network.look_ports([port]).asked == {port: False}
-    assert network.look_ports([port]).asked == {port: True}
+        assert network.inspect_ports([port]).asked == {port: False}
+    assert network.inspect_ports([port]).asked == {port: True}
 
 
-def test_tokens_are_looked_for_where_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_found_by_variables_and_default_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
     (tmp_path / ".ray").mkdir()
     usual, own = tmp_path / ".ray" / "auth_token", tmp_path / "own"
     for path in (usual, own):
         path.touch(0o600)
         path.write_text("0" * 64)
-    assert [token.path for token in token_file.look_tokens({"HOME": str(tmp_path)})] == [str(usual)]
+    assert [token.path for token in token_file.inspect_tokens({"HOME": str(tmp_path)})] == [str(usual)]
     named = {"HOME": str(tmp_path), "RAY_AUTH_TOKEN_PATH": str(own), "LUDUS_JOB_TOKEN_FILE": str(tmp_path / "gone")}
-    assert [(token.path, token.kind) for token in token_file.look_tokens(named)] == [
+    assert [(token.path, token.kind) for token in token_file.inspect_tokens(named)] == [
         (str(tmp_path / "gone"), "none"),
         (str(own), "file"),
     ]
-    assert token_file.look_tokens({"HOME": str(tmp_path / "elsewhere")}) == []
+    assert token_file.inspect_tokens({"HOME": str(tmp_path / "elsewhere")}) == []
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "token").write_text("0" * 64)
     nothing_else = {"HOME": str(tmp_path / "elsewhere")}
-    assert [token.path for token in token_file.look_tokens(nothing_else)] == [str(tmp_path / "state" / "token")]
-    (chosen,) = token_file.look_tokens({**nothing_else, "LUDUS_TOKEN_FILE": str(own)})
+    assert [token.path for token in token_file.inspect_tokens(nothing_else)] == [str(tmp_path / "state" / "token")]
+    (chosen,) = token_file.inspect_tokens({**nothing_else, "LUDUS_TOKEN_FILE": str(own)})
     assert (chosen.path, chosen.named, chosen.role) == (str(own), "LUDUS_TOKEN_FILE", True)
 
 
-def test_a_fingerprint_is_that_of_one_token_and_one_look(tmp_path: Path) -> None:
+def test_a_fingerprint_depends_on_token_and_key(tmp_path: Path) -> None:
     one, same, other = tmp_path / "one", tmp_path / "same", tmp_path / "other"
     one.write_text("a" * 64)
     same.write_text("a" * 64 + "\n")
@@ -420,14 +425,14 @@ def test_a_fingerprint_is_that_of_one_token_and_one_look(tmp_path: Path) -> None
     assert "a" * 8 not in of[0]
 
 
-def test_a_package_on_the_path_is_not_taken_for_its_own_shadow(tmp_path: Path) -> None:
+def test_a_package_on_pythonpath_does_not_shadow_itself(tmp_path: Path) -> None:
     import numpy
 
     real = Path(numpy.__file__).parents[1]
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").touch()
-    scene = known_issues.look_scene({"PYTHONPATH": f"{real}"}, 2, tmp_path)
-    (found,) = [finding for finding in known_issues.judge_scene(scene) if finding.check == "shadowed modules"]
+    scene = known_issues.inspect_system({"PYTHONPATH": f"{real}"}, 2, tmp_path)
+    (found,) = [finding for finding in known_issues.check_system(scene) if finding.check == "shadowed modules"]
     assert str(tmp_path) in found.found
     assert str(real) not in found.found
 
@@ -435,35 +440,35 @@ def test_a_package_on_the_path_is_not_taken_for_its_own_shadow(tmp_path: Path) -
 # -- games ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_program_of_this_machine_is_found_whole_and_its_libraries_are_those_that_the_loader_finds() -> None:
+def test_libraries_of_system_programs_are_found_as_by_the_loader() -> None:
     path = Path("/bin/ls").resolve()
-    seen = executable.look_binary(path)
-    assert executable.judge_binary(seen).status == "ok", seen
+    seen = executable.inspect_executable(path)
+    assert executable.check_executable(seen).status == "ok", seen
     assert seen.elf is not None
     assert seen.elf.needed
     loaded = subprocess.run(["ldd", str(path)], capture_output=True, text=True, timeout=30).stdout  # a program that we trust
     assert all(name in loaded for name in seen.elf.needed)
 
 
-def test_a_program_that_cannot_run_says_why_and_is_never_run(tmp_path: Path) -> None:
+def test_an_executable_that_cannot_run_is_explained_and_never_run(tmp_path: Path) -> None:
     trap = tmp_path / "game.x86_64"
     trap.write_text(f"#!/bin/sh\ntouch {tmp_path}/was-run\n")
-    assert executable.judge_binary(executable.look_binary(trap)).fix == f"chmod +x {trap}"
+    assert executable.check_executable(executable.inspect_executable(trap)).fix == f"chmod +x {trap}"
     trap.chmod(0o755)
-    assert executable.judge_binary(executable.look_binary(trap)).status == "ok"
+    assert executable.check_executable(executable.inspect_executable(trap)).status == "ok"
     assert not (tmp_path / "was-run").exists()
-    assert str(trap) in executable.judge_binary(executable.look_binary(tmp_path / "game")).fix
-    assert str(trap) in executable.judge_binary(executable.look_binary(tmp_path)).fix
+    assert str(trap) in executable.check_executable(executable.inspect_executable(tmp_path / "game")).fix
+    assert str(trap) in executable.check_executable(executable.inspect_executable(tmp_path)).fix
 
     ls = Path("/bin/ls").read_bytes()
     lost = tmp_path / "lost"
     lost.write_bytes(ls.replace(b"libc.so.6\0", b"libq.so.6\0"))
     lost.chmod(0o755)
-    found = executable.judge_binary(executable.look_binary(lost))
+    found = executable.check_executable(executable.inspect_executable(lost))
     assert found.status == "failed"
     assert "libq.so.6" in found.found
     (tmp_path / "libq.so.6").write_bytes(Path("/bin/ls").read_bytes())
-    assert executable.look_binary(lost, {"LD_LIBRARY_PATH": str(tmp_path)}).missing == ()
+    assert executable.inspect_executable(lost, {"LD_LIBRARY_PATH": str(tmp_path)}).missing == ()
 
     player = tmp_path / "player.x86_64"
     player.write_bytes(ls.replace(b"libselinux.so.1\0", b"UnityPlayer.so\0\0") if b"libselinux.so.1" in ls else ls)
@@ -471,26 +476,26 @@ def test_a_program_that_cannot_run_says_why_and_is_never_run(tmp_path: Path) -> 
     if (read := executable.read_elf(player.read_bytes())) is not None and "UnityPlayer.so" in read.needed:
         (tmp_path / "UnityPlayer.so").write_bytes(ls)
         whole = {"LD_LIBRARY_PATH": str(tmp_path)}
-        assert "player_Data is not there" in executable.judge_binary(executable.look_binary(player, whole)).found
+        assert "player_Data does not exist" in executable.check_executable(executable.inspect_executable(player, whole)).found
         (tmp_path / "player_Data").mkdir()
-        assert executable.judge_binary(executable.look_binary(player, whole)).status == "ok"
+        assert executable.check_executable(executable.inspect_executable(player, whole)).status == "ok"
 
     foreign = tmp_path / "foreign"
     other = 183 if ls[18] != 183 else 62
     foreign.write_bytes(ls[:18] + bytes([other, 0]) + ls[20:])
     foreign.chmod(0o755)
-    assert "this processor is" in executable.judge_binary(executable.look_binary(foreign)).found
+    assert "this processor is" in executable.check_executable(executable.inspect_executable(foreign)).found
 
     old = tmp_path / "old"
     old.write_text("#!/usr/bin/env no-such-interpreter-9\n")
     old.chmod(0o755)
-    assert "no-such-interpreter-9" in executable.judge_binary(executable.look_binary(old)).found
+    assert "no-such-interpreter-9" in executable.check_executable(executable.inspect_executable(old)).found
 
 
-def test_graphics_fall_back_to_a_private_screen_where_display_leads_nowhere() -> None:
+def test_graphics_fall_back_to_a_private_screen_without_an_x_server() -> None:
     need("Xvfb")
-    seen = graphics.look_graphics({**os.environ, "DISPLAY": ":4321"})
-    found = by_check(graphics.judge_graphics(seen, needed=True))
+    seen = graphics.inspect_graphics({**os.environ, "DISPLAY": ":4321"})
+    found = by_check(graphics.check_graphics(seen, needed=True))
     assert found["X server"].status == "warning"
     assert "no X server answers at DISPLAY=:4321" in found["X server"].found
     assert {found[check].status for check in ("graphics", "Xvfb")} == {"ok"}
@@ -498,10 +503,10 @@ def test_graphics_fall_back_to_a_private_screen_where_display_leads_nowhere() ->
         assert found[check].status == ("ok" if ctypes.util.find_library(check) else "skipped")
     assert seen is not None
     assert seen.private is not None
-    assert seen.private.number >= graphics.LEAST
+    assert seen.private.number >= graphics.MIN_OPENGL
     with headless.screen("xvfb") as variables:
-        seen = graphics.look_graphics({**os.environ, **variables})
-    assert by_check(graphics.judge_graphics(seen, needed=True))["X server"].status == "ok"
+        seen = graphics.inspect_graphics({**os.environ, **variables})
+    assert by_check(graphics.check_graphics(seen, needed=True))["X server"].status == "ok"
 
 
 ENVIRONMENTS = """
@@ -560,27 +565,27 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, s
     return {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
 
 
-def test_an_environment_is_tried_and_what_it_takes_is_counted(environments: dict[str, str]) -> None:
-    tried = env_smoke_test.look_trial("my_environments:threaded", environments)
+def test_the_smoke_test_measures_an_environment(environments: dict[str, str]) -> None:
+    tried = env_smoke_test.run_smoke_test("my_environments:threaded", environments)
     assert tried.why == ""
     assert tried.threads == 7
-    assert env_smoke_test.judge_trial(tried).status == "ok"
+    assert env_smoke_test.check_smoke_test(tried).status == "ok"
 
 
-def test_an_environment_that_fails_says_why(environments: dict[str, str]) -> None:
+def test_the_smoke_test_explains_a_failure(environments: dict[str, str]) -> None:
     environments["LUDUS_SCREEN"] = "none"
-    raised = env_smoke_test.look_trial("my_environments:raising", environments)
+    raised = env_smoke_test.run_smoke_test("my_environments:raising", environments)
     assert "the licence has run out" in raised.why
-    assert "signal 6" in env_smoke_test.look_trial("my_environments:crashing", environments).why
-    assert "SystemExit: 3" in env_smoke_test.look_trial("my_environments:leaving", environments).why
+    assert "signal 6" in env_smoke_test.run_smoke_test("my_environments:crashing", environments).why
+    assert "SystemExit: 3" in env_smoke_test.run_smoke_test("my_environments:leaving", environments).why
 
 
 @pytest.mark.parametrize("crashes", ["", "1"])
-def test_games_of_an_environment_are_no_hindrance_and_end_with_it(
-    environments: dict[str, str], tmp_path: Path, crashes: str
-) -> None:
-    """In its session or in their own, quiet or not, deaf to signals, or left by their parent."""
-    tried = env_smoke_test.look_trial("my_environments:with_games", {**environments, "LUDUS_SCREEN": "none", "CRASHES": crashes})
+def test_games_of_an_environment_end_with_the_smoke_test(environments: dict[str, str], tmp_path: Path, crashes: str) -> None:
+    """In the same or other sessions, with output or without, ignoring signals, or orphaned."""
+    tried = env_smoke_test.run_smoke_test(
+        "my_environments:with_games", {**environments, "LUDUS_SCREEN": "none", "CRASHES": crashes}
+    )
     assert ("signal 6" in tried.why) if crashes else (tried.why == "")
     games = [int(pid) for pid in (tmp_path / "games").read_text().split()]
     assert len(games) == 4
@@ -588,18 +593,18 @@ def test_games_of_an_environment_are_no_hindrance_and_end_with_it(
     assert crashes or tried.processes >= 4
 
 
-def test_an_environment_is_closed(environments: dict[str, str], tmp_path: Path) -> None:
-    assert env_smoke_test.look_trial("my_environments:closing", environments).why == ""
+def test_the_smoke_test_closes_the_environment(environments: dict[str, str], tmp_path: Path) -> None:
+    assert env_smoke_test.run_smoke_test("my_environments:closing", environments).why == ""
     assert (tmp_path / "closed").exists()
 
 
 @pytest.mark.long
-def test_an_environment_that_cannot_be_closed_is_judged_all_the_same(environments: dict[str, str], tmp_path: Path) -> None:
-    assert env_smoke_test.look_trial("my_environments:closing", {**environments, "HANGS": "1"}).why == ""
+def test_an_environment_that_hangs_on_close_still_has_a_result(environments: dict[str, str], tmp_path: Path) -> None:
+    assert env_smoke_test.run_smoke_test("my_environments:closing", {**environments, "HANGS": "1"}).why == ""
     assert (tmp_path / "closed").exists()
 
 
-def test_games_end_when_whoever_asked_is_killed(environments: dict[str, str], tmp_path: Path) -> None:
+def test_games_end_when_the_doctor_is_killed(environments: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(
         "import subprocess, time\n"
         "def game(**_):\n"
@@ -609,7 +614,7 @@ def test_games_end_when_whoever_asked_is_killed(environments: dict[str, str], tm
         "    import os; os.rename('pid.tmp', 'pid')\n"
         "    time.sleep(600)\n"
     )
-    script = "from ludus.launch.doctor.checks import env_smoke_test as trial; trial.look_trial('waiting:game', timeout_s=500)"
+    script = "from ludus.launch.doctor.checks import env_smoke_test as trial; trial.run_smoke_test('waiting:game', timeout_s=500)"
     with subprocess.Popen([sys.executable, "-c", script], env={**environments, "LUDUS_SCREEN": "none"}) as asking:
         deadline = time.monotonic() + 30
         while not (tmp_path / "pid").exists():
@@ -626,7 +631,7 @@ def test_a_private_screen_of_an_environment_leaves_no_files(environments: dict[s
     need("Xvfb")
     temporary = tmp_path / "t"
     temporary.mkdir()
-    tried = env_smoke_test.look_trial(
+    tried = env_smoke_test.run_smoke_test(
         "my_environments:on_a_screen", {**environments, "LUDUS_SCREEN": "xvfb", "TMPDIR": str(temporary)}
     )
     assert tried.why == ""
@@ -635,16 +640,16 @@ def test_a_private_screen_of_an_environment_leaves_no_files(environments: dict[s
 
 def test_an_environment_that_needs_a_screen_gets_one(environments: dict[str, str]) -> None:
     need("Xvfb")
-    tried = env_smoke_test.look_trial("my_environments:on_a_screen", environments)
+    tried = env_smoke_test.run_smoke_test("my_environments:on_a_screen", environments)
     assert tried.private_screen
-    found = env_smoke_test.judge_trial(tried)
+    found = env_smoke_test.check_smoke_test(tried)
     assert (found.status, found.fix) == ("warning", "export LUDUS_SCREEN=xvfb")
 
 
-def test_a_healthy_machine_is_looked_at_without_pytorch() -> None:
+def test_the_doctor_does_not_import_pytorch() -> None:
     script = (
-        "import sys\nfrom ludus.launch.doctor.local_checks import Request, examine\n"
-        "found = examine(Request(workers=1, quick=True))\nprint(len(found.findings), 'torch' in sys.modules, 'ray' in sys.modules)"
+        "import sys\nfrom ludus.launch.doctor.local_checks import DoctorRequest, run_local_checks\n"
+        "found = run_local_checks(DoctorRequest(workers=1, quick=True))\nprint(len(found.findings), 'torch' in sys.modules, 'ray' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     count, torch, ray = done.stdout.split()
@@ -652,14 +657,14 @@ def test_a_healthy_machine_is_looked_at_without_pytorch() -> None:
     assert (torch, ray) == ("False", "False")
 
 
-def test_no_process_is_left_when_an_environment_was_given_up(environments: dict[str, str], tmp_path: Path) -> None:
+def test_no_process_survives_a_timed_out_smoke_test(environments: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "with_game.py").write_text(
         "import subprocess, time\n"
         f"def game(**_):\n    started = subprocess.Popen(['sleep', '600'])\n    open({str(tmp_path / 'pid')!r}, 'w').write(str(started.pid))\n    time.sleep(600)\n"
     )
     environments["LUDUS_SCREEN"] = "none"
-    late = env_smoke_test.look_trial("with_game:game", environments, timeout_s=4.0)
-    assert "was not made, reset and stepped 5 times within 4 s" in late.why
+    late = env_smoke_test.run_smoke_test("with_game:game", environments, timeout_s=4.0)
+    assert "was not created, reset and stepped 5 times within 4 s" in late.why
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
     while _runs(pid):

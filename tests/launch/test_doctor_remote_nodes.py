@@ -1,4 +1,4 @@
-"""The doctor on other machines: a real sshd with several addresses, and a real Slurm; healthy, spoilt, and silent."""
+"""The doctor on other machines: a real sshd with several addresses, and a real Slurm; healthy, broken and silent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import pytest
 
 import ludus
 from ludus.errors import UsageError
-from ludus.launch.cluster_file import Target
+from ludus.launch.cluster_file import ClusterConfig
 from ludus.launch.doctor import runner
-from ludus.launch.doctor.finding import Finding, healthy
-from ludus.launch.doctor.local_checks import Request
-from ludus.launch.doctor.remote_nodes import Node, ask
-from ludus.launch.doctor.runner import ALL, INSIDE, MODULE, Consultation, in_allocation, of_allocation
-from ludus.launch.ssh.connection import SshNode, SshSettings, explained, ssh_words
+from ludus.launch.doctor.finding import DoctorFinding, is_healthy
+from ludus.launch.doctor.local_checks import DoctorRequest
+from ludus.launch.doctor.remote_nodes import RemoteNode, check_nodes
+from ludus.launch.doctor.runner import ALL, IN_ALLOCATION, MODULE, DoctorRun, allocation_command, run_in_allocation
+from ludus.launch.ssh.connection import SshNode, SshSettings, explain_failure, ssh_words
 from tests.system.slurm_rig import slurm_rig
 from tests.tools import need
 
@@ -39,7 +39,7 @@ ANSWER_S = 60.0
 
 
 class Sshd:
-    """One server for several loopback addresses, each of which plays a machine."""
+    """One SSH server on several loopback addresses, each of which counts as a machine."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.port = directory, _free_port()
@@ -75,8 +75,8 @@ class Sshd:
             nodes, self.directory / "user", self.known_hosts, sys.executable, connect_s=3.0, options=("User=root",)
         )
 
-    def target(self, *hosts: str) -> Target:
-        return Target(on="ssh").merged(
+    def target(self, *hosts: str) -> ClusterConfig:
+        return ClusterConfig(on="ssh").merge(
             machines=[{"host": host, "user": "root", "port": self.port} for host in hosts],
             identity=str(self.directory / "user"),
             known_hosts=str(self.known_hosts),
@@ -99,24 +99,24 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def node_of(settings: SshSettings, at: int = 0) -> Node:
-    return Node(
+def node_of(settings: SshSettings, at: int = 0) -> RemoteNode:
+    return RemoteNode(
         settings.nodes[at].host,
         tuple(ssh_words(settings, at, MODULE)),
         "ssh",
-        lambda code, said: explained(settings, at, code, said),
+        lambda code, said: explain_failure(settings, at, code, said),
     )
 
 
-def of_node(found: list[Finding], node: str) -> dict[str, Finding]:
+def of_node(found: list[DoctorFinding], node: str) -> dict[str, DoctorFinding]:
     return {finding.check: finding for finding in found if finding.node == node}
 
 
-def test_all_machines_are_asked_at_once_and_compared(sshd: Sshd, tmp_path: Path) -> None:
-    """One of them is not there: it is a line of its own, and the others are looked at all the same."""
+def test_all_machines_are_checked_in_parallel_and_compared(sshd: Sshd, tmp_path: Path) -> None:
+    """An unreachable machine is one finding, and the others are still checked."""
     target = sshd.target("127.0.0.1", "127.0.0.2", "127.0.0.3")
-    request = Request(workers=6, store=str(tmp_path / "store"), quick=True)
-    found = Consultation(request, target, ANSWER_S).findings({})
+    request = DoctorRequest(workers=6, store=str(tmp_path / "store"), quick=True)
+    found = DoctorRun(request, target, ANSWER_S).findings({})
     for name in ("127.0.0.1", "127.0.0.2"):
         seen = of_node(found, name)
         assert seen["ssh"].status == "ok"
@@ -132,25 +132,27 @@ def test_all_machines_are_asked_at_once_and_compared(sshd: Sshd, tmp_path: Path)
     assert "ssh-keyscan" in unknown["ssh"].fix
     together = of_node(found, ALL)
     assert {finding.status for finding in together.values()} == {"ok"}
-    assert not healthy(found)
+    assert not is_healthy(found)
 
 
-def test_a_list_of_machines_is_asked_for_one_token(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are this machine, and so is its token; what a machine says of it tells nobody what it is."""
+def test_machines_of_a_hostfile_must_have_the_same_token(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are this machine with one token; the fingerprint does not reveal it."""
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text("feedfacecafebeef")
     (tmp_path / "iplist").write_text(f"127.0.0.1 root {sshd.port} 1\n127.0.0.2 root {sshd.port} 1\n")
-    target = sshd.target().merged(iplist=tmp_path / "iplist", environment={"LUDUS_TOKEN_FILE": str(token)})
-    together = of_node(Consultation(Request(quick=True), target, ANSWER_S).findings({}), ALL)
+    target = sshd.target().merge(iplist=tmp_path / "iplist", environment={"LUDUS_TOKEN_FILE": str(token)})
+    together = of_node(DoctorRun(DoctorRequest(quick=True), target, ANSWER_S).findings({}), ALL)
     assert (together["token on all nodes"].status, together["token on all nodes"].found) == ("ok", "the same on 2 of 2")
     node = node_of(sshd.settings("127.0.0.1"))
-    (first,), (again,) = (ask([node], Request(quick=True, launcher=True, key=key), target.environment, ANSWER_S) for key in "ab")
+    (first,), (again,) = (
+        check_nodes([node], DoctorRequest(quick=True, launcher=True, key=key), target.environment, ANSWER_S) for key in "ab"
+    )
     assert first.token
     assert first.token != again.token
 
 
-def test_a_machine_that_cannot_be_entered_or_has_no_ludus_says_so(sshd: Sshd) -> None:
+def test_failed_logins_and_missing_ludus_are_explained(sshd: Sshd) -> None:
     whole = sshd.settings("127.0.0.1")
     spoilt = {
         "key": replace(whole, identity=sshd.directory / "stranger"),
@@ -159,48 +161,50 @@ def test_a_machine_that_cannot_be_entered_or_has_no_ludus_says_so(sshd: Sshd) ->
         "name": replace(whole, nodes=(SshNode("no-such-host.invalid", "root", sshd.port),)),
         "port": replace(whole, nodes=(SshNode("127.0.0.1", "root", _free_port()),)),
     }
-    answers = ask([replace(node_of(settings), name=name) for name, settings in spoilt.items()], Request(quick=True), {}, ANSWER_S)
+    answers = check_nodes(
+        [replace(node_of(settings), name=name) for name, settings in spoilt.items()], DoctorRequest(quick=True), {}, ANSWER_S
+    )
     found = {answer.node: answer.findings for answer in answers}
     assert all(len(findings) == 1 and findings[0].status == "failed" for findings in found.values()), found
-    assert "does not let us in" in found["key"][0].found
+    assert "rejects the login" in found["key"][0].found
     assert "cannot be run" in found["python"][0].found
     assert "Ludus" in found["ludus"][0].found
     assert found["ludus"][0].check == "ludus there"
-    assert "not a name that is known" in found["name"][0].found
+    assert "cannot be resolved" in found["name"][0].found
     assert "does not answer" in found["port"][0].found
     assert all(findings[0].fix for findings in found.values())
 
 
-def test_a_machine_that_is_silent_is_given_up_at_its_deadline_and_nothing_stays() -> None:
+def test_a_silent_machine_times_out_and_leaves_no_process() -> None:
     words = (sys.executable, "-c", "import time; print('Welcome!', flush=True); time.sleep(600)")
-    silent = Node("mute", words, "ssh", lambda code, said: explained(SshSettings((SshNode("mute"),)), 0, code, said))
-    (answer,) = ask([silent], Request(quick=True), {}, 1.0)
+    silent = RemoteNode("mute", words, "ssh", lambda code, said: explain_failure(SshSettings((SshNode("mute"),)), 0, code, said))
+    (answer,) = check_nodes([silent], DoctorRequest(quick=True), {}, 1.0)
     assert [(finding.node, finding.check, finding.status) for finding in answer.findings] == [("mute", "ssh", "failed")]
     assert "does not answer" in answer.findings[0].found
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     assert not [pid for pid in children if "time.sleep(600)" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
-def test_secrets_go_over_the_input_and_never_into_words_or_answers(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_sent_over_stdin_and_never_shown(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LUDUS_MEMORY_PASSWORD", raising=False)
     settings = sshd.settings("127.0.0.1")
-    request = Request(memory="redis://player@127.0.0.1:1", quick=False, launcher=True)
+    request = DoctorRequest(memory="redis://player@127.0.0.1:1", quick=False, launcher=True)
     node = node_of(settings)
     assert "hunter22" not in " ".join(node.words)
-    (answer,) = ask([node], request, {"LUDUS_MEMORY_PASSWORD": "hunter22"}, ANSWER_S)
+    (answer,) = check_nodes([node], request, {"LUDUS_MEMORY_PASSWORD": "hunter22"}, ANSWER_S)
     seen = {finding.check: finding for finding in answer.findings}
     assert seen["memory server"].status == "failed"
     assert "password" not in seen["memory server"].found, "it had one, and the server is away"
     assert "hunter22" not in json.dumps([finding.to_json() for finding in answer.findings])
 
 
-def test_a_clock_that_is_ahead_is_noticed(tmp_path: Path) -> None:
+def test_a_clock_that_is_ahead_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "ahead.py"
     script.write_text(
         "import time\nreal = time.time\ntime.time = lambda: real() + 30\nfrom ludus.launch.doctor.__main__ import main\nmain()\n"
     )
-    node = Node("ahead", (sys.executable, str(script)), "ssh", lambda code, said: RuntimeError(said))  # type: ignore[arg-type,return-value]
-    (answer,) = ask([node], Request(quick=True, launcher=True), {}, ANSWER_S)
+    node = RemoteNode("ahead", (sys.executable, str(script)), "ssh", lambda code, said: RuntimeError(said))  # type: ignore[arg-type,return-value]
+    (answer,) = check_nodes([node], DoctorRequest(quick=True, launcher=True), {}, ANSWER_S)
     (clock,) = [finding for finding in answer.findings if finding.check == "clock"]
     assert clock.status == "warning"
     assert clock.found.startswith(("30.0", "29.9"))
@@ -237,42 +241,40 @@ def test_slurm_outside_and_inside_an_allocation(tmp_path: Path) -> None:
         assert rig.jobs() == []
 
 
-def test_the_words_of_an_allocation_hold_no_secret_and_ask_for_little() -> None:
-    target = Target(on="slurm").merged(nodes=2, time="02:00:00", partition="main", account="games")
+def test_the_salloc_command_has_no_secret_and_a_short_time_limit() -> None:
+    target = ClusterConfig(on="slurm").merge(nodes=2, time="02:00:00", partition="main", account="games")
     asked = ["--on", "slurm", "--json", "--time", "02:00:00", "--memory", "redis://:hunter22@host:1"]
-    words, environ = in_allocation(target, asked, {"A": "b"})
+    words, environ = allocation_command(target, asked, {"A": "b"})
     assert words[:5] == ["salloc", "--quiet", "--immediate=120", "--nodes=2", "--time=10"]
     assert {"--partition=main", "--account=games"} <= set(words)
     assert words[-7:] == ["--on", "slurm", "--time", "02:00:00", "--memory", "redis://host:1", "--json"]
-    assert environ == {"A": "b", "LUDUS_MEMORY_PASSWORD": "hunter22", INSIDE: "1"}
+    assert environ == {"A": "b", "LUDUS_MEMORY_PASSWORD": "hunter22", IN_ALLOCATION: "1"}
 
 
-def test_an_allocation_is_of_what_the_run_would_have_of_each_node() -> None:
-    target = Target(on="slurm").merged(nodes=2, cpus=8, gpus=1, memory="16G", exclusive=True)
-    words, _ = in_allocation(target, [], {})
+def test_the_allocation_requests_what_the_run_would_request() -> None:
+    target = ClusterConfig(on="slurm").merge(nodes=2, cpus=8, gpus=1, memory="16G", exclusive=True)
+    words, _ = allocation_command(target, [], {})
     assert {"--ntasks-per-node=1", "--cpus-per-task=8", "--gres=gpu:1", "--mem=16G", "--exclusive"} <= set(words)
-    words, _ = in_allocation(Target(on="slurm"), [], {})
+    words, _ = allocation_command(ClusterConfig(on="slurm"), [], {})
     assert not any(word.startswith(("--cpus", "--gres", "--mem", "--exclusive")) for word in words)
 
 
-def test_a_password_is_taken_out_however_it_was_typed() -> None:
+def test_a_password_is_removed_from_any_form_of_the_option() -> None:
     for asked in (["--memory=redis://:hunter22@host:1"], ["--memory", "redis://:hunter22@host:1"]):
-        words, environ = in_allocation(Target(on="slurm"), asked, {})
+        words, environ = allocation_command(ClusterConfig(on="slurm"), asked, {})
         assert "hunter22" not in " ".join(words)
         assert "redis://host:1" in words[-2]
         assert environ["LUDUS_MEMORY_PASSWORD"] == "hunter22"
     for asked in (["--store=s3://key:hunter22@host/b"], ["--store", "s3://key:hunter22@host/b"]):
         with pytest.raises(UsageError) as refused:
-            in_allocation(Target(on="slurm"), asked, {})
+            allocation_command(ClusterConfig(on="slurm"), asked, {})
         assert "--store" in refused.value.message
         assert "hunter22" not in str(refused.value)
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_an_allocation_is_given_back_when_nobody_answers_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaf: bool
-) -> None:
-    """Killed at once, salloc could not do that; and it may wait for ever for what it runs, but for SIGHUP."""
+def test_an_allocation_is_released_after_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaf: bool) -> None:
+    """A killed salloc does not release its nodes; after SIGTERM it may wait for its command for ever, after SIGHUP it does not."""
     salloc, heard = tmp_path / "salloc", tmp_path / "heard"
     salloc.write_text(
         f"#!/bin/sh\ntrap 'echo TERM >> {heard}{'' if deaf else '; exit 1'}' TERM\n"
@@ -281,7 +283,7 @@ def test_an_allocation_is_given_back_when_nobody_answers_in_it(
     salloc.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(runner, "_END_S", 1.0)
-    (found,) = of_allocation(Target(on="slurm").merged(time="5"), [], dict(os.environ), 1.0, around_s=1.0)
+    (found,) = run_in_allocation(ClusterConfig(on="slurm").merge(time="5"), [], dict(os.environ), 1.0, around_s=1.0)
     assert "no answer within 2 s" in found.found
     assert heard.read_text().split() == (["TERM", "HUP"] if deaf else ["TERM"])
 
@@ -291,12 +293,12 @@ def test_no_allocation_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     salloc.write_text("#!/bin/sh\necho 'salloc: error: Unable to allocate resources: Invalid account' >&2; exit 1\n")
     salloc.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    target = Target(on="slurm").merged(time="5")
-    (found,) = of_allocation(target, ["--on", "slurm", "--time", "5"], dict(os.environ))
+    target = ClusterConfig(on="slurm").merge(time="5")
+    (found,) = run_in_allocation(target, ["--on", "slurm", "--time", "5"], dict(os.environ))
     assert (found.node, found.check, found.status) == (ALL, "nodes", "failed")
     assert "Invalid account" in found.found
     salloc.unlink()
-    (found,) = of_allocation(target, ["--on", "slurm", "--time", "5"], dict(os.environ))
+    (found,) = run_in_allocation(target, ["--on", "slurm", "--time", "5"], dict(os.environ))
     assert "salloc cannot be run" in found.found
 
 

@@ -1,4 +1,4 @@
-"""Lists of machines: what may be written, what it means, and what is said about what may not."""
+"""Hostfiles: valid lines and YAML, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from ludus.errors import ConfigError
 from ludus.io.yaml_documents import dump_yaml
-from ludus.launch.hostfile import MAX_NODES, Listed, is_of_one, load_iplist, read_iplist
+from ludus.launch.hostfile import MAX_NODES, HostEntry, is_single_host, load_hostfile, parse_hostfile
 from ludus.launch.ssh.backend import SshNode
 
 
 def one(line: str) -> SshNode:
-    (node,) = read_iplist(line).nodes
+    (node,) = parse_hostfile(line).nodes
     return node
 
 
@@ -35,7 +35,7 @@ def one(line: str) -> SshNode:
         ("host#1", None),
     ],
 )
-def test_a_line_is_a_machine(line: str, node: SshNode | None) -> None:
+def test_a_line_is_parsed_into_a_machine(line: str, node: SshNode | None) -> None:
     if node is None:
         with pytest.raises(ConfigError, match="neither an address nor the name"):
             one(line)
@@ -43,10 +43,10 @@ def test_a_line_is_a_machine(line: str, node: SshNode | None) -> None:
         assert one(line) == node
 
 
-def test_the_list_of_a_tutorial_is_read_as_it_stands(tmp_path: Path) -> None:
+def test_comments_bom_and_crlf_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "learner.iplist"
     path.write_bytes(b"\xef\xbb\xbf# learners\r\n\r\n10.0.0.2 root 36000 1\r\n  \r\n10.0.0.3 root 36000 2 # two\r\n")
-    found = load_iplist(path)
+    found = load_hostfile(path)
     assert found.nodes == (SshNode("10.0.0.2", "root", 36000, 1), SshNode("10.0.0.3", "root", 36000, 2))
     assert [entry.line for entry in found.entries] == [3, 5]
     assert {entry.role for entry in found.entries} == {"learner"}
@@ -60,42 +60,42 @@ def test_the_list_of_a_tutorial_is_read_as_it_stands(tmp_path: Path) -> None:
         ("", "names no machine. A line is `address user port slots`"),
         ("# nothing\n\n", "names no machine"),
         ("a\nb root 22 1 x", "line 2: 5 words, 'b root 22 1 x'"),
-        ("a root ssh", "line 1: the port is 'ssh', which is no number"),
+        ("a root ssh", "line 1: the port is 'ssh', which is not a number"),
         ("a root -22", "the port is '-22'"),
         ("a root ２２", "the port is"),
-        ("a root 0", "line 1: port is 0. It is a number from 1 to 65535"),
+        ("a root 0", "line 1: port is 0. Use a number from 1 to 65535"),
         ("a root 65536", "port is 65536"),
-        ("a root 22 0", "slots is 0. It is a number from 1 to 4096"),
+        ("a root 22 0", "slots is 0. Use a number from 1 to 4096"),
         ("a root 22 99999999999999999999", "the slots is '9999"),
         ("-oProxyCommand=x root 22 1", "line 1: the host '-oProxyCommand=x' is neither an address nor the name"),
         ("a -root 22 1", "line 1: the user is '-root'"),
         ("a;reboot", "neither an address"),
-        ("10.0.0.256", "line 1: the host '10.0.0.256' is no address"),
-        ("10.0.0", "is no address"),
+        ("10.0.0.256", "line 1: the host '10.0.0.256' is not a valid address"),
+        ("10.0.0", "is not a valid address"),
         ("0.0.0.0 root", "line 1: the host 0.0.0.0 is not the address of one machine"),
         ("a\n255.255.255.255", "line 2: the host 255.255.255.255 is not the address of one machine"),
         ("224.0.0.1", "not the address of one machine"),
         ("::", "not the address of one machine"),
         ("ff02::1", "not the address of one machine"),
-        ("fe80::g", "is no address"),
-        ("a:22", "is no address"),
-        ("# 1\nlearner_ip root 36000 1", "line 2: learner_ip is still what the example says"),
-        ("a\n\nb\nA root", "line 4: A stands in line 1 already"),
+        ("fe80::g", "is not a valid address"),
+        ("a:22", "is not a valid address"),
+        ("# 1\nlearner_ip root 36000 1", "line 2: learner_ip is the placeholder of the example"),
+        ("a\n\nb\nA root", "line 4: A is already in line 1"),
         ("[node1]", "neither an address"),
         ("\n".join(f"h{n}" for n in range(MAX_NODES + 1)), f"names {MAX_NODES + 1} machines"),
         ("a" * 300, "neither an address"),
         ("\0", "neither an address"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said_with_its_number(text: str, message: str) -> None:
+def test_an_invalid_line_is_an_error_with_its_number(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_iplist(text, "learner.iplist")
+        parse_hostfile(text, "learner.iplist")
     assert message in str(caught.value)
     assert str(caught.value).startswith("learner.iplist")
 
 
-def test_containers_behind_one_address_have_several_ports() -> None:
-    assert [node.port for node in read_iplist("10.0.0.2 root 36000\n10.0.0.2 root 36001").nodes] == [36000, 36001]
+def test_one_address_may_be_listed_with_several_ports() -> None:
+    assert [node.port for node in parse_hostfile("10.0.0.2 root 36000\n10.0.0.2 root 36001").nodes] == [36000, 36001]
 
 
 # -- YAML -----------------------------------------------------------------------------------------------------------------
@@ -118,16 +118,16 @@ nodes:
 
 
 @pytest.mark.parametrize("source", ["machines.yaml", "machines.yml", "learner.iplist"])
-def test_yaml_says_the_same_and_who_plays(source: str) -> None:
-    found = read_iplist(YAML, source)
+def test_yaml_has_roles_and_actors_too(source: str) -> None:
+    found = parse_hostfile(YAML, source)
     assert found.entries == (
-        Listed(SshNode("node2", "root", 36000, 2), "learner", 0, 4),
-        Listed(SshNode("node1", address="10.0.0.1", python="/opt/ludus/bin/python"), "actor", 6, 5),
-        Listed(SshNode("node3", slots=4), "actor", 4, 10),
-        Listed(SshNode("node4"), "actor", 3, 13),
+        HostEntry(SshNode("node2", "root", 36000, 2), "learner", 0, 4),
+        HostEntry(SshNode("node1", address="10.0.0.1", python="/opt/ludus/bin/python"), "actor", 6, 5),
+        HostEntry(SshNode("node3", slots=4), "actor", 4, 10),
+        HostEntry(SshNode("node4"), "actor", 3, 13),
     )
     assert found.actors == 13
-    assert found.nodes[1].reached == "10.0.0.1"
+    assert found.nodes[1].node_address == "10.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -139,24 +139,24 @@ def test_yaml_says_the_same_and_who_plays(source: str) -> None:
         ("- a", "there is no list `nodes`"),
         ("nodes: [a]", "line 1: 'a' is not of the form {host: …}"),
         ("nodes:\n  - host: a\n  - hots: b", "line 3: unknown key 'hots'. Did you mean 'host'"),
-        ("nodes:\n  - {user: a}", "line 2: it has no host"),
-        ("nodes:\n  - {host: a, port: '22'}", "line 2: port is 22. It is a number"),
+        ("nodes:\n  - {user: a}", "line 2: the host is missing"),
+        ("nodes:\n  - {host: a, port: '22'}", "line 2: port is 22. Use a number"),
         ("nodes:\n  - {host: a, slots: true}", "line 2: slots is True"),
         ("nodes:\n  - {host: a, user: 7}", "line 2: the user is '7'"),
         ("nodes:\n  - {host: 7}", "line 2: the host '7' is neither"),
-        ("nodes:\n  - {host: a, role: boss}", "line 2: the role is 'boss'. It is one of: learner, actor"),
+        ("nodes:\n  - {host: a, role: boss}", "line 2: the role is 'boss'. Use one of: learner, actor"),
         ("nodes:\n  - {host: a, role: actor}", "line 2: the first machine is the head"),
         ("nodes:\n  - {host: a}\n  - {host: b, actors: -1}", "line 3: actors is -1"),
         ("nodes:\n  - {host: a, python: -c}", "line 2: the python is '-c'"),
         ("nodes:\n  - {host: a, address: '-x'}", "line 2: the address '-x'"),
         ("nodes: [{host: a}]\nhead: a", "unknown key 'head'"),
-        ("nodes:\n  - {host: a, host: b}", "line 2: the key 'host' stands twice"),
+        ("nodes:\n  - {host: a, host: b}", "line 2: the key 'host' occurs twice"),
         ("nodes:\n  - {host: a\n", "is not valid YAML"),
     ],
 )
-def test_what_is_wrong_with_yaml_is_said_with_its_line(text: str, message: str) -> None:
+def test_an_invalid_yaml_entry_is_an_error_with_its_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_iplist(text, "machines.yaml")
+        parse_hostfile(text, "machines.yaml")
     assert message in str(caught.value)
     assert str(caught.value).startswith("machines.yaml")
 
@@ -164,24 +164,24 @@ def test_what_is_wrong_with_yaml_is_said_with_its_line(text: str, message: str) 
 # -- files ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_no_list_is_told_so(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing cannot be read: No such file or directory\. A line is"):
-        load_iplist(tmp_path / "missing")
+        load_hostfile(tmp_path / "missing")
     with pytest.raises(ConfigError, match="Is a directory"):
-        load_iplist(tmp_path)
+        load_hostfile(tmp_path)
     large = tmp_path / "large"
     large.write_bytes(b"#" * 10_000_000)
     with pytest.raises(ConfigError, match="is larger than"):
-        load_iplist(large)
+        load_hostfile(large)
     picture = tmp_path / "picture"
     picture.write_bytes(b"\x89PNG\r\n\xff")
     with pytest.raises(ConfigError, match="is not text"):
-        load_iplist(picture)
+        load_hostfile(picture)
 
 
 hosts = st.one_of(
-    st.ip_addresses(v=4).filter(is_of_one).map(str),
-    st.ip_addresses(v=6).filter(is_of_one).map(str),
+    st.ip_addresses(v=4).filter(is_single_host).map(str),
+    st.ip_addresses(v=6).filter(is_single_host).map(str),
     st.from_regex(r"[a-z][a-z0-9]{0,8}(\.[a-z0-9]{1,8})?", fullmatch=True),
 )
 machines = st.builds(
@@ -196,20 +196,20 @@ machines = st.builds(
 @given(
     nodes=st.lists(machines, min_size=1, max_size=8, unique_by=lambda node: node.host), end=st.sampled_from(["\n", "\r\n", "\r"])
 )
-def test_whatever_is_written_is_read_again_in_both_ways(nodes: list[SshNode], end: str) -> None:
+def test_nodes_survive_a_round_trip_as_lines_and_as_yaml(nodes: list[SshNode], end: str) -> None:
     lines = end.join(f"{node.host} {node.user} {node.port} {node.slots}" for node in nodes)
     keys = ("host", "user", "port", "slots")
     document = dump_yaml({"nodes": [{key: getattr(node, key) for key in keys} for node in nodes]})
-    assert read_iplist(lines).nodes == read_iplist(document, "x.yaml").nodes == tuple(nodes)
+    assert parse_hostfile(lines).nodes == parse_hostfile(document, "x.yaml").nodes == tuple(nodes)
 
 
 @given(st.text(max_size=200), st.sampled_from(["list", "list.yaml"]))
-def test_anything_is_a_list_or_a_complaint(text: str, source: str) -> None:
+def test_any_text_is_a_hostfile_or_a_config_error(text: str, source: str) -> None:
     try:
-        found = read_iplist(text, source)
-    except ConfigError as complaint:
-        said = complaint.message
+        found = parse_hostfile(text, source)
+    except ConfigError as error:
+        message = error.message
     else:
-        said = source
+        message = source
         assert all(node.host and not node.host.startswith("-") for node in found.nodes)
-    assert source in said
+    assert source in message

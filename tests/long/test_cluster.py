@@ -23,7 +23,7 @@ from ludus.distributed.sampling_pool import LocalNode, Plan
 from ludus.errors import WorkerFailed
 from ludus.models.policy import Policy
 from ludus.ray_cluster.cluster import Cluster
-from ludus.transport.ring_buffer import Bell
+from ludus.transport.ring_buffer import Wakeup
 from tests.distributed.test_ray_nodes import FIRST, bell, cluster, next_block, plan, policy  # noqa: F401 - fixtures
 from tests.ray_cluster.test_cluster import an_owner
 from tests.system.hosts import SHARED
@@ -172,7 +172,7 @@ def test_an_agent_that_nobody_calls_ends_itself_and_its_workers(tmp_path: Path) 
 
 
 def test_another_version_of_ludus_is_refused_by_name(
-    cluster: Cluster, plan: Plan, bell: Bell, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, plan: Plan, bell: Wakeup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = ludus.__version__
     monkeypatch.setattr(ludus, "__version__", "99.0")
@@ -181,7 +181,7 @@ def test_another_version_of_ludus_is_refused_by_name(
 
 
 def test_an_agent_that_stands_still_is_given_up_whatever_ray_says(
-    cluster: Cluster, plan: Plan, policy: Policy, bell: Bell
+    cluster: Cluster, plan: Plan, policy: Policy, bell: Wakeup
 ) -> None:
     nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
     try:
@@ -200,7 +200,7 @@ def test_an_agent_that_stands_still_is_given_up_whatever_ray_says(
         nodes.close()
 
 
-def test_blocks_are_the_same_with_and_without_ray(cluster: Cluster, plan: Plan, policy: Policy, bell: Bell) -> None:
+def test_blocks_are_the_same_with_and_without_ray(cluster: Cluster, plan: Plan, policy: Policy, bell: Wakeup) -> None:
     nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
     here = LocalNode(plan, bell.path)
     try:

@@ -19,10 +19,10 @@ import pytest
 
 from ludus.core.metrics import read_jsonl
 from ludus.experiments.runs.run_dir import find_runs
-from ludus.launch.job import Job, JobStatus, Restart, wait
+from ludus.launch.job import Job, JobStatus, RoleRestart, wait
 from ludus.launch.local import LocalOrchestrator
-from ludus.launch.planner import LEARNER, MAIN, launch
-from ludus.process.job_env import WAIT, Surroundings
+from ludus.launch.planner import LEARNER, MAIN, NodeRequest, plan_job
+from ludus.process.job_env import WAIT, JobEnv
 from tests.long.record import record
 from tests.system.hosts import SHARED, Hosts, end, up
 from tests.waiting import wait_until
@@ -36,11 +36,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 class Training:
     """A job with learners on two nodes, which are both here."""
 
-    def __init__(self, local: LocalOrchestrator, place: Path, workers: int, wait_s: float, far: Restart) -> None:
+    def __init__(self, local: LocalOrchestrator, place: Path, workers: int, wait_s: float, far: RoleRestart) -> None:
         words = ["train", "CartPole-v1", "--num-workers", str(workers), "--stop", f"timesteps={STEPS}", "--checkpoint-freq", "2"]
         words += ["--num-envs", "8", "--set", "evaluation_duration=0", "--set", "train_batch_size=2048", "--quiet"]
         words += ["--set", "torch_threads=1", "--set", "learner_threads=1", "--local-dir", str(place)]
-        job = launch(words, environ={}, nodes=2, learner_nodes=2, wait_s=wait_s).job
+        job = plan_job(words, environ={}, nodes=NodeRequest(2, learners=2, wait_s=wait_s)).job
         others, main = (next(role for role in job.roles if role.name == name) for name in (LEARNER, MAIN))
         told = {**main.environment, WAIT: f"{wait_s:g}"}  # a job without a Ray does not say it by itself
         roles = (replace(others, restart=far), replace(main, environment=told))
@@ -144,7 +144,7 @@ class Machines:
         self._hosts, self._shared = hosts, shared
         (shared / "token").write_text("0123456789abcdef" * 2)
         (shared / "token").chmod(0o600)
-        self._job = Surroundings((hosts.address(0), hosts.address(1)), 0, 17_000, SHARED / "token", wait_s=120.0, learners=1)
+        self._job = JobEnv((hosts.address(0), hosts.address(1)), 0, 17_000, SHARED / "token", wait_s=120.0, learners=1)
         words: list[str | Path] = [
             "train",
             "CartPole-v1",
@@ -164,7 +164,7 @@ class Machines:
     def start_far(self) -> None:
         self._start(1, replace(self._job, node=1, learners=0), "ludus.distributed.learners.remote_rank")
 
-    def _start(self, host: int, job: Surroundings, *words: str | Path) -> subprocess.Popen[bytes]:
+    def _start(self, host: int, job: JobEnv, *words: str | Path) -> subprocess.Popen[bytes]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("LUDUS_")}
         with (self._shared / f"{host}.log").open("ab") as log:
             argv = [sys.executable, "-P", "-m", *words]

@@ -16,7 +16,7 @@ from ludus.core.tree import Array
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
 from ludus.models.policy import Policy
-from ludus.serving.checkpoint_follower import Offering, Source
+from ludus.serving.checkpoint_follower import CheckpointSource, UpdateSettings
 from ludus.serving.launcher import RunningService
 from ludus.serving.worker import ServiceSettings
 from tests.long.record import record
@@ -106,7 +106,7 @@ class Load:
 
 async def looked_after(service: RunningService, stop: asyncio.Event) -> None:
     while not stop.is_set():
-        await asyncio.to_thread(service.look_after)
+        await asyncio.to_thread(service.poll)
         await asyncio.sleep(0.1)
 
 
@@ -119,7 +119,7 @@ def test_ten_thousand_sessions_move_under_load_without_a_failed_tick_or_a_lost_m
     checkpointed(tmp_path / "run", 1, versions[0])
     crowd, random = Crowd(versions), np.random.default_rng(0)
     gateway = GatewaySettings(sessions=SessionLimits(silent_s=300))
-    offering, settings = Offering(follow=True, follow_s=0.2), ServiceSettings(max_live_versions=1)
+    offering, settings = UpdateSettings(follow=True, follow_s=0.2), ServiceSettings(max_live_versions=1)
     before: list[float] = []
     during: list[float] = []
 
@@ -146,7 +146,9 @@ def test_ten_thousand_sessions_move_under_load_without_a_failed_tick_or_a_lost_m
             for line in lines:
                 line.close()
 
-    with RunningService({"default": Source(str(tmp_path / "run"))}, offering, settings, gateway, workers=WORKERS) as service:
+    with RunningService(
+        {"default": CheckpointSource(str(tmp_path / "run"))}, offering, settings, gateway, workers=WORKERS
+    ) as service:
         load, moved = asyncio.run(play(service))
     record(
         "hot updates of ten thousand open sessions",

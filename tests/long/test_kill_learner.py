@@ -58,7 +58,7 @@ def children(parent: int) -> dict[int, str]:
 
 
 def learner_of(training: Program) -> int:
-    """The process below the driver's forkserver, before it runs anything of ours; 0 while there is none."""
+    """The process below the supervisor's forkserver, before it runs anything of ours; 0 while there is none."""
     below = (children(server) for server in children(training.process.pid))
     return next((pid for processes in below for pid, name in processes.items() if name == "learner"), 0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.transport.ring_buffer import Bell, create_ring
+from ludus.transport.ring_buffer import Wakeup, create_ring
 from tests.long.record import record
 from tests.transport.killing import kill_readers, kill_writers
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 def ring(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """Hardly larger than a record, and with room for a dozen."""
     create_ring(tmp_path / "ring", request.param)
-    Bell.create(tmp_path / "bell").close()
+    Wakeup.create(tmp_path / "bell").close()
     return tmp_path / "ring", tmp_path / "bell"
 
 

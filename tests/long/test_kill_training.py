@@ -38,6 +38,7 @@ def wait_for_first_report(run: Path, process: subprocess.Popen[bytes], before: i
         lambda: metrics.exists() and metrics.stat().st_size > before,
         what="a report of the training",
         failed=lambda: process.poll() is not None and "the training ended by itself",
+        poll_s=0.02,
     )
 
 

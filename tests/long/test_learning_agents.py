@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.config import schema as configs
+from ludus.config.experiment_file import load_experiments
 from ludus.experiments import runner
 from ludus.experiments.source import preset_index
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize("name", ["simple-spread", "speaker-listener", "tictactoe"])
 def test_the_presets_with_several_agents_reach_their_targets(tmp_path: Path, name: str) -> None:
-    ((_, data),) = configs.load_experiments(preset_index.preset(name)).items()
+    ((_, data),) = load_experiments(preset_index.preset(name)).items()
     data["config"]["seed"] = 11
     result = runner.train(data, project=tmp_path, trial="run")
     assert result.metrics["evaluation/return_mean"] >= data["target"]["return_mean"]

@@ -16,8 +16,8 @@ import pytest
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.launch.job import Job, JobStatus, Role
-from ludus.launch.job_dir import write_job
-from ludus.launch.ssh.backend import SshOrchestrator, _settings_text
+from ludus.launch.job_dir import job_to_json
+from ludus.launch.ssh.backend import SshOrchestrator, _settings_to_json
 from ludus.testing.orchestrator_contract import BEATING, ended, is_still
 from tests.cli.programs import program
 from tests.long.record import record
@@ -227,12 +227,12 @@ def test_a_job_needs_neither_the_laptop_nor_its_network(rig: ssh_rig.SshRig, orc
 LAUNCHER = """
 import sys
 from pathlib import Path
-from ludus.launch.job_dir import read_job
-from ludus.launch.ssh.backend import SshOrchestrator, _settings_of
+from ludus.launch.job_dir import job_from_json
+from ludus.launch.ssh.backend import SshOrchestrator, _settings_from_json
 settings, job = (Path(word).read_text() for word in sys.argv[2:])
-orchestrator = SshOrchestrator(Path(sys.argv[1]), _settings_of(settings))
+orchestrator = SshOrchestrator(Path(sys.argv[1]), _settings_from_json(settings))
 print("begin", flush=True)
-print(orchestrator.submit(read_job(job)), flush=True)
+print(orchestrator.submit(job_from_json(job)), flush=True)
 """
 
 
@@ -240,10 +240,10 @@ def test_a_launcher_that_is_killed_leaves_a_whole_job_or_none(rig: ssh_rig.SshRi
     rng = random.Random(0)
     orchestrator = rig.orchestrator(tmp_path / "laptop", patience_s=PATIENCE_S)
     outcomes: dict[str, int] = {}
-    (tmp_path / "settings").write_text(_settings_text(replace(rig.settings(), patience_s=PATIENCE_S)))
+    (tmp_path / "settings").write_text(_settings_to_json(replace(rig.settings(), patience_s=PATIENCE_S)))
     for number in range(KILLS):
         asked, beats = beating(rig, f"try-{number}")
-        (tmp_path / "job").write_text(write_job(asked))
+        (tmp_path / "job").write_text(job_to_json(asked))
         words = [sys.executable, "-c", LAUNCHER, str(tmp_path / "laptop"), str(tmp_path / "settings"), str(tmp_path / "job")]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as launcher:
             assert launcher.stdout is not None

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 import ludus
-from ludus.config.schema import dump_yaml
 from ludus.core.metrics import read_jsonl
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import Run
+from ludus.io.yaml_documents import dump_yaml
 from ludus.storage.local import LocalStore
 from ludus.tuning.messages import Event
 from ludus.tuning.report import SweepResult

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ludus.core.tree import map_tree
 from ludus.errors import ConfigError
-from ludus.models.autoregressive_actions import Branch, Branching
+from ludus.models.autoregressive_actions import AutoregressiveDistribution, Branch
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import VALUES, Policy
 
@@ -24,8 +24,8 @@ BRANCHES = (Branch(1, (1,)), Branch(3, (2, 3), "things", "aim"))
 
 
 @pytest.fixture
-def distribution() -> Branching:
-    return Branching(gym.spaces.MultiDiscrete(list(SIZES)), BRANCHES)
+def distribution() -> AutoregressiveDistribution:
+    return AutoregressiveDistribution(gym.spaces.MultiDiscrete(list(SIZES)), BRANCHES)
 
 
 def softmax(logits: list[float], allowed: list[bool]) -> list[float]:
@@ -64,7 +64,7 @@ def case(seed: int) -> tuple[Tensor, Tensor, dict[tuple[int | None, ...], float]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_probabilities_are_those_of_the_table_and_sum_to_one(distribution: Branching, seed: int) -> None:
+def test_probabilities_are_those_of_the_table_and_sum_to_one(distribution: AutoregressiveDistribution, seed: int) -> None:
     outputs, mask, table = case(seed)
     possible = {action: p for action, p in table.items() if p > 0}
     actions = torch.tensor([whole(action) for action in possible])
@@ -74,13 +74,13 @@ def test_probabilities_are_those_of_the_table_and_sum_to_one(distribution: Branc
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_entropy_is_that_of_the_table(distribution: Branching, seed: int) -> None:
+def test_entropy_is_that_of_the_table(distribution: AutoregressiveDistribution, seed: int) -> None:
     outputs, mask, table = case(seed)
     _, entropy = distribution.evaluate(outputs, torch.zeros(4, dtype=torch.int64), mask)
     assert float(entropy) == pytest.approx(-sum(p * math.log(p) for p in table.values() if p > 0), abs=1e-4)
 
 
-def test_samples_are_as_frequent_as_they_should_be(distribution: Branching) -> None:
+def test_samples_are_as_frequent_as_they_should_be(distribution: AutoregressiveDistribution) -> None:
     outputs, mask, table = case(7)
     n = 40_000
     noise = distribution.noise((n,), torch.Generator().manual_seed(0))
@@ -96,7 +96,7 @@ def test_samples_are_as_frequent_as_they_should_be(distribution: Branching) -> N
         assert abs(counts.get(meant, 0) / n - p) < 5 * math.sqrt(p * (1 - p) / n) + 1e-9, meant
 
 
-def test_without_noise_the_most_probable_of_each_choice(distribution: Branching) -> None:
+def test_without_noise_the_most_probable_of_each_choice(distribution: AutoregressiveDistribution) -> None:
     outputs, mask, _ = case(3)
     action, _ = distribution.sample(outputs, mask, None)
     what = int(torch.where(mask[:4], outputs[:4], -torch.inf).argmax())
@@ -106,7 +106,7 @@ def test_without_noise_the_most_probable_of_each_choice(distribution: Branching)
         assert action[3] == int(torch.where(mask[9:], rows[what - 2], -torch.inf).argmax())
 
 
-def test_what_does_not_count_does_not_matter(distribution: Branching) -> None:
+def test_what_does_not_count_does_not_matter(distribution: AutoregressiveDistribution) -> None:
     """The gradient of a part that is not used is zero: nothing is learned from it."""
     outputs, mask, _ = case(1)
     outputs.requires_grad_(True)
@@ -131,12 +131,12 @@ def test_what_does_not_count_does_not_matter(distribution: Branching) -> None:
 )
 def test_branches_that_cannot_be_are_named(branches: list[Branch], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Branching(gym.spaces.MultiDiscrete(list(SIZES)), branches)
+        AutoregressiveDistribution(gym.spaces.MultiDiscrete(list(SIZES)), branches)
 
 
 def test_other_actions_have_no_branches() -> None:
-    with pytest.raises(ConfigError, match="several parts"):
-        Branching(gym.spaces.Discrete(3), [Branch(1, (1,))])
+    with pytest.raises(ConfigError, match="needs a MultiDiscrete"):
+        AutoregressiveDistribution(gym.spaces.Discrete(3), [Branch(1, (1,))])
 
 
 # -- the policy that has them -----------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def policy() -> Policy:
     return Policy(SEEN, gym.spaces.MultiDiscrete(list(SIZES)), CONFIG)
 
 
-def test_whoever_may_not_be_aimed_at_never_is(policy: Policy) -> None:
+def test_masked_entities_are_never_chosen(policy: Policy) -> None:
     seen = observations(4_000)
     noise = policy.distribution.noise((4_000,), torch.Generator().manual_seed(1))
     action, log_prob, _, _ = policy.step(seen, noise=noise)
@@ -235,7 +235,7 @@ def test_every_weight_is_learned(core: str | None) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"entity_present": ()}, "no set of entities"),
+        ({"entity_present": ()}, "not an entity set"),
         ({"entity_present": (("self", 0),)}, "'self'"),
         ({"entity_present": (("things", 6),)}, "no feature 6"),
         ({"entity_present": (("things", 0), ("thing", 0))}, "'thing', which is not in the observation. Did you mean 'things'"),
@@ -244,7 +244,7 @@ def test_every_weight_is_learned(core: str | None) -> None:
         ({"autoregressive": (Branch(3, (2, 3), "things", "target"),)}, "'target'"),
     ],
 )
-def test_a_network_that_cannot_be_says_why(change: dict[str, Any], message: str) -> None:
+def test_an_impossible_network_is_rejected_with_the_reason(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Policy(SEEN, gym.spaces.MultiDiscrete(list(SIZES)), NetworkConfig(**{**vars(CONFIG), **change}))
 
@@ -259,7 +259,7 @@ def test_a_part_that_points_has_an_option_for_each_entity(options: int) -> None:
 @pytest.mark.parametrize(
     ("space", "change", "message"),
     [
-        (SEEN, {}, "model.autoregressive is for"),
+        (SEEN, {}, "model.autoregressive applies to"),
         (
             gym.spaces.Dict({"observation": SEEN, "state": SEEN["self"]}),
             {"autoregressive": (), "central": True},
@@ -267,7 +267,7 @@ def test_a_part_that_points_has_an_option_for_each_entity(options: int) -> None:
         ),
     ],
 )
-def test_what_actions_are_worth_has_neither_branches_nor_a_centralised_value(
+def test_q_networks_have_neither_branches_nor_a_centralised_critic(
     space: gym.Space[Any], change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

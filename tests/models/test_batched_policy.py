@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core import spaces
-from ludus.core.spaces import Fit
+from ludus.core.spaces import SpaceParser
 from ludus.core.tree import Tree, leaves, map_tree
 from ludus.models.inference.batched_policy import BatchedPolicy, Decision
 from ludus.models.policy import Policy
@@ -33,9 +33,9 @@ ACTIONS: list[Space] = [
 
 
 def observations(policy: Policy, count: int) -> list[Tree]:
-    """As `Fit` hands them on."""
+    """As `SpaceParser` hands them on."""
     policy.observation_space.seed(0)
-    fit = Fit(policy.observation_space)
+    fit = SpaceParser(policy.observation_space)
     return [fit(policy.observation_space.sample()) for _ in range(count)]
 
 
@@ -177,7 +177,7 @@ def test_new_weights_are_taken_up_between_two_batches() -> None:
     assert second == [2, 2]
 
 
-def test_a_batch_that_fails_fails_all_who_wait_and_not_the_next() -> None:
+def test_a_failed_batch_fails_all_its_callers_and_not_the_next() -> None:
     policy = tiny_policy()
 
     async def play() -> None:

@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from ludus.models import byte_scales
 from ludus.models.byte_scales import ByteScale, choose
-from ludus.models.centralized_critic import OWN, WHOLE, actor_of, plain
+from ludus.models.centralized_critic import OWN, STATE, actor_policy, without_critic
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights.serialization import policy_from
@@ -30,12 +30,12 @@ def test_a_grid_of_small_integers_is_divided_by_the_largest_that_was_seen() -> N
 
 
 @pytest.mark.parametrize("seen", [32, 255])
-def test_a_small_picture_is_told_by_its_values(seen: int) -> None:
+def test_a_small_image_is_recognised_by_its_values(seen: int) -> None:
     assert divisor(GRID, seen) == 255
 
 
 @pytest.mark.parametrize("shape", [(84, 84, 4), (4, 84, 84), (64, 64), (32, 40, 3)])
-def test_a_picture_is_told_by_its_size_and_no_environment_is_played(shape: tuple[int, ...]) -> None:
+def test_an_image_is_recognised_by_its_size_without_playing(shape: tuple[int, ...]) -> None:
     (scale,) = choose(spaces.Box(0, 255, shape, np.uint8), None, lambda: pytest.fail("nothing to look for"))
     assert scale.divisor == 255
     assert scale.obvious
@@ -46,7 +46,7 @@ def test_the_bounds_of_a_space_say_what_its_numbers_are() -> None:
     assert divisor(spaces.Box(0, 1, (84, 84, 4), np.uint8)) == 1
 
 
-def test_without_an_environment_to_play_the_notice_says_what_to_do() -> None:
+def test_without_an_environment_the_notice_names_the_remedy() -> None:
     (scale,) = choose(GRID, None, None)
     assert scale.divisor == 255
     assert "preprocess.scale" in str(scale)
@@ -61,7 +61,7 @@ def test_only_parts_of_bytes_are_divided() -> None:
     space = spaces.Dict({"grid": GRID, "far": spaces.Tuple((GRID, spaces.Box(-1, 1, (3,)))), "room": spaces.Discrete(4)})
     chosen = choose(space, None, lambda: {"grid": 8, "far.0": 200})
     assert [(scale.path, scale.divisor) for scale in chosen] == [("far.0", 255.0), ("grid", 8.0)]
-    assert byte_scales.stored(chosen) == (("grid", 8.0),)
+    assert byte_scales.non_default_scales(chosen) == (("grid", 8.0),)
 
 
 def test_a_choice_reads_as_a_sentence() -> None:
@@ -115,14 +115,14 @@ def test_a_policy_of_an_earlier_release_divides_by_255() -> None:
 
 
 def test_the_actor_of_a_centralised_value_keeps_its_scales() -> None:
-    space = spaces.Dict({OWN: GRID, WHOLE: spaces.Box(0, 255, (5,), np.uint8)})
-    one = policy(space, ((OWN, 8.0), (WHOLE, 4.0)), central=True)
-    description, weights = plain(one.description(), one.weights())
+    space = spaces.Dict({OWN: GRID, STATE: spaces.Box(0, 255, (5,), np.uint8)})
+    one = policy(space, ((OWN, 8.0), (STATE, 4.0)), central=True)
+    description, weights = without_critic(one.description(), one.weights())
     stored = policy_from(description)
     stored.load_weights(weights)
     seen = np.random.default_rng(0).integers(0, 8, (3, 7, 7, 3)).astype(np.uint8)
-    for actor in (actor_of(one), stored):
+    for actor in (actor_policy(one), stored):
         assert actor.config.byte_scales == (("", 8.0),)
         logits = actor.network(torch.from_numpy(seen), (), None)[0]
-        whole = {OWN: torch.from_numpy(seen), WHOLE: torch.zeros(3, 5, dtype=torch.uint8)}
+        whole = {OWN: torch.from_numpy(seen), STATE: torch.zeros(3, 5, dtype=torch.uint8)}
         torch.testing.assert_close(logits, one.network(whole, (), None)[0])

@@ -17,7 +17,7 @@ from ludus.envs import registry
 from ludus.errors import ConfigError
 from ludus.experiments.assembly.policies import embedding_bound
 from ludus.experiments.runs import checkpoint
-from ludus.models.categories import EMBED_ABOVE, EMBEDDING_SIZE, MOST_CATEGORIES
+from ludus.models.categories import EMBED_ABOVE, EMBEDDING_SIZE, MAX_CATEGORIES
 from ludus.models.export import onnx_export, parity
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
@@ -65,7 +65,7 @@ def test_an_embedding_acts_the_same_when_loaded_frozen_and_exported(monkeypatch:
 def test_too_many_categories_are_refused_with_the_figure() -> None:
     with pytest.raises(ConfigError, match=r"observation\.id has 10,000,000 categories; .* 5\.1 GB .*At most 4,194,304"):
         policy_of(gs.Dict({"id": gs.Discrete(10_000_000)}))
-    assert MOST_CATEGORIES == 4_194_304
+    assert MAX_CATEGORIES == 4_194_304
 
 
 def test_a_run_of_an_earlier_release_goes_on_with_one_hot_categories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

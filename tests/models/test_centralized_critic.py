@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ludus.algorithms.ppo import PPOConfig
 from ludus.experiments.assembly.policies import make_policy
-from ludus.models.centralized_critic import actor_of
+from ludus.models.centralized_critic import actor_policy
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 
@@ -76,18 +76,18 @@ def test_shared_layers_learn_from_the_value_and_layers_of_its_own_keep_it_to_the
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_laid_out_and_acting_it_says_the_same(share: bool) -> None:
+def test_network_layout_and_frozen_form_give_the_same_outputs(share: bool) -> None:
     it, observation = policy(central_shares=share), seen()
     action, log_prob, value, _ = it.step(observation)
-    arranged = it.arranged(observation)
-    assert arranged["observation"]["picture"].shape == (ROWS, 12, 12, 3)
+    to_network_layout = it.to_network_layout(observation)
+    assert to_network_layout["observation"]["picture"].shape == (ROWS, 12, 12, 3)
     with it.acting():
-        for shown in (observation, arranged):
+        for shown in (observation, to_network_layout):
             again, its_log_prob, its_value, _ = it.step(shown)
             assert torch.equal(action, again)
             torch.testing.assert_close(its_log_prob, log_prob)
             torch.testing.assert_close(its_value, value)
-    torch.testing.assert_close(actor_of(it).step(observation["observation"])[1], log_prob)
+    torch.testing.assert_close(actor_policy(it).step(observation["observation"])[1], log_prob)
 
 
 def test_a_stored_one_from_before_they_could_be_shared_is_what_it_was() -> None:
@@ -99,7 +99,7 @@ def test_a_stored_one_from_before_they_could_be_shared_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("central", [True, False])
-def test_whoever_shows_the_whole_to_a_policy_is_told(central: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_policy_that_sees_the_global_state_is_reported(central: bool, caplog: pytest.LogCaptureFixture) -> None:
     made = make_policy(SPACE, gym.spaces.Discrete(4), PPOConfig.model_validate({"model": {"centralized_value": central}}))
     assert made.config.central == central
     assert ("the policy sees both" in caplog.text) == (not central)

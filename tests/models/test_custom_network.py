@@ -24,7 +24,7 @@ from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, Unknow
 from ludus.models.autoregressive_actions import Branch
 from ludus.models.custom import loader
 from ludus.models.custom.custom_network import CustomNetwork
-from ludus.models.custom.loader import Files, find_class
+from ludus.models.custom.loader import ModelFiles, find_class
 from ludus.models.custom.validation import check_custom
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import VALUES, Policy
@@ -74,7 +74,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """A project in an empty directory, which is the present one; `write` puts a model into it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(loader.VARIABLE, raising=False)
-    monkeypatch.setattr(loader, "_carried", {})
+    monkeypatch.setattr(loader, "_registered", {})
 
     def put(text: str = GOOD, name: str = "customnet", root: Path = tmp_path, folder: str = "model") -> Path:
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -133,12 +133,12 @@ def test_the_folder_of_an_experiments_file_is_looked_into_first(
     monkeypatch.setenv(loader.VARIABLE, str(tmp_path / "other"))
     write(root=tmp_path / "beside")
     for _ in range(2):
-        loader.look_in(tmp_path / "beside")
+        loader.add_search_directory(tmp_path / "beside")
     assert os.environ[loader.VARIABLE] == os.pathsep.join([str(tmp_path / "beside"), str(tmp_path / "other")])
     assert find_class("customnet").__name__ == "CustomModel"
 
 
-def test_what_is_not_found_is_told_with_where_it_was_looked_for_and_how_to_make_it_findable(write: Write, tmp_path: Path) -> None:
+def test_a_missing_model_error_lists_the_searched_places_and_the_remedy(write: Write, tmp_path: Path) -> None:
     write()
     with pytest.raises(UnknownName) as told:
         find_class("customnett")
@@ -156,7 +156,7 @@ def test_what_is_not_found_is_told_with_where_it_was_looked_for_and_how_to_make_
 )
 def test_only_names_are_names(write: Write, name: str) -> None:
     write()
-    with pytest.raises(ConfigError, match="names no model"):
+    with pytest.raises(ConfigError, match="not the name of a model"):
         find_class(name)
 
 
@@ -184,7 +184,7 @@ def test_a_path_is_answered_with_the_name_that_was_meant(write: Write) -> None:
         ("class CustomModel: pass\ndel CustomModel", "a NoneType is not a torch.nn.Module"),
     ],
 )
-def test_a_file_without_a_model_is_told_with_its_line_and_remedy(write: Write, text: str, match: str) -> None:
+def test_a_file_without_a_model_is_reported_with_its_line_and_remedy(write: Write, text: str, match: str) -> None:
     write(text)
     with pytest.raises(ConfigError, match=match):
         find_class("customnet")
@@ -196,7 +196,7 @@ def test_files_of_the_folder_import_each_other(write: Write) -> None:
     assert vars(find_class("customnet"))["size"] == 14
 
 
-def test_what_lies_beside_a_file_does_not_matter_unless_it_is_used(write: Write, tmp_path: Path) -> None:
+def test_sibling_files_do_not_matter_unless_imported(write: Write, tmp_path: Path) -> None:
     write()
     (tmp_path / "model" / "picture.py").write_bytes(b"\x89PNG\xff")
     (tmp_path / "model" / "broken.py").write_text("def")
@@ -213,7 +213,7 @@ def test_a_file_is_read_before_it_is_run_and_not_run_without_the_class(write: Wr
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_edited_file_is_what_it_says_now(write: Write) -> None:
+def test_an_edited_file_is_loaded_again(write: Write) -> None:
     write(GOOD + "    size = 1\n")
     before = find_class("customnet")
     assert find_class("customnet") is before
@@ -227,7 +227,7 @@ def test_a_file_that_is_no_text_or_too_large_is_refused(write: Write) -> None:
     with pytest.raises(ConfigError, match=r"Cannot read model/customnet\.py"):
         find_class("customnet")
     write().write_text("x = '" + "y" * (1 << 20) + "'")
-    with pytest.raises(ConfigError, match="no model"):
+    with pytest.raises(ConfigError, match="too many for a model"):
         find_class("customnet")
 
 
@@ -289,7 +289,7 @@ def test_the_constructor_is_given_the_spaces_the_outputs_the_section_and_its_own
         (GOOD, {"hiden": 3}, "custom_model_config.hiden is not an argument .* Did you mean 'hidden'"),
         (GOOD.replace("hidden=8", "hidden"), {}, r"needs 'hidden'.* Add  custom_model_config: \{hidden: …\}"),
         (GOOD.replace(", hidden=8", ""), {"hidden": 3}, "takes nothing beyond obs_space"),
-        (GOOD, {"name": "x"}, "every model is given name anyway"),
+        (GOOD, {"name": "x"}, "every model gets name already"),
         (GOOD, {"hidden": "many"}, "cannot be built: customnet.py, line 9: TypeError"),
         (GOOD.replace("obs_space, action_space, num_outputs, model_config, name, hidden=8", "obs_space, hidden=8"), {}, "Write  def __init__"),
         (GOOD.replace("        super().__init__()\n", ""), {}, r"Call super\(\).__init__\(\) first"),
@@ -302,7 +302,7 @@ def test_the_constructor_is_given_the_spaces_the_outputs_the_section_and_its_own
         (RECURRENT.replace("def initial_state(self, batch_size)", "def get_initial_state(self)"), {}, "Write  def initial_state"),
     ],
 )  # fmt: skip
-def test_a_class_that_does_not_fit_is_told_what_to_write(write: Write, text: str, given: dict[str, Any], match: str) -> None:
+def test_a_class_with_a_wrong_signature_gets_the_correct_one(write: Write, text: str, given: dict[str, Any], match: str) -> None:
     write(text)
     with pytest.raises(ConfigError, match=match):
         made(custom_model_config=given)
@@ -310,13 +310,13 @@ def test_a_class_that_does_not_fit_is_told_what_to_write(write: Write, text: str
 
 def test_a_recurrent_layer_of_ours_is_not_put_on_top(write: Write) -> None:
     write()
-    with pytest.raises(ConfigError, match="use_lstm is set beside custom_model"):
+    with pytest.raises(ConfigError, match="use_lstm is set together with custom_model"):
         made(core="lstm")
 
 
-def test_parts_of_an_action_that_follow_each_other_are_not_forgotten_in_silence(write: Write) -> None:
+def test_autoregressive_actions_are_rejected_for_custom_models(write: Write) -> None:
     write()
-    with pytest.raises(ConfigError, match="autoregressive is set beside custom_model"):
+    with pytest.raises(ConfigError, match="autoregressive is set together with custom_model"):
         made(autoregressive=(Branch(1, (1,)),))
 
 
@@ -387,10 +387,10 @@ RUBBISH = {
     "dropout": (spoilt(body="F.dropout(torch.tanh(self.body(obs)), 0.5)"), "draw nothing at random"),
     "a dropout layer": (
         spoilt(init="self.drop = nn.Dropout(0.5)", body="self.drop(torch.tanh(self.body(obs)))"), "drop is Dropout. Remove it"),
-    "softmax over the rows": (spoilt(body="F.softmax(self.body(obs), 0)"), r"depends on the rows beside it. Compute along"),
-    "mean of the batch": (spoilt(body="torch.tanh(self.body(obs - obs.mean(0)))"), "depends on the rows beside it"),
+    "softmax over the rows": (spoilt(body="F.softmax(self.body(obs), 0)"), r"depends on the other rows. Compute along"),
+    "mean of the batch": (spoilt(body="torch.tanh(self.body(obs - obs.mean(0)))"), "depends on the other rows"),
     "squeezes the only row": (spoilt(returned="self.head(x).squeeze(), self.value(x)"), r"outputs have shape \[2\] for a batch of 1"),
-    "only for batches": (spoilt(body="torch.tanh(self.body(obs[:2].mean(0) + obs[1:].mean(0) * 0 + obs))"), "depends on the rows|batch of 1"),
+    "only for batches": (spoilt(body="torch.tanh(self.body(obs[:2].mean(0) + obs[1:].mean(0) * 0 + obs))"), "depends on the other rows|batch of 1"),
     "keeps a state": (
         spoilt(init="self.before = 0", body="self.remember(torch.tanh(self.body(obs)))")
         + "    def remember(self, x):\n        self.before = self.before + x.detach().mean()\n        return x + self.before\n",
@@ -506,7 +506,7 @@ def test_the_check_touches_neither_the_model_nor_the_random_numbers(write: Write
     assert "last" not in vars(inside(policy))
 
 
-def test_a_model_of_action_values_says_nothing_of_the_value(write: Write) -> None:
+def test_a_custom_q_network_may_return_no_value(write: Write) -> None:
     write(spoilt(returned="self.head(x)", init="del self.value"))
     policy = check_model("customnet", (BOX, PAIR), values=True)
     seen = torch.rand(3, 4)
@@ -688,7 +688,7 @@ def test_a_description_holds_the_name_and_the_keywords_and_nothing_of_the_place(
     assert torch.equal(twin.value(seen), policy.value(seen))
 
 
-def test_a_checkpoint_whose_model_is_not_here_says_how_to_make_it_findable(write: Write, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_missing_model_names_the_remedy(write: Write, tmp_path: Path) -> None:
     path = write()
     description = made().description()
     path.unlink()
@@ -729,15 +729,15 @@ def test_files_go_along_to_where_they_are_not(write: Write, tmp_path: Path, monk
     assert inside(made()).body.out_features == 7
 
 
-def test_luggage_of_a_missing_file_is_told_where_the_run_is_started(write: Write) -> None:
+def test_a_code_bundle_with_a_missing_file_fails_where_the_run_starts(write: Write) -> None:
     with pytest.raises(UnknownName, match=r"no model/customnet\.py"):
         Luggage.of(models=["customnet"])
     assert Luggage.of(models=["mine_module:Net"]).models == ()
 
 
 def test_files_are_plain_values() -> None:
-    assert Files("a", "/x", {"a": "1"}).package == Files("a", "/x", {"a": "1"}).package
-    assert Files("a", "/x", {"a": "1"}).package != Files("a", "/x", {"a": "2"}).package
+    assert ModelFiles("a", "/x", {"a": "1"}).package == ModelFiles("a", "/x", {"a": "1"}).package
+    assert ModelFiles("a", "/x", {"a": "1"}).package != ModelFiles("a", "/x", {"a": "2"}).package
 
 
 def test_values_and_probabilities_are_kinds_of_one_class(write: Write) -> None:

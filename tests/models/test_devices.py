@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from ludus.errors import ConfigError
-from ludus.models.devices import CPU, DevicePolicy, acting_on, learner_device, learning_on, named_device, to_device
+from ludus.models.devices import CPU, DevicePolicy, copy_for_acting, copy_for_learning, learner_device, named_device, to_device
 from tests.algorithms.experience import policy_for
 
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without accelerators")
 
 
-def test_nothing_said_means_the_cpu() -> None:
+def test_the_default_device_is_the_cpu() -> None:
     assert learner_device("auto", 0) == CPU
     assert learner_device("cpu", 0) == CPU
     assert named_device("cpu", "inference_device") == CPU
@@ -21,13 +21,13 @@ def test_nothing_said_means_the_cpu() -> None:
 @WITHOUT
 @pytest.mark.parametrize("name", ["auto", "cpu"])
 def test_accelerators_that_are_not_there_are_refused_with_a_remedy(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"num_gpus is 1, and PyTorch finds no GPU on this machine.*--num-gpus 0"):
+    with pytest.raises(ConfigError, match=r"num_gpus is 1, but PyTorch finds no GPU on this machine.*--num-gpus 0"):
         learner_device(name, 1)
 
 
 @WITHOUT
 def test_a_device_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="learner_device is 'cuda:1', and PyTorch finds 0"):
+    with pytest.raises(ConfigError, match="learner_device is 'cuda:1', but PyTorch finds 0"):
         learner_device("cuda:1", 0)
 
 
@@ -59,7 +59,7 @@ def test_a_policy_elsewhere_decides_as_one_here(kind: str) -> None:
 
 def test_on_the_cpu_nothing_is_copied() -> None:
     policy, x = policy_for("mlp"), torch.ones(3)
-    assert acting_on(policy, CPU) is policy
-    assert learning_on(policy, CPU) is policy
+    assert copy_for_acting(policy, CPU) is policy
+    assert copy_for_learning(policy, CPU) is policy
     assert to_device(x, CPU) is x
     assert policy.device == CPU

@@ -154,7 +154,7 @@ def assert_frequencies(drawn_T: Tensor, p: Tensor) -> None:
     assert ((frequency - p).abs() <= SIGMAS * error + 1e-9).all(), (frequency, p)
 
 
-def test_choices_come_as_often_as_their_probability_says() -> None:
+def test_choice_frequencies_match_their_probability() -> None:
     distribution = make_distribution(gs.MultiDiscrete([4, 3]))
     logits = torch.tensor([0.0, 1.0, -2.0, 0.5, 3.0, -1.0, 0.0])
     noise = distribution.noise((DRAWS,), torch.Generator().manual_seed(0))
@@ -169,7 +169,7 @@ def test_parts_of_a_choice_are_drawn_independently() -> None:
     assert_frequencies(torch.nn.functional.one_hot(2 * action[0] + action[1], 4), torch.full((4,), 0.25))
 
 
-def test_bits_come_as_often_as_their_probability_says() -> None:
+def test_bit_frequencies_match_their_probability() -> None:
     distribution = make_distribution(gs.MultiBinary(4))
     logits = torch.tensor([-4.0, -0.5, 0.0, 2.0])
     noise = distribution.noise((DRAWS,), torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ludus.core.tree import Array
 from ludus.errors import IncompatibleCheckpoint, UsageError
 from ludus.models.inference.batched_policy import BatchedPolicy
-from ludus.models.inference.engine import Engine, Inference, Newest, stacked
+from ludus.models.inference.engine import EnginePolicySource, Inference, InferenceEngine, stack_rows
 from ludus.models.policy import Policy
 from ludus.models.weights import module_spec
 
@@ -226,7 +226,7 @@ def test_a_misfit_names_what_was_given_and_what_is_taken() -> None:
         Inference(Double(), ONE).call(np.zeros(4))
 
 
-def test_without_declared_inputs_those_of_one_shape_share_a_batch_and_a_bad_one_harms_nobody_else() -> None:
+def test_undeclared_inputs_of_one_shape_share_a_batch_and_a_bad_one_fails_alone() -> None:
     inference = Inference(nn.Linear(3, 2))
 
     async def play() -> list[Any]:
@@ -247,7 +247,7 @@ def test_ever_new_shapes_do_not_pile_up() -> None:
             assert (await inference.forward(np.ones(n, np.float32))).shape == (n,)
 
     asyncio.run(play())
-    assert sum(len(lanes) for lanes in inference._lanes.values()) <= 64
+    assert sum(len(lanes) for lanes in inference._batchers.values()) <= 64
 
 
 class Failing(nn.Module):
@@ -428,7 +428,7 @@ def test_a_policy_on_a_board_follows_it() -> None:
             return self.now, learner.weights()
 
     versions = Follow()
-    deciding = BatchedPolicy(Newest(Engine(Policy(*spaces), versions)), deterministic=True)
+    deciding = BatchedPolicy(EnginePolicySource(InferenceEngine(Policy(*spaces), versions)), deterministic=True)
 
     async def value() -> tuple[float, int]:
         decision = await deciding.decide(row(0.5))
@@ -447,13 +447,13 @@ def test_a_policy_on_a_board_follows_it() -> None:
 
     asyncio.run(play())
     with pytest.raises(UsageError, match="does not choose actions"):
-        Newest(Engine(Double()))
+        EnginePolicySource(InferenceEngine(Double()))
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3), (0,)])
 def test_stacking_is_what_numpy_does(shape: tuple[int, ...]) -> None:
     rows = [np.random.default_rng(i).standard_normal(shape).astype(np.float32) for i in range(5)]
-    np.testing.assert_array_equal(stacked(rows), np.stack(rows))
+    np.testing.assert_array_equal(stack_rows(rows), np.stack(rows))
 
 
 def test_a_batch_size_of_nothing_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Layers over parts that stand side by side, against the plain form: join them, then go through the layers."""
+"""Layers over parts that stand side by side, against the plain form: join them, then go apply_mlp the layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludus.models.layers import mlp, through
+from ludus.models.layers import apply_mlp, mlp
 
 WIDE = 400
 
@@ -22,7 +22,7 @@ def test_parts_side_by_side_are_one_input(activation: str, hiddens: list[int], l
 
     def gradients(split: bool) -> tuple[Tensor, ...]:
         parts = [part.clone().requires_grad_(needed) for part, needed in zip(joined.split(widths, -1), learned, strict=True)]
-        out = through(layers, parts) if split else layers(torch.cat(parts, dim=-1))
+        out = apply_mlp(layers, parts) if split else layers(torch.cat(parts, dim=-1))
         wanted = [*layers.parameters(), *(part for part in parts if part.requires_grad)]
         if not wanted:
             return (out,)
@@ -37,7 +37,7 @@ def test_what_was_observed_leads_to_no_product_of_gradients() -> None:
     layers = mlp(8 + WIDE, [16], "relu")
     features, seen = torch.randn(32, 8, requires_grad=True), torch.randn(32, WIDE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        through(layers, [features, seen]).sum().backward()
+        apply_mlp(layers, [features, seen]).sum().backward()
     products = {tuple(map(tuple, event.input_shapes[:2])) for event in profile.events() if event.name == "aten::mm"}
     assert products, "the profiler has seen nothing"
     assert not any(((32, 16), (16, width)) in products for width in (WIDE, 8 + WIDE))

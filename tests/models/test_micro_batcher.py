@@ -12,7 +12,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.models.inference.micro_batcher import Answer, Batcher
+from ludus.models.inference.micro_batcher import BatchFuture, MicroBatcher
 
 Batches = list[list[int]]
 
@@ -29,18 +29,18 @@ def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return run
 
 
-def doubling(max_batch_size: int = 256) -> tuple[Batcher[int, int], Batches]:
+def doubling(max_batch_size: int = 256) -> tuple[MicroBatcher[int, int], Batches]:
     batches: Batches = []
 
     def run(rows: list[int]) -> list[int]:
         batches.append(list(rows))
         return [2 * row for row in rows]
 
-    return Batcher(run, max_batch_size), batches
+    return MicroBatcher(run, max_batch_size), batches
 
 
 @on_loop
-async def test_what_is_asked_in_one_turn_is_one_batch_and_everybody_gets_his_own() -> None:
+async def test_requests_of_one_turn_are_one_batch_with_a_result_each() -> None:
     batcher, batches = doubling()
     assert await asyncio.gather(*(batcher.submit(row) for row in range(50))) == [2 * row for row in range(50)]
     assert batches == [list(range(50))]
@@ -118,13 +118,13 @@ async def test_a_caller_that_is_cancelled_leaves_the_batch_unharmed() -> None:
 
 
 @on_loop
-async def test_an_error_reaches_every_caller_of_that_batch_and_nobody_else() -> None:
+async def test_an_error_reaches_every_caller_of_that_batch_only() -> None:
     def run(rows: list[int]) -> list[int]:
         if 13 in rows:
             raise ArithmeticError("the model failed")
         return rows
 
-    batcher = Batcher(run)
+    batcher = MicroBatcher(run)
     found = await asyncio.gather(*(batcher.submit(row) for row in (1, 13, 2)), return_exceptions=True)
     assert [str(error) for error in found] == ["the model failed"] * 3
     assert all(isinstance(error, ArithmeticError) for error in found)
@@ -135,7 +135,7 @@ async def test_an_error_reaches_every_caller_of_that_batch_and_nobody_else() -> 
 def test_a_wrong_number_of_results_is_an_error_for_every_caller(results: Sequence[int]) -> None:
     @on_loop
     async def check() -> None:
-        batcher: Batcher[int, int] = Batcher(lambda rows: results)
+        batcher: MicroBatcher[int, int] = MicroBatcher(lambda rows: results)
         found = await asyncio.gather(batcher.submit(1), batcher.submit(2), return_exceptions=True)
         assert [str(error) for error in found] == [f"A batch of 2 rows came back with {len(results)} results."] * 2
 
@@ -153,7 +153,7 @@ async def test_rows_that_come_while_a_batch_runs_are_in_the_next() -> None:
             later.append(batcher.submit(2))
         return rows
 
-    batcher = Batcher(run)
+    batcher = MicroBatcher(run)
     assert await batcher.submit(1) == 1
     assert await later[0] == 2
     assert batches == [[1], [2]]
@@ -167,7 +167,7 @@ async def test_the_list_that_a_batch_gets_is_its_own() -> None:
         kept.append(rows)
         return rows
 
-    batcher = Batcher(run, max_batch_size=2)
+    batcher = MicroBatcher(run, max_batch_size=2)
     await asyncio.gather(*(batcher.submit(row) for row in range(5)))
     await batcher.submit(9)
     assert kept == [[0, 1], [2, 3], [4], [9]]
@@ -175,7 +175,7 @@ async def test_the_list_that_a_batch_gets_is_its_own() -> None:
 
 class Waiter:
     def __init__(self, answer: asyncio.Future[int]) -> None:
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, BatchFuture)
         self.answer, self.seen = answer, list[Any]()
         answer.waiter = self
 
@@ -186,7 +186,7 @@ class Waiter:
 
 @on_loop
 async def test_a_waiter_is_resumed_once_with_its_result_or_error() -> None:
-    batcher: Batcher[int, float] = Batcher(lambda rows: [1 / row for row in rows])
+    batcher: MicroBatcher[int, float] = MicroBatcher(lambda rows: [1 / row for row in rows])
     good = Waiter(batcher.submit(2))  # type: ignore[arg-type]
     await asyncio.sleep(0.01)
     assert good.seen == [0.5]

@@ -42,7 +42,7 @@ class Moody(nn.Module):
         self.layer = nn.Linear(1, Moody.built)
 
 
-def rebuilt(described: module_spec.Described) -> nn.Module:
+def rebuilt(described: module_spec.DescribedModule) -> nn.Module:
     return module_spec.build(json.loads(json.dumps(described.description)))
 
 
@@ -89,7 +89,7 @@ class Unsaid(Policy):
         ("tests.models.test_module_spec:Plain", (), "not a torch module", "torch.nn.Module"),
         (Plain(4), (), "another network: layer", "model_args"),
         (Moody(), (), "another network", "model_args"),
-        (Plain, (np.float32(3),), "cannot be written down", "numbers, strings"),
+        (Plain, (np.float32(3),), "cannot be stored as JSON", "numbers, strings"),
         (Unsaid(gym.spaces.Discrete(2), gym.spaces.Discrete(2)), (), "another class", "description"),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_class_inside_a_function_is_refused() -> None:
     assert "top level" in caught.value.hint
 
 
-def test_a_class_that_is_not_where_it_says_is_refused() -> None:
+def test_a_class_with_a_wrong_module_is_rejected() -> None:
     moved = type("Plain", (nn.Module,), {"__module__": __name__, "__qualname__": "Plain"})
     with pytest.raises(UsageError, match="another object"):
         module_spec.describe(moved())
@@ -123,7 +123,7 @@ def test_a_class_of_the_program_itself_is_found_by_its_file(tmp_path: Path) -> N
     assert module_spec.describe(net()).description["class"] == f"{script}:Net"
     with pytest.raises(UnknownName, match="no class 'Other'"):
         module_spec.find_class(f"{script}:Other")
-    with pytest.raises(UnknownName, match="not there any more"):
+    with pytest.raises(UnknownName, match="no longer exists"):
         module_spec.find_class(f"{tmp_path}/gone.py:Net")
 
 
@@ -136,7 +136,7 @@ def test_a_class_called_main_belongs_to_the_launching_script(tmp_path: Path) -> 
         module_spec.describe(cls, main_file="<stdin>")
 
 
-def test_a_script_that_launches_while_it_is_only_searched_for_a_class_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_launches_while_searched_for_a_class_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text("import ludus\nludus.init()\n")
     trust.add_project(tmp_path)

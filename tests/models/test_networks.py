@@ -140,13 +140,13 @@ def test_no_entity_at_all_is_zero_with_finite_gradients() -> None:
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_whom_a_pointer_may_not_mean_is_hidden_in_half_precision_too(half: torch.dtype) -> None:
+def test_pointer_masks_also_hold_in_half_precision(half: torch.dtype) -> None:
     encoder, pointer = EntityEncoder(3, 16), Pointer(8, 16, 2)
     present = torch.tensor([[True, False, True, False, True], [False] * 4 + [True]])
     allowed = torch.rand(2, 2, 5) < 0.5
     with torch.no_grad(), torch.autocast("cpu", half):
-        crowd = encoder.crowd(torch.randn(2, 5, 3), present)
-        logits = pointer(torch.randn(2, 8), crowd, allowed).unflatten(-1, (2, 5))
+        encode_entities = encoder.encode_entities(torch.randn(2, 5, 3), present)
+        logits = pointer(torch.randn(2, 8), encode_entities, allowed).unflatten(-1, (2, 5))
     assert torch.isfinite(logits).all(), "what hides them has to be a number that half precision does not have"
     assert (logits[~allowed] < -1e6).all()
     assert (logits[allowed & present[:, None]].abs() < 1e3).all()
@@ -436,7 +436,7 @@ def test_a_network_of_no_hidden_layers_is_linear() -> None:
     torch.testing.assert_close(network(x, (), None)[0], nn.functional.linear(x, network.head.weight, network.head.bias))
 
 
-def test_value_and_policy_share_their_layers_when_told_or_when_recurrent() -> None:
+def test_value_and_policy_share_layers_if_configured_or_recurrent() -> None:
     vector = gs.Box(-1, 1, (4,))
     assert Network(vector, 2, NetworkConfig(vf_share_layers=True)).value_trunk is None
     assert Network(vector, 2, NetworkConfig(core="gru")).value_trunk is None
@@ -445,7 +445,7 @@ def test_value_and_policy_share_their_layers_when_told_or_when_recurrent() -> No
         Network(vector, 2, NetworkConfig(core="gru", vf_share_layers=False))
 
 
-def test_a_two_dimensional_box_is_a_list_of_entities_only_beside_its_mask() -> None:
+def test_a_two_dimensional_box_is_an_entity_set_only_with_its_mask() -> None:
     assert len(Network(ENTITIES, 2, NetworkConfig()).trunk.sets) == 1
     alone = gs.Dict({"units": gs.Box(-1, 1, (4, 3)), "units_mask": gs.MultiBinary(3)})
     network = Network(alone, 2, NetworkConfig())
@@ -456,7 +456,7 @@ def test_a_two_dimensional_box_is_a_list_of_entities_only_beside_its_mask() -> N
 def test_pictures_arranged_for_learning_give_the_same_features(lead: tuple[int, ...]) -> None:
     space = gs.Dict({"a": gs.Tuple((gs.Box(0, 255, (4, 40, 44), np.uint8),)), "b": gs.Box(-1, 1, (2,))})
     network, seen = Network(space, 3, NetworkConfig()), observations(space, *lead)
-    arranged = network.arranged(seen)
-    assert arranged["a"][0].shape == (*lead, 40, 44, 4)
-    for mine, theirs in zip(network(arranged, (), None)[:2], network(seen, (), None)[:2], strict=True):
+    to_network_layout = network.to_network_layout(seen)
+    assert to_network_layout["a"][0].shape == (*lead, 40, 44, 4)
+    for mine, theirs in zip(network(to_network_layout, (), None)[:2], network(seen, (), None)[:2], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)

@@ -23,7 +23,7 @@ from ludus.core import plugins
 from ludus.core.tree import map_tree
 from ludus.errors import Damaged, IncompatibleCheckpoint, MissingExtra, UsageError
 from ludus.models.autoregressive_actions import Branch
-from ludus.models.centralized_critic import actor_of, plain
+from ludus.models.centralized_critic import actor_policy, without_critic
 from ludus.models.export import onnx_export, parity
 from ludus.models.export.quantize import quantize
 from ludus.models.inference.onnx_policy import OnnxModule, OnnxPolicy
@@ -154,10 +154,10 @@ def test_of_a_policy_with_a_centralised_value_the_actor_is_exported() -> None:
     whole = spaces.Dict({"observation": AIMED, "state": spaces.Box(-1, 1, (7,))})
     torch.manual_seed(0)
     trained = Policy(whole, action, replace(config, central=True), normalise_observations=True)
-    description, weights = plain(trained.description(), trained.weights())
+    description, weights = without_critic(trained.description(), trained.weights())
     stored = Policy.from_description(json.loads(json.dumps(description)))
     stored.load_weights(weights)
-    model = onnx_export.export_policy(actor_of(trained))
+    model = onnx_export.export_policy(actor_policy(trained))
     assert OnnxPolicy(model).observation_space == AIMED
     report = parity.verify(stored, model)
     assert report.passed, report.reasons
@@ -192,7 +192,7 @@ def test_every_weight_is_an_initialiser_and_can_be_exchanged(kind: str) -> None:
     assert np.abs(theirs.value - OnnxPolicy(model).act(seen).value).max() > 1e-3
 
 
-def test_a_file_names_its_inputs_and_outputs_and_says_what_it_is(kind: str) -> None:
+def test_an_exported_file_names_its_inputs_outputs_and_metadata(kind: str) -> None:
     policy, model = made(kind), traced(kind)
     graph = onnx.load_from_string(model).graph
     assert [item.name for item in graph.input] == list(onnx_export.policy_inputs(policy))
@@ -374,7 +374,7 @@ def test_in_int8_a_strange_row_does_not_change_the_others(kind: str, size: float
     exported, rng = OnnxPolicy(eight(kind)), np.random.default_rng(0)
     seen = parity.random_observations(exported.observation_space, 64, rng)
     usual = exported.outputs(seen, (), None, None)
-    strange = parity._made_strange(exported.observation_space, seen, np.array([63]), size)
+    strange = parity._make_extreme(exported.observation_space, seen, np.array([63]), size)
     among = exported.outputs(strange, (), None, None)
     for name, array in usual.items():
         np.testing.assert_allclose(among[name][:63], array[:63], rtol=1e-4, atol=1e-5, err_msg=name)
@@ -425,7 +425,7 @@ def test_weights_that_are_not_numbers_are_not_quantised() -> None:
     policy = made("mlp")
     with torch.no_grad():
         dict(policy.named_parameters())["network.trunk.dense.1.weight"][0, 0] = float("nan")
-    with pytest.raises(Damaged, match="not a number"):
+    with pytest.raises(Damaged, match="not finite"):
         quantize(onnx_export.with_weights(traced("mlp"), policy.weights()), parity.calibration_of(policy))
 
 
@@ -469,14 +469,14 @@ def test_any_module_keeps_its_structure() -> None:
     ]
 
 
-class Branching(nn.Module):
+class AutoregressiveDistribution(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if x.sum() > 0 else x
 
 
 def test_a_module_that_cannot_be_traced_is_refused() -> None:
     with pytest.raises(UsageError, match=r"cannot be written as ONNX.*torch\.where"):
-        onnx_export.export_module(Branching(), modules.inputs_of((np.zeros(2, np.float32),), {}))
+        onnx_export.export_module(AutoregressiveDistribution(), modules.inputs_of((np.zeros(2, np.float32),), {}))
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime", "onnxscript"])

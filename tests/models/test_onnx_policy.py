@@ -19,9 +19,9 @@ from ludus.errors import Damaged, MissingExtra, UsageError
 from ludus.models.export import onnx_export, parity
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.inference.onnx_policy import OnnxPolicy
-from ludus.models.policy import Acted, Policy
+from ludus.models.policy import BatchDecision, Policy
 from ludus.models.weights import serialization
-from ludus.serving.release import Part, Release, read, warm, write
+from ludus.serving.release import Release, ReleasedModel, read, warm_up, write
 from tests.models.test_onnx_export import made, one_layer, traced
 
 LSTM = "lstm, entities, hybrid"
@@ -35,7 +35,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def check_same(mine: Acted, theirs: Acted) -> None:
+def check_same(mine: BatchDecision, theirs: BatchDecision) -> None:
     for (path, a), (other, b) in zip(leaves(tuple(mine)), leaves(tuple(theirs)), strict=True):
         assert (path, a.dtype, a.shape) == (other, b.dtype, b.shape)
         np.testing.assert_allclose(a, b, atol=1e-4, err_msg=path)
@@ -132,12 +132,12 @@ def test_an_exported_policy_answers_sessions() -> None:
 
 
 @pytest.mark.parametrize("exported", [False, True])
-def test_a_release_has_made_its_first_decisions_before_anybody_plays(exported: bool, tmp_path: Path) -> None:
+def test_a_release_is_warmed_up_before_it_serves(exported: bool, tmp_path: Path) -> None:
     policy = made("mlp")
-    part = Part(json.dumps(policy.description()).encode(), serialization.encode_weights(policy.weights()), 7)
+    part = ReleasedModel(json.dumps(policy.description()).encode(), serialization.encode_weights(policy.weights()), 7)
     artefacts = {"it": traced("mlp")} if exported else None
     write(Release(7, {"": "it"}, {"it": part}), tmp_path / "release", artefacts)
-    player = read(tmp_path / "release", values=False).players["it"]
+    player = read(tmp_path / "release", values=False).policies["it"]
     assert isinstance(player, OnnxPolicy if exported else Policy)
     if isinstance(player, OnnxPolicy):
         assert player._defaults.keys() == {1, 8, 64}  # inputs that were left out, by batch size
@@ -145,11 +145,11 @@ def test_a_release_has_made_its_first_decisions_before_anybody_plays(exported: b
     class Counting(Policy):
         sizes: ClassVar[list[int]] = []
 
-        def act(self, observation: Any, *rest: Any) -> Acted:
+        def act(self, observation: Any, *rest: Any) -> BatchDecision:
             self.sizes.append(len(observation))
             return super().act(observation, *rest)
 
-    warm(Counting(policy.observation_space, policy.action_space))
+    warm_up(Counting(policy.observation_space, policy.action_space))
     assert Counting.sizes == [1, 8, 64]
 
 

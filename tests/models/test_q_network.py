@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludus.models.distributions import EpsilonGreedy, make_values
+from ludus.models.distributions import EpsilonGreedy, make_q_distribution
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import VALUES, Policy
 
@@ -28,7 +28,7 @@ def test_without_noise_the_best_allowed_action_is_taken() -> None:
         assert greedy(1.0).sample(worth, mask, noise)[0].tolist() == [2, 0]
 
 
-def test_actions_come_as_often_as_their_log_probability_says() -> None:
+def test_action_frequencies_match_their_log_probability() -> None:
     """20,000 draws for each of two rows, one of them masked: within five deviations of ε/n, and 1 − ε + ε/n for the best."""
     chooser, draws = greedy(0.3), 20_000
     worth = torch.tensor([[0.0, 2.0, 1.0, -1.0], [9.0, 1.0, 5.0, 3.0]]).repeat_interleave(draws, 0)
@@ -65,11 +65,11 @@ def test_a_greedy_policy_has_finite_log_probabilities() -> None:
 
 
 def test_actions_are_shifted_to_where_their_space_begins() -> None:
-    chooser = make_values(gym.spaces.Discrete(3, start=-1))
+    chooser = make_q_distribution(gym.spaces.Discrete(3, start=-1))
     assert chooser.to_environment(np.array([0, 2])).tolist() == [-1, 1]
 
 
-def test_an_observation_is_worth_its_best_allowed_action() -> None:
+def test_the_state_value_is_that_of_the_best_allowed_action() -> None:
     policy = Policy(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(3), NetworkConfig(dueling=True), kind=VALUES)
     seen, mask = torch.randn(7, 4), torch.tensor([[True, False, True]]).expand(7, 3)
     worth = policy.action_values(seen)

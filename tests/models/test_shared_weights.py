@@ -19,21 +19,21 @@ from torch import nn
 from ludus.core.tree import Array
 from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, StoreError, StoreFull
 from ludus.models.policy import Policy
-from ludus.models.weights.shared_weights import Board, BoardReader, stage
+from ludus.models.weights.shared_weights import SharedWeights, SharedWeightsReader, stage
 from tests.transport.killing import forked, reap
 
-Publish = Callable[[Board, int], None]
+Publish = Callable[[SharedWeights, int], None]
 
 
 def weights(value: float) -> dict[str, Array]:
     return {"w": np.full((64, 33), value, np.float32), "n": np.full((), value, np.int64), "flag": np.array([value > 1])}
 
 
-def publish(board: Board, version: int) -> None:
+def publish(board: SharedWeights, version: int) -> None:
     board.publish(version, stage(board.directory, weights(version)))
 
 
-def publish_copy(board: Board, version: int) -> None:
+def publish_copy(board: SharedWeights, version: int) -> None:
     board.publish(version, weights(version))
 
 
@@ -42,8 +42,8 @@ both_ways = pytest.mark.parametrize("publish", [publish, publish_copy])
 
 @both_ways
 def test_a_reader_sees_what_was_published_exactly(tmp_path: Path, publish: Publish) -> None:
-    board = Board(tmp_path / "b")
-    reader = BoardReader(tmp_path / "b")
+    board = SharedWeights(tmp_path / "b")
+    reader = SharedWeightsReader(tmp_path / "b")
     assert reader.version == 0
     publish(board, 7)
     assert reader.version == 7
@@ -56,9 +56,9 @@ def test_a_reader_sees_what_was_published_exactly(tmp_path: Path, publish: Publi
 
 @both_ways
 def test_arrays_that_were_read_never_change(tmp_path: Path, publish: Publish) -> None:
-    board = Board(tmp_path)
+    board = SharedWeights(tmp_path)
     publish(board, 1)
-    held = BoardReader(tmp_path).read()[1]
+    held = SharedWeightsReader(tmp_path).read()[1]
     for version in range(2, 12):
         publish(board, version)
     np.testing.assert_array_equal(held["w"], weights(1)["w"])
@@ -67,7 +67,7 @@ def test_arrays_that_were_read_never_change(tmp_path: Path, publish: Publish) ->
 
 
 def test_only_the_newest_files_are_kept(tmp_path: Path) -> None:
-    board = Board(tmp_path)
+    board = SharedWeights(tmp_path)
     for version in range(1, 6):
         publish(board, version)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["000000000004.safetensors", "000000000005.safetensors", "version"]
@@ -75,21 +75,21 @@ def test_only_the_newest_files_are_kept(tmp_path: Path) -> None:
 
 @both_ways
 def test_versions_only_grow(tmp_path: Path, publish: Publish) -> None:
-    board = Board(tmp_path)
+    board = SharedWeights(tmp_path)
     publish(board, 3)
     with pytest.raises(StoreError, match="does not come after 3"):
         publish(board, 3)
     assert board.version == 3
 
 
-def test_a_board_that_is_gone_says_so(tmp_path: Path) -> None:
+def test_missing_shared_weights_are_reported(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no weights"):
-        BoardReader(tmp_path / "nowhere")
-    board = Board(tmp_path)
+        SharedWeightsReader(tmp_path / "nowhere")
+    board = SharedWeights(tmp_path)
     publish(board, 1)
     (tmp_path / "000000000001.safetensors").unlink()
     with pytest.raises(NotFound, match="version 1"):
-        BoardReader(tmp_path).read()
+        SharedWeightsReader(tmp_path).read()
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @both_ways
 def test_no_reader_in_any_process_ever_sees_half_a_version(tmp_path: Path, publish: Publish) -> None:
     """One writer that keeps a single file, so that readers lose the race as often as possible; two forked readers."""
-    board = Board(tmp_path, keep=1)
+    board = SharedWeights(tmp_path, keep=1)
     publish(board, 1)
     last = 400
     children = []
@@ -120,13 +120,13 @@ def test_no_reader_in_any_process_ever_sees_half_a_version(tmp_path: Path, publi
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0]
 
 
-def _publish_all(board: Board, last: int, publish: Publish) -> None:
+def _publish_all(board: SharedWeights, last: int, publish: Publish) -> None:
     for version in range(2, last + 1):
         publish(board, version)
 
 
 def _reads_whole_versions(directory: Path, last: int) -> bool:
-    reader, seen = BoardReader(directory), 0
+    reader, seen = SharedWeightsReader(directory), 0
     while seen < last:
         version, read = reader.read()
         if version < seen or not (read["w"] == version).all() or read["n"] != version:
@@ -163,8 +163,8 @@ def test_weights_are_loaded_into_a_model_in_place_with_its_buffers(tmp_path: Pat
     space = gym.spaces.Box(-1, 1, (4,), np.float32)
     learner, actor = (Policy(space, gym.spaces.Discrete(3), normalise_observations=True) for _ in range(2))
     learner.update_normaliser(torch.randn(10, 4))
-    board = Board(tmp_path, learner.weights())
-    reader = BoardReader(tmp_path)
+    board = SharedWeights(tmp_path, learner.weights())
+    reader = SharedWeightsReader(tmp_path)
     parameter = next(actor.parameters())
     with pytest.raises(NotFound, match="version 0"):
         reader.load_into(actor)
@@ -177,16 +177,16 @@ def test_weights_are_loaded_into_a_model_in_place_with_its_buffers(tmp_path: Pat
 
 
 def test_what_is_published_is_a_copy(tmp_path: Path) -> None:
-    board, model, twin = Board(tmp_path), Large(1, 10), Large(0, 10)
+    board, model, twin = SharedWeights(tmp_path), Large(1, 10), Large(0, 10)
     board.publish(1, model)
     with torch.no_grad():
         model.first.fill_(5)
-    assert BoardReader(tmp_path).load_into(twin) == 1
+    assert SharedWeightsReader(tmp_path).load_into(twin) == 1
     assert twin.number() == 1
 
 
 def test_one_board_may_be_published_to_in_both_ways(tmp_path: Path) -> None:
-    board, reader, model = Board(tmp_path), BoardReader(tmp_path), Large(0, 10)
+    board, reader, model = SharedWeights(tmp_path), SharedWeightsReader(tmp_path), Large(0, 10)
     for version in range(1, 10):
         given = Large(version, 10)
         board.publish(version, given if version % 3 else stage(tmp_path, arrays_of(given)))
@@ -198,7 +198,7 @@ def test_one_board_may_be_published_to_in_both_ways(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
-    board, reader, other = Board(tmp_path, arrays_of(Large(0, 10))), BoardReader(tmp_path), Large(7, 11)
+    board, reader, other = SharedWeights(tmp_path, arrays_of(Large(0, 10))), SharedWeightsReader(tmp_path), Large(7, 11)
     board.publish(1, Large(1, 10))
     with pytest.raises(IncompatibleCheckpoint, match="first is float32"):
         board.publish(2, other)
@@ -210,8 +210,8 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
 def test_a_new_writer_goes_on_where_the_one_before_was(tmp_path: Path) -> None:
     reader, model = None, Large(0, 10)
     for version in range(1, 8):
-        Board(tmp_path).publish(version, Large(version, 10))
-        reader = reader or BoardReader(tmp_path)
+        SharedWeights(tmp_path).publish(version, Large(version, 10))
+        reader = reader or SharedWeightsReader(tmp_path)
         assert reader.load_into(model) == version == model.number()
 
 
@@ -220,8 +220,8 @@ def test_no_room_for_the_slots_is_an_error(tmp_path: Path) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        with pytest.raises(StoreFull, match="Cannot take"):
-            Board(tmp_path, arrays_of(Large()))
+        with pytest.raises(StoreFull, match="Cannot allocate"):
+            SharedWeights(tmp_path, arrays_of(Large()))
         assert [p.name for p in tmp_path.iterdir()] == ["version"]
 
     assert reap(_forked(large)) == 0
@@ -231,19 +231,19 @@ def test_no_room_for_the_slots_is_an_error(tmp_path: Path) -> None:
     "damage", [lambda d: b"X" + d[1:], lambda d: d[:30] + b"#" + d[31:], lambda d: d[:5000], lambda d: d[:4]]
 )
 def test_damaged_slots_are_noticed(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    Board(tmp_path).publish(1, Large(1, 10))
+    SharedWeights(tmp_path).publish(1, Large(1, 10))
     (tmp_path / "slots").write_bytes(damage((tmp_path / "slots").read_bytes()))
     with pytest.raises(Damaged, match="slots"):
-        BoardReader(tmp_path).read()
+        SharedWeightsReader(tmp_path).read()
 
 
 def test_a_reader_that_is_overtaken_reads_again(tmp_path: Path) -> None:
     """Three readers load as fast as they can while a writer writes as fast as it can."""
-    board, last = Board(tmp_path), 600
+    board, last = SharedWeights(tmp_path), 600
     board.publish(1, Large(1))
 
     def load() -> None:
-        reader, model, seen = BoardReader(tmp_path), Large(), 0
+        reader, model, seen = SharedWeightsReader(tmp_path), Large(), 0
         while seen < last:
             version = reader.load_into(model)
             assert version == model.number()
@@ -261,10 +261,10 @@ def test_a_reader_that_is_overtaken_reads_again(tmp_path: Path) -> None:
 
 def test_a_writer_that_is_killed_leaves_the_version_before(tmp_path: Path) -> None:
     moments, reader, model = random.Random(3), None, Large()
-    Board(tmp_path).publish(1, Large(1))
+    SharedWeights(tmp_path).publish(1, Large(1))
     for _ in range(15):
         pid = _forked(lambda: _publish_for_ever(tmp_path))
-        reader = reader or BoardReader(tmp_path)
+        reader = reader or SharedWeightsReader(tmp_path)
         before, end = reader.version, time.monotonic() + 30
         while reader.version == before and time.monotonic() < end:
             time.sleep(0.0005)
@@ -276,7 +276,7 @@ def test_a_writer_that_is_killed_leaves_the_version_before(tmp_path: Path) -> No
 
 
 def _publish_for_ever(directory: Path) -> None:
-    board, model = Board(directory), Large()
+    board, model = SharedWeights(directory), Large()
     while True:
         version = board.version + 1
         for tensor in model.state_dict().values():

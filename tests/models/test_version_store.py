@@ -17,7 +17,7 @@ from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import (
     RESERVED_BLOCK,
-    LocalPool,
+    LocalVersionStore,
     claims_after,
     load_version,
     newest_claim,
@@ -31,13 +31,13 @@ def a_policy() -> Policy:
     return Policy(gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(2))
 
 
-def opened(path: Path) -> LocalPool:
-    pool = LocalPool(LocalStore(path))
+def opened(path: Path) -> LocalVersionStore:
+    pool = LocalVersionStore(LocalStore(path))
     pool.add("model", a_policy())
     return pool
 
 
-def publish_a_block(pool: LocalPool) -> None:
+def publish_a_block(pool: LocalVersionStore) -> None:
     for _ in range(RESERVED_BLOCK):
         pool.publish("model")
 
@@ -64,7 +64,7 @@ def test_a_kept_version_is_a_policy_of_its_own(tmp_path: Path) -> None:
         assert (value == before[name]).all()
 
 
-def test_forgotten_versions_are_gone(tmp_path: Path) -> None:
+def test_deleted_versions_are_gone(tmp_path: Path) -> None:
     pool = opened(tmp_path)
     first = pool.keep("model")
     second = pool.publish("model")
@@ -85,9 +85,9 @@ def test_a_checkpoint_cannot_name_a_class_of_its_own(tmp_path: Path) -> None:
 # -- claims -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_says_who_made_it_and_from_where(tmp_path: Path) -> None:
+def test_a_claim_names_its_owner_and_origin(tmp_path: Path) -> None:
     assert newest_claim(LocalStore(tmp_path), "model") is None
-    pool = LocalPool(LocalStore(tmp_path), {"from": "000012"})
+    pool = LocalVersionStore(LocalStore(tmp_path), {"from": "000012"})
     pool.add("model", a_policy())
     pool.confirm()
     said = json.loads(LocalStore(tmp_path).get("models/model/incarnations/000001"))
@@ -105,32 +105,32 @@ def test_claims_of_earlier_versions_count_and_say_nothing(tmp_path: Path, conten
     pool = opened(tmp_path)
     assert pool.incarnation("model") == 3
     first = next(claims_after(store, "model", 0))
-    assert (first.number, first.said, first.who) == (1, {}, "another process")
+    assert (first.number, first.content, first.who) == (1, {}, "another process")
     store.put("models/model/incarnations/000004", content)  # an earlier version takes over
     with pytest.raises(Fenced, match=r"incarnation 4, this is 3.*: another process"):
         pool.check()
 
 
-def test_whoever_was_cut_off_stays_so_although_the_claims_are_gone(tmp_path: Path) -> None:
+def test_a_fenced_owner_stays_fenced_after_the_claims_are_deleted(tmp_path: Path) -> None:
     old = opened(tmp_path)
     opened(tmp_path)
     with pytest.raises(Fenced):
         old.check()
     LocalStore(tmp_path).delete("models/model/incarnations/000002")
     with pytest.raises(Fenced):
-        old.look()
+        old.check_recently()
 
 
 def test_a_run_that_was_deleted_is_not_a_run_that_was_taken_over(tmp_path: Path) -> None:
     pool = opened(tmp_path)
     LocalStore(tmp_path).delete("models/model/incarnations/000001")
-    with pytest.raises(StoreUnavailable, match="does not have the claim"):
+    with pytest.raises(StoreUnavailable, match="no longer has the claim"):
         pool.confirm()
     assert LocalStore(tmp_path).list("models/model/incarnations") == [], "and it is not written again"
 
 
 def test_of_two_that_take_over_several_models_one_has_them_all(tmp_path: Path) -> None:
-    first, second = LocalPool(LocalStore(tmp_path)), LocalPool(LocalStore(tmp_path))
+    first, second = LocalVersionStore(LocalStore(tmp_path)), LocalVersionStore(LocalStore(tmp_path))
     first.add("left", a_policy())
     second.add("left", a_policy())
     with pytest.raises(Fenced):
@@ -150,7 +150,7 @@ class _Away(LocalStore):
 
 def test_versions_go_on_while_the_store_is_away_as_far_as_they_are_reserved(tmp_path: Path) -> None:
     store = _Away(tmp_path)
-    pool = LocalPool(store)
+    pool = LocalVersionStore(store)
     pool.add("model", a_policy())
     store.away = True
     while pool.newest("model")[1] < RESERVED_BLOCK:
@@ -175,10 +175,10 @@ def claimed(path: Path, number: int) -> dict[str, Any]:
     return found
 
 
-def test_a_claim_says_from_where_only_after_that_was_found_to_be_still_so(tmp_path: Path) -> None:
+def test_a_claim_names_its_origin_only_after_verification(tmp_path: Path) -> None:
     opened(tmp_path)
     said = list[dict[str, Any]]()
-    pool = LocalPool(LocalStore(tmp_path), {"from": "000001"}, verify=lambda: said.append(claimed(tmp_path, 2)))
+    pool = LocalVersionStore(LocalStore(tmp_path), {"from": "000001"}, verify=lambda: said.append(claimed(tmp_path, 2)))
     pool.add("model", a_policy())
     assert len(said) == 1
     assert "from" not in said[0]
@@ -193,20 +193,20 @@ def test_and_never_if_it_is_not(tmp_path: Path) -> None:
     def refuse() -> None:
         raise StoreUnavailable("There is a newer one.")
 
-    pool = LocalPool(LocalStore(tmp_path), {"from": "000001"}, verify=refuse)
+    pool = LocalVersionStore(LocalStore(tmp_path), {"from": "000001"}, verify=refuse)
     with pytest.raises(StoreUnavailable, match="newer"):
         pool.add("model", a_policy())
     assert "from" not in claimed(tmp_path, 2)
     assert opened(tmp_path).incarnation("model") == 3
 
 
-def test_of_a_run_that_was_deleted_and_begun_anew_the_new_owner_is_the_only_one(tmp_path: Path) -> None:
+def test_a_deleted_and_restarted_run_has_one_owner(tmp_path: Path) -> None:
     old = opened(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     new = opened(tmp_path / "run")
     before = claimed(tmp_path / "run", 1)
-    for attempt in (old.check, old.confirm, old.look, lambda: old.keep("model")):
-        with pytest.raises(Fenced, match="anew"):
+    for attempt in (old.check, old.confirm, old.check_recently, lambda: old.keep("model")):
+        with pytest.raises(Fenced, match="restarted"):
             attempt()
     assert claimed(tmp_path / "run", 1) == before
     new.confirm()
@@ -228,7 +228,7 @@ class _Answers(LocalStore):
 
 
 def test_a_claim_whose_answer_was_lost_is_our_own(tmp_path: Path) -> None:
-    pool = LocalPool(_Answers(tmp_path))
+    pool = LocalVersionStore(_Answers(tmp_path))
     pool.add("model", a_policy())
     assert pool.incarnation("model") == 1
     pool.check()
@@ -238,5 +238,5 @@ def test_a_claim_that_exists_and_is_not_there_leaves_no_gap(tmp_path: Path) -> N
     store = _Answers(tmp_path)
     store.applies = False
     with pytest.raises(StoreUnavailable, match="incarnation 1"):
-        LocalPool(store).add("model", a_policy())
+        LocalVersionStore(store).add("model", a_policy())
     assert store.list("models/model/incarnations") == []

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ludus.errors import WorkerFailed
-from ludus.io.rotating_log import before
+from ludus.io.rotating_log import previous_path
 from ludus.process import identity, procfs
 from ludus.process.commands import command as process
 from ludus.process.commands.command import GameExit, GameProcess, Games
@@ -373,7 +373,7 @@ def test_a_flood_is_read_as_fast_as_it_comes_and_does_not_fill_the_disk(games: G
     ended = games.start([*PYTHON, _FLOOD], log=log, log_bytes=2_000_000).wait(60)
     assert ended is not None
     assert (ended.code, ended.last_lines[-1]) == (0, "that was all")
-    assert not before(log).exists()
+    assert not previous_path(log).exists()
     lines = log.read_text().splitlines()
     dropped = [
         int(found[1].replace(",", "")) for line in lines if (found := re.fullmatch(r"… ([\d,]+) lines \(.*too fast.*", line))

@@ -10,21 +10,21 @@ import msgpack
 import numpy as np
 import pytest
 
-from ludus.core.spaces import Fit, to_json
+from ludus.core.spaces import SpaceParser, to_json
 from ludus.errors import ConfigError
-from ludus.protocol.codec import SeatSpaces, decode, encode, outside, random_action, random_observation, seats_from
+from ludus.protocol.codec import SeatSpaces, bounds_error, decode, encode, parse_seats, random_action, random_observation
 from ludus.protocol.conformance import (
     CHECKS,
-    FEW_CONNECTIONS,
     LARGE_BODY,
-    Answered,
-    Closed,
+    MANY_CONNECTIONS,
+    ClientDisconnected,
     Conformance,
+    ConnectionClosed,
     Event,
-    HungUp,
-    OldHttp,
-    Silenced,
-    TurnedAway,
+    OldHttpVersion,
+    RequestRejected,
+    SessionTimedOut,
+    StepReplied,
 )
 from ludus.protocol.spec import END, START, TICK
 
@@ -35,8 +35,8 @@ TWO = {"blue": SeatSpaces(Box(-1, 1, (2,), np.float32), Discrete(4)), "red": Sea
 FINE: dict[str, Any] = {"observation": {"pos": [0.5, -0.5], "kind": 2}}
 
 
-def answered(kind: str, seq: int = -1, status: int = 200, error: str = "", message: str = "", **more: Any) -> Answered:
-    return Answered(kind, more.pop("session", b"a"), seq, status, error, message, **more)
+def answered(kind: str, seq: int = -1, status: int = 200, error: str = "", message: str = "", **more: Any) -> StepReplied:
+    return StepReplied(kind, more.pop("session", b"a"), seq, status, error, message, **more)
 
 
 def kinds(conformance: Conformance) -> dict[str, int]:
@@ -61,7 +61,7 @@ def test_a_well_played_match_has_no_findings() -> None:
     for number in range(3):
         for seq, kind in enumerate((START, TICK, TICK, END)):
             conformance.observe(answered(kind, seq, session=b"%d" % number))
-        conformance.observe(Closed(steps=4))
+        conformance.observe(ConnectionClosed(steps=4))
     summary = conformance.summary()
     assert (summary.matches, summary.requests, summary.mistakes, summary.warnings) == (3, 12, 0, 0)
     assert {row.state for row in summary.rows} == {"ok"}
@@ -74,19 +74,19 @@ def test_nothing_played_is_a_mistake() -> None:
 @pytest.mark.parametrize(
     ("event", "kind"),
     [
-        (TurnedAway("method", "Steps are sent by POST."), "path"),
-        (TurnedAway("not_found", "There is nothing at '/x'."), "path"),
-        (TurnedAway("step_kind", "The step_kind header is missing."), "step_kind"),
-        (TurnedAway("session", "The session header is missing or empty."), "session"),
-        (TurnedAway("seq", "seq is 'x'."), "seq_number"),
-        (TurnedAway("unauthorized", "The token is missing or wrong."), "token"),
-        (TurnedAway("malformed", "This is not HTTP."), "malformed"),
-        (TurnedAway("expectation", "Expect: x is not supported."), "malformed"),
-        (TurnedAway("headers_too_large", "Too many."), "headers"),
-        (TurnedAway("body_too_large", "Too large."), "too_large"),
-        (TurnedAway("too_slow", "Too slow."), "too_slow"),
-        (HungUp(), "hung_up"),
-        (OldHttp(), "old_http"),
+        (RequestRejected("method", "Steps are sent by POST."), "path"),
+        (RequestRejected("not_found", "There is nothing at '/x'."), "path"),
+        (RequestRejected("step_kind", "The step_kind header is missing."), "step_kind"),
+        (RequestRejected("session", "The session header is missing or empty."), "session"),
+        (RequestRejected("seq", "seq is 'x'."), "seq_number"),
+        (RequestRejected("unauthorized", "The token is missing or wrong."), "token"),
+        (RequestRejected("malformed", "This is not HTTP."), "malformed"),
+        (RequestRejected("expectation", "Expect: x is not supported."), "malformed"),
+        (RequestRejected("headers_too_large", "Too many."), "headers"),
+        (RequestRejected("body_too_large", "Too large."), "too_large"),
+        (RequestRejected("too_slow", "Too slow."), "too_slow"),
+        (ClientDisconnected(), "hung_up"),
+        (OldHttpVersion(), "old_http"),
         (answered(TICK, status=404, error="unknown_session"), "tick_before_start"),
         (answered(TICK, status=404, error="unknown_session", session=b"well"), "after_end"),
         (answered(END, status=404, error="unknown_session", session=b"well"), "after_end"),
@@ -113,7 +113,7 @@ def test_each_refusal_is_told_with_the_session_and_the_words_of_the_server() -> 
 
 def test_a_kind_is_told_once_and_counted() -> None:
     conformance = Conformance()
-    told = [conformance.observe(HungUp()) for _ in range(5)]
+    told = [conformance.observe(ClientDisconnected()) for _ in range(5)]
     assert [len(findings) for findings in told] == [1, 0, 0, 0, 0]
     assert kinds(conformance)["hung_up"] == 5
 
@@ -138,7 +138,7 @@ def test_an_id_that_comes_again_is_a_warning() -> None:
 
 
 def test_a_session_that_falls_silent_is_a_mistake_and_no_longer_open() -> None:
-    assert seen(answered(START, 0), answered(TICK, 1), Silenced(b"a")) == {"silent": 1}
+    assert seen(answered(START, 0), answered(TICK, 1), SessionTimedOut(b"a")) == {"silent": 1}
 
 
 def test_a_session_still_open_at_the_end_is_a_warning() -> None:
@@ -158,10 +158,10 @@ def test_large_and_slow_requests_are_warnings() -> None:
 
 
 def test_a_connection_for_every_request_is_a_warning_and_a_few_are_none() -> None:
-    assert seen(*[Closed(1)] * (FEW_CONNECTIONS - 1)) == {}
-    assert seen(*[Closed(1)] * FEW_CONNECTIONS) == {"reconnecting": 1}
-    assert seen(*[Closed(100)] * 10, *[Closed(1)] * FEW_CONNECTIONS) == {}
-    assert seen(*[Closed(0)] * 100) == {}  # GET /spec, health checks of a balancer
+    assert seen(*[ConnectionClosed(1)] * (MANY_CONNECTIONS - 1)) == {}
+    assert seen(*[ConnectionClosed(1)] * MANY_CONNECTIONS) == {"reconnecting": 1}
+    assert seen(*[ConnectionClosed(100)] * 10, *[ConnectionClosed(1)] * MANY_CONNECTIONS) == {}
+    assert seen(*[ConnectionClosed(0)] * 100) == {}  # GET /spec, health checks of a balancer
 
 
 def test_checks_of_bodies_are_listed_only_where_bodies_are_looked_into() -> None:
@@ -172,7 +172,7 @@ def test_checks_of_bodies_are_listed_only_where_bodies_are_looked_into() -> None
 
 def test_the_summary_is_json() -> None:
     conformance = Conformance()
-    conformance.observe(HungUp())
+    conformance.observe(ClientDisconnected())
     data = json.loads(json.dumps(conformance.summary().to_json()))
     assert (data["ok"], data["mistakes"], data["matches"]) == (False, 2, 0)
     (row,) = (row for row in data["checks"] if row["check"] == "hung_up")
@@ -189,7 +189,7 @@ def judged(*bodies: Any, last: bool = False, seats: dict[str, SeatSpaces] = ONE)
     verdict = None
     for number, body in enumerate(bodies):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        verdict = conformance.judge(END if last and number == len(bodies) - 1 else TICK, b"a", data)
+        verdict = conformance.check_body(END if last and number == len(bodies) - 1 else TICK, b"a", data)
     return conformance, verdict
 
 
@@ -294,8 +294,8 @@ def test_msgpack_is_judged_like_json() -> None:
     conformance = Conformance("msgpack", ONE)
     conformance.observe(answered(START, 0))
     packed = {"observation": {"pos": np.array([0.5, 0.25], np.float32).tobytes(), "kind": 1}}
-    assert conformance.judge(TICK, b"a", msgpack.packb(packed)).refused is None
-    refused = conformance.judge(TICK, b"a", json.dumps(FINE).encode()).refused
+    assert conformance.check_body(TICK, b"a", msgpack.packb(packed)).refused is None
+    refused = conformance.check_body(TICK, b"a", json.dumps(FINE).encode()).refused
     assert refused is not None
     assert "msgpack" in refused.message
 
@@ -305,11 +305,11 @@ def test_msgpack_is_judged_like_json() -> None:
 
 def test_spaces_are_found_in_a_spec_and_in_an_experiment() -> None:
     one = {"observation_space": to_json(SEEN), "action_space": to_json(Discrete(4))}
-    assert seats_from(one) == ONE
-    assert seats_from({"protocol": 1, **one}) == ONE
-    assert seats_from({"mygame": {"env": "external", "config": {"lr": 1, "env_config": one}}}) == ONE
+    assert parse_seats(one) == ONE
+    assert parse_seats({"protocol": 1, **one}) == ONE
+    assert parse_seats({"mygame": {"env": "external", "config": {"lr": 1, "env_config": one}}}) == ONE
     two = {name: {"observation_space": to_json(s.observation), "action_space": to_json(s.action)} for name, s in TWO.items()}
-    assert seats_from({"seats": two}) == TWO
+    assert parse_seats({"seats": two}) == TWO
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_spaces_are_found_in_a_spec_and_in_an_experiment() -> None:
 )
 def test_a_spec_without_its_spaces_is_refused(spec: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        seats_from(spec)
+        parse_seats(spec)
 
 
 SPACES: list[gym.Space[Any]] = [
@@ -338,8 +338,8 @@ def test_random_values_lie_in_their_space_after_the_journey(space: gym.Space[Any
     rng = np.random.default_rng(1)
     for draw in (random_observation, random_action):
         for _ in range(20):
-            value = Fit(space)(decode(encode({"v": draw(space, rng)}, form))["v"])
-            assert outside(space, value, "v") == ""
+            value = SpaceParser(space)(decode(encode({"v": draw(space, rng)}, form))["v"])
+            assert bounds_error(space, value, "v") == ""
 
 
 def test_random_actions_keep_to_the_mask() -> None:
@@ -359,4 +359,4 @@ def test_random_actions_keep_to_the_mask() -> None:
     ],
 )
 def test_what_is_outside_is_named(space: gym.Space[Any], value: Any, where: str) -> None:
-    assert where in outside(space, value, "x")
+    assert where in bounds_error(space, value, "x")

@@ -19,7 +19,7 @@ import uvloop
 
 from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError
 from ludus.gateway.server import GatewaySettings
-from ludus.protocol.client import AsyncClient, Client, _Attempt, _Reply, _Talk, _Until
+from ludus.protocol.client import AsyncClient, Client, _Attempt, _ClientProtocol, _Deadline, _Reply
 from ludus.protocol.spec import START
 from tests.clients.contract import SOON_S, Bot, Contract, HostileContract, actor
 from tests.clients.driving import Driver, Outcome
@@ -182,7 +182,7 @@ def test_a_tick_without_a_deadline_after_a_missed_one_finds_its_place(served: Se
         with pytest.raises(DeadlineMissed) as missed:
             client.tick("a", b"wait", deadline_s=0.1)
         assert Bot.asked.wait(SOON_S)
-        assert missed.value.hint == "The session goes on with the next tick."
+        assert missed.value.hint == "The session continues with the next tick."
         threading.Timer(0.05, Bot.patience.set).start()
         assert client.tick("a", b"x") == b"2 x"
         assert client.tick("a", b"y") == b"3 y"
@@ -194,7 +194,7 @@ def test_a_deadline_helps_after_a_tick_that_had_none_was_never_answered(served: 
         between.plan("lose reply")
         with pytest.raises(Unreachable):
             client.tick("a", b"x")
-        with pytest.raises(Unreachable, match="never answered"):
+        with pytest.raises(Unreachable, match="got no reply"):
             client.tick("a", b"y")
         assert client.tick("a", b"y", deadline_s=10.0) == b"2 y"
 
@@ -314,7 +314,7 @@ def test_without_a_deadline_too_an_answer_of_a_proxy_leaves_open_what_counted(se
         between.plan(status, status)
         with pytest.raises(Unreachable, match=f"answered {status}"):
             client.tick("a", b"y")
-        with pytest.raises(Unreachable, match="never answered"):
+        with pytest.raises(Unreachable, match="got no reply"):
             client.tick("a", b"z")
         assert client.tick("a", b"y") == b"2 y"
         between.plan(status, status)
@@ -360,19 +360,19 @@ def test_a_tick_that_may_have_counted_keeps_its_number_whenever_its_time_is_over
     monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
     """The clock jumps at one of the moments at which the client looks at it."""
-    talk = _Talk("http://host", None, 1.0, 2, False)
-    start = talk.step(START, "a", b"")
+    protocol = _ClientProtocol("http://host", None, 1.0, 2, False)
+    start = protocol.step(START, "a", b"")
     began = _number(next(start))
     with pytest.raises(StopIteration):
         start.send(_Reply(200, b"", None, "", False))
     clock = iter([0.0] * looks)
     monkeypatch.setattr("ludus.protocol.client.time.monotonic", lambda: next(clock, 100.0))
-    tick = talk.tick("a", b"x", _Until(10.0))
+    tick = protocol.tick("a", b"x", _Deadline(10.0))
     assert _number(next(tick)) == began + 1
     with pytest.raises(Unreachable):
         collections.deque(tick.send(ConnectionResetError("gone")) for _ in range(3))
     monkeypatch.undo()
-    assert _number(next(talk.tick("a", b"y", _Until(10.0)))) == began + 2
+    assert _number(next(protocol.tick("a", b"y", _Deadline(10.0)))) == began + 2
 
 
 def _number(attempt: _Attempt) -> int:

@@ -19,7 +19,7 @@ import pytest
 import ludus
 from ludus.errors import DeadlineMissed, Refused, Unreachable, UsageError, WorkerFailed
 from ludus.game import GamecoreClient
-from ludus.gamecore.server.http.app import Running, running
+from ludus.gamecore.server.http.app import RunningServer, running
 from ludus.gamecore.server.settings import Settings
 from ludus.protocol.gamecore_client import ADDRESS_VARIABLE, TOKEN_VARIABLE, Camp, GameState
 from tests.process.toy_game import HEROES, LINEUP, save
@@ -33,13 +33,13 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(games: Path) -> Iterator[Running]:
+def server(games: Path) -> Iterator[RunningServer]:
     with running(Settings(port=0, games=games, state_dir=games.parent / "state")) as started:
         yield started
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[GamecoreClient]:
+def client(server: RunningServer) -> Iterator[GamecoreClient]:
     with GamecoreClient(f"{server.host}:{server.port}") as made:
         yield made
 
@@ -53,7 +53,7 @@ def old() -> Iterator[OldServer]:
 # -- a game, from its start to its end -------------------------------------------------------------------------------------
 
 
-def test_a_game_is_told_what_was_asked_for_and_its_result_comes_back(server: Running) -> None:
+def test_a_game_is_told_what_was_asked_for_and_its_result_comes_back(server: RunningServer) -> None:
     with GamecoreClient(server.url, gamecore_req_timeout=1500, max_frame_num=900) as client:
         actors: list[Camp] = [{"address": "10.0.0.5:8000", "token": "s3cret"}, ("10.0.0.6", 8001)]
         started = client.start_game("whole", actors, LINEUP, True, "task-1", seed=5)
@@ -80,7 +80,7 @@ def test_heroes_may_be_numbers_and_the_mode_is_counted(client: GamecoreClient, c
     assert told["camps"] == [None, None]
 
 
-def test_a_hero_has_what_its_kind_has_unless_it_says_otherwise(server: Running) -> None:
+def test_a_hero_has_what_its_kind_has_unless_it_says_otherwise(server: RunningServer) -> None:
     kinds: dict[Any, dict[str, Any]] = {190: {"skill_id": 80115, "symbol": [1, 2]}, "141": {"skill_id": 80107}}
     with GamecoreClient(server.url, default_hero_config=kinds) as client:
         client.start_game("kinds", None, [[{"hero_id": 190, "skill_id": 7}], [141]])
@@ -146,9 +146,11 @@ def test_one_client_waits_for_several_games_at_once(client: GamecoreClient) -> N
         assert [wait.result(30).runtime_id for wait in waits] == names
 
 
-def test_a_large_file_comes_whole_and_only_when_the_game_is_over(games: Path, server: Running, client: GamecoreClient) -> None:
+def test_a_large_file_comes_whole_and_only_when_the_game_is_over(
+    games: Path, server: RunningServer, client: GamecoreClient
+) -> None:
     client.start_game("kept-1", camp_config={"mode": "1v1"}, options={"behave": "go on"})
-    with pytest.raises(Refused, match="is not over, and has no recording yet"):
+    with pytest.raises(Refused, match="is still running and has no recording yet"):
         client.kept("kept-1", "recording")
     client.stop_game("kept-1", grace_s=0)
     client.start_game("kept-2", camp_config={"mode": "1v1"})
@@ -199,7 +201,7 @@ def test_games_of_a_task_are_found_together(client: GamecoreClient) -> None:
     assert client.task_list() == []
 
 
-def test_only_games_with_a_saved_state_are_started_when_nothing_else_will_do(server: Running) -> None:
+def test_only_games_with_a_saved_state_are_started_when_nothing_else_will_do(server: RunningServer) -> None:
     with GamecoreClient(server.url, simulator_type="repeat_only") as client:
         with pytest.raises(Refused) as refused:
             client.start_game("from-nothing", None, LINEUP)
@@ -262,10 +264,10 @@ def test_the_token_comes_from_a_file_or_a_variable(games: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 10.0, 300.0, 1e6])
-def test_however_long_one_waits_a_machine_that_is_gone_is_noticed(server: Running, timeout_s: float) -> None:
+def test_however_long_one_waits_a_machine_that_is_gone_is_noticed(server: RunningServer, timeout_s: float) -> None:
     with GamecoreClient(f"{server.host}:{server.port}", timeout_s=timeout_s) as client:
         client.catalogue()
-        (connection,) = client._wire._idle
+        (connection,) = client._http._idle
         assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             assert connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 61_000
@@ -414,7 +416,7 @@ def test_an_evaluation_begins_anew_and_a_saved_state_is_asked_for_as_it_was_alwa
     ids=lambda more: next(iter(more)),
 )
 def test_what_an_older_server_has_no_words_for_is_not_left_out_in_silence(old: OldServer, more: dict[str, Any]) -> None:
-    with GamecoreClient(old.address) as client, pytest.raises(UsageError, match="speaks only /v2") as wrong:
+    with GamecoreClient(old.address) as client, pytest.raises(UsageError, match="supports only /v2") as wrong:
         client.start_game("x", **{"camp_config": LINEUP} | more)
     assert old.asked == []
     assert "s3cret" not in str(wrong.value)
@@ -423,7 +425,7 @@ def test_what_an_older_server_has_no_words_for_is_not_left_out_in_silence(old: O
 def test_what_an_older_server_cannot_do_is_said(old: OldServer) -> None:
     with GamecoreClient(old.address) as client:
         for ask in (client.list, client.catalogue, client.clear, lambda: client.state("x"), lambda: client.logs("x")):
-            with pytest.raises(Refused, match="speaks only /v2"):
+            with pytest.raises(Refused, match="supports only /v2"):
                 ask()
 
 
@@ -443,7 +445,7 @@ def test_connections_are_kept_and_one_that_was_closed_meanwhile_is_replaced(old:
 @pytest.mark.parametrize(
     ("camps", "heroes", "said"),
     [
-        ([None], LINEUP, "1 entries, and camp_config 2 camps"),
+        ([None], LINEUP, "1 entries, but camp_config has 2 camps"),
         ("10.0.0.5:8000", LINEUP, "server_config is '10.0.0.5:8000'"),
         ([None, ("10.0.0.5", 0)], LINEUP, r"server_config\[1\] is"),
         ([None, ("10.0.0.5", 70000)], LINEUP, r"server_config\[1\] is"),

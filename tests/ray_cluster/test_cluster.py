@@ -21,7 +21,7 @@ import pytest
 import ludus
 from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
 from ludus.process import identity, reaper
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 from ludus.ray_cluster import cluster
 from ludus.ray_cluster.cluster import Cluster, Member, absent, accepted, address_of, assembled, find, sweep
 
@@ -126,7 +126,7 @@ def test_a_machine_that_is_no_member_is_told_how_to_become_one() -> None:
 
 # -- the Ray of a job
 
-JOB = Surroundings(("10.0.0.1", "10.0.0.2", "10.0.0.3"), 0, 20_000, None, 3, 0.3)
+JOB = JobEnv(("10.0.0.1", "10.0.0.2", "10.0.0.3"), 0, 20_000, None, 3, 0.3)
 
 
 class Told(cluster.Head):

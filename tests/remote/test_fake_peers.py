@@ -22,7 +22,7 @@ from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import GatewaySettings
 from ludus.models.inference.batched_policy import Decision
 from ludus.protocol.client import Client
-from ludus.protocol.codec import SeatSpaces, plain_spec
+from ludus.protocol.codec import SeatSpaces, seats_to_spec
 from ludus.protocol.conformance import Conformance
 from ludus.protocol.spec import TICK
 from ludus.remote.fake_peers import FakeActor, FakeGamecore, Latencies, SpacesScript, Traffic
@@ -169,7 +169,7 @@ def test_a_server_that_is_away_is_counted() -> None:
 @pytest.mark.parametrize("seats", [ONE, TWO], ids=["one seat", "two seats"])
 def test_the_built_in_actor_takes_its_observations_and_it_the_actions(form: Any, seats: dict[str, SeatSpaces]) -> None:
     shared = builtin(seats)
-    with gateway(lambda: BuiltinActor(shared), GatewaySettings(spec=plain_spec(seats))) as served:
+    with gateway(lambda: BuiltinActor(shared), GatewaySettings(spec=seats_to_spec(seats))) as served:
         stats = FakeGamecore(served.url, games=3, ticks=70, form=form).run(matches=2)
     assert (stats.errors, stats.example) == ({}, "")
     assert (stats.requests, stats.matches) == (3 * 2 * 72, 6)
@@ -188,14 +188,14 @@ def test_the_built_in_actor_takes_its_observations_and_it_the_actions(form: Any,
     ],
 )
 def test_an_action_that_does_not_fit_is_an_error(reply: bytes, complaint: str) -> None:
-    with gateway(lambda: FakeActor(reply), GatewaySettings(spec=plain_spec(ONE))) as served:
+    with gateway(lambda: FakeActor(reply), GatewaySettings(spec=seats_to_spec(ONE))) as served:
         stats = FakeGamecore(served.url, ticks=2, form="json").run(matches=1)
     assert stats.errors == {"action": 2}
     assert complaint in stats.example
 
 
 def test_actions_must_be_for_the_seats() -> None:
-    script = SpacesScript(plain_spec(TWO), "json")
+    script = SpacesScript(seats_to_spec(TWO), "json")
     assert "seats" in script.wrong(b'{"actions": {"blue": 1}}')
     assert script.wrong(b'{"actions": {"blue": 1, "red": [0, 1]}}') == ""
 
@@ -226,7 +226,7 @@ FINE: dict[str, Any] = {"observation": {"pos": [0.5, 0, 0], "kind": 2}}
 def test_the_check_refuses_what_the_built_in_actor_refuses_and_nothing_else(body: Any, form: Any) -> None:
     packed = msgpack.packb if form == "msgpack" else lambda message: json.dumps(message).encode()
     data = body if isinstance(body, bytes) else packed(body)
-    judged = Conformance(form, ONE).judge(TICK, b"a", data).refused
+    judged = Conformance(form, ONE).check_body(TICK, b"a", data).refused
 
     async def asked() -> Refused | None:
         actor: Actor = BuiltinActor(builtin(ONE))

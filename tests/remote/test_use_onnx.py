@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ludus
 from ludus.errors import IncompatibleCheckpoint, UsageError
 from ludus.models.inference.engine import Inference, Inputs
-from ludus.models.inference.onnx_hot_reload import FLOAT32, Graph, NewestOnnx, OnnxEngine
+from ludus.models.inference.onnx_hot_reload import FLOAT32, OnnxEngine, OnnxGraph, OnnxPolicySource
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import module_spec as modules
@@ -132,7 +132,7 @@ def test_a_policy_decides_as_in_torch(run: Session) -> None:
 async def check_players_are_there(model: ludus.RemoteModel) -> None:
     """A source of players gives the newest that is ready, and never makes an event loop wait."""
     engine = model._shared.onnx_engine()
-    source = NewestOnnx(engine)
+    source = OnnxPolicySource(engine)
     player, before = source.newest()
     version = published(model, 9)
     with engine._preparing:  # somebody is at it
@@ -166,16 +166,16 @@ class Held:
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[Small, Graph]:
+def small() -> tuple[Small, OnnxGraph]:
     module = Small().eval()
-    return module, Graph.of(module, modules.inputs_of((X,), {}), (X,), {}, FLOAT32)
+    return module, OnnxGraph.trace(module, modules.inputs_of((X,), {}), (X,), {}, FLOAT32)
 
 
-def engine_of(small: tuple[Small, Graph]) -> tuple[Held, OnnxEngine, Callable[[], tuple[Any, int]]]:
+def engine_of(small: tuple[Small, OnnxGraph]) -> tuple[Held, OnnxEngine, Callable[[], tuple[Any, int]]]:
     module, graph = small
     versions = Held(module)
     engine = OnnxEngine(module, versions, graph)
-    structure, _ = Inputs(modules.inputs_of((X,), {})).taken_apart((X,), {})
+    structure, _ = Inputs(modules.inputs_of((X,), {})).flatten((X,), {})
 
     def ask() -> tuple[Any, int]:
         outputs, version = engine.run(structure, [X[None]], 1)
@@ -184,7 +184,7 @@ def engine_of(small: tuple[Small, Graph]) -> tuple[Held, OnnxEngine, Callable[[]
     return versions, engine, ask
 
 
-def test_an_event_loop_does_not_wait_for_new_weights(small: tuple[Small, Graph]) -> None:
+def test_an_event_loop_does_not_wait_for_new_weights(small: tuple[Small, OnnxGraph]) -> None:
     versions, engine, ask = engine_of(small)
     before, _ = ask()
 
@@ -206,7 +206,7 @@ def test_an_event_loop_does_not_wait_for_new_weights(small: tuple[Small, Graph])
     asyncio.run(play())
 
 
-def test_plain_code_gets_the_newest(small: tuple[Small, Graph]) -> None:
+def test_plain_code_gets_the_newest(small: tuple[Small, OnnxGraph]) -> None:
     versions, _, ask = engine_of(small)
     before, _ = ask()
     versions.publish(0.1)
@@ -216,7 +216,7 @@ def test_plain_code_gets_the_newest(small: tuple[Small, Graph]) -> None:
 
 
 def test_weights_that_do_not_fit_are_told_and_the_version_before_goes_on(
-    small: tuple[Small, Graph], caplog: pytest.LogCaptureFixture
+    small: tuple[Small, OnnxGraph], caplog: pytest.LogCaptureFixture
 ) -> None:
     versions, engine, ask = engine_of(small)
     right = versions.weights

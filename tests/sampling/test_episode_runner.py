@@ -86,7 +86,7 @@ def test_by_steps_every_row_plays_whole_episodes_until_it_has_made_its_share(mod
 
 
 @pytest.mark.parametrize("mode", [None, AutoresetMode.SAME_STEP])
-def test_recurrent_state_begins_anew_with_every_episode(mode: AutoresetMode | None) -> None:
+def test_recurrent_state_is_reset_with_every_episode(mode: AutoresetMode | None) -> None:
     """Deterministic episodes of one row are alike only if nothing of the former one is remembered."""
     environments = rows(mode, 4)
     policy = Policy(environments.observation_space, environments.action_space, NetworkConfig(core="lstm", cell_size=8))
@@ -141,7 +141,7 @@ class Shown(Steps):
         return seen, float(action) * 2.0**self.t, *rest
 
 
-def test_a_row_plays_the_same_whoever_plays_beside_it() -> None:
+def test_a_row_plays_the_same_independent_of_other_rows() -> None:
     """So that any number of processes may share an evaluation."""
     torch.manual_seed(0)
     policy = Policy(Shown(8).observation_space, Shown(8).action_space)
@@ -163,7 +163,7 @@ def test_a_row_plays_the_same_whoever_plays_beside_it() -> None:
     assert len(set(together.returns)) > 3, "the noise is not the same for all"
 
 
-def test_nothing_that_is_drawn_in_an_evaluation_is_missed_outside() -> None:
+def test_an_evaluation_does_not_change_the_global_random_state() -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(1))
 

@@ -15,7 +15,7 @@ from ludus.core.tree import leaves
 from ludus.core.types import Segments
 from ludus.envs.pettingzoo import CentralState, MultiAgentMatch, central_space, make_match, match_of
 from ludus.errors import EnvironmentFault
-from ludus.models.centralized_critic import CentralNetwork, actor_of
+from ludus.models.centralized_critic import CentralNetwork, actor_policy
 from ludus.models.distributions import EpsilonGreedy
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import PROBABILITIES, VALUES, Policy
@@ -174,7 +174,7 @@ def test_agents_that_act_at_once_are_learned_from_by_the_version_that_acted() ->
         assert 40 <= batch.steps < 40 + 4 * len(NAMES)
 
 
-def test_who_waits_for_a_turn_when_a_batch_is_complete_is_learned_from_one_version_later() -> None:
+def test_a_pending_turn_at_a_complete_batch_joins_the_next_batch() -> None:
     sampled = Sampled([ScriptTurns() for _ in range(4)]).run(6)
     late = 0
     versions = {"red": 0, "blue": 0}
@@ -240,7 +240,7 @@ def filled(sampler: MultiAgentSampler, batches: MatchBatches) -> Segments:
     return batch
 
 
-def test_steps_whose_outcome_nobody_knows_are_left_out() -> None:
+def test_steps_with_unknown_outcome_are_left_out() -> None:
     sampler, batches = simple("vanish")
     batch = filled(sampler, batches)
     assert batch.steps >= 40
@@ -264,7 +264,7 @@ def test_a_game_that_is_over_at_once_for_ever_is_a_fault() -> None:
         filled(sampler, batches)
 
 
-def test_a_game_that_falls_over_is_made_anew_only_if_that_is_wanted() -> None:
+def test_a_failed_match_is_recreated_only_if_configured() -> None:
     sampler, batches = simple("raises")
     with pytest.raises(EnvironmentFault, match="the game fell over"):
         filled(sampler, batches)
@@ -327,7 +327,7 @@ def test_the_policy_does_not_see_the_state_and_the_value_does(network: dict[str,
 
 def test_the_actor_of_a_policy_with_a_centralised_value_is_the_same_without_the_state() -> None:
     policy = central_policy(match_of(Roles(), "roles"), "listener")
-    actor = actor_of(policy)
+    actor = actor_policy(policy)
     assert actor.observation_space == gym.spaces.Box(0, 3, (1,), np.float32)
     own = np.array([[0.5], [2.0]], np.float32)
     whole = {"agent": np.zeros((2, 2), np.float32), "seen": np.ones((2, 2), np.float32)}
@@ -336,7 +336,7 @@ def test_the_actor_of_a_policy_with_a_centralised_value_is_the_same_without_the_
     with torch.no_grad():
         central_of(policy).actor.head.bias.add_(1.0)
     np.testing.assert_allclose(actor.act(own).log_prob, policy.act({"observation": own, "state": whole}).log_prob, rtol=1e-6)
-    assert actor_of(actor) is actor
+    assert actor_policy(actor) is actor
 
 
 def test_what_is_recorded_for_a_centralised_value_is_the_state_of_that_moment() -> None:
@@ -468,7 +468,7 @@ def test_a_batch_may_be_so_many_steps_of_the_environments() -> None:
     assert (numbers["env_steps"], numbers["agent_steps"]) == (80, 160)
 
 
-def test_steps_of_the_environments_are_told_once_however_many_models_learn_from_them() -> None:
+def test_environment_steps_are_counted_once_for_any_number_of_models() -> None:
     env = ScriptTurns()
     sources = {"red": Versions(made(0)), "blue": Versions(made(1))}
     memories = {name: LocalMemory(session_spec(s.policy, STEPS, name), 1, 500) for name, s in sources.items()}
@@ -493,7 +493,7 @@ def test_a_model_whose_agents_are_away_has_its_share_of_the_next_batch() -> None
     assert [(batch.model, batch.env_steps, batch.steps) for batch in taken] == [("m", 20, 40), ("m", 20, 40), ("l", 0, 15)]
 
 
-def test_an_episode_of_trained_agents_is_told_step_by_step() -> None:
+def test_an_episode_of_trained_agents_is_reported_step_by_step() -> None:
     match = match_of(Simple(render_mode="rgb_array"), "simple")
     agent = TrainedAgent(made(0, Simple().observation_space("a"), gym.spaces.Discrete(2)))
     frames: list[Any] = []

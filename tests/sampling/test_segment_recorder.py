@@ -14,7 +14,7 @@ import torch
 
 from ludus.core.tree import Array
 from ludus.core.types import Bools, Segments
-from ludus.gateway.agent import Agent, Finished
+from ludus.gateway.agent import Agent, EpisodeEnd
 from ludus.models.inference.batched_policy import Decision
 from ludus.models.policy import Policy
 from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder, session_spec
@@ -101,7 +101,7 @@ def _rewarded(agent: Agent, random: np.random.Generator) -> float:
 
 def _ended(
     agent: Agent, table: Table, episode: Episode, state: tuple[Array, ...], random: np.random.Generator
-) -> Finished | None:
+) -> EpisodeEnd | None:
     if episode.end == BROKEN:
         agent.break_off()
         return None
@@ -216,7 +216,7 @@ def test_what_happened_is_what_arrives(steps: int, core: str | None) -> None:
     assert ended == 40
 
 
-def test_sessions_side_by_side_are_told_apart() -> None:
+def test_parallel_sessions_are_kept_apart() -> None:
     """Their requests mix in every batch of the model; their segments do not."""
     table = Table(tiny_policy(core="lstm"), 3)
 

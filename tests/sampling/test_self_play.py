@@ -18,8 +18,8 @@ from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.vector_env import Environments, VectorEnvironments
 from ludus.errors import ConfigError
 from ludus.models.networks import NetworkConfig
-from ludus.models.policy import Acted, Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.policy import BatchDecision, Policy
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.sampling.sampler import Sampler, VersionClock, segment_spec
 from ludus.sampling.self_play import PastPlayer, PolicyHistory, with_past_opponents
 from ludus.storage.local import LocalStore
@@ -155,7 +155,7 @@ def test_a_history_keeps_some_and_forgets_the_oldest(source: Versions) -> None:
     assert weights["network.head.bias"].argmax() == version % 5, "as it was then, not as it is now"
 
 
-def test_results_of_own_rows_are_told_once_for_each_episode(environments: Environments, source: Versions) -> None:
+def test_results_of_own_rows_are_reported_once_per_episode(environments: Environments, source: Versions) -> None:
     sampler, memory = sampler_of(environments, source, 2 * (LENGTH + 1))
     assert sampler.step()
     block = memory.take(0)
@@ -166,10 +166,10 @@ def test_results_of_own_rows_are_told_once_for_each_episode(environments: Enviro
     np.testing.assert_array_equal(block.results[:, 2], [(0, 0), (2 * source.version, 2), (0, 0)])  # who plays against it tells it
 
 
-def test_whoever_begins_later_meets_what_the_run_has_kept(
+def test_a_later_sampler_uses_the_versions_stored_by_the_run(
     environments: Environments, env: Rows, source: Versions, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = LocalPool(LocalStore(tmp_path))
+    pool = LocalVersionStore(LocalStore(tmp_path))
     pool.add("model", source.policy)
     for version in range(2, 24):
         source.always(version % 5, version)
@@ -215,7 +215,7 @@ def test_environments_hear_how_far_training_has_come(environments: Environments,
     assert env.told == [1_000, 1_060, 1_360]
 
 
-def test_a_recurrent_opponent_begins_anew_with_every_match(environments: Environments, env: Rows) -> None:
+def test_a_recurrent_opponent_is_reset_with_every_match(environments: Environments, env: Rows) -> None:
     torch.manual_seed(0)
     recurrent = Policy(env.single_observation_space, env.single_action_space, NetworkConfig(fcnet_hiddens=(8,), core="lstm"))
     source = Versions(recurrent)
@@ -248,13 +248,13 @@ class Remembers(nn.Module):
     def draw_noise(self, rows: int, generator: torch.Generator) -> Any:
         return None
 
-    def act(self, observation: Any, state: Any, mask: Any, noise: Any) -> Acted:
+    def act(self, observation: Any, state: Any, mask: Any, noise: Any) -> BatchDecision:
         self.asked.append(state[0][:, 0, 0].tolist())
         n = len(observation)
-        return Acted(np.zeros(n, np.int64), None, np.zeros(n), np.zeros(n), (state[0] + 1,))
+        return BatchDecision(np.zeros(n, np.int64), None, np.zeros(n), np.zeros(n), (state[0] + 1,))
 
 
-def test_states_of_any_shape_begin_as_their_network_says(source: Versions) -> None:
+def test_states_of_any_shape_start_at_the_initial_state(source: Versions) -> None:
     history = PolicyHistory(SelfPlayConfig())
     history.add(*source.newest())
     player: Any = PastPlayer(source.policy, history, SelfPlayConfig(), 0)
@@ -279,7 +279,7 @@ def test_chance_of_the_opponent_is_not_that_of_the_learner(source: Versions) -> 
     assert not np.isclose(mine, source.policy.draw_noise(4, player._generator)).any()
 
 
-def test_without_a_past_it_says_what_to_do(environments: Environments) -> None:
+def test_without_past_versions_the_error_names_the_remedy(environments: Environments) -> None:
     environments.reset(0)
     with pytest.raises(ConfigError, match=r"none are available here.*set the opponent to a script"):
         environments.step(np.zeros(OWN, np.int64))

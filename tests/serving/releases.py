@@ -23,9 +23,9 @@ from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.serving import release
-from ludus.serving.release import Part, Release
-from ludus.serving.routing_table import Agent, Lineup
-from ludus.serving.worker import Service, ServiceSettings
+from ludus.serving.release import Release, ReleasedModel
+from ludus.serving.routing_table import AgentRoutes, RoutingTable
+from ludus.serving.worker import ServiceSettings, ServingWorker
 from ludus.storage.local import LocalStore
 from tests.gateway.wire import ask, raw
 from tests.local_servers import Served, gateway
@@ -61,7 +61,7 @@ def broken(version: int) -> Policy:
 
 def released(version: int, made: Policy | None = None) -> Release:
     made = made or policy(version)
-    part = Part(json.dumps(made.description()).encode(), serialization.encode_weights(made.weights()), version)
+    part = ReleasedModel(json.dumps(made.description()).encode(), serialization.encode_weights(made.weights()), version)
     return Release(version, {"": MODEL}, {MODEL: part})
 
 
@@ -118,18 +118,18 @@ def observations(count: int, seed: int = 0) -> list[list[float]]:
 # -- what a worker reads ---------------------------------------------------------------------------------------------------
 
 
-def offer(directory: Path, agents: Mapping[str, Agent], policies: Mapping[int, Policy] | None = None) -> None:
+def offer(directory: Path, agents: Mapping[str, AgentRoutes], policies: Mapping[int, Policy] | None = None) -> None:
     """Write the releases that are not there, then the line-up."""
     for agent in agents.values():
         for version, path in agent.releases.items():
             if not (directory / path).exists():
                 release.write(released(version, (policies or {}).get(version)), directory / path)
-    Lineup(agents).write(directory)
+    RoutingTable(agents).write(directory)
 
 
-def agent(current: int, *others: int, **more: Any) -> Agent:
+def agent(current: int, *others: int, **more: Any) -> AgentRoutes:
     """A line of versions; the files of each are named by its number."""
-    made = Agent(current, {version: f"releases/{version}" for version in (current, *others)})
+    made = AgentRoutes(current, {version: f"releases/{version}" for version in (current, *others)})
     return replace(made, **more)
 
 
@@ -138,9 +138,9 @@ def serving(
     directory: Path, settings: ServiceSettings | None = None, told: GatewaySettings | None = None, **more: Any
 ) -> Iterator[Served]:
     """One worker, on a loop in a thread of this process."""
-    service = Service(directory, settings or ServiceSettings())
+    service = ServingWorker(directory, settings or ServiceSettings())
     service.load()
-    with gateway(service, told, house=service, **more) as served:
+    with gateway(service, told, extension=service, **more) as served:
         yield served
 
 

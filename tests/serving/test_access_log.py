@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ludus.errors import UsageError
 from ludus.serving import access_log
-from ludus.serving.access_log import AccessLog, AccessLogStats
+from ludus.serving.access_log import AccessEntry, AccessLog, AccessLogStats
 from tests.waiting import wait_until
 
 SOON_S = 20.0
@@ -35,11 +35,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_request_is_a_line_of_json(tmp_path: Path) -> None:
     path = tmp_path / "access.jsonl"
     with AccessLog(path, clock=lambda: 1_700_000_000.25) as log:
-        log.request(
+        log.record(AccessEntry(
             kind="tick", status=200, session=b"match-17", seq=3, ms=1.23456, request_id="r1", caller="lobby",
             peer="10.0.0.7:5123", model="blue", version=12,
-        )  # fmt: skip
-        log.request(kind="start", status=503, error="draining")
+        ))  # fmt: skip
+        log.record(AccessEntry(kind="start", status=503, error="draining"))
     assert lines(path) == [
         {
             "time": "2023-11-14T22:13:20.250Z", "kind": "tick", "status": 200, "session": "match-17", "request_id": "r1",
@@ -53,15 +53,15 @@ def test_a_request_is_a_line_of_json(tmp_path: Path) -> None:
 
 def test_lines_are_written_without_being_asked_for(tmp_path: Path) -> None:
     with AccessLog(tmp_path / "log", flush_s=0.01) as log:
-        log.request(kind="tick", status=200)
+        log.record(AccessEntry(kind="tick", status=200))
         wait_until(lambda: log.stats().written == 1)
         assert len(lines(tmp_path / "log")) == 1
 
 
 @given(session=st.one_of(st.binary(max_size=600), st.text(max_size=600)), ms=st.floats(), peer=st.text(max_size=200))
 def test_whatever_a_game_calls_itself_it_is_one_short_line(session: bytes | str, ms: float, peer: str) -> None:
-    entry = access_log._Entry(0.0, "tick", 200, session, 0, ms, session, peer, peer, peer, peer, 1)
-    line = access_log._line(entry)
+    entry = AccessEntry("tick", 200, session, 0, ms, session, peer, peer, peer, peer, 1)
+    line = access_log._line(0.0, entry)
     assert line.count(b"\n") == 1
     assert line.isascii()
     assert len(line) < access_log._PIPE_BYTES
@@ -73,9 +73,9 @@ def test_whatever_a_game_calls_itself_it_is_one_short_line(session: bytes | str,
 def test_too_many_lines_are_counted_and_the_log_says_so(tmp_path: Path) -> None:
     with AccessLog(tmp_path / "log", capacity=5, flush_s=NEVER_S) as log:
         for seq in range(12):
-            log.request(kind="tick", status=200, seq=seq)
+            log.record(AccessEntry(kind="tick", status=200, seq=seq))
         log.flush()
-        log.request(kind="end", status=200)
+        log.record(AccessEntry(kind="end", status=200))
     assert [(line["kind"], line.get("seq", line.get("lines"))) for line in lines(tmp_path / "log")] == [
         ("dropped", 7), *(("tick", seq) for seq in range(5)), ("end", None),
     ]  # fmt: skip
@@ -85,33 +85,33 @@ def test_too_many_lines_are_counted_and_the_log_says_so(tmp_path: Path) -> None:
 def test_a_file_that_is_rotated_away_is_made_anew(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with AccessLog(path, flush_s=NEVER_S) as log:
-        log.request(kind="tick", status=200, seq=1)
+        log.record(AccessEntry(kind="tick", status=200, seq=1))
         log.flush()
         path.rename(tmp_path / "log.1")
-        log.request(kind="tick", status=200, seq=2)
+        log.record(AccessEntry(kind="tick", status=200, seq=2))
         log.flush()
         path.unlink()
         path.write_text("")  # as logrotate's `create` does
-        log.request(kind="tick", status=200, seq=3)
+        log.record(AccessEntry(kind="tick", status=200, seq=3))
         log.flush()
         assert [line["seq"] for line in lines(path)] == [3]
         path.rename(tmp_path / "log.2")
-        log.request(kind="tick", status=200, seq=4)
+        log.record(AccessEntry(kind="tick", status=200, seq=4))
     assert [line["seq"] for line in lines(tmp_path / "log.1")] == [1]
     assert [line["seq"] for line in lines(path)] == [4]
 
 
 def test_a_log_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"missing/log' cannot be opened: No such file"):
+    with pytest.raises(UsageError, match=r"access log '.*missing/log': No such file"):
         AccessLog(tmp_path / "missing" / "log")
 
 
 _WRITER = """
 import sys
-from ludus.serving.access_log import AccessLog
+from ludus.serving.access_log import AccessEntry, AccessLog
 with AccessLog(sys.argv[1], capacity=100_000, flush_s=0.001) as log:
     for seq in range(int(sys.argv[3])):
-        log.request(kind="tick", status=200, session=sys.argv[2] * 40, seq=seq)
+        log.record(AccessEntry(kind="tick", status=200, session=sys.argv[2] * 40, seq=seq))
         if seq % 100 == 0:
             log.flush()
 """
@@ -155,7 +155,7 @@ def test_a_reader_that_does_not_read_stops_nobody(tmp_path: Path) -> None:
     try:
         deadline = time.monotonic() + SOON_S
         while not log.stats().dropped:  # the pipe is full, the thread waits in it, and requests go on
-            log.request(kind="tick", status=200, session=b"x" * 200)
+            log.record(AccessEntry(kind="tick", status=200, session=b"x" * 200))
             assert time.monotonic() < deadline
         log.close(timeout_s=0.01)
     finally:
@@ -191,7 +191,7 @@ def test_a_full_disk_costs_lines_is_told_once_and_the_log_goes_on_later(
         (disk / "ballast").write_bytes(bytes(8192))
         with AccessLog(disk / "log", flush_s=NEVER_S) as log:
             for seq in range(300):
-                log.request(kind="tick", status=200, seq=seq)
+                log.record(AccessEntry(kind="tick", status=200, seq=seq))
                 if (seq + 1) % at_once == 0:
                     log.flush()
             log.flush()
@@ -201,7 +201,7 @@ def test_a_full_disk_costs_lines_is_told_once_and_the_log_goes_on_later(
             assert stats.dropped > 50
             assert len([r for r in caplog.records if "No space left" in r.message]) == 1
             (disk / "ballast").unlink()
-            log.request(kind="tick", status=200, seq=300)
+            log.record(AccessEntry(kind="tick", status=200, seq=300))
         read = (disk / "log").read_text().splitlines()
         whole, torn = [], 0
         for line in read:
@@ -220,11 +220,11 @@ def test_a_directory_that_vanishes_costs_lines_until_it_is_back(tmp_path: Path) 
     home.mkdir()
     with AccessLog(home / "log", flush_s=NEVER_S) as log:
         home.rename(tmp_path / "away")
-        log.request(kind="tick", status=200, seq=1)
+        log.record(AccessEntry(kind="tick", status=200, seq=1))
         log.flush()
         assert log.stats() == AccessLogStats(0, 1)
         home.mkdir()
-        log.request(kind="tick", status=200, seq=2)
+        log.record(AccessEntry(kind="tick", status=200, seq=2))
         log.flush()
         assert log.stats() == AccessLogStats(1, 1)
     assert [line["kind"] for line in lines(home / "log")] == ["dropped", "tick"]
@@ -235,7 +235,7 @@ def test_lines_of_other_threads_are_neither_lost_nor_doubled(tmp_path: Path) -> 
 
         def ask(who: int) -> None:
             for seq in range(2000):
-                log.request(kind="tick", status=200, session=str(who), seq=seq)
+                log.record(AccessEntry(kind="tick", status=200, session=str(who), seq=seq))
 
         threads = [threading.Thread(target=ask, args=(who,)) for who in range(3)]
         for thread in threads:

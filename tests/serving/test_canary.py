@@ -11,31 +11,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.statistics import wilson
+from ludus.core.statistics import wilson_interval
 from ludus.serving.canary import (
     PROMOTE,
     ROLL_BACK,
     WAIT,
+    CanaryDecision,
     CanarySettings,
-    Counts,
-    Verdict,
-    condemned_above,
+    VersionCounts,
     cost_ratio,
+    error_limit,
     evidence,
+    first_slow_bucket,
     judge,
     quantile_us,
-    slow_from,
 )
 
 FAST = 8  # the bucket of answers of up to 256 µs
 BUCKETS = 26
 
 
-def counts(requests: int, errors: int = 0, latency: list[int] | None = None) -> Counts:
+def counts(requests: int, errors: int = 0, latency: list[int] | None = None) -> VersionCounts:
     if latency is None:
         latency = [0] * BUCKETS
         latency[FAST] = requests
-    return Counts(requests, errors, latency)
+    return VersionCounts(requests, errors, latency)
 
 
 PLENTY = counts(100_000, 10)
@@ -61,25 +61,25 @@ PLENTY = counts(100_000, 10)
         (counts(499), 100_000, WAIT),  # nobody plays: no reason to give up
     ],
 )
-def test_a_canary_is_judged_by_what_is_known(canary: Counts, seconds: float, what: str) -> None:
+def test_a_canary_is_judged_by_what_is_known(canary: VersionCounts, seconds: float, what: str) -> None:
     verdict = judge(PLENTY, canary, seconds)
-    assert verdict.what == what, verdict
+    assert verdict.action == what, verdict
     assert verdict.reason
 
 
 def test_few_requests_promote_nobody_even_when_the_settings_ask_for_few() -> None:
     hasty = CanarySettings(min_requests=1, hold_s=0)
-    assert judge(PLENTY, counts(3), 100, hasty).what == WAIT
-    assert judge(PLENTY, counts(100), 100, hasty).what == WAIT
-    assert judge(PLENTY, counts(1000), 100, hasty).what == PROMOTE
+    assert judge(PLENTY, counts(3), 100, hasty).action == WAIT
+    assert judge(PLENTY, counts(100), 100, hasty).action == WAIT
+    assert judge(PLENTY, counts(1000), 100, hasty).action == PROMOTE
 
 
 def test_the_reason_says_the_numbers() -> None:
-    assert judge(PLENTY, counts(40, 20), 9) == Verdict(ROLL_BACK, "20 of 40 failed; of the stable version 10 of 100000.")
-    assert judge(PLENTY, counts(40), 9) == Verdict(WAIT, "40 of 500 requests.")
+    assert judge(PLENTY, counts(40, 20), 9) == CanaryDecision(ROLL_BACK, "20 of 40 failed; of the stable version 10 of 100000.")
+    assert judge(PLENTY, counts(40), 9) == CanaryDecision(WAIT, "40 of 500 requests.")
     slow = [0] * BUCKETS
     slow[FAST + 4] = 600
-    assert judge(PLENTY, counts(600, 0, slow), 9) == Verdict(
+    assert judge(PLENTY, counts(600, 0, slow), 9) == CanaryDecision(
         ROLL_BACK, "600 of 600 took longer than 1.024 ms; of the stable version 0 of 100000."
     )
 
@@ -87,15 +87,15 @@ def test_the_reason_says_the_numbers() -> None:
 def test_when_everything_fails_it_is_not_the_canary() -> None:
     broken = counts(5000, 4500)
     for seconds in (10, 300, 3000):
-        assert judge(broken, counts(500, 450), seconds).what == WAIT
-    assert judge(broken, counts(500, 500), 10).what == ROLL_BACK, "but it is worse"
+        assert judge(broken, counts(500, 450), seconds).action == WAIT
+    assert judge(broken, counts(500, 500), 10).action == ROLL_BACK, "but it is worse"
 
 
 def test_without_anything_to_compare_with_only_a_hopeless_version_is_rolled_back_at_once() -> None:
     nobody = counts(0)
-    assert judge(nobody, counts(100, 20), 10).what == WAIT
-    assert judge(nobody, counts(20, 20), 10).what == ROLL_BACK
-    assert judge(nobody, counts(2000), 300).what == PROMOTE
+    assert judge(nobody, counts(100, 20), 10).action == WAIT
+    assert judge(nobody, counts(20, 20), 10).action == ROLL_BACK
+    assert judge(nobody, counts(2000), 300).action == PROMOTE
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 10_000), st.floats(0, 1e5))
@@ -103,7 +103,9 @@ def test_more_errors_never_help_and_nothing_raises(stable: int, errors: int, req
     stable_counts = counts(stable, min(stable, errors))
     order = {ROLL_BACK: 0, WAIT: 1, PROMOTE: 2}
     failed = min(failed, requests)
-    verdicts = [judge(stable_counts, counts(requests, n), seconds).what for n in (failed // 2, failed, (failed + requests) // 2)]
+    verdicts = [
+        judge(stable_counts, counts(requests, n), seconds).action for n in (failed // 2, failed, (failed + requests) // 2)
+    ]
     assert sorted(verdicts, key=order.__getitem__, reverse=True) == verdicts
 
 
@@ -128,7 +130,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_exact_one() -> None:
 def test_slow_is_what_takes_twice_as_long_rounded_up_but_never_what_is_fast_enough(bucket: int, first_slow: int) -> None:
     latency = [0] * BUCKETS
     latency[bucket] = 1000
-    assert slow_from(latency, CanarySettings()) == first_slow
+    assert first_slow_bucket(latency, CanarySettings()) == first_slow
 
 
 @pytest.mark.parametrize(("times", "what"), [(1.0, PROMOTE), (1.2, PROMOTE), (5.0, ROLL_BACK), (20.0, ROLL_BACK)])
@@ -138,14 +140,14 @@ def test_a_slower_version_is_rolled_back(times: float, what: str) -> None:
     for _ in range(50):
         stable = np.exp(random.normal(math.log(4000), 0.3, 20_000))
         canary = np.exp(random.normal(math.log(4000 * times), 0.3, 2000))
-        outcomes[judge(counts(20_000, 0, histogram(stable)), counts(2000, 0, histogram(canary)), 300).what] += 1
+        outcomes[judge(counts(20_000, 0, histogram(stable)), counts(2000, 0, histogram(canary)), 300).action] += 1
     assert outcomes == {what: 50}
 
 
 def test_without_the_stable_version_nothing_is_slow() -> None:
     latency = [0] * BUCKETS
     latency[12] = 5000  # 4 ms
-    assert judge(counts(0), Counts(5000, 0, latency), 300).what == PROMOTE
+    assert judge(counts(0), VersionCounts(5000, 0, latency), 300).action == PROMOTE
 
 
 def passes(**by_rows: float) -> list[tuple[int, float]]:
@@ -179,9 +181,9 @@ def test_a_version_whose_passes_are_slow_is_rolled_back_although_both_answer_ali
     """They take turns on one event loop: the slow one delays both."""
     latency = [0] * BUCKETS
     latency[14] = 5000
-    stable = Counts(5000, 0, latency, passes(rows_64=2.0))
-    assert judge(stable, Counts(5000, 0, latency, passes(rows_8=10.0)), 300).what == ROLL_BACK
-    assert judge(stable, Counts(5000, 0, latency, passes(rows_8=1.5)), 300).what == PROMOTE
+    stable = VersionCounts(5000, 0, latency, passes(rows_64=2.0))
+    assert judge(stable, VersionCounts(5000, 0, latency, passes(rows_8=10.0)), 300).action == ROLL_BACK
+    assert judge(stable, VersionCounts(5000, 0, latency, passes(rows_8=1.5)), 300).action == PROMOTE
 
 
 def test_bursts_of_slow_answers_that_both_have_condemn_nobody() -> None:
@@ -197,7 +199,7 @@ def test_bursts_of_slow_answers_that_both_have_condemn_nobody() -> None:
                 values[: len(values) // 5] *= slowed
                 whole += np.array(histogram(values))
             verdict = judge(counts(int(stable.sum()), 0, stable.tolist()), counts(int(canary.sum()), 0, canary.tolist()), second)
-            if verdict.what == ROLL_BACK:
+            if verdict.action == ROLL_BACK:
                 rolled_back += 1
                 break
     assert rolled_back <= 2
@@ -216,8 +218,8 @@ def outcome(
         requests += came
         errors += random.binomial(came, (stable, canary))
         verdict = judge(counts(int(requests[0]), int(errors[0])), counts(int(requests[1]), int(errors[1])), now)
-        if verdict.what != WAIT:
-            return verdict.what, now
+        if verdict.action != WAIT:
+            return verdict.action, now
     return WAIT, seconds
 
 
@@ -271,15 +273,17 @@ def test_the_evidence_is_a_fair_bet(allowed: float) -> None:
 @pytest.mark.parametrize(("total", "share"), [(20, 0.05), (100, 0.01), (500, 0.1)])
 def test_wilson_bounds_hold_what_they_promise(total: int, share: float) -> None:
     below = sum(
-        math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(total + 1) if wilson(k, total, 2.33)[1] < share
+        math.comb(total, k) * share**k * (1 - share) ** (total - k)
+        for k in range(total + 1)
+        if wilson_interval(k, total, 2.33)[1] < share
     )
     assert below <= 0.02
-    assert wilson(0, 0, 2.0) == (0.0, 1.0)
+    assert wilson_interval(0, 0, 2.0) == (0.0, 1.0)
 
 
 def test_the_limit_is_the_tolerated_share_or_a_multiple_of_what_is_usual() -> None:
-    assert condemned_above(0, 100_000, 2.0, 0.01) == 0.01
-    assert condemned_above(5000, 100_000, 2.0, 0.01) == pytest.approx(0.1, abs=0.005)
-    assert condemned_above(0, 0, 2.0, 0.01) == 0.5
-    assert condemned_above(0, 3, 2.0, 0.01) > 0.5, "three requests say little of the stable version"
-    assert condemned_above(95, 100, 2.0, 0.01) > 0.95
+    assert error_limit(0, 100_000, 2.0, 0.01) == 0.01
+    assert error_limit(5000, 100_000, 2.0, 0.01) == pytest.approx(0.1, abs=0.005)
+    assert error_limit(0, 0, 2.0, 0.01) == 0.5
+    assert error_limit(0, 3, 2.0, 0.01) > 0.5, "three requests say little of the stable version"
+    assert error_limit(95, 100, 2.0, 0.01) > 0.95

@@ -22,14 +22,14 @@ import ludus
 from ludus.cli.main import app
 from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, Refused, UsageError
 from ludus.experiments.runs import checkpoint
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.protocol.client import Client
-from ludus.protocol.spec import About
+from ludus.protocol.spec import StartOptions
 from ludus.serving import checkpoint_follower, release
 from ludus.serving.canary import CanarySettings
-from ludus.serving.checkpoint_follower import Follower, Offering, Source
-from ludus.serving.launcher import spec_of
-from ludus.serving.worker import ServedActor, Service, ServiceSettings
+from ludus.serving.checkpoint_follower import CheckpointFollower, CheckpointSource, UpdateSettings
+from ludus.serving.launcher import service_spec
+from ludus.serving.worker import ServedActor, ServiceSettings, ServingWorker
 from ludus.storage.local import LocalStore
 from tests.cli.programs import Program, program
 from tests.experiments import small
@@ -67,18 +67,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: where / name for name in (*made, "cartpole")}
 
 
-def loaded(directory: Path, *runs: Path, settings: ServiceSettings | None = None) -> tuple[Service, dict[str, Any]]:
+def loaded(directory: Path, *runs: Path, settings: ServiceSettings | None = None) -> tuple[ServingWorker, dict[str, Any]]:
     """One worker, without a gateway, and what it would be said to be."""
-    sources = {f"agent{number}": Source(str(run)) for number, run in enumerate(runs)}
-    Follower(sources, directory, Offering()).open()
-    service = Service(directory, settings or ServiceSettings())
+    sources = {f"agent{number}": CheckpointSource(str(run)) for number, run in enumerate(runs)}
+    CheckpointFollower(sources, directory, UpdateSettings()).open()
+    service = ServingWorker(directory, settings or ServiceSettings())
     service.load()
-    return service, spec_of(sources)
+    return service, service_spec(sources)
 
 
-def answers(actor: ServedActor, messages: list[dict[str, Any]], about: About | None = None) -> list[Any]:
+def answers(actor: ServedActor, messages: list[dict[str, Any]], about: StartOptions | None = None) -> list[Any]:
     async def play() -> list[Any]:
-        actor.about = about or About()
+        actor.about = about or StartOptions()
         await actor.start("s", b"")
         return [json.loads(await actor.tick(json.dumps(message).encode())) for message in messages]
 
@@ -119,56 +119,56 @@ def test_several_agents_are_told_by_their_names(runs: dict[str, Path], tmp_path:
     assert spec["observation_space"]["shape"] == [2]
     assert {name: agent["observation_space"]["shape"] for name, agent in spec["models"].items()} == {"agent0": [2], "agent1": [4]}
     for name, width in (("agent0", 2), ("agent1", 4)):
-        assert answers(service(), [{"observation": seen(1, width)[0]}], About(model=name))
+        assert answers(service(), [{"observation": seen(1, width)[0]}], StartOptions(model=name))
 
 
 def test_exploring_actions_vary_and_others_do_not(runs: dict[str, Path], tmp_path: Path) -> None:
     same = [{"observation": [0.1, 0.1]}] * 60
     for default, about, different in (
         (0.0, None, 1),
-        (0.0, About(temperature=1.0), 2),
+        (0.0, StartOptions(temperature=1.0), 2),
         (1.0, None, 2),
-        (1.0, About(temperature=0.0), 1),
+        (1.0, StartOptions(temperature=0.0), 1),
     ):
         service, _ = loaded(tmp_path, runs["one"], settings=ServiceSettings(temperature=default))
         assert len({answer["action"] for answer in answers(service(), same, about)}) == different
 
 
 def test_what_was_accepted_in_training_is_accepted_in_service(runs: dict[str, Path]) -> None:
-    http, sessions = Source(str(runs["one"])).limits()
+    http, sessions = CheckpointSource(str(runs["one"])).limits()
     assert (http.body_bytes, sessions.silent_s) == (5000, 7)
-    assert Source(str(runs["cartpole"])).limits()[1].silent_s == 60
+    assert CheckpointSource(str(runs["cartpole"])).limits()[1].silent_s == 60
 
 
 def test_a_config_stands_for_its_newest_run_with_a_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "game.yaml"
     file.write_text(yaml.safe_dump({"duel": {"env": "CartPole-v1"}}))
     with pytest.raises(NotFound, match="No run of duel"):
-        checkpoint_follower.run_of(str(file), tmp_path)
+        checkpoint_follower.resolve_run(str(file), tmp_path)
     for name in ("a", "b"):
         small.train(tmp_path / "duel" / name, 1)
-    assert checkpoint_follower.run_of(str(file), tmp_path) == str(tmp_path / "duel" / "b")
-    assert checkpoint_follower.run_of("elsewhere", tmp_path) == "elsewhere"
+    assert checkpoint_follower.resolve_run(str(file), tmp_path) == str(tmp_path / "duel" / "b")
+    assert checkpoint_follower.resolve_run("elsewhere", tmp_path) == "elsewhere"
 
 
 def test_runs_are_named_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a=b").mkdir()
-    assert checkpoint_follower.named_sources(["runs/x"], tmp_path) == {"default": Source("runs/x")}
-    assert checkpoint_follower.named_sources(["easy=runs/x", "hard=runs/y=z"], tmp_path) == {
-        "easy": Source("runs/x"),
-        "hard": Source("runs/y=z"),
+    assert checkpoint_follower.parse_sources(["runs/x"], tmp_path) == {"default": CheckpointSource("runs/x")}
+    assert checkpoint_follower.parse_sources(["easy=runs/x", "hard=runs/y=z"], tmp_path) == {
+        "easy": CheckpointSource("runs/x"),
+        "hard": CheckpointSource("runs/y=z"),
     }
     there = str(tmp_path / "a=b")
-    assert checkpoint_follower.named_sources([there], tmp_path) == {"default": Source(there)}, "what exists is a path"
+    assert checkpoint_follower.parse_sources([there], tmp_path) == {"default": CheckpointSource(there)}, "what exists is a path"
     for twice in (["runs/x", "runs/y"], ["a=x", "a=y"]):
-        with pytest.raises(UsageError, match="Two runs are called"):
-            checkpoint_follower.named_sources(twice, tmp_path)
+        with pytest.raises(UsageError, match="Two runs have the name"):
+            checkpoint_follower.parse_sources(twice, tmp_path)
 
 
 def test_a_place_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "missing", tmp_path / "missing" / "best"):
         with pytest.raises(NotFound):
-            Follower({"default": Source(str(place))}, tmp_path, Offering()).open()
+            CheckpointFollower({"default": CheckpointSource(str(place))}, tmp_path, UpdateSettings()).open()
 
 
 # -- versions -----------------------------------------------------------------------------------------------------------------
@@ -181,30 +181,32 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def follower(run: Path | str, directory: Path, **offering: Any) -> Follower:
+def follower(run: Path | str, directory: Path, **offering: Any) -> CheckpointFollower:
     directory.mkdir(exist_ok=True)
-    made = Follower({"default": Source(str(run))}, directory, Offering(follow_s=0.0, **{"follow": True, **offering}))
+    made = CheckpointFollower(
+        {"default": CheckpointSource(str(run))}, directory, UpdateSettings(follow_s=0.0, **{"follow": True, **offering})
+    )
     made.open()
     return made
 
 
-def serves(made: Follower) -> int:
-    return made.lineup.agents["default"].current
+def serves(made: CheckpointFollower) -> int:
+    return made.routes.agents["default"].current
 
 
 def test_a_version_is_found_in_checkpoints_and_among_those_that_were_kept(run: Path, tmp_path: Path) -> None:
     checkpointed(run, 5, policy(5))
-    kept = LocalPool(LocalStore(run))
+    kept = LocalVersionStore(LocalStore(run))
     kept.add(MODEL, policy(3), above=2)
     assert kept.keep(MODEL) == 3
     made = follower(run, tmp_path / "service", version=3, levels=(1, 5))
-    agent = made.lineup.agents["default"]
+    agent = made.routes.agents["default"]
     assert (agent.current, sorted(agent.releases), agent.levels) == (3, [1, 3, 5], (1, 5))
     with releases.serving(tmp_path / "service") as served:
         for version, headers in ((3, []), (1, ["version: 1"]), (5, ["version: 5"])):
             assert answered(served.port, f"v{version}", headers, [policy(version)]) == 0
     with pytest.raises(NotFound, match="no version 4") as missing:
-        Source(str(run)).version(4)
+        CheckpointSource(str(run)).version(4)
     assert "1, 3, 5" in missing.value.hint
 
 
@@ -212,7 +214,7 @@ def test_several_models_are_asked_for_by_the_number_of_their_checkpoint(runs: di
     store = LocalStore(runs["two"])
     name = checkpoint.names(store)[-1]
     versions = checkpoint.versions_of(store, name)
-    for found in (Source(str(runs["two"])).version(int(name)), Source(str(runs["two"])).release()):
+    for found in (CheckpointSource(str(runs["two"])).version(int(name)), CheckpointSource(str(runs["two"])).release()):
         assert found.version == int(name)
         assert {model: part.version for model, part in found.parts.items()} == versions
 
@@ -221,7 +223,7 @@ def test_a_level_that_is_current_at_first_stays_a_level(run: Path, tmp_path: Pat
     made = follower(run, tmp_path / "service", levels=(1,))
     checkpointed(run, 2, policy(2))
     made.poll()
-    agent = made.lineup.agents["default"]
+    agent = made.routes.agents["default"]
     assert (agent.current, sorted(agent.releases)) == (2, [1, 2])
 
 
@@ -264,7 +266,7 @@ def test_the_files_of_versions_that_are_gone_are_deleted_later(
 ) -> None:
     mark(run, 1)
     made = follower(f"{run}/best", tmp_path / "service")
-    monkeypatch.setattr(checkpoint_follower, "_KEPT_S", 0.0)
+    monkeypatch.setattr(checkpoint_follower, "_DELETE_S", 0.0)
     there = tmp_path / "service" / "releases" / "default"
     for version in (2, 3):
         checkpointed(run, version, policy(version))
@@ -273,13 +275,13 @@ def test_the_files_of_versions_that_are_gone_are_deleted_later(
     assert serves(made) == 3
     made.poll()
     assert [path.name for path in there.iterdir()] == ["000003"]
-    monkeypatch.setattr(checkpoint_follower, "_KEPT_S", 3600.0)
+    monkeypatch.setattr(checkpoint_follower, "_DELETE_S", 3600.0)
     for version in (2, 3):  # back, and forth again, before what is leaving has left
         mark(run, version)
         made.poll()
         assert serves(made) == version
     assert sorted(path.name for path in there.iterdir()) == ["000002", "000003"]
-    assert [path.name for _, path in made._leaving] == ["000002"], "what is served again does not leave"
+    assert [path.name for _, path in made._to_delete] == ["000002"], "what is served again does not leave"
 
 
 def mark(run: Path, number: int) -> None:
@@ -296,7 +298,7 @@ def test_the_best_may_go_back_and_the_newest_may_not(run: Path, tmp_path: Path, 
     newest.poll()
     assert (serves(best), serves(newest)) == (1, 5)
     assert newest.refused == {"default": 1}
-    assert "version 4 comes before 5" in caplog.text
+    assert "version 4 is older than the served version 5" in caplog.text
     assert not best.refused
 
 
@@ -311,7 +313,7 @@ def nan(version: int) -> Any:
 
 
 WRONG: Mapping[str, Any] = {
-    "not a number": nan,
+    "not finite": nan,
     "observation space": lambda version: policy(version, observation=gym.spaces.Box(-2, 2, (4,), np.float32)),
 }
 
@@ -360,7 +362,7 @@ def test_no_damage_of_a_checkpoint_reaches_a_game(run: Path, tmp_path: Path) -> 
             if serves(made) == 2:  # a letter of the manifest that says nothing about the files
                 assert name == "manifest.json"
                 written = release.read(tmp_path / "service" / "releases" / "default" / "000002")
-                assert small.same(written.players[MODEL].weights(), policy(2).weights())  # type: ignore[attr-defined]
+                assert small.same(written.policies[MODEL].weights(), policy(2).weights())  # type: ignore[attr-defined]
                 taken += 1
                 shutil.rmtree(target)
                 made = follower(run, tmp_path / "service")
@@ -378,12 +380,12 @@ def test_no_damage_of_a_checkpoint_reaches_a_game(run: Path, tmp_path: Path) -> 
 def test_a_run_that_is_not_there_is_told_once_and_followed_when_it_is_back(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_follower, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(checkpoint_follower, "_RETRY_S", 0.0)
     made = follower(run, tmp_path / "service")
     run.rename(tmp_path / "moved")
     for _ in range(5):
         made.poll()
-    assert (serves(made), made.refused["default"], caplog.text.count("there is nothing to follow")) == (1, 1, 1)
+    assert (serves(made), made.refused["default"], caplog.text.count("no checkpoint to follow")) == (1, 1, 1)
     (tmp_path / "moved").rename(run)
     made.poll()
     checkpointed(run, 2, policy(2))
@@ -397,7 +399,7 @@ def test_a_run_that_is_not_there_is_told_once_and_followed_when_it_is_back(
 def test_a_line_up_that_cannot_be_written_changes_nothing_and_is_written_later(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_follower, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(checkpoint_follower, "_RETRY_S", 0.0)
     made = follower(run, tmp_path / "service")
     (tmp_path / "service").rename(tmp_path / "aside")
     (tmp_path / "service").write_text("a file")  # even root cannot write below it
@@ -443,11 +445,11 @@ TRIAL = CanarySettings(hold_s=0.0, min_requests=60, give_up_s=3600, max_latency_
 """How fast an answer comes says nothing on a busy machine."""
 
 
-def tries(made: Follower) -> int | None:
-    return made.lineup.agents["default"].canary
+def tries(made: CheckpointFollower) -> int | None:
+    return made.routes.agents["default"].canary
 
 
-def trial(run: Path, directory: Path, settings: CanarySettings = TRIAL) -> Follower:
+def trial(run: Path, directory: Path, settings: CanarySettings = TRIAL) -> CheckpointFollower:
     return follower(run, directory, canary_percent=50.0, canary=settings)
 
 
@@ -492,7 +494,7 @@ def test_a_version_on_trial_that_does_well_is_promoted(run: Path, tmp_path: Path
         found = metrics(served.port)
         assert total(found, "ludus_canary_promoted_total") == 1
         assert total(found, "ludus_canary_version") == 0
-    assert "has passed its trial" in caplog.text
+    assert "was promoted" in caplog.text
 
 
 def test_a_version_on_trial_that_fails_is_taken_back_and_its_sessions_move(
@@ -503,7 +505,7 @@ def test_a_version_on_trial_that_fails_is_taken_back_and_its_sessions_move(
         checkpointed(run, 2, broken(2))
         made.poll()
         wait_until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
-        number = next(n for n in range(100) if made.lineup.agents["default"].choose(f"stays-{n}", -1) == 2)
+        number = next(n for n in range(100) if made.routes.agents["default"].choose(f"stays-{n}", -1) == 2)
         twin = Twin(broken(2))
         with wire.Wire(served.port) as stays:
             stays.ask(wire.step("start", f"stays-{number}"))
@@ -521,7 +523,7 @@ def test_a_version_on_trial_that_fails_is_taken_back_and_its_sessions_move(
                     break
             assert set(statuses) == {200, 500}, "only who has the new version fails"
             assert (serves(made), made.rolled_back, made.promoted) == (1, {"default": 1}, {})
-            assert made.lineup.agents["default"].withdrawn == (2,)
+            assert made.routes.agents["default"].withdrawn == (2,)
             wait_until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
             twin.carry_on(policy(1), carry=True)
             assert all(tick(seen) for seen in observations(5))
@@ -531,7 +533,7 @@ def test_a_version_on_trial_that_fails_is_taken_back_and_its_sessions_move(
         checkpointed(run, 3, policy(3))
         made.poll()
         assert (serves(made), tries(made)) == (1, 3), "the next one is"
-    assert "is taken back" in caplog.text
+    assert "was rolled back" in caplog.text
 
 
 def test_a_best_that_was_taken_back_and_becomes_the_best_again_is_tried_again(run: Path, tmp_path: Path) -> None:
@@ -545,12 +547,12 @@ def test_a_best_that_was_taken_back_and_becomes_the_best_again_is_tried_again(ru
         wait_until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
         traffic(served.port, 6, "few")  # not enough to prove anything: given up at once
         made.poll()
-        assert (made.rolled_back, made.lineup.agents["default"].withdrawn) == ({"default": 1}, (2,))
+        assert (made.rolled_back, made.routes.agents["default"].withdrawn) == ({"default": 1}, (2,))
         wait_until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
         for best in (1, 2):
             mark(run, best)
             made.poll()
-        agent = made.lineup.agents["default"]
+        agent = made.routes.agents["default"]
         assert (agent.canary, agent.withdrawn) == (2, ())
         wait_until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
         assert {answered(served.port, f"again-{n}", [], [policy(1), policy(2)]) for n in range(12)} == {0, 1}
@@ -562,8 +564,8 @@ def test_a_worker_that_is_replaced_during_a_trial_neither_loses_nor_doubles_what
 
     def counted() -> list[int]:
         made.poll()
-        tally = made._trials["default"].tally
-        return [tally.counts(version).requests for version in tally.refresh()]
+        counts = made._trials["default"].counts
+        return [counts.of(version).requests for version in counts.refresh()]
 
     ticks = 0
     with releases.serving(tmp_path / "service") as first:
@@ -582,15 +584,15 @@ def test_a_worker_that_is_replaced_during_a_trial_neither_loses_nor_doubles_what
             traffic(second.port, 10, f"second{batch}")
             ticks += 100
             assert sum(counted()) == ticks
-        tally = made._trials["default"].tally
-        assert all(count >= 0 for version in (1, 2) for count in tally.counts(version).latency)
+        counts = made._trials["default"].counts
+        assert all(count >= 0 for version in (1, 2) for count in counts.of(version).latency)
 
 
 def test_each_of_several_agents_is_followed_for_itself(run: Path, tmp_path: Path) -> None:
     checkpointed(tmp_path / "other", 10, policy(10))
-    sources = {"easy": Source(str(run)), "hard/er": Source(str(tmp_path / "other"))}
+    sources = {"easy": CheckpointSource(str(run)), "hard/er": CheckpointSource(str(tmp_path / "other"))}
     (tmp_path / "service").mkdir()
-    made = Follower(sources, tmp_path / "service", Offering(follow=True, follow_s=0.0))
+    made = CheckpointFollower(sources, tmp_path / "service", UpdateSettings(follow=True, follow_s=0.0))
     made.open()
     with releases.serving(tmp_path / "service") as served:
         checkpointed(tmp_path / "other", 11, policy(11))

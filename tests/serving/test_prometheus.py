@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as families
 
-from ludus.gateway.latency_histogram import Meter
+from ludus.gateway.latency_histogram import LatencyHistogram
 from ludus.gateway.sessions import SessionStats
 from ludus.serving import prometheus
 from tests.serving.releases import samples, total
@@ -21,7 +21,7 @@ NOW = 1000.0
 STATS = SessionStats(started=9, ended=4, silent=1, timed_out=2, failed=1, refused=5, repeated=3).to_json()
 
 
-def version(meter: Meter, sessions: int = 1, batches: list[int] | None = None, answered: int = 0) -> dict[str, Any]:
+def version(meter: LatencyHistogram, sessions: int = 1, batches: list[int] | None = None, answered: int = 0) -> dict[str, Any]:
     return {
         "sessions": sessions,
         "batches": batches or [0] * 32,
@@ -42,7 +42,12 @@ def worker(**changes: Any) -> dict[str, Any]:
         "stats": STATS,
         "refused": {"seq": 2, "unauthorized": 5},
         "agents": {
-            "default": {"current": 3, "canary": None, "moved": {"carried": 1, "reset": 0}, "versions": {"3": version(Meter())}}
+            "default": {
+                "current": 3,
+                "canary": None,
+                "moved": {"carried": 1, "reset": 0},
+                "versions": {"3": version(LatencyHistogram())},
+            }
         },
         "replay": {"segments": 11, "dropped": 1},
         "log_dropped": 0,
@@ -52,13 +57,13 @@ def worker(**changes: Any) -> dict[str, Any]:
 
 
 def told(found: Mapping[str, Mapping[str, Any]], now: float = NOW) -> bytes:
-    return prometheus.text(found, now)
+    return prometheus.render(found, now)
 
 
-def took(*seconds: float, failed: int = 0) -> Meter:
-    meter = Meter()
+def took(*seconds: float, failed: int = 0) -> LatencyHistogram:
+    meter = LatencyHistogram()
     for one in seconds:
-        meter.took(one)
+        meter.record(one)
     meter.failed = failed
     return meter
 
@@ -154,10 +159,10 @@ def test_a_snapshot_that_cannot_be_read_hides_nobody_else(tmp_path: Path) -> Non
     prometheus.write_snapshot(tmp_path, "1", worker(connections=9))
     (tmp_path / "2.metrics").write_text('{"at": 1')
     (tmp_path / "3.metrics").mkdir()
-    assert set(prometheus.snapshots(tmp_path)) == {"0", "1"}
-    assert total(samples(told(prometheus.snapshots(tmp_path))), "ludus_connections") == 16
+    assert set(prometheus.read_snapshots(tmp_path)) == {"0", "1"}
+    assert total(samples(told(prometheus.read_snapshots(tmp_path))), "ludus_connections") == 16
     prometheus.write_snapshot(tmp_path, "1", worker(connections=1))
-    assert total(samples(told(prometheus.snapshots(tmp_path))), "ludus_connections") == 8
+    assert total(samples(told(prometheus.read_snapshots(tmp_path))), "ludus_connections") == 8
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.metrics", "1.metrics", "2.metrics", "3.metrics"]
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ludus.errors import Damaged, IncompatibleCheckpoint
 from ludus.models.weights import serialization
 from ludus.serving import release
-from ludus.serving.release import Part, Release
+from ludus.serving.release import Release, ReleasedModel
 from tests.serving.releases import MODEL, broken, observations, policy, released
 
 
@@ -36,14 +36,14 @@ def test_what_is_written_is_read_back_and_plays_the_same(tmp_path: Path) -> None
     found = release.read(tmp_path / "deep" / "7")
     assert (found.version, dict(found.seats), dict(found.versions)) == (7, {"": MODEL}, {MODEL: 7})
     assert json.loads(found.descriptions[MODEL]) == json.loads(json.dumps(policy(7).description()))
-    np.testing.assert_allclose(answers(found.players[MODEL]), answers(policy(7)), atol=1e-5)
+    np.testing.assert_allclose(answers(found.policies[MODEL]), answers(policy(7)), atol=1e-5)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["7"], "nothing is left beside it"
 
 
 def test_a_release_replaces_one_of_the_same_place(tmp_path: Path) -> None:
     release.write(released(7), tmp_path / "7")
     release.write(released(7, policy(8)), tmp_path / "7")
-    np.testing.assert_allclose(answers(release.read(tmp_path / "7").players[MODEL]), answers(policy(8)), atol=1e-5)
+    np.testing.assert_allclose(answers(release.read(tmp_path / "7").policies[MODEL]), answers(policy(8)), atol=1e-5)
 
 
 def test_models_of_any_name_travel(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_models_of_any_name_travel(tmp_path: Path) -> None:
     several = Release(3, {"blue": "a/b", "red": "../c", "grey": "ä\n"}, dict.fromkeys(("a/b", "../c", "ä\n"), one))
     release.write(several, tmp_path / "3")
     found = release.read(tmp_path / "3")
-    assert set(found.players) == {"a/b", "../c", "ä\n"}
+    assert set(found.policies) == {"a/b", "../c", "ä\n"}
     assert dict(found.seats) == dict(several.seats)
 
 
@@ -61,14 +61,14 @@ def test_exported_models_are_run_instead_of_the_networks(tmp_path: Path) -> None
     made = policy(5)
     release.write(released(5), tmp_path / "5", {MODEL: onnx_export.export_policy(made, name=MODEL, version=5)})
     assert not list((tmp_path / "5").glob("*.safetensors"))
-    np.testing.assert_allclose(answers(release.read(tmp_path / "5").players[MODEL]), answers(made), atol=1e-4)
+    np.testing.assert_allclose(answers(release.read(tmp_path / "5").policies[MODEL]), answers(made), atol=1e-4)
 
 
 def test_without_values_the_actions_are_the_same(tmp_path: Path) -> None:
     for core in (None, "lstm"):
         release.write(released(5, policy(5, core=core)), tmp_path / "5")
         for values in (False, True):
-            player = release.read(tmp_path / "5", values=values).players[MODEL]
+            player = release.read(tmp_path / "5", values=values).policies[MODEL]
             state = tuple(np.stack([spec.zeros()] * 20) for spec in player.state_spec())
             seen = np.array(observations(20), np.float32)
             acted, wanted = player.act(seen, state), policy(5, core=core).act(seen, state)
@@ -78,9 +78,11 @@ def test_without_values_the_actions_are_the_same(tmp_path: Path) -> None:
 
 
 def test_a_sound_release_is_taken() -> None:
-    assert set(release.tried(released(2), released(1))) == {MODEL}
-    assert set(release.tried(released(2, policy(2, cell=8, core="gru")), released(1))) == {MODEL}, "the network is its own affair"
-    assert set(release.tried(released(2, broken(2)), released(1))) == {MODEL}, "nobody plays what it has no answer to"
+    assert set(release.validate_release(released(2), released(1))) == {MODEL}
+    assert set(release.validate_release(released(2, policy(2, cell=8, core="gru")), released(1))) == {MODEL}, (
+        "the network is its own affair"
+    )
+    assert set(release.validate_release(released(2, broken(2)), released(1))) == {MODEL}, "nobody plays what it has no answer to"
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
@@ -90,8 +92,8 @@ def test_weights_that_are_not_numbers_are_refused(number: float, which: str) -> 
     name = sorted(weights)[0 if which == "first" else -1]
     weights[name].reshape(-1)[-1] = number
     part = replace(released(2).parts[MODEL], weights=serialization.encode_weights(weights))
-    with pytest.raises(Damaged, match="not a number"):
-        release.tried(Release(2, {"": MODEL}, {MODEL: part}))
+    with pytest.raises(Damaged, match="not finite"):
+        release.validate_release(Release(2, {"": MODEL}, {MODEL: part}))
 
 
 def test_a_model_that_answers_with_what_is_no_number_is_refused() -> None:
@@ -99,22 +101,22 @@ def test_a_model_that_answers_with_what_is_no_number_is_refused() -> None:
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.fill_(3e38)
-    with pytest.raises(Damaged, match="not numbers"):
-        release.tried(released(2, made))
+    with pytest.raises(Damaged, match="not finite"):
+        release.validate_release(released(2, made))
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 1), ()])
 def test_other_observations_are_refused_with_both_spaces_named(shape: tuple[int, ...]) -> None:
     other = policy(2, observation=gym.spaces.Box(-2.0, 2.0, shape, np.float32))
-    with pytest.raises(IncompatibleCheckpoint, match=r"observation space.*the games play with") as refused:
-        release.tried(released(2, other), released(1))
+    with pytest.raises(IncompatibleCheckpoint, match=r"observation space.*the served one is") as refused:
+        release.validate_release(released(2, other), released(1))
     assert "model of its own" in refused.value.hint
 
 
 def test_other_seats_are_refused() -> None:
     part = released(2).parts[MODEL]
     with pytest.raises(IncompatibleCheckpoint, match="seats"):
-        release.tried(Release(2, {"blue": MODEL, "red": MODEL}, {MODEL: part}), released(1))
+        release.validate_release(Release(2, {"blue": MODEL, "red": MODEL}, {MODEL: part}), released(1))
 
 
 @settings(max_examples=40)
@@ -130,9 +132,9 @@ def test_no_damage_of_its_weights_gets_through_as_anything_but_what_we_raise(dat
         del whole[at:]
     else:
         whole[at:at] = data.draw(st.binary(min_size=1, max_size=9))
-    part = Part(released(2).parts[MODEL].description, bytes(whole), 2)
+    part = ReleasedModel(released(2).parts[MODEL].description, bytes(whole), 2)
     try:
-        found = release.tried(Release(2, {"": MODEL}, {MODEL: part}))
+        found = release.validate_release(Release(2, {"": MODEL}, {MODEL: part}))
     except (Damaged, IncompatibleCheckpoint):
         return
     for array in found[MODEL].weights().values():

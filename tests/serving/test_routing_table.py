@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.errors import Refused
-from ludus.protocol.spec import About
-from ludus.serving.routing_table import FILE, Agent, Lineup, drawn
+from ludus.protocol.spec import StartOptions
+from ludus.serving.routing_table import FILE, AgentRoutes, RoutingTable, session_fraction
 
 SESSIONS = [f"match-{number}" for number in range(4000)]
 PATHS = {120: "a", 121: "b", 122: "c"}
-ONE = Agent(121, PATHS, levels=(120,), canary=122, percent=25.0)
-ANY = About()
+ONE = AgentRoutes(121, PATHS, levels=(120,), canary=122, percent=25.0)
+ANY = StartOptions()
 
 
 def test_sessions_that_ask_for_nothing_get_the_current_version_of_the_first_agent() -> None:
-    both = Lineup({"hard": Agent(7, {7: "x"}), "easy": Agent(3, {3: "y"})})
+    both = RoutingTable({"hard": AgentRoutes(7, {7: "x"}), "easy": AgentRoutes(3, {3: "y"})})
     assert both.choose("s", ANY) == ("hard", 7)
-    assert both.choose("s", About(model="easy")) == ("easy", 3)
+    assert both.choose("s", StartOptions(model="easy")) == ("easy", 3)
 
 
 def test_a_canary_gets_its_share_and_the_same_sessions_again() -> None:
@@ -32,22 +32,22 @@ def test_a_canary_gets_its_share_and_the_same_sessions_again() -> None:
     assert set(got) == {121, 122}
     assert 0.22 < got.count(122) / len(got) < 0.28
     assert got == [ONE.choose(session, -1) for session in SESSIONS]
-    whole = Agent(121, PATHS, canary=122, percent=100.0)
+    whole = AgentRoutes(121, PATHS, canary=122, percent=100.0)
     assert {whole.choose(session, -1) for session in SESSIONS} == {122}
-    none = Agent(121, PATHS, canary=122, percent=0.0)
+    none = AgentRoutes(121, PATHS, canary=122, percent=0.0)
     assert {none.choose(session, -1) for session in SESSIONS} == {121}
 
 
 def test_who_is_on_trial_with_a_small_share_still_is_with_a_larger_one() -> None:
-    small = Agent(121, PATHS, canary=122, percent=5.0)
+    small = AgentRoutes(121, PATHS, canary=122, percent=5.0)
     assert {s for s in SESSIONS if small.choose(s, -1) == 122} < {s for s in SESSIONS if ONE.choose(s, -1) == 122}
 
 
 def test_what_is_drawn_for_one_question_says_nothing_about_another() -> None:
-    both = [(drawn(s, "canary") < 0.5, drawn(s, "record") < 0.5) for s in SESSIONS]
+    both = [(session_fraction(s, "canary") < 0.5, session_fraction(s, "record") < 0.5) for s in SESSIONS]
     for pair in ((False, False), (False, True), (True, False), (True, True)):
         assert 0.2 < both.count(pair) / len(both) < 0.3
-    assert all(0 <= drawn(s, "canary") < 1 for s in SESSIONS)
+    assert all(0 <= session_fraction(s, "canary") < 1 for s in SESSIONS)
 
 
 @pytest.mark.parametrize("asked", [120, 121, 122])
@@ -65,18 +65,18 @@ def test_a_version_that_is_not_there_is_404_with_those_that_are(asked: int) -> N
 
 def test_a_model_that_is_not_there_is_404_with_the_nearest() -> None:
     with pytest.raises(Refused) as refused:
-        Lineup({"easy": ONE, "hard": ONE}).choose("s", About(model="eassy"))
+        RoutingTable({"easy": ONE, "hard": ONE}).choose("s", StartOptions(model="eassy"))
     assert (refused.value.status, refused.value.error) == (404, "model")
     assert "easy" in refused.value.hint
     with pytest.raises(Refused) as refused:
-        Lineup({"easy": ONE}).choose("s", About(model="x" * 256))
+        RoutingTable({"easy": ONE}).choose("s", StartOptions(model="x" * 256))
     assert len(refused.value.message) < 150
 
 
 NAMES = st.text(min_size=1, max_size=20)
 NUMBERS = st.integers(0, 1 << 40)
 AGENTS = st.builds(
-    Agent,
+    AgentRoutes,
     current=NUMBERS,
     releases=st.dictionaries(NUMBERS, st.text(max_size=9), max_size=4),
     levels=st.lists(NUMBERS, max_size=3).map(tuple),
@@ -87,16 +87,18 @@ AGENTS = st.builds(
 
 
 @given(st.dictionaries(NAMES, AGENTS, max_size=3))
-def test_a_line_up_is_read_back_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, agents: dict[str, Agent]) -> None:
+def test_a_line_up_is_read_back_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, agents: dict[str, AgentRoutes]
+) -> None:
     where = tmp_path_factory.getbasetemp()
-    Lineup(agents).write(where)
-    found = Lineup.read(where)
-    assert found == Lineup(agents)
+    RoutingTable(agents).write(where)
+    found = RoutingTable.read(where)
+    assert found == RoutingTable(agents)
     assert list(found.agents) == list(agents), "the first one is who plays when nobody is named"
 
 
 def test_whoever_reads_while_it_is_replaced_sees_one_or_the_other(tmp_path: Path) -> None:
-    lineups = [Lineup({"default": Agent(n, {n: "x" * 50_000 * n})}) for n in (1, 2)]
+    lineups = [RoutingTable({"default": AgentRoutes(n, {n: "x" * 50_000 * n})}) for n in (1, 2)]
     lineups[0].write(tmp_path)
     done, seen = threading.Event(), set()
     wrong: list[int | Exception] = []
@@ -104,7 +106,7 @@ def test_whoever_reads_while_it_is_replaced_sees_one_or_the_other(tmp_path: Path
     def read() -> None:
         while not done.is_set():
             try:
-                found = Lineup.read(tmp_path).agents["default"]
+                found = RoutingTable.read(tmp_path).agents["default"]
                 seen.add(found.current)
                 if len(found.releases[found.current]) != 50_000 * found.current:
                     wrong.append(found.current)

@@ -16,8 +16,8 @@ import pytest
 from ludus.models.policy import Policy
 from ludus.serving import release
 from ludus.serving import worker as services
-from ludus.serving.routing_table import Agent, Lineup
-from ludus.serving.worker import Recording, ServiceSettings
+from ludus.serving.routing_table import AgentRoutes, RoutingTable
+from ludus.serving.worker import ReplaySettings, ServiceSettings
 from ludus.transport.replay_log import ReadCounts, read_recorded
 from tests.gateway.wire import Reply, Wire, ask, raw, step
 from tests.serving.releases import (
@@ -259,9 +259,9 @@ def test_a_version_that_comes_back_keeps_its_sessions(one: Path) -> None:
 def test_files_that_are_gone_while_they_are_read_change_nothing_and_are_tried_again(
     one: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(services, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(services, "_RETRY_S", 0.2)
     with serving(one) as served, Match(served.port, "m", Twin(policy(1))) as match:
-        Lineup({"default": agent(2)}).write(one)
+        RoutingTable({"default": agent(2)}).write(one)
         wait_until(lambda: "cannot be loaded" in caplog.text)
         match.play(5)
         assert current(served.port) == 1
@@ -276,7 +276,7 @@ def test_files_that_are_gone_while_they_are_read_change_nothing_and_are_tried_ag
 def test_a_line_up_that_makes_no_sense_changes_nothing(one: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
     with serving(one) as served, Match(served.port, "m", Twin(policy(1))) as match:
         (one / "lineup.json").write_text(text)
-        wait_until(lambda: "the line-up cannot be read" in caplog.text)
+        wait_until(lambda: "cannot read the routing table" in caplog.text)
         match.play(3)
         offer(one, {"default": agent(2)})
         wait_until(lambda: current(served.port) == 2)
@@ -304,7 +304,7 @@ def test_a_model_without_an_answer_ends_that_session_alone_and_is_counted(one: P
 
 
 def test_several_agents_share_the_port(tmp_path: Path) -> None:
-    agents = {"easy": Agent(1, {1: "e/1"}), "hard one": Agent(2, {2: "h/2"})}
+    agents = {"easy": AgentRoutes(1, {1: "e/1"}), "hard one": AgentRoutes(2, {2: "h/2"})}
     offer(tmp_path, agents)
     with serving(tmp_path) as served:
         for headers, version in (([], 1), (["model: easy"], 1), (["Ludus-Model: hard one"], 2)):
@@ -322,7 +322,7 @@ def test_several_agents_share_the_port(tmp_path: Path) -> None:
         refused = ask(served.port, step("start", "m", headers=["model: heard one"]))
         assert refused.refusal == (404, "model")
         assert "hard one" in json.loads(refused.body)["hint"]
-        offer(tmp_path, {**agents, "hard one": Agent(3, {3: "h/3"})})
+        offer(tmp_path, {**agents, "hard one": AgentRoutes(3, {3: "h/3"})})
         wait_until(lambda: current(served.port, "hard one") == 3)
         assert current(served.port, "easy") == 1
         assert total(metrics(served.port), "ludus_refused_total", error="model") == 1
@@ -388,7 +388,7 @@ def traffic(port: int) -> Iterator[None]:
 
 def test_counters_never_go_back(one: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Over updates, moves and recordings; a series may end with its version."""
-    settings = ServiceSettings(max_live_versions=1, recording=Recording(tmp_path_factory.mktemp("replay"), 1.0, steps=4))
+    settings = ServiceSettings(max_live_versions=1, recording=ReplaySettings(tmp_path_factory.mktemp("replay"), 1.0, steps=4))
     last: dict[str, float] = {}
     with serving(one, settings) as served, traffic(served.port):
         for version in (2, 3, 4):
@@ -406,7 +406,7 @@ def test_counters_never_go_back(one: Path, tmp_path_factory: pytest.TempPathFact
 
 def test_matches_are_recorded_with_the_version_that_played_until_it_changes(one: Path, tmp_path: Path) -> None:
     where = tmp_path / "replay"
-    settings = ServiceSettings(max_live_versions=1, recording=Recording(where, 1.0, steps=8))
+    settings = ServiceSettings(max_live_versions=1, recording=ReplaySettings(where, 1.0, steps=8))
     with serving(one, settings) as served:
         with Match(served.port, "moved", Twin(policy(1))) as moved, Match(served.port, "whole", Twin(policy(1))) as whole:
             moved.play(6)
@@ -426,7 +426,7 @@ def test_matches_are_recorded_with_the_version_that_played_until_it_changes(one:
     assert counts.damaged == 0
     assert sorted(int(segment.version[0, 0]) for segment in found) == [1, 1, 2]
     for segment in found:
-        assert segment.valid[:, 0].tolist() == [True] * 5, "what came of the last action is not known"
+        assert segment.valid[:, 0].tolist() == [True] * 5, "the outcome of the last action is unknown"
         seen, twin = segment.observation[:5, 0], Twin(policy(int(segment.version[0, 0])))
         assert [list(map(float, row)) for row in seen] == [observations(1, seed=n)[0] for n in range(5)]
         for row, action in zip(seen, segment.action[:5, 0], strict=True):
@@ -436,8 +436,8 @@ def test_matches_are_recorded_with_the_version_that_played_until_it_changes(one:
 
 
 def test_a_part_of_the_sessions_is_recorded_the_same_for_ever(one: Path, tmp_path: Path) -> None:
-    services_ = [services.Service(one, ServiceSettings(recording=Recording(tmp_path, 0.3))) for _ in range(2)]
-    chosen = [{n for n in range(1000) if made.is_recorded(f"m{n}")} for made in services_]
+    services_ = [services.ServingWorker(one, ServiceSettings(recording=ReplaySettings(tmp_path, 0.3))) for _ in range(2)]
+    chosen = [{n for n in range(1000) if made.records_session(f"m{n}")} for made in services_]
     assert chosen[0] == chosen[1]
     assert 240 < len(chosen[0]) < 360
-    assert not services.Service(one).is_recorded("m")
+    assert not services.ServingWorker(one).records_session("m")

@@ -158,7 +158,7 @@ def test_a_full_disk_is_said_and_damages_nothing(tiny_disk: Path) -> None:
     store = LocalStore(tiny_disk)
     store.put("value", b"old")
     store.put_bundle("checkpoints/000001", FILES)
-    with pytest.raises(StoreFull, match=r"No space left to write .*value.* Free some room"):
+    with pytest.raises(StoreFull, match=r"No space left to write .*value.* Free some space"):
         store.put("value", bytes(1 << 17))
     with pytest.raises(StoreFull, match=r"000002"):
         store.put_bundle("checkpoints/000002", {"small": b"1", "large": bytes(1 << 17)})

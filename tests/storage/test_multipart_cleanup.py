@@ -39,19 +39,19 @@ def test_a_session_token_is_signed_too() -> None:
 
 @pytest.mark.system
 def test_uploads_are_listed_and_aborted_whatever_they_are_called(s3_server: Server) -> None:
-    server, who = multipart_cleanup.Server(s3_server.endpoint, BUCKET, None, 20.0), Credentials(KEY_ID, SECRET)
+    server, who = multipart_cleanup.S3Endpoint(s3_server.endpoint, BUCKET, None, 20.0), Credentials(KEY_ID, SECRET)
     assert s3_server.ask("POST", f"{BUCKET}/odd/%C3%BC%20%23%26%2B1", "uploads=")[0] == 200
     assert s3_server.ask("POST", f"{BUCKET}/odd/2", "uploads=")[0] == 200
-    found = list(multipart_cleanup.unfinished(server, who, "odd/"))
+    found = list(multipart_cleanup.list_uploads(server, who, "odd/"))
     assert sorted(upload.key for upload in found) == ["odd/2", "odd/ü #&+1"]
     for upload in found * 2:  # also what is gone already
-        multipart_cleanup.abort(server, who, upload)
-    assert list(multipart_cleanup.unfinished(server, who, "odd/")) == []
+        multipart_cleanup.abort_upload(server, who, upload)
+    assert list(multipart_cleanup.list_uploads(server, who, "odd/")) == []
 
 
 @pytest.mark.system
 def test_a_refusal_is_an_error_without_secrets(s3_server: Server) -> None:
-    server = multipart_cleanup.Server(s3_server.endpoint, BUCKET, None, 20.0)
+    server = multipart_cleanup.S3Endpoint(s3_server.endpoint, BUCKET, None, 20.0)
     with pytest.raises(StoreError, match="403") as caught:
-        list(multipart_cleanup.unfinished(server, Credentials(KEY_ID, "hunter2"), "odd/"))
+        list(multipart_cleanup.list_uploads(server, Credentials(KEY_ID, "hunter2"), "odd/"))
     assert "hunter2" not in str(caught.value)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.storage.redact import without_secrets
+from ludus.storage.redact import redact_command
 
 
 @pytest.mark.parametrize(
@@ -15,5 +15,5 @@ from ludus.storage.redact import without_secrets
     ],
 )
 def test_a_command_is_kept_without_passwords(word: str, kept: str) -> None:
-    assert without_secrets(["ludus", word, "x=1"]) == ["ludus", kept, "x=1"]
-    assert without_secrets(["--redis-password", "hidden", "more"]) == ["--redis-password", "***", "more"]
+    assert redact_command(["ludus", word, "x=1"]) == ["ludus", kept, "x=1"]
+    assert redact_command(["--redis-password", "hidden", "more"]) == ["--redis-password", "***", "more"]

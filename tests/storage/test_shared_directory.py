@@ -18,8 +18,8 @@ import pytest
 
 from ludus.errors import AlreadyExists, Fenced, NotFound, StoreUnavailable
 from ludus.experiments.runs import checkpoint
-from ludus.models.weights.version_store import LocalPool, newest_claim
-from ludus.storage.base import Bytes, Guard, Store
+from ludus.models.weights.version_store import LocalVersionStore, newest_claim
+from ludus.storage.base import Bytes, Store, WriteGuard
 from ludus.storage.local import LocalStore
 from ludus.testing.store_contract import FILES, StoreContract
 from tests.models.test_version_store import a_policy
@@ -65,7 +65,7 @@ class TwoMachines:
     def get(self, key: str) -> bytes:
         return self._reader.get(key)
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         self._either.put_bundle(key, files, guard=guard)
 
     def get_bundle(self, key: str) -> dict[str, bytes]:
@@ -162,19 +162,19 @@ def test_exactly_one_of_two_machines_wins_also_with_stale_lists(usual: list[Moun
 @pytest.mark.system
 def test_an_owner_is_cut_off_at_once_by_another_machine_although_its_lists_are_stale(usual: list[Mount]) -> None:
     roots = _here(usual)
-    here, there = (LocalPool(LocalStore(root), {checkpoint.BEGUN_FROM: None}) for root in roots)
+    here, there = (LocalVersionStore(LocalStore(root), {checkpoint.BEGUN_FROM: None}) for root in roots)
     here.add("model", a_policy())
     here.check()
     here.confirm()
     LocalStore(roots[0]).list("models/model/incarnations")
     there.add("model", a_policy())
-    for ask in (here.check, here.confirm, here.look, lambda: here.keep("model")):
+    for ask in (here.check, here.confirm, here.check_recently, lambda: here.keep("model")):
         with pytest.raises(Fenced, match="incarnation 2, this is 1"):
             ask()
     there.confirm()
     claim = newest_claim(LocalStore(roots[0]), "model")
     assert claim is not None
-    assert (claim.number, claim.said["pid"]) == (2, os.getpid())
+    assert (claim.number, claim.content["pid"]) == (2, os.getpid())
 
 
 @pytest.mark.system
@@ -220,7 +220,7 @@ def test_a_mount_whose_server_is_gone_is_a_store_that_is_away_and_comes_back() -
 def test_after_an_unmount_nothing_is_written_below_the_mount_point_and_nobody_is_called_fenced() -> None:
     with sshfs_mounts(1) as mounts:
         (root,) = _here(mounts)
-        pool = LocalPool(LocalStore(root), {checkpoint.BEGUN_FROM: None})
+        pool = LocalVersionStore(LocalStore(root), {checkpoint.BEGUN_FROM: None})
         pool.add("model", a_policy())
         mounts[0].close()
         for ask in (pool.check, pool.confirm, lambda: pool.keep("model")):

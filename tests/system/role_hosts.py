@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.launch.local import LocalOrchestrator
-from ludus.process.job_env import PORTS, is_free
+from ludus.process.job_env import PORTS, is_port_free
 from tests.system.hosts import SHARED, Hosts, up
 from tests.waiting import wait_until
 
@@ -38,7 +38,7 @@ _FOREIGN = (
 def free_port() -> int:
     """The first of three that nobody has; below what outgoing connections are given."""
     start = 20_000 + os.getpid() % 3000 * 3
-    return next(port for port in range(start, 32_000, PORTS) if all(is_free(port + n) for n in range(PORTS)))
+    return next(port for port in range(start, 32_000, PORTS) if all(is_port_free(port + n) for n in range(PORTS)))
 
 
 class Machine:

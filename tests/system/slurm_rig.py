@@ -154,7 +154,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
         path = need(program)
         with open(self.base / "log" / f"{called or program}.out", "ab") as said:
             self._daemons[called or program] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ludus.launch.remote_process", "far", path, *options],
+                [sys.executable, "-P", "-m", "ludus.launch.remote_process", "run", path, *options],
                 env={**os.environ, **self.environment},
                 stdin=subprocess.PIPE,
                 stdout=said,

@@ -21,10 +21,10 @@ from ludus.core.tree import Array
 from ludus.experiments.runs import checkpoint
 from ludus.models.policy import Policy
 from ludus.protocol.client import AsyncClient, Client
-from ludus.serving.checkpoint_follower import Offering, Source
+from ludus.serving.checkpoint_follower import CheckpointSource, UpdateSettings
 from ludus.serving.launcher import RunningService
 from ludus.serving.release import Backend
-from ludus.serving.worker import Recording, ServiceSettings
+from ludus.serving.worker import ReplaySettings, ServiceSettings
 from ludus.transport.replay_log import read_recorded
 from tests.clients import test_cpp, test_csharp, test_gdscript
 from tests.clients.contract import environment
@@ -153,7 +153,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=["torch", "onnx", "onnx-int8"])
 def served(request: pytest.FixtureRequest, run: Path) -> Iterator[Served]:
-    with RunningService({"default": Source(str(run))}, Offering(backend=request.param), workers=2) as service:
+    with RunningService({"default": CheckpointSource(str(run))}, UpdateSettings(backend=request.param), workers=2) as service:
         yield Served(service.url, request.param)
 
 
@@ -176,8 +176,8 @@ def test_logits_values_and_states_are_those_of_the_trained_policy(run: Path, epi
     """Read back from what the service records of its sessions."""
     for backend, allowed in (("torch", 1e-4), ("onnx", 1e-4), ("onnx-int8", 0.3)):
         recorded = tmp_path / backend
-        settings = ServiceSettings(recording=Recording(recorded, fraction=1.0, limit_bytes=64 << 20))
-        service = RunningService({"default": Source(str(run))}, Offering(backend=backend), settings)  # type: ignore[arg-type]
+        settings = ServiceSettings(recording=ReplaySettings(recorded, fraction=1.0, limit_bytes=64 << 20))
+        service = RunningService({"default": CheckpointSource(str(run))}, UpdateSettings(backend=backend), settings)  # type: ignore[arg-type]
         with service, python(service.url, tmp_path) as play:
             replayed(play, episodes, backend)
         found = {segments.observation[0, 0].tobytes(): segments for segments in read_recorded(recorded)}
@@ -227,7 +227,7 @@ def test_the_served_agent_scores_what_the_trained_one_does(tmp_path: Path) -> No
     small.train(run, 12, train_batch_size=1024, minibatch_size=256)
     policy = checkpoint.open_checkpoint(run)[1].policy("model")
     trained = _returns(policy, 100)
-    with RunningService({"default": Source(str(run))}, settings=ServiceSettings(temperature=1.0)) as service:
+    with RunningService({"default": CheckpointSource(str(run))}, settings=ServiceSettings(temperature=1.0)) as service:
         live = asyncio.run(scores(service.url, 100))
     assert len(live) == len(trained) == 100
     error = math.sqrt((np.var(live) + np.var(trained)) / 100)

@@ -25,7 +25,7 @@ from ludus.experiments.runs import checkpoint
 from ludus.gateway.server import owner_of
 from ludus.models.policy import Policy
 from ludus.protocol.client import AsyncClient
-from ludus.serving.checkpoint_follower import Source
+from ludus.serving.checkpoint_follower import CheckpointSource
 from ludus.storage.local import LocalStore
 from ludus.transport.replay_log import ReadCounts, read_recorded
 from tests.cli.programs import Program, program
@@ -295,7 +295,7 @@ def test_a_training_is_followed_while_it_runs(tmp_path: Path) -> None:
         asyncio.run(under_load())
         training.join(SOON_S)
         assert not faults, faults
-        newest = Source(str(run)).release().version
+        newest = CheckpointSource(str(run)).release().version
         wait_until(lambda: total(metrics(port), "ludus_model_version") == newest)
         assert total(metrics(port), "ludus_update_refused_total") == 0
         assert total(metrics(port), "ludus_errors_total") == 0

@@ -14,7 +14,7 @@ import pytest
 import ludus
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import AlreadyExists, MemoryClosed, NotFound
-from ludus.storage.base import MANIFEST, Bytes, Guard, Store
+from ludus.storage.base import MANIFEST, Bytes, Store, WriteGuard
 from ludus.storage.local import LocalStore
 from ludus.testing.memory_contract import MemoryContract
 from ludus.testing.store_contract import StoreContract
@@ -38,7 +38,7 @@ class _Replaces(LocalStore):
 class _Tears(LocalStore):
     """Writes a bundle where it will be read."""
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         for name, data in files.items():
             self.put(f"{key}/{name}", data)
         self.put(f"{key}/{MANIFEST}", b"{}")
@@ -47,7 +47,7 @@ class _Tears(LocalStore):
 class _Late(LocalStore):
     """Asks the guard when it is too late."""
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         super().put_bundle(key, files)
         if guard is not None:
             guard()

@@ -12,7 +12,7 @@ import pytest
 
 from ludus.testing import exchange_contract
 from ludus.testing.exchange_contract import ExchangeContract, MakeExchange
-from ludus.transport.message_stream import Buffer, Delivery, Exchange
+from ludus.transport.message_stream import Buffer, Delivery, MessageStream
 
 # -- an exchange within one process, as simple as it can be -------------------------------------------------------------
 
@@ -214,7 +214,7 @@ def test_an_exchange_that_is_wrong_is_caught(wrong: type[Simple], caught_by: str
     kind = fresh(wrong)
     check: Callable[[Any, Any], None] = getattr(ExchangeContract(), caught_by)
 
-    def opened(channel: str = "a", room: int = 100) -> Exchange:
+    def opened(channel: str = "a", room: int = 100) -> MessageStream:
         return kind(channel, room)
 
     with pytest.raises((AssertionError, KeyError)):

@@ -22,7 +22,7 @@ from ludus.errors import ConfigError, Damaged, IncompatibleCheckpoint, LudusErro
 from ludus.experiments.export_run import export_checkpoint
 from ludus.experiments.runs import remote_runs
 from ludus.gamecore.server import state_dir
-from ludus.gamecore.server.http.app import Running, running
+from ludus.gamecore.server.http.app import RunningServer, running
 from ludus.gamecore.server.settings import Settings
 from ludus.games.arena.bots.bots import SCRIPTS
 from ludus.games.arena.bots.round_robin import ladder
@@ -38,8 +38,8 @@ from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
 from ludus.sampling.trained_agent import TrainedAgent
-from ludus.serving.checkpoint_follower import Source
-from ludus.serving.worker import Fixed
+from ludus.serving.checkpoint_follower import CheckpointSource
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament import gamecore_matches
 from ludus.tournament.arena_matches import ArenaRecording, ArenaStage, decision_interval, schedule_matches
 from ludus.tournament.battle import battle
@@ -419,7 +419,7 @@ def test_a_served_player_is_fought_through_a_private_server_and_the_match_is_the
     terms = BattleSettings(2, seconds=6, seed=8)
 
     def actor() -> BuiltinActor:
-        return BuiltinActor({"": Seat(BatchedPolicy(Fixed(theirs, 1), deterministic=True))})
+        return BuiltinActor({"": Seat(BatchedPolicy(FixedPolicySource(theirs, 1), deterministic=True))})
 
     with gateway(actor) as served:
         far = battle(trained(mine), ServedContestant(served.url), terms, RecordingSettings(tmp_path / "far"))
@@ -449,7 +449,7 @@ result.write_text(json.dumps(told))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Nim, as the page has it; and games that crash, or say nonsense."""
     pytest.importorskip("uvicorn")
     place = tmp_path_factory.mktemp("server")
@@ -478,7 +478,7 @@ def nim(greedy: bool) -> Policy:
     return policy
 
 
-def test_any_game_of_two_camps_is_played_and_its_winner_believed(server: Running) -> None:
+def test_any_game_of_two_camps_is_played_and_its_winner_believed(server: RunningServer) -> None:
     """Of 21 stones the one who begins wins if it plays well: the rule does, so each contestant wins as blue."""
     result = battle(
         ScriptedContestant(""),
@@ -491,7 +491,7 @@ def test_any_game_of_two_camps_is_played_and_its_winner_believed(server: Running
     assert result.sides["red"].lost == 2
 
 
-def test_recordings_and_films_of_any_game_are_brought_here(server: Running, tmp_path: Path) -> None:
+def test_recordings_and_films_of_any_game_are_brought_here(server: RunningServer, tmp_path: Path) -> None:
     """What its result names; of the most lopsided by their score. The bytes are those that the game has written."""
     place = GameLocation(server.url, "filmed")
     result = battle(
@@ -512,7 +512,7 @@ def test_recordings_and_films_of_any_game_are_brought_here(server: Running, tmp_
     assert not result.notes
 
 
-def test_a_recording_and_a_film_of_one_ending_are_two_files(server: Running, tmp_path: Path) -> None:
+def test_a_recording_and_a_film_of_one_ending_are_two_files(server: RunningServer, tmp_path: Path) -> None:
     place = GameLocation(server.url, "filmed", options={"alike": 1})
     result = battle(
         ScriptedContestant(""), ScriptedContestant(""), BattleSettings(1), RecordingSettings(tmp_path, videos=1), place
@@ -523,7 +523,7 @@ def test_a_recording_and_a_film_of_one_ending_are_two_files(server: Running, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["game-0000-film.webm", "game-0000.webm"]
 
 
-def test_what_cannot_be_brought_costs_no_match(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_brought_costs_no_match(server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(client: GamecoreClient, runtime_id: str, what: str) -> bytes:
         raise Refused(404, "no_file", "gone")
 
@@ -544,7 +544,7 @@ def test_what_cannot_be_brought_costs_no_match(server: Running, tmp_path: Path, 
     assert any(note.startswith("2 games have no recording: ") for note in spoilt.notes)
 
 
-def test_a_game_that_keeps_nothing_is_told_in_a_note(server: Running, tmp_path: Path) -> None:
+def test_a_game_that_keeps_nothing_is_told_in_a_note(server: RunningServer, tmp_path: Path) -> None:
     result = battle(
         ScriptedContestant(""),
         ScriptedContestant(""),
@@ -583,11 +583,11 @@ def test_only_plain_files_of_the_game_itself_are_handed_out(name: Any, tmp_path:
     (tmp_path / ".hidden").write_text("x")
     (tmp_path / "big").write_bytes(bytes(101))
     (tmp_path / "small").write_bytes(bytes(100))
-    file, size = state_dir.open_kept(tmp_path, {"recording": "small"}, "recording")
+    file, size = state_dir.open_artifact(tmp_path, {"recording": "small"}, "recording")
     with file:
         assert (size, file.read()) == (100, bytes(100))
     with pytest.raises(Refused) as refused:
-        state_dir.open_kept(tmp_path, {"recording": name}, "recording")
+        state_dir.open_artifact(tmp_path, {"recording": name}, "recording")
     assert refused.value.status == 404
 
 
@@ -604,7 +604,7 @@ def test_recordings_of_the_arena_come_from_a_server_elsewhere_as_well(tmp_path: 
         assert verify(recordings[0]) == verify(recordings[1])
 
 
-def test_a_policy_is_served_with_a_token_of_its_own_and_answers_the_game(server: Running) -> None:
+def test_a_policy_is_served_with_a_token_of_its_own_and_answers_the_game(server: RunningServer) -> None:
     """Of 7 stones three leave four, from which the rule cannot win against whoever takes the rest; one leaves six, from which it does."""
     place = GameLocation(server.url, "nim", options={"stones": 7})
     greedy = battle(trained(nim(greedy=True)), ScriptedContestant(""), BattleSettings(4, mode="1v1"), location=place)
@@ -634,10 +634,10 @@ def test_a_team_that_was_trained_on_a_game_of_its_own_fights_and_serves_under_it
     assert isinstance(one, TrainedContestant)
     assert set(one.seats) == {"tank", "mage"}
     assert result.failed == ()
-    assert set(Source(str(tmp_path / "run")).spec()["seats"]) == {"tank", "mage"}
+    assert set(CheckpointSource(str(tmp_path / "run")).spec()["seats"]) == {"tank", "mage"}
 
 
-def test_a_game_that_crashes_in_the_middle_is_no_result_and_is_shown(server: Running) -> None:
+def test_a_game_that_crashes_in_the_middle_is_no_result_and_is_shown(server: RunningServer) -> None:
     result = battle(
         ScriptedContestant(""),
         ScriptedContestant(""),
@@ -652,7 +652,7 @@ def test_a_game_that_crashes_in_the_middle_is_no_result_and_is_shown(server: Run
 
 
 @pytest.mark.parametrize(("game", "why"), [("odd", "unknown camp 5"), ("mute", "no result")])
-def test_nonsense_is_no_result(server: Running, game: str, why: str) -> None:
+def test_nonsense_is_no_result(server: RunningServer, game: str, why: str) -> None:
     result = battle(ScriptedContestant(""), ScriptedContestant(""), BattleSettings(2), location=GameLocation(server.url, game))
     assert len(result.failed) == 2
     assert why in result.failed[0].failed
@@ -660,7 +660,7 @@ def test_nonsense_is_no_result(server: Running, game: str, why: str) -> None:
     json.dumps(result.to_json())
 
 
-def test_what_cannot_be_played_there_is_said_before_anything_begins(server: Running, tmp_path: Path) -> None:
+def test_what_cannot_be_played_there_is_said_before_anything_begins(server: RunningServer, tmp_path: Path) -> None:
     place = GameLocation(server.url, "nim")
     with pytest.raises(UsageError, match=r"no game 'nmi'.*'nim'"):
         battle(EASY, EASY, BattleSettings(1), location=replace(place, game="nmi"))
@@ -679,14 +679,16 @@ def test_what_cannot_be_played_there_is_said_before_anything_begins(server: Runn
 
 
 @pytest.mark.parametrize("way", ["advertise", "variable", "towards the server"])
-def test_games_elsewhere_reach_us_by_what_is_said_or_found(server: Running, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_games_elsewhere_reach_us_by_what_is_said_or_found(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     at: list[str] = []
 
-    def bound(host: str) -> socket.socket:
+    def listen_on(host: str) -> socket.socket:
         at.append(host)
-        return threaded_server.bound(host)
+        return threaded_server.listen_on(host)
 
-    monkeypatch.setattr(gamecore_matches, "bound", bound)
+    monkeypatch.setattr(gamecore_matches, "listen_on", listen_on)
     place = GameLocation(server.url, "nim", options={"stones": 7})
     if way == "variable":
         monkeypatch.setenv("LUDUS_ADVERTISE", "localhost")

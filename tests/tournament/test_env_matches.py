@@ -23,11 +23,11 @@ from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import GatewaySettings
 from ludus.models.inference.batched_policy import BatchedPolicy, State
 from ludus.models.networks import NetworkConfig
-from ludus.models.policy import Acted, Policy
-from ludus.protocol.codec import SeatSpaces, decode, plain_spec
+from ludus.models.policy import BatchDecision, Policy
+from ludus.protocol.codec import SeatSpaces, decode, seats_to_spec
 from ludus.sampling.multi_agent import play_episode
 from ludus.sampling.trained_agent import TrainedAgent
-from ludus.serving.worker import Fixed
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament import players
 from ludus.tournament.battle import battle
 from ludus.tournament.contestants import Contestant, ScriptedContestant, ServedContestant, TrainedContestant, contestant
@@ -65,14 +65,14 @@ class Names:
         drawn: Array = torch.rand((rows, 1), generator=generator).numpy()
         return drawn
 
-    def act(self, observation: Tree, state: State = (), mask: Array | None = None, noise: Array | None = None) -> Acted:
+    def act(self, observation: Tree, state: State = (), mask: Array | None = None, noise: Array | None = None) -> BatchDecision:
         zeros = np.zeros(len(observation), np.float32)
         shift = state[0][:, 0].astype(np.int64) if self.recurrent else self._after
         if noise is not None:
             shift = shift + (noise[:, 0] * CARDS).astype(np.int64)
         action = (observation.argmax(1) + shift) % CARDS
         sure = np.where(observation.argmax(1) == self._unsure, np.nan, zeros)
-        return Acted(action, action, sure, zeros, (state[0] + 1,) if self.recurrent else ())
+        return BatchDecision(action, action, sure, zeros, (state[0] + 1,) if self.recurrent else ())
 
 
 def named(after: int = 0, counts: bool = False, unsure: int = -1) -> TrainedContestant:
@@ -217,7 +217,7 @@ def test_several_models_play_their_own_agents_unless_one_is_chosen(tmp_path: Pat
 
 
 def actor(one: TrainedContestant, *names: str) -> BuiltinActor:
-    return BuiltinActor({name: Seat(BatchedPolicy(Fixed(one.policy, 1), deterministic=True)) for name in names})
+    return BuiltinActor({name: Seat(BatchedPolicy(FixedPolicySource(one.policy, 1), deterministic=True)) for name in names})
 
 
 def test_a_served_player_answers_the_same_matches(run: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_served_player_answers_the_same_matches(run: Path) -> None:
     spaces = SeatSpaces(theirs.policy.observation_space, theirs.policy.action_space)
 
     def answering(*names: str) -> contextlib.AbstractContextManager[Gateway]:
-        settings = GatewaySettings(spec=plain_spec(dict.fromkeys(names, spaces)))
+        settings = GatewaySettings(spec=seats_to_spec(dict.fromkeys(names, spaces)))
         return gateway(lambda: actor(theirs, *names), settings)
 
     for names in (("",), ("player_1", "player_2")):
@@ -429,7 +429,7 @@ def test_what_an_agent_is_given_that_never_acted_is_its_own() -> None:
 
 def test_players_who_always_do_the_same_are_not_the_same_matches() -> None:
     policy = Names()
-    policy.act = lambda observation, *more: Acted(  # type: ignore[method-assign]
+    policy.act = lambda observation, *more: BatchDecision(  # type: ignore[method-assign]
         np.zeros(len(observation), np.int64),
         np.zeros(len(observation)),
         np.zeros(len(observation)),
@@ -498,7 +498,7 @@ def test_a_served_agent_that_comes_back_begins_anew(seated: bool) -> None:
     spaces = dict.fromkeys(names, SeatSpaces(OBSERVATION, counting.policy.action_space))
     options = {"kind": "away", "rounds": 6}
     near = fought(counting, named(1), games=4, options=options)
-    with gateway(lambda: actor(counting, *names), GatewaySettings(spec=plain_spec(spaces))) as served:
+    with gateway(lambda: actor(counting, *names), GatewaySettings(spec=seats_to_spec(spaces))) as served:
         far = fought(ServedContestant(served.url), named(1), games=4, options=options)
     assert not far.failed
     assert [game.heroes for game in far.games] == [game.heroes for game in near.games]
@@ -521,7 +521,7 @@ def test_a_served_player_hears_how_it_ended() -> None:
     pytest.importorskip("uvicorn")
     Listening.heard.clear()
     one = named(0)
-    with gateway(lambda: Listening({"": Seat(BatchedPolicy(Fixed(one.policy, 1), deterministic=True))})) as served:
+    with gateway(lambda: Listening({"": Seat(BatchedPolicy(FixedPolicySource(one.policy, 1), deterministic=True))})) as served:
         result = fought(ServedContestant(served.url), named(1), games=2, options={"rounds": 2})
     assert not result.failed
     assert Listening.heard == [{"reward": 1.0, "terminated": True}] * 4

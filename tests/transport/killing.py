@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ludus.transport.ring_buffer import Bell, Record, RingReader, RingWriter
+from ludus.transport.ring_buffer import RingReader, RingRecord, RingWriter, Wakeup
 
 _NUMBER = struct.Struct("<Q")
 _WAIT_S = 30.0
@@ -31,7 +31,7 @@ def fill(data: memoryview, number: int) -> None:
     np.frombuffer(data, np.uint64, len(data) // 8)[:] = number
 
 
-def check(record: Record) -> None:
+def check(record: RingRecord) -> None:
     """The record is whole, and the one that it should be."""
     assert len(record.data) == size_of(record.number)
     words = np.frombuffer(record.data, np.uint64, len(record.data) // 8)
@@ -62,7 +62,7 @@ def write_for_ever(ring: Path, bell: Path) -> None:
 
 def read_for_ever(ring: Path, bell: Path, heard: int) -> None:
     """Tells `heard` of every record that it is about to release."""
-    with RingReader(ring) as reader, Bell(bell) as rung:
+    with RingReader(ring) as reader, Wakeup(bell) as rung:
         while True:
             record = reader.take()
             if record is None:
@@ -84,7 +84,7 @@ class Killed:
 def kill_writers(ring: Path, bell: Path, kills: int, seed: int) -> Killed:
     """Reads what writers write that are killed one after the other: nothing is torn, missing or doubled."""
     moments, tally = random.Random(seed), Killed()
-    with RingReader(ring) as reader, Bell(bell) as rung:
+    with RingReader(ring) as reader, Wakeup(bell) as rung:
         while tally.kills < kills:
             pid = forked(lambda: write_for_ever(ring, bell))
             began, first = time.monotonic(), 0.0

@@ -11,7 +11,7 @@ import numpy as np
 
 from ludus.testing.memory_contract import SPEC, _fill
 from ludus.transport.base import SegmentWriter
-from ludus.transport.replay_log import RecordedRoom
+from ludus.transport.replay_log import ReplayLogWriter
 
 PLENTY = 1 << 30
 ONE = replace(SPEC, finals=0)
@@ -31,7 +31,7 @@ def written(room: SegmentWriter, number: int, steps: int = 4) -> None:
 
 def write_for_ever(directory: str) -> None:
     """Tells how much is in files."""
-    room = RecordedRoom(ONE, directory, PLENTY, file_bytes=20_000)
+    room = ReplayLogWriter(ONE, directory, PLENTY, file_bytes=20_000)
     number = 0
     while True:
         written(room, number)
@@ -42,7 +42,7 @@ def write_for_ever(directory: str) -> None:
 
 
 def write_many(directory: str, limit: str, who: str, each: str) -> None:
-    with RecordedRoom(ONE, directory, int(limit), file_bytes=30_000) as room:
+    with ReplayLogWriter(ONE, directory, int(limit), file_bytes=30_000) as room:
         for number in range(int(each)):
             written(room, 1000 * int(who) + number)
             if number % 10 == 9:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ludus.errors import UnknownName, UsageError
-from ludus.transport.message_stream import PASSWORD, check_url, open_exchange, split_password
+from ludus.transport.message_stream import PASSWORD, check_url, open_message_stream, split_password
 
 
 class Noted:
@@ -50,7 +50,7 @@ def test_a_password_that_cannot_be_told_from_the_address_is_refused_and_not_show
 def test_a_class_of_the_users_own_is_told_its_address() -> None:
     for url in (f"{__name__}:Noted", f"{__name__}:Noted://host:1/0"):
         check_url(url)
-        opened: Any = open_exchange(url, "channel", 3)
+        opened: Any = open_message_stream(url, "channel", 3)
         assert opened.given == (url, "channel", 3)
     with pytest.raises(UnknownName, match="Nobody"):
-        open_exchange(f"{__name__}:Nobody://host", "channel", 3)
+        open_message_stream(f"{__name__}:Nobody://host", "channel", 3)

@@ -19,7 +19,7 @@ from ludus.buffers.collate import CollatedBatches
 from ludus.core.types import Segments
 from ludus.errors import MemoryClosed, WorkerFailed
 from ludus.testing.memory_contract import SPEC, sign, signature
-from ludus.transport.multi_producer import GatheredMemory, Lane, LaneWriter, SessionRoom
+from ludus.transport.multi_producer import Lane, LaneWriter, MultiProducerMemory, SessionWriter
 from ludus.transport.ring_buffer import RingWriter
 from tests.waiting import wait_until
 
@@ -29,8 +29,8 @@ WAIT_S = 20.0
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[GatheredMemory]:
-    made = GatheredMemory(SPECS, tmp_path, 400, COUNTED, CURRENT)
+def memory(tmp_path: Path) -> Iterator[MultiProducerMemory]:
+    made = MultiProducerMemory(SPECS, tmp_path, 400, COUNTED, CURRENT)
     yield made
     made.close()
 
@@ -60,7 +60,7 @@ def process(work: Callable[[], object]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def put(room: SessionRoom, number: int, steps: int = 4) -> None:
+def put(room: SessionWriter, number: int, steps: int = 4) -> None:
     block = room.reserve(0)
     assert block is not None
     block.valid[:] = False
@@ -68,7 +68,7 @@ def put(room: SessionRoom, number: int, steps: int = 4) -> None:
     room.commit(sign(block, number))
 
 
-def numbers(memory: GatheredMemory, model: str = "left") -> list[int]:
+def numbers(memory: MultiProducerMemory, model: str = "left") -> list[int]:
     """All that wait, taken and released."""
     seen = []
     while (block := memory.take(model)) is not None:
@@ -80,11 +80,11 @@ def numbers(memory: GatheredMemory, model: str = "left") -> list[int]:
 # -- what travels
 
 
-def test_everything_of_a_segment_arrives_and_again_in_a_used_block(memory: GatheredMemory) -> None:
+def test_everything_of_a_segment_arrives_and_again_in_a_used_block(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
         for seed in range(3):
-            block = writer.rooms["left"].reserve(0)
+            block = writer.writers["left"].reserve(0)
             assert block is not None
             draw = np.random.default_rng(seed)
             block.reward[:] = draw.normal(size=block.reward.shape)
@@ -94,7 +94,7 @@ def test_everything_of_a_segment_arrives_and_again_in_a_used_block(memory: Gathe
             block.episode_return, block.episode_length = np.array([1.5], np.float32), np.array([4])
             sent = replace(block, reward=block.reward.copy(), state=(block.state[0].copy(),))
             picture = block.observation["picture"].copy()
-            writer.rooms["left"].commit(block)
+            writer.writers["left"].commit(block)
             taken = memory.take("left")
             assert taken is not None
             np.testing.assert_array_equal(taken.reward, sent.reward)
@@ -105,35 +105,35 @@ def test_everything_of_a_segment_arrives_and_again_in_a_used_block(memory: Gathe
     assert memory.take("left") is None
 
 
-def test_many_sessions_record_at_a_time_and_each_model_gets_its_own(memory: GatheredMemory) -> None:
+def test_many_sessions_record_at_a_time_and_each_model_gets_its_own(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
-        blocks = [(name, sign(_reserved(writer.rooms[name]), i)) for i in range(20) for name in SPECS]
-        abandoned = _reserved(writer.rooms["left"])
+        blocks = [(name, sign(_reserved(writer.writers[name]), i)) for i in range(20) for name in SPECS]
+        abandoned = _reserved(writer.writers["left"])
         for name, block in reversed(blocks):
-            writer.rooms[name].commit(block)
-        writer.rooms["left"].abandon(abandoned)
+            writer.writers[name].commit(block)
+        writer.writers["left"].abandon(abandoned)
         with pytest.raises(ValueError, match="committed without"):
-            writer.rooms["left"].commit(blocks[0][1])
+            writer.writers["left"].commit(blocks[0][1])
     for name in SPECS:
         assert numbers(memory, name) == [*range(19, -1, -1)]
 
 
-def _reserved(room: SessionRoom) -> Segments:
+def _reserved(room: SessionWriter) -> Segments:
     block = room.reserve(0)
     assert block is not None
     return block
 
 
-def test_a_batch_is_gathered_from_all_workers(memory: GatheredMemory) -> None:
+def test_a_batch_is_gathered_from_all_workers(memory: MultiProducerMemory) -> None:
     lanes = memory.add_lanes(2)
     batches = CollatedBatches([memory.of("left"), memory.of("right")], 14)
     with writing(lanes[0]) as one, writing(lanes[1]) as two:
-        put(one.rooms["left"], 1, steps=4)
-        put(two.rooms["left"], 2, steps=3)
+        put(one.writers["left"], 1, steps=4)
+        put(two.writers["left"], 2, steps=3)
         assert batches.take(0) is None
-        put(one.rooms["left"], 3, steps=4)
-        put(two.rooms["left"], 4, steps=3)
+        put(one.writers["left"], 3, steps=4)
+        put(two.writers["left"], 4, steps=3)
         batch = batches.take(0)
     assert batch is not None
     assert batch.steps == 14
@@ -145,37 +145,37 @@ def test_a_batch_is_gathered_from_all_workers(memory: GatheredMemory) -> None:
 
 
 def test_without_room_a_segment_is_dropped_and_counted_and_what_waits_is_not_touched(tmp_path: Path) -> None:
-    memory = GatheredMemory(SPECS, tmp_path, 1 << 40)
+    memory = MultiProducerMemory(SPECS, tmp_path, 1 << 40)
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
         for number in range(5000):  # a ring has room for 4096 records
-            put(writer.rooms["left"], number)
+            put(writer.writers["left"], number)
         stats = memory.stats()
         assert stats.dropped > 0
         assert stats.committed + stats.dropped == 5000
         assert numbers(memory) == [*range(stats.committed)]
-        put(writer.rooms["left"], 7)
+        put(writer.writers["left"], 7)
         assert numbers(memory) == [7]
     memory.close()
 
 
-def test_what_is_too_old_is_dropped_oldest_first_and_counted(memory: GatheredMemory) -> None:
+def test_what_is_too_old_is_dropped_oldest_first_and_counted(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
         for number in range(150):  # 600 steps, where 400 may wait
-            put(writer.rooms["left"], number)
+            put(writer.writers["left"], number)
         assert numbers(memory) == [*range(50, 150)]
         assert memory.stats().dropped == 50
 
 
-def test_a_model_that_is_hardly_learned_from_does_not_take_room_from_another(memory: GatheredMemory) -> None:
+def test_a_model_that_is_hardly_learned_from_does_not_take_room_from_another(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
-        put(writer.rooms["left"], 0)
+        put(writer.writers["left"], 0)
         held = memory.take("left")
         for turn in range(100):
             for number in range(90):
-                put(writer.rooms["right"], number)
+                put(writer.writers["right"], number)
             assert numbers(memory, "right") == [*range(90)], turn
     assert held is not None
     assert signature(held) == 0
@@ -185,13 +185,13 @@ def test_a_model_that_is_hardly_learned_from_does_not_take_room_from_another(mem
 # -- waking
 
 
-def test_whoever_waits_is_woken_by_a_commit_in_another_process(memory: GatheredMemory) -> None:
+def test_whoever_waits_is_woken_by_a_commit_in_another_process(memory: MultiProducerMemory) -> None:
     lanes = memory.add_lanes(1)
     go, start = os.pipe()[::-1]
 
     def write() -> None:
         os.read(start, 1)
-        put(LaneWriter(lanes, SPECS).rooms["left"], 5)
+        put(LaneWriter(lanes, SPECS).writers["left"], 5)
 
     with process(write):
         memory.wait(0)  # from now on it is to be rung
@@ -205,14 +205,14 @@ def test_whoever_waits_is_woken_by_a_commit_in_another_process(memory: GatheredM
 # -- workers that die
 
 
-def test_the_lane_of_a_dead_worker_is_taken_over_with_its_numbers(memory: GatheredMemory) -> None:
+def test_the_lane_of_a_dead_worker_is_taken_over_with_its_numbers(memory: MultiProducerMemory) -> None:
     lanes = memory.add_lanes(2)
 
     def write() -> None:
         writer = LaneWriter(lanes, SPECS)
         writer.count({"requests": 10, "sessions": 3})
-        put(writer.rooms["left"], 1)
-        sign(_reserved(writer.rooms["left"]), 2)  # never committed
+        put(writer.writers["left"], 1)
+        sign(_reserved(writer.writers["left"]), 2)  # never committed
         time.sleep(WAIT_S)
 
     with process(write) as pid:
@@ -224,37 +224,37 @@ def test_the_lane_of_a_dead_worker_is_taken_over_with_its_numbers(memory: Gather
     assert (memory.total("requests"), memory.total("sessions")) == (10, 0)
     writer.count({"requests": 5, "failed": 1, "sessions": 2, "unheard of": 9})
     assert [memory.total(name) for name in (*COUNTED, *CURRENT)] == [15, 1, 2]
-    put(writer.rooms["left"], 3)
+    put(writer.writers["left"], 3)
     assert numbers(memory) == [1, 3]
     writer.close()
     memory.close()
     assert memory.total("requests") == 15, "the last report may come after"
 
 
-def test_a_worker_too_many_is_told(memory: GatheredMemory) -> None:
+def test_a_worker_too_many_is_told(memory: MultiProducerMemory) -> None:
     lanes = memory.add_lanes(1)
 
     def hold() -> None:
         writer = LaneWriter(lanes, SPECS)
-        put(writer.rooms["left"], 0)
+        put(writer.writers["left"], 0)
         time.sleep(WAIT_S)
 
     with process(hold):
         wait_until(lambda: memory.stats().waiting)
-        with pytest.raises(WorkerFailed, match="All 1 ways"):
+        with pytest.raises(WorkerFailed, match="All 1 lanes"):
             LaneWriter(lanes, SPECS)
 
 
 def test_kills_at_any_moment_lose_nothing_that_was_committed(tmp_path: Path) -> None:
-    memory = GatheredMemory(SPECS, tmp_path, 1 << 40)
+    memory = MultiProducerMemory(SPECS, tmp_path, 1 << 40)
     lanes = memory.add_lanes(1)
 
     def write(first: int) -> None:
         writer = LaneWriter(lanes, SPECS)
         number, parent = first, os.getppid()
         while os.getppid() == parent:
-            if writer.rooms["left"].stats().waiting < 1000:
-                put(writer.rooms["left"], number)
+            if writer.writers["left"].stats().waiting < 1000:
+                put(writer.writers["left"], number)
                 number += 1
 
     seen: list[int] = []
@@ -289,17 +289,17 @@ def rubbish(lane: Lane, data: bytes) -> None:
 
 @pytest.mark.parametrize("data", [b"?", b"\xff" * 100_000, bytes(3000)])
 def test_who_commits_rubbish_is_cut_off_and_the_others_are_learned_from(
-    memory: GatheredMemory, caplog: pytest.LogCaptureFixture, data: bytes
+    memory: MultiProducerMemory, caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
     lanes = memory.add_lanes(2)
     with writing(lanes[0]) as bad, writing(lanes[1]) as good:
         bad.count({"requests": 4})
-        put(bad.rooms["left"], 1)
+        put(bad.writers["left"], 1)
         held = memory.take("left")
         assert held is not None
         bad.close()
         rubbish(lanes[0], data)
-        put(good.rooms["left"], 2)
+        put(good.writers["left"], 2)
         assert numbers(memory) == [2]
         assert memory.cut_off() == [os.getpid()]
         assert memory.cut_off() == []
@@ -310,38 +310,38 @@ def test_who_commits_rubbish_is_cut_off_and_the_others_are_learned_from(
         fresh = LaneWriter([lanes[0]], SPECS)
         fresh.count({"requests": 1})
         assert memory.total("requests") == 5
-        put(fresh.rooms["left"], 3)
+        put(fresh.writers["left"], 3)
         assert numbers(memory) == [3]
         fresh.close()
 
 
-def test_who_is_cut_off_plays_on_without_harm(memory: GatheredMemory) -> None:
+def test_who_is_cut_off_plays_on_without_harm(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     writer = LaneWriter([lane], SPECS)
-    ring = writer.rooms["left"]._ring
+    ring = writer.writers["left"]._ring
     room = ring.reserve(8)
     assert room is not None
     ring.commit()
     assert memory.take("left") is None
-    put(writer.rooms["left"], 1)
+    put(writer.writers["left"], 1)
     assert memory.take("left") is None
-    assert writer.rooms["left"].stats().dropped == 1
+    assert writer.writers["left"].stats().dropped == 1
     writer.close()
 
 
 # -- closing
 
 
-def test_when_it_is_closed_what_was_taken_may_be_read_and_nothing_more_comes(memory: GatheredMemory) -> None:
+def test_when_it_is_closed_what_was_taken_may_be_read_and_nothing_more_comes(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
-        put(writer.rooms["left"], 1)
-        put(writer.rooms["left"], 2)
+        put(writer.writers["left"], 1)
+        put(writer.writers["left"], 2)
         held = memory.take("left")
         assert held is not None
         memory.close()
         memory.close()
-        put(writer.rooms["left"], 3)  # into the void
+        put(writer.writers["left"], 3)  # into the void
         assert signature(held) == 1
         memory.release(held)
     with pytest.raises(MemoryClosed):
@@ -355,10 +355,10 @@ def test_it_leaves_no_descriptor_behind(tmp_path: Path) -> None:
         """Of this process, to anything in the memory's directory; also what was unlinked."""
         return [at for link in Path("/proc/self/fd").iterdir() if (at := _target(link)).startswith(str(tmp_path))]
 
-    memory = GatheredMemory(SPECS, tmp_path, 400)
+    memory = MultiProducerMemory(SPECS, tmp_path, 400)
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
-        put(writer.rooms["left"], 1)
+        put(writer.writers["left"], 1)
         held = memory.take("left")
         assert descriptors()
     assert held is not None

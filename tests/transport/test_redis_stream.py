@@ -21,10 +21,10 @@ import pytest
 from ludus.errors import ExchangeUnavailable, UnknownName, UsageError
 from ludus.testing.exchange_contract import Call, ExchangeContract, MakeExchange, contents, pulled
 from ludus.testing.memory_contract import ROWS, SPEC, sign, signature
-from ludus.transport.message_stream import PASSWORD, Exchange, open_exchange
-from ludus.transport.redis_stream import RedisExchange, _Lost, _Refusal
-from ludus.transport.shared_memory import Layout
-from ludus.transport.stream_memory import ExchangeReader, ExchangeWriter
+from ludus.transport.message_stream import PASSWORD, MessageStream, open_message_stream
+from ludus.transport.redis_stream import RedisMessageStream, _ConnectionLost, _ErrorReply
+from ludus.transport.shared_memory import BlockLayout
+from ludus.transport.stream_memory import StreamReader, StreamWriter
 from tests.redis_server import Line, RedisServer
 
 pytestmark = pytest.mark.system
@@ -50,17 +50,17 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that give up sooner than is good for real networks."""
     monkeypatch.setattr("ludus.transport.redis_stream._CALL_S", 0.1)
-    monkeypatch.setattr("ludus.transport.redis_stream._PATIENCE_S", 0.1)
+    monkeypatch.setattr("ludus.transport.redis_stream._REPLY_S", 0.1)
 
 
 class TestRedisExchange(ExchangeContract):
     @pytest.fixture
     def make(self, shared: RedisServer) -> MakeExchange:
-        return lambda channel, room: RedisExchange(shared.player_url, channel, room)
+        return lambda channel, room: RedisMessageStream(shared.player_url, channel, room)
 
 
-def opened(url: str, channel: str = "run", room: int = 100) -> RedisExchange:
-    return RedisExchange(url, channel, room)
+def opened(url: str, channel: str = "run", room: int = 100) -> RedisMessageStream:
+    return RedisMessageStream(url, channel, room)
 
 
 def refusal(url: str) -> UsageError:
@@ -72,12 +72,12 @@ def refusal(url: str) -> UsageError:
 # -- killed -------------------------------------------------------------------------------------------------------------
 
 
-def kill_under_writing(server: RedisServer, kills: int, between_s: float) -> tuple[list[int], int, ExchangeReader]:
+def kill_under_writing(server: RedisServer, kills: int, between_s: float) -> tuple[list[int], int, StreamReader]:
     """Numbers that arrived, how many were pushed, and the reader; the server is killed so often on the way."""
-    layout, over, arrived = Layout(SPEC, ROWS), threading.Event(), list[int]()
+    layout, over, arrived = BlockLayout(SPEC, ROWS), threading.Event(), list[int]()
     ends = [opened(server.player_url, "run", 50) for _ in range(3)]
-    writer = ExchangeWriter(ends[0], layout, worker="w", plan="p")
-    reader = ExchangeReader(ends[1], layout, plan="p", inspect=lambda _: None)
+    writer = StreamWriter(ends[0], layout, worker="w", plan="p")
+    reader = StreamReader(ends[1], layout, plan="p", inspect=lambda _: None)
 
     def write() -> int:
         number = 0
@@ -183,7 +183,7 @@ def test_a_reader_that_waits_when_the_data_is_lost_goes_on_waiting(server: Redis
 
 # -- out of reach -------------------------------------------------------------------------------------------------------
 
-CALLS: dict[str, Callable[[Exchange], object]] = {
+CALLS: dict[str, Callable[[MessageStream], object]] = {
     "push": lambda e: e.push(bytes(100_000), 0.1),
     "push at once": lambda e: e.push(b"", 0),
     "pull": lambda e: e.pull(5, 0.1),
@@ -218,7 +218,7 @@ def test_no_call_outlasts_a_server_that_does_not_answer(server: RedisServer) -> 
 def test_what_a_paused_server_gave_to_a_connection_that_was_given_up_comes_again(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.transport.redis_stream._PATIENCE_S", 0.2)
+    monkeypatch.setattr("ludus.transport.redis_stream._REPLY_S", 0.2)
     with closing(opened(server.player_url)) as reader, closing(opened(server.player_url)) as writer:
         for number in range(3):
             writer.push(b"%d" % number, 0)
@@ -316,7 +316,7 @@ def test_a_wrong_password_is_a_usage_error_that_tells_the_host_and_no_secret(
 
 def test_the_password_is_taken_from_the_environment(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PASSWORD, shared.player_password)
-    with closing(open_exchange(shared.url.replace("://", "://player@"), "environment", 5)) as exchange:
+    with closing(open_message_stream(shared.url.replace("://", "://player@"), "environment", 5)) as exchange:
         assert exchange.push(b"x", 0)
     monkeypatch.delenv(PASSWORD)
     with pytest.raises(UsageError, match=f"no password for the user 'player' of Redis at 127.0.0.1:{shared.port}"):
@@ -364,7 +364,7 @@ def test_garbage_in_place_of_a_notice_is_replaced(shared: RedisServer, garbage: 
 )
 def test_an_address_that_is_none_is_refused(url: str, error: type[Exception]) -> None:
     with pytest.raises(error):
-        open_exchange(url, "run", 5)
+        open_message_stream(url, "run", 5)
 
 
 def test_a_channel_needs_a_name_and_room(shared: RedisServer) -> None:
@@ -381,7 +381,7 @@ def test_over_tls_the_certificate_is_checked(tmp_path: Path) -> None:
             assert contents(pulled(reader, 1)) == [b"head" + large + b"tail"]
         untrusting = server.full_url.partition("?")[0]
         assert "not trusted" in refusal(untrusting).message
-        assert "is not there" in refusal(f"{untrusting}?ssl_ca_certs=/nowhere/ca.crt").message
+        assert "does not exist" in refusal(f"{untrusting}?ssl_ca_certs=/nowhere/ca.crt").message
 
 
 # -- full, and read-only ------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_a_server_without_memory_counts_as_full(server: RedisServer, caplog: pyt
 def test_a_message_that_may_be_there_is_not_called_refused(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to it is lost, and then there is no memory for it any more."""
     with closing(opened(shared.full_url, uuid.uuid4().hex)) as exchange:
-        exchange_once, pushed = exchange._link.exchange, list[bool]()
+        exchange_once, pushed = exchange._connection.exchange, list[bool]()
 
         def answer(request: Any, answers: int, end: float) -> list[Any]:
             if answers != 2 or not pushed:
@@ -417,10 +417,10 @@ def test_a_message_that_may_be_there_is_not_called_refused(shared: RedisServer, 
                 return said
             pushed.append(True)
             if len(pushed) == 1:
-                raise _Lost("it closed the connection", at_once=True)
-            return [_Refusal("OOM command not allowed when used memory > 'maxmemory'."), 1]
+                raise _ConnectionLost("it closed the connection", at_once=True)
+            return [_ErrorReply("OOM command not allowed when used memory > 'maxmemory'."), 1]
 
-        monkeypatch.setattr(exchange._link, "exchange", answer)
+        monkeypatch.setattr(exchange._connection, "exchange", answer)
         with pytest.raises(ExchangeUnavailable, match="no room now"):
             exchange.push(b"x", 0)
         assert exchange.waiting() == 1
@@ -441,7 +441,7 @@ def test_a_server_that_only_reads_for_now_is_waited_for(server: RedisServer) -> 
 
 
 def test_a_message_that_nobody_would_send_is_not_kept(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.transport.redis_stream._LARGEST", 10_000)
+    monkeypatch.setattr("ludus.transport.redis_stream._MAX_BULK", 10_000)
     channel = uuid.uuid4().hex
     with closing(opened(shared.full_url, channel)) as exchange:
         for size in (10, 10_001, 9_000, 100_000, 20):

@@ -34,7 +34,7 @@ from ludus.testing.memory_contract import _fill
 from ludus.transport import replay_log
 from ludus.transport.base import SegmentWriter
 from ludus.transport.local import LocalMemory
-from ludus.transport.replay_log import ReadCounts, RecordedRoom, fill, read_recorded, recordings, used
+from ludus.transport.replay_log import ReadCounts, ReplayLogWriter, fill, list_recordings, read_recorded, used_bytes
 from tests.gateway.scripted import Versions, run, tiny_policy
 from tests.transport.recording import ONE, PLENTY, written
 from tests.waiting import wait_until
@@ -53,7 +53,7 @@ def numbers(where: Path, counts: ReadCounts | None = None) -> list[int]:
 
 
 def assert_same(found: Segments, expected: Segments) -> None:
-    expected = expected.trimmed()
+    expected = expected.trim()
     assert (found.spec, found.model, found.finals) == (expected.spec, expected.model, expected.finals)
     for (path, got), (_, wanted) in zip(leaves(found.arrays()), leaves(expected.arrays()), strict=True):
         np.testing.assert_array_equal(got, wanted, err_msg=path)
@@ -96,14 +96,14 @@ def test_what_is_read_is_what_a_learner_gets(tmp_path: Path, core: str | None, o
     policy = tiny_policy(**spaces, core=core, max_seq_len=3)
     spec = session_spec(policy, 5, "blue")
     memory = LocalMemory(spec, 1, 1000)
-    with RecordedRoom(spec, tmp_path, PLENTY) as room:
+    with ReplayLogWriter(spec, tmp_path, PLENTY) as room:
         for seed in range(3):
             run(session(policy, memory, seed))
             run(session(policy, room, seed))
     counts = ReadCounts()
     found = list(read_recorded(tmp_path, counts=counts))
     assert len(found) == memory.stats().committed > 20
-    assert room.stats() == replay_log.RecordedStats(len(found), 0, 0, used(tmp_path), "recording")
+    assert room.stats() == replay_log.ReplayLogStats(len(found), 0, 0, used_bytes(tmp_path), "recording")
     for segments in found:
         expected = memory.take(0)
         assert expected is not None
@@ -116,7 +116,7 @@ def test_a_memory_filled_from_files_is_learned_from_as_the_live_one(tmp_path: Pa
     policy = tiny_policy(SEEN, HYBRID, core=core)
     spec = session_spec(policy, 6)
     live, later = LocalMemory(spec, 1, 1000), LocalMemory(spec, 1, 1000)
-    with RecordedRoom(spec, tmp_path, PLENTY) as room:
+    with ReplayLogWriter(spec, tmp_path, PLENTY) as room:
         for seed in range(4):
             run(session(policy, live, seed))
             run(session(policy, room, seed))
@@ -147,7 +147,7 @@ def test_a_memory_filled_from_files_is_learned_from_as_the_live_one(tmp_path: Pa
 def test_a_file_torn_at_any_byte_gives_every_whole_segment_before_the_tear(tmp_path: Path) -> None:
     spec = SegmentSpec(1, ONE.action[0], ONE.action[0])  # small, so that every byte can be tried
     ends = []
-    with RecordedRoom(spec, tmp_path / "whole", PLENTY) as room:
+    with ReplayLogWriter(spec, tmp_path / "whole", PLENTY) as room:
         for number in range(3):
             block = room.reserve(0)
             assert block is not None
@@ -155,7 +155,7 @@ def test_a_file_torn_at_any_byte_gives_every_whole_segment_before_the_tear(tmp_p
             room.commit(block)
             wait_until(lambda: not room.stats().waiting)
             ends.append(room.stats().bytes)
-    whole = recordings(tmp_path / "whole")[0].read_bytes()
+    whole = list_recordings(tmp_path / "whole")[0].read_bytes()
     opened = ends[0] - (ends[1] - ends[0])  # here the file has said what it is, and holds nothing yet
     torn = tmp_path / "torn.ludus"
     for length in range(len(whole) + 1):
@@ -168,12 +168,12 @@ def test_a_file_torn_at_any_byte_gives_every_whole_segment_before_the_tear(tmp_p
 
 def test_a_record_with_a_wrong_byte_is_left_out_and_what_follows_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ends = []
-    with RecordedRoom(ONE, tmp_path / "whole", PLENTY) as room:
+    with ReplayLogWriter(ONE, tmp_path / "whole", PLENTY) as room:
         for number in range(3):
             written(room, number)
             wait_until(lambda: not room.stats().waiting)
             ends.append(room.stats().bytes)
-    whole = recordings(tmp_path / "whole")[0].read_bytes()
+    whole = list_recordings(tmp_path / "whole")[0].read_bytes()
     bad = tmp_path / "bad.ludus"
     for at in (*range(0, len(whole), 7), *range(ends[0], ends[0] + 12)):
         bad.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
@@ -189,13 +189,13 @@ def test_a_record_with_a_wrong_byte_is_left_out_and_what_follows_is_not(tmp_path
 
 
 def test_files_that_are_no_recordings_are_left_out_and_the_others_read(tmp_path: Path) -> None:
-    with RecordedRoom(ONE, tmp_path, PLENTY) as room:
+    with ReplayLogWriter(ONE, tmp_path, PLENTY) as room:
         written(room, 5)
     (tmp_path / "a.ludus").write_bytes(b"something else entirely")
     (tmp_path / "b.ludus").write_bytes(b"")
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "c.ludus").write_bytes(replay_log._MAGIC + replay_log._record(b"\xc1 not msgpack"))
-    (tmp_path / "d.ludus").write_bytes(replay_log._MAGIC + replay_log._record(b"\x81\xa4spec\x80") + replay_log._record(b"x"))
+    (tmp_path / "c.ludus").write_bytes(replay_log._MAGIC + replay_log._frame(b"\xc1 not msgpack"))
+    (tmp_path / "d.ludus").write_bytes(replay_log._MAGIC + replay_log._frame(b"\x81\xa4spec\x80") + replay_log._frame(b"x"))
     counts = ReadCounts()
     assert numbers(tmp_path, counts) == [5]
     assert (counts.files, counts.damaged, counts.torn) == (5, 3, 1)
@@ -204,14 +204,14 @@ def test_files_that_are_no_recordings_are_left_out_and_the_others_read(tmp_path:
 
 
 def test_a_segment_that_is_not_of_the_announced_shape_is_left_out(tmp_path: Path) -> None:
-    with RecordedRoom(ONE, tmp_path, PLENTY) as room:
+    with ReplayLogWriter(ONE, tmp_path, PLENTY) as room:
         written(room, 1)
-    path = recordings(tmp_path)[0]
+    path = list_recordings(tmp_path)[0]
     other = Segments.empty(replace(ONE, observation={**ONE.observation, "vector": ONE.action[0]}), 1)
     meta = {"steps": 4, "finals": 0, "temperature": 1.0}
     for arrays in (other.arrays(), {"reward": other.reward}, {**other.arrays(), "spec": other.reward}):
         with path.open("ab") as file:
-            file.write(replay_log._record(encode(arrays, meta)))
+            file.write(replay_log._frame(encode(arrays, meta)))
     counts = ReadCounts()
     assert numbers(tmp_path, counts) == [1]
     assert counts.damaged == 3
@@ -219,13 +219,13 @@ def test_a_segment_that_is_not_of_the_announced_shape_is_left_out(tmp_path: Path
 
 def test_segments_that_were_written_before_episodes_had_results_are_read(tmp_path: Path) -> None:
     without = replace(ONE, results=())
-    with RecordedRoom(without, tmp_path, PLENTY) as room:
+    with ReplayLogWriter(without, tmp_path, PLENTY) as room:
         written(room, 1)
     block = Segments.empty(without, 1)
     block.origin[0] = 2
     arrays = {name: array for name, array in block.arrays().items() if name != "results"}
-    with recordings(tmp_path)[0].open("ab") as file:
-        file.write(replay_log._record(encode(arrays, {"steps": 4, "finals": 0, "temperature": 1.0})))
+    with list_recordings(tmp_path)[0].open("ab") as file:
+        file.write(replay_log._frame(encode(arrays, {"steps": 4, "finals": 0, "temperature": 1.0})))
     counts = ReadCounts()
     assert numbers(tmp_path, counts) == [1, 2]
     assert counts.damaged == 0
@@ -256,10 +256,10 @@ def test_everything_that_was_written_before_kill_9_is_read(tmp_path: Path) -> No
 
 
 def test_files_are_rotated_and_read_in_order(tmp_path: Path) -> None:
-    with RecordedRoom(replace(ONE, model="left/../wing"), tmp_path, PLENTY, file_bytes=10_000) as room:
+    with ReplayLogWriter(replace(ONE, model="left/../wing"), tmp_path, PLENTY, file_bytes=10_000) as room:
         for number in range(40):
             written(room, number)
-    files = recordings(tmp_path)
+    files = list_recordings(tmp_path)
     assert len(files) > 3
     assert all(path.stat().st_size <= 10_000 for path in files)
     assert all(path.name.startswith("left_.._wing-") for path in files)
@@ -277,7 +277,7 @@ def test_several_processes_write_side_by_side_and_keep_one_bound(tmp_path: Path)
     told = [tuple(map(int, (tmp_path / f"{who}.counts").read_text().split())) for who in range(writers)]
     counts = ReadCounts()
     found = numbers(tmp_path, counts)
-    assert limit - 5_000 < used(tmp_path) <= limit
+    assert limit - 5_000 < used_bytes(tmp_path) <= limit
     assert [sum(told_of) for told_of in told] == [each] * writers, "every segment is written or counted as dropped"
     assert [sum(number // 1000 == who for number in found) for who in range(writers)] == [one[0] for one in told]
     assert len(set(found)) == len(found)
@@ -292,14 +292,14 @@ def test_at_the_bound_recording_stops_nothing_is_deleted_and_it_goes_on_when_fil
 ) -> None:
     mine = tmp_path / "older.ludus"
     mine.write_bytes(bytes(15_000))
-    with RecordedRoom(ONE, tmp_path, 20_000) as room:
+    with ReplayLogWriter(ONE, tmp_path, 20_000) as room:
         for number in range(20):
             written(room, number)
         wait_until(lambda: not room.stats().waiting)
         stats = room.stats()
         assert (stats.state, stats.written + stats.dropped) == ("full", 20)
         assert 0 < stats.written < 20
-        assert used(tmp_path) <= 20_000
+        assert used_bytes(tmp_path) <= 20_000
         assert mine.stat().st_size == 15_000
         written(room, 50)
         wait_until(lambda: room.stats().dropped == stats.dropped + 1)
@@ -313,16 +313,16 @@ def test_at_the_bound_recording_stops_nothing_is_deleted_and_it_goes_on_when_fil
 
 
 def test_a_file_that_is_moved_away_while_it_is_written_is_left_alone(tmp_path: Path) -> None:
-    with RecordedRoom(ONE, tmp_path, PLENTY) as room:
+    with ReplayLogWriter(ONE, tmp_path, PLENTY) as room:
         written(room, 1)
         wait_until(lambda: room.stats().written == 1)
-        (first,) = recordings(tmp_path)
+        (first,) = list_recordings(tmp_path)
         moved = first.rename(tmp_path / "taken")
         written(room, 2)
         wait_until(lambda: room.stats().written == 2)
         assert numbers(moved) == [1]
         assert numbers(tmp_path) == [2]
-        recordings(tmp_path)[0].unlink()
+        list_recordings(tmp_path)[0].unlink()
         written(room, 3)
     assert numbers(tmp_path) == [3]
 
@@ -330,14 +330,14 @@ def test_a_file_that_is_moved_away_while_it_is_written_is_left_alone(tmp_path: P
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
     """Nobody can write to the directory meanwhile."""
-    with replay_log._turn_of(directory):
+    with replay_log._lock_directory(directory):
         yield
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="locks")
 def test_whoever_plays_never_waits_for_the_disk(tmp_path: Path) -> None:
     one = Segments.empty(ONE, 1).nbytes
-    with RecordedRoom(ONE, tmp_path, PLENTY, queue_bytes=10 * one) as room:
+    with ReplayLogWriter(ONE, tmp_path, PLENTY, queue_bytes=10 * one) as room:
         with held(tmp_path):
             for number in range(30):
                 written(room, number)
@@ -351,7 +351,7 @@ def test_whoever_plays_never_waits_for_the_disk(tmp_path: Path) -> None:
 
 
 def test_open_blocks_are_bounded_and_lost_ones_are_not_counted_for_ever(tmp_path: Path) -> None:
-    with RecordedRoom(ONE, tmp_path, PLENTY, open_bytes=3 * Segments.empty(ONE, 1).nbytes) as room:
+    with ReplayLogWriter(ONE, tmp_path, PLENTY, open_bytes=3 * Segments.empty(ONE, 1).nbytes) as room:
         held = [room.reserve(0) for _ in range(4)]
         assert [block is not None for block in held] == [True, True, True, False]
         assert held[0] is not None
@@ -367,7 +367,7 @@ def test_open_blocks_are_bounded_and_lost_ones_are_not_counted_for_ever(tmp_path
 
 
 def test_a_closed_room_takes_nothing_and_breaks_nobody(tmp_path: Path) -> None:
-    room = RecordedRoom(ONE, tmp_path, PLENTY)
+    room = ReplayLogWriter(ONE, tmp_path, PLENTY)
     written(room, 1)
     block = room.reserve(0)
     assert block is not None
@@ -401,7 +401,7 @@ def test_a_full_disk_costs_segments_is_told_once_and_recording_goes_on_later(
 ) -> None:
     with tiny_disk(tmp_path / "disk", 64) as disk:
         (disk / "ballast").write_bytes(bytes(40_000))
-        with RecordedRoom(ONE, disk / "replay", PLENTY, retry_s=0.05) as room:
+        with ReplayLogWriter(ONE, disk / "replay", PLENTY, retry_s=0.05) as room:
             number = 0
             while room.stats().state != "failing" or room.stats().dropped < 100:
                 written(room, number)
@@ -425,7 +425,7 @@ def test_a_full_disk_costs_segments_is_told_once_and_recording_goes_on_later(
 
 def test_a_directory_that_cannot_be_made_costs_segments_until_it_can(tmp_path: Path) -> None:
     (tmp_path / "replay").write_text("in the way")
-    with RecordedRoom(ONE, tmp_path / "replay", PLENTY, retry_s=0.02) as room:
+    with ReplayLogWriter(ONE, tmp_path / "replay", PLENTY, retry_s=0.02) as room:
         written(room, 1)
         wait_until(lambda: room.stats().dropped == 1)
         assert room.stats().state == "failing"
@@ -439,15 +439,15 @@ def test_a_directory_that_cannot_be_made_costs_segments_until_it_can(tmp_path: P
 
 
 def test_segments_say_at_which_temperature_they_were_drawn(tmp_path: Path) -> None:
-    with RecordedRoom(ONE, tmp_path, PLENTY) as room:
+    with ReplayLogWriter(ONE, tmp_path, PLENTY) as room:
         written(room, 1)
         written(room.at(0.5), 2)
         written(room.at(1.0), 3)
         given_back = room.at(0.5).reserve(0)
         assert given_back is not None
         room.at(0.5).abandon(given_back)
-    (path,) = recordings(tmp_path)
-    assert [drawn_at for _, drawn_at in replay_log.records_of(path, ReadCounts())] == [1.0, 0.5, 1.0]
+    (path,) = list_recordings(tmp_path)
+    assert [drawn_at for _, drawn_at in replay_log.read_file(path, ReadCounts())] == [1.0, 0.5, 1.0]
     assert numbers(tmp_path) == [1, 2, 3]
     memory = LocalMemory(ONE, 1, 10)
     counts = fill(memory, tmp_path)
@@ -456,7 +456,7 @@ def test_segments_say_at_which_temperature_they_were_drawn(tmp_path: Path) -> No
 
 
 def test_a_memory_gets_only_what_fits_it_and_no_more_than_it_holds(tmp_path: Path) -> None:
-    with RecordedRoom(ONE, tmp_path, PLENTY) as room, RecordedRoom(replace(ONE, model="right"), tmp_path, PLENTY) as other:
+    with ReplayLogWriter(ONE, tmp_path, PLENTY) as room, ReplayLogWriter(replace(ONE, model="right"), tmp_path, PLENTY) as other:
         for number in range(5):
             written(room, number, steps=number + 1 if number < 4 else 2)
             written(other, 100 + number)

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ludus.errors import AlreadyExists, Damaged, LudusError, MemoryClosed, NotFound, StoreFull, UsageError
 from ludus.transport import ring_buffer as rings
-from ludus.transport.ring_buffer import RECORDS, Bell, Record, RingReader, RingWriter, create_ring, record_bytes
+from ludus.transport.ring_buffer import RECORDS, RingReader, RingRecord, RingWriter, Wakeup, create_ring, record_bytes
 from tests.transport.killing import forked, kill_readers, kill_writers, reap
 
 CAPACITY = 1024
@@ -113,7 +113,7 @@ def test_only_what_is_held_can_be_released_and_only_once(path: Path) -> None:
             with pytest.raises(UsageError, match="is not held"):
                 reader.release(record)
         with pytest.raises(UsageError, match="Record 2"):
-            reader.release(Record(2, 0, first.data))
+            reader.release(RingRecord(2, 0, first.data))
 
 
 def test_reservations_are_aligned_writable_and_one_at_a_time(path: Path) -> None:
@@ -191,7 +191,7 @@ class RingMachine(RuleBasedStateMachine):
         self.reserved: memoryview | None = None
         self.sent: list[bytes] = []
         self.waiting: deque[int] = deque()
-        self.held: dict[int, Record] = {}
+        self.held: dict[int, RingRecord] = {}
         self.unreleased: set[int] = set()  # as far as a new reader is concerned
 
     @precondition(lambda self: self.reserved is None)
@@ -275,32 +275,32 @@ TestRingMachine.settings = settings(max_examples=40, stateful_step_count=40, dea
 
 
 def test_a_bell_that_was_rung_is_heard_once(tmp_path: Path) -> None:
-    with Bell.create(tmp_path / "bell") as listener, Bell(tmp_path / "bell") as ringer:
+    with Wakeup.create(tmp_path / "bell") as listener, Wakeup(tmp_path / "bell") as ringer:
         assert not listener.wait(0.01)
-        ringer.ring()
-        ringer.ring()
+        ringer.notify()
+        ringer.notify()
         assert listener.wait(0)
         assert not listener.wait(0)
 
 
 def test_a_bell_is_found_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    with Bell.create(tmp_path / "bell") as listener:
+    with Wakeup.create(tmp_path / "bell") as listener:
         (tmp_path / "elsewhere" / "bell").symlink_to(tmp_path / "bell")
-        with Bell(tmp_path / "elsewhere" / "bell") as ringer:
-            ringer.ring()
+        with Wakeup(tmp_path / "elsewhere" / "bell") as ringer:
+            ringer.notify()
         assert listener.wait(0)
 
 
 def test_ringing_writes_nothing_while_nobody_listens(tmp_path: Path) -> None:
-    with Bell.create(tmp_path / "bell") as listener, Bell(tmp_path / "bell") as ringer:
+    with Wakeup.create(tmp_path / "bell") as listener, Wakeup(tmp_path / "bell") as ringer:
         for _ in range(100_000):  # more than a pipe holds: it would block, or fail
-            ringer.ring()
+            ringer.notify()
         assert os.read(listener.fileno(), 100) == b"!"
 
 
 def test_a_ringer_that_was_killed_before_the_byte_is_heard_all_the_same(tmp_path: Path) -> None:
-    with Bell.create(tmp_path / "bell") as listener:
+    with Wakeup.create(tmp_path / "bell") as listener:
         flag = tmp_path / "bell.flag"
         flag.write_bytes(bytes(8) + flag.read_bytes()[8:])  # it took the flag down, and was no more
         assert listener.wait(0)
@@ -308,9 +308,9 @@ def test_a_ringer_that_was_killed_before_the_byte_is_heard_all_the_same(tmp_path
 
 
 def test_a_bell_that_is_not_there_says_so(tmp_path: Path, path: Path) -> None:
-    with pytest.raises(NotFound, match="no bell at"):
-        Bell(tmp_path / "nothing")
-    with pytest.raises(NotFound, match="no bell at"):
+    with pytest.raises(NotFound, match="no FIFO at"):
+        Wakeup(tmp_path / "nothing")
+    with pytest.raises(NotFound, match="no FIFO at"):
         RingWriter(path, tmp_path / "nothing")
 
 
@@ -319,10 +319,10 @@ def test_nothing_that_happens_between_looking_and_waiting_goes_unheard(tmp_path:
     rounds = 3000
     for name in ("there", "back"):
         create_ring(tmp_path / name, 64)
-        Bell.create(tmp_path / f"{name}.bell").close()
+        Wakeup.create(tmp_path / f"{name}.bell").close()
 
     def play(inwards: str, outwards: str, begins: bool) -> None:
-        reader, bell = RingReader(tmp_path / inwards), Bell(tmp_path / f"{inwards}.bell")
+        reader, bell = RingReader(tmp_path / inwards), Wakeup(tmp_path / f"{inwards}.bell")
         writer = RingWriter(tmp_path / outwards, tmp_path / f"{outwards}.bell")
         with reader, bell, writer:
             for turn in range(2 * rounds):
@@ -359,7 +359,7 @@ def test_a_ring_that_is_over_takes_nothing_more_and_gives_what_it_has(path: Path
         assert put(writer, bytes(CAPACITY))
         ending = threading.Timer(0.05, reader.finish)
         ending.start()
-        with pytest.raises(MemoryClosed, match="is over"):
+        with pytest.raises(MemoryClosed, match="has finished the ring"):
             writer.reserve(1, 30.0)
         ending.join()
         assert reader.over
@@ -372,7 +372,7 @@ def test_a_ring_that_is_over_takes_nothing_more_and_gives_what_it_has(path: Path
 @pytest.fixture
 def shared(tmp_path: Path) -> tuple[Path, Path]:
     create_ring(tmp_path / "large", 200_000)
-    Bell.create(tmp_path / "bell").close()
+    Wakeup.create(tmp_path / "bell").close()
     return tmp_path / "large", tmp_path / "bell"
 
 
@@ -416,7 +416,7 @@ def test_a_ring_belongs_to_its_user_alone_and_its_memory_is_taken_at_once(tmp_pa
 def test_no_room_for_a_ring_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     def create() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        with pytest.raises(StoreFull, match="Cannot take 104"):
+        with pytest.raises(StoreFull, match="Cannot allocate 104"):
             create_ring(tmp_path / "ring", 100 << 20)
         assert list(tmp_path.iterdir()) == []
 
@@ -431,8 +431,8 @@ def test_no_room_for_a_ring_is_an_error_and_leaves_nothing(tmp_path: Path) -> No
         (16, 1 << 20, "do not agree"),
         (24, 7, "do not agree"),
         (32, 0, "do not agree"),
-        (64, 10_000, "10000 records wait"),
-        (128, 5, "records wait"),
+        (64, 10_000, "10000 waiting records"),
+        (128, 5, "waiting records"),
     ],
 )
 def test_a_damaged_header_is_noticed(path: Path, at: int, value: int, message: str) -> None:

@@ -22,15 +22,15 @@ from ludus.core.tree import leaves, map_tree
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import MissingExtra, UsageError
 from ludus.testing.memory_contract import ROWS, SPEC
-from ludus.transport.segment_codec import Compression, Decoder, Encoder, Rejected
-from ludus.transport.shared_memory import Layout
+from ludus.transport.segment_codec import Compression, RejectedMessage, SegmentDecoder, SegmentEncoder
+from ludus.transport.shared_memory import BlockLayout
 
-LAYOUT = Layout(SPEC, ROWS)
+LAYOUT = BlockLayout(SPEC, ROWS)
 CODECS: tuple[Compression, ...] = ("none", "lz4", "zstd")
-LARGE = Layout(SegmentSpec(steps=64, observation=ArraySpec((64, 64), np.dtype(np.uint8)), action=SPEC.action), 2)
+LARGE = BlockLayout(SegmentSpec(steps=64, observation=ArraySpec((64, 64), np.dtype(np.uint8)), action=SPEC.action), 2)
 
 
-def block(layout: Layout = LAYOUT, seed: int = 0) -> tuple[Segments, memoryview]:
+def block(layout: BlockLayout = LAYOUT, seed: int = 0) -> tuple[Segments, memoryview]:
     """Filled at random, sealed."""
     buffer = memoryview(bytearray(layout.nbytes))
     segments, random = layout.views(buffer), np.random.default_rng(seed)
@@ -42,9 +42,9 @@ def block(layout: Layout = LAYOUT, seed: int = 0) -> tuple[Segments, memoryview]
     return segments, buffer
 
 
-def message(codec: Compression = "none", seq: int = 5, seed: int = 0, plan: str = "plan", layout: Layout = LAYOUT) -> bytes:
+def message(codec: Compression = "none", seq: int = 5, seed: int = 0, plan: str = "plan", layout: BlockLayout = LAYOUT) -> bytes:
     segments, buffer = block(layout, seed)
-    return b"".join(Encoder(layout, "worker 1", plan, codec).encode(segments, buffer, seq))
+    return b"".join(SegmentEncoder(layout, "worker 1", plan, codec).encode(segments, buffer, seq))
 
 
 def forged(body: bytes | memoryview, **fields: Any) -> bytes:
@@ -56,9 +56,9 @@ def forged(body: bytes | memoryview, **fields: Any) -> bytes:
     return b"LUDSEG" + len(packed).to_bytes(2, "little") + packed + bytes(-start % 64) + bytes(body)
 
 
-def rejected(data: bytes, layout: Layout = LAYOUT) -> str:
-    with pytest.raises(Rejected) as caught:
-        Decoder(layout, "plan").decode(data)
+def rejected(data: bytes, layout: BlockLayout = LAYOUT) -> str:
+    with pytest.raises(RejectedMessage) as caught:
+        SegmentDecoder(layout, "plan").decode(data)
     return caught.value.kind
 
 
@@ -66,9 +66,9 @@ def rejected(data: bytes, layout: Layout = LAYOUT) -> str:
 def test_everything_in_a_block_arrives(codec: Compression) -> None:
     segments, buffer = block()
     segments.env_steps = 7
-    pieces = Encoder(LAYOUT, "worker 1", "plan", codec).encode(segments, buffer, 12)
+    pieces = SegmentEncoder(LAYOUT, "worker 1", "plan", codec).encode(segments, buffer, 12)
     sent = map_tree(np.copy, segments.arrays())
-    header, got = Decoder(LAYOUT, "plan").decode(b"".join(pieces))
+    header, got = SegmentDecoder(LAYOUT, "plan").decode(b"".join(pieces))
     assert (header.worker, header.seq, header.version) == ("worker 1", 12, int(segments.version.max()))
     assert (got.finals, got.env_steps, got.spec, got.model) == (1, 7, SPEC, SPEC.model)
     for (path, one), (_, other) in zip(leaves(got.arrays()), leaves(sent), strict=True):
@@ -77,10 +77,10 @@ def test_everything_in_a_block_arrives(codec: Compression) -> None:
 
 def test_an_unpacked_block_is_not_copied_on_either_side() -> None:
     segments, buffer = block()
-    _, body = Encoder(LAYOUT, "w", "plan").encode(segments, buffer, 0)
+    _, body = SegmentEncoder(LAYOUT, "w", "plan").encode(segments, buffer, 0)
     assert body is buffer
     data = np.frombuffer(message(), np.uint8)
-    _, got = Decoder(LAYOUT, "plan").decode(data.data)
+    _, got = SegmentDecoder(LAYOUT, "plan").decode(data.data)
     for path, leaf in leaves(got.arrays()):
         if leaf.size and not path.startswith(("episode", "origin")):
             assert np.shares_memory(leaf, data), path
@@ -90,12 +90,12 @@ def test_the_arrays_of_a_message_are_aligned() -> None:
     data = np.empty(len(message()) + 64, np.uint8)
     start = -data.ctypes.data % 64
     data[start : start + len(message())] = np.frombuffer(message(), np.uint8)
-    _, got = Decoder(LAYOUT, "plan").decode(data[start : start + len(message())].data)
+    _, got = SegmentDecoder(LAYOUT, "plan").decode(data[start : start + len(message())].data)
     assert all(leaf.flags.aligned for _, leaf in leaves(got.arrays()))
 
 
 def test_writers_of_one_name_are_different_lives() -> None:
-    one, other = (Decoder(LAYOUT, "plan").decode(message())[0] for _ in range(2))
+    one, other = (SegmentDecoder(LAYOUT, "plan").decode(message())[0] for _ in range(2))
     assert one.worker == other.worker
     assert one.life != other.life
 
@@ -161,7 +161,7 @@ def test_a_block_that_lies_about_its_counts_is_rejected(field: str) -> None:
 def test_a_header_that_lies_about_its_version_or_its_steps_is_rejected() -> None:
     segments, buffer = block()
     version = int(segments.version.max())
-    assert Decoder(LAYOUT, "plan").decode(forged(buffer, version=version))[0].version == version
+    assert SegmentDecoder(LAYOUT, "plan").decode(forged(buffer, version=version))[0].version == version
     assert rejected(forged(buffer, version=version + 1)) == "a header that lies"
     assert rejected(forged(buffer, version=version, env_steps=SPEC.steps * ROWS + 1)) == "a header that lies"
 
@@ -192,8 +192,8 @@ def test_a_header_that_lies_about_its_version_or_its_steps_is_rejected() -> None
     ],
 )
 def test_a_bomb_is_rejected_before_it_takes_up_room(bomb: bytes) -> None:
-    Decoder(LAYOUT, "plan").decode(message("lz4"))  # imported before it is measured
-    Decoder(LAYOUT, "plan").decode(message("zstd"))
+    SegmentDecoder(LAYOUT, "plan").decode(message("lz4"))  # imported before it is measured
+    SegmentDecoder(LAYOUT, "plan").decode(message("zstd"))
     tracemalloc.start()
     try:
         assert rejected(bomb) in ("not unpackable", "truncated")
@@ -206,9 +206,9 @@ def test_packing_makes_pictures_smaller() -> None:
     segments, buffer = block(LARGE)
     segments.observation[...] = 7
     for codec in CODECS[1:]:
-        packed = b"".join(Encoder(LARGE, "w", "plan", codec).encode(segments, buffer, 0))
+        packed = b"".join(SegmentEncoder(LARGE, "w", "plan", codec).encode(segments, buffer, 0))
         assert len(packed) < LARGE.nbytes / 4
-        assert Decoder(LARGE, "plan").decode(packed)[1].observation.max() == 7
+        assert SegmentDecoder(LARGE, "plan").decode(packed)[1].observation.max() == 7
 
 
 @settings(max_examples=150)
@@ -222,25 +222,25 @@ def test_a_message_that_was_damaged_anywhere_is_read_or_rejected_and_nothing_els
     cut = data.draw(st.integers(0, len(whole)))
     for poisoned in (bytes(whole), bytes(whole[:cut])):
         try:
-            _, got = Decoder(LAYOUT, "plan").decode(poisoned)
-        except Rejected:
+            _, got = SegmentDecoder(LAYOUT, "plan").decode(poisoned)
+        except RejectedMessage:
             continue
         assert got.reward.shape == (SPEC.steps, ROWS)
         assert 0 <= got.finals <= SPEC.finals
 
 
 def test_another_model_is_another_shape() -> None:
-    other = Layout(replace(SPEC, model="right"), ROWS)
+    other = BlockLayout(replace(SPEC, model="right"), ROWS)
     assert rejected(message(layout=other)) == "another shape"
-    assert rejected(message(layout=Layout(SPEC, ROWS + 1))) == "another shape"
+    assert rejected(message(layout=BlockLayout(SPEC, ROWS + 1))) == "another shape"
 
 
 def test_a_name_that_no_reader_would_take_is_refused_at_once() -> None:
     for name in ("", "w" * 201):
         with pytest.raises(UsageError, match="name"):
-            Encoder(LAYOUT, name, "plan")
+            SegmentEncoder(LAYOUT, name, "plan")
     with pytest.raises(UsageError, match="lz4"):
-        Encoder(LAYOUT, "w", "plan", "lz5")  # type: ignore[arg-type]
+        SegmentEncoder(LAYOUT, "w", "plan", "lz5")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("codec", "package"), [("lz4", "lz4.block"), ("zstd", "zstandard")])
@@ -251,4 +251,4 @@ def test_what_a_learner_cannot_unpack_is_rejected_and_what_a_worker_cannot_pack_
     monkeypatch.setitem(sys.modules, package, None)
     assert rejected(data) == f"packed with {codec}, which is not installed here"
     with pytest.raises(MissingExtra, match=r"compression"):
-        Encoder(LAYOUT, "w", "plan", codec)
+        SegmentEncoder(LAYOUT, "w", "plan", codec)

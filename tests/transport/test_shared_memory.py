@@ -27,8 +27,8 @@ from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.testing.memory_contract import ROWS, SPEC, MakeMemory, MemoryContract, sign, signature
 from ludus.transport.base import Memory, MemoryStats, SegmentWriter
 from ludus.transport.local import LocalMemory
-from ludus.transport.ring_buffer import Bell, create_ring
-from ludus.transport.shared_memory import Layout, SharedReader, SharedWriter, ring_capacity
+from ludus.transport.ring_buffer import Wakeup, create_ring
+from ludus.transport.shared_memory import BlockLayout, SharedReader, SharedWriter, ring_capacity
 from tests.transport.killing import forked, reap
 
 
@@ -37,7 +37,7 @@ class _Pair:
 
     def __init__(self, directory: Path, spec: SegmentSpec, rows: int, blocks: int) -> None:
         directory.mkdir()
-        layout = Layout(spec, rows)
+        layout = BlockLayout(spec, rows)
         create_ring(directory / "ring", ring_capacity(layout, blocks))
         self.writer, self.reader = SharedWriter(directory / "ring", layout), SharedReader(directory / "ring", layout)
         self._changed = threading.Condition()
@@ -113,10 +113,10 @@ class TestSharedMemory(MemoryContract):
 
 @pytest.fixture
 def halves(tmp_path: Path) -> tuple[SharedWriter, SharedReader]:
-    return made(tmp_path, Layout(SPEC, ROWS), 2)
+    return made(tmp_path, BlockLayout(SPEC, ROWS), 2)
 
 
-def made(directory: Path, layout: Layout, blocks: int) -> tuple[SharedWriter, SharedReader]:
+def made(directory: Path, layout: BlockLayout, blocks: int) -> tuple[SharedWriter, SharedReader]:
     create_ring(directory / "ring", ring_capacity(layout, blocks))
     return SharedWriter(directory / "ring", layout), SharedReader(directory / "ring", layout)
 
@@ -186,7 +186,7 @@ def test_arrays_are_aligned_writable_and_good_for_torch(halves: tuple[SharedWrit
 
 
 def test_a_fresh_block_is_as_an_empty_one_and_all_is_allowed(tmp_path: Path) -> None:
-    layout = Layout(SPEC, ROWS)
+    layout = BlockLayout(SPEC, ROWS)
     writer, _ = made(tmp_path, layout, 1)
     block = reserved(writer)
     for _, array in leaves(block.arrays()):
@@ -222,18 +222,18 @@ def test_more_episodes_than_steps_are_refused(halves: tuple[SharedWriter, Shared
 
 
 def test_sides_that_disagree_about_the_shape_notice(tmp_path: Path) -> None:
-    writer, _ = made(tmp_path, Layout(SPEC, ROWS), 2)
+    writer, _ = made(tmp_path, BlockLayout(SPEC, ROWS), 2)
     writer.commit(sign(reserved(writer), 1))
     with pytest.raises(Damaged, match="where a block has"):
-        SharedReader(tmp_path / "ring", Layout(SPEC, ROWS + 5)).take()
-    with pytest.raises(Damaged, match="not hold segments of this shape"):
-        SharedReader(tmp_path / "ring", Layout(replace(SPEC, model="right"), ROWS)).take()
+        SharedReader(tmp_path / "ring", BlockLayout(SPEC, ROWS + 5)).take()
+    with pytest.raises(Damaged, match="not contain segments of this layout"):
+        SharedReader(tmp_path / "ring", BlockLayout(replace(SPEC, model="right"), ROWS)).take()
 
 
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from(["write", "abandon", "take", "release oldest", "release newest", "new writer"]), max_size=60))
 def test_it_is_a_queue_whatever_is_done(tmp_path_factory: pytest.TempPathFactory, actions: list[str]) -> None:
-    directory, layout, blocks = tmp_path_factory.mktemp("queue"), Layout(SPEC, ROWS), 3
+    directory, layout, blocks = tmp_path_factory.mktemp("queue"), BlockLayout(SPEC, ROWS), 3
     writer, reader = made(directory, layout, blocks)
     waiting: deque[int] = deque()
     held: deque[tuple[int, Segments]] = deque()
@@ -275,9 +275,9 @@ def test_it_is_a_queue_whatever_is_done(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_two_processes_hand_over_blocks_of_everything(tmp_path: Path) -> None:
-    layout, last = Layout(SPEC, ROWS), 2000
+    layout, last = BlockLayout(SPEC, ROWS), 2000
     create_ring(tmp_path / "ring", ring_capacity(layout, 3))
-    bell = Bell.create(tmp_path / "bell")
+    bell = Wakeup.create(tmp_path / "bell")
 
     def write() -> None:
         writer = SharedWriter(tmp_path / "ring", layout, tmp_path / "bell")
@@ -332,7 +332,7 @@ def test_a_sampler_writes_into_a_ring_what_it_writes_into_any_memory(tmp_path: P
     first, second = environments(kind), environments(kind)
     policy = Policy(first.observation_space, first.action_space, NetworkConfig(core=core))
     spec = segment_spec(policy, first, 10)
-    writer, reader = made(tmp_path, Layout(spec, first.num), 2)
+    writer, reader = made(tmp_path, BlockLayout(spec, first.num), 2)
     local = LocalMemory(spec, first.num, 2)
     shared, plain = Sampler(first, _One(policy), writer, 5), Sampler(second, _One(policy), local, 5)
     for _ in range(5):  # more often than there are blocks

@@ -23,15 +23,15 @@ from ludus.errors import Damaged, ExchangeUnavailable, MemoryClosed, UsageError
 from ludus.testing.exchange_contract import Call
 from ludus.testing.memory_contract import ROWS, SPEC, MakeMemory, MemoryContract, sign, signature
 from ludus.transport.base import Memory, MemoryStats
-from ludus.transport.redis_stream import RedisExchange
-from ludus.transport.segment_codec import Compression, Encoder
-from ludus.transport.shared_memory import Layout
-from ludus.transport.stream_memory import ExchangeReader, ExchangeWriter, Received
+from ludus.transport.redis_stream import RedisMessageStream
+from ludus.transport.segment_codec import Compression, SegmentEncoder
+from ludus.transport.shared_memory import BlockLayout
+from ludus.transport.stream_memory import ReceivedSegments, StreamReader, StreamWriter
 from tests.redis_server import Line, RedisServer
 
 pytestmark = pytest.mark.system
 
-LAYOUT = Layout(SPEC, ROWS)
+LAYOUT = BlockLayout(SPEC, ROWS)
 WAIT_S = 20.0
 
 
@@ -46,18 +46,18 @@ class Rig:
 
     def __init__(self, server: RedisServer) -> None:
         self.server, self.channel = server, uuid.uuid4().hex
-        self._open: list[RedisExchange] = []
+        self._open: list[RedisMessageStream] = []
 
-    def exchange(self, room: int = 100) -> RedisExchange:
-        exchange = RedisExchange(self.server.player_url, self.channel, room)
+    def exchange(self, room: int = 100) -> RedisMessageStream:
+        exchange = RedisMessageStream(self.server.player_url, self.channel, room)
         self._open.append(exchange)
         return exchange
 
-    def writer(self, worker: str = "w", *, room: int = 100, plan: str = "plan", **options: Any) -> ExchangeWriter:
-        return ExchangeWriter(self.exchange(room), LAYOUT, worker=worker, plan=plan, **options)
+    def writer(self, worker: str = "w", *, room: int = 100, plan: str = "plan", **options: Any) -> StreamWriter:
+        return StreamWriter(self.exchange(room), LAYOUT, worker=worker, plan=plan, **options)
 
-    def reader(self, inspect: Callable[[Segments], str | None] = lambda _: None, **options: Any) -> ExchangeReader:
-        return ExchangeReader(self.exchange(), LAYOUT, plan="plan", inspect=inspect, **options)
+    def reader(self, inspect: Callable[[Segments], str | None] = lambda _: None, **options: Any) -> StreamReader:
+        return StreamReader(self.exchange(), LAYOUT, plan="plan", inspect=inspect, **options)
 
     def close(self) -> None:
         for exchange in self._open:
@@ -71,7 +71,7 @@ def rig(server: RedisServer) -> Iterator[Rig]:
     made.close()
 
 
-def send(writer: ExchangeWriter, *numbers: int) -> None:
+def send(writer: StreamWriter, *numbers: int) -> None:
     for number in numbers:
         block = writer.reserve(WAIT_S)
         assert block is not None
@@ -79,8 +79,8 @@ def send(writer: ExchangeWriter, *numbers: int) -> None:
         assert not writer.outgoing
 
 
-def taken(reader: ExchangeReader, count: int) -> list[Received]:
-    found, end = list[Received](), time.monotonic() + WAIT_S
+def taken(reader: StreamReader, count: int) -> list[ReceivedSegments]:
+    found, end = list[ReceivedSegments](), time.monotonic() + WAIT_S
     while len(found) < count:
         received = reader.take()
         if received is not None:
@@ -91,7 +91,7 @@ def taken(reader: ExchangeReader, count: int) -> list[Received]:
     return found
 
 
-def nothing_more(reader: ExchangeReader) -> bool:
+def nothing_more(reader: StreamReader) -> bool:
     """Once everything that is there was looked at."""
     while reader.wait(0):
         if reader.take() is not None:
@@ -99,7 +99,7 @@ def nothing_more(reader: ExchangeReader) -> bool:
     return True
 
 
-def signatures(received: list[Received]) -> list[int]:
+def signatures(received: list[ReceivedSegments]) -> list[int]:
     return [signature(one.segments) for one in received]
 
 
@@ -114,7 +114,7 @@ class _Pair:
         self.writer = rig.writer(room=max(1, blocks - 1))
         self.reader = rig.reader()
         self._reserved: Segments | None = None
-        self._taken: dict[int, Received] = {}
+        self._taken: dict[int, ReceivedSegments] = {}
         self._closed = False
 
     def reserve(self, timeout_s: float) -> Segments | None:
@@ -149,7 +149,7 @@ class _Pair:
             self._reserved = None
 
     def take(self, timeout_s: float) -> Segments | None:
-        found: list[Received] = []
+        found: list[ReceivedSegments] = []
 
         def there() -> bool:
             self.writer.flush(0)
@@ -283,7 +283,7 @@ def test_a_block_is_given_back_once_and_by_its_holder(rig: Rig) -> None:
     assert rig.exchange().waiting() == 0
 
 
-class _Cut(RedisExchange):
+class _Cut(RedisMessageStream):
     """A line that breaks after the message has arrived: the answer is what is lost."""
 
     broken = False
@@ -297,7 +297,7 @@ class _Cut(RedisExchange):
 
 def test_a_message_whose_answer_was_lost_is_sent_again_and_counts_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     line = _Cut(rig.server.player_url, rig.channel, 100)
-    writer, reader = ExchangeWriter(line, LAYOUT, worker="w", plan="plan"), rig.reader()
+    writer, reader = StreamWriter(line, LAYOUT, worker="w", plan="plan"), rig.reader()
     line.broken = True
     block = writer.reserve(0)
     assert block is not None
@@ -317,7 +317,7 @@ def test_a_message_whose_answer_was_lost_is_sent_again_and_counts_once(rig: Rig,
 
 def test_a_dropped_block_that_may_have_arrived_keeps_its_number(rig: Rig) -> None:
     line = _Cut(rig.server.player_url, rig.channel, 1)
-    writer, reader = ExchangeWriter(line, LAYOUT, worker="w", plan="plan", when_full="drop"), rig.reader()
+    writer, reader = StreamWriter(line, LAYOUT, worker="w", plan="plan", when_full="drop"), rig.reader()
     line.broken = True
     block = writer.reserve(0)
     assert block is not None
@@ -395,7 +395,7 @@ def test_a_number_that_comes_again_while_it_is_in_hand_is_a_duplicate(rig: Rig) 
     reader, exchange, block = rig.reader(), rig.exchange(), Segments.empty(SPEC, ROWS)
     buffer = memoryview(bytearray(LAYOUT.nbytes))
     LAYOUT.seal(block, buffer)
-    encoder = Encoder(LAYOUT, "w", "plan")
+    encoder = SegmentEncoder(LAYOUT, "w", "plan")
     for seq in (0, 0, 1, 0, 1, 2):
         exchange.push(encoder.encode(block, buffer, seq), 0)
     assert [received.seq for received in taken(reader, 3)] == [0, 1, 2]
@@ -416,7 +416,7 @@ def test_several_readers_share_and_take_over_from_one_that_died(rig: Rig) -> Non
     writer = rig.writer()
     one, other = (rig.reader(prefetch=2, reclaim_idle_s=3600.0) for _ in range(2))
     send(writer, *range(8))
-    mine = list[Received]()
+    mine = list[ReceivedSegments]()
     for reader in (one, other, one, other):
         received = taken(reader, 2)
         if reader is one:
@@ -425,7 +425,7 @@ def test_several_readers_share_and_take_over_from_one_that_died(rig: Rig) -> Non
                 one.release(each)
     assert signatures(mine) == [0, 1, 4, 5]
     one.settle()
-    one._exchange.reclaim(0)  # the other one died: what it had is old by now
+    one._stream.reclaim(0)  # the other one died: what it had is old by now
     late = taken(one, 4)
     assert sorted(signatures(late)) == [2, 3, 6, 7], "older numbers than the newest are no duplicates if they never came"
     assert (one.duplicates, one.lost) == (0, 0)
@@ -455,7 +455,7 @@ def test_rows_keep_their_numbers_and_change_them_after_a_gap(rig: Rig) -> None:
     views = LAYOUT.views(buffer)
     views.origin[:] = [-5, 2, 1 << 40]  # whatever a worker says
     LAYOUT.seal(views, buffer)
-    one, other = Encoder(LAYOUT, "one", "plan"), Encoder(LAYOUT, "other", "plan")
+    one, other = SegmentEncoder(LAYOUT, "one", "plan"), SegmentEncoder(LAYOUT, "other", "plan")
     for encoder, seq in ((one, 0), (other, 0), (one, 1), (one, 5), (one, 6), (other, 1)):
         exchange.push(encoder.encode(block, buffer, seq), 0)
     origins = [tuple(received.segments.origin.tolist()) for received in taken(reader, 6)]
@@ -521,7 +521,7 @@ def test_a_rejected_message_does_not_use_up_its_number(rig: Rig) -> None:
     reader, exchange = rig.reader(lambda _: next(verdicts)), rig.exchange()
     block, buffer = Segments.empty(SPEC, ROWS), memoryview(bytearray(LAYOUT.nbytes))
     LAYOUT.seal(block, buffer)
-    encoder = Encoder(LAYOUT, "w", "plan")
+    encoder = SegmentEncoder(LAYOUT, "w", "plan")
     for _ in range(2):  # somebody forged it first
         exchange.push(encoder.encode(block, buffer, 0), 0)
     assert taken(reader, 1)[0].seq == 0
@@ -642,10 +642,10 @@ def test_a_reader_may_be_made_before_there_is_a_server(tmp_path: Path, monkeypat
 
 
 def test_a_refusal_is_raised_by_both_sides(server: RedisServer) -> None:
-    wrong = RedisExchange(server.full_url.replace(server.password, "guess"), "c", 10)
+    wrong = RedisMessageStream(server.full_url.replace(server.password, "guess"), "c", 10)
     with pytest.raises(UsageError, match="password"):
-        ExchangeReader(wrong, LAYOUT, plan="plan", inspect=lambda _: None)
-    writer = ExchangeWriter(wrong, LAYOUT, worker="w", plan="plan")
+        StreamReader(wrong, LAYOUT, plan="plan", inspect=lambda _: None)
+    writer = StreamWriter(wrong, LAYOUT, worker="w", plan="plan")
     block = writer.reserve(0)
     assert block is not None
     with pytest.raises(UsageError, match="password"):
@@ -666,12 +666,12 @@ class _Storm:
         self.learned: list[tuple[str, int]] = []
         self.lost = 0
 
-    def exchange(self) -> RedisExchange:
-        return RedisExchange(self._url, "storm", 40)
+    def exchange(self) -> RedisMessageStream:
+        return RedisMessageStream(self._url, "storm", 40)
 
     def write(self, worker: str, compression: Compression) -> None:
         with closing(self.exchange()) as exchange:
-            writer = ExchangeWriter(exchange, LAYOUT, worker=worker, plan="plan", compression=compression)
+            writer = StreamWriter(exchange, LAYOUT, worker=worker, plan="plan", compression=compression)
             while not self.over.is_set():
                 if (block := writer.reserve(0.2)) is not None:
                     writer.commit(sign(block, self.pushed[worker] % 1000))
@@ -683,10 +683,10 @@ class _Storm:
         state: dict[str, Any] | None = None
         while state is None or not done():
             exchange = self.exchange()
-            reader = ExchangeReader(exchange, LAYOUT, plan="plan", inspect=lambda _: None, prefetch=16)
+            reader = StreamReader(exchange, LAYOUT, plan="plan", inspect=lambda _: None, prefetch=16)
             if state is not None:
                 reader.load_state(state)
-            held, dies_at = list[Received](), time.monotonic() + self._random.uniform(0.5, 4.0)
+            held, dies_at = list[ReceivedSegments](), time.monotonic() + self._random.uniform(0.5, 4.0)
             while time.monotonic() < dies_at or (self.over.is_set() and not done()):
                 if (received := reader.take()) is not None:
                     assert signature(received.segments) == received.seq % 1000
@@ -698,7 +698,7 @@ class _Storm:
                     held, state = [], reader.state()
                     reader.wait(0.1)
             self.lost += reader.lost
-            exchange._link.close()  # without a word
+            exchange._connection.close()  # without a word
 
 
 @pytest.mark.long

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 import ludus
-from ludus.config import schema as configs
-from ludus.config.search_space import Searched
+from ludus.config.experiment_file import load_experiments
+from ludus.config.search_space import SearchedKey
 from ludus.errors import ConfigError, Damaged, NotFound, UsageError
 from ludus.experiments.resolve import ClusterOptions
 from ludus.experiments.runs.run_dir import Run, find_runs
+from ludus.io.yaml_documents import dump_yaml
 from ludus.tuning import sweep as tuning
 from ludus.tuning.messages import FAILED, FINISHED, OVER, Event
 from ludus.tuning.report import outcome
@@ -73,7 +74,7 @@ def test_a_trial_keeps_a_few_checkpoints_unless_it_is_told_how_many(tmp_path: Pa
         ({"tune": {"scheduler": "pbt"}, "config": {"lr": {"uniform": [0.1, 0.2]}}}, "needs at least 2 trials"),
         ({"tune": {"scheduler": "asha", "time_attr": "iterations"}}, r"Set stop\.iterations"),
         ({"tune": {"cpus_per_trial": 1}, "config": {"num_workers": 1, "lr": LR}}, "has 2 processes"),
-        ({"stop": {"timesteps": {"choice": [1, 2]}}}, "holds search values|stop"),
+        ({"stop": {"timesteps": {"choice": [1, 2]}}}, "contains search values|stop"),
     ],
 )
 def test_what_cannot_be_swept_is_refused_before_anything_starts(tmp_path: Path, more: dict[str, Any], message: str) -> None:
@@ -211,7 +212,7 @@ def test_settings_are_ranked_by_the_mean_over_their_seeds_and_not_by_the_luckies
     assert (found.best_config["config"]["lr"], found.best_config["config"]["seed"]) == (1e-2, 40)  # the first seed, not the best
     text = (tmp_path / "s" / "best.yaml").read_text()
     assert text.startswith("# episode_return_mean 65, the mean of 3 seeds; the best of them is t004_lr-0.01_seed-41\n")
-    assert configs.load_experiments(tmp_path / "s" / "best.yaml")["s-best"]["config"]["seed"] == 40
+    assert load_experiments(tmp_path / "s" / "best.yaml")["s-best"]["config"]["seed"] == 40
     plain = json.loads((tmp_path / "s" / "results.json").read_text())
     assert [(one["settings"], one["value_mean"], one["value_n"]) for one in plain["settings"]] == [
         ({"lr": 1e-2}, 65.0, 3), ({"lr": 1e-1}, 40.0, 3), ({"lr": 1e-3}, 20.0, 3),
@@ -252,7 +253,7 @@ def test_the_table_shows_what_a_setting_is_worth_over_its_seeds(tmp_path: Path, 
 
 def test_the_best_config_is_a_whole_experiment_that_train_takes(tmp_path: Path) -> None:
     found = results(tmp_path)
-    loaded = configs.load_experiments(tmp_path / "s" / "best.yaml")
+    loaded = load_experiments(tmp_path / "s" / "best.yaml")
     assert loaded == {"s-best": {"env": "CartPole-v1", "run": "PPO", "stop": {"timesteps": 1000}, "config": SMALL | {"lr": 1e-2}}}
     assert found.best_config == {"name": "s-best", **loaded["s-best"]}
     done = ludus.train(**found.best_config["config"], env=found.best_config["env"], stop={"iterations": 1}, local_dir=tmp_path)
@@ -292,7 +293,7 @@ def test_a_metric_that_nobody_has_is_said_with_those_that_are_known(tmp_path: Pa
 
 def test_a_mutation_that_cannot_be_trained_is_never_handed_out() -> None:
     """A discount above 1 would end the trial."""
-    key = Searched(("config", "gamma"), "uniform", (0.5, 5.0))
+    key = SearchedKey(("config", "gamma"), "uniform", (0.5, 5.0))
     explorer = Explorer(experiment(config={}), [key], 1.0, None, 0)
     config = {"trial": {"name": "t", "values": [[["config", "gamma"], 0.9]]}}
     drawn = [explorer(config)["trial"]["values"][0][1] for _ in range(30)]
@@ -307,7 +308,7 @@ def test_a_mutation_that_cannot_be_trained_is_never_handed_out() -> None:
 @pytest.mark.timeout(600)  # Ray's start alone may take a minute where others are busy
 def test_a_sweep_from_the_command_line_trains_every_trial_and_finds_the_best(tmp_path: Path) -> None:
     data = experiment(config={"lr": {"grid_search": [1e-3, 1e-4]}}, stop={"iterations": 2})
-    (tmp_path / "sweep.yaml").write_text(configs.dump_yaml({"small": data}))
+    (tmp_path / "sweep.yaml").write_text(dump_yaml({"small": data}))
     command = [sys.executable, "-m", "ludus.cli.main", "tune", "-f", "sweep.yaml", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr

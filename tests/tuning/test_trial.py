@@ -12,7 +12,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 
 from ludus.algorithms.ppo import PPOConfig
-from ludus.config.schema import algorithm_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.metrics import read_jsonl
 from ludus.errors import EnvironmentFault, WorkerFailed
 from ludus.experiments.assembly.policies import make_policy
@@ -189,7 +189,7 @@ def test_the_first_weights_are_the_same_on_any_number_of_threads() -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            made.append(make_policy(Box(-1, 1, (4,)), Discrete(2), algorithm_config(PPOConfig, {"seed": 3})).weights())
+            made.append(make_policy(Box(-1, 1, (4,)), Discrete(2), parse_algorithm_config(PPOConfig, {"seed": 3})).weights())
             assert torch.get_num_threads() == threads
         finally:
             torch.set_num_threads(before)

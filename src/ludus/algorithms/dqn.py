@@ -21,7 +21,8 @@ from ludus.algorithms.minibatch import describe_tensors
 from ludus.algorithms.target_network import TargetNetwork
 from ludus.buffers.prioritized_replay import Priorities, TransitionBatch, TransitionReplay
 from ludus.buffers.sum_tree import Doubles
-from ludus.config.schema import REPLAYED_STEPS, AlgorithmConfig, ModelConfig, ReplayBufferConfig, Schedule
+from ludus.config.batch_shape import REPLAYED_STEPS
+from ludus.config.schema import AlgorithmConfig, ModelConfig, ReplayBufferConfig, Schedule
 from ludus.core.schedule import value_at
 from ludus.core.spaces import array_spec
 from ludus.core.tree import Array, Tree, map_tree

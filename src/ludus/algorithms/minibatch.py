@@ -153,7 +153,7 @@ def _samples(policy: Policy, segments: Segments, advantage: Floats, target: Floa
         return tensor if keep is None else tensor.index_select(0, keep)
 
     return Batch(
-        observation=policy.arranged(map_tree(flat, segments.observation)),
+        observation=policy.to_network_layout(map_tree(flat, segments.observation)),
         action=map_tree(flat, segments.action),
         mask=flat(segments.action_mask) if segments.spec.mask_size else None,
         log_prob=flat(segments.log_prob),
@@ -177,7 +177,7 @@ def _sequences(policy: Policy, segments: Segments, advantage: Floats, target: Fl
         return sequences.flatten(1, 2)  # [L, count·B, …]; 0 at invalid steps
 
     batch = Batch(
-        observation=policy.arranged(map_tree(cut, segments.observation)),
+        observation=policy.to_network_layout(map_tree(cut, segments.observation)),
         action=map_tree(cut, segments.action),
         mask=cut(segments.action_mask) if segments.spec.mask_size else None,
         log_prob=cut(segments.log_prob),

@@ -11,10 +11,10 @@ import numpy as np
 
 from ludus.algorithms.base import Algorithm
 from ludus.algorithms.run_clock import RunClock
-from ludus.core.statistics import results
+from ludus.core.statistics import summarize_results
 from ludus.core.types import Segments
 from ludus.models.policy import Policy
-from ludus.transport.base import Batches
+from ludus.transport.base import SegmentReader
 
 
 class Publisher(Protocol):
@@ -121,7 +121,7 @@ class Trainer:
     def __init__(
         self,
         algorithms: Mapping[str, Algorithm],
-        memory: Batches,
+        memory: SegmentReader,
         pool: Publisher,
         *,
         smoothing: int = 100,
@@ -192,7 +192,7 @@ class Trainer:
             report |= {f"{name}/episode_return_mean": mean for name, mean in means.items()}
             report["episode_return_mean"] = min(means.values())
         sums = {name: window.sum_and_count for name, window in p.results.items()}
-        report |= {f"match/{name}": value for name, value in results(sums).items()}
+        report |= {f"match/{name}": value for name, value in summarize_results(sums).items()}
         report |= {
             "fps": p.timesteps / p.time_s if p.time_s else 0.0,
             "learner_share": self._learn_s / elapsed if elapsed else 0.0,

@@ -58,7 +58,7 @@ class Trajectories:
     truncated: Bools
     valid: Bools
     state_every: int = 0
-    arranged: bool = False
+    in_network_layout: bool = False
     anchor: Floats | None = None
     """[T, B] log-probabilities of the policy that the surrogate is clipped around, unless it is the current one."""
 
@@ -86,9 +86,9 @@ class Trajectories:
         """Convert the observations to the layout of the network once, for several passes over them."""
         return replace(
             self,
-            observation=policy.arranged(self.observation),
-            final_observation=policy.arranged(self.final_observation),
-            arranged=True,
+            observation=policy.to_network_layout(self.observation),
+            final_observation=policy.to_network_layout(self.final_observation),
+            in_network_layout=True,
         )
 
     # -- parts
@@ -220,7 +220,7 @@ class Trajectories:
         return map_tree(lambda x: x[t, b], self.observation)
 
     def _prepare(self, policy: Policy, observation: Tree) -> Tree:
-        return _to_policy_device(policy, observation if self.arranged else policy.arranged(observation))
+        return _to_policy_device(policy, observation if self.in_network_layout else policy.to_network_layout(observation))
 
     def _evaluate_sequences(self, policy: Policy, bootstraps: Bools) -> Evaluation:
         """Evaluate sequences of `state_every` steps from the recorded states, each with one extra row for the last successor.

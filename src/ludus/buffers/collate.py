@@ -11,7 +11,7 @@ import numpy as np
 
 from ludus.core.tree import Array, map_tree
 from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Ints, Segments
-from ludus.transport.base import MemoryStats, Waiting
+from ludus.transport.base import MemoryStats, ReadableMemory
 
 
 def join_segments(parts: Sequence[Segments]) -> Segments:
@@ -19,7 +19,7 @@ def join_segments(parts: Sequence[Segments]) -> Segments:
 
     They must be of one model; parts that are shorter than their spec must not have final observations.
     """
-    parts = [part.trimmed() for part in parts]
+    parts = [part.trim() for part in parts]
     steps, finals = max(1, *(part.spec.steps for part in parts)), sum(part.finals for part in parts)
     batch = Segments.empty(replace(parts[0].spec, steps=steps, finals=finals), sum(part.rows for part in parts))
     join_into(batch, parts)
@@ -83,7 +83,9 @@ class CollatedBatches:
     Segments are released to their memory as soon as they are copied into a batch.
     """
 
-    def __init__(self, memories: Sequence[Waiting], batch_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, memories: Sequence[ReadableMemory], batch_steps: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._memories, self._batch_steps, self._clock = list(memories), batch_steps, clock
         self._waiting: list[deque[Segments]] = [deque() for _ in memories]
         self._steps = [0] * len(self._memories)
@@ -119,7 +121,7 @@ class CollatedBatches:
             self._steps[i] += segment.steps
         return True
 
-    def _batch(self, i: int, memory: Waiting) -> Segments:
+    def _batch(self, i: int, memory: ReadableMemory) -> Segments:
         parts = list(self._waiting[i])
         self._waiting[i].clear()
         self._steps[i] = 0

@@ -11,7 +11,7 @@ from ludus.buffers.collate import join_segments
 from ludus.core.tree import Tree, map_tree
 from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Floats, Ints, Segments
 from ludus.errors import EnvironmentFault
-from ludus.transport.base import Batches
+from ludus.transport.base import SegmentReader
 
 _MAX_BATCHES_WITHOUT_END = 50  # worth of steps, before the environment is reported as never ending
 
@@ -22,7 +22,7 @@ class CompleteEpisodes:
     `origin` identifies a row. Episodes with a missing start or a lost step are left out and counted.
     """
 
-    def __init__(self, blocks: Batches, batch_steps: int) -> None:
+    def __init__(self, blocks: SegmentReader, batch_steps: int) -> None:
         self._blocks, self._batch_steps = blocks, batch_steps
         self._open: defaultdict[int, list[Segments]] = defaultdict(list)
         self._whole: deque[Segments] = deque()

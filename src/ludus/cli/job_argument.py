@@ -32,7 +32,7 @@ def _recorded_jobs() -> Iterator[RecordedJob]:
     from ludus.launch import job_dir
 
     for directory, target in _DIRECTORIES.items():
-        for path in (job_dir.state_home() / directory).glob(f"*/{job_dir.JOB}"):
+        for path in (job_dir.state_dir() / directory).glob(f"*/{job_dir.JOB}"):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # removed meanwhile, or damaged
-                job = job_dir.read_job(path.read_text(encoding="utf-8"))
+                job = job_dir.job_from_json(path.read_text(encoding="utf-8"))
                 yield RecordedJob(path.stat().st_mtime, path.parent.name, job.name, target)

@@ -1,4 +1,4 @@
-"""A sentence about one key of an experiment, which knows where the key stands."""
+"""Problems found in a config, each with the path of its key, and the error that carries all of them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from ludus.errors import ConfigError
 
 
-class Complaint(str):
-    """The sentence. `path`: the key as it is written in the file, with dots; '' where it is about no single key."""
+class ConfigProblem(str):
+    """A message about one key. `path`: the dotted key as written in the file; '' if no single key is concerned."""
 
     path: str
 
-    def __new__(cls, text: str, path: str = "") -> Complaint:
+    def __new__(cls, text: str, path: str = "") -> ConfigProblem:
         out = super().__new__(cls, text)
         out.path = path
         return out
 
-    def __reduce__(self) -> tuple[type[Complaint], tuple[str, str]]:
-        return Complaint, (str(self), self.path)
+    def __reduce__(self) -> tuple[type[ConfigProblem], tuple[str, str]]:
+        return ConfigProblem, (str(self), self.path)
 
 
 class ConfigErrors(ConfigError):
-    """All that is wrong with an experiment, a sentence for each key."""
+    """All problems of an experiment."""
 
-    def __init__(self, complaints: str | Sequence[Complaint], hint: str = "") -> None:
-        self.complaints = [Complaint(complaints)] if isinstance(complaints, str) else list(complaints)
-        super().__init__("\n".join(self.complaints), hint)
+    def __init__(self, problems: str | Sequence[ConfigProblem], hint: str = "") -> None:
+        self.problems = [ConfigProblem(problems)] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems), hint)
 
-    def __reduce__(self) -> tuple[type[ConfigErrors], tuple[list[Complaint], str]]:
-        return ConfigErrors, (self.complaints, self.hint)
+    def __reduce__(self) -> tuple[type[ConfigErrors], tuple[list[ConfigProblem], str]]:
+        return ConfigErrors, (self.problems, self.hint)

@@ -1,4 +1,4 @@
-"""Search values: which settings of an experiment a sweep tries, and with which values. Draws nothing but from the generator given.
+"""Search space of a sweep: the searched keys of an experiment and the values of each trial. All randomness is passed in.
 
 config: {lr: {loguniform: [1e-5, 1e-2]}, gamma: {grid_search: [0.98, 0.99]}}     num_samples: 3    →  6 trials
 """
@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from ludus.config import schema as configs
-from ludus.config.schema import SEARCHES, is_search
+from ludus.config.search_values import SEARCHES, is_search
+from ludus.config.translation import translate_config, translate_experiment
 from ludus.errors import ConfigError
 
 GRID = "grid_search"
 MAX_TRIALS = 100_000
 SEARCHABLE = ("env", "run", "config")
-"""Keys of an experiment whose values may be searched: for all trials the others are the same."""
+"""Keys of an experiment whose values may be searched; all others are the same in all trials."""
 
 FIXED = (
     "model",
@@ -42,11 +42,11 @@ FIXED = (
     "n_step",
     "replay_buffer_config",
 )
-"""Keys of `config:` that cannot change within a training: the copied weights would not fit, or would mean something else, or
-the steps in a copied buffer would; and what adapts itself (kl_coeff goes on from where the other one was)."""
+"""Keys of `config:` that population based training cannot change: copied weights or buffers would no longer fit; or the
+algorithm adapts the value itself (kl_coeff)."""
 
 SEED = ("config", "seed")
-"""Trials that differ in nothing else are repetitions of one setting."""
+"""Trials that differ only in this key are repetitions."""
 
 Path = tuple[str, ...]
 Assignment = dict[Path, Any]
@@ -54,8 +54,8 @@ Assignment = dict[Path, Any]
 
 
 @dataclass(frozen=True)
-class Searched:
-    """One key of which a sweep tries several values."""
+class SearchedKey:
+    """A key and the distribution or grid of its values."""
 
     path: Path
     kind: str
@@ -66,13 +66,13 @@ class Searched:
         return ".".join(self.path)
 
     def draw(self, generator: np.random.Generator) -> Any:
-        """A value; of a grid, which tries all of them, any."""
+        """Draw a value; from a grid, any of its values."""
         if self.kind in (GRID, "choice"):
             return self.arguments[int(generator.integers(len(self.arguments)))]
         return _DRAWS[self.kind](generator, *self.arguments)
 
-    def clamped(self, value: Any) -> Any:
-        """The nearest value that could have been drawn."""
+    def clamp(self, value: Any) -> Any:
+        """Return the nearest value inside the range."""
         if self.kind not in _RANGES or isinstance(value, bool) or not isinstance(value, (int, float)):
             return value
         low, high = self.arguments[:2]
@@ -82,11 +82,11 @@ class Searched:
 
 
 def _ends(low: float, high: float, step: float) -> tuple[int, int]:
-    """The first and the last multiple of the step that lies between them; a little rounding does not count."""
+    """Return the first and last multiple of the step in the range, with a tolerance for rounding."""
     return math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
 
 
-def _stepped(draw: Callable[[float, float], float], low: float, high: float, step: float) -> float:
+def _draw_multiple(draw: Callable[[float, float], float], low: float, high: float, step: float) -> float:
     first, last = _ends(low, high, step)
     return float(f"{min(max(round(draw(first * step, last * step) / step), first), last) * step:.12g}")
 
@@ -97,9 +97,9 @@ def _loguniform(generator: np.random.Generator, low: float, high: float) -> floa
 
 _DRAWS: Mapping[str, Callable[..., Any]] = {
     "uniform": lambda generator, low, high: float(generator.uniform(low, high)),
-    "quniform": lambda generator, low, high, step: _stepped(generator.uniform, low, high, step),
+    "quniform": lambda generator, low, high, step: _draw_multiple(generator.uniform, low, high, step),
     "loguniform": _loguniform,
-    "qloguniform": lambda generator, low, high, step: _stepped(functools.partial(_loguniform, generator), low, high, step),
+    "qloguniform": lambda generator, low, high, step: _draw_multiple(functools.partial(_loguniform, generator), low, high, step),
     "randint": lambda generator, low, high: int(generator.integers(low, high)),
     "qrandint": lambda generator, low, high, step=1: step * int(generator.integers(*_ends(low, high, step), endpoint=True)),
     "randn": lambda generator, mean=0.0, deviation=1.0: float(generator.normal(mean, deviation)),
@@ -110,11 +110,11 @@ _LENGTHS: Mapping[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- parsing ------------------------------------------------------------------------------------------------------------
 
 
-def searched(path: Path, value: Any) -> Searched:
-    """One search value, checked. Raises ConfigError."""
+def parse_search(path: Path, value: Any) -> SearchedKey:
+    """Validate one search value. Raises ConfigError."""
     shown = ".".join(path)
     ((kind, given),) = value.items()
     if kind == "randint" and isinstance(given, int):
@@ -122,13 +122,13 @@ def searched(path: Path, value: Any) -> Searched:
     if isinstance(given, tuple):
         given = list(given)
     if not isinstance(given, list):
-        raise ConfigError(f"{shown}.{kind} is {given!r}, which is no list.", f"Write  {path[-1]}: {{{kind}: […]}}")
+        raise ConfigError(f"{shown}.{kind} is {given!r}, which is not a list.", f"Write  {path[-1]}: {{{kind}: […]}}")
     if kind in (GRID, "choice"):
         if not given:
             raise ConfigError(f"{shown}.{kind} is empty.", "Give it at least one value.")
-        return Searched(path, kind, tuple(given))
+        return SearchedKey(path, kind, tuple(given))
     _check_numbers(shown, kind, given)
-    return Searched(path, kind, tuple(given))
+    return SearchedKey(path, kind, tuple(given))
 
 
 def _check_numbers(shown: str, kind: str, given: Sequence[Any]) -> None:
@@ -141,7 +141,7 @@ def _check_numbers(shown: str, kind: str, given: Sequence[Any]) -> None:
         right = isinstance(number, int) if integers else isinstance(number, (int, float)) and math.isfinite(number)
         if isinstance(number, bool) or not right:
             raise ConfigError(
-                f"{shown}.{kind} holds {number!r}, which is no {'whole ' * integers}number.", f"Example: {_EXAMPLES[kind]}"
+                f"{shown}.{kind} contains {number!r}, which is not a {'whole ' * integers}number.", f"Example: {_EXAMPLES[kind]}"
             )
     if kind == "randn":
         if given and given[1] < 0:
@@ -172,16 +172,16 @@ _EXAMPLES: Mapping[str, str] = {
 
 
 def _is_domain(value: Any) -> bool:
-    """One of Ray Tune's own objects: `tune.uniform(0, 1)`. (A `tune.grid_search` is a mapping like ours.)"""
+    """Whether a value is an object of Ray Tune such as `tune.uniform(0, 1)`. (`tune.grid_search` returns a mapping.)"""
     return type(value).__module__ == "ray.tune.search.sample" and hasattr(value, "sample")
 
 
-def without_domains(value: Any, path: Path = ()) -> Any:
-    """The same with Ray Tune's objects as our words, which can be written down. Raises ConfigError."""
+def replace_tune_domains(value: Any, path: Path = ()) -> Any:
+    """Replace Ray Tune's objects by search values, which can be saved as YAML. Raises ConfigError."""
     if _is_domain(value):
         return _from_domain(path, value)
     if isinstance(value, Mapping):
-        return {key: without_domains(inner, (*path, str(key))) for key, inner in value.items()}
+        return {key: replace_tune_domains(inner, (*path, str(key))) for key, inner in value.items()}
     return value
 
 
@@ -194,7 +194,7 @@ def _from_domain(path: Path, domain: Any) -> dict[str, Any]:
     word = _WORDS.get((type(domain).__name__, inner, step is not None))
     if word is None:
         raise ConfigError(
-            f"{'.'.join(path)} is a {type(domain).__name__} ({inner}) of Ray Tune, which has no word here.",
+            f"{'.'.join(path)} is a {type(domain).__name__} ({inner}) of Ray Tune, which is not supported.",
             f"Use one of {', '.join(SEARCHES)}.",
         )
     if word == "randn":
@@ -213,12 +213,12 @@ _WORDS = {
 }
 
 
-def find(data: Mapping[str, Any]) -> list[Searched]:
-    """All search values of an experiment, in its order. Raises ConfigError for one where there cannot be any."""
+def find_searches(data: Mapping[str, Any]) -> list[SearchedKey]:
+    """Return all search values of an experiment, in its order. Raises ConfigError for one in a key that cannot be searched."""
     for key, value in data.items():
         if key not in (*SEARCHABLE, "tune") and any(_walk((key,), value)):
-            raise ConfigError(f"{key!r} holds search values.", f"Only these can be searched: {', '.join(SEARCHABLE)}.")
-    return [searched(path, value) for key in SEARCHABLE for path, value in _walk((key,), data.get(key))]
+            raise ConfigError(f"{key!r} contains search values.", f"Only these can be searched: {', '.join(SEARCHABLE)}.")
+    return [parse_search(path, value) for key in SEARCHABLE for path, value in _walk((key,), data.get(key))]
 
 
 def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
@@ -231,16 +231,16 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         for number, inner in enumerate(value):
             for found, _ in _walk((*path, str(number)), inner):
                 raise ConfigError(
-                    f"{'.'.join(found)} holds a search value inside a list.",
+                    f"{'.'.join(found)} contains a search value inside a list.",
                     f"Search the whole list: {path[-1]}: {{choice: [[…], […]]}}.",
                 )
 
 
 def is_sweep(data: Mapping[str, Any]) -> bool:
-    """Whether an experiment is several trials: several samples, or a value that is searched over and changes the training."""
-    data = configs.read_experiment(data).data
+    """Whether an experiment has several trials: several samples, or a search value that changes the training."""
+    data = translate_experiment(data).data
     if isinstance(data.get("config"), Mapping):
-        data["config"] = configs.read_config(data["config"]).data
+        data["config"] = translate_config(data["config"]).data
     return bool(data.get("num_samples", 1) not in (None, 1)) or any(
         True for key in SEARCHABLE for _ in _walk((key,), data.get(key))
     )
@@ -250,20 +250,20 @@ def is_sweep(data: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One member of a sweep."""
+class TrialValues:
+    """Name and values of one trial of a sweep."""
 
     name: str
     values: Assignment
-    """What differs from trial to trial: all searched keys, and the seed if there are several samples."""
+    """All searched keys, and the seed if there are several samples."""
 
 
-def trials_of(data: Mapping[str, Any], num_samples: int, seed: int, mutations: Sequence[Searched] = ()) -> list[Trial]:
-    """Every combination of the grids, `num_samples` times; whatever else is searched is drawn anew for each trial.
+def make_trials(data: Mapping[str, Any], num_samples: int, seed: int, mutations: Sequence[SearchedKey] = ()) -> list[TrialValues]:
+    """Return every combination of the grids, `num_samples` times; other searched keys are drawn for each trial.
 
-    The trials of one sample have the same seed, so that what a setting makes better can be told from luck.
+    All trials of one sample have the same seed, so that differences between settings are not differences of the seed.
     """
-    keys = find(data)
+    keys = find_searches(data)
     known = {key.path for key in keys}
     keys += [key for key in mutations if key.path not in known]
     grids = [key for key in keys if key.kind == GRID]
@@ -281,29 +281,29 @@ def trials_of(data: Mapping[str, Any], num_samples: int, seed: int, mutations: S
                 values[SEED] = (seed + sample) % (1 << 30)
             assignments.append(values)
     width = max(3, len(str(number - 1)))
-    return [Trial(_name(index, width, values), copy.deepcopy(values)) for index, values in enumerate(assignments)]
+    return [TrialValues(_name(index, width, values), copy.deepcopy(values)) for index, values in enumerate(assignments)]
 
 
 def _name(index: int, width: int, values: Assignment) -> str:
-    """A directory name that says what is special about the trial."""
-    words = [f"{path[-1]}-{brief(value)}" for path, value in values.items()]
+    """Return a directory name with the values of the trial."""
+    words = [f"{path[-1]}-{format_value(value)}" for path, value in values.items()]
     plain = re.sub(r"[^\w.+-]+", "-", "_".join([f"t{index:0{width}d}", *words]))
     return plain[:80].rstrip("-_.")
 
 
-def brief(value: Any) -> str:
-    """A value in few characters."""
+def format_value(value: Any) -> str:
+    """Return a short form of a value."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, (list, tuple)):
-        return "x".join(brief(v) for v in value)
+        return "x".join(format_value(v) for v in value)
     if isinstance(value, Mapping):
-        return "+".join(f"{k}-{brief(v)}" for k, v in value.items())
+        return "+".join(f"{k}-{format_value(v)}" for k, v in value.items())
     return str(value)
 
 
-def applied(data: Mapping[str, Any], values: Mapping[Path, Any]) -> dict[str, Any]:
-    """The experiment of one trial: search values replaced, and nothing of the sweep left."""
+def apply_values(data: Mapping[str, Any], values: Mapping[Path, Any]) -> dict[str, Any]:
+    """Return the experiment of one trial: search values replaced, keys of the sweep removed."""
     out = copy.deepcopy({key: value for key, value in data.items() if key not in ("num_samples", "tune")})
     for path, value in values.items():
         section = out
@@ -315,12 +315,12 @@ def applied(data: Mapping[str, Any], values: Mapping[Path, Any]) -> dict[str, An
     return out
 
 
-def mutated(data: Mapping[str, Any], mutations: Mapping[str, Any]) -> list[Searched]:
-    """What population based training changes: what it was told, else all that is searched. Raises ConfigError."""
+def find_mutations(data: Mapping[str, Any], mutations: Mapping[str, Any]) -> list[SearchedKey]:
+    """Return the keys that population based training changes: `mutations`, else all searched keys. Raises ConfigError."""
     if mutations:
-        keys = [_mutation(name, value) for name, value in mutations.items()]
+        keys = [_parse_mutation(name, value) for name, value in mutations.items()]
     else:
-        keys = [key for key in find(data) if key.path != SEED]
+        keys = [key for key in find_searches(data) if key.path != SEED]
     if not keys:
         raise ConfigError(
             "Population based training has nothing to change.",
@@ -329,29 +329,29 @@ def mutated(data: Mapping[str, Any], mutations: Mapping[str, Any]) -> list[Searc
     for key in keys:
         if key.path[0] != "config" or key.path[1] in FIXED:
             raise ConfigError(
-                f"{key.shown} cannot be changed while a trial is trained, which population based training does.",
+                f"{key.shown} cannot be changed during a trial, as population based training does.",
                 f"Give all trials the same, or leave it out of the mutations. Fixed are env, run, {', '.join(FIXED)}.",
             )
     return keys
 
 
-def _mutation(name: str, value: Any) -> Searched:
+def _parse_mutation(name: str, value: Any) -> SearchedKey:
     path = ("config", *name.removeprefix("config.").split("."))
     if isinstance(value, (list, tuple)):
         value = {GRID: list(value)}
     if not is_search(value):
         raise ConfigError(f"tune.hyperparam_mutations.{name} is {value!r}.", "Give a list of values, or {loguniform: [a, b]} …")
-    return searched(path, value)
+    return parse_search(path, value)
 
 
-def explored(
-    keys: Sequence[Searched],
+def perturb(
+    keys: Sequence[SearchedKey],
     values: Mapping[Path, Any],
     generator: np.random.Generator,
     resample: float,
     factors: tuple[float, float] = (0.8, 1.2),
 ) -> Assignment:
-    """The values of a better trial, each drawn anew or moved one step: the next of a list, or times a factor."""
+    """Return the values of a better trial, each resampled or perturbed: the next value of a list, or times a factor."""
     out = dict(values)
     for key in keys:
         value = values.get(key.path)
@@ -362,7 +362,7 @@ def explored(
             out[key.path] = key.arguments[min(max(moved, 0), len(key.arguments) - 1)]
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             scaled = value * float(generator.choice(factors))
-            out[key.path] = key.clamped(round(scaled) if isinstance(value, int) else scaled)
+            out[key.path] = key.clamp(round(scaled) if isinstance(value, int) else scaled)
         else:
             out[key.path] = key.draw(generator)
     return out

@@ -1,4 +1,4 @@
-"""Numbers, durations, bars and curves as text for people. Pure functions; the numbers of JSON output never pass through here."""
+"""Numbers, durations, bars and sparklines as text for terminals and reports. JSON output uses plain numbers instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 MISSING = "–"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_LEAST_FIXED, _MOST_FIXED = 1e-4, 1e12  # outside of these the exponent is written
+_MIN_FIXED, _MAX_FIXED = 1e-4, 1e12  # outside of these with an exponent
 
 
 def format_number(value: float | None) -> str:
@@ -20,13 +20,21 @@ def format_number(value: float | None) -> str:
     size = abs(value)
     if size == 0:
         return "0"
-    if size < _LEAST_FIXED or size >= _MOST_FIXED:
+    if size < _MIN_FIXED or size >= _MAX_FIXED:
         text = f"{size:.2g}"
     elif size < 1:
         text = f"{size:.{2 - math.floor(math.log10(size))}f}"
     else:
         text = f"{size:,.{2 if size < 10 else 1 if size < 1000 else 0}f}"
     return f"−{text}" if value < 0 else text
+
+
+def format_bytes(count: float) -> str:
+    """1.5 GB · 120 MB · 512 bytes."""
+    for unit, scale in (("TB", 1 << 40), ("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}" if count < 100 * scale else f"{count / scale:,.0f} {unit}"
+    return f"{count:.0f} bytes"
 
 
 def format_duration(seconds: float | None) -> str:
@@ -53,7 +61,7 @@ def bar(share: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The whole history in at most `width` characters; empty for fewer than two values. Values that are not finite are left out."""
+    """Draw a series in at most `width` characters; '' for fewer than two finite values. Non-finite values are skipped."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2 or width < 1:
         return ""

@@ -1,4 +1,4 @@
-"""Metrics: numbers with a step, and the places they go. Text for people goes through `logging`, never through here."""
+"""Sinks for metrics of a run: metrics.jsonl, metrics.csv and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ludus.errors import StoreFull, StoreUnavailable, is_away
+from ludus.errors import StoreFull, StoreUnavailable, is_unavailable
 from ludus.io.atomic_file import path_for_replace
 
 Numbers = Mapping[str, float]
-_WAITING = 10_000
-"""So many reports wait for a file that cannot be reached; then the oldest are lost."""
+_MAX_PENDING = 10_000
+"""Reports kept while the file cannot be written; then the oldest are dropped."""
 
 
 class Sink(Protocol):
-    """One report is one call: all numbers of one moment."""
+    """Receives reports; one call of `write` is one report."""
 
     def write(self, numbers: Numbers) -> None: ...
     def close(self) -> None: ...
 
 
-class JsonLines:
-    """`metrics.jsonl`: one line per report; a number that is not finite is written as null."""
+class JsonLinesSink:
+    """Writes `metrics.jsonl`: one line per report; non-finite numbers become null."""
 
     def __init__(self, path: Path, incarnation: int = 1) -> None:
-        torn = _torn(path)
-        with _written(path):
+        torn = _ends_in_partial_line(path)
+        with _translate_errors(path):
             self._file: IO[str] | None = path.open("a", encoding="utf-8")
         self._path, self._incarnation = path, incarnation
-        self._waiting: deque[str] = deque(["\n"] if torn else [], maxlen=_WAITING)
+        self._pending: deque[str] = deque(["\n"] if torn else [], maxlen=_MAX_PENDING)
 
     def write(self, numbers: Numbers) -> None:
-        """Raises StoreUnavailable when the file cannot be reached: the line is written later, with the next."""
-        plain = {name: _plain(value) for name, value in numbers.items()}
-        self._waiting.append(json.dumps(plain | {"incarnation": self._incarnation}) + "\n")
+        """Raises StoreUnavailable when the file cannot be reached; the line is written with the next report."""
+        plain = {name: _json_number(value) for name, value in numbers.items()}
+        self._pending.append(json.dumps(plain | {"incarnation": self._incarnation}) + "\n")
         self._flush()
 
     def close(self) -> None:
-        if self._waiting:
+        if self._pending:
             self._flush()
-        with _written(self._path):
+        with _translate_errors(self._path):
             if self._file is not None:
                 self._file.close()
 
     def _flush(self) -> None:
         try:
-            with _written(self._path):
-                if self._file is None:  # what was open when a mount was cut off stays closed for ever
-                    torn = _torn(self._path)
+            with _translate_errors(self._path):
+                if self._file is None:  # closed after an error: a handle opened before a mount was lost never recovers
+                    torn = _ends_in_partial_line(self._path)
                     self._file = self._path.open("a", encoding="utf-8")
                     self._file.write("\n" if torn else "")
-                self._file.write("".join(self._waiting))
+                self._file.write("".join(self._pending))
                 self._file.flush()
         except StoreUnavailable:
             file, self._file = self._file, None
@@ -67,30 +67,30 @@ class JsonLines:
                 if file is not None:
                     file.close()
             raise
-        self._waiting.clear()
+        self._pending.clear()
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
-    """A full disk, once, as the error that says so; or one that is away."""
+def _translate_errors(path: Path) -> Iterator[None]:
+    """Raise OSErrors as StoreUnavailable (mount lost) or StoreFull."""
     try:
         yield
     except OSError as error:
-        if is_away(error):
+        if is_unavailable(error):
             raise StoreUnavailable(f"Cannot write {path}: {error.strerror}.", "Is its file system still mounted?") from error
         raise StoreFull(
-            f"Cannot write {path}: {error.strerror}.", "Free some room; everything written before is intact."
+            f"Cannot write {path}: {error.strerror}.", "Free some space; everything written before is intact."
         ) from error
 
 
-def _plain(value: float) -> float | int | None:
+def _json_number(value: float) -> float | int | None:
     if not math.isfinite(value):
         return None
     return int(value) if float(value).is_integer() and abs(value) < 1 << 53 else float(f"{value:.7g}")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reports in order of their iteration. After a resume, the lines of the later incarnation stand."""
+    """Return the reports ordered by iteration. After a resume, lines of the later incarnation replace earlier ones."""
     rows: list[dict[str, Any]] = []
     newest = 0
     if not path.exists():
@@ -100,16 +100,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             try:
                 record = json.loads(text)
             except ValueError:
-                continue  # the torn last line of a killed process
+                continue  # partial last line of a killed process
             if not isinstance(record, dict) or "iterations" not in record:
                 continue
             incarnation = record.get("incarnation", 1)
-            if incarnation < newest:  # of a trainer that had been cut off, and did not know yet
+            if incarnation < newest:  # from a fenced trainer that was still running
                 continue
-            if incarnation > newest:  # what the killed process reported beyond its last checkpoint is learned again
+            if incarnation > newest:  # iterations after the last checkpoint of the killed process are repeated
                 rows = [row for row in rows if row["iterations"] < record["iterations"]]
                 newest = incarnation
-            at = len(rows)  # an evaluation is reported after its iteration, and after later ones if it was played elsewhere
+            at = len(rows)  # evaluations are reported after their iteration; by evaluation workers, even after later ones
             while at and rows[at - 1]["iterations"] > record["iterations"]:
                 at -= 1
             if at and rows[at - 1]["iterations"] == record["iterations"]:
@@ -119,8 +119,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _torn(path: Path) -> bool:
-    """Whether a killed process left half a line at the end."""
+def _ends_in_partial_line(path: Path) -> bool:
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -128,44 +127,43 @@ def _torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-class Csv:
-    """`metrics.csv`: the same as `metrics.jsonl` for spreadsheets, one row per iteration; an empty cell is no number.
+class CsvSink:
+    """Writes `metrics.csv`: the content of `metrics.jsonl` with one row per iteration; missing numbers are empty cells.
 
-    It is made anew from `metrics.jsonl` when it is opened. A column that appears later is added to all rows: the file is
-    written aside and renamed, so that a reader finds the old one or the new one.
+    The file is recreated from `metrics.jsonl` when it is opened and when a new column appears, and replaced atomically.
     """
 
     def __init__(self, path: Path, lines: Path, incarnation: int = 1) -> None:
-        """`lines`: the file of the sink `JsonLines` of the same run, which is written to first."""
+        """`lines`: metrics.jsonl of the same run; its sink must be written to before this one."""
         self._path, self._lines, self._incarnation = path, lines, incarnation
         self._columns: list[str] = []
         self._last: dict[str, Any] = {}
         self._row_at = 0
-        self._begins = True
+        self._is_first = True
         self._file: IO[str] | None = None
         self._rewrite()
 
     def write(self, numbers: Numbers) -> None:
-        row = {name: _plain(value) for name, value in numbers.items()} | {"incarnation": self._incarnation}
-        if not self._begins and (row.get("iterations") or 0) < (self._last.get("iterations") or 0):
-            self._rewrite()  # an evaluation that was played elsewhere: its iteration is further up
+        row = {name: _json_number(value) for name, value in numbers.items()} | {"incarnation": self._incarnation}
+        if not self._is_first and (row.get("iterations") or 0) < (self._last.get("iterations") or 0):
+            self._rewrite()  # a late evaluation of an earlier iteration
             return
-        again = not self._begins and row.get("iterations") == self._last.get("iterations")
-        self._last = self._last | row if again else row
-        if self._begins or not self._last.keys() <= set(self._columns):  # a resumed run begins before where it was killed
-            self._begins = False
+        same_iteration = not self._is_first and row.get("iterations") == self._last.get("iterations")
+        self._last = self._last | row if same_iteration else row
+        if self._is_first or not self._last.keys() <= set(self._columns):  # a resumed run repeats some iterations
+            self._is_first = False
             self._rewrite()
             return
-        with _written(self._path):
+        with _translate_errors(self._path):
             assert self._file is not None
-            if again:  # an evaluation is reported after its iteration
+            if same_iteration:  # an evaluation is reported after its iteration
                 self._file.seek(self._row_at)
                 self._file.truncate()
             self._append(self._file, self._last)
             self._file.flush()
 
     def close(self) -> None:
-        with _written(self._path):
+        with _translate_errors(self._path):
             if self._file is not None:
                 self._file.close()
 
@@ -174,11 +172,11 @@ class Csv:
         if not rows and not self._last:
             return
         if not rows or rows[-1].get("iterations") != self._last.get("iterations", rows[-1].get("iterations")):
-            rows.append(self._last)  # a report without iterations, which that file does not give back
+            rows.append(self._last)  # a report without iterations, which read_jsonl skips
         self._last = rows[-1] | self._last
         rows[-1] = self._last
         self._columns = list(dict.fromkeys(name for row in rows for name in row))
-        with _written(self._path):
+        with _translate_errors(self._path):
             self.close()
             with path_for_replace(self._path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
                 csv.writer(file).writerow(self._columns)
@@ -193,11 +191,10 @@ class Csv:
         csv.writer(file).writerow([row.get(name) for name in self._columns])
 
 
-class TensorBoard:
-    """TensorBoard events, one scalar per number over timesteps. Buffered: opened and written only every few seconds.
+class TensorBoardSink:
+    """Writes TensorBoard events, one scalar per metric over timesteps, flushed every `flush_s` seconds.
 
-    `settings` are shown in its HPARAMS tab beside the last value of every number. `pictures` says at the end which files
-    (PNG, GIF) it should show.
+    `settings` appear in the HPARAMS tab. `pictures` is called on close and returns image files (PNG, GIF) to add.
     """
 
     def __init__(
@@ -210,19 +207,19 @@ class TensorBoard:
     ) -> None:
         self._directory, self._flush_s = directory, flush_s
         self._settings, self._pictures, self._status = dict(settings or {}), pictures, status
-        self._waiting: list[tuple[float, Numbers]] = []
+        self._pending: list[tuple[float, Numbers]] = []
         self._writer: Any = None
         self._flushed = time.monotonic()
         self._step = 0
 
     def write(self, numbers: Numbers) -> None:
-        self._waiting.append((time.time(), dict(numbers)))
+        self._pending.append((time.time(), dict(numbers)))
         if time.monotonic() - self._flushed > self._flush_s:
-            with _written(self._directory):
+            with _translate_errors(self._directory):
                 self._flush()
 
     def close(self) -> None:
-        with _written(self._directory):
+        with _translate_errors(self._directory):
             self._flush()
             if self._writer is None:
                 return
@@ -233,31 +230,31 @@ class TensorBoard:
             self._writer.close()
 
     def picture(self, data: bytes, tag: str, step: int) -> None:
-        """Show a PNG or a (moving) GIF; anything else is left out."""
+        """Add a PNG or GIF; other formats are ignored."""
         if not data.startswith((b"\x89PNG", b"GIF8")) or len(data) < 24:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        width, height = _size(data)
+        width, height = _image_size(data)
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=data)
-        with _written(self._directory):
+        with _translate_errors(self._directory):
             self._open()
             self._step = step
             self._add(Summary(value=[Summary.Value(tag=tag, image=image)]))
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
-        if not self._waiting:
+        if not self._pending:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self._open()
-        for wall, numbers in self._waiting:
+        for wall, numbers in self._pending:
             values = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in _scalars(numbers)]
             self._step = int(numbers.get("timesteps", 0))
             self._add(Summary(value=values), wall)
         self._writer.flush()
-        self._waiting.clear()
+        self._pending.clear()
 
     def _open(self) -> None:
         if self._writer is not None:
@@ -275,8 +272,8 @@ class TensorBoard:
         self._writer.add_event(Event(wall_time=time.time() if wall is None else wall, step=self._step, summary=summary))
 
 
-def _size(data: bytes) -> tuple[int, int]:
-    """(width, height) from the head of a PNG or GIF."""
+def _image_size(data: bytes) -> tuple[int, int]:
+    """Read (width, height) from the header of a PNG or GIF."""
     if data.startswith(b"\x89PNG"):
         width, height = struct.unpack(">II", data[16:24])
     else:
@@ -285,7 +282,7 @@ def _size(data: bytes) -> tuple[int, int]:
 
 
 def _session_start(settings: Mapping[str, Any], name: str) -> Any:
-    """The message of the HPARAMS tab: what this run was made with. TensorBoard itself finds out what differs between runs."""
+    """Build the message of the HPARAMS tab with the settings of this run."""
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     info = plugin_data_pb2.SessionStartInfo(group_name=name, start_time_secs=time.time())

@@ -1,6 +1,6 @@
-"""From a name to an object: `"local"`, or `"package.module:Name"`, imported only when asked for.
+"""Lazy import of plugins by name: `"local"` from a table, or `"package.module:Name"`.
 
-One table per kind of plugin stands next to the protocol it serves; this module only resolves.
+The tables of names are next to the protocols that the plugins implement.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from ludus.core import trust
 from ludus.core.renamed import current_name
-from ludus.errors import LudusError, MissingExtra, UnknownName, Untrusted, UsageError, place_of
+from ludus.errors import LudusError, MissingExtra, UnknownName, Untrusted, UsageError, user_frame
 
 Accepts = Callable[[Any, bool], bool]
-"""Whether an object is of the kind that is asked for; the flag says that it was found in the user's own project."""
+"""(object, whether it is in the user's project) → whether it is of the required kind."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the nearest known names, or with all of them when none is near."""
+    """Return a sentence with the nearest known names, or with all of them if none is near."""
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     lowered = {n.lower(): n for n in names}
@@ -36,25 +36,25 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def import_object(path: str, kind: str, accepts: Accepts) -> Any:
-    """`"package.module:attribute.path"` → the object. Raises UnknownName with what is missing, Untrusted.
+    """Import `"package.module:attribute.path"`. Raises UnknownName, Untrusted.
 
-    The name may come from a stored run of somebody else: `trust.check` decides before anything is imported, and unless the user
-    gave the name, `accepts` decides on what was found. What Python itself brings (`os:system`) is never meant.
+    The name may come from an untrusted stored run: `trust.check` runs before the import, and `accepts` checks the object
+    unless the user gave the name. Objects of the standard library (`os:system`) are always rejected.
     """
     path = current_name(path)
     module_name, attribute = _split(path)
-    verdict = trust.check(path, kind)
-    target, around = _lookup(path, module_name, attribute)
-    if not verdict.given and (not all(isinstance(each, type) for each in around) or not accepts(target, verdict.project)):
+    approval = trust.check(path, kind)
+    target, parents = _lookup(path, module_name, attribute)
+    if not approval.by_user and (not all(isinstance(each, type) for each in parents) or not accepts(target, approval.project)):
         raise Untrusted(
-            f"{path!r}, which stored data names, is {_described(target)}, which nothing declares to be of the kind {kind!r}.",
-            f"Annotate what a function returns; if you trust it, add --trust or set {trust.VARIABLE}={path}.",
+            f"{path!r}, which stored data names, is {_describe(target)}, which is not declared to be of the kind {kind!r}.",
+            f"Annotate the return type of a function; if you trust it, add --trust or set {trust.VARIABLE}={path}.",
         )
     return target
 
 
 def load_object(path: str) -> Any:
-    """The object that a table of ours or a command line names. Raises UnknownName, MissingExtra."""
+    """Import a `"module:Name"` from a built-in table or the command line. Raises UnknownName, MissingExtra."""
     path = current_name(path)
     return _lookup(path, *_split(path))[0]
 
@@ -71,7 +71,7 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _lookup(path: str, module_name: str, attribute: str) -> tuple[Any, list[Any]]:
-    """The object, and those between it and its module."""
+    """Return the object, and the objects between it and its module."""
     found: list[Any] = [import_module(module_name, path)]
     for part in attribute.split("."):
         if not hasattr(found[-1], part):
@@ -80,19 +80,19 @@ def _lookup(path: str, module_name: str, attribute: str) -> tuple[Any, list[Any]
         found.append(getattr(found[-1], part))
     target = found[-1]
     if inspect.isroutine(target) or isinstance(target, type):
-        trust.refuse_python(path, str(getattr(target, "__module__", "") or ""))
+        trust.reject_stdlib(path, str(getattr(target, "__module__", "") or ""))
     return target, found[1:-1]
 
 
-def _described(target: Any) -> str:
+def _describe(target: Any) -> str:
     if isinstance(target, type):
         return f"the class {target.__name__}"
     return "a function" if inspect.isroutine(target) else f"a {type(target).__name__}"
 
 
 def import_module(module_name: str, path: str) -> ModuleType:
-    """The module that `path` names before its colon. Raises UnknownName, MissingExtra, UsageError when its code fails."""
-    trust.refuse_python(path, module_name)
+    """Import the module of `path`. Raises UnknownName, MissingExtra, or UsageError if its code raises."""
+    trust.reject_stdlib(path, module_name)
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -102,14 +102,14 @@ def import_module(module_name: str, path: str) -> ModuleType:
         raise UnknownName(f"There is no module {module_name!r} (from {path!r}).", "Is it on PYTHONPATH?") from error
     except LudusError:
         raise
-    except Exception as error:
+    except Exception as error:  # user code may raise anything
         raise UsageError(
-            f"Importing {module_name!r} (from {path!r}) raised {type(error).__name__}: {error}{place_of(error)}."
+            f"Importing {module_name!r} (from {path!r}) raised {type(error).__name__}: {error}{user_frame(error)}."
         ) from error
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str], accepts: Accepts = is_class) -> Any:
-    """Look `name` up in `table` (name → "module:Class"), or import it when it is a path itself. Raises UnknownName, Untrusted."""
+    """Import `table[name]` (a "module:Class"), or `name` if it is such a path itself. Raises UnknownName, Untrusted."""
     if name in table:
         return load_object(table[name])
     if ":" in name and "://" not in name:
@@ -118,7 +118,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str], accepts: Accepts = i
 
 
 def require(module: str, extra: str, what: str) -> Any:
-    """Import an optional dependency, or say which extra brings it."""
+    """Import an optional dependency. Raises MissingExtra that names the extra to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

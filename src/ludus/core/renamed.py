@@ -1,4 +1,4 @@
-"""Names of modules in earlier releases, as stored data (`model.json`, `config.yaml`, job directories) still holds them."""
+"""Names of modules and objects in earlier releases, as stored data (`model.json`, `config.yaml`, job directories) has them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ MODULES: Mapping[str, str] = {
 }
 """Old module → present module."""
 
-OBJECTS: Mapping[str, str] = {}
+OBJECTS: Mapping[str, str] = {
+    "ludus.envs.toy_envs:WithoutVelocities": "ludus.envs.toy_envs:PositionsOnly",
+    "ludus.launch.slurm.backend:SlurmReach": "ludus.launch.slurm.backend:SlurmStarter",
+    "ludus.transport.redis_stream:RedisExchange": "ludus.transport.redis_stream:RedisMessageStream",
+}
 """Old `module:Name` → present `module:Name`, where the name changed as well; the module is the present one."""
 
 

@@ -1,4 +1,4 @@
-"""Values that change with the number of timesteps: a constant, or points joined by straight lines."""
+"""Schedules over timesteps: a constant, or piecewise linear."""
 
 from __future__ import annotations
 

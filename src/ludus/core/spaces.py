@@ -1,7 +1,4 @@
-"""Gymnasium spaces as data: array specifications, JSON, comparison, and the action mask that hides in an observation.
-
-Everything that must know the shape of an observation or an action asks here, so that a space is taken apart in one place.
-"""
+"""Gymnasium spaces: array specs, JSON form, action masks, and conversion of values to arrays."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from ludus.errors import ConfigError
 ACTION_MASK = "action_mask"
 
 
-_MOST_ELEMENTS = 1 << 27
-"""Numbers in one part of an observation or action: 400 pictures of 640 × 480 in colour."""
-_MOST_PARTS = 10_000
+_MAX_ELEMENTS = 1 << 27
+"""Numbers in one part of an observation or action: about 140 colour images of 640 × 480."""
+_MAX_PARTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,9 @@ _STORED_AS: dict[np.dtype[Any], np.dtype[Any]] = {
 
 
 def array_spec(space: gym.Space[Any], where: str = "observation") -> Tree:
-    """The tree of ArraySpecs in which values of `space` are stored: float64 becomes float32, discrete ones int64.
+    """Return the tree of ArraySpecs in which values of `space` are stored: float64 becomes float32, discrete ones int64.
 
-    Unsigned types of more than a byte become wider signed ones (uint64 float32): torch cannot select rows of them.
+    Unsigned types of more than one byte become wider signed types (uint64: float32), since torch cannot index them.
     """
     if isinstance(space, gym.spaces.Dict):
         return {key: array_spec(item, f"{where}.{key}") for key, item in space.spaces.items()}
@@ -64,7 +61,7 @@ def array_spec(space: gym.Space[Any], where: str = "observation") -> Tree:
 
 
 def _remedy(where: str) -> str:
-    """What to do about a part of a space that no network takes, such as a text."""
+    """Return a hint for a part of a space that networks do not support, such as text."""
     what, _, part = where.partition(".")
     if what == "observation" and part:
         return (
@@ -75,7 +72,7 @@ def _remedy(where: str) -> str:
 
 
 def check_usable(space: gym.Space[Any], what: str) -> None:
-    """Raises ConfigError for an observation or action space of which no agent can be made, saved and loaded again."""
+    """Raise ConfigError for an observation or action space that agents do not support."""
     _check_keys(space, what)
     found = list(leaves(array_spec(space, what)))
     if not any(math.prod(spec.shape) for _, spec in found):
@@ -111,25 +108,25 @@ def _binary_shape(space: gym.spaces.MultiBinary) -> tuple[int, ...]:
 
 
 def split_mask(space: gym.Space[Any]) -> tuple[gym.Space[Any], gym.Space[Any] | None]:
-    """Take the `action_mask` entry out of a Dict observation: (what the network sees, the mask's space or None)."""
+    """Split a Dict observation space into (space without `action_mask`, the mask's space or None)."""
     if not isinstance(space, gym.spaces.Dict) or ACTION_MASK not in space.spaces:
         return space, None
     rest = {key: item for key, item in space.spaces.items() if key != ACTION_MASK}
     if not rest:
-        raise ConfigError(f"The observation holds nothing but {ACTION_MASK!r}.", "Add what the agent sees.")
-    seen: gym.Space[Any] = rest["observation"] if set(rest) == {"observation"} else gym.spaces.Dict(rest)
-    return seen, space.spaces[ACTION_MASK]
+        raise ConfigError(f"The observation contains nothing but {ACTION_MASK!r}.", "Add observations of the agent.")
+    observed: gym.Space[Any] = rest["observation"] if set(rest) == {"observation"} else gym.spaces.Dict(rest)
+    return observed, space.spaces[ACTION_MASK]
 
 
 def without_mask(observation: Tree, unwrap: bool) -> Tree:
-    """The part of a masked observation that the network sees; `unwrap` when only `observation` is left beside the mask."""
+    """Return an observation without its mask; `unwrap` if it has no other key than `observation`."""
     if unwrap:
         return observation["observation"]
     return {key: item for key, item in observation.items() if key != ACTION_MASK}
 
 
 def action_leaves(space: gym.Space[Any], where: str = "action") -> list[tuple[str, gym.Space[Any]]]:
-    """The elementary spaces of a (possibly hybrid) action, with their paths, in the order of `tree.leaves`."""
+    """Return (path, elementary space) of all parts of an action space, in the order of `tree.leaves`."""
     if isinstance(space, gym.spaces.Dict):
         return [pair for key in sorted(space.spaces) for pair in action_leaves(space.spaces[key], f"{where}.{key}")]
     if isinstance(space, gym.spaces.Tuple):
@@ -138,7 +135,7 @@ def action_leaves(space: gym.Space[Any], where: str = "action") -> list[tuple[st
 
 
 def mask_size(space: gym.Space[Any]) -> int:
-    """How many options a flat action mask of this action space has: one per discrete choice, one per bit, none for Box."""
+    """Return the size of the flat action mask of an action space: one entry per discrete option and bit, none for Box."""
     total = 0
     for _, leaf in action_leaves(space):
         if isinstance(leaf, gym.spaces.Discrete):
@@ -151,7 +148,7 @@ def mask_size(space: gym.Space[Any]) -> int:
 
 
 def choices(space: gym.Space[Any]) -> list[slice]:
-    """The part of a flat action mask that each categorical choice owns; at least one option of each must be allowed."""
+    """Return the slice of the flat action mask of each categorical choice; at least one option of each must be allowed."""
     parts: list[slice] = []
     at = 0
     for _, leaf in action_leaves(space):
@@ -169,7 +166,7 @@ def choices(space: gym.Space[Any]) -> list[slice]:
 
 
 def categories(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
-    """Path → (lowest value, first value beyond) of the parts of an observation that are categories."""
+    """Return path → (lowest value, highest value + 1) of the categorical parts of an observation space."""
     found: dict[str, tuple[Array, Array]] = {}
     for path, leaf in leaves(_space_tree(space)):
         if isinstance(leaf, gym.spaces.Discrete):
@@ -180,7 +177,7 @@ def categories(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
 
 
 def space_leaves(space: gym.Space[Any]) -> list[tuple[str, Any]]:
-    """(path, elementary space) of all parts, in the order of `tree.leaves`."""
+    """Return (path, elementary space) of all parts, in the order of `tree.leaves`."""
     return list(leaves(_space_tree(space)))
 
 
@@ -191,20 +188,20 @@ def _space_tree(space: gym.Space[Any]) -> Tree:
 
 
 def flat_mask(mask: Tree, space: gym.Space[Any], batch: int | None = None) -> npt.NDArray[np.bool_]:
-    """One boolean vector from a mask given flat, or in the structure of the action (a Dict or Tuple of masks); also as raw bytes."""
+    """Flatten a mask (a flat one, raw bytes, or a tree like the action) to one boolean vector. Raises ConfigError."""
     lead = () if batch is None else (batch,)
     _check_names(mask, space)
     parts = [np.asarray(part).reshape(*lead, -1) for _, part in leaves(_as_tree(mask))] or [np.zeros((*lead, 0))]
     flat = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     if flat.dtype.kind != "b" and (flat.dtype.kind not in "iuf" or not ((flat == 0) | (flat == 1)).all()):
-        raise ConfigError("The action mask holds something else than 0 (forbidden) and 1 (allowed).")
+        raise ConfigError("The action mask contains values other than 0 (forbidden) and 1 (allowed).")
     if flat.shape[-1] != mask_size(space):
         raise ConfigError(f"The action mask has {flat.shape[-1]} entries, the actions have {mask_size(space)} options.")
     return flat.astype(np.bool_, copy=False)
 
 
 def _check_names(mask: Any, space: gym.Space[Any]) -> None:
-    """A misspelt part would be taken for another one."""
+    """Raise ConfigError for unknown keys of a mask, which flattening would not detect."""
     if isinstance(mask, Mapping):
         parts = space.spaces if isinstance(space, gym.spaces.Dict) else {}
         unknown = sorted(str(key) for key in mask.keys() - parts.keys())
@@ -213,7 +210,7 @@ def _check_names(mask: Any, space: gym.Space[Any]) -> None:
         for key, item in mask.items():
             _check_names(item, parts[key])
     elif isinstance(mask, (tuple, list)) and isinstance(space, gym.spaces.Tuple):
-        for item, part in zip(mask, space.spaces, strict=False):  # their number shows in the size
+        for item, part in zip(mask, space.spaces, strict=False):  # the caller checks the total size
             _check_names(item, part)
 
 
@@ -227,29 +224,29 @@ def _as_tree(mask: Any) -> Tree:
     return np.asarray(mask)
 
 
-class Fit:
-    """Turns what somebody gives as a value of a space into arrays of its shapes and dtypes, or says what is wrong with it.
+class SpaceParser:
+    """Converts untrusted values of a space to arrays of its shapes and dtypes.
 
-    Lists, arrays, numbers, and raw bytes (for a Box, in C order) are taken. Nothing that is not a finite number, or not of
-    its category, gets through. Bounds of a Box are not enforced: environments do not keep them either.
+    Accepts lists, arrays, numbers, and raw bytes (in C order). Rejects non-finite numbers and invalid categories. Bounds of a
+    Box are not enforced, since environments often violate them.
     """
 
     def __init__(self, space: gym.Space[Any], where: str = "observation") -> None:
         self.spec = array_spec(space, where)
         self._categories = categories(space) | bits(space)
         self._where = where
-        self._lone = self.spec if isinstance(self.spec, ArraySpec) else None
-        plain = self._lone is not None and self._lone.dtype == np.float32 and len(self._lone.shape) == 1
-        self._short = self._lone.shape[0] if self._lone is not None and plain and self._lone.shape[0] <= 256 else -1
+        self._single = self.spec if isinstance(self.spec, ArraySpec) else None
+        is_vector = self._single is not None and self._single.dtype == np.float32 and len(self._single.shape) == 1
+        self._short = self._single.shape[0] if self._single is not None and is_vector and self._single.shape[0] <= 256 else -1
 
     def __call__(self, value: Any) -> Tree:
         """Raises ValueError."""
-        if self._lone is not None:
+        if self._single is not None:
             if value.__class__ is list and len(value) == self._short:
-                quick = _quick(value, self._lone.dtype)
-                if quick is not None:
-                    return quick
-            return self._leaf(self._lone, value, "")
+                array = _parse_short_list(value, self._single.dtype)
+                if array is not None:
+                    return array
+            return self._leaf(self._single, value, "")
         return self._tree(self.spec, value, "")
 
     def _tree(self, spec: Tree, value: Any, path: str) -> Tree:
@@ -271,9 +268,9 @@ class Fit:
                 array: Array = np.frombuffer(value, spec.dtype).reshape(spec.shape).copy()
             else:
                 given = np.asarray(value)
-                if given.dtype.kind not in "biuf" or not (spec.dtype.kind == "f" or _whole(given)):
-                    raise ValueError(f"holds {_KINDS.get(given.dtype.kind, given.dtype.name)}")
-                with np.errstate(over="ignore", invalid="ignore"):  # looked at below
+                if given.dtype.kind not in "biuf" or not (spec.dtype.kind == "f" or _is_integral(given)):
+                    raise ValueError(f"contains {_KINDS.get(given.dtype.kind, given.dtype.name)}")
+                with np.errstate(over="ignore", invalid="ignore"):  # checked below
                     array = given.astype(spec.dtype)
                 if spec.dtype.kind != "f" and not np.array_equal(array, given):
                     raise ValueError(f"does not fit into {spec.dtype}")
@@ -283,7 +280,7 @@ class Fit:
             raise ValueError(f"{self._name(path)} has shape {list(array.shape)}, it takes {spec.dtype}{list(spec.shape)}")
         if spec.dtype.kind == "f":
             if not np.isfinite(array).all():
-                raise ValueError(f"{self._name(path)} holds {_not_finite(array, value)}")
+                raise ValueError(f"{self._name(path)} contains {_describe_non_finite(array, value)}")
         elif path in self._categories:
             low, high = self._categories[path]
             if ((array < low) | (array >= high)).any():
@@ -294,15 +291,15 @@ class Fit:
         return f"{self._where}.{path}" if path else self._where
 
 
-def _not_finite(array: Array, value: Any) -> str:
-    """The first number of an array that is not finite, as it was given: one that is too large for the array's type is finite."""
+def _describe_non_finite(array: Array, value: Any) -> str:
+    """Return the first non-finite number of an array as it was given (a finite one may be too large for the dtype)."""
     bad = ~np.isfinite(array)
     given = array[bad][0] if isinstance(value, (bytes, bytearray, memoryview)) else np.asarray(value)[bad][0]
     return f"{given}, which is too large for {array.dtype}" if np.isfinite(given) else str(given)
 
 
 def bits(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
-    """The same as `categories` for parts of zeros and ones."""
+    """Return the same as `categories` for MultiBinary parts."""
     parts = [path for path, leaf in leaves(_space_tree(space)) if isinstance(leaf, gym.spaces.MultiBinary)]
     return {path: (np.asarray(0), np.asarray(2)) for path in parts}
 
@@ -310,11 +307,11 @@ def bits(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
 _FLOAT32, _EXACT = float(np.finfo(np.float32).max), 1 << 53
 
 
-def _quick(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
-    """A short list of plain, finite numbers, as most games send it; None: look closer. (A tenth of a small request's cost.)"""
+def _parse_short_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
+    """Fast path for a short list of finite numbers, the usual form of an observation; None = use the general path."""
     for value in values:
         if value.__class__ is float:
-            if not -_FLOAT32 <= value <= _FLOAT32:  # nor is NaN
+            if not -_FLOAT32 <= value <= _FLOAT32:  # false for NaN too
                 return None
         elif value.__class__ is not int or not -_EXACT <= value <= _EXACT:
             return None
@@ -324,7 +321,7 @@ def _quick(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
 _KINDS = {"U": "text", "S": "text", "O": "something that is not a number", "f": "fractions"}
 
 
-def _whole(array: Array) -> bool:
+def _is_integral(array: Array) -> bool:
     return array.dtype.kind != "f" or bool(np.isfinite(array).all() and (array == np.floor(array)).all())
 
 
@@ -332,7 +329,7 @@ def _whole(array: Array) -> bool:
 
 
 def to_json(space: gym.Space[Any]) -> dict[str, Any]:
-    """A plain description from which `from_json` builds an equal space; bounds that are all equal become one number."""
+    """Describe a space as JSON for `from_json`; bounds that are all equal become one number."""
     if isinstance(space, gym.spaces.Dict):
         return {"type": "Dict", "spaces": {key: to_json(item) for key, item in space.spaces.items()}}
     if isinstance(space, gym.spaces.Tuple):
@@ -351,7 +348,7 @@ def to_json(space: gym.Space[Any]) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
-    """The space that `to_json` described. Raises ConfigError on anything else, and on one of an absurd size."""
+    """Build the space that `to_json` described. Raises ConfigError for invalid or excessively large descriptions."""
     try:
         _check_size(data)
         space: gym.Space[Any] = _BUILDERS[data["type"]](data)
@@ -371,13 +368,13 @@ def from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
 
 
 def _check_size(data: Mapping[str, Any]) -> None:
-    """Before anything is allocated for it. Raises ValueError."""
+    """Raise ValueError for a space that is too large, before anything is allocated."""
     shape = data.get("shape", ())
-    if data["type"] in ("Box", "MultiBinary") and math.prod(int(n) for n in shape) > _MOST_ELEMENTS:
-        raise ValueError(f"more than {_MOST_ELEMENTS:,} numbers")
+    if data["type"] in ("Box", "MultiBinary") and math.prod(int(n) for n in shape) > _MAX_ELEMENTS:
+        raise ValueError(f"more than {_MAX_ELEMENTS:,} numbers")
     inner = data.get("spaces", ())
-    if len(inner) > _MOST_PARTS:
-        raise ValueError(f"{len(inner):,} parts; at most {_MOST_PARTS:,} are read")
+    if len(inner) > _MAX_PARTS:
+        raise ValueError(f"{len(inner):,} parts; the maximum is {_MAX_PARTS:,}")
 
 
 def _bound(values: Array) -> Any:
@@ -394,7 +391,7 @@ def _integers(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    plain = float(value) if isinstance(value, np.floating) else value  # tolist() leaves a long double as it is
+    plain = float(value) if isinstance(value, np.floating) else value  # tolist() does not convert long doubles
     return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
@@ -404,7 +401,7 @@ def _array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def dtype_bounds(dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """The lowest and the highest value of a boolean, integer or floating type."""
+    """Return the lowest and highest value of a boolean, integer or floating type."""
     if dtype.kind == "b":
         return False, True
     return (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)

@@ -1,4 +1,4 @@
-"""How far to trust a mean: bootstrapped intervals, and whether two groups differ."""
+"""Confidence intervals of means and rates, and tests of differences between two groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ludus.errors import UsageError
 Values = npt.NDArray[np.float64]
 
 _NORMAL = NormalDist()
-_BLOCK = 1 << 22  # drawn numbers held at once
+_BLOCK = 1 << 22  # maximum random numbers in memory at once
 
 
 class Difference(NamedTuple):
@@ -26,31 +26,31 @@ class Difference(NamedTuple):
     low: float
     high: float
     p_value: float
-    """How often chance alone, by shuffling who belongs to which group, makes a difference at least as large."""
+    """Probability of a difference at least as large when values are assigned to the groups at random."""
 
 
-def interval(
+def confidence_interval(
     values: Sequence[float] | npt.NDArray[Any], confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """Where the mean of what `values` were drawn from lies: bias-corrected, accelerated bootstrap (Efron, 1987).
+    """Return a confidence interval of the mean by the bias-corrected, accelerated bootstrap (Efron, 1987).
 
-    Its tails are widened as far as Student's t is wider than the normal distribution (Hesterberg, 2015): without that, the
-    intervals of ten values hold the mean in 88 % of all cases, not in 95. It never reaches beyond the values themselves: fewer
-    than six of them cannot give 95 %; three give 75. (nan, nan): one value, or one that is not finite.
+    The tails are widened by the ratio of Student's t to the normal distribution (Hesterberg, 2015); without that, intervals
+    of ten values cover the mean in 88 % of all cases instead of 95 %. The interval never exceeds the range of the values, so
+    fewer than six values cannot reach 95 %; three reach 75 %. Returns (nan, nan) for one value or a non-finite one.
     """
-    data = _checked(values, confidence, resamples)
+    data = _check_values(values, confidence, resamples)
     if len(data) < 2 or not np.isfinite(data).all():
         return math.nan, math.nan
     if np.ptp(data) == 0.0:
         return float(data[0]), float(data[0])
     rng = np.random.default_rng(seed)
-    means = _resampled(lambda rows: _drawn(data, rows, rng), len(data), resamples)
+    means = _resample(lambda rows: _draw_means(data, rows, rng), len(data), resamples)
     tail = _NORMAL.inv_cdf(_tail(len(data), confidence))
     below = np.mean(means < data.mean()) + 0.5 * np.mean(means == data.mean())
     bias = _NORMAL.inv_cdf(float(np.clip(below, 0.5 / resamples, 1 - 0.5 / resamples)))
     apart = data - data.mean()
     acceleration = float(np.sum(apart**3) / (6.0 * np.sum(apart**2) ** 1.5))
-    low, high = (_corrected(z, bias, acceleration) for z in (tail, -tail))
+    low, high = (_bca_quantile(z, bias, acceleration) for z in (tail, -tail))
     return _quantiles(means, low, high)
 
 
@@ -61,12 +61,12 @@ def difference(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Difference:
-    """Mean of `a` minus mean of `b`, its bootstrapped interval, and the two-sided p-value of a permutation test.
+    """Return mean(a) − mean(b), its bootstrapped interval, and the two-sided p-value of a permutation test.
 
-    The test tries every way of sharing the values between the groups if there are at most `resamples` of them, and is exact
-    then: three against three values can never be significant at 5 % (1 of 20 ways, on two sides).
+    The test is exact if there are at most `resamples` permutations; three against three values can then never be significant
+    at 5 % (1 of 20 permutations, on two sides).
     """
-    first, second = _checked(a, confidence, resamples), _checked(b, confidence, resamples)
+    first, second = _check_values(a, confidence, resamples), _check_values(b, confidence, resamples)
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
         return Difference(math.nan, math.nan, math.nan, math.nan)
     observed = float(first.mean() - second.mean())
@@ -75,7 +75,7 @@ def difference(
     smaller = min(len(first), len(second))
     if smaller >= 2:
         width = len(first) + len(second)
-        apart = _resampled(lambda rows: _drawn(first, rows, rng) - _drawn(second, rows, rng), width, resamples)
+        apart = _resample(lambda rows: _draw_means(first, rows, rng) - _draw_means(second, rows, rng), width, resamples)
         tail = _tail(smaller, confidence)
         low, high = _quantiles(apart, tail, 1.0 - tail)
     return Difference(observed, low, high, _p_value(first, second, observed, resamples, rng))
@@ -84,7 +84,7 @@ def difference(
 def _p_value(first: Values, second: Values, observed: float, resamples: int, rng: np.random.Generator) -> float:
     pooled, n = np.concatenate([first, second]), len(first)
     total, m = pooled.sum(), len(second)
-    as_large = abs(observed) - 1e-12 * max(1.0, float(np.abs(pooled).max()))  # the same sum in another order
+    as_large = abs(observed) - 1e-12 * max(1.0, float(np.abs(pooled).max()))  # tolerance for the order of summation
 
     def beyond(sums: Values) -> int:
         return int(np.sum(np.abs(sums / n - (total - sums) / m) >= as_large))
@@ -93,11 +93,11 @@ def _p_value(first: Values, second: Values, observed: float, resamples: int, rng
     if ways <= resamples:
         chosen = np.fromiter((i for way in combinations(range(n + m), n) for i in way), np.int64, ways * n)
         return beyond(pooled[chosen.reshape(ways, n)].sum(axis=1)) / ways
-    sums = _resampled(lambda rows: rng.permuted(np.tile(pooled, (rows, 1)), axis=1)[:, :n].sum(axis=1), n + m, resamples)
-    return (beyond(sums) + 1) / (resamples + 1)  # what was observed is one of the ways (Phipson & Smyth, 2010)
+    sums = _resample(lambda rows: rng.permuted(np.tile(pooled, (rows, 1)), axis=1)[:, :n].sum(axis=1), n + m, resamples)
+    return (beyond(sums) + 1) / (resamples + 1)  # the observed assignment counts too (Phipson & Smyth, 2010)
 
 
-def _checked(values: Sequence[float] | npt.NDArray[Any], confidence: float, resamples: int) -> Values:
+def _check_values(values: Sequence[float] | npt.NDArray[Any], confidence: float, resamples: int) -> Values:
     data = np.asarray(values, np.float64).ravel()
     if not len(data):
         raise UsageError("There are no values to take the mean of.")
@@ -106,18 +106,18 @@ def _checked(values: Sequence[float] | npt.NDArray[Any], confidence: float, resa
     return data
 
 
-def _resampled(draw: Callable[[int], Values], width: int, resamples: int) -> Values:
+def _resample(draw: Callable[[int], Values], width: int, resamples: int) -> Values:
     rows = max(1, min(resamples, _BLOCK // width))
     return np.concatenate([draw(min(rows, resamples - begun)) for begun in range(0, resamples, rows)])
 
 
-def _drawn(data: Values, rows: int, rng: np.random.Generator) -> Values:
+def _draw_means(data: Values, rows: int, rng: np.random.Generator) -> Values:
     means: Values = data[rng.integers(0, len(data), (rows, len(data)))].mean(axis=1)
     return means
 
 
-def _corrected(z: float, bias: float, acceleration: float) -> float:
-    """The quantile of the resampled means that stands for the normal quantile `z`."""
+def _bca_quantile(z: float, bias: float, acceleration: float) -> float:
+    """Return the quantile of the resampled means that corresponds to the normal quantile `z`."""
     shrunk = 1.0 - acceleration * (bias + z)
     if shrunk <= 0.0:  # far beyond the outermost mean
         return 0.0 if z < 0 else 1.0
@@ -130,13 +130,13 @@ def _quantiles(means: Values, low: float, high: float) -> tuple[float, float]:
 
 
 def _tail(n: int, confidence: float) -> float:
-    """The probability outside on one side, for `n` values."""
+    """Return the one-sided tail probability for `n` values."""
     wide = math.sqrt(n / (n - 1)) * student_quantile(0.5 + confidence / 2, n - 1)
-    return max(1e-12, _NORMAL.cdf(-wide))  # of two values it is zero, and beyond the outermost mean in any case
+    return max(1e-12, _NORMAL.cdf(-wide))  # 0 for two values
 
 
 def student_quantile(p: float, freedom: int) -> float:
-    """Of Student's t distribution, by bisection; p ≥ 0.5."""
+    """Quantile of Student's t distribution, by bisection; p ≥ 0.5."""
     low, high = 0.0, 1.0
     while student_cdf(high, freedom) < p and high < 1e12:
         high *= 2.0
@@ -147,7 +147,7 @@ def student_quantile(p: float, freedom: int) -> float:
 
 
 def student_cdf(t: float, freedom: int) -> float:
-    """Of Student's t distribution for t ≥ 0 (Abramowitz & Stegun 26.7.3 and 26.7.4; above 1,000 degrees 26.7.8)."""
+    """CDF of Student's t distribution for t ≥ 0 (Abramowitz & Stegun 26.7.3 and 26.7.4; above 1,000 degrees 26.7.8)."""
     if freedom > 1_000:
         return _NORMAL.cdf(t * (1 - 1 / (4 * freedom)) / math.sqrt(1 + t * t / (2 * freedom)))
     angle = math.atan2(t, math.sqrt(freedom))
@@ -161,25 +161,25 @@ def student_cdf(t: float, freedom: int) -> float:
     return 0.5 + inside / 2
 
 
-def wilson(number: int, total: int, z: float) -> tuple[float, float]:
-    """Bounds of a share that was seen `number` times in `total`: Wilson's score interval, at z standard deviations."""
-    if total == 0:
+def wilson_interval(successes: int, trials: int, z: float) -> tuple[float, float]:
+    """Return Wilson's score interval of a success rate, at z standard deviations."""
+    if trials == 0:
         return 0.0, 1.0
-    share, spread = number / total, z * z / total
-    middle = (share + spread / 2) / (1 + spread)
-    half = z * math.sqrt(share * (1 - share) / total + spread / (4 * total)) / (1 + spread)
+    rate, spread = successes / trials, z * z / trials
+    middle = (rate + spread / 2) / (1 + spread)
+    half = z * math.sqrt(rate * (1 - rate) / trials + spread / (4 * trials)) / (1 + spread)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-_SHARES = ("win/", "loss/")
-_SURE = 1.96
+_RATES = ("win/", "loss/")
+_Z_95 = 1.96
 
 
-def results(told: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Means of what episodes end with, by name: of (sum, how many told it). Of wins and losses also the 95 % interval of their share."""
-    found = {name: (total, count) for name, (total, count) in told.items() if count}
-    report = {name: total / count for name, (total, count) in found.items()}
-    for name, (total, count) in found.items():
-        if name.startswith(_SHARES):
-            report[f"{name}_low"], report[f"{name}_high"] = wilson(round(total), round(count), _SURE)
+def summarize_results(results: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return the means of results of episodes, given as name → (sum, count); for win and loss rates also their 95 % interval."""
+    counted = {name: (total, count) for name, (total, count) in results.items() if count}
+    report = {name: total / count for name, (total, count) in counted.items()}
+    for name, (total, count) in counted.items():
+        if name.startswith(_RATES):
+            report[f"{name}_low"], report[f"{name}_high"] = wilson_interval(round(total), round(count), _Z_95)
     return report

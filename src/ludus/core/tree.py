@@ -1,7 +1,7 @@
-"""Nested arrays: dicts and tuples whose leaves are NumPy arrays (or tensors), and their safe wire format.
+"""Trees of arrays (nested dicts and tuples with NumPy arrays or tensors as leaves) and their wire format.
 
 A tree is a leaf, a dict with string keys, or a tuple. The wire format is a msgpack header followed by the raw buffers of
-the leaves: nothing in it can run code, every length is checked before it is believed, and decoding aliases the input.
+the leaves: decoding runs no code, validates every length, and returns views of the input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIRE_DTYPES = frozenset("?bBhHiIlLqQefd")
 _MALFORMED = (
     msgpack.exceptions.UnpackException,
     *(ValueError, TypeError, KeyError, OverflowError),
-    *(SyntaxError, RecursionError),  # np.dtype of nonsense; a structure nested too deeply
+    *(SyntaxError, RecursionError),  # np.dtype of an invalid string; a structure nested too deeply
 )
 
 
@@ -39,7 +39,7 @@ def map_tree(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) pairs in a fixed order; a lone leaf has the path ""."""
+    """Yield (path, leaf) in a fixed order; the path of a tree that is a single leaf is ""."""
     here = prefix + "." if prefix else ""
     if isinstance(tree, Mapping):
         for key in sorted(tree):
@@ -77,11 +77,11 @@ def concatenate(trees: list[Tree], axis: int = 0) -> Tree:
 # -- the wire format ----------------------------------------------------------------------------------------------------
 
 
-class Encoding:
-    """A tree that is about to be encoded: its size is known before a byte is written, so that it can be written in place."""
+class TreeEncoder:
+    """Encodes one tree. `size` is known before encoding, so that the caller can provide the buffer."""
 
     def __init__(self, tree: Tree, meta: Mapping[str, Any] | None = None) -> None:
-        """Raises TypeError on a leaf that cannot cross a process."""
+        """Raises TypeError for a leaf whose dtype cannot be sent to another process."""
         arrays = [(path, np.asarray(leaf, order="C")) for path, leaf in leaves(tree)]
         if len({path for path, _ in arrays}) < len(arrays):
             raise TypeError("Two leaves have the same dotted path; rename a key that contains a dot.")
@@ -89,7 +89,7 @@ class Encoding:
         table: list[tuple[str, str, list[int], int]] = []
         for path, array in arrays:
             if array.dtype.char not in _WIRE_DTYPES:
-                raise TypeError(f"{path or 'array'} has dtype {array.dtype}, which cannot cross a process.")
+                raise TypeError(f"{path or 'array'} has dtype {array.dtype}, which cannot be sent to another process.")
             table.append((path, array.dtype.str, list(array.shape), offset))
             end = offset + array.nbytes
             offset = math.ceil(end / _ALIGN) * _ALIGN
@@ -97,10 +97,10 @@ class Encoding:
         start = math.ceil((len(_MAGIC) + 8 + len(self._header)) / _ALIGN) * _ALIGN
         self._parts = [(start + entry[3], array) for entry, (_, array) in zip(table, arrays, strict=True)]
         self.size = start + end
-        """In bytes. It ends with the last leaf, so that any truncation is noticed."""
+        """Bytes. The encoding ends with the last leaf, so that any truncation is detected."""
 
     def write_into(self, buffer: bytearray | memoryview) -> None:
-        """Fill the first `size` bytes; gaps between leaves are left as they are."""
+        """Fill the first `size` bytes; padding between leaves is not written."""
         header = self._header
         buffer[:4] = _MAGIC
         buffer[4:12] = len(header).to_bytes(8, "little")
@@ -116,12 +116,12 @@ class Encoding:
 
 
 def encode(tree: Tree, meta: Mapping[str, Any] | None = None) -> bytes:
-    """Header (structure, dtypes, shapes, `meta`) + raw buffers. `meta` holds plain values that msgpack knows."""
-    return bytes(Encoding(tree, meta).bytes())
+    """Encode a tree as header (structure, dtypes, shapes, `meta`) and raw buffers. `meta` has values that msgpack supports."""
+    return bytes(TreeEncoder(tree, meta).bytes())
 
 
 def decode(data: bytes | memoryview) -> tuple[Tree, dict[str, Any]]:
-    """The tree and the meta of `encode`. Leaves are read-only views of `data`. Raises Damaged on anything malformed."""
+    """Return the tree and meta of `encode`. Leaves are read-only views of `data`. Raises Damaged for malformed data."""
     view = memoryview(data)
     if len(view) < 12 or bytes(view[:4]) != _MAGIC:
         raise Damaged("These bytes are not an encoded tree of arrays.")
@@ -161,7 +161,7 @@ def _skeleton(tree: Tree, prefix: str = "") -> Any:
 def _rebuild(skeleton: Any, arrays: Mapping[str, Array]) -> Tree:
     if isinstance(skeleton, str):
         if skeleton not in arrays:
-            raise Damaged(f"The structure names a leaf {skeleton!r} that is not there.")
+            raise Damaged(f"The structure names a leaf {skeleton!r} that does not exist.")
         return arrays[skeleton]
     if isinstance(skeleton, dict) and isinstance(skeleton.get("d"), dict):
         return {key: _rebuild(item, arrays) for key, item in skeleton["d"].items()}

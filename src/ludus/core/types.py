@@ -1,6 +1,6 @@
-"""The values that travel: above all the segment, the one form in which experience reaches a learner.
+"""Segments: the one form in which experience reaches a learner.
 
-Shapes are named by their letters: T steps, B rows (a row is one seat of one match), K kept final observations.
+Shapes: T steps, B rows (one row is one agent in one environment), K stored final observations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT_MODEL = "model"
 
 @dataclass(frozen=True)
 class SegmentSpec:
-    """What a segment of one model looks like; enough to allocate one anywhere."""
+    """Shapes and dtypes of the segments of one model; sufficient to allocate them."""
 
     steps: int
     observation: Tree
@@ -32,12 +32,12 @@ class SegmentSpec:
     mask_size: int = 0
     state: Tree = ()
     state_every: int = 0
-    """The recurrent state is kept at rows 0, state_every, 2·state_every, …; 0 when the model has none."""
+    """The recurrent state is stored at steps 0, state_every, 2·state_every, …; 0 when the model has none."""
     finals: int = 0
-    """Room for final observations of truncated episodes whose next row already belongs to the next episode."""
+    """Capacity for final observations of truncated episodes whose next step already belongs to the next episode."""
     model: str = DEFAULT_MODEL
     results: tuple[str, ...] = ()
-    """Names of the numbers that episodes end with."""
+    """Names of the results that environments report at the end of an episode."""
 
     @property
     def states(self) -> int:
@@ -46,42 +46,42 @@ class SegmentSpec:
 
 @dataclass
 class Segments:
-    """A block of B segments side by side: a struct of arrays over time, written in place, never copied per step.
+    """A block of B segments as arrays over time, written in place.
 
-    Row t holds what was seen before step t, what was done, and what came of it. The row after the last valid step holds the
-    bootstrap observation and its value. `valid` is False for padding and for the row in which an environment only resets.
+    Index t holds the observation before step t, the action, and its result. The index after the last valid step holds the
+    bootstrap observation and its value. `valid` is False for padding and for steps in which an environment only resets.
     """
 
     spec: SegmentSpec
     observation: Tree  # [T+1, B, …]
-    action: Tree  # [T, B, …] as the policy chose it
-    reward: Floats  # [T, B] earned by the action of the same row
+    action: Tree  # [T, B, …] as sampled by the policy
+    reward: Floats  # [T, B] of the action at the same index
     terminated: Bools  # [T, B]
     truncated: Bools  # [T, B]
     valid: Bools  # [T, B]
-    first: Bools  # [T+1, B] this row starts an episode: the recurrent state before it is the initial one
-    log_prob: Floats  # [T, B] under the policy that acted
-    value: Floats  # [T+1, B] as estimated by the policy that acted
-    version: Ints  # [T, B] of the weights that acted
+    first: Bools  # [T+1, B] an episode starts here: the recurrent state before it is the initial one
+    log_prob: Floats  # [T, B] under the behaviour policy
+    value: Floats  # [T+1, B] as estimated by the behaviour policy
+    version: Ints  # [T, B] of the behaviour policy's weights
     action_mask: Bools  # [T+1, B, M]
     state: Tree  # [states, B, …]
-    origin: Ints  # [B] which row of which worker wrote it, stable over the run
-    final_at: Ints  # [K, 2] (t, b) of the kept final observations; the first `finals` entries count
+    origin: Ints  # [B] id of the worker's row that wrote it, constant over the run
+    final_at: Ints  # [K, 2] (t, b) of the stored final observations; only the first `finals` entries are used
     final_observation: Tree  # [K, …]
     final_value: Floats  # [K]
-    results: Floats  # [B, R, 2] of the episodes that ended here: the sum of each number, and how many told it
+    results: Floats  # [B, R, 2] of the episodes that ended here: sum and count of each result
     finals: int = 0
     episode_return: Floats = field(default_factory=lambda: np.zeros(0, np.float32))  # [E] of the episodes that ended here
     episode_length: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # [E]
     model: str = DEFAULT_MODEL
     env_steps: int | None = None
-    """Steps of the environments behind it, where several agents share one; None: as many as are valid."""
+    """Environment steps, when several agents share an environment; None = the number of valid steps."""
     cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Views of these arrays in another library, kept by whoever writes the block; never travels."""
+    """Views of these arrays in another library, owned by the writer of the block; never transported."""
 
     @classmethod
     def empty(cls, spec: SegmentSpec, rows: int) -> Segments:
-        """Freshly allocated and zeroed; `valid` False everywhere."""
+        """Allocate zeroed segments; `valid` is False everywhere."""
         t, b, k = spec.steps, rows, spec.finals
 
         def tree(lead: tuple[int, ...], specs: Tree) -> Tree:
@@ -115,11 +115,11 @@ class Segments:
 
     @property
     def steps(self) -> int:
-        """How many valid steps are inside."""
+        """Number of valid steps."""
         return int(np.count_nonzero(self.valid))
 
-    def trimmed(self) -> Segments:
-        """The same segments without the padding that all rows share; views of the same arrays. Kept finals are not carried."""
+    def trim(self) -> Segments:
+        """Return views without the padding at the end that all rows share. Final observations are not included."""
         valid = np.flatnonzero(self.valid.any(axis=1))
         used = int(valid[-1]) + 1 if len(valid) else 0
         if used == self.spec.steps:
@@ -134,7 +134,7 @@ class Segments:
         return replace(self, spec=spec, state=cut("state", spec.states), **over_steps, **after_steps)
 
     def arrays(self) -> dict[str, Tree]:
-        """All arrays by field name: what a transport must carry."""
+        """Return all arrays by field name: the content that a transport must carry."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_ARRAYS}
 
     @property

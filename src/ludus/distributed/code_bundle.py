@@ -13,7 +13,7 @@ from ludus.core import trust
 from ludus.envs.registry import register_env, registered_envs
 from ludus.errors import UsageError
 from ludus.models.custom import loader
-from ludus.models.custom.loader import Files
+from ludus.models.custom.loader import ModelFiles
 from ludus.process.workers.supervisor import unsendable_part
 
 
@@ -24,7 +24,7 @@ class Luggage:
 
     named: Mapping[str, Any] = field(default_factory=dict)
     spec: Any = None
-    models: tuple[Files, ...] = ()
+    models: tuple[ModelFiles, ...] = ()
     """As text, so that every process of a run has the same, on whatever machine and whoever edits the file meanwhile."""
     registered_envs: Mapping[str, Any] = field(default_factory=dict)
     """By `register_env`."""
@@ -40,7 +40,7 @@ class Luggage:
         spec = next((gym.registry[name] for name in names if name in gym.registry), None)
         made = {name: registered_envs()[name] for name in names if name in registered_envs()}
         files = tuple(loader.files_of(name) for name in sorted(custom) if ":" not in name)
-        trusted = trust.trusted_here(*names, *custom)
+        trusted = trust.trusted_names(*names, *custom)
         return cls({name: getattr(main, name) for name in own if hasattr(main, name)}, spec, files, made, trusted)
 
     def check_can_be_sent(self) -> None:
@@ -62,6 +62,6 @@ class Luggage:
         if self.spec is not None:
             gym.registry.setdefault(self.spec.id, self.spec)
         for files in self.models:
-            loader.carry(files)
+            loader.register_files(files)
         for name, function in self.registered_envs.items():
             register_env(name, function)

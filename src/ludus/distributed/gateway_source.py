@@ -17,13 +17,13 @@ from ludus.distributed.gateway_workers import GatewayFleet
 from ludus.distributed.hub.server import shared_memory
 from ludus.errors import WorkerFailed
 from ludus.gateway.server import GatewaySettings
-from ludus.gateway.worker_policies import COUNTED, CURRENT, Played
+from ludus.gateway.worker_policies import COUNTER_METRICS, GAUGE_METRICS, WorkerActorFactory
 from ludus.models.policy import Policy
-from ludus.models.weights.shared_weights import Board, stage
+from ludus.models.weights.shared_weights import SharedWeights, stage
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import Supervisor
 from ludus.sampling.segment_recorder import session_spec
-from ludus.transport.multi_producer import GatheredMemory
+from ludus.transport.multi_producer import MultiProducerMemory
 
 _TURN_S = 0.25
 _START_S = 60.0
@@ -35,11 +35,11 @@ class Boards:
 
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
         self._scratch = Scratch(shared_memory())
-        self.boards = {name: Board(self._scratch.path / name) for name in policies}
+        self.boards = {name: SharedWeights(self._scratch.path / name) for name in policies}
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
         segments = self._scratch.path / ".segments"  # no model has such a name
         segments.mkdir(mode=0o700)
-        self.memory = GatheredMemory(specs, segments, capacity, COUNTED, CURRENT)
+        self.memory = MultiProducerMemory(specs, segments, capacity, COUNTER_METRICS, GAUGE_METRICS)
         self.policies = dict(policies)
 
     def publish(self, name: str, version: int) -> None:
@@ -69,7 +69,7 @@ class FleetGathering:
     ) -> None:
         self._boards, self._memory = boards, memory
         models = {name: (_described(boards.policies[name]), str(board.directory)) for name, board in boards.boards.items()}
-        played = Played(dict(seats), models, steps, boards.memory.add_lanes(workers), explore)
+        played = WorkerActorFactory(dict(seats), models, steps, boards.memory.add_lanes(workers), explore)
         self._supervisor = Supervisor(log_dir=log_dir)
         try:
             self._fleet = GatewayFleet(
@@ -103,7 +103,7 @@ class FleetGathering:
 
     def metrics(self) -> dict[str, float]:
         memory = self._boards.memory
-        report = {f"games/{name}": memory.total(name) for name in (*COUNTED, *CURRENT)}
+        report = {f"games/{name}": memory.total(name) for name in (*COUNTER_METRICS, *GAUGE_METRICS)}
         report["games/dropped_segments"] = float(memory.stats().dropped)
         return report
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.errors import UsageError, WorkerFailed
-from ludus.gateway.server import Gateway, GatewaySettings, House
+from ludus.gateway.server import Gateway, GatewayExtension, GatewaySettings
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import ALWAYS, Context, Process, Supervisor
 
@@ -47,7 +47,7 @@ class GatewayFleet:
         settings: GatewaySettings | None = None,
         prepare: Callable[[], None] | None = None,
         report: Callable[[str, Mapping[str, Any]], None] | None = None,
-        house: House | None = None,
+        extension: GatewayExtension | None = None,
     ) -> None:
         settings = settings or GatewaySettings()
         check_exposure(host if listening is None else listening.getsockname()[0], settings.token or settings.token_file)
@@ -74,7 +74,7 @@ class GatewayFleet:
                         paths,
                         prepare,
                         report,
-                        house,
+                        extension,
                         restart=ALWAYS,
                         fds=(shared.fileno(), direct.fileno()),
                         hang_s=settings.sessions.tick_s + _GRACE_S,
@@ -171,7 +171,7 @@ def _serve(
     paths: Sequence[str],
     prepare: Callable[[], None] | None,
     report: Callable[[str, Mapping[str, Any]], None] | None,
-    house: House | None,
+    extension: GatewayExtension | None,
 ) -> None:
     """A worker's life: `prepare` once, then serve; `report` gets its counters every second."""
     torch = sys.modules.get("torch")
@@ -180,7 +180,7 @@ def _serve(
     if prepare is not None:
         prepare()
     gc.freeze()  # what is loaded stays: collections need not look at it again
-    run_loop(_worker(context, make_actor, settings, slot, paths, report, house))
+    run_loop(_worker(context, make_actor, settings, slot, paths, report, extension))
 
 
 async def _worker(
@@ -190,7 +190,7 @@ async def _worker(
     slot: int,
     paths: Sequence[str],
     report: Callable[[str, Mapping[str, Any]], None] | None,
-    house: House | None,
+    extension: GatewayExtension | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -208,7 +208,7 @@ async def _worker(
         peer_paths=paths,
         direct_port=sockets[1].getsockname()[1],
         lost_until=lost_until,
-        house=house,
+        extension=extension,
     )
     await gateway.start(sockets)
     context.ready()
@@ -217,13 +217,13 @@ async def _worker(
         if report is not None and loop.time() - reported >= _REPORT_S:
             reported = loop.time()
             report(context.name, gateway.counters())
-        if not gateway.sessions.stuck:
+        if not gateway.sessions.threads_exhausted:
             context.beat()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _BEAT_S)
     gateway.drain()
     drained_by = loop.time() + settings.drain_s
-    while loop.time() < drained_by and await gateway.in_play():
+    while loop.time() < drained_by and await gateway.has_open_sessions():
         context.beat()
         await asyncio.sleep(_DRAINED_S)
     await gateway.close()

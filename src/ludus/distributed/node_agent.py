@@ -27,8 +27,8 @@ from ludus.core.types import Segments
 from ludus.distributed.sampling_pool import LocalNode, Node, Plan, WorkerReport
 from ludus.process.temp_dirs import Scratch
 from ludus.ray_cluster.cluster import NODE_LOG_DIR
-from ludus.transport.ring_buffer import Bell
-from ludus.transport.shared_memory import Layout
+from ludus.transport.ring_buffer import Wakeup
+from ludus.transport.shared_memory import BlockLayout
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class NodeAgent:
         self._enough = max(1, -(-BUNDLE_BYTES // self._layout.nbytes))
         self._most = max(1, MAX_BUNDLE_BYTES // self._layout.nbytes)
         node = make(plan, self._log_dir(log_dir, mark), self._name)
-        self._bell = Bell(node.bell)
+        self._bell = Wakeup(node.bell)
         self._node = node
 
     def _log_dir(self, log_dir: str | None, mark: str) -> Path:
@@ -268,7 +268,7 @@ class NodeAgent:
         os._exit(1)
 
 
-def pack(layout: Layout, block: Segments, buffer: memoryview) -> None:
+def pack(layout: BlockLayout, block: Segments, buffer: memoryview) -> None:
     """Copy a block into a record of its own."""
     target = layout.views(buffer).arrays()
     for name, tree in block.arrays().items():
@@ -277,7 +277,7 @@ def pack(layout: Layout, block: Segments, buffer: memoryview) -> None:
     layout.seal(block, buffer)
 
 
-def unpack(layout: Layout, count: int, data: Bytes) -> list[Segments]:
+def unpack(layout: BlockLayout, count: int, data: Bytes) -> list[Segments]:
     """The blocks of a bundle: read-only views of its bytes, which stay as long as one of them. Raises Damaged."""
     buffer = data.data
     return [layout.load(buffer[i * layout.nbytes : (i + 1) * layout.nbytes]) for i in range(count)]

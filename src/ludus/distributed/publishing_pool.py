@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 
 
 class PublishingPool:
     """The pool of a run; `send` takes the model and the version that was published, in the trainer's thread."""
 
-    def __init__(self, pool: LocalPool, send: Callable[[str, int], None]) -> None:
+    def __init__(self, pool: LocalVersionStore, send: Callable[[str, int], None]) -> None:
         self._pool, self._send = pool, send
 
     def newest(self, name: str) -> tuple[Policy, int]:

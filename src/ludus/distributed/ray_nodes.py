@@ -28,7 +28,7 @@ from ludus.distributed.node_agent import BUNDLE_BYTES, Bundle, Bytes, Make, Node
 from ludus.distributed.sampling_pool import NOTES, LocalNode, Node, Plan, WorkerReport
 from ludus.errors import LudusError, Unreachable, UsageError, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster, Member
-from ludus.transport.ring_buffer import Bell
+from ludus.transport.ring_buffer import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class RayNodes:
         self._heard_at = self._attending_at = self.now()
         self._unanswered = self._own_cores = 0
         self._log_dir, self._mark = _marked(log_dir)
-        self._bell = Bell(bell)
+        self._bell = Wakeup(bell)
         self._bell_path = bell
         self._own: LocalNode | None = None
         self._threads = [
@@ -436,7 +436,7 @@ class RayNodes:
             self._settled.notify_all()
         log.info("%s has an agent, with %d cores", node.name, node.cores)
         self.ask(node)
-        self._bell.ring()
+        self._bell.notify()
 
     # -- calls
 
@@ -490,7 +490,7 @@ class RayNodes:
         if bundle.blocks or bundle.reports is not None:
             node.deliver(bundle, unpack(self._layout, len(bundle.blocks), data))
         if bundle.blocks:
-            self._bell.ring()
+            self._bell.notify()
         for worker, tail in bundle.tails:
             self._keep(node, worker, tail)
         self.ask(node)
@@ -543,7 +543,7 @@ class RayNodes:
             if not node.ready:
                 self._unusable[node.id] = f"{node.name}: {why}"
             self._settled.notify_all()
-        self._bell.ring()
+        self._bell.notify()
 
     def _fail(self, message: str, hint: str) -> None:
         if self._failure is None:
@@ -552,7 +552,7 @@ class RayNodes:
             with self._settled:
                 self._settled.notify_all()
             with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                self._bell.ring()
+                self._bell.notify()
 
     def _dismiss(self) -> None:
         """Agents end their workers, before they are ended themselves; those that cannot be reached end by themselves."""

@@ -30,17 +30,17 @@ from ludus.distributed.placement import place
 from ludus.envs.vector_env import make_environments
 from ludus.envs.wrappers import WrapperList
 from ludus.errors import EnvironmentFault, WorkerFailed
-from ludus.models.devices import acting_on
+from ludus.models.devices import copy_for_acting
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
-from ludus.models.weights.shared_weights import Board, BoardReader
+from ludus.models.weights.shared_weights import SharedWeights, SharedWeightsReader
 from ludus.process.host import keep_freed_memory, usable_cores
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import Context, Process, Restart, Supervisor
 from ludus.sampling.sampler import Interruption, Sampler, VersionClock
 from ludus.sampling.self_play import with_past_opponents
-from ludus.transport.ring_buffer import Bell, create_ring
-from ludus.transport.shared_memory import Layout, SharedReader, SharedWriter, ring_capacity
+from ludus.transport.ring_buffer import Wakeup, create_ring
+from ludus.transport.shared_memory import BlockLayout, SharedReader, SharedWriter, ring_capacity
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class Plan:
     """What `env` means, if that is a function of the user's script."""
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.spec, self.num_envs)
+    def layout(self) -> BlockLayout:
+        return BlockLayout(self.spec, self.num_envs)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Nodes(Protocol):
 class BoardSource:
     """The newest weights of a board, in a policy of this process."""
 
-    def __init__(self, policy: Policy, reader: BoardReader) -> None:
+    def __init__(self, policy: Policy, reader: SharedWeightsReader) -> None:
         self._policy, self._reader = policy, reader
         self._version = 0
 
@@ -172,8 +172,10 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
     plan.luggage.unpack()
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(contextlib.closing(SharedWriter(_ring(directory, index), plan.layout, bell)))
-        reader = BoardReader(directory / BOARD)
-        source = BoardSource(acting_on(serialization.policy_from(dict(plan.description)), torch.device(plan.device)), reader)
+        reader = SharedWeightsReader(directory / BOARD)
+        source = BoardSource(
+            copy_for_acting(serialization.policy_from(dict(plan.description)), torch.device(plan.device)), reader
+        )
         environments = make_environments(
             plan.env, plan.num_envs, plan.env_config,
             preprocess=plan.preprocess, wrappers=plan.wrappers, forgiving=plan.forgiving,
@@ -269,8 +271,8 @@ class LocalNode:
             self.bell = bell or self._scratch.path / BELL
             """Rung when a worker has made a block."""
             if bell is None:
-                Bell.create(self.bell).close()
-            self._board = Board(self._scratch.path / BOARD)
+                Wakeup.create(self.bell).close()
+            self._board = SharedWeights(self._scratch.path / BOARD)
         except BaseException:
             self.close()
             raise
@@ -398,7 +400,7 @@ class Sampling:
         self._scratch = Scratch(shared_memory())
         try:
             bell = self._scratch.path / BELL
-            self._bell = Bell.create(bell)
+            self._bell = Wakeup.create(bell)
             self._nodes = make_nodes(bell)
             self._look()
         except BaseException:

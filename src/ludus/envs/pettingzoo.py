@@ -24,13 +24,13 @@ import numpy as np
 
 from ludus.core import spaces
 from ludus.core.plugins import did_you_mean
-from ludus.core.spaces import ACTION_MASK, Fit
+from ludus.core.spaces import ACTION_MASK, SpaceParser
 from ludus.core.tree import Tree
 from ludus.core.types import Bools
 from ludus.envs import registry
 from ludus.envs.vector_env import environment_errors
 from ludus.envs.wrappers import WrapperList, load_wrappers
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName, place_of
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName, user_frame
 
 log = logging.getLogger(__name__)
 
@@ -193,10 +193,10 @@ def _build_env(name: str, factory: Callable[..., Any], config: Mapping[str, Any]
         raise MissingExtra(f"{name} needs more packages: {error}.", "pip install 'ludus[pettingzoo]'") from error
     except TypeError as error:
         raise EnvironmentFault(
-            f"{name} could not be constructed: {error}{place_of(error)}.", "Check config.env_config."
+            f"{name} could not be constructed: {error}{user_frame(error)}.", "Check config.env_config."
         ) from error
     except Exception as error:  # user code may raise anything
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} in its constructor: {error}{place_of(error)}.") from error
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} in its constructor: {error}{user_frame(error)}.") from error
     return env
 
 
@@ -336,13 +336,13 @@ class _AgentTable:
         self.originals = {str(agent): agent for agent in named}
         """Agent name → the environment's own id, which need not be a string."""
         self.spaces: dict[str, AgentSpaces] = {}
-        self._fit: dict[str, Fit] = {}
+        self._fit: dict[str, SpaceParser] = {}
         for agent, own in self.originals.items():
             with environment_errors(name, "observation_space or action_space", 0):
                 observation, action = env.observation_space(own), env.action_space(own)
             plain, mask = spaces.split_mask(observation)
             self.spaces[agent] = AgentSpaces(plain, action, mask is not None)
-            self._fit[agent] = Fit(plain, f"the observation of {agent}")
+            self._fit[agent] = SpaceParser(plain, f"the observation of {agent}")
         self.late_rewards = 0
         self.steps = 0
 
@@ -407,7 +407,7 @@ class _MatchBase:
         self._agents = _AgentTable(env, name)
         self.agents: Mapping[str, AgentSpaces] = self._agents.spaces
         self.state_space = self._agents.state_space()
-        self._state_fit = None if self.state_space is None else Fit(self.state_space, "state()")
+        self._state_fit = None if self.state_space is None else SpaceParser(self.state_space, "state()")
         self._playing: dict[str, bool] = {}  # agent → whether it has acted since it arrived
         self._pending_rewards: dict[str, float] = {}  # agent → rewards since its last action
         self._idle = 0
@@ -561,7 +561,7 @@ class AECMatch(_MatchBase):
         raise EnvironmentFault(f"{self.name} has dead agents that are never removed: {self._env.agents}.")
 
     def _vanished_agents(self) -> list[Departure]:
-        """Agents that are not there any more and were never said to have ended: nothing is check_known of their last action."""
+        """Return agents that disappeared without ending their episode; the outcome of their last action is unknown."""
         present = {self._agents.check_known(agent) for agent in self._env.agents}
         gone = [agent for agent in self._playing if agent not in present]
         return [self._record_departure(Departure(agent, self._pending_rewards.pop(agent, 0.0), False, False)) for agent in gone]

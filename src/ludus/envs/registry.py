@@ -113,7 +113,7 @@ def spec_of(name: str) -> gym.envs.registration.EnvSpec:
     if module:
         _import_package(module, name)
     if gym_id.startswith(_IMPORTS_CONFIG_PREFIX) and not trust.is_allowed(gym_id):
-        raise trust.refusal(gym_id, "environment", "it imports what env_config names")
+        raise trust.untrusted(gym_id, "environment", "it imports what env_config names")
     for prefix, plugin in _PLUGIN_MODULES.items():
         if gym_id.startswith(prefix):
             with contextlib.suppress(ModuleNotFoundError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.envs.registration import load_env_creator
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.vector import AutoresetMode
 
 from ludus.config.schema import PreprocessConfig
@@ -24,14 +25,11 @@ from ludus.core import spaces, trust
 from ludus.core.spaces import ACTION_MASK
 from ludus.core.tree import Array, Tree, copy_into, leaves, map_tree
 from ludus.core.types import Bools, Floats, Ints
-from ludus.display import headless
-from ludus.envs.atari import is_atari, make_single, make_vector
 from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.preprocessing import for_evaluation, is_plain, preprocess_env, saved_preprocess
 from ludus.envs.registry import accepts, call_factory, factory_of, makes_vector_env, spec_of, takes_mapping, version_notice
-from ludus.envs.vizdoom import is_doom, make_doom
 from ludus.envs.wrappers import Wrapper, WrapperList, load_wrappers
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, place_of
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, user_frame
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ class Observations:
     """
 
     def raw_value(self, row: int, path: str, index: Sequence[int]) -> float:
-        """Return one number of an observation in its original precision; NaN if it is not values."""
+        """Return one number of an observation in its original precision; NaN if it is not found."""
         given = _plain(self.raw[row] if self.raw is not None else map_tree(lambda x: np.asarray(x)[row], self.observation))
         leaf = dict(leaves(given)).get(path)
         return math.nan if leaf is None else float(leaf[tuple(index)])
@@ -263,12 +261,15 @@ class _EnvBuilder:
     ) -> None:
         self.name, self.config, self.preprocess = name, config, preprocess
         self.wrappers, self.vector_wrappers = wrappers, vector_wrappers
-        headless.provide_screen()
+        if os.environ.get("LUDUS_SCREEN"):
+            from ludus.display import headless
+
+            headless.provide_screen()
         self.factory = factory_of(name)
         self.spec = spec_of(name) if self.factory is None else None
-        self.atari = self.spec is not None and is_atari(self.spec, config, preprocess)
+        self.atari = self.spec is not None and _is_atari(self.spec, config, preprocess)
         self.makes_vectors = self.factory is not None and makes_vector_env(self.factory)
-        doom = self.spec is not None and is_doom(self.spec, preprocess)
+        doom = self.spec is not None and _is_doom(self.spec, preprocess)
         if preprocess.standard and not self.atari and not doom:
             raise ConfigError(
                 f"preprocess.standard: {name} has no standard preprocessing; it exists for images of Atari games and for ViZDoom.",
@@ -321,6 +322,8 @@ class _EnvBuilder:
             return gym.vector.SyncVectorEnv([lambda: self.single(render_mode)] * num)
         if self.atari:
             assert self.spec is not None
+            from ludus.envs.atari import make_vector
+
             return make_vector(self.spec, num, self.config, self.preprocess)
         limit = self._limit()
         return gym.make_vec(self.name, num, vectorization_mode="vector_entry_point", **self.config | limit)
@@ -332,6 +335,8 @@ class _EnvBuilder:
 
     def single(self, render_mode: str | None = None) -> Any:
         if render_mode is not None:
+            from ludus.display import headless
+
             headless.prepare_rendering(str(self.spec.entry_point) if self.spec is not None else self.name)
         if self.factory is None:
             trust.check_config_files(self.config)
@@ -349,11 +354,31 @@ class _EnvBuilder:
             )
         assert self.spec is not None
         if self.atari:
+            from ludus.envs.atari import make_single
+
             return make_single(self.spec, self.config, self.preprocess, render_mode)
         shown = self.config if render_mode is None else self.config | {"render_mode": render_mode}
-        if is_doom(self.spec, self.preprocess):
+        if _is_doom(self.spec, self.preprocess):
+            from ludus.envs.vizdoom import make_doom
+
             return preprocess_env(*make_doom(self.spec, shown, self.preprocess), self.name)
         return preprocess_env(gym.make(self.name, **shown), self.preprocess, self.name)
+
+
+def _is_atari(spec: EnvSpec, config: Mapping[str, Any], preprocess: PreprocessConfig) -> bool:
+    if not str(spec.entry_point).startswith("ale_py"):
+        return False
+    from ludus.envs.atari import is_atari
+
+    return is_atari(spec, config, preprocess)
+
+
+def _is_doom(spec: EnvSpec, preprocess: PreprocessConfig) -> bool:
+    if not spec.id.startswith("Vizdoom"):
+        return False
+    from ludus.envs.vizdoom import is_doom
+
+    return is_doom(spec, preprocess)
 
 
 def reward_threshold(name: str) -> float | None:
@@ -377,12 +402,12 @@ def _build_env(name: str, make: Callable[[], Any]) -> Any:
         raise MissingExtra(f"{name} needs more packages: {error}.", f"pip install 'ludus[{family}]'") from error
     except TypeError as error:
         raise EnvironmentFault(
-            f"{name} could not be constructed: {error}{place_of(error)}.", "Check config.env_config."
+            f"{name} could not be constructed: {error}{user_frame(error)}.", "Check config.env_config."
         ) from error
     except gym.error.Error as error:
         raise EnvironmentFault(f"{name} could not be constructed: {error}.") from error
     except Exception as error:  # user code may raise anything
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} in its constructor: {error}{place_of(error)}.") from error
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} in its constructor: {error}{user_frame(error)}.") from error
 
 
 _GYMNASIUM_STEP = (
@@ -559,7 +584,7 @@ def environment_errors(name: str, call: str, step: int, row: int | None = None) 
     except Exception as error:  # user code may raise anything
         who = name if row is None else f"environment {row} of {name}"
         raise EnvironmentFault(
-            f"{who} raised {type(error).__name__} in {call} (step {step}): {error}{place_of(error)}."
+            f"{who} raised {type(error).__name__} in {call} (step {step}): {error}{user_frame(error)}."
         ) from error
 
 
@@ -587,13 +612,13 @@ class WithoutCentralState(gym.ObservationWrapper[Any, Any, Any]):
         parts = env.observation_space.spaces
         own = parts["observation"]
         self._named = isinstance(own, gym.spaces.Dict)
-        shown = self._joined({**parts, "observation": own.spaces if isinstance(own, gym.spaces.Dict) else own})
+        shown = self._combine({**parts, "observation": own.spaces if isinstance(own, gym.spaces.Dict) else own})
         self.observation_space = gym.spaces.Dict(shown) if isinstance(shown, dict) else shown
 
     def observation(self, observation: Any) -> Any:
-        return self._joined(observation)
+        return self._combine(observation)
 
-    def _joined(self, parts: Mapping[str, Any]) -> Any:
+    def _combine(self, parts: Mapping[str, Any]) -> Any:
         own = parts["observation"]
         if ACTION_MASK not in parts:
             return own

@@ -14,7 +14,7 @@ import gymnasium as gym
 
 from ludus.core.plugins import import_object
 from ludus.envs.registry import makes_environment
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, place_of
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, user_frame
 
 WrapperList = Sequence[str | Mapping[str, Any]]
 
@@ -34,11 +34,11 @@ class Wrapper:
             raise
         except TypeError as error:
             raise ConfigError(
-                f"config.wrappers: {self.name} could not be constructed: {error}{place_of(error)}.", "Check its keywords."
+                f"config.wrappers: {self.name} could not be constructed: {error}{user_frame(error)}.", "Check its keywords."
             ) from error
         except Exception as error:  # user code may raise anything
             raise EnvironmentFault(
-                f"The wrapper {self.name} raised {type(error).__name__} in its constructor: {error}{place_of(error)}."
+                f"The wrapper {self.name} raised {type(error).__name__} in its constructor: {error}{user_frame(error)}."
             ) from error
         if multi_agent:
             if not hasattr(wrapped, "possible_agents"):

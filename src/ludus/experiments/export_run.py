@@ -27,8 +27,8 @@ from ludus.experiments.model_choice import agents_playing, choose_model
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import upload
 from ludus.models.export import onnx_export, parity
-from ludus.models.export.onnx_export import named, regrown
-from ludus.models.export.parity import RECORDED_ROWS, Report
+from ludus.models.export.onnx_export import named, unflatten_tree
+from ludus.models.export.parity import RECORDED_ROWS, ParityReport
 from ludus.models.policy import Policy
 from ludus.sampling.trained_agent import TrainedAgent
 from ludus.storage.local import LocalStore
@@ -45,7 +45,7 @@ class ExportResult:
 
     file: Path | None
     report_file: Path | None
-    report: Report
+    report: ParityReport
     sha256: str
     places: tuple[str | None, str | None] = (None, None)
     """Locations of both files for users: URLs for a remote run."""
@@ -207,7 +207,7 @@ def recorded_observations(path: Path, policy: Policy, agents: Sequence[str] = ()
         columns = set(archive.namelist())
         owners = [f"{agent}/" for agent in agents if any(column.startswith(f"{agent}/") for column in columns)] or [""]
         found = [_read_columns(archive, columns, owner, specs) for owner in owners]
-    tree = regrown(specs, (np.concatenate(parts)[:RECORDED_ROWS] for parts in zip(*found, strict=True)))
+    tree = unflatten_tree(specs, (np.concatenate(parts)[:RECORDED_ROWS] for parts in zip(*found, strict=True)))
     if len(next(leaves(tree))[1]) == 0:
         raise ValueError("it has no steps")
     return tree

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.algorithms.base import Algorithm
-from ludus.config import schema as configs
-from ludus.config.schema import AlgorithmConfig, ExperimentConfig, StopConfig
+from ludus.config.schema import EXTERNAL, AlgorithmConfig, ExperimentConfig, StopConfig
+from ludus.config.translation import canonical_config
+from ludus.config.validation import check_experiment, dump_config, parse_algorithm_config, parse_external_config
 from ludus.envs.legacy_names import current_name
 from ludus.envs.vector_env import check_exists, reward_threshold
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
 from ludus.experiments.validation import agent_mapping, iteration_units, validate
-from ludus.experiments.validation.game_seats import seats_of
 from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.models.devices import learner_device, named_device
 from ludus.process.host import usable_cores
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 from ludus.transport.message_stream import EMBEDDED, check_url
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class ResolvedExperiment:
     @property
     def is_external(self) -> bool:
         """Games call this run over HTTP."""
-        return self.experiment.env == configs.EXTERNAL
+        return self.experiment.env == EXTERNAL
 
 
 def resolve(data: Mapping[str, Any], cluster: ClusterOptions | None = None) -> ResolvedExperiment:
@@ -81,9 +81,9 @@ def resolve_parsed(parsed: ParsedExperiment, cluster: ClusterOptions | None = No
 
 
 def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> ResolvedExperiment:
-    experiment = configs.check_experiment(parsed.reading)
+    experiment = check_experiment(parsed.reading)
     experiment = experiment.model_copy(update={"env": current_name(experiment.env).name})
-    external = experiment.env == configs.EXTERNAL
+    external = experiment.env == EXTERNAL
     algorithm = validate.algorithm_of(experiment.run)
     multi_agent = parsed.is_multi_agent
     if not external and not multi_agent:
@@ -94,7 +94,9 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
         config = _with_fleet_worker(parsed).algorithm_config
         _check_fleet(experiment.memory, config, cluster, external=external, multi_agent=multi_agent)
     if external:
-        seats_of(configs.external_config(config.env_config))
+        from ludus.experiments.validation.game_seats import seats_of
+
+        seats_of(parse_external_config(config.env_config))
     _check_mode(config, cluster, external=external)
     if multi_agent:
         config = agent_mapping.resolve_agents(experiment.env, algorithm.Config, config)
@@ -106,7 +108,7 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
     if not stop.model_dump(exclude_none=True):
         solved = None if external or multi_agent else reward_threshold(experiment.env)
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)
-    experiment = experiment.model_copy(update={"stop": stop, "config": configs.dumped(config)})
+    experiment = experiment.model_copy(update={"stop": stop, "config": dump_config(config)})
     return ResolvedExperiment(experiment, algorithm, config, cluster)
 
 
@@ -168,7 +170,7 @@ def _check_mode(config: AlgorithmConfig, cluster: ClusterOptions | None, *, exte
 def cluster_of(option: str | None, num_cpus: int | None = None, object_store_memory: int | None = None) -> ClusterOptions | None:
     """The Ray cluster named by the option, RAY_ADDRESS, ip_head or the job of this process; None without any. Raises UsageError."""
     address = None
-    if option or any(map(os.environ.get, _RAY_VARIABLES)) or Surroundings.of(os.environ) is not None:
+    if option or any(map(os.environ.get, _RAY_VARIABLES)) or JobEnv.from_environ(os.environ) is not None:
         from ludus.ray_cluster.cluster import address_of
 
         address = address_of(option, os.environ)
@@ -190,7 +192,7 @@ def choose_num_workers(
         return parsed  # `resolve` reports what is wrong with it
     if parsed.config_reading.data.get("num_workers") != "auto":
         return parsed
-    config = configs.canonical(parsed.config, validate.algorithm_of(parsed.run).Config)
+    config = canonical_config(parsed.config, validate.algorithm_of(parsed.run).Config)
     if cluster is not None and cluster.asked_for:
         raise ConfigError(
             "config.num_workers is auto, which looks at this machine alone, and a cluster is named.",
@@ -216,7 +218,7 @@ def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce
     cores = usable_cores()
     if parsed.memory != EMBEDDED:
         return 1, "workers of a fleet come by themselves"
-    if parsed.env == configs.EXTERNAL:
+    if parsed.env == EXTERNAL:
         return max(0, cores - 1), f"one for every core but that of the learner, of {cores}"
     if parsed.is_multi_agent:
         return 0, "several agents are sampled by this process"
@@ -224,7 +226,7 @@ def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce
 
     any_batch = {key: value for key, value in config.items() if key != "train_batch_size"}
     alone = resolve(_with_config(parsed, any_batch | {"num_workers": 0, "sampling": "sync"}))
-    measured = configs.algorithm_config(alone.algorithm.Config, any_batch)
+    measured = parse_algorithm_config(alone.algorithm.Config, any_batch)
     if announce is not None:
         announce("measuring the environment …")
     return choose_workers(alone.experiment.env, alone.algorithm, measured, config, cores * job_nodes())
@@ -232,5 +234,5 @@ def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce
 
 def job_nodes() -> int:
     """Number of machines in the Ray cluster of this process's job, which are assumed to be alike; 1 without such a job."""
-    job = Surroundings.of(os.environ)
+    job = JobEnv.from_environ(os.environ)
     return len(job.nodes) if job is not None and job.ray else 1

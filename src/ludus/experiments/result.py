@@ -1,24 +1,26 @@
-"""What a training leaves in the caller's hands."""
+"""The result of a training."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ludus.experiments.runs.history import HistoryLike, read_history
 from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import Run
 
+if TYPE_CHECKING:
+    from ludus.experiments.runs.history import HistoryLike
+
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished (or interrupted) training leaves in your hands."""
+    """The result of a finished or interrupted training."""
 
     run_dir: Path
-    """Of a run on a store: where it is worked on here; whatever takes a run takes it as well. `place` says where the run is."""
+    """For a run on a store: its local working directory, which is accepted wherever a run is. `place` is its URL."""
     checkpoint: Path | None
     stopped_by: str
     metrics: dict[str, float]
@@ -36,20 +38,22 @@ class Result:
 
     @property
     def history(self) -> HistoryLike:
-        """The reports of the run, a row each: a pandas.DataFrame where pandas is installed. Read from metrics.jsonl every time."""
+        """The reports of the run, a row each: a pandas.DataFrame where pandas is installed. Read from metrics.jsonl on each access."""
+        from ludus.experiments.runs.history import read_history
+
         return read_history(Run(self.run_dir).metrics_path)
 
     def remarks(self) -> list[str]:
-        """What a reader of the summary should know beside the figures: sentences, possibly none."""
-        said = []
+        """Remarks for the summary of the run, possibly none."""
+        remarks = []
         unlearned = int(self.metrics.get("unlearned_steps", 0))
         if not self.metrics.get("iterations"):
-            said.append(f"No update was made: {unlearned:,} steps were sampled, less than a batch (train_batch_size).")
+            remarks.append(f"No update was made: {unlearned:,} steps were sampled, less than a batch (train_batch_size).")
         elif unlearned:
-            said.append(f"{unlearned:,} steps of an unfinished batch were discarded.")
+            remarks.append(f"{unlearned:,} steps of an unfinished batch were discarded.")
         if self.metrics.get("evaluation/unfinished"):
-            said.append("The last evaluation was not finished when the run stopped; its episodes are not counted.")
-        return said
+            remarks.append("The last evaluation was not finished when the run stopped; its episodes are not counted.")
+        return remarks
 
     def to_json(self) -> dict[str, Any]:
         mean = self.episode_return_mean

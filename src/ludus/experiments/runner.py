@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludus.algorithms.trainer import Progress
-from ludus.config import schema as configs
 from ludus.config.problem import ConfigErrors
+from ludus.config.search_values import has_search
+from ludus.config.validation import parse_external_config
 from ludus.core.metrics import Sink, read_jsonl
 from ludus.envs.wrappers import wrapper_names
 from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, StoreUnavailable, UsageError
 from ludus.experiments.assembly.components import PreparedRun
 from ludus.experiments.assembly.learners import has_remote_learners
 from ludus.experiments.control.callbacks import announce_stop
-from ludus.experiments.control.stop_conditions import reached_condition
+from ludus.experiments.control.stopping import reached_condition
 from ludus.experiments.resolve import (
     Announce,
     ClusterOptions,
@@ -66,7 +67,7 @@ def train(
     `on_directory` is called with the directory of the run before it is created. Raises UsageError before anything starts.
     """
     parsed = ParsedExperiment(data)
-    notices = validate.notices_of(data) if configs.has_search(data) else validate.notices_of_parsed(parsed)
+    notices = validate.notices_of(data) if has_search(data) else validate.notices_of_parsed(parsed)
     if idle := validate.keys_without_effect(parsed):
         raise ConfigErrors(idle)
     parsed = choose_num_workers(parsed, announce, cluster)
@@ -264,7 +265,7 @@ def _result_of(run: Run, resolved: ResolvedExperiment, before: Checkpoint, stopp
 def needs_supervisor(resolved: ResolvedExperiment) -> bool:
     """Whether the run has other processes, so that its learner may as well be one that is restarted when it dies."""
     config = resolved.config
-    if resolved.is_external and not configs.external_config(config.env_config).port:
+    if resolved.is_external and not parse_external_config(config.env_config).port:
         return False  # any free port: games would not find the next learner
     return config.workers > 0 or config.learners > 1 or has_remote_learners()
 

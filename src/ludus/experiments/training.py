@@ -25,7 +25,7 @@ from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import Run
 from ludus.experiments.runs.run_status import StatusWriter, status_fields
 from ludus.experiments.runs.run_sync import RunSync
-from ludus.models.centralized_critic import actor_of
+from ludus.models.centralized_critic import actor_policy
 from ludus.process.host import stop_on_signals
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def open_training(
         run, controller = parts.run, parts.controller
         carrier = last.enter_context(RunSync(run.directory, guard=run.guard, mark=lambda: controller.last_checkpoint))
         status = functools.partial(run_status, parts, resolved, carrier)
-        with StatusWriter(run.directory, status, guard=parts.pool.look) as writer:
+        with StatusWriter(run.directory, status, guard=parts.pool.check_recently) as writer:
             if before is not None:
                 log.info("continuing from checkpoint %s; environments start from their reset", before.name)
             if run.meta().get("learner_restarts"):
@@ -153,7 +153,7 @@ class Training:
         policy, version = parts.pool.newest(model)
         where = run.directory / checkpoint.FOLDER / name if name else None
         log.info("%s: %s after %s timesteps", run.status, stopped_by, metrics.get("timesteps"))
-        agent = RunAgent(actor_of(policy), self._resolved.config.seed, version, run_dir=run.directory, model=model)
+        agent = RunAgent(actor_policy(policy), self._resolved.config.seed, version, run_dir=run.directory, model=model)
         return Result(run.directory, where, stopped_by, metrics, agent, self._resolved.experiment.env)
 
 

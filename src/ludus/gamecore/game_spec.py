@@ -1,6 +1,6 @@
-"""What is known of a game before its first match: its spaces and seats, who plays whom, and what it is to be told. No I/O.
+"""Game specification: spaces, seats, opponents and options of a game on a gamecore server. No I/O.
 
-For the Arena all of it follows from its mode and the keywords of its environments; any other game is declared.
+The specification of the Arena follows from its mode and environment keywords; any other game declares it in env_config.
 """
 
 from __future__ import annotations
@@ -20,120 +20,120 @@ from ludus.envs.opponents.opponent_mix import PAST, RULE, SELF, parse_opponent_m
 from ludus.envs.opponents.opponent_sampler import FIXED, OpponentSampler, bernoulli
 from ludus.errors import ConfigError, Refused
 from ludus.protocol import spec
+from ludus.protocol.codec import ONLY_SEAT
 
 ARENA: Final = "arena"
-ONLY_SEAT: Final = ""
-"""The name of the seat of a game that has one a camp: its messages have no seats around them."""
 CAMPS: Final = 2
-MAX_TOGETHER: Final = 256
+MAX_MATCHES_PER_PROCESS: Final = 256
 ANY_RULE: Final = "rule"
-"""As an opponent: whatever plays a camp of a declared game that has no actor."""
-_TOGETHER: Final = 16
-"""Matches of the Arena in a process: each costs half of what it costs alone, and more in one bring little."""
+"""Opponent name: the default rule of a declared game for camps without an actor."""
+_ARENA_MATCHES: Final = 16
+"""Arena matches per process: halves the cost of a match; more matches per process gain little (measured)."""
 _SIDES: Final[Mapping[str, int | None]] = {"random": None, "0": 0, "1": 1, "blue": 0, "red": 1}
 
 
 @dataclass(frozen=True)
-class Draw:
-    """One match: which side is the own one, who plays, and its chance."""
+class MatchDraw:
+    """The random choices of one match."""
 
     camp: int
+    """The camp of the learning side."""
     heroes: tuple[tuple[Any, ...], tuple[Any, ...]] | None
-    """Of camp 0 and of camp 1."""
+    """Heroes of camp 0 and of camp 1."""
     rule: str
-    """Plays the camps without an actor; empty: whatever the game has."""
+    """Plays the camps without an actor; empty: the game's default."""
     seed: int
     repeats: bool = False
-    """It begins where an earlier match once was."""
+    """Whether it starts from a saved state of an earlier match."""
     lane: bool = False
-    """It begins in the lane."""
+    """Whether it starts in the lane."""
     lineup: int = 0
-    """Which one, of those that are drawn from."""
+    """Index of the lineup."""
 
 
 @dataclass
-class Playable:
-    """A game as its rows see it."""
+class GameSpec:
+    """A game as seen by the rows of a vector environment."""
 
     game: str
     mode: str | None
     observation_space: gym.Space[Any]
-    """As the environment shows it: for some games with the mask inside."""
+    """Space of the environment; for some games it includes the action mask."""
     action_space: gym.Space[Any]
     masked: bool
     seats: tuple[str, ...]
-    """Of one camp."""
-    joint: tuple[str, ...] = field(kw_only=True, default=())
-    """Of both camps, that of camp 0 first, in a session that plays both; none: there are no such."""
-    shares: Mapping[str, float]
-    """Of the kinds of opponents; those that belong to the game count together."""
-    rivals: OpponentSampler
-    """Who plays where the opponent belongs to the game."""
+    """Seats of one camp."""
+    joint_seats: tuple[str, ...] = field(kw_only=True, default=())
+    """Seats of both camps, camp 0 first, in a session that plays both; empty: the game has no such sessions."""
+    opponent_shares: Mapping[str, float]
+    """Share of matches per kind of opponent; all rules of the game are one kind."""
+    opponent_sampler: OpponentSampler
+    """Chooses the rule where the opponent is a rule of the game."""
     lineups: Lineups
-    against: tuple[str, ...] = ()
-    """Whom matches can be won or lost against."""
+    opponents: tuple[str, ...] = ()
+    """Names of opponents for win and loss metrics."""
     repeat: float = 0.0
-    """How many matches begin at a saved state of the server."""
+    """Share of matches that start from a saved state of the server."""
     lane: float = 0.0
-    """How many matches begin in the lane: of the Arena."""
+    """Share of Arena matches that start in the lane."""
     side: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    changing: Callable[[int], Mapping[str, Any]] = field(default=lambda timesteps: {})
-    """Further options, which change with the time of training."""
-    together: int = 0
-    """Matches that a game process plays side by side, unless it is said otherwise; 0: each has one of its own."""
+    scheduled_options: Callable[[int], Mapping[str, Any]] = field(default=lambda timesteps: {})
+    """Further options, as a function of the training timesteps."""
+    matches_per_process: int = 0
+    """Default number of matches that a game process plays concurrently; 0: one process per match."""
     max_frames: int | None = None
-    expects: Mapping[str, Any] = field(default_factory=dict)
-    """What the `start` of a session says, if it is the game that we mean."""
-    heads: tuple[int, ...] = ()
-    """Where the mask inside an observation is cut, if it has parts."""
+    expected_start: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that the `start` of a session must contain."""
+    mask_splits: tuple[int, ...] = ()
+    """Offsets at which the mask inside an observation is split."""
     statistics: tuple[str, ...] = ()
-    """Of a hero, in the result of a match."""
-    ticks_a_second: float = 0.0
+    """Statistics per hero in the result of a match."""
+    ticks_per_second: float = 0.0
 
     @property
-    def seen_space(self) -> gym.Space[Any]:
-        """What the games send: without the mask, which has a key of its own."""
+    def wire_space(self) -> gym.Space[Any]:
+        """The observation space on the wire, without the mask, which is a separate key."""
         return spaces.split_mask(self.observation_space)[0]
 
     @property
     def mask_inside(self) -> bool:
         return spaces.split_mask(self.observation_space)[1] is not None
 
-    def draw(self, random: np.random.Generator) -> Draw:
-        """In the order in which the Arena's own environments draw: the same seed is the same match."""
+    def draw(self, random: np.random.Generator) -> MatchDraw:
+        """Draw the next match, in the same order as the Arena's environments: equal seeds give equal matches."""
         camp = int(random.integers(CAMPS)) if self.side is None else self.side
-        number, lineup = self.lineups.next(random, self.rivals.draw_lineup)
+        number, lineup = self.lineups.next(random, self.opponent_sampler.draw_lineup)
         heroes = None if lineup is None else lineup if camp == 0 else (lineup[1], lineup[0])
-        rule = self.rivals.draw(random, number)
+        rule = self.opponent_sampler.draw(random, number)
         seed = int(random.integers(1 << 31))
         lane = bernoulli(self.lane, random)
-        return Draw(camp, heroes, rule, seed, bool(self.repeat) and random.random() < self.repeat, lane, number)
+        return MatchDraw(camp, heroes, rule, seed, bool(self.repeat) and random.random() < self.repeat, lane, number)
 
     def check(self, about: Mapping[str, Any]) -> None:
-        """Whether it is the game that we mean. Raises Refused (422)."""
+        """Check that a session belongs to the specified game and version. Raises Refused (422)."""
         version = about.get("protocol", spec.VERSION)
         if version != spec.VERSION:
-            message = f"The game speaks version {reprlib.repr(version)} of the protocol, this is {spec.VERSION}."
+            message = f"The game uses version {reprlib.repr(version)} of the protocol; this is {spec.VERSION}."
             raise Refused(422, "protocol", message, "Run the same version on both sides.")
-        for key, value in self.expects.items():
+        for key, value in self.expected_start.items():
             if about.get(key) != value:
-                message = f"{key} of this game is {reprlib.repr(about.get(key))}, here it is {reprlib.repr(value)}."
+                message = f"{key} of this game is {reprlib.repr(about.get(key))}, expected {reprlib.repr(value)}."
                 raise Refused(422, "game", message, "Run the same version of the game on both sides.")
 
 
-def playable(game: str, mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> Playable:
-    """Raises ConfigError."""
+def resolve_game(game: str, mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> GameSpec:
+    """Build the specification from env_config. Raises ConfigError."""
     if game == ARENA and "observation_space" not in keywords:
-        return _arena(mode, options, keywords)
-    return _declared(game, mode, options, dict(keywords))
+        return _arena_spec(mode, options, keywords)
+    return _declared_spec(game, mode, options, dict(keywords))
 
 
 # -- the Arena ------------------------------------------------------------------------------------------------------------
 
 
-def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> Playable:
-    """`keywords`: those of the Arena's environments."""
+def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> GameSpec:
+    """`keywords`: of the Arena's environments."""
     from ludus.games.arena.engine.layout import RULES, TICKS_PER_SECOND
     from ludus.games.arena.env import seats
     from ludus.games.arena.host.match_host import HERO_TABLE
@@ -143,65 +143,65 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
     if unknown:
         name = min(unknown)
         raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, [*seats.Options.__dataclass_fields__, *KEYS]))
-    asked = seats.Options(mode=mode or "1v1", **rest)
-    if asked.states is not None:
-        raise ConfigError(f"states is {asked.states!r}.", "A gamecore server has states of its own: `repeat` alone is enough.")
-    size, settings = asked.size, asked.settings()
+    arena = seats.Options(mode=mode or "1v1", **rest)
+    if arena.states is not None:
+        raise ConfigError(f"states is {arena.states!r}.", "Remove it: a gamecore server uses its own saved states with `repeat`.")
+    size, settings = arena.size, arena.settings()
     rewards = settings.rewards
-    told = {
-        "every": asked.every,
-        "sparse": asked.sparse,
-        "zero_sum": asked.zero_sum,
-        **({"whole": True} if asked.whole else {}),
+    game_options = {
+        "every": arena.every,
+        "sparse": arena.sparse,
+        "zero_sum": arena.zero_sum,
+        **({"whole": True} if arena.whole else {}),
         "lenient": True,
         **options,
-        # What rows in lock step need; and a game whose actor is gone is of no use to anybody.
+        # Rows step in lock step; a game without its actor must end.
         "lockstep": True,
         "format": "msgpack",
         "sessions": "match",
         "on_lost": "end",
     }
-    expects = {
+    expected_start = {
         "game": ARENA,
         "rules": RULES,
         "hero_table": HERO_TABLE,
         "mode": f"{size}v{size}",
         "ticks_per_decision": settings.every,
     }
-    return Playable(
+    return GameSpec(
         game=ARENA,
         mode=f"{size}v{size}",
-        observation_space=seats.observation_space(size, whole=asked.whole),
+        observation_space=seats.observation_space(size, whole=arena.whole),
         action_space=seats.action_space(size),
         masked=True,
         seats=tuple(f"hero_{i}" for i in range(size)),
-        joint=tuple(f"{camp}_{i}" for camp in seats.CAMPS for i in range(size)),
-        shares=_by_kind(asked.shares),
-        rivals=asked.rivals(),
-        lineups=asked.lineups(),
-        side=asked.camp(),
-        against=tuple(kind.removeprefix(RULE) for kind in asked.shares if kind != SELF),
-        repeat=asked.repeat,
-        lane=asked.from_lane(),
-        options=told,
-        changing=lambda timesteps: _weighed(rewards.at(timesteps)),
-        together=0 if told.get("record") else _TOGETHER,
-        max_frames=asked.limit(),
-        expects=expects,
-        heads=tuple(np.cumsum(seats.options_of(size))[:-1].tolist()),
+        joint_seats=tuple(f"{camp}_{i}" for camp in seats.CAMPS for i in range(size)),
+        opponent_shares=_shares_by_kind(arena.shares),
+        opponent_sampler=arena.rivals(),
+        lineups=arena.lineups(),
+        side=arena.camp(),
+        opponents=tuple(kind.removeprefix(RULE) for kind in arena.shares if kind != SELF),
+        repeat=arena.repeat,
+        lane=arena.from_lane(),
+        options=game_options,
+        scheduled_options=lambda timesteps: _reward_options(rewards.at(timesteps)),
+        matches_per_process=0 if game_options.get("record") else _ARENA_MATCHES,
+        max_frames=arena.limit(),
+        expected_start=expected_start,
+        mask_splits=tuple(np.cumsum(seats.options_of(size))[:-1].tolist()),
         statistics=tuple(seats.STATISTICS),
-        ticks_a_second=TICKS_PER_SECOND,
+        ticks_per_second=TICKS_PER_SECOND,
     )
 
 
-def _weighed(rewards: Any) -> dict[str, Any]:
+def _reward_options(rewards: Any) -> dict[str, Any]:
     return {"team_spirit": rewards.team_spirit} | {f"weight_{part}": weight for part, weight in rewards.weights.items()}
 
 
-def _by_kind(shares: Mapping[str, float]) -> dict[str, float]:
-    """Whoever belongs to the game counts together: which of them plays is drawn for every match."""
-    scripted = sum(share for kind, share in shares.items() if kind.startswith(RULE))
-    return {SELF: shares.get(SELF, 0.0), PAST: shares.get(PAST, 0.0), RULE: scripted}
+def _shares_by_kind(opponent_shares: Mapping[str, float]) -> dict[str, float]:
+    """Add up the shares of all rules of the game: which rule plays is drawn for every match."""
+    scripted = sum(share for kind, share in opponent_shares.items() if kind.startswith(RULE))
+    return {SELF: opponent_shares.get(SELF, 0.0), PAST: opponent_shares.get(PAST, 0.0), RULE: scripted}
 
 
 # -- any other game -------------------------------------------------------------------------------------------------------
@@ -221,40 +221,40 @@ KEYS: Final = (
 )
 
 
-def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str, Any]) -> Playable:
+def _declared_spec(game: str, mode: Any, options: Mapping[str, Any], given: dict[str, Any]) -> GameSpec:
     for name in given:
         if name not in KEYS:
             raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, KEYS))
     observation, action = (_space(given.get(key), key, game) for key in KEYS[:2])
     seats = given.get("seats", [ONLY_SEAT])
     if not isinstance(seats, Sequence) or isinstance(seats, str) or not seats or not all(isinstance(s, str) for s in seats):
-        raise ConfigError(f"seats is {seats!r}.", "The names of the seats of a camp: [tank, mage].")
+        raise ConfigError(f"seats is {seats!r}.", "List the seat names of one camp, for example [tank, mage].")
     side = str(given.get("side", "random"))
     if side not in _SIDES:
         raise ConfigError(f"side is {side!r}.", f"One of {', '.join(_SIDES)}.")
     opponent = given.get("opponent", SELF)
-    shares = parse_opponent_mix(opponent, [ANY_RULE, *_rules_in(opponent)])
+    shares = parse_opponent_mix(opponent, [ANY_RULE, *_rule_names(opponent)])
     rules = {kind.removeprefix(RULE): share for kind, share in shares.items() if kind.startswith(RULE)} or {ANY_RULE: 1.0}
     lineups = Lineups(given.get("lineup"), len(seats), given.get("heroes", ()))
-    return Playable(
+    return GameSpec(
         game=game,
         mode=None if mode is None else str(mode),
         observation_space=observation,
         action_space=action,
         masked=bool(given.get("masked", spaces.split_mask(observation)[1] is not None)),
         seats=tuple(seats),
-        shares=_by_kind(shares),
-        rivals=OpponentSampler(
+        opponent_shares=_shares_by_kind(shares),
+        opponent_sampler=OpponentSampler(
             {"" if name == ANY_RULE else name: share for name, share in rules.items()},
             given.get("matchmaking", FIXED),
             lineups.choices,
         ),
         lineups=lineups,
-        against=tuple(kind.removeprefix(RULE) for kind in shares if kind != SELF),
+        opponents=tuple(kind.removeprefix(RULE) for kind in shares if kind != SELF),
         side=_SIDES[side],
         options=dict(options),
         max_frames=given.get("max_frames"),
-        expects=dict(given.get("expects", {})),
+        expected_start=dict(given.get("expects", {})),
     )
 
 
@@ -263,12 +263,12 @@ def _space(given: Any, key: str, game: str) -> gym.Space[Any]:
         return given
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"The {key} of {game!r} is not known.", f"Declare it: {key}: {{type: Box, shape: [3], low: -1, high: 1}}."
+            f"The {key} of {game!r} is not declared.", f"Declare it: {key}: {{type: Box, shape: [3], low: -1, high: 1}}."
         )
     return spaces.from_json(given)
 
 
-def _rules_in(opponent: Any) -> list[str]:
-    """Of a game that we know nothing of, every name after `rule:` may be one."""
+def _rule_names(opponent: Any) -> list[str]:
+    """Return every name after `rule:`; the rules of a declared game cannot be checked."""
     names = list(opponent) if isinstance(opponent, (Mapping, list, tuple)) else [opponent]
     return [name.removeprefix(RULE) for name in names if isinstance(name, str) and name.startswith(RULE)]

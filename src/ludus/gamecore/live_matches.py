@@ -1,10 +1,10 @@
-"""Matches that call us, as tables: what the seats of each have said, and who waits for an answer.
+"""State of the running matches whose games call this process: the seat updates of each match and its pending ticks.
 
-Games talk to the event loop of a gateway; whoever plays the rows is another thread. A tick is parked until that thread answers, all
-tables at once; so every row goes one step at a time, whatever process its game runs in.
+Games call the event loop of a gateway; the vector environment that steps the rows is another thread. A tick is parked until that
+thread answers all matches at once, so that every row advances one step at a time, whichever process its game runs in.
 
-    game ──tick──▶ TableActor ──Said──▶ Table … parked …   rows ◀──collect── player
-    game ◀─action─ TableActor ◀─────────────────────────── answer ◀──actions── player
+    game ──tick──▶ MatchActor ──SeatUpdate──▶ LiveMatch (parked)   rows ◀──collect── vector env
+    game ◀─action─ MatchActor ◀───────────────────────────────── answer ◀──actions── vector env
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from ludus.core.plugins import did_you_mean
 from ludus.core.tree import Array, Tree, leaves
 from ludus.core.types import Bools
 from ludus.errors import ConfigError, Refused
-from ludus.gamecore.game_spec import ONLY_SEAT, Playable
+from ludus.gamecore.game_spec import GameSpec
 from ludus.gateway.actor import Actor
-from ludus.gateway.builtin_actor import decoded, encoded
-from ludus.models.inference.micro_batcher import Answer
+from ludus.gateway.builtin_actor import decode_message, encode_message
+from ludus.models.inference.micro_batcher import BatchFuture
+from ludus.protocol.codec import ONLY_SEAT
 
 log = logging.getLogger(__name__)
 
 _KEYS: Final = frozenset({"observation", "reward", "terminated", "truncated", "action_mask"})
-_LARGEST: Final = 1e15
-_SHOWN: Final = 300
-"""Characters of a complaint that quotes the game."""
-_LOGGED, _EVERY = 20, 100
-"""So many losses are told one by one, then one in so many."""
+_MAX_REWARD: Final = 1e15
+_MAX_QUOTE: Final = 300
+"""Characters of an error message that quotes the game."""
+_LOG_FIRST, _LOG_EVERY = 20, 100
+"""The first losses are logged one by one, later ones once per hundred."""
 
 
-Leaves = tuple[bytes, ...]
-"""Of an observation: arrays as they are in memory, of the right size; whether they are right is looked at for all rows at once."""
+LeafBytes = tuple[bytes, ...]
+"""The arrays of an observation as raw memory of the right size; values are checked later for all rows at once."""
 
 
 @dataclass(slots=True)
-class Said:
-    """What one seat was told by its game: what it sees now, and what its last action has earned."""
+class SeatUpdate:
+    """One seat's part of a tick: its observation and the reward of its last action."""
 
-    seen: Leaves | None
+    observation: LeafBytes | None
     mask: bytes | None = None
     reward: float = 0.0
     terminated: bool = False
@@ -62,115 +63,115 @@ class Said:
 
 
 Rows = Mapping[int, tuple[int, ...]]
-"""Camp → the rows of its seats."""
+"""Camp → rows of its seats."""
 
 
-class Venue:
-    """A game process, and the matches that are played in it. Changed under the lock of the Tables."""
+class MatchProcess:
+    """A game process and the matches that it plays. Guarded by `LiveMatches.condition`."""
 
-    def __init__(self, runtime_id: str, places: int, now: float) -> None:
-        """`places`: for how many at a time; 0: it plays the first one, and ends."""
-        self.id, self.places, self.began = runtime_id, places, now
-        self.tables: set[Table] = set()
+    def __init__(self, runtime_id: str, capacity: int, now: float) -> None:
+        """`capacity`: number of concurrent matches; 0: the process plays one match and ends."""
+        self.id, self.capacity, self.began = runtime_id, capacity, now
+        self.matches: set[LiveMatch] = set()
         self.accepted = False
-        """Its server has said that it starts it."""
-        self.waiting: list[Table] = []
-        """Those that the game is told of in every reply, until they begin."""
+        """Whether the server has accepted the request to start it."""
+        self.waiting: list[LiveMatch] = []
+        """Matches that are announced to the game in every reply until they begin."""
 
-    def add(self, table: Table) -> None:
-        self.tables.add(table)
-        table.venue = self
+    def add(self, match: LiveMatch) -> None:
+        self.matches.add(match)
+        match.process = self
 
-    def join(self, table: Table) -> None:
-        """As a further match: the game is told of it with the next reply."""
-        self.add(table)
-        table.told = False
-        self.waiting.append(table)
+    def join(self, match: LiveMatch) -> None:
+        """Add a further match, which the next reply announces to the game."""
+        self.add(match)
+        match.announced = False
+        self.waiting.append(match)
 
-    def leave(self, table: Table) -> None:
-        self.tables.discard(table)
-        if table in self.waiting:
-            self.waiting.remove(table)
+    def leave(self, match: LiveMatch) -> None:
+        self.matches.discard(match)
+        if match in self.waiting:
+            self.waiting.remove(match)
 
 
-class Table:
-    """One match, while it is ours. Everything in it is changed under the lock of its Tables."""
+class LiveMatch:
+    """One match from its order to its end. Guarded by `LiveMatches.condition`."""
 
-    def __init__(self, runtime_id: str, slot: int, rows: Rows, against: str, now: float) -> None:
-        self.id, self.slot, self.rows, self.against = runtime_id, slot, rows, against
+    def __init__(self, runtime_id: str, slot: int, rows: Rows, opponent: str, now: float) -> None:
+        self.id, self.slot, self.rows, self.opponent = runtime_id, slot, rows, opponent
         self.lineup = 0
-        """Which one, of those that are drawn from."""
-        self.venue: Venue | None = None
-        """The process that plays it."""
-        self.order: Mapping[str, Any] = {}
-        """As its game is told of it, if it is not the first one there."""
-        self.told = True
-        """Its game knows of it, or its server does."""
-        self.seated: set[int] = set()
-        self.ended: set[int] = set()
-        """Camps whose session is over."""
-        self.left: set[int] = set()
-        """Rows whose seat has left a match that goes on."""
-        self.parked: dict[tuple[int, ...], Answer] = {}
-        """By the camps of a session."""
-        self.said: dict[int, Said] = {}
-        """By row, of this round."""
-        self.missing = self._expected()
+        """Index of the lineup."""
+        self.process: MatchProcess | None = None
+        """The game process that plays it."""
+        self.announcement: Mapping[str, Any] = {}
+        """Description sent to a running game process; unused for the first match of a process."""
+        self.announced = True
+        """Whether its game process or the server knows of it."""
+        self.seated_camps: set[int] = set()
+        self.ended_camps: set[int] = set()
+        """Camps whose session has ended."""
+        self.left_rows: set[int] = set()
+        """Rows whose seat has left while the match continues."""
+        self.parked: dict[tuple[int, ...], BatchFuture] = {}
+        """Pending ticks by the camps of their session."""
+        self.updates: dict[int, SeatUpdate] = {}
+        """Updates of the current round by row."""
+        self.missing = self._count_expected()
         self.decisions = 0
         self.result: Mapping[str, Any] = {}
         self.lost = ""
-        """Why it came to nothing."""
-        self.since = now
-        """When it was ordered, last answered, or last heard."""
-        self.looked = now
+        """Why the match was lost; empty: it was not."""
+        self.last_activity = now
+        """Time of the order, the last answer or the last request."""
+        self.checked_at = now
 
-    def _expected(self) -> int:
-        return sum(len(rows) for camp, rows in self.rows.items() if camp not in self.ended)
+    def _count_expected(self) -> int:
+        return sum(len(rows) for camp, rows in self.rows.items() if camp not in self.ended_camps)
 
     @property
     def ready(self) -> bool:
-        """All seats have spoken: it is our turn."""
+        """Whether the updates of all seats have arrived."""
         return self.missing == 0
 
     @property
     def over(self) -> bool:
-        return len(self.ended) == len(self.rows)
+        return len(self.ended_camps) == len(self.rows)
 
     @property
     def won(self) -> bool:
-        """By the own side."""
+        """Whether the learning side has won."""
         winner = self.result.get("winner")
         return type(winner) is int and winner == next(iter(self.rows))
 
-    def heard(self, camps: tuple[int, ...], said: Mapping[int, Said], now: float) -> None:
-        self.said.update(said)
-        self.since = now
+    def receive(self, camps: tuple[int, ...], updates: Mapping[int, SeatUpdate], now: float) -> None:
+        self.updates.update(updates)
+        self.last_activity = now
         self.missing -= sum(len(self.rows[camp]) for camp in camps)
 
-    def answered(self, now: float) -> dict[tuple[int, ...], Answer]:
-        """A new round begins; who waits for the answer, by the camps of the session."""
-        self.left = (self.left - self.said.keys()) | {row for row, one in self.said.items() if one.over}
-        parked, self.parked, self.said = self.parked, {}, {}
-        self.missing, self.since = self._expected(), now
+    def begin_round(self, now: float) -> dict[tuple[int, ...], BatchFuture]:
+        """Begin a new round and return the pending ticks of the previous one."""
+        self.left_rows = (self.left_rows - self.updates.keys()) | {row for row, one in self.updates.items() if one.over}
+        parked, self.parked, self.updates = self.parked, {}, {}
+        self.missing, self.last_activity = self._count_expected(), now
         self.decisions += 1
         return parked
 
 
 @dataclass
-class Slot:
-    """A place for one match after the other, always with the same rows."""
+class MatchSlot:
+    """A sequence of matches that use the same rows."""
 
     index: int
     kind: str
     groups: tuple[tuple[int, ...], ...]
-    """Rows of the own side, and of the other if it is played from here."""
-    table: Table | None = None
-    following: Table | None = None
-    """The match after that one, while that one may still be looked at."""
+    """Rows of the learning side, and of the other side if this process plays it too."""
+    current: LiveMatch | None = None
+    upcoming: LiveMatch | None = None
+    """The next match, ordered before the results of the current one are collected."""
     failures: int = 0
-    """Matches in a row that came to nothing before they began."""
+    """Consecutive matches that were lost before their first decision."""
     over: bool = False
-    """The last step ended its match: the next one only begins another."""
+    """Whether the last step ended a match, so that the next step only begins another."""
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -178,238 +179,241 @@ class Slot:
 
 
 @dataclass
-class Outcome:
-    """What a step of all slots brought: rows that were told something, rows that were lost, matches that ended."""
+class StepOutcome:
+    """Result of one step of all slots: updated rows, lost rows, ended matches."""
 
-    said: dict[int, Said] = field(default_factory=dict)
+    updates: dict[int, SeatUpdate] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
-    ended: list[Table] = field(default_factory=list)
+    ended: list[LiveMatch] = field(default_factory=list)
 
 
-class Tables:
-    """All tables of one player. `finished(slot)` is called, under the lock, when a slot needs another match."""
+class LiveMatches:
+    """All matches of one vector environment. Calls `on_match_end(slot, match)`, holding `condition`, when a slot needs another match."""
 
-    def __init__(self, game: Playable, slots: Sequence[Slot], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, game: GameSpec, slots: Sequence[MatchSlot], clock: Callable[[], float] = time.monotonic) -> None:
         self.game, self.slots, self.clock = game, slots, clock
-        self.finished: Callable[[Slot, Table], None] = lambda slot, table: None
-        self.changed = threading.Condition()
+        self.on_match_end: Callable[[MatchSlot, LiveMatch], None] = lambda slot, match: None
+        self.condition = threading.Condition()
         self.counts: Counter[str] = Counter()
-        self.failures_in_a_row = 0
-        """Matches that came to nothing before a decision, without one that did not."""
+        self.consecutive_failures = 0
+        """Matches lost before their first decision since the last successful one."""
         self.last_loss = ""
         self.closed = False
-        """Nothing is lost any more: nobody plays."""
-        self._by_id: dict[str, Table] = {}
-        self._awaited = 0  # tables in play whose games have yet to speak
+        """After closing, no match is counted as lost."""
+        self._by_id: dict[str, LiveMatch] = {}
+        self._awaited = 0  # current matches with missing updates
         self._rows = sum(len(slot.rows) for slot in slots)
 
-    # -- for whoever orders matches
+    # -- called by the scheduler
 
-    def lay(self, slot: Slot, table: Table) -> None:
-        """The next match of a slot is ordered."""
-        with self.changed:
-            self._by_id[table.id] = table
-            slot.following = table
+    def add(self, slot: MatchSlot, match: LiveMatch) -> None:
+        """Register the next match of a slot."""
+        with self.condition:
+            self._by_id[match.id] = match
+            slot.upcoming = match
             self.counts["ordered"] += 1
 
-    def lose(self, table: Table, why: str) -> None:
-        """Nothing more will come of this match. Its rows are lost in the step that is under way; the slot gets another."""
-        with self.changed:
-            self._lose(table, why)
+    def lose(self, match: LiveMatch, why: str) -> None:
+        """Give up a match: its rows are lost in the current step, and the slot gets another match."""
+        with self.condition:
+            self._lose(match, why)
 
-    def _lose(self, table: Table, why: str) -> None:
-        slot = self.slots[table.slot]
-        if self.closed or table.lost or (table.over and table.ready) or table not in (slot.table, slot.following):
+    def _lose(self, match: LiveMatch, why: str) -> None:
+        slot = self.slots[match.slot]
+        if self.closed or match.lost or (match.over and match.ready) or match not in (slot.current, slot.upcoming):
             return
-        table.lost = self.last_loss = why or "?"
-        if table is slot.table and not table.ready:
+        match.lost = self.last_loss = why or "?"
+        if match is slot.current and not match.ready:
             self._awaited -= 1
-        if table.decisions == 0:
+        if match.decisions == 0:
             slot.failures += 1
-            self.failures_in_a_row += 1
-        self._count_lost(table, why)
-        self._by_id.pop(table.id, None)
-        for answer in table.parked.values():
+            self.consecutive_failures += 1
+        self._count_lost(match, why)
+        self._by_id.pop(match.id, None)
+        for answer in match.parked.values():
             self._cancel(answer)
-        if table is slot.following:
-            slot.following = None
-        self.finished(slot, table)
-        self.changed.notify_all()
+        if match is slot.upcoming:
+            slot.upcoming = None
+        self.on_match_end(slot, match)
+        self.condition.notify_all()
 
-    def _count_lost(self, table: Table, why: str) -> None:
+    def _count_lost(self, match: LiveMatch, why: str) -> None:
         self.counts["lost"] += 1
         number = self.counts["lost"]
-        if number <= _LOGGED or number % _EVERY == 0:
-            log.warning("match %s is lost: %s (%d so far)", table.id, why, number)
+        if number <= _LOG_FIRST or number % _LOG_EVERY == 0:
+            log.warning("match %s was lost: %s (%d so far)", match.id, why, number)
 
     @staticmethod
-    def _cancel(answer: Answer) -> None:
-        """Its session is over for us. May be called by any thread."""
+    def _cancel(answer: BatchFuture) -> None:
+        """Refuse a pending tick. Thread-safe."""
         answer.get_loop().call_soon_threadsafe(_refuse, answer)
 
-    # -- for sessions, on the event loop
+    # -- called by sessions, on the event loop
 
-    def sit(self, match: str, about: Mapping[str, Any]) -> tuple[Table, tuple[int, ...]]:
-        """The table of a session that begins, and the camps it plays. Raises Refused."""
-        with self.changed:
-            table = self._by_id.get(match)
-            if table is None:
+    def seat_session(self, match_id: str, about: Mapping[str, Any]) -> tuple[LiveMatch, tuple[int, ...]]:
+        """Return the match of a new session and the camps that it plays. Raises Refused."""
+        with self.condition:
+            match = self._by_id.get(match_id)
+            if match is None:
                 hint = "Send the runtime_id of the order as Ludus-Match."
-                raise Refused(404, "match", f"No match {match[:80]!r} was ordered from here.", hint)
+                raise Refused(404, "match", f"This server has no match {match_id[:80]!r}.", hint)
             try:
                 self.game.check(about)
-                camps = self._camps(table, about)
+                camps = self._camps(match, about)
             except Refused as refused:
-                self._lose(table, str(refused))
+                self._lose(match, str(refused))
                 raise
-            table.seated.update(camps)
-            if table.venue is not None and table in table.venue.waiting:
-                table.venue.waiting.remove(table)
-            return table, camps
+            match.seated_camps.update(camps)
+            if match.process is not None and match in match.process.waiting:
+                match.process.waiting.remove(match)
+            return match, camps
 
-    def _camps(self, table: Table, about: Mapping[str, Any]) -> tuple[int, ...]:
-        if self.game.joint and about.get("camps") == sorted(table.rows) and not table.seated:
-            return tuple(sorted(table.rows))
-        camp = about.get("camp", next(iter(table.rows)) if len(table.rows) == 1 else None)
-        if isinstance(camp, bool) or camp not in table.rows:
-            hint = 'The body of start says it: {"camp": 0}.'
-            raise Refused(422, "camp", f"camp is {reprlib.repr(camp)}, from here are played {sorted(table.rows)}.", hint)
-        if camp in table.seated:
-            raise Refused(409, "camp", f"Camp {camp} of this match has a session already.", "One for each camp, once.")
+    def _camps(self, match: LiveMatch, about: Mapping[str, Any]) -> tuple[int, ...]:
+        if self.game.joint_seats and about.get("camps") == sorted(match.rows) and not match.seated_camps:
+            return tuple(sorted(match.rows))
+        camp = about.get("camp", next(iter(match.rows)) if len(match.rows) == 1 else None)
+        if isinstance(camp, bool) or camp not in match.rows:
+            hint = 'Send it in the body of start: {"camp": 0}.'
+            raise Refused(422, "camp", f"camp is {reprlib.repr(camp)}; this server plays {sorted(match.rows)}.", hint)
+        if camp in match.seated_camps:
+            raise Refused(409, "camp", f"Camp {camp} of this match has a session already.", "Start one session per camp.")
         return (int(camp),)
 
-    def park(self, table: Table, camps: tuple[int, ...], said: Mapping[int, Said], answer: Answer) -> None:
-        """A tick. Raises Refused when nobody waits for it any more."""
-        with self.changed:
-            self._still(table)
-            table.parked[camps] = answer
-            self._heard(table, camps, said)
+    def park(self, match: LiveMatch, camps: tuple[int, ...], updates: Mapping[int, SeatUpdate], answer: BatchFuture) -> None:
+        """Store a tick until `answer` is called. Raises Refused when the match was lost."""
+        with self.condition:
+            self._check_open(match)
+            match.parked[camps] = answer
+            self._receive(match, camps, updates)
 
-    def end(self, table: Table, camps: tuple[int, ...], said: Mapping[int, Said], result: Mapping[str, Any]) -> None:
-        with self.changed:
-            if table.lost:
+    def end(self, match: LiveMatch, camps: tuple[int, ...], updates: Mapping[int, SeatUpdate], result: Mapping[str, Any]) -> None:
+        with self.condition:
+            if match.lost:
                 return
-            if table.decisions == 0:
-                self._lose(table, "it ended before its first decision")
+            if match.decisions == 0:
+                self._lose(match, "it ended before its first decision")
                 return
-            table.ended.update(camps)
-            table.result = result or table.result
-            self._heard(table, camps, said)
-            if table.over:
-                self._by_id.pop(table.id, None)
+            match.ended_camps.update(camps)
+            match.result = result or match.result
+            self._receive(match, camps, updates)
+            if match.over:
+                self._by_id.pop(match.id, None)
                 self.counts["finished"] += 1
-                self.finished(self.slots[table.slot], table)
+                self.on_match_end(self.slots[match.slot], match)
 
-    def _still(self, table: Table) -> None:
-        if table.lost:
-            raise Refused(410, "session_lost", f"This match was given up: {table.lost}", "End it.")
+    def _check_open(self, match: LiveMatch) -> None:
+        if match.lost:
+            raise Refused(410, "session_lost", f"This match was given up: {match.lost}", "End it.")
 
-    def _heard(self, table: Table, camps: tuple[int, ...], said: Mapping[int, Said]) -> None:
-        slot = self.slots[table.slot]
-        table.heard(camps, said, self.clock())
-        if table.ready:
-            if table is slot.table:
+    def _receive(self, match: LiveMatch, camps: tuple[int, ...], updates: Mapping[int, SeatUpdate]) -> None:
+        slot = self.slots[match.slot]
+        match.receive(camps, updates, self.clock())
+        if match.ready:
+            if match is slot.current:
                 self._awaited -= 1
             if self._awaited == 0:
-                self.changed.notify_all()
+                self.condition.notify_all()
 
-    # -- for the player of the rows
+    # -- called by the vector environment
 
     def answer(self, actions: Callable[[int], Any]) -> None:
-        """Tell all games whose turn it is not what their seats do; `actions(row)` as a message can say it."""
-        answers: list[tuple[Answer, dict[int, Any]]] = []
+        """BatchFuture all pending ticks; `actions(row)` returns an action as plain lists and numbers."""
+        answers: list[tuple[BatchFuture, dict[int, Any]]] = []
         loop: asyncio.AbstractEventLoop | None = None
-        with self.changed:
+        with self.condition:
             now = self.clock()
             for slot in self.slots:
-                table = slot.table
-                if table is None or table.lost or not table.ready or table.over:
+                match = slot.current
+                if match is None or match.lost or not match.ready or match.over:
                     continue
-                over = {row for row, said in table.said.items() if said.over}
-                for camps, answer in table.answered(now).items():
+                over = {row for row, update in match.updates.items() if update.over}
+                for camps, answer in match.begin_round(now).items():
                     loop = answer.get_loop()
-                    rows = [row for camp in camps for row in table.rows[camp]]
+                    rows = [row for camp in camps for row in match.rows[camp]]
                     answers.append((answer, {row: None if row in over else actions(row) for row in rows}))
                 self._awaited += 1
-                self.failures_in_a_row = slot.failures = 0
+                self.consecutive_failures = slot.failures = 0
         if loop is not None:
-            loop.call_soon_threadsafe(_release, answers)
+            loop.call_soon_threadsafe(_send_actions, answers)
 
-    def settled(self, *, all_of_them: bool) -> bool:
-        """Under the lock: no game in play is awaited, and not too many matches are just beginning: with `all_of_them` none. Those that a game is
-        yet to be told of do not count: it is told by our answers."""
+    def ready_to_step(self, *, wait_for_all: bool) -> bool:
+        """Whether the next step can be collected. Call it holding `condition`.
+
+        All current matches must be ready, and at most half of the rows (none with `wait_for_all`) may wait for a match that is
+        starting. Matches not yet announced do not count: the answers of this step announce them.
+        """
         if self._awaited:
             return False
         absent = beginning = 0
         for slot in self.slots:
-            if not _shows(slot):
+            if not _has_next_observation(slot):
                 absent += len(slot.rows)
-                beginning += len(slot.rows) if slot.following is None or slot.following.told else 0
+                beginning += len(slot.rows) if slot.upcoming is None or slot.upcoming.announced else 0
         if beginning == 0:
             return absent < self._rows
-        return not all_of_them and 2 * beginning <= self._rows
+        return not wait_for_all and 2 * beginning <= self._rows
 
-    def waited_for(self) -> list[Table]:
-        """Under the lock: those who have not spoken."""
-        both = [table for slot in self.slots for table in (slot.table, slot.following)]
-        return [table for table in both if table is not None and table.told and not table.ready and not table.lost]
+    def silent_matches(self) -> list[LiveMatch]:
+        """Announced matches with missing updates. Call it holding `condition`."""
+        both = [match for slot in self.slots for match in (slot.current, slot.upcoming)]
+        return [match for match in both if match is not None and match.announced and not match.ready and not match.lost]
 
-    def collect(self) -> Outcome:
-        """What came of the step. Every row is in it: told something, or lost."""
-        outcome = Outcome()
-        with self.changed:
+    def collect(self) -> StepOutcome:
+        """Return the outcome of the step. Every row is either updated or lost."""
+        outcome = StepOutcome()
+        with self.condition:
             for slot in self.slots:
                 self._collect(slot, outcome)
         return outcome
 
-    def _collect(self, slot: Slot, outcome: Outcome) -> None:
-        table, was_over, slot.over = slot.table, slot.over, False
-        if table is None or table.lost:
-            slot.table = None
-            if slot.following is None or not slot.following.ready:
+    def _collect(self, slot: MatchSlot, outcome: StepOutcome) -> None:
+        match, was_over, slot.over = slot.current, slot.over, False
+        if match is None or match.lost:
+            slot.current = None
+            if slot.upcoming is None or not slot.upcoming.ready:
                 outcome.lost += slot.rows
                 return
-            table = slot.table = slot.following
-            slot.following = None
+            match = slot.current = slot.upcoming
+            slot.upcoming = None
             if not was_over:
-                outcome.lost += slot.rows  # they have done nothing in this step
-            outcome.said |= table.said
+                outcome.lost += slot.rows  # their actions of this step had no effect
+            outcome.updates |= match.updates
             return
-        outcome.said |= table.said
-        outcome.lost += [row for row in slot.rows if row not in table.said]
-        if table.over:
-            outcome.ended.append(table)
-            slot.table, slot.over = None, True
+        outcome.updates |= match.updates
+        outcome.lost += [row for row in slot.rows if row not in match.updates]
+        if match.over:
+            outcome.ended.append(match)
+            slot.current, slot.over = None, True
 
-    def spoilt(self, wrong: Mapping[int, str], outcome: Outcome) -> list[int]:
-        """Rows were shown something that is not right: their matches are lost, with all their rows, and so is a result that came with it."""
+    def discard_invalid(self, wrong: Mapping[int, str], outcome: StepOutcome) -> list[int]:
+        """Give up the matches of rows with invalid observations, with all their rows and results. Returns these rows."""
         lost: list[int] = []
-        with self.changed:
+        with self.condition:
             for slot in self.slots:
                 why = next((wrong[row] for row in slot.rows if row in wrong), "")
                 if not why:
                     continue
                 lost += slot.rows
-                for table in [table for table in outcome.ended if self.slots[table.slot] is slot]:
-                    outcome.ended.remove(table)
+                for match in [match for match in outcome.ended if self.slots[match.slot] is slot]:
+                    outcome.ended.remove(match)
                     self.counts["finished"] -= 1
                     self.last_loss = why
-                    self._count_lost(table, why)
-                if slot.table is not None:
-                    self._lose(slot.table, why)
+                    self._count_lost(match, why)
+                if slot.current is not None:
+                    self._lose(slot.current, why)
                 slot.over = False
         outcome.lost += lost
         return lost
 
 
-def _shows(slot: Slot) -> bool:
-    """Whether the rows of a slot will have something to see after this step."""
-    if slot.table is not None and not slot.table.lost:
+def _has_next_observation(slot: MatchSlot) -> bool:
+    """Whether the rows of a slot have an observation after this step."""
+    if slot.current is not None and not slot.current.lost:
         return True
-    return slot.following is not None and slot.following.ready
+    return slot.upcoming is not None and slot.upcoming.ready
 
 
-def _release(answers: Sequence[tuple[Answer, dict[int, Any]]]) -> None:
+def _send_actions(answers: Sequence[tuple[BatchFuture, dict[int, Any]]]) -> None:
     for answer, actions in answers:
         if not answer.done():
             answer.set_result(actions)
@@ -417,7 +421,7 @@ def _release(answers: Sequence[tuple[Answer, dict[int, Any]]]) -> None:
                 answer.waiter.resume()
 
 
-def _refuse(answer: Answer) -> None:
+def _refuse(answer: BatchFuture) -> None:
     if not answer.done():
         answer.set_exception(Refused(410, "session_lost", "This match was given up.", "End it."))
         if answer.waiter is not None:
@@ -427,23 +431,23 @@ def _refuse(answer: Answer) -> None:
 # -- a session ------------------------------------------------------------------------------------------------------------
 
 
-class Reading:
-    """How what games send becomes what rows see. Shared by all sessions.
+class StepParser:
+    """Parses the messages of games. Shared by all sessions.
 
-    A tick is taken apart and measured; its numbers are checked when all rows are there, in one go: `Sight`.
+    Checks structure and sizes; `ObservationBatcher` checks the values of all rows at once.
     """
 
-    def __init__(self, game: Playable) -> None:
-        self.seats, self.joint, self.lone = game.seats, game.joint, game.seats == (ONLY_SEAT,)
-        self._fit = spaces.Fit(game.seen_space)
+    def __init__(self, game: GameSpec) -> None:
+        self.seats, self.joint, self.single = game.seats, game.joint_seats, game.seats == (ONLY_SEAT,)
+        self._fit = spaces.SpaceParser(game.wire_space)
         self._paths = [(path.split(".") if path else [], _size(spec)) for path, spec in leaves(self._fit.spec)]
         self._branches = [(path.split(".") if path else [], keys) for path, keys in _branches(self._fit.spec)]
         self._action_space, self._masked = game.action_space, game.masked
         self._mask_size = spaces.mask_size(game.action_space)
 
-    def parts(self, message: dict[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-        """By seat, of those that the session has. Raises Refused (422)."""
-        if self.lone:
+    def split_seats(self, message: dict[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+        """Return the parts of a message by seat. Raises Refused (422)."""
+        if self.single:
             return {ONLY_SEAT: message}
         seats = message.get("seats")
         if not isinstance(seats, dict) or message.keys() - {"seats"}:
@@ -453,8 +457,8 @@ class Reading:
             raise Refused(422, "seats", f"There is no seat {name!r}.", did_you_mean(name, names))
         return seats
 
-    def said(self, part: Any, *, began: bool, last: bool) -> Said:
-        """Of one seat. `began`: it has acted before. Raises Refused (422)."""
+    def parse_step(self, part: Any, *, began: bool, last: bool) -> SeatUpdate:
+        """Parse the part of one seat. `began`: it has acted before. Raises Refused (422)."""
         if not isinstance(part, dict):
             raise Refused(422, "malformed", "A step is not an object.", 'Send {"observation": …, "reward": …}.')
         if part.keys() - _KEYS:
@@ -465,15 +469,15 @@ class Reading:
             terminated = terminated or not truncated
         reward = _reward(part.get("reward", 0.0))
         if reward and not began:
-            raise Refused(422, "reward", f"A reward of {reward:g} came before any action.", "Reward what an action did.")
+            raise Refused(422, "reward", f"A reward of {reward:g} came before any action.", "Send rewards after an action.")
         given, over = part.get("observation"), terminated or truncated
         if given is None and not terminated:
             raise Refused(422, "observation", "The observation is missing.", 'Send it as "observation".')
-        seen = None if given is None else self._leaves(given) or self._fitted(given)
-        return Said(seen, None if over else self._mask(part.get("action_mask")), reward, terminated, truncated)
+        seen = None if given is None else self._leaves(given) or self._fit_leaves(given)
+        return SeatUpdate(seen, None if over else self._mask(part.get("action_mask")), reward, terminated, truncated)
 
-    def _leaves(self, given: Any) -> Leaves | None:
-        """Of an observation all of whose arrays are raw bytes, as games that are in a hurry send them; None: look closer."""
+    def _leaves(self, given: Any) -> LeafBytes | None:
+        """Fast path for observations of raw bytes; None: use the slow path."""
         found = []
         try:
             for path, keys in self._branches:
@@ -488,11 +492,11 @@ class Reading:
             return None
         return tuple(found)
 
-    def _fitted(self, given: Any) -> Leaves:
+    def _fit_leaves(self, given: Any) -> LeafBytes:
         try:
             return tuple(leaf.tobytes() for _, leaf in leaves(self._fit(given)))
         except ValueError as error:
-            what = str(error)[:_SHOWN]
+            what = str(error)[:_MAX_QUOTE]
             raise Refused(422, "observation", f"The observation does not fit: {what}.", "GET /spec shows the space.") from None
 
     def _mask(self, given: Any) -> bytes | None:
@@ -502,32 +506,32 @@ class Reading:
             raise Refused(422, "action_mask", "This game was declared without masks.", "Set masked: true in env_config.")
         try:
             flat = given if given.__class__ is bytes else bytes(given) if given.__class__ is list else b""
-        except (TypeError, ValueError):  # it has parts, or no whole numbers
+        except (TypeError, ValueError):  # nested, or not integers
             flat = b""
         if len(flat) == self._mask_size:
             return flat
         try:
             return spaces.flat_mask(given, self._action_space).tobytes()
         except (ConfigError, ValueError, TypeError) as error:
-            what = str(error)[:_SHOWN]
+            what = str(error)[:_MAX_QUOTE]
             raise Refused(422, "action_mask", f"The action mask does not fit: {what}", "One 0 or 1 per option.") from None
 
 
-class Sight:
-    """What all rows see, as arrays; and which of them show something that is no number, or none of its category."""
+class ObservationBatcher:
+    """Builds the observation and mask arrays of all rows, and finds rows with non-finite or out-of-range values."""
 
-    def __init__(self, game: Playable) -> None:
-        self._spec = spaces.array_spec(game.seen_space)
+    def __init__(self, game: GameSpec) -> None:
+        self._spec = spaces.array_spec(game.wire_space)
         self._leaves = [(path, spec) for path, spec in leaves(self._spec)]
-        self._bounds = spaces.categories(game.seen_space) | spaces.bits(game.seen_space)
+        self._bounds = spaces.categories(game.wire_space) | spaces.bits(game.wire_space)
         self._choices = spaces.choices(game.action_space)
-        self.blank: Leaves = tuple(bytes(_size(spec)) for _, spec in self._leaves)
-        """What a row sees before its first match."""
+        self.blank: LeafBytes = tuple(bytes(_size(spec)) for _, spec in self._leaves)
+        """Observation of a row before its first match."""
         self.open = b"\1" * spaces.mask_size(game.action_space)
-        """A mask that forbids nothing."""
+        """Mask that allows every action."""
 
-    def show(self, rows: Sequence[Leaves]) -> tuple[list[Array], dict[int, str]]:
-        """An array of its own for each leaf, [rows, …]; and by row what is wrong."""
+    def show(self, rows: Sequence[LeafBytes]) -> tuple[list[Array], dict[int, str]]:
+        """Return a new array [rows, …] for each leaf, and the errors by row."""
         arrays, wrong = [], {}
         for i, (path, spec) in enumerate(self._leaves):
             array = np.frombuffer(bytearray().join([row[i] for row in rows]), spec.dtype).reshape(len(rows), *spec.shape)
@@ -541,11 +545,11 @@ class Sight:
                 continue
             if not good.all():
                 for row in np.flatnonzero(~good.reshape(len(rows), -1).all(axis=1)).tolist():
-                    wrong[row] = f"its observation holds {array[row][~good[row]].reshape(-1)[0]} in {path or 'it'!r}"
+                    wrong[row] = f"its observation contains {array[row][~good[row]].reshape(-1)[0]} in {path or 'it'!r}"
         return arrays, wrong
 
     def allow(self, rows: Sequence[bytes]) -> tuple[Bools, dict[int, str]]:
-        """[rows, options], and by row what is wrong."""
+        """Return the masks [rows, options], and the errors by row."""
         given = np.frombuffer(bytearray().join(rows), np.uint8).reshape(len(rows), -1)
         wrong = {}
         bad: Bools = np.any(given > 1, axis=1)
@@ -555,13 +559,13 @@ class Sight:
             closed |= ~given[:, part].any(axis=1)
         for row in np.flatnonzero(bad | closed).tolist():
             wrong[row] = (
-                "its action mask holds something else than 0 and 1" if bad[row] else "its action mask forbids every action"
+                "its action mask contains values other than 0 and 1" if bad[row] else "its action mask forbids every action"
             )
         return mask, wrong
 
     def tree(self, arrays: Sequence[Array]) -> Tree:
-        """In the structure of the observation."""
-        return _planted(self._spec, "", {path: array for (path, _), array in zip(self._leaves, arrays, strict=True)})
+        """Arrange leaf arrays in the structure of the observation."""
+        return _build_tree(self._spec, "", {path: array for (path, _), array in zip(self._leaves, arrays, strict=True)})
 
 
 def _at(given: Any, path: Sequence[str]) -> Any:
@@ -570,17 +574,17 @@ def _at(given: Any, path: Sequence[str]) -> Any:
     return given
 
 
-def _planted(spec: Tree, path: str, arrays: Mapping[str, Array]) -> Tree:
+def _build_tree(spec: Tree, path: str, arrays: Mapping[str, Array]) -> Tree:
     here = f"{path}." if path else ""
     if isinstance(spec, dict):
-        return {key: _planted(item, f"{here}{key}", arrays) for key, item in spec.items()}
+        return {key: _build_tree(item, f"{here}{key}", arrays) for key, item in spec.items()}
     if isinstance(spec, tuple):
-        return tuple(_planted(item, f"{here}{i}", arrays) for i, item in enumerate(spec))
+        return tuple(_build_tree(item, f"{here}{i}", arrays) for i, item in enumerate(spec))
     return arrays[path]
 
 
 def _branches(spec: Tree, path: str = "") -> Iterator[tuple[str, int]]:
-    """Paths of all mappings, and how many keys each has."""
+    """Yield the path of every mapping and its number of keys."""
     if isinstance(spec, dict):
         yield path, len(spec)
         for key, item in spec.items():
@@ -600,85 +604,83 @@ def _flag(part: Mapping[str, Any], key: str) -> bool:
 
 def _reward(given: Any) -> float:
     plain = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not plain or not (abs(given) <= _LARGEST and math.isfinite(given)):
-        raise Refused(422, "reward", f"The reward is {reprlib.repr(given)}.", f"It is a number up to {_LARGEST:g}.")
+    if not plain or not (abs(given) <= _MAX_REWARD and math.isfinite(given)):
+        raise Refused(422, "reward", f"The reward is {reprlib.repr(given)}.", f"It is a number up to {_MAX_REWARD:g}.")
     return float(given)
 
 
-class TableActor(Actor):
-    """One camp of one match, or both. Whatever is wrong with what its game says costs the match, and nothing else."""
+class MatchActor(Actor):
+    """Plays one or both camps of one match. An invalid message loses this match only."""
 
-    def __init__(self, tables: Tables, reading: Reading) -> None:
-        self._tables, self._reading = tables, reading
-        self._table: Table | None = None
+    def __init__(self, matches: LiveMatches, parser: StepParser) -> None:
+        self._matches, self._parser = matches, parser
+        self._match: LiveMatch | None = None
         self._camps: tuple[int, ...] = ()
         self._rows: dict[str, int] = {}
         self._acted: set[int] = set()
 
     async def start(self, session: str, body: bytes) -> bytes:
-        about, packed = decoded(body) if body.strip() else ({}, False)
-        table, self._camps = self._tables.sit(self.match, about)
-        names = self._reading.seats if len(self._camps) == 1 else self._reading.joint
-        self._rows = dict(zip(names, [row for camp in self._camps for row in table.rows[camp]], strict=True))
-        self._table = table
-        return encoded(self._handed(), packed)
+        about, packed = decode_message(body) if body.strip() else ({}, False)
+        match, self._camps = self._matches.seat_session(self.match, about)
+        names = self._parser.seats if len(self._camps) == 1 else self._parser.joint
+        self._rows = dict(zip(names, [row for camp in self._camps for row in match.rows[camp]], strict=True))
+        self._match = match
+        return encode_message(self._new_matches(), packed)
 
-    def _handed(self) -> dict[str, Any]:
-        """The matches that the game is to play as well, if there are some."""
-        venue = None if self._table is None else self._table.venue
-        if venue is None or not venue.waiting:
+    def _new_matches(self) -> dict[str, Any]:
+        """Announce the further matches that the game process is to play."""
+        process = None if self._match is None else self._match.process
+        if process is None or not process.waiting:
             return {}
-        with self._tables.changed:
-            for table in venue.waiting:
-                if not table.told:
-                    table.told, table.since = True, self._tables.clock()
-            return {"matches": [table.order for table in venue.waiting]}
+        with self._matches.condition:
+            for match in process.waiting:
+                if not match.announced:
+                    match.announced, match.last_activity = True, self._matches.clock()
+            return {"matches": [match.announcement for match in process.waiting]}
 
     async def tick(self, body: bytes) -> bytes:
-        table = self._table
-        assert table is not None
+        match = self._match
+        assert match is not None
         try:
-            message, packed = decoded(body)
+            message, packed = decode_message(body)
             message.pop("info", None)
-            said = self._said(message)
-            missing = [seat for seat, row in self._rows.items() if row not in said and row not in table.left]
+            updates = self._parse_updates(message)
+            missing = [seat for seat, row in self._rows.items() if row not in updates and row not in match.left_rows]
             if missing:
-                raise Refused(
-                    422, "seats", f"The tick says nothing of {missing[0]!r}.", "Send all seats of the camp in every tick."
-                )
+                raise Refused(422, "seats", f"The tick lacks seat {missing[0]!r}.", "Send all seats of the camp in every tick.")
         except Refused as refused:
-            self._tables.lose(table, f"it sent something else than was agreed on: {refused}")
+            self._matches.lose(match, f"it sent an invalid tick: {refused}")
             raise
-        answer = Answer(loop=asyncio.get_running_loop())
-        self._tables.park(table, self._camps, said, answer)
+        answer = BatchFuture(loop=asyncio.get_running_loop())
+        self._matches.park(match, self._camps, updates, answer)
         actions = await answer
         self._acted = {row for row, action in actions.items() if action is not None}
-        if self._reading.lone:
-            return encoded({"action": actions[self._rows[ONLY_SEAT]], **self._handed()}, packed)
-        chosen = {seat: actions[row] for seat, row in self._rows.items() if row in said}
-        return encoded({"actions": chosen, **self._handed()}, packed)
+        if self._parser.single:
+            return encode_message({"action": actions[self._rows[ONLY_SEAT]], **self._new_matches()}, packed)
+        chosen = {seat: actions[row] for seat, row in self._rows.items() if row in updates}
+        return encode_message({"actions": chosen, **self._new_matches()}, packed)
 
-    def _said(self, message: dict[str, Any], *, last: bool = False) -> dict[int, Said]:
-        said = {}
-        for seat, part in self._reading.parts(message, self._rows).items():
+    def _parse_updates(self, message: dict[str, Any], *, last: bool = False) -> dict[int, SeatUpdate]:
+        updates = {}
+        for seat, part in self._parser.split_seats(message, self._rows).items():
             row = self._rows[seat]
-            said[row] = self._reading.said(part, began=row in self._acted, last=last)
-        return said
+            updates[row] = self._parser.parse_step(part, began=row in self._acted, last=last)
+        return updates
 
     async def end(self, body: bytes) -> bytes:
-        table = self._table
-        if table is None:
+        match = self._match
+        if match is None:
             return b""
         if self.ended_by != "game":
-            self._tables.lose(table, f"its session ended: {self.ended_by}")
+            self._matches.lose(match, f"its session ended: {self.ended_by}")
             return b""
         try:
-            message, packed = decoded(body) if body.strip() else ({}, False)
+            message, packed = decode_message(body) if body.strip() else ({}, False)
             info = message.pop("info", None)
-            said = self._said(message, last=True) if message else {}
+            updates = self._parse_updates(message, last=True) if message else {}
         except Refused as refused:
-            self._tables.lose(table, f"it ended in another way than was agreed on: {refused}")
+            self._matches.lose(match, f"it sent an invalid end: {refused}")
             raise
         result = info.get("result") if isinstance(info, dict) else None
-        self._tables.end(table, self._camps, said, result if isinstance(result, dict) else {})
-        return encoded(self._handed(), packed)
+        self._matches.end(match, self._camps, updates, result if isinstance(result, dict) else {})
+        return encode_message(self._new_matches(), packed)

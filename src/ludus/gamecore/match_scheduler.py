@@ -1,6 +1,6 @@
-"""Keeps matches going on a gamecore server: orders the next one of every slot, looks after those that are silent, stops what is left.
+"""Match scheduler: orders matches from a gamecore server, checks silent ones, and stops the rest on close.
 
-One thread, because a request to the server may take long; nobody waits for it but the rows of the matches it is about.
+Requests to the server run on one background thread, because they may take long.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from gymnasium.utils.seeding import np_random
 from ludus.core.backoff import exponential_delay
 from ludus.envs.opponents.opponent_mix import PAST, RULE, SELF
 from ludus.errors import EnvironmentFault, LudusError, Refused, Unreachable
-from ludus.gamecore.game_spec import ANY_RULE, CAMPS, Playable
-from ludus.gamecore.live_matches import Slot, Table, Tables, Venue
+from ludus.gamecore.game_spec import ANY_RULE, CAMPS, GameSpec
+from ludus.gamecore.live_matches import LiveMatch, LiveMatches, MatchProcess, MatchSlot
 from ludus.protocol.gamecore_client import GameState
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
-"""Between attempts: doubled each time."""
+_MIN_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
+"""Delay between attempts, doubled each time."""
 _SILENT_S: Final = 5.0
-"""A match that has been silent for so long while nobody reaches its server is lost: games end with their server."""
-_LATER: Final = frozenset({408, 429, 500, 502, 503, 504})
-"""What a server answers that may answer otherwise later; anything else is wrong with what was asked."""
-_OPEN_S: Final = 900.0
-"""A process that is older gets no further matches: it ends with those that it has."""
+"""Silence after which a match is lost if its server is unreachable: games end with their server."""
+_RETRY_STATUSES: Final = frozenset({408, 429, 500, 502, 503, 504})
+"""Status codes of temporary failures; any other error means that the request is wrong."""
+_MAX_AGE_S: Final = 900.0
+"""Older processes get no further matches and end with their current ones."""
 _CLOSE_S: Final = 1.5
-_STOPPERS: Final = 8
+_STOP_THREADS: Final = 8
 CAMP_S: Final = 3600.0
-"""A game waits for its actions while the learner learns, however long that takes; that its actor is gone it notices otherwise."""
+"""Time limit of a game for one action: longer than any learner update. A game detects a dead actor by its connection."""
 
 
-class Client(Protocol):
-    """Of `GamecoreClient`: what is needed of it."""
+class GamecoreApi(Protocol):
+    """The methods of `GamecoreClient` used here."""
 
     @property
     def server(self) -> str: ...
@@ -69,293 +69,298 @@ class Client(Protocol):
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What all orders have in common."""
+class OrderDefaults:
+    """Settings shared by all orders."""
 
     actor: Mapping[str, Any]
-    """Where we listen, and by which token: a camp of an order."""
+    """URL, token and time-out of this gateway, as one camp of an order."""
     prefix: str
-    """Of the ids of matches."""
+    """Prefix of match ids."""
     start_from: str | None = None
     eval_mode: bool = False
     together: int = 0
-    """Matches that a process plays side by side, and goes on with others; 0: each has one of its own."""
+    """Matches that one process plays concurrently; 0: one process per match."""
 
 
-class Matchmaker:
-    """Begins with a match for every slot, and goes on until it is closed."""
+class MatchScheduler:
+    """Keeps one match per slot running until `close`."""
 
-    def __init__(self, client: Client, tables: Tables, game: Playable, terms: Terms, seed: int | None) -> None:
-        self._client, self._tables, self._game, self._terms = client, tables, game, terms
+    def __init__(
+        self, client: GamecoreApi, matches: LiveMatches, game: GameSpec, defaults: OrderDefaults, seed: int | None
+    ) -> None:
+        self._client, self._matches, self._game, self._defaults = client, matches, game, defaults
         self._random: list[np.random.Generator] = [
-            np_random(None if seed is None else seed + slot.index)[0] for slot in tables.slots
+            np_random(None if seed is None else seed + slot.index)[0] for slot in matches.slots
         ]
         self.timesteps = 0
-        """Of training: matches that begin later may be told otherwise."""
+        """Training timesteps; they determine the options of later matches."""
         self.fault: EnvironmentFault | None = None
-        """What will not get better by trying again."""
+        """An error that retries cannot fix."""
         self.away_since: float | None = None
         self.away = ""
-        """Why the server does not answer; empty: it does."""
-        self._begun = False  # the server has started a match for us: what we ask for is right
-        self._venues: list[Venue] = []  # those with matches; changed under the lock of the tables
-        self._places = _shared(len(tables.slots), terms.together)
-        self._turn = threading.Condition()
+        """Why the server is unreachable; empty: it is not."""
+        self._ever_started = False  # the server has accepted an order, so the settings are valid
+        self._processes: list[MatchProcess] = []  # processes with matches; guarded by matches.condition
+        self._capacity = _matches_per_process(len(matches.slots), defaults.together)
+        self._condition = threading.Condition()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._number, self._matches = itertools.count(), itertools.count()
+        self._sequence, self._match_numbers = itertools.count(), itertools.count()
         self._closing = False
-        tables.finished = self._finished
-        self._thread = threading.Thread(target=self._run, name="matchmaker", daemon=True)
+        matches.on_match_end = self._on_match_end
+        self._thread = threading.Thread(target=self._run, name="match-scheduler", daemon=True)
 
     def start(self) -> None:
-        for slot in self._tables.slots:
-            self._begin(slot)
+        for slot in self._matches.slots:
+            self._begin_match(slot)
         self._thread.start()
 
-    def look(self, table: Table) -> None:
-        """Find out what became of a match that is silent."""
-        self._do(lambda: self._look(table))
+    def check(self, match: LiveMatch) -> None:
+        """Check the state of a silent match on the server, asynchronously."""
+        self._schedule(lambda: self._check(match))
 
     def close(self) -> None:
-        """Games that are left are stopped, as far as that is quick; the others find nobody to play with, and end."""
-        with self._turn:
+        """Stop the remaining games within a short time limit; the others end when they lose their actor."""
+        with self._condition:
             self._closing = True
             self._due.clear()
-            self._turn.notify()
+            self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
-        with self._tables.changed:
-            left = [] if self.away else [venue.id for venue in self._venues]
+        with self._matches.condition:
+            left = [] if self.away else [process.id for process in self._processes]
         if left:
-            pool = ThreadPoolExecutor(_STOPPERS, thread_name_prefix="stopping")
+            pool = ThreadPoolExecutor(_STOP_THREADS, thread_name_prefix="stopping")
             wait([pool.submit(self._stop, runtime_id) for runtime_id in left], _CLOSE_S)
             pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
     # -- the thread
 
-    def _do(self, what: Callable[[], None], after_s: float = 0.0) -> None:
-        with self._turn:
-            heapq.heappush(self._due, (time.monotonic() + after_s, next(self._number), what))
-            self._turn.notify()
+    def _schedule(self, action: Callable[[], None], after_s: float = 0.0) -> None:
+        with self._condition:
+            heapq.heappush(self._due, (time.monotonic() + after_s, next(self._sequence), action))
+            self._condition.notify()
 
     def _run(self) -> None:
         while True:
-            with self._turn:
+            with self._condition:
                 while not self._closing and (not self._due or self._due[0][0] > time.monotonic()):
-                    self._turn.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                    self._condition.wait(self._due[0][0] - time.monotonic() if self._due else None)
                 if self._closing:
                     return
-                what = heapq.heappop(self._due)[2]
+                action = heapq.heappop(self._due)[2]
             try:
-                what()
-            except Exception as error:  # a mistake of ours: the rows that wait for it are told, not left alone
-                self._failed(error)
+                action()
+            except Exception as error:  # a bug: raise it in the thread that waits for the rows
+                self._on_bug(error)
                 return
 
-    def _failed(self, error: Exception) -> None:
+    def _on_bug(self, error: Exception) -> None:
         log.exception("ordering matches failed")
         self._give_up(EnvironmentFault(f"Ordering matches failed: {error!r}."))
 
     def _give_up(self, fault: EnvironmentFault) -> None:
-        with self._tables.changed:
+        with self._matches.condition:
             self.fault = fault
-            self._tables.changed.notify_all()
+            self._matches.condition.notify_all()
 
-    def _finished(self, slot: Slot, table: Table) -> None:
-        """Called by the tables, under their lock. Where its game can go on with another match, it is told so in the reply to this one's end."""
-        venue = table.venue
-        assert venue is not None
-        venue.leave(table)
-        if table.lost:
-            self._abandon(venue, table)
-            self._do(lambda: self._begin(slot), _pause_s(slot.failures))
+    def _on_match_end(self, slot: MatchSlot, match: LiveMatch) -> None:
+        """Begin the next match of a slot. Called by LiveMatches, holding its condition.
+
+        If the same process can play it, the reply to this match's `end` announces it.
+        """
+        process = match.process
+        assert process is not None
+        process.leave(match)
+        if match.lost:
+            self._abandon(process, match)
+            self._schedule(lambda: self._begin_match(slot), _retry_delay_s(slot.failures))
             return
         try:
             if slot.kind == RULE:
-                self._game.rivals.record("" if table.against == ANY_RULE else table.against, table.won, table.lineup)
-            self._begin(slot)
-        except Exception as error:  # as in the thread: the event loop would answer the game, and the rows wait for ever
-            self._failed(error)
-        if not venue.tables and venue in self._venues:
-            self._venues.remove(venue)
+                self._game.opponent_sampler.record("" if match.opponent == ANY_RULE else match.opponent, match.won, match.lineup)
+            self._begin_match(slot)
+        except Exception as error:  # a bug: on the event loop it would only fail the session, and the rows would wait for ever
+            self._on_bug(error)
+        if not process.matches and process in self._processes:
+            self._processes.remove(process)
 
-    def _abandon(self, venue: Venue, lost: Table) -> None:
-        """With a match that is lost goes its process, and all that it plays."""
-        if venue in self._venues:  # else this is one of the others
-            self._venues.remove(venue)
-            self._do(lambda: self._stop(venue.id))
-            self._lose(venue, f"with match {lost.id}, in the same process")
+    def _abandon(self, process: MatchProcess, lost: LiveMatch) -> None:
+        """Stop the process of a lost match, and lose its other matches."""
+        if process in self._processes:  # not yet abandoned
+            self._processes.remove(process)
+            self._schedule(lambda: self._stop(process.id))
+            self._lose(process, f"match {lost.id} of the same process was lost")
 
-    def _lose(self, venue: Venue, why: str) -> None:
-        with self._tables.changed:
-            for table in list(venue.tables):
-                self._tables.lose(table, why)
+    def _lose(self, process: MatchProcess, why: str) -> None:
+        with self._matches.condition:
+            for match in list(process.matches):
+                self._matches.lose(match, why)
 
-    # -- what it does
-
-    def _begin(self, slot: Slot) -> None:
-        """Draw the next match of a slot: it goes to a process that has room for it, or to one of its own."""
-        with self._tables.changed:
+    def _begin_match(self, slot: MatchSlot) -> None:
+        """Draw the next match of a slot, and assign it to a process with free capacity or to a new one."""
+        with self._matches.condition:
             draw = self._game.draw(self._random[slot.index])
             own, *others = slot.groups
             rows = {draw.camp: own} | ({1 - draw.camp: others[0]} if others else {})
             against = slot.kind if slot.kind != RULE else draw.rule or ANY_RULE
             now = time.monotonic()
-            table = Table(f"{self._terms.prefix}-{next(self._matches)}", slot.index, rows, against, now)
-            table.lineup = draw.lineup
+            match = LiveMatch(f"{self._defaults.prefix}-{next(self._match_numbers)}", slot.index, rows, against, now)
+            match.lineup = draw.lineup
             drawn = ({"rule": draw.rule} if draw.rule else {}) | ({"start": "lane"} if draw.lane else {})
-            options = {**self._game.options, **self._game.changing(self.timesteps), **drawn}
+            options = {**self._game.options, **self._game.scheduled_options(self.timesteps), **drawn}
             heroes = None if draw.heroes is None else [[{"hero_id": hero} for hero in camp] for camp in draw.heroes]
-            start_from = "any" if draw.repeats else self._terms.start_from
-            table.order = {
-                "runtime_id": table.id,
+            start_from = "any" if draw.repeats else self._defaults.start_from
+            match.announcement = {
+                "runtime_id": match.id,
                 "heroes": heroes,
                 "camps": [True if camp in rows else None for camp in range(CAMPS)],
                 "seed": draw.seed,
                 "options": options,
             }
-            self._tables.lay(slot, table)
-            venue = self._with_room(now - _OPEN_S) if start_from is None else None
-            if venue is not None:
-                venue.join(table)
+            self._matches.add(slot, match)
+            process = self._find_process(now - _MAX_AGE_S) if start_from is None else None
+            if process is not None:
+                process.join(match)
                 return
-            # One that begins at a saved state, which the server has, is alone.
-            venue = Venue(table.id, self._places if start_from is None else 0, now)
-            venue.add(table)
-            self._venues.append(venue)
-        together = {"together": venue.places} if venue.places else {}
+            # A match that starts from a saved state of the server has its own process.
+            process = MatchProcess(match.id, self._capacity if start_from is None else 0, now)
+            process.add(match)
+            self._processes.append(process)
+        together = {"together": process.capacity} if process.capacity else {}
         order = {
-            "server_config": [self._terms.actor if camp in rows else None for camp in range(CAMPS)],
+            "server_config": [self._defaults.actor if camp in rows else None for camp in range(CAMPS)],
             "camp_config": {"mode": self._game.mode, "heroes": heroes},
-            "eval_mode": self._terms.eval_mode,
+            "eval_mode": self._defaults.eval_mode,
             "game": self._game.game,
             "seed": draw.seed,
             "start_from": start_from,
             "options": options | together,
         }
-        self._do(lambda: self._order(venue, order, 0))
+        self._schedule(lambda: self._start_process(process, order, 0))
 
-    def _with_room(self, since: float) -> Venue | None:
-        """A process that began after that, and can play another match."""
-        for venue in self._venues:
-            if len(venue.tables) < venue.places and venue.began > since:
-                return venue
+    def _find_process(self, since: float) -> MatchProcess | None:
+        """Return a process with free capacity that began after `since`."""
+        for process in self._processes:
+            if len(process.matches) < process.capacity and process.began > since:
+                return process
         return None
 
-    def _elsewhere(self, venue: Venue) -> None:
-        """The server has no room for another process: its matches go to those that are there, however old, as far as these have room."""
-        with self._tables.changed:
-            if not venue.places or venue not in self._venues:  # its matches have been given up while it was ordered
+    def _move_matches(self, process: MatchProcess) -> None:
+        """Move the matches of a process that the server cannot start to existing processes with free capacity, of any age."""
+        with self._matches.condition:
+            if not process.capacity or process not in self._processes:  # its matches were lost in the meantime
                 return
-            self._venues.remove(venue)
-            ordered_last = sorted(venue.tables, key=lambda table: table.id == venue.id)
-            for table in ordered_last:
-                there = self._with_room(-math.inf)
+            self._processes.remove(process)
+            ordered_last = sorted(process.matches, key=lambda match: match.id == process.id)
+            for match in ordered_last:
+                there = self._find_process(-math.inf)
                 if there is None:
                     break
-                venue.leave(table)
+                process.leave(match)
                 there.began = time.monotonic()
-                there.join(table)
-            if venue.tables:
-                self._venues.append(venue)
+                there.join(match)
+            if process.matches:
+                self._processes.append(process)
 
-    def _order(self, venue: Venue, order: dict[str, Any], attempts: int) -> None:
-        if not venue.tables:
+    def _start_process(self, process: MatchProcess, order: dict[str, Any], attempts: int) -> None:
+        if not process.matches:
             return
         try:
-            self._client.start_game(venue.id, **order)
+            self._client.start_game(process.id, **order)
         except Unreachable as error:
-            self._is_away(error)
+            self._mark_unreachable(error)
         except Refused as refused:
-            if refused.status not in _LATER:
-                self._refused(venue, refused)
+            if refused.status not in _RETRY_STATUSES:
+                self._on_refused(process, refused)
                 return
             if attempts == 0:
-                log.warning("%s does not start a match now: %s", self._client.server, refused)
-            self._elsewhere(venue)
+                log.warning("%s cannot start a match now: %s", self._client.server, refused)
+            self._move_matches(process)
         except LudusError as error:
-            self._give_up(EnvironmentFault(f"Matches cannot be ordered: {error}", error.hint))
+            self._give_up(EnvironmentFault(f"Cannot order matches: {error}", error.hint))
             return
         else:
-            self._is_back()
-            self._begun = venue.accepted = True
-            self._waits(venue)
+            self._mark_reachable()
+            self._ever_started = process.accepted = True
+            self._restart_timers(process)
             return
-        self._waits(venue)
-        self._do(lambda: self._order(venue, order, attempts + 1), _pause_s(attempts + 1))
+        self._restart_timers(process)
+        self._schedule(lambda: self._start_process(process, order, attempts + 1), _retry_delay_s(attempts + 1))
 
-    def _waits(self, venue: Venue) -> None:
-        """The time of its matches begins now."""
-        with self._tables.changed:
-            for table in venue.tables:
-                table.since = time.monotonic()
+    def _restart_timers(self, process: MatchProcess) -> None:
+        """Restart the time limits of the matches of a process."""
+        with self._matches.condition:
+            for match in process.matches:
+                match.last_activity = time.monotonic()
 
-    def _refused(self, venue: Venue, refused: Refused) -> None:
-        """What is wrong with the first order is wrong with all; later the server may have been started anew, with other games."""
-        if not self._begun:
+    def _on_refused(self, process: MatchProcess, refused: Refused) -> None:
+        """Fail if the first order is invalid; a later refusal (of a restarted server) loses only these matches."""
+        if not self._ever_started:
             self._give_up(
-                EnvironmentFault(f"{self._client.server} does not start {self._game.game!r}: {refused.message}", refused.hint)
+                EnvironmentFault(f"{self._client.server} refused to start {self._game.game!r}: {refused.message}", refused.hint)
             )
-        self._lose(venue, str(refused))
+        self._lose(process, str(refused))
 
-    def _look(self, table: Table) -> None:
-        venue = table.venue
-        if table.lost or venue is None or not venue.accepted:
+    def _check(self, match: LiveMatch) -> None:
+        process = match.process
+        if match.lost or process is None or not process.accepted:
             return
-        silent_s = time.monotonic() - table.since
+        silent_s = time.monotonic() - match.last_activity
         try:
-            state = self._client.state(venue.id)
+            state = self._client.state(process.id)
         except Unreachable as error:
-            self._is_away(error)
+            self._mark_unreachable(error)
             if silent_s >= _SILENT_S:
-                self._tables.lose(table, f"it is silent, and so is its server: {error.message}")
+                self._matches.lose(match, f"it is silent and its server is unreachable: {error.message}")
         except Refused as refused:
             if refused.status == 404:
-                self._tables.lose(table, "its server does not know it any more")
+                self._matches.lose(match, "its server has no record of it")
         else:
-            self._is_back()
+            self._mark_reachable()
             if state.over:
-                last = f" It said: {state.last_lines[-1]}" if state.last_lines else ""
-                self._tables.lose(table, f"{state.told()}{last}")
+                last = f" Last output: {state.last_lines[-1]}" if state.last_lines else ""
+                self._matches.lose(match, f"{state.describe()}{last}")
 
     def _stop(self, runtime_id: str) -> None:
         try:
             self._client.stop_game(runtime_id, grace_s=0.0)
-        except LudusError as error:  # it ends by itself when nobody answers it
+        except LudusError as error:  # the game ends anyway when its actor is gone
             log.debug("stopping %s: %s", runtime_id, error)
 
-    def _is_away(self, error: Unreachable) -> None:
+    def _mark_unreachable(self, error: Unreachable) -> None:
         if not self.away:
             self.away_since = time.monotonic()
-            log.warning("waiting for the gamecore server: %s", error)
+            log.warning("gamecore server unreachable, waiting: %s", error)
         self.away = str(error)
 
-    def _is_back(self) -> None:
+    def _mark_reachable(self) -> None:
         if self.away and self.away_since is not None:
-            log.warning("the gamecore server %s is back after %.1f s", self._client.server, time.monotonic() - self.away_since)
+            log.warning(
+                "gamecore server %s reachable again after %.1f s", self._client.server, time.monotonic() - self.away_since
+            )
         self.away, self.away_since = "", None
 
 
-def _shared(matches: int, most: int) -> int:
-    """How many of the matches go to one process, so that all have about as many."""
+def _matches_per_process(matches: int, most: int) -> int:
+    """Matches per process, so that all processes have about as many."""
     return -(-matches // -(-matches // most)) if most else 0
 
 
-def _pause_s(attempts: int) -> float:
-    return 0.0 if attempts == 0 else exponential_delay(attempts, _PAUSE_S, _MAX_PAUSE_S)
+def _retry_delay_s(attempts: int) -> float:
+    return 0.0 if attempts == 0 else exponential_delay(attempts, _MIN_DELAY_S, _MAX_DELAY_S)
 
 
-def slots_of(kinds: Sequence[str], seats: int) -> tuple[list[Slot], int]:
-    """Slots for groups with these kinds of opponents; and how many rows there are with those of past opponents, which come last.
+def make_slots(kinds: Sequence[str], seats: int) -> tuple[list[MatchSlot], int]:
+    """Return slots for groups with these kinds of opponents, and the number of rows including those of past opponents (last).
 
-    Groups of `self` play each other, two by two, as they follow one another.
+    Consecutive groups of kind `self` play each other.
     """
 
     def rows(group: int) -> tuple[int, ...]:
         return tuple(range(group * seats, (group + 1) * seats))
 
-    slots: list[Slot] = []
+    slots: list[MatchSlot] = []
     group, extra = 0, len(kinds)
     while group < len(kinds):
         kind = kinds[group]
@@ -366,6 +371,6 @@ def slots_of(kinds: Sequence[str], seats: int) -> tuple[list[Slot], int]:
             groups, taken, extra = (rows(group), rows(extra)), 1, extra + 1
         else:
             groups, taken = (rows(group),), 1
-        slots.append(Slot(len(slots), kind, groups))
+        slots.append(MatchSlot(len(slots), kind, groups))
         group += taken
     return slots, extra * seats

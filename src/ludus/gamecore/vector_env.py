@@ -1,10 +1,9 @@
-"""Matches that run as processes below a gamecore server, as one vector environment whose rows are seats.
+"""Vector environment whose rows are seats of matches on a gamecore server.
 
     env: gamecore
     env_config: {server: node1:23432, mode: 3v3, opponent: {self: 0.8, past: 0.2}}
 
-A sampler steps it like any other; what is behind it, games that call us over HTTP, it need not know. Each worker has a gateway of its
-own, with a token of its own, and orders its matches from the server.
+The games call this process over HTTP: each instance runs a gateway with its own token, and orders its matches from the server.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -29,40 +29,50 @@ from ludus.core.types import Bools, Floats
 from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, assign_opponents
 from ludus.envs.vector_env import LOST
 from ludus.errors import ConfigError, EnvironmentFault
-from ludus.gamecore.game_spec import ARENA, MAX_TOGETHER, Playable, playable
-from ludus.gamecore.live_matches import Leaves, Outcome, Reading, Sight, Slot, Table, TableActor, Tables
-from ludus.gamecore.match_scheduler import CAMP_S, Matchmaker, Terms, slots_of
+from ludus.gamecore.game_spec import ARENA, MAX_MATCHES_PER_PROCESS, GameSpec, resolve_game
+from ludus.gamecore.live_matches import (
+    LeafBytes,
+    LiveMatch,
+    LiveMatches,
+    MatchActor,
+    MatchSlot,
+    ObservationBatcher,
+    StepOutcome,
+    StepParser,
+)
+from ludus.gamecore.match_scheduler import CAMP_S, MatchScheduler, OrderDefaults, make_slots
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
-from ludus.gateway.threaded_server import Door, own_address
-from ludus.protocol.codec import SeatSpaces, plain_spec
+from ludus.gateway.threaded_server import ThreadedGateway, own_address
+from ludus.protocol.codec import SeatSpaces, seats_to_spec
 from ludus.protocol.gamecore_client import GamecoreClient
 
 log = logging.getLogger(__name__)
 
 ADVERTISE: Final = "LUDUS_ADVERTISE"
-"""The variable that says by which address games reach this machine."""
+"""Environment variable: the address by which games reach this machine."""
 _TICK_S: Final = 7 * 24 * 3600.0
-"""A parked tick waits for the learner, which may evaluate or be suspended; the games decide how long they wait."""
-_FORGOTTEN_S: Final = 60.0
+"""Time limit of a parked tick: long, because the learner may evaluate or be suspended; games have their own time limits."""
+_SESSION_GRACE_S: Final = 60.0
 _BEAT_S: Final = 0.2
-_LOOK_S: Final = 0.5
-"""A game that is silent for so long is looked after, so often."""
-_PATIENCE_S: Final = 5.0
-"""At the very beginning all matches are waited for, unless that takes longer."""
-_FAILURES: Final = 6
-"""Matches in a row that come to nothing, and two for every slot, before we believe that none will."""
+_CHECK_S: Final = 0.5
+"""Silence after which a game is checked, and the interval between checks."""
+_FIRST_WAIT_S: Final = 5.0
+"""The first step waits this long for all matches to begin."""
+_MAX_FAILURES: Final = 6
+"""Consecutive lost matches, plus two per slot, that raise EnvironmentFault."""
 
 
 class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
-    """`num_envs` seats that are learned from; those of past opponents come after them (`opponent_rows`).
+    """`num_envs` learning seats, followed by the seats of past opponents (`opponent_rows`).
 
-    `reset` needs no match and shows nothing: the first step begins the matches, and is lost (`infos["lost"]`), as is every step of a row
-    whose match was lost or has not begun yet. After the end of a match the next step only begins another (next-step autoreset).
+    `reset` starts no match and returns blank observations. The first step starts the matches and is lost (`infos["lost"]`), as is
+    every step of a row whose match was lost or has not begun. The step after the end of a match only begins the next one
+    (next-step autoreset).
     """
 
     only_training: Final = ("repeat", "start_from", "matchmaking")
-    """Evaluations play whole matches, and those that were asked for."""
+    """Keywords that evaluations ignore."""
 
     def __init__(
         self,
@@ -82,27 +92,25 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         together: int | None = None,
         **keywords: Any,
     ) -> None:
-        """`server`: else GAMECORE_SERVER_ADDR, else this machine. `advertise`: by which address games reach us; else LUDUS_ADVERTISE,
-        else the one that this machine has towards the server. `options`: of the game, as the server's catalogue declares them.
-        `start_from`: a saved state, or `any`. A game that is silent for `timeout_s`, or has not begun after `start_s`, costs its match; a server that
-        is away for `away_s` is an error. `together`: so many matches at most are played by one game process,
-        which goes on with others; 0: each has its own; else what is good for the game.
-        Keywords: `playable`. Raises ConfigError.
+        """`server`: default GAMECORE_SERVER_ADDR, then this machine. `advertise`: address by which games reach this machine; default
+        LUDUS_ADVERTISE, then the local address of the route to the server. `options`: of the game, as declared in the server's
+        catalogue. `start_from`: a saved state, or `any`. A match is lost if its game is silent for `timeout_s` or has not begun after
+        `start_s`; a server unreachable for `away_s` is an error. `together`: maximum of concurrent matches per game process;
+        0: one process per match; None: the game's default. Further keywords: see `resolve_game`. Raises ConfigError.
         """
-        self.game: Playable = playable(game, mode, options or {}, keywords)
+        self.game: GameSpec = resolve_game(game, mode, options or {}, keywords)
         for name, value in (("timeout_s", timeout_s), ("start_s", start_s), ("away_s", away_s)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigError(f"{name} is {value!r}.", "A number of seconds above 0.")
-        if together is not None and (type(together) is not int or not 0 <= together <= MAX_TOGETHER):
-            hint = f"How many matches a game process plays side by side, up to {MAX_TOGETHER}; 0: each has a process of its own."
+        if together is not None and (type(together) is not int or not 0 <= together <= MAX_MATCHES_PER_PROCESS):
+            hint = f"Matches that one game process plays concurrently, up to {MAX_MATCHES_PER_PROCESS}; 0: one process per match."
             raise ConfigError(f"together is {together!r}.", hint)
-        self._together = self.game.together if together is None else together
-        self._where = (server, token_file, advertise or os.environ.get(ADVERTISE) or None)
-        self._start_from, self._eval_mode = start_from, eval_mode
-        self._timeout_s, self._start_s, self._away_s = timeout_s, start_s, away_s
-        seats, self._asked = len(self.game.seats), num_envs
-        dealt = assign_opponents(max(1, num_envs // seats), self.game.shares, stand_in=RULE)
-        self.slots, rows = slots_of(dealt, seats)
+        self._orders = _OrderOptions(start_from, eval_mode, self.game.matches_per_process if together is None else together)
+        self._endpoint = _Endpoint(server, token_file, advertise or os.environ.get(ADVERTISE) or None)
+        self._timeouts = _Timeouts(timeout_s, start_s, away_s)
+        seats = len(self.game.seats)
+        kinds = assign_opponents(max(1, num_envs // seats), self.game.opponent_shares, stand_in=RULE)
+        self.slots, rows = make_slots(kinds, seats)
         self.num_envs = rows if num_envs % seats == 0 else num_envs
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
         self.group_rows = seats
@@ -112,46 +120,46 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.beat: Callable[[], None] = lambda: None
-        self._tells: Bools = ~self.opponent_rows & (np.arange(self.num_envs) % seats == 0)
-        """Whether a match was won is told once by each group, however many seats it has."""
-        told = [f"{how}/{who}" for who in self.game.against for how in ("win", "loss")]
-        past = [PAST_VERSION] if self.game.shares.get(PAST) else []
-        self.result_names = (*told, *(["seconds"] if self.game.ticks_a_second else []), *self.game.statistics, *past)
-        """What `infos` says of matches that are over: against whom they were won or lost, how long they took, and of heroes."""
+        self._reports_result: Bools = ~self.opponent_rows & (np.arange(self.num_envs) % seats == 0)
+        """One row per group reports whether the match was won."""
+        outcomes = [f"{how}/{who}" for who in self.game.opponents for how in ("win", "loss")]
+        past = [PAST_VERSION] if self.game.opponent_shares.get(PAST) else []
+        self.result_names = (*outcomes, *(["seconds"] if self.game.ticks_per_second else []), *self.game.statistics, *past)
+        """Keys in `infos` of ended matches: wins and losses by opponent, duration, hero statistics."""
         self._timesteps = 0
-        self._sight = Sight(self.game)
-        self._seen: list[Leaves] = [self._sight.blank] * self.num_envs
-        self._masks: list[bytes] = [self._sight.open] * self.num_envs
+        self._batcher = ObservationBatcher(self.game)
+        self._observations: list[LeafBytes] = [self._batcher.blank] * self.num_envs
+        self._masks: list[bytes] = [self._batcher.open] * self.num_envs
         self._seed: int | None = None
-        self._house: _House | None = None
-        self._all_of_them = True
+        self._backend: _Backend | None = None
+        self._first_step = True
 
     @property
     def restarts(self) -> int:
-        """Matches that were lost."""
-        return 0 if self._house is None else self._house.tables.counts["lost"]
+        """Number of lost matches."""
+        return 0 if self._backend is None else self._backend.matches.counts["lost"]
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Matches that go on are given up."""
-        self._leave()
+        """Abandon running matches and return blank observations."""
+        self._close_backend()
         self._seed = None if seed is None else int(seed) if isinstance(seed, (int, np.integer)) else seed[0]
-        self._seen, self._masks = [self._sight.blank] * self.num_envs, [self._sight.open] * self.num_envs
-        arrays, _ = self._sight.show(self._seen)
-        return self._shown(arrays, self._sight.allow(self._masks)[0])
+        self._observations, self._masks = [self._batcher.blank] * self.num_envs, [self._batcher.open] * self.num_envs
+        arrays, _ = self._batcher.show(self._observations)
+        return self._format_observation(arrays, self._batcher.allow(self._masks)[0])
 
     def step(self, actions: Any) -> tuple[Any, Floats, Bools, Bools, dict[str, Any]]:
-        """Raises EnvironmentFault when there is nothing to wait for any more."""
-        house = self._house or self._move_in()
-        house.tables.answer(_by_row(actions))
-        self._wait(house)
-        outcome = house.tables.collect()
-        observation, infos = self._look(house, outcome)
+        """Raises EnvironmentFault when matches cannot be played any more."""
+        backend = self._backend or self._open_backend()
+        backend.matches.answer(_row_actions(actions))
+        self._wait(backend)
+        outcome = backend.matches.collect()
+        observation, infos = self._observe(backend, outcome)
         reward = np.zeros(self.num_envs, np.float32)
         terminated, truncated = np.zeros(self.num_envs, np.bool_), np.zeros(self.num_envs, np.bool_)
-        for row, said in outcome.said.items():
-            reward[row], terminated[row], truncated[row] = said.reward, said.terminated, said.truncated
+        for row, update in outcome.updates.items():
+            reward[row], terminated[row], truncated[row] = update.reward, update.terminated, update.truncated
         if outcome.lost:
             lost = np.zeros(self.num_envs, np.bool_)
             lost[outcome.lost] = True
@@ -162,179 +170,217 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         return observation, reward, terminated, truncated, infos
 
     def close_extras(self, **kwargs: Any) -> None:
-        self._leave()
+        self._close_backend()
 
-    # -- what rows see
+    # -- observations and results
 
-    def _look(self, house: _House, outcome: Outcome) -> tuple[Any, dict[str, Any]]:
-        """What the rows see now, and infos. Matches that show what is no number are lost."""
-        before = [(row, self._seen[row], self._masks[row]) for row in outcome.said]
-        for row, said in outcome.said.items():
-            if said.seen is not None:
-                self._seen[row] = said.seen
-            self._masks[row] = said.mask or self._sight.open
-        arrays, wrong = self._sight.show(self._seen)
-        mask, closed = self._sight.allow(self._masks)
+    def _observe(self, backend: _Backend, outcome: StepOutcome) -> tuple[Any, dict[str, Any]]:
+        """Return observation and infos. Matches with invalid values are lost."""
+        before = [(row, self._observations[row], self._masks[row]) for row in outcome.updates]
+        for row, update in outcome.updates.items():
+            if update.observation is not None:
+                self._observations[row] = update.observation
+            self._masks[row] = update.mask or self._batcher.open
+        arrays, wrong = self._batcher.show(self._observations)
+        mask, closed = self._batcher.allow(self._masks)
         if wrong or closed:
-            rows = house.tables.spoilt(wrong | closed, outcome)
+            rows = backend.matches.discard_invalid(wrong | closed, outcome)
             for row, seen, allowed in before:
                 if row in rows:
-                    self._seen[row], self._masks[row] = seen, allowed
-            arrays, _ = self._sight.show(self._seen)
-            mask, _ = self._sight.allow(self._masks)
-        return self._shown(arrays, mask)
+                    self._observations[row], self._masks[row] = seen, allowed
+            arrays, _ = self._batcher.show(self._observations)
+            mask, _ = self._batcher.allow(self._masks)
+        return self._format_observation(arrays, mask)
 
-    def _shown(self, arrays: Sequence[Array], mask: Bools) -> tuple[Any, dict[str, Any]]:
-        """The observation as its space has it, and infos."""
-        seen = self._sight.tree(arrays)
+    def _format_observation(self, arrays: Sequence[Array], mask: Bools) -> tuple[Any, dict[str, Any]]:
+        """Arrange arrays as the observation space requires; the mask goes there or into infos."""
+        seen = self._batcher.tree(arrays)
         if not self.game.mask_inside:
             return seen, {ACTION_MASK: mask} if self.game.masked else {}
         parts: Any = mask.view(np.int8)
-        if self.game.heads:
-            parts = tuple(np.split(parts, self.game.heads, axis=1))
-        return (seen if isinstance(self.game.seen_space, gym.spaces.Dict) else {"observation": seen}) | {ACTION_MASK: parts}, {}
+        if self.game.mask_splits:
+            parts = tuple(np.split(parts, self.game.mask_splits, axis=1))
+        return (seen if isinstance(self.game.wire_space, gym.spaces.Dict) else {"observation": seen}) | {ACTION_MASK: parts}, {}
 
-    def _results(self, ended: Sequence[Table]) -> dict[str, npt.NDArray[Any]]:
-        """As the Arena's own environments tell them."""
+    def _results(self, ended: Sequence[LiveMatch]) -> dict[str, npt.NDArray[Any]]:
+        """Return the results of ended matches, in the format of the Arena's environments."""
         numbers: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(self.num_envs, np.int64) for name in ("won", "camp", "ticks", *self.game.statistics)
         }
         over, against = np.zeros(self.num_envs, np.bool_), np.full(self.num_envs, "", object)
-        for table in ended:
-            result, winner = table.result, table.result.get("winner")
+        for match in ended:
+            result, winner = match.result, match.result.get("winner")
             heroes = result.get("heroes")
-            for camp, rows in table.rows.items():
+            for camp, rows in match.rows.items():
                 won = 0 if type(winner) is not int else 1 if winner == camp else -1
                 for seat, row in enumerate(rows):
-                    over[row], against[row] = True, table.against
-                    numbers["won"][row], numbers["camp"][row], numbers["ticks"][row] = won, camp, _whole(result.get("ticks"))
+                    over[row], against[row] = True, match.opponent
+                    numbers["won"][row], numbers["camp"][row], numbers["ticks"][row] = (
+                        won,
+                        camp,
+                        _int_or_zero(result.get("ticks")),
+                    )
                     place = camp * len(rows) + seat
                     hero = heroes[place] if isinstance(heroes, list) and place < len(heroes) else None
                     if isinstance(hero, dict):
                         for name in self.game.statistics:
-                            numbers[name][row] = _whole(hero.get(name))
-        told = numbers | {f"_{name}": over for name in numbers}
-        if self.game.ticks_a_second:
-            told |= {"seconds": numbers["ticks"] / self.game.ticks_a_second, "_seconds": over}
-        for who in self.game.against:
+                            numbers[name][row] = _int_or_zero(hero.get(name))
+        results = numbers | {f"_{name}": over for name in numbers}
+        if self.game.ticks_per_second:
+            results |= {"seconds": numbers["ticks"] / self.game.ticks_per_second, "_seconds": over}
+        for who in self.game.opponents:
             for how, won in (("win", 1), ("loss", -1)):
-                told[f"{how}/{who}"] = (numbers["won"] == won).astype(np.float32)
-                told[f"_{how}/{who}"] = over & self._tells & (against == who)
+                results[f"{how}/{who}"] = (numbers["won"] == won).astype(np.float32)
+                results[f"_{how}/{who}"] = over & self._reports_result & (against == who)
         if PAST_VERSION in self.result_names:
-            told |= {PAST_VERSION: np.zeros(self.num_envs), f"_{PAST_VERSION}": over & self._tells & (against == PAST)}
-        return told
+            results |= {
+                PAST_VERSION: np.zeros(self.num_envs),
+                f"_{PAST_VERSION}": over & self._reports_result & (against == PAST),
+            }
+        return results
 
     def set_timesteps(self, timesteps: int) -> None:
-        """Of training: matches that begin from now on may be rewarded otherwise."""
+        """Set the training timesteps, which determine the scheduled options of later matches."""
         self._timesteps = timesteps
-        if self._house is not None:
-            self._house.matchmaker.timesteps = timesteps
+        if self._backend is not None:
+            self._backend.scheduler.timesteps = timesteps
 
     # -- waiting
 
-    def _wait(self, house: _House) -> None:
-        """Until every game in play has spoken, and most of those that begin."""
-        tables, began = house.tables, time.monotonic()
+    def _wait(self, backend: _Backend) -> None:
+        """Wait until every current match is ready, and most starting ones have begun."""
+        matches, began = backend.matches, time.monotonic()
         while True:
-            with tables.changed:
-                if house.matchmaker.fault is not None:
-                    raise house.matchmaker.fault
-                in_no_hurry = self._all_of_them and time.monotonic() - began < _PATIENCE_S
-                if tables.settled(all_of_them=in_no_hurry):
-                    self._all_of_them = False
+            with matches.condition:
+                if backend.scheduler.fault is not None:
+                    raise backend.scheduler.fault
+                wait_for_all = self._first_step and time.monotonic() - began < _FIRST_WAIT_S
+                if matches.ready_to_step(wait_for_all=wait_for_all):
+                    self._first_step = False
                     return
-                tables.changed.wait(_BEAT_S)
-                silent = tables.waited_for()
-                failures, last = tables.failures_in_a_row, tables.last_loss
+                matches.condition.wait(_BEAT_S)
+                silent = matches.silent_matches()
+                failures, last = matches.consecutive_failures, matches.last_loss
             self.beat()
-            self._look_after(house, silent)
-            if failures > _FAILURES + 2 * len(self.slots):
+            self._check_silent(backend, silent)
+            if failures > _MAX_FAILURES + 2 * len(self.slots):
                 raise EnvironmentFault(
-                    f"{failures} matches of {self.game.game!r} in a row came to nothing; the last: {last}",
-                    f"`ludus gamecore list` and `ludus gamecore logs ID` on {house.client.server} say more.",
+                    f"{failures} consecutive matches of {self.game.game!r} were lost; the last: {last}",
+                    f"Run `ludus gamecore list` and `ludus gamecore logs ID` against {backend.client.server}.",
                 )
-            since = house.matchmaker.away_since
-            if since is not None and time.monotonic() - since > self._away_s:
-                raise EnvironmentFault(f"The gamecore server has been away for {self._away_s:g} s: {house.matchmaker.away}")
+            since = backend.scheduler.away_since
+            if since is not None and time.monotonic() - since > self._timeouts.away_s:
+                raise EnvironmentFault(
+                    f"The gamecore server has been unreachable for {self._timeouts.away_s:g} s: {backend.scheduler.away}"
+                )
 
-    def _look_after(self, house: _House, silent: Sequence[Table]) -> None:
+    def _check_silent(self, backend: _Backend, silent: Sequence[LiveMatch]) -> None:
         now = time.monotonic()
-        for table in silent:
-            silent_s = now - table.since
-            begun = table.decisions > 0 or bool(table.said)
-            if not begun and table.venue is not None and not table.venue.accepted:
-                continue  # its time begins when its server has said that it starts it
-            if silent_s > (self._timeout_s if begun else self._start_s):
-                what = "its game has been silent for" if begun else "its game has not begun within"
-                turns = "; all seats have to be asked at the same time, and some were not" if table.said else ""
-                house.tables.lose(table, f"{what} {silent_s:.1f} s{turns}")
-            elif silent_s > _LOOK_S and now - table.looked > _LOOK_S:
-                table.looked = now
-                house.matchmaker.look(table)
+        for match in silent:
+            silent_s = now - match.last_activity
+            begun = match.decisions > 0 or bool(match.updates)
+            if not begun and match.process is not None and not match.process.accepted:
+                continue  # the time limit begins when the server accepts the order
+            if silent_s > (self._timeouts.silent_s if begun else self._timeouts.start_s):
+                problem = "its game has been silent for" if begun else "its game has not begun within"
+                turns = (
+                    "; a game must send the ticks of all seats at the same time, and some are missing" if match.updates else ""
+                )
+                backend.matches.lose(match, f"{problem} {silent_s:.1f} s{turns}")
+            elif silent_s > _CHECK_S and now - match.checked_at > _CHECK_S:
+                match.checked_at = now
+                backend.scheduler.check(match)
 
-    # -- the house
+    # -- backend
 
-    def _move_in(self) -> _House:
-        seats = len(self.game.seats)
-        if self._asked % seats:
+    def _open_backend(self) -> _Backend:
+        seats, learning_rows = len(self.game.seats), int(np.sum(~self.opponent_rows))
+        if learning_rows % seats:
             raise ConfigError(
-                f"{self._asked} environments, and {self.game.mode} has {seats} seats a side.",
+                f"There are {learning_rows} environments, but {self.game.mode} has {seats} seats per side.",
                 f"Set num_envs_per_worker to a multiple of {seats}.",
             )
-        server, token_file, advertise = self._where
-        client = GamecoreClient(server, max_frame_num=self.game.max_frames or -1, token_file=token_file)
-        slots = [Slot(slot.index, slot.kind, slot.groups) for slot in self.slots]
-        silent_s = max(self._timeout_s, self._start_s) + _FORGOTTEN_S  # by then their match is lost
-        self._house = _House(client, self.game, slots, advertise, silent_s)
-        self._house.begin(self._start_from, self._eval_mode, self._together, self._seed, self._timesteps)
-        self._all_of_them = True
-        return self._house
+        endpoint = self._endpoint
+        client = GamecoreClient(endpoint.server, max_frame_num=self.game.max_frames or -1, token_file=endpoint.token_file)
+        slots = [MatchSlot(slot.index, slot.kind, slot.groups) for slot in self.slots]
+        # The match of a silent session is lost before the session ends.
+        silent_s = max(self._timeouts.silent_s, self._timeouts.start_s) + _SESSION_GRACE_S
+        self._backend = _Backend(client, self.game, slots, endpoint.advertise, silent_s)
+        self._backend.begin(self._orders, self._seed, self._timesteps)
+        self._first_step = True
+        return self._backend
 
-    def _leave(self) -> None:
-        house, self._house = self._house, None
-        if house is not None:
-            house.close()
+    def _close_backend(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
 
 
-class _House:
-    """What stands behind the rows while there are matches: the tables, the door to them, and who orders matches."""
+@dataclass(frozen=True)
+class _Endpoint:
+    """How the server and its games are reached."""
+
+    server: str | None
+    token_file: str | None
+    advertise: str | None
+
+
+@dataclass(frozen=True)
+class _OrderOptions:
+    """Options of all ordered matches."""
+
+    start_from: str | None
+    eval_mode: bool
+    together: int
+
+
+@dataclass(frozen=True)
+class _Timeouts:
+    silent_s: float
+    start_s: float
+    away_s: float
+
+
+class _Backend:
+    """The running matches, their gateway and their scheduler."""
 
     def __init__(
-        self, client: GamecoreClient, game: Playable, slots: Sequence[Slot], advertise: str | None, silent_s: float
+        self, client: GamecoreClient, game: GameSpec, slots: Sequence[MatchSlot], advertise: str | None, silent_s: float
     ) -> None:
-        """`silent_s`: sessions whose game says nothing for so long are forgotten."""
+        """`silent_s`: seconds without a request after which a session ends."""
         self.client, self._game = client, game
-        self.tables, reading = Tables(game, slots), Reading(game)
+        self.matches, parser = LiveMatches(game, slots), StepParser(game)
         at = urlsplit(client.server)
         host = advertise or own_address(at.hostname or "", at.port or 80)
         self.token = secrets.token_urlsafe(24)
         settings = GatewaySettings(
             token=self.token,
             sessions=SessionLimits(tick_s=_TICK_S, silent_s=silent_s, retry_s=10.0),
-            spec=plain_spec({seat: SeatSpaces(game.seen_space, game.action_space) for seat in game.seats}),
+            spec=seats_to_spec({seat: SeatSpaces(game.wire_space, game.action_space) for seat in game.seats}),
         )
-        self.door = Door(host, lambda: TableActor(self.tables, reading), settings)
+        self.gateway = ThreadedGateway(host, lambda: MatchActor(self.matches, parser), settings)
 
-    def begin(self, start_from: str | None, eval_mode: bool, together: int, seed: int | None, timesteps: int) -> None:
-        actor = {"url": self.door.url, "token": self.token, "timeout_s": CAMP_S}
-        terms = Terms(actor, f"ludus-{secrets.token_hex(4)}", start_from, eval_mode, together)
+    def begin(self, orders: _OrderOptions, seed: int | None, timesteps: int) -> None:
+        actor = {"url": self.gateway.url, "token": self.token, "timeout_s": CAMP_S}
+        prefix = f"ludus-{secrets.token_hex(4)}"
+        defaults = OrderDefaults(actor, prefix, orders.start_from, orders.eval_mode, orders.together)
         self._game.lineups.begin(seed or 0)
-        self.matchmaker = Matchmaker(self.client, self.tables, self._game, terms, seed)
-        self.matchmaker.timesteps = timesteps
-        self.matchmaker.start()
+        self.scheduler = MatchScheduler(self.client, self.matches, self._game, defaults, seed)
+        self.scheduler.timesteps = timesteps
+        self.scheduler.start()
 
     def close(self) -> None:
-        self.tables.closed = True
-        self.matchmaker.close()
-        self.door.close()
+        self.matches.closed = True
+        self.scheduler.close()
+        self.gateway.close()
 
 
-def _whole(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _by_row(actions: Any) -> Callable[[int], Any]:
-    """Actions as messages say them."""
+def _row_actions(actions: Any) -> Callable[[int], Any]:
+    """Return a function from a row to its action as plain lists and numbers."""
     if isinstance(actions, np.ndarray):
         rows = actions.tolist()
         return lambda row: rows[row]

@@ -1,14 +1,14 @@
-"""The actor: your class that hosts one session of a game. The same class trains and serves."""
+"""The actor: the user's class that hosts one session of a game, in training and in production."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ludus.protocol.spec import NOTHING_ASKED, About
+from ludus.protocol.spec import DEFAULT_OPTIONS, StartOptions
 
 
 class Actor:
-    """One object per session: made at `start`, dropped after `end`. Bytes in, bytes out; what they mean is yours.
+    """Hosts one session: created at `start`, dropped after `end`. Requests and replies are bytes whose format you define.
 
         class Bot(ludus.Actor):
             def __init__(self, model: str) -> None:
@@ -17,19 +17,19 @@ class Actor:
             async def tick(self, body: bytes) -> bytes:
                 return (await self.model.forward(features(body))).tobytes()
 
-    `async def` methods and the constructor run on the event loop and must not block it; plain methods run in a bounded pool of
-    threads: what takes long belongs into a plain `start`. Within a
-    session one call is made at a time. An exception ends this session alone; a `ludus.Refused` from `tick` leaves it open.
+    `async def` methods and the constructor run on the event loop and must not block it. Plain methods run in a bounded thread
+    pool, so slow work belongs into a plain `start`. A session gets one call at a time. An exception ends this session only; a
+    `ludus.Refused` from `tick` leaves it open.
     """
 
     ended_by: str = "game"
-    """Set before `end` is called: game (it said so), silent, timeout, failed or shutdown. Only "game" brings a body."""
+    """Why the session ends, set before `end`: game (it sent `end`), silent, timeout, failed or shutdown. Only "game" has a body."""
 
     match: str = ""
-    """The match id that the game sent with `start`, set before `start` is called: sessions of one match share it."""
+    """The match id that the game sent with `start`; sessions of one match share it. Set before `start`."""
 
-    about: About = NOTHING_ASKED
-    """What else the headers of `start` asked for (model, version, temperature), set before `start` is called."""
+    about: StartOptions = DEFAULT_OPTIONS
+    """Further headers of `start` (model, version, temperature). Set before `start`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

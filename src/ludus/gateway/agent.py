@@ -1,4 +1,4 @@
-"""An agent: chooses for one seat and records what came of it. Actors are built of agents; the built-in one too."""
+"""Agents: an agent chooses actions for one seat of a session and records them for training. Actors are built of agents."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ludus.core import spaces
 from ludus.core.tree import Tree
 from ludus.core.types import Bools
 from ludus.errors import ConfigError, EnvironmentFault, Refused
-from ludus.gateway.raw_codec import RawForm
+from ludus.gateway.raw_codec import RawCodec
 from ludus.models.inference.batched_policy import ActingPolicy, Decision, State
 from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder
 from ludus.transport.base import SegmentWriter
 
-_LARGEST = 1e15
-"""Of a reward or value: squares of what such numbers add up to still fit into the float32 in which losses are computed."""
-_SHOWN = 300  # characters of a complaint that quotes the game
+_MAX_MAGNITUDE = 1e15
+"""Limit of a reward or value: squares of sums of such numbers still fit into the float32 in which losses are computed."""
+_MAX_QUOTE = 300  # characters of an error message that quotes the game
 
 
 class Decider(Protocol):
-    """A model that can choose actions: `ludus.models.inference.batched_policy.BatchedPolicy`, or a RemoteModel made of a `ludus.Policy`."""
+    """A model that chooses actions: `ludus.models.inference.batched_policy.BatchedPolicy`, or a RemoteModel of a `ludus.Policy`."""
 
     @property
     def policy(self) -> ActingPolicy: ...
@@ -41,16 +41,16 @@ class Decider(Protocol):
 
 
 class Seat:
-    """What all agents of one seat share: the model, where segments go, and how observations are checked."""
+    """Shared by all agents of one seat: the model, the memory for segments and the checks of observations."""
 
     def __init__(self, model: Decider, memory: SegmentWriter | None = None, *, first_origin: int = 0) -> None:
         policy = model.policy
         self.model, self.memory = model, memory
         self.observation_space, self.action_space = policy.observation_space, policy.action_space
-        self.fit = spaces.Fit(policy.observation_space)
+        self.fit = spaces.SpaceParser(policy.observation_space)
         self.choices = spaces.choices(policy.action_space)
         self.state_spec = policy.state_spec()
-        self.raw = RawForm(policy.observation_space, policy.action_space)
+        self.raw = RawCodec(policy.observation_space, policy.action_space)
         self.origins = itertools.count(first_origin)
         self.stats = RecorderStats()
 
@@ -59,7 +59,7 @@ class Seat:
         try:
             return self.fit(given)
         except ValueError as error:
-            what = str(error)[:_SHOWN]
+            what = str(error)[:_MAX_QUOTE]
             raise Refused(422, "observation", f"The observation does not fit: {what}.", "GET /spec shows the space.") from None
 
     def mask(self, given: Any) -> Bools | None:
@@ -68,7 +68,7 @@ class Seat:
         try:
             flat = spaces.flat_mask(given, self.action_space)
         except (ConfigError, ValueError, TypeError) as error:
-            what = str(error)[:_SHOWN]
+            what = str(error)[:_MAX_QUOTE]
             raise Refused(422, "action_mask", f"The action mask does not fit: {what}", "One 0 or 1 per option.") from None
         for part in self.choices:
             if not flat[part].any():
@@ -80,30 +80,30 @@ class Seat:
                 )
         return flat
 
-    def number(self, given: Any) -> float:
-        """A reward. Raises Refused (422)."""
+    def check_reward(self, given: Any) -> float:
+        """Return the reward as a float. Raises Refused (422)."""
         if not isinstance(given, bool) and isinstance(given, numbers.Real):
-            with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
+            with contextlib.suppress(OverflowError):  # an integer of hundreds of digits
                 reward = float(given)
-                if abs(reward) <= _LARGEST:
+                if abs(reward) <= _MAX_MAGNITUDE:
                     return reward
-        hint = f"It is a number up to {_LARGEST:g}, better around 1."
+        hint = f"It is a number up to {_MAX_MAGNITUDE:g}, better around 1."
         raise Refused(422, "reward", f"The reward is {reprlib.repr(given)}.", hint)
 
 
 class Agent:
-    """One seat of one session.
+    """Plays one seat of one session.
 
         agent = Agent(seat)
-        action = await agent.act(observation, mask, reward=0.5)     # of the action before; none before the first
-        agent.reward(1.0)                                           # more of it, as often as you like between two actions
+        action = await agent.act(observation, mask, reward=0.5)     # reward of the previous action
+        agent.reward(1.0)                                           # adds to it; may be called several times between actions
         agent.finish(terminated=True, reward=1.0)                   # or truncated=True, observation=last_observation
 
-    Keeps the recurrent state, and writes segments with log-probabilities, values and versions when the seat has a memory.
+    Keeps the recurrent state. Writes segments with log-probabilities, values and versions if the seat has a memory.
     """
 
     def __init__(self, seat: Seat, temperature: float | None = None) -> None:
-        """`temperature`: 0 takes the most probable action, 1 draws as in training; by default as the model was told."""
+        """`temperature`: 0 takes the most probable action, 1 samples as in training; None uses the model's setting."""
         self._seat, self._temperature = seat, temperature
         self._state: State | None = None
         self._reward = 0.0
@@ -113,13 +113,13 @@ class Agent:
 
     @property
     def playing(self) -> bool:
-        """An action was chosen, and its episode is not over."""
+        """Whether an action was chosen in an episode that has not ended."""
         return self._acted
 
     def move(self, seat: Seat, *, carry: bool) -> bool:
-        """Go on with another model, between two calls: with the same recurrent state, or from a fresh one. True: carried.
+        """Continue with another model, between two calls. Returns whether the recurrent state was carried over.
 
-        A state of other shapes cannot be carried. What was being recorded ends here: an episode of a recording has one model.
+        A state of other shapes cannot be carried over. The current recording ends: a recorded episode has one model.
         """
         if self._recorder is not None:
             self._recorder.discard_pending()
@@ -131,100 +131,102 @@ class Agent:
         return carried
 
     async def act(self, observation: Any, mask: Any = None, reward: float = 0.0) -> Any:
-        """The action, as the game takes it. Raises Refused (422) when the observation, mask or reward does not fit.
+        """Return the next action. Raises Refused (422) when the observation, mask or reward is invalid.
 
-        `reward` is that of the action before. Given here, and not by `reward()` earlier, it counts only when all of it fits:
-        a game may then correct its request and send it again as a whole.
+        `reward` belongs to the previous action. Unlike with `reward()`, it is added only if all arguments are valid, so that
+        a game can correct its request and send it again.
         """
-        seen, allowed = self._seat.observation(observation), self._seat.mask(mask)
+        checked, allowed = self._seat.observation(observation), self._seat.mask(mask)
         self.reward(reward)
-        return await self.act_on(seen, allowed)
+        return await self.act_on(checked, allowed)
 
-    async def act_on(self, seen: Tree, allowed: Bools | None) -> Any:
-        """The same for what `Seat.observation` and `Seat.mask` have checked. Raises EnvironmentFault: the model is at a loss."""
+    async def act_on(self, checked: Tree, allowed: Bools | None) -> Any:
+        """`act` for arguments already checked by `Seat`. Raises EnvironmentFault when the model returns non-finite values."""
         if self._closing is not None:
-            await Finished(self._closing)
-        return self.take(seen, allowed, await self.ask(seen, allowed))
+            await EpisodeEnd(self._closing)
+        return self.take(checked, allowed, await self.ask(checked, allowed))
 
     @property
-    def settled(self) -> bool:
-        """Nothing of the episode before is still being computed: `ask` may be called."""
+    def can_ask(self) -> bool:
+        """Whether the previous episode is completely recorded, so that `ask` may be called."""
         return self._closing is None
 
-    def ask(self, seen: Tree, allowed: Bools | None) -> asyncio.Future[Decision]:
-        """The first half of `act_on`; the second is `take`, and nothing else comes between them."""
-        return self._seat.model.decide(seen, self._state, allowed, self._temperature)
+    def ask(self, checked: Tree, allowed: Bools | None) -> asyncio.Future[Decision]:
+        """Request a decision: the first half of `act_on`. The next call must be `take`."""
+        return self._seat.model.decide(checked, self._state, allowed, self._temperature)
 
-    def take(self, seen: Tree, allowed: Bools | None, decision: Decision) -> Any:
+    def take(self, checked: Tree, allowed: Bools | None, decision: Decision) -> Any:
         """Raises EnvironmentFault."""
-        if not usable(decision):
+        if not is_finite_decision(decision):
             raise EnvironmentFault(
-                f"The model answers this observation with value {decision.value:g}, log-probability {decision.log_prob:g}.",
-                "Are all numbers of the observation of a usual size?",
+                f"The model returned value {decision.value:g} and log-probability {decision.log_prob:g} for this observation.",
+                "Check the observation for extremely large numbers.",
             )
         if self._recorder is not None:
-            self._recorder.step(seen, allowed, decision, self._reward, self._kept(self._state))
+            self._recorder.step(checked, allowed, decision, self._reward, self._state_or_zeros(self._state))
         self._state, self._reward, self._acted = decision.state, 0.0, True
         return decision.action
 
     def reward(self, reward: float) -> None:
-        """Adds to what the last action has earned. Raises Refused (422) on what is not a finite number."""
-        reward = self._seat.number(reward)
+        """Add to the reward of the last action. Raises Refused (422) if it is not a finite number."""
+        reward = self._seat.check_reward(reward)
         if not self._acted:
             if reward:
-                raise Refused(422, "reward", f"A reward of {reward} came before any action.", "Reward what an action did.")
+                raise Refused(422, "reward", f"A reward of {reward} came before any action.", "Send rewards after an action.")
             return
         self._reward += reward
 
-    def finish(self, terminated: bool = False, truncated: bool = False, observation: Any = None, reward: float = 0.0) -> Finished:
-        """The episode is over; the next `act` begins another. Await the result to know that it is recorded.
+    def finish(
+        self, terminated: bool = False, truncated: bool = False, observation: Any = None, reward: float = 0.0
+    ) -> EpisodeEnd:
+        """End the episode; the next `act` begins another. Await the result to wait until it is recorded.
 
-        `reward` is that of the last action. Truncated without a last observation: the last step is left out of learning,
-        because nothing is known after it. Raises Refused (422), and then nothing has changed.
+        `reward` belongs to the last action. Without a last observation, the last step of a truncated episode is not recorded,
+        because it has no bootstrap value. Raises Refused (422) without any change.
         """
-        seen = None if observation is None else self._seat.observation(observation)
+        checked = None if observation is None else self._seat.observation(observation)
         self.reward(reward)
         if not self._acted:
-            return Finished(None)
+            return EpisodeEnd(None)
         recorder, earned = self._recorder, self._reward
         state, self._state = self._state, None
         self._reward, self._acted = 0.0, False
         if recorder is None:
-            return Finished(None)
-        if terminated or seen is None:
+            return EpisodeEnd(None)
+        if terminated or checked is None:
             recorder.finish(earned, terminated=terminated, truncated=truncated)
-            return Finished(None)
-        closing = self._closing = self._seat.model.decide(seen, state)
+            return EpisodeEnd(None)
+        closing = self._closing = self._seat.model.decide(checked, state)
 
         def close(decided: asyncio.Future[Decision]) -> None:
             self._closing = None
-            if decided.cancelled() or decided.exception() is not None or not usable(decided.result()):
+            if decided.cancelled() or decided.exception() is not None or not is_finite_decision(decided.result()):
                 recorder.discard_pending()
             else:
-                recorder.finish(earned, terminated=False, truncated=True, observation=seen, value=decided.result().value)
+                recorder.finish(earned, terminated=False, truncated=True, observation=checked, value=decided.result().value)
 
         closing.add_done_callback(close)
-        return Finished(closing)
+        return EpisodeEnd(closing)
 
     def break_off(self) -> None:
-        """Nothing more will come of this episode: the last step is left out and counted."""
+        """Abandon the episode: its last step is discarded and counted."""
         if self._acted and self._recorder is not None:
             self._recorder.discard_pending()
         self._state, self._reward, self._acted = None, 0.0, False
 
-    def _kept(self, state: State | None) -> State:
+    def _state_or_zeros(self, state: State | None) -> State:
         if state is None and self._seat.state_spec:
             return tuple(spec.zeros() for spec in self._seat.state_spec)
         return state or ()
 
 
-def usable(decision: Decision) -> bool:
-    """Finite observations may still be too large for a network; what is not a number must not reach a learner or a game."""
-    return abs(decision.value) <= _LARGEST and math.isfinite(decision.log_prob)
+def is_finite_decision(decision: Decision) -> bool:
+    """Check a decision: large but finite observations can make a network overflow."""
+    return abs(decision.value) <= _MAX_MAGNITUDE and math.isfinite(decision.log_prob)
 
 
-class Finished:
-    """Await it, or leave it."""
+class EpisodeEnd:
+    """Awaitable that completes when the ended episode is recorded. Awaiting it is optional."""
 
     def __init__(self, closing: asyncio.Future[Decision] | None) -> None:
         self._closing = closing

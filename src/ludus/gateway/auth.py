@@ -1,4 +1,4 @@
-"""Who may call: the tokens of a service, each with a name for the logs and, if it has one, a rate of its own."""
+"""Bearer tokens of a service, each with a name for the logs and an optional rate limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_NAME = "default"
 
 
 class Caller:
-    """Whoever sends one token. A rate of 0 is none; a burst of one second's worth is allowed."""
+    """The owner of one token, with its rate limit (0 = unlimited; a burst of one second's worth is allowed)."""
 
     __slots__ = ("_allowance", "_at", "name", "rate")
 
@@ -22,7 +22,7 @@ class Caller:
         self._allowance, self._at = max(rate, 1.0), 0.0
 
     def allow(self, now: float) -> bool:
-        """One more request, on a clock that only goes forward."""
+        """Count one request and return whether the rate limit allows it. `now` is a monotonic clock in seconds."""
         most = max(self.rate, 1.0)
         self._allowance = min(most, self._allowance + (now - self._at) * self.rate) if self._at else most
         self._at = now
@@ -33,7 +33,7 @@ class Caller:
 
 
 class Tokens:
-    """Looked up by their hashes, so that how long it takes says nothing about them."""
+    """The accepted tokens, looked up by hash so that the lookup time reveals nothing about them."""
 
     def __init__(self, lines: Iterable[tuple[str, str, float]]) -> None:
         """(name, token, requests per second or 0)."""
@@ -43,7 +43,7 @@ class Tokens:
         return len(self._callers)
 
     def caller(self, authorization: bytes) -> Caller | None:
-        """Who sends this `Authorization` header; None: nobody we know."""
+        """Return the owner of an `Authorization` header, or None if it is not valid."""
         return self._callers.get(_hash(authorization))
 
     @classmethod
@@ -52,28 +52,28 @@ class Tokens:
 
     @classmethod
     def read(cls, path: Path, rate: float = 0.0) -> Tokens:
-        """From a file of lines `TOKEN`, `NAME TOKEN` or `NAME TOKEN REQUESTS_PER_S`. Raises UsageError, which tells no token.
+        """Read a file of lines `TOKEN`, `NAME TOKEN` or `NAME TOKEN REQUESTS_PER_S`.
 
-        `rate` is for those that say none.
+        `rate` is the default. Raises UsageError, whose message never contains a token.
         """
         try:
             text = path.expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"Cannot read the token file {path}: {error}.") from error
-        found: list[tuple[str, str, float]] = []
+        entries: list[tuple[str, str, float]] = []
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
             if words and not words[0].startswith("#"):
-                found.append(_parsed(words, f"Line {number} of the token file {path}", rate))
-        if not found:
-            raise UsageError(f"The token file {path} holds no token.", "One per line: TOKEN, NAME TOKEN, or NAME TOKEN RATE.")
-        if len({token for _, token, _ in found}) != len(found):
-            raise UsageError(f"The token file {path} holds a token twice.")
-        warn_about_token_file(path, [token for _, token, _ in found])
-        return cls(found)
+                entries.append(_parse_line(words, f"Line {number} of the token file {path}", rate))
+        if not entries:
+            raise UsageError(f"The token file {path} contains no token.", "One per line: TOKEN, NAME TOKEN, or NAME TOKEN RATE.")
+        if len({token for _, token, _ in entries}) != len(entries):
+            raise UsageError(f"The token file {path} contains a token twice.")
+        warn_about_token_file(path, [token for _, token, _ in entries])
+        return cls(entries)
 
 
-def _parsed(words: list[str], where: str, rate: float) -> tuple[str, str, float]:
+def _parse_line(words: list[str], where: str, rate: float) -> tuple[str, str, float]:
     hint = "One token per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S."
     if len(words) > 3 or not all(word.isascii() and word.isprintable() for word in words):
         raise UsageError(f"{where} is not one printable token with its name.", hint)
@@ -85,7 +85,7 @@ def _parsed(words: list[str], where: str, rate: float) -> tuple[str, str, float]
         except ValueError:
             rate = -1.0
         if not 0 <= rate < float("inf"):
-            raise UsageError(f"{where} ends with something that is not a number of requests per second.", hint)
+            raise UsageError(f"{where} does not end with a number of requests per second.", hint)
     return words[0], words[1], rate
 
 

@@ -1,8 +1,8 @@
-"""Which connections a server keeps when it has more than it can hold.
+"""Admission control: which connections a server keeps when all slots are taken.
 
-A server with tokens serves two kinds of connections: those that have sent a valid token, and those that have not yet. The second kind
-costs an attacker nothing, so it must never keep the first kind out: when all slots are taken, the oldest connection without a token is
-closed in favour of the new one. A client sends its token with its first request, so it is authorised long before its turn comes.
+Connections that have not yet sent a valid token cost an attacker nothing, so they must not keep out authorized ones: when all slots are
+taken, the oldest unauthorized connection is closed in favour of the new one. A client sends its token with its first request, so it is
+authorized long before it could be evicted.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Admission(NamedTuple, Generic[Key]):
-    """The answer to a new connection."""
+    """The decision about a new connection."""
 
     admitted: bool
     evicted: Key | None = None
-    """A connection to close in favour of the new one."""
+    """A connection that the caller must close in favour of the new one."""
     reason: str = ""
-    """Why it was not admitted."""
+    """Why the connection was not admitted."""
 
 
 class ConnectionSlots(Generic[Key]):
     """Counts connections. Every method takes constant time."""
 
     def __init__(self, most: int, per_address: int = 0) -> None:
-        """`per_address`: connections of one client address; 0 = any number."""
+        """`per_address`: maximum per client address; 0 = unlimited."""
         self.most, self._per_address = most, per_address
         self._addresses: dict[Key, str] = {}
         self._unauthorized: dict[Key, None] = {}  # in order of arrival
@@ -48,7 +48,7 @@ class ConnectionSlots(Generic[Key]):
         return key not in self._unauthorized
 
     def admit(self, key: Key, address: str = "", *, authorized: bool = False) -> Admission[Key]:
-        """Take a slot for a new connection. The caller closes `evicted`, which holds no slot any more."""
+        """Take a slot for a new connection. The caller closes `evicted`, whose slot is already free."""
         if self._per_address and self._by_address[address] >= self._per_address:
             return Admission(False, reason=f"There are {self._per_address} connections from {address} already.")
         evicted = None
@@ -64,15 +64,15 @@ class ConnectionSlots(Generic[Key]):
         return Admission(True, evicted)
 
     def authorize(self, key: Key) -> None:
-        """The connection has sent a valid token: it is not evicted."""
+        """Protect the connection from eviction: it has sent a valid token."""
         self._unauthorized.pop(key, None)
 
     def revoke_all(self) -> None:
-        """The tokens have changed: every connection must show a valid one again."""
+        """Mark every connection as unauthorized, after the tokens have changed."""
         self._unauthorized = dict.fromkeys(self._addresses)
 
     def release(self, key: Key) -> None:
-        """The connection is closed. Releasing it again does nothing."""
+        """Free the slot of a closed connection. Idempotent."""
         address = self._addresses.pop(key, None)
         self._unauthorized.pop(key, None)
         if address is None:

@@ -1,6 +1,6 @@
-"""HTTP/1.1 for games: one connection, parsed by httptools, with bounds on everything a client can make us hold.
+"""HTTP/1.1 server connection for games, parsed by httptools, with bounds on all memory and time a client can use.
 
-A connection knows requests and replies, nothing of sessions. Replies leave in the order of their requests.
+Knows requests and replies, not sessions. Replies leave in the order of their requests (pipelining).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import unquote
 
@@ -22,19 +22,19 @@ from ludus.errors import Refused
 from ludus.gateway.auth import Caller, Tokens
 from ludus.protocol import spec
 from ludus.protocol.spec import (
+    DEFAULT_OPTIONS,
     END,
     ENDPOINT_HEADER,
     KINDS,
     MAX_NAME_BYTES,
     MAX_SEQ,
     MAX_TEMPERATURE,
-    NOTHING_ASKED,
     REASONS,
     REQUEST_ID_HEADER,
     START,
     STEP,
     TICK,
-    About,
+    StartOptions,
     error_body,
 )
 
@@ -46,29 +46,29 @@ class HttpLimits:
     body_bytes: int = 8 << 20
     connections: int = 10_000
     pipelined: int = 32
-    """Requests of one connection that may wait for their replies; then we stop reading."""
+    """Requests of one connection that may wait for their replies; above this the connection is not read."""
     receive_s: float = 10.0
-    """For a whole request, from its first byte."""
+    """Time limit for a whole request, from its first byte."""
     send_s: float = 10.0
-    """For a client to read what it asked for."""
+    """Time limit for a client to read its replies."""
     idle_s: float = 300.0
-    """Between two requests of a connection."""
+    """Time limit between two requests of a connection."""
     unauthorized_idle_s: float = 10.0
     """The same for a connection that has not yet sent a valid token."""
     connections_per_address: int = 0
-    """Connections of one client address, in each worker; 0 = any number, as behind a proxy, where all have the same."""
+    """Connections per client address and worker; 0 = unlimited (behind a proxy all clients share one address)."""
 
 
 class Page(NamedTuple):
-    """What a GET is answered with."""
+    """The reply to a GET."""
 
     status: int
     body: bytes
     media: str = "application/json"
 
 
-class Replied(NamedTuple):
-    """What there is to be logged of an answered request. Never its body, never its token."""
+class AccessRecord(NamedTuple):
+    """The access-log fields of one reply. Never holds a body or a token."""
 
     kind: str
     path: str
@@ -82,46 +82,44 @@ class Replied(NamedTuple):
     error: str
 
 
-class Service(Protocol):
-    """What stands behind a connection."""
+class RequestHandler(Protocol):
+    """The server behind a connection."""
 
     limits: HttpLimits
     loop: asyncio.AbstractEventLoop
     tokens: Tokens | None
-    """Who may call; None: anyone."""
-    logs: Callable[[Replied], None] | None
-    """Hears of every reply but good ticks; of those too with `logs_ticks`."""
-    logs_ticks: bool
+    """Accepted tokens; None: no authentication."""
+    access_log: Callable[[AccessRecord], None] | None
+    """Called for every reply except successful ticks; for those too with `log_ticks`."""
+    log_ticks: bool
     direct_port: int
-    """Where this worker alone can be reached; 0: nowhere else."""
+    """A port that reaches this worker only; 0: none."""
 
-    def open_connection(self, connection: Connection) -> str:
-        """Why this connection cannot be served; empty: it can."""
+    def open_connection(self, connection: HttpConnection) -> str:
+        """Return why this connection cannot be served, or an empty string."""
         ...
 
-    def authorize(self, connection: Connection) -> None:
-        """The connection has sent a valid token for the first time."""
+    def authorize(self, connection: HttpConnection) -> None:
+        """Called when the connection sends a valid token for the first time."""
         ...
 
-    def is_authorized(self, connection: Connection) -> bool: ...
+    def is_authorized(self, connection: HttpConnection) -> bool: ...
 
-    def closed(self, connection: Connection) -> None: ...
+    def close_connection(self, connection: HttpConnection) -> None: ...
 
-    def elsewhere(self, session: bytes) -> int:
-        """The slot of another worker that owns this session, or -1."""
+    def owner_elsewhere(self, session: bytes) -> int:
+        """Return the slot of the other worker that owns this session, or -1."""
         ...
 
-    def hand_over(self, connection: Connection, slot: int, data: bytes) -> bool:
-        """Give a connection, with what was read from it, to another worker. False when that is not possible now."""
+    def hand_over(self, connection: HttpConnection, slot: int, data: bytes) -> bool:
+        """Pass a connection and the bytes read from it to another worker. False when that is not possible now."""
         ...
 
-    def step(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None: ...
+    def step(self, kind: str, session: bytes, seq: int, options: StartOptions, body: bytes, exchange: HttpExchange) -> None: ...
 
     def get(self, path: str, authorized: bool) -> Page: ...
 
-    def refused(self, refused: Refused) -> None:
-        """Counted, and looked at by whoever checks games."""
-        ...
+    def count_refusal(self, refused: Refused) -> None: ...
 
 
 _SESSION, _KIND, _SEQ, _MATCH, _LENGTH, _CODING, _AUTH, _EXPECT, _MODEL, _VERSION, _TEMPERATURE, _ID = range(1, 13)
@@ -139,17 +137,17 @@ _HEADERS: dict[bytes, int] = {
     b"authorization": _AUTH,
     b"expect": _EXPECT,
 }
-_TYPE = b"\r\nContent-Type: application/octet-stream\r\n\r\n"
+_OCTET_STREAM = b"\r\nContent-Type: application/octet-stream\r\n\r\n"
 _OK = b"HTTP/1.1 200 OK\r\nContent-Length: "
-_HEADS = {length: _OK + str(length).encode() + _TYPE for length in range(1024)}
+_HEADS = {length: _OK + str(length).encode() + _OCTET_STREAM for length in range(1024)}
 _LINGER_S = 2.0
-_STRANGERS_BODY = 4 << 10  # what we read of a request before we know who it is from
+_UNAUTHORIZED_BODY = 4 << 10  # body bytes accepted from an unauthorized client
 _UNAUTHORIZED = Refused(401, "unauthorized", "The token is missing or wrong.", "Send Authorization: Bearer TOKEN.")
 _TWO_TOKENS = Refused(400, "authorization", "This request has two Authorization headers.", "Send one.")
-_STEP_TO = b"/step/"  # and the name of a model
+_STEP_PREFIX = b"/step/"  # followed by the name of a model
 _MAX_ID = 128
-_NUMBERS = itertools.count()
-_BOOT = f"{time.time_ns() // 1_000_000:x}"  # so that ids are not those of an earlier life
+_ID_NUMBERS = itertools.count()
+_ID_PREFIX = f"{time.time_ns() // 1_000_000:x}"  # makes ids unique across restarts
 _clock = time.perf_counter
 _HEAD = "head"  # the kind of an exchange whose reply has no body
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -157,48 +155,48 @@ _UPGRADE = Refused(
     400,
     "upgrade",
     "This request asks for another protocol than HTTP/1.1.",
-    "Tell the client to use HTTP/1.1 (curl: --http1.1, Java: HttpClient.Version.HTTP_1_1).",
+    "Configure the client for HTTP/1.1 (curl: --http1.1, Java: HttpClient.Version.HTTP_1_1).",
 )
 _TOO_MANY_HEADERS = Refused(431, "headers_too_large", "The headers of this request are too many or too large.", "Send fewer.")
 
 
-class Exchange:
+class HttpExchange:
     """One request on one connection, waiting for its reply."""
 
     __slots__ = ("_connection", "began", "caller", "close", "kind", "media", "raw", "request_id", "seq", "session")
 
     def __init__(
         self,
-        connection: Connection,
+        connection: HttpConnection,
         kind: str,
         close: bool,
         session: bytes = b"",
         seq: int = -1,
-        id_: str = "",
+        request_id: str = "",
         caller: Caller | None = None,
     ) -> None:
         self._connection, self.kind, self.close = connection, kind, close
-        self.raw: bytes | None = None  # the reply, while earlier ones are missing
-        self.session, self.seq, self.request_id, self.caller = session, seq, id_, caller
+        self.raw: bytes | None = None  # the reply, while it waits for earlier ones
+        self.session, self.seq, self.request_id, self.caller = session, seq, request_id, caller
         self.media = ""
         self.began = _clock()
 
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
-        """`port` is the direct port of the worker that has answered, if that is not this one."""
+        """Send the reply. `port`: direct port of the worker that answered, if it is another one."""
         connection = self._connection
         if status == 200 and self.kind is TICK and not self.close:
             length = len(body)
-            head = _HEADS[length] if length < 1024 else _OK + str(length).encode() + _TYPE
+            head = _HEADS[length] if length < 1024 else _OK + str(length).encode() + _OCTET_STREAM
             if self.request_id:
                 head = head[:-2] + f"{REQUEST_ID_HEADER}: {self.request_id}\r\n\r\n".encode()
-            if connection.logs_ticks:
+            if connection.log_ticks:
                 connection.log(self, status, body)
         else:
-            if status != 200 and not self.request_id and connection.logged:
-                self.request_id = f"{_BOOT}-{next(_NUMBERS):x}"
+            if status != 200 and not self.request_id and connection.has_access_log:
+                self.request_id = f"{_ID_PREFIX}-{next(_ID_NUMBERS):x}"
             head = self._head(status, len(body), retry_after_s, port)
-            told = status not in (200, 503) if self.media else status != 200  # a page that says "not now" refuses nobody
-            if told or self.kind in (START, END) or (self.kind is TICK and connection.logs_ticks):
+            is_error = status not in (200, 503) if self.media else status != 200  # 503 of /ready is no error
+            if is_error or self.kind in (START, END) or (self.kind is TICK and connection.log_ticks):
                 connection.log(self, status, body)
             if self.kind is _HEAD:
                 body = b""
@@ -210,8 +208,8 @@ class Exchange:
                 transport.write(head + body)
                 if self.close:
                     connection.finish()
-                elif connection.held_back:
-                    connection.go_on()
+                elif connection.reading_paused:
+                    connection.resume_reading()
         else:
             self.raw = head + body
             connection.write_ready()
@@ -236,78 +234,78 @@ class Exchange:
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-_UNKNOWN = (0, 0, -1, b"", "")
+_NO_MATCH = (0, 0, -1, b"", "")
 _DIGITS = (_LENGTH, _SEQ)
 _PLAIN = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:"
-"""What a session or request id is usually made of. Others are right too, and are parsed."""
+"""Characters of a typical session or request id. Ids with others are valid but take the parser's path."""
 
 
-class KnownHead:
-    """A header block that was parsed once, with holes where it may differ from one tick to the next: Content-Length, the
-    session, seq and X-Request-Id when it has them."""
+class HeaderTemplate:
+    """A parsed header block with variable fields (Content-Length, session, seq, X-Request-Id), to recognise the next tick's
+    block without parsing it."""
 
-    __slots__ = ("_exact", "_holes", "_last", "_said", "about", "caller")
+    __slots__ = ("_exact_head", "_exact_match", "_fields", "_tail", "caller", "options")
 
-    def __init__(self, holes: tuple[tuple[bytes, int], ...], last: bytes, about: About, caller: Caller | None) -> None:
-        self._holes, self._last = holes, last
-        self.about, self.caller = about, caller
-        self._exact, self._said = b"\r", _UNKNOWN  # what no request begins with
+    def __init__(self, fields: tuple[tuple[bytes, int], ...], tail: bytes, options: StartOptions, caller: Caller | None) -> None:
+        self._fields, self._tail = fields, tail
+        self.options, self.caller = options, caller
+        self._exact_head, self._exact_match = b"\r", _NO_MATCH  # no request begins with \r
 
     @classmethod
-    def learned(cls, head: bytes, about: About = NOTHING_ASKED, caller: Caller | None = None) -> KnownHead | None:
-        """None when something does not stand where, or as, it should."""
-        holes: list[tuple[bytes, int]] = []
+    def learn(cls, head: bytes, options: StartOptions = DEFAULT_OPTIONS, caller: Caller | None = None) -> HeaderTemplate | None:
+        """Build a template from one header block. None when a field is missing, repeated or unusual."""
+        fields: list[tuple[bytes, int]] = []
         after = at = 0
         for line in head.split(b"\r\n"):
             name, colon, value = line.partition(b":")
             code = _HEADERS.get(name.lower())
             if colon and code in (_LENGTH, _SEQ, _SESSION, _ID):
                 begin = at + len(line) - len(value.lstrip(b" \t"))
-                said = value.strip(b" \t")
-                if line[-1:].isspace() or not (said.isdigit() if code in _DIGITS else _is_plain(said)):
+                text = value.strip(b" \t")
+                if line[-1:].isspace() or not (text.isdigit() if code in _DIGITS else _is_plain(text)):
                     return None
-                holes.append((head[after:begin], code))
+                fields.append((head[after:begin], code))
                 after = at + len(line)
             at += len(line) + 2
-        codes = [code for _, code in holes]
+        codes = [code for _, code in fields]
         if len(set(codes)) != len(codes) or _LENGTH not in codes or _SESSION not in codes:
             return None
-        known = cls(tuple(holes), head[after:], about, caller)
-        if _SEQ not in codes and _ID not in codes:  # bodies of one size: then all of it is the same
-            known._exact, known._said = head, known.read(head)
-        return known
+        template = cls(tuple(fields), head[after:], options, caller)
+        if _SEQ not in codes and _ID not in codes:  # blocks are identical while bodies have the same size
+            template._exact_head, template._exact_match = head, template.match(head)
+        return template
 
-    def read(self, data: bytes) -> tuple[int, int, int, bytes, str]:
-        """(where the body begins, its length, seq or -1, session, request id); the first is 0 when the block is another one."""
-        if data.startswith(self._exact):
-            return self._said
-        at, length, seq, session, id_ = 0, 0, -1, b"", b""
-        for piece, code in self._holes:
+    def match(self, data: bytes) -> tuple[int, int, int, bytes, str]:
+        """Return (offset of the body, its length, seq or -1, session, request id); the offset is 0 without a match."""
+        if data.startswith(self._exact_head):
+            return self._exact_match
+        at, length, seq, session, request_id = 0, 0, -1, b"", b""
+        for piece, code in self._fields:
             if not data.startswith(piece, at):
-                return _UNKNOWN
+                return _NO_MATCH
             at += len(piece)
             if code in _DIGITS:
-                end = data.find(b"\r", at, at + 19)  # eighteen digits at most: they fit into 63 bits
-                said = data[at:end]
-                if end < 0 or not said.isdigit():
-                    return _UNKNOWN
+                end = data.find(b"\r", at, at + 19)  # at most eighteen digits, which fit into 63 bits
+                text = data[at:end]
+                if end < 0 or not text.isdigit():
+                    return _NO_MATCH
                 if code == _LENGTH:
-                    length = int(said)
+                    length = int(text)
                 else:
-                    seq = int(said)
+                    seq = int(text)
             else:
                 end = data.find(b"\r", at, at + (MAX_NAME_BYTES if code == _SESSION else _MAX_ID) + 1)
-                said = data[at:end]
-                if end < 0 or not _is_plain(said):
-                    return _UNKNOWN
+                text = data[at:end]
+                if end < 0 or not _is_plain(text):
+                    return _NO_MATCH
                 if code == _SESSION:
-                    session = said
+                    session = text
                 else:
-                    id_ = said
+                    request_id = text
             at = end
-        if not data.startswith(self._last, at):
-            return _UNKNOWN
-        return at + len(self._last), length, seq, session, id_.decode()
+        if not data.startswith(self._tail, at):
+            return _NO_MATCH
+        return at + len(self._tail), length, seq, session, request_id.decode()
 
 
 def _is_utf8(value: bytes) -> bool:
@@ -318,71 +316,88 @@ def _is_utf8(value: bytes) -> bool:
     return True
 
 
-def _is_plain(said: bytes) -> bool:
-    return bool(said) and not said.translate(None, _PLAIN)
+def _is_plain(text: bytes) -> bool:
+    return bool(text) and not text.translate(None, _PLAIN)
 
 
-class Connection(asyncio.Protocol):
-    """Feeds bytes to the parser; every complete request goes to the service.
+class _Request:
+    """The request being parsed."""
 
-    A game on a kept connection mostly sends the same header block again and again: when it is the block of the request
-    before, but for Content-Length and seq, its parsed form is used again (measured: a third of the cost of a small request).
+    __slots__ = (
+        "authorization", "body", "body_bytes", "error", "expects_continue", "head_bytes", "headers", "headers_done",
+        "is_plain_tick", "kind", "length", "options", "request_id", "seq", "session", "stalled_bytes", "started", "url",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.started = False  # begun and not complete
+        self.headers_done = False
+        self.stalled_bytes = 0  # received without progress of the parser, which checks exact bounds only after the headers
+        self.head_bytes = 0
+        self.headers = 0
+        self.expects_continue = False
+        self.url = b""
+        self.session = b""
+        self.kind = b""
+        self.seq = -1
+        self.options = DEFAULT_OPTIONS
+        self.request_id = ""
+        self.length = -1
+        self.authorization = b""
+        self.body: list[bytes] = []
+        self.body_bytes = 0
+        self.error: Refused | None = None  # rejects this request; the connection stays open
+        self.is_plain_tick = False  # its header block can serve as a template
+
+
+@dataclass(slots=True)
+class _Handover:
+    """Whether a connection moves to another worker. Decided when the headers of its first request are complete."""
+
+    possible: bool
+    received: list[bytes] = field(default_factory=list)
+    slot: int = -1
+    """The worker that gets the connection; -1: this one keeps it."""
+
+
+class HttpConnection(asyncio.Protocol):
+    """Feeds bytes to the parser and passes every complete request to the handler.
+
+    A game on a kept connection mostly repeats the header block of its previous request, but for Content-Length and seq: then
+    the parsed form is used again (measured: saves a third of the cost of a small request).
     """
 
-    def __init__(self, service: Service, *, early: bytes = b"") -> None:
-        """`early`: what another worker has read of this connection before it was handed over."""
-        self._service, self._step_to = service, service.step
-        self.logs_ticks = service.logs_ticks and service.logs is not None
-        self._caller: Caller | None = None  # who sent the last token that was right, and which that was
-        self._vouched: bytes | None = None
+    def __init__(self, handler: RequestHandler, *, early: bytes = b"") -> None:
+        """`early`: bytes that another worker read before it handed the connection over."""
+        self._handler, self._handle_step = handler, handler.step
+        self.log_ticks = handler.log_ticks and handler.access_log is not None
+        self._caller: Caller | None = None  # sender of the last valid Authorization header
+        self._valid_authorization: bytes | None = None
         self._peer = ""
-        self._pipelined = service.limits.pipelined
+        self._pipelined = handler.limits.pipelined
         self.transport: asyncio.Transport | None = None
-        self.pending: deque[Exchange] = deque()
-        self.held_back = False  # we do not read, because too many replies are pending
-        self.began = 0.0  # when the first byte of the request that is being received came; 0: none is
-        self.stalled = 0.0  # since when the client does not read
+        self.pending: deque[HttpExchange] = deque()
+        self.reading_paused = False  # too many replies are pending
+        self.began = 0.0  # arrival of the first byte of the incomplete request; 0: there is none
+        self.stalled = 0.0  # since when the client does not read; 0: it does
         self.requests = 0
-        self._swept = (0, service.loop.time())  # how many requests there were, and since when there were no more
+        self._idle_since = (0, handler.loop.time())  # (number of requests, since when there were no more)
         self.closing_at = 0.0
         self.path = ""
         self._parser: Any = httptools.HttpRequestParser(self)
         self._early = early
-        self._first = not early  # the headers of the first request are not complete: the connection may be handed over
-        self._raw: list[bytes] = []
-        self._give_to = -1
-        self._known: KnownHead | None = None  # the header block of the last plain tick
+        self._handover = _Handover(possible=not early)
+        self._template: HeaderTemplate | None = None  # header block of the last plain tick
         self._refused: Refused | None = None  # why this connection will be closed
-        self._ended = False  # the client sends no more
-        self._now = 0.0  # when the bytes came that are being parsed
-        self._begun = 0  # how many requests began in them
-        self._reset()
-
-    def _reset(self) -> None:
-        self._started = False  # a request has begun and is not complete
-        self._headers_done = False
-        self._waiting_bytes = 0  # received without getting further: exact bounds are checked when headers are complete
-        self._head_bytes = 0
-        self._headers = 0
-        self._expects = False
-        self._url = b""
-        self._session = b""
-        self._kind = b""
-        self._seq = -1
-        self._about = NOTHING_ASKED
-        self._request_id = ""
-        self._length = -1
-        self._auth = b""
-        self._body: list[bytes] = []
-        self._body_bytes = 0
-        self._wrong: Refused | None = None  # what is wrong with this request; the connection goes on
-        self._remember = False
+        self._eof = False  # the client has closed its side
+        self._received_at = 0.0  # arrival of the bytes being parsed
+        self._begun_requests = 0  # requests that began in these bytes
+        self._request = _Request()
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        problem = self._service.open_connection(self)
+        problem = self._handler.open_connection(self)
         if problem and self.transport is not None:
             self._refuse(Refused(503, "too_many_connections", problem, "Try again later.", 1))
         early, self._early = self._early, b""
@@ -391,37 +406,37 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
-        self._parser = None  # it refers to us: so both are freed now, not by some later collection
+        self._parser = None  # breaks the reference cycle, so that both are freed at once
         self.pending.clear()
-        self._service.closed(self)
+        self._handler.close_connection(self)
 
     def eof_received(self) -> bool:
-        self._ended = True
-        if self.pending:  # it still wants its replies
+        self._eof = True
+        if self.pending:  # the client may still read its replies
             self.pending[-1].close = True
         return bool(self.pending)
 
     def pause_writing(self) -> None:
-        self.stalled = self._service.loop.time()
+        self.stalled = self._handler.loop.time()
         if self.transport is not None:
             self.transport.pause_reading()
 
     def resume_writing(self) -> None:
         self.stalled = 0.0
-        if self.transport is not None and not self.held_back:
+        if self.transport is not None and not self.reading_paused:
             self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        known = self._known
-        if known is not None and not self.began and len(self.pending) < self._pipelined:
-            at, length, seq, session, id_ = known.read(data)
-            if at and len(data) == at + length and length <= self._service.limits.body_bytes:
+        template = self._template
+        if template is not None and not self.began and len(self.pending) < self._pipelined:
+            at, length, seq, session, request_id = template.match(data)
+            if at and len(data) == at + length and length <= self._handler.limits.body_bytes:
                 self.requests += 1
-                caller = known.caller
-                exchange = Exchange(self, TICK, False, session, seq, id_, caller)
+                caller = template.caller
+                exchange = HttpExchange(self, TICK, False, session, seq, request_id, caller)
                 self.pending.append(exchange)
-                if caller is None or not caller.rate or self._within(caller, exchange):
-                    self._step_to(TICK, session, seq, known.about, data[at:], exchange)
+                if caller is None or not caller.rate or self._allow_request(caller, exchange):
+                    self._handle_step(TICK, session, seq, template.options, data[at:], exchange)
                 return
         self._receive(data)
 
@@ -429,49 +444,55 @@ class Connection(asyncio.Protocol):
 
     def _receive(self, data: bytes) -> None:
         if self.closing_at:
-            return  # what follows a refused request is not read
-        fresh, self._begun = not self.began, 0
-        body_bytes = 0 if fresh else self._body_bytes
-        self._now = self._service.loop.time()
-        if self._first:
-            self._raw.append(data)
+            return  # bytes after a refused request are ignored
+        handover = self._handover
+        fresh, self._begun_requests = not self.began, 0
+        body_bytes = 0 if fresh else self._request.body_bytes
+        self._received_at = self._handler.loop.time()
+        if handover.possible:
+            handover.received.append(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if self._refused is None:
-                self._refused = Refused(400, "malformed", f"This is not an HTTP/1.1 request we can read: {error}.")
-        if self._said_goodbye():
+                self._refused = Refused(400, "malformed", f"This is not a valid HTTP/1.1 request: {error}.")
+        request = self._request  # the parser's callbacks replace it
+        if self._is_closing():
             self.began = 0.0
             return
         if self._refused is not None:
             self._refuse(self._refused)
-        elif self._give_to >= 0:
+        elif handover.slot >= 0:
             self._hand_over()
-        elif not self._started:
-            self._raw.clear()  # empty lines before the first request
-        elif self._begun == 0 or (fresh and self._begun == 1):  # all of it belongs to one request
-            in_body = self._headers_done and self._body_bytes > body_bytes
-            self._waiting_bytes = 0 if in_body else self._waiting_bytes + len(data)
-            if self._waiting_bytes > 2 * self._service.limits.header_bytes:  # the parser holds an unfinished header, or trailer
+        elif not request.started:
+            handover.received.clear()  # empty lines before the first request
+        elif self._begun_requests == 0 or (fresh and self._begun_requests == 1):  # all bytes belong to one request
+            in_body = request.headers_done and request.body_bytes > body_bytes
+            request.stalled_bytes = 0 if in_body else request.stalled_bytes + len(data)
+            if (
+                request.stalled_bytes > 2 * self._handler.limits.header_bytes
+            ):  # the parser buffers an incomplete header or trailer
                 self._refuse(_TOO_MANY_HEADERS)
-        if fresh and self._remember and not self.began:
-            self._learn(data)
+        if fresh and request.is_plain_tick and not self.began:
+            self._learn_template(data)
 
     def on_message_begin(self) -> None:
-        self._reset()
-        self._started = True
-        self.began = self._now
-        self._begun += 1
+        self._request = _Request()
+        self._request.started = True
+        self.began = self._received_at
+        self._begun_requests += 1
 
     def on_url(self, url: bytes) -> None:
-        self._url += url
-        self._head_bytes += len(url)
+        request = self._request
+        request.url += url
+        request.head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers += 1
-        self._head_bytes += len(name) + len(value) + 4
-        if self._headers_done:  # a trailer, after the body: it is counted, and means nothing
-            if self._refused is None and self._too_many():
+        request = self._request
+        request.headers += 1
+        request.head_bytes += len(name) + len(value) + 4
+        if request.headers_done:  # a trailer after the body: counted, otherwise ignored
+            if self._refused is None and self._has_too_many_headers():
                 self._refused = _TOO_MANY_HEADERS
             return
         code = _HEADERS.get(name) or _HEADERS.get(name.lower())
@@ -479,273 +500,289 @@ class Connection(asyncio.Protocol):
             return
         value = value.rstrip(b" \t")
         if code == _SESSION:
-            if self._session and self._session != value:
-                self._wrong = Refused(400, "session", "This request names two sessions.", "Send one session header.")
-            self._session = value
+            if request.session and request.session != value:
+                request.error = Refused(400, "session", "This request names two sessions.", "Send one session header.")
+            request.session = value
         elif code == _KIND:
-            if self._kind and self._kind != value:
-                self._wrong = Refused(400, "step_kind", "This request names two kinds of step.", "Send one step_kind header.")
-            self._kind = value
+            if request.kind and request.kind != value:
+                request.error = Refused(400, "step_kind", "This request names two kinds of step.", "Send one step_kind header.")
+            request.kind = value
         elif code == _LENGTH:
-            self._length = int(value) if value.isdigit() else -1
+            request.length = int(value) if value.isdigit() else -1
         elif code == _SEQ:
-            before, self._seq = self._seq, _number(value)
-            if self._seq < 0:
-                self._wrong = Refused(400, "seq", f"seq is {_shown(value)}.", "It is a whole number: 0, 1, 2, …")
-            elif 0 <= before != self._seq:
-                self._wrong = Refused(400, "seq", "This request has two numbers.", "Send one seq header.")
+            before, request.seq = request.seq, _parse_number(value)
+            if request.seq < 0:
+                request.error = Refused(400, "seq", f"seq is {_quote(value)}.", "It is a whole number: 0, 1, 2, …")
+            elif 0 <= before != request.seq:
+                request.error = Refused(400, "seq", "This request has two numbers.", "Send one seq header.")
         elif code in (_MATCH, _MODEL, _VERSION, _TEMPERATURE):
-            self._ask(code, value)
+            self._set_option(code, value)
         elif code == _ID:
-            self._request_id = _identified(value)
+            request.request_id = _printable_id(value)
         elif code == _AUTH:
-            if self._auth:
+            if request.authorization:
                 self._refused = _TWO_TOKENS
-            self._auth = value
+            request.authorization = value
         elif code == _CODING:
             if value.lower() != b"chunked":
-                self._wrong = Refused(501, "transfer_encoding", f"Transfer-Encoding: {_shown(value)} is not supported.")
+                request.error = Refused(501, "transfer_encoding", f"Transfer-Encoding: {_quote(value)} is not supported.")
         elif value.lower() == b"100-continue":
-            self._expects = True
+            request.expects_continue = True
         else:
-            self._wrong = Refused(417, "expectation", f"Expect: {_shown(value)} is not supported.")
+            request.error = Refused(417, "expectation", f"Expect: {_quote(value)} is not supported.")
 
-    def _ask(self, code: int, value: bytes) -> None:
-        """What else a start may say."""
+    def _set_option(self, code: int, value: bytes) -> None:
+        """Parse one header of `StartOptions`."""
+        request = self._request
         if code == _VERSION:
-            number = _number(value)
+            number = _parse_number(value)
             if number < 0:
-                self._wrong = Refused(400, "version", f"The version is {_shown(value)}.", "It is a whole number.")
-            self._about = self._about._replace(version=number)
+                request.error = Refused(400, "version", f"The version is {_quote(value)}.", "It is a whole number.")
+            request.options = request.options._replace(version=number)
         elif code == _TEMPERATURE:
-            temperature = _decimal(value)
+            temperature = _parse_decimal(value)
             if not 0 <= temperature <= MAX_TEMPERATURE:
                 hint = "It is a number from 0 (the most probable action) to 100; 1 draws as in training."
-                self._wrong = Refused(400, "temperature", f"The temperature is {_shown(value)}.", hint)
-            self._about = self._about._replace(temperature=temperature)
+                request.error = Refused(400, "temperature", f"The temperature is {_quote(value)}.", hint)
+            request.options = request.options._replace(temperature=temperature)
         elif len(value) > MAX_NAME_BYTES:
             match, message = code == _MATCH, f"The name of a match or model is longer than {MAX_NAME_BYTES} bytes."
             hint = "Use a shorter one."
-            self._wrong = Refused(400, "session", message, hint) if match else Refused(400, "model", message, hint)
+            request.error = Refused(400, "session" if match else "model", message, hint)
         elif not _is_utf8(value):
             what = "session" if code == _MATCH else "model"
-            self._wrong = Refused(400, what, f"The name {_shown(value)} of a match or model is not UTF-8.", "Use ASCII or UTF-8.")
+            request.error = Refused(
+                400, what, f"The name {_quote(value)} of a match or model is not UTF-8.", "Use ASCII or UTF-8."
+            )
         else:
             text = value.decode()
-            self._about = self._about._replace(match=text) if code == _MATCH else self._about._replace(model=text)
+            request.options = request.options._replace(match=text) if code == _MATCH else request.options._replace(model=text)
 
     def on_headers_complete(self) -> None:
-        self._headers_done = True
-        if self._refused is not None or self._give_to >= 0 or self._said_goodbye():
+        handover = self._handover
+        request = self._request
+        request.headers_done = True
+        if self._refused is not None or handover.slot >= 0 or self._is_closing():
             return
-        if self._parser.should_upgrade():  # the parser would leave the body to the other protocol
+        if self._parser.should_upgrade():  # the parser would not parse the body
             self._refused = _UPGRADE
         else:
-            self._refused = _TOO_MANY_HEADERS if self._too_many() else self._too_large()
+            self._refused = _TOO_MANY_HEADERS if self._has_too_many_headers() else self._body_limit_error()
         if self._refused is not None:
             return
-        if self._first:
-            if self._session and self._authorized():
-                self._give_to = self._service.elsewhere(self._session)
-            if self._give_to >= 0:
+        if handover.possible:
+            if request.session and self._is_authorized():
+                handover.slot = self._handler.owner_elsewhere(request.session)
+            if handover.slot >= 0:
                 return
-            self._first = False
-            self._raw.clear()
-        if self._expects and self._parser.get_http_version() == "1.1":
-            go_ahead = Exchange(self, "", False)
-            go_ahead.raw = _CONTINUE
-            self.pending.append(go_ahead)
+            handover.possible = False
+            handover.received.clear()
+        if request.expects_continue and self._parser.get_http_version() == "1.1":
+            interim = HttpExchange(self, "", False)
+            interim.raw = _CONTINUE
+            self.pending.append(interim)
             self.write_ready()
 
-    def _said_goodbye(self) -> bool:
-        """A request was to be the last one: what follows it is nothing to us."""
+    def _is_closing(self) -> bool:
+        """Whether the last request of this connection was received; further bytes are ignored."""
         return bool(self.closing_at or (self.pending and self.pending[-1].close))
 
-    def _too_many(self) -> bool:
-        limits = self._service.limits
-        return self._headers > limits.headers or self._head_bytes > limits.header_bytes
+    def _has_too_many_headers(self) -> bool:
+        request = self._request
+        limits = self._handler.limits
+        return request.headers > limits.headers or request.head_bytes > limits.header_bytes
 
-    def _too_large(self) -> Refused | None:
-        most = self._service.limits.body_bytes
-        size = max(self._length, self._body_bytes)
-        if size > _STRANGERS_BODY and not self._authorized():
+    def _body_limit_error(self) -> Refused | None:
+        request = self._request
+        most = self._handler.limits.body_bytes
+        size = max(request.length, request.body_bytes)
+        if size > _UNAUTHORIZED_BODY and not self._is_authorized():
             return _UNAUTHORIZED
         if size <= most:
             return None
         return Refused(413, "body_too_large", f"The body is larger than {most} bytes.", "Send less, or raise the limit.")
 
     def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
-        if self._refused is None and self._give_to < 0:
-            self._refused = self._too_large()
+        request = self._request
+        request.body_bytes += len(body)
+        if self._refused is None and self._handover.slot < 0:
+            self._refused = self._body_limit_error()
             if self._refused is None:
-                self._body.append(body)
+                request.body.append(body)
             else:
-                self._body.clear()
+                request.body.clear()
 
     def on_message_complete(self) -> None:
-        self._started = False
-        if self._refused is not None or self._give_to >= 0 or self.transport is None:
+        request = self._request
+        request.started = False
+        if self._refused is not None or self._handover.slot >= 0 or self.transport is None:
             return
-        if self._said_goodbye():
+        if self._is_closing():
             return
         self.requests += 1
-        url = self._url.partition(b"?")[0]
-        if not url.startswith(b"/"):  # as to a proxy: http://host/step
+        url = request.url.partition(b"?")[0]
+        if not url.startswith(b"/"):  # absolute form, as sent to a proxy: http://host/step
             url = b"/" + url.partition(b"://")[2].partition(b"/")[2]
         self.path = url.decode("latin-1")
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        body = request.body[0] if len(request.body) == 1 else b"".join(request.body)
         version = self._parser.get_http_version()
         close = not self._parser.should_keep_alive() or version != "1.1"
         if version not in ("1.0", "1.1"):
-            wrong = Refused(505, "http_version", f"HTTP/{version} is not spoken here.", "Tell the client to use HTTP/1.1.")
-            self._answer_now(wrong, close)
-        elif url != b"/step" and not url.startswith(_STEP_TO):
-            self._other(close)
+            error = Refused(505, "http_version", f"HTTP/{version} is not supported.", "Configure the client for HTTP/1.1.")
+            self._reject(error, close)
+        elif url != b"/step" and not url.startswith(_STEP_PREFIX):
+            self._get_page(close)
         elif self._parser.get_method() != b"POST":
-            self._answer_now(Refused(405, "method", "Steps are sent by POST.", "POST /step"), close)
+            self._reject(Refused(405, "method", "Steps are sent by POST.", "POST /step"), close)
         else:
             self._step(body, close)
         self.began = 0.0
-        if len(self.pending) >= self._service.limits.pipelined and self.transport is not None:
-            self.held_back = True
+        if len(self.pending) >= self._handler.limits.pipelined and self.transport is not None:
+            self.reading_paused = True
             self.transport.pause_reading()
 
     def _step(self, body: bytes, close: bool) -> None:
-        kind = KINDS.get(self._kind) or KINDS.get(self._kind.lower())
+        request = self._request
+        kind = KINDS.get(request.kind) or KINDS.get(request.kind.lower())
         if self.path != STEP:
-            self._ask(_MODEL, unquote(self.path[len(_STEP_TO) :]).encode())
-        wrong = self._wrong
-        if not self._authorized():
-            wrong = _UNAUTHORIZED
-        elif wrong is not None:
+            self._set_option(_MODEL, unquote(self.path[len(_STEP_PREFIX) :]).encode())
+        error = request.error
+        if not self._is_authorized():
+            error = _UNAUTHORIZED
+        elif error is not None:
             pass
         elif kind is None:
-            found = f"step_kind is {_shown(self._kind)}" if self._kind else "The step_kind header is missing"
-            wrong = Refused(400, "step_kind", f"{found}.", "It is start, tick or end (as Ludus-Step behind a proxy).")
-        elif not self._session:
+            problem = f"step_kind is {_quote(request.kind)}" if request.kind else "The step_kind header is missing"
+            error = Refused(400, "step_kind", f"{problem}.", "It is start, tick or end (as Ludus-Step behind a proxy).")
+        elif not request.session:
             hint = "Send a session header (Ludus-Session behind a proxy) with an id of your choice."
-            wrong = Refused(400, "session", "The session header is missing or empty.", hint)
-        elif len(self._session) > MAX_NAME_BYTES:
-            wrong = Refused(400, "session", f"The session id is longer than {MAX_NAME_BYTES} bytes.", "A UUID will do.")
-        elif not _is_utf8(self._session):
-            wrong = Refused(400, "session", f"The session id {_shown(self._session)} is not UTF-8.", "A UUID will do.")
-        if wrong is not None or kind is None:
-            assert wrong is not None
-            self._answer_now(wrong, close)
+            error = Refused(400, "session", "The session header is missing or empty.", hint)
+        elif len(request.session) > MAX_NAME_BYTES:
+            error = Refused(400, "session", f"The session id is longer than {MAX_NAME_BYTES} bytes.", "A UUID will do.")
+        elif not _is_utf8(request.session):
+            error = Refused(400, "session", f"The session id {_quote(request.session)} is not UTF-8.", "A UUID will do.")
+        if error is not None or kind is None:
+            assert error is not None
+            self._reject(error, close)
             return
-        same = kind is TICK and not close and not self._expects  # would mean the same if it came again
-        self._remember = same and self._length == len(body) and not self.pending
+        repeatable = kind is TICK and not close and not request.expects_continue
+        request.is_plain_tick = repeatable and request.length == len(body) and not self.pending
         caller = self._caller
-        exchange = Exchange(self, kind, close, self._session, self._seq, self._request_id, caller)
+        exchange = HttpExchange(self, kind, close, request.session, request.seq, request.request_id, caller)
         self.pending.append(exchange)
-        if caller is None or not caller.rate or self._within(caller, exchange):
-            self._step_to(kind, self._session, self._seq, self._about, body, exchange)
+        if caller is None or not caller.rate or self._allow_request(caller, exchange):
+            self._handle_step(kind, request.session, request.seq, request.options, body, exchange)
 
-    def _within(self, caller: Caller, exchange: Exchange) -> bool:
-        """Whether this caller may ask once more now; else it has been told."""
+    def _allow_request(self, caller: Caller, exchange: HttpExchange) -> bool:
+        """Apply the caller's rate limit; False: the request was answered with 429."""
         if caller.allow(_clock()):
             return True
         refused = Refused(429, "too_many_requests", "This token sends too many requests.", "Slow down.", 1 / caller.rate)
-        self._service.refused(refused)
+        self._handler.count_refusal(refused)
         exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
         return False
 
-    def _other(self, close: bool) -> None:
+    def _get_page(self, close: bool) -> None:
         method = self._parser.get_method()
         if method not in (b"GET", b"HEAD"):
-            what = f"{self.path[:80]} does not take {method.decode('latin-1')}."
-            known = self.path in spec.PAGES
-            wrong = Refused(405, "method", what, "GET it.") if known else Refused(404, "not_found", what, "POST /step")
-            self._answer_now(wrong, close)
+            message = f"{self.path[:80]} does not accept {method.decode('latin-1')}."
+            exists = self.path in spec.PAGES
+            error = Refused(405, "method", message, "GET it.") if exists else Refused(404, "not_found", message, "POST /step")
+            self._reject(error, close)
             return
-        authorized = self._authorized()
+        authorized = self._is_authorized()
         caller = self._caller if authorized else None
-        exchange = Exchange(self, _HEAD if method == b"HEAD" else "", close, id_=self._request_id, caller=caller)
+        exchange = HttpExchange(
+            self, _HEAD if method == b"HEAD" else "", close, request_id=self._request.request_id, caller=caller
+        )
         self.pending.append(exchange)
-        if caller is None or not caller.rate or self._within(caller, exchange):
-            page = self._service.get(self.path, authorized)
+        if caller is None or not caller.rate or self._allow_request(caller, exchange):
+            page = self._handler.get(self.path, authorized)
             exchange.media = page.media
             exchange.reply(page.status, page.body)
 
-    def _answer_now(self, refused: Refused, close: bool) -> None:
-        self._service.refused(refused)
-        kind = _HEAD if self._parser.get_method() == b"HEAD" else KINDS.get(self._kind.lower(), "")
+    def _reject(self, refused: Refused, close: bool) -> None:
+        request = self._request
+        self._handler.count_refusal(refused)
+        kind = _HEAD if self._parser.get_method() == b"HEAD" else KINDS.get(request.kind.lower(), "")
         caller = None if refused is _UNAUTHORIZED else self._caller
-        exchange = Exchange(self, kind, close, self._session[:MAX_NAME_BYTES], self._seq, self._request_id, caller)
+        exchange = HttpExchange(self, kind, close, request.session[:MAX_NAME_BYTES], request.seq, request.request_id, caller)
         self.pending.append(exchange)
         exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
 
-    def _authorized(self) -> bool:
-        tokens = self._service.tokens
+    def _is_authorized(self) -> bool:
+        request = self._request
+        tokens = self._handler.tokens
         if tokens is None:
             return True
-        if self._vouched is None or not hmac.compare_digest(self._auth, self._vouched):
-            caller = tokens.caller(self._auth)
+        if self._valid_authorization is None or not hmac.compare_digest(request.authorization, self._valid_authorization):
+            caller = tokens.caller(request.authorization)
             if caller is None:
                 return False
-            self._caller, self._vouched = caller, self._auth
-            self._service.authorize(self)
+            self._caller, self._valid_authorization = caller, request.authorization
+            self._handler.authorize(self)
         return True
 
     @property
-    def logged(self) -> bool:
-        return self._service.logs is not None
+    def has_access_log(self) -> bool:
+        return self._handler.access_log is not None
 
-    def forget_caller(self) -> None:
-        """The tokens have changed: who this is must be shown again."""
-        self._known = self._caller = self._vouched = None
+    def revoke_authorization(self) -> None:
+        """Require a valid token again, after the tokens have changed."""
+        self._template = self._caller = self._valid_authorization = None
 
-    def log(self, exchange: Exchange, status: int, body: bytes) -> None:
-        logs = self._service.logs
-        if logs is None:
+    def log(self, exchange: HttpExchange, status: int, body: bytes) -> None:
+        access_log = self._handler.access_log
+        if access_log is None:
             return
         if not self._peer and self.transport is not None:
             self._peer = str((self.transport.get_extra_info("peername") or ("",))[0])
         error = "" if status == 200 else spec.refusal_from(status, body).error
         took, caller = _clock() - exchange.began, "" if exchange.caller is None else exchange.caller.name
         path = STEP if exchange.session else self.path[:MAX_NAME_BYTES]
-        said = (exchange.session, exchange.seq, took, exchange.request_id, caller, self._peer, error)
-        logs(Replied(exchange.kind, path, status, *said))
+        rest = (exchange.session, exchange.seq, took, exchange.request_id, caller, self._peer, error)
+        access_log(AccessRecord(exchange.kind, path, status, *rest))
 
-    def _learn(self, data: bytes) -> None:
-        """`data` was exactly one plain tick: the same header block again will mean the same, but for its numbers."""
+    def _learn_template(self, data: bytes) -> None:
+        """Keep the header block of `data` as a template, if `data` is exactly one plain tick."""
+        request = self._request
         end = data.find(b"\r\n\r\n") + 4
-        if len(data) == end + self._length:
-            self._known = KnownHead.learned(data[:end], self._about, self._caller)
+        if len(data) == end + request.length:
+            self._template = HeaderTemplate.learn(data[:end], request.options, self._caller)
 
-    # -- handing over
+    # -- handover to another worker
 
     def _hand_over(self) -> None:
-        slot, data = self._give_to, b"".join(self._raw)
-        self._raw.clear()
-        self._give_to, self._first = -1, False
-        if self._service.hand_over(self, slot, data):
+        handover = self._handover
+        slot, data = handover.slot, b"".join(handover.received)
+        handover.received.clear()
+        handover.slot, handover.possible = -1, False
+        if self._handler.hand_over(self, slot, data):
             return
-        # Not possible now: parse again, here, and let the service forward each request.
+        # Not possible now: parse again here, and let the handler forward each request.
         self._parser = httptools.HttpRequestParser(self)
-        self._reset()
+        self._request = _Request()
         self.began = 0.0
         self._receive(data)
 
     def detach(self) -> None:
-        """The socket lives on in another process; nothing more is read or written here."""
-        self.closing_at = self._service.loop.time()
+        """Stop reading and writing: another process owns the socket now."""
+        self.closing_at = self._handler.loop.time()
         if self.transport is not None:
             self.transport.abort()
 
     # -- replies
 
     def endpoint(self, port: int) -> str:
-        """The port of one worker alone (0: ours), at the address by which the client has reached us."""
-        port = port or self._service.direct_port
+        """Return HOST:PORT of one worker's direct port (0: this worker's), with the host that the client connected to."""
+        port = port or self._handler.direct_port
         if not port or self.transport is None:
             return ""
         host = self.transport.get_extra_info("sockname")[0]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def write_ready(self) -> None:
-        """Write the replies at the head of the line that are complete."""
+        """Write the complete replies at the head of the queue."""
         out: list[bytes] = []
         close = False
         while self.pending and self.pending[0].raw is not None and not close:
@@ -757,89 +794,88 @@ class Connection(asyncio.Protocol):
             if close:
                 self.finish()
             else:
-                self.go_on()
+                self.resume_reading()
 
-    def go_on(self) -> None:
-        if self.held_back and len(self.pending) <= self._service.limits.pipelined // 2 and self.transport is not None:
-            self.held_back = False
+    def resume_reading(self) -> None:
+        if self.reading_paused and len(self.pending) <= self._handler.limits.pipelined // 2 and self.transport is not None:
+            self.reading_paused = False
             if not self.stalled:
                 self.transport.resume_reading()
 
     def _refuse(self, refused: Refused) -> None:
-        """The connection cannot be trusted any further: say why, after the replies that are due, and close."""
-        self._service.refused(refused)
-        self._known = None
-        exchange = Exchange(self, "", True)
+        """Send an error after the pending replies, and close."""
+        self._handler.count_refusal(refused)
+        self._template = None
+        exchange = HttpExchange(self, "", True)
         self.pending.append(exchange)
-        self.closing_at = self._service.loop.time() + _LINGER_S
+        self.closing_at = self._handler.loop.time() + _LINGER_S
         exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
 
     def finish(self) -> None:
-        """All is said. The client may still be sending: close our side, read no more of it, and hang up a little later."""
-        self._known = None
+        """Close the write side; abort a little later, because the client may still be sending."""
+        self._template = None
         self.pending.clear()
         if self.transport is None:
             return
-        self.closing_at = self._service.loop.time() + _LINGER_S
-        if self._ended or not self.transport.can_write_eof():
+        self.closing_at = self._handler.loop.time() + _LINGER_S
+        if self._eof or not self.transport.can_write_eof():
             self.transport.close()
         else:
             self.transport.write_eof()
-            self.transport.resume_reading()  # what is still being sent is read and dropped: a reset could eat our reply
+            self.transport.resume_reading()  # read and drop the rest: a reset could destroy the reply
 
-    def forgive(self, pause_s: float, now: float) -> None:
-        """Our own event loop stood still for so long: the client is not to blame for that time."""
+    def extend_deadlines(self, pause_s: float, now: float) -> None:
+        """Extend the client's deadlines by a pause of the event loop."""
         if self.began:
             self.began = min(now, self.began + pause_s)
         if self.stalled:
             self.stalled = min(now, self.stalled + pause_s)
-        self._swept = (self._swept[0], min(now, self._swept[1] + pause_s))
+        self._idle_since = (self._idle_since[0], min(now, self._idle_since[1] + pause_s))
 
     def sweep(self, now: float) -> None:
-        """A few times a second: cut off who is too slow, too idle, or done with."""
+        """Close the connection if it is too slow, idle or finished. Called a few times a second."""
         if self.transport is None:
             return
-        limits = self._service.limits
+        limits = self._handler.limits
         if self.closing_at:
-            said = not self.pending and not self.transport.get_write_buffer_size()
-            if now > self.closing_at + (0.0 if said else limits.send_s):
+            sent = not self.pending and not self.transport.get_write_buffer_size()
+            if now > self.closing_at + (0.0 if sent else limits.send_s):
                 self.transport.abort()
         elif self.stalled:
             if now - self.stalled > limits.send_s:
                 self.transport.abort()
-        elif self.began and not self.held_back:
+        elif self.began and not self.reading_paused:
             if now - self.began > limits.receive_s:
                 message = f"This request was not received within {limits.receive_s:g} s."
                 self._refuse(Refused(408, "too_slow", message, "Send headers and body at once."))
-        elif self.pending or self.requests != self._swept[0]:
-            self._swept = (self.requests, now)
-        elif now - self._swept[1] > self._idle_s(limits):
+        elif self.pending or self.requests != self._idle_since[0]:
+            self._idle_since = (self.requests, now)
+        elif now - self._idle_since[1] > self._idle_s(limits):
             self.finish()
 
     def _idle_s(self, limits: HttpLimits) -> float:
-        return limits.idle_s if self._service.is_authorized(self) else min(limits.idle_s, limits.unauthorized_idle_s)
+        return limits.idle_s if self._handler.is_authorized(self) else min(limits.idle_s, limits.unauthorized_idle_s)
 
 
-def _number(value: bytes) -> int:
+def _parse_number(value: bytes) -> int:
     if value.isdigit() and len(value) < 20:
         number = int(value)
         return number if number <= MAX_SEQ else -1
     return -1
 
 
-def _decimal(value: bytes) -> float:
+def _parse_decimal(value: bytes) -> float:
     try:
         return float(value) if len(value) < 40 and b"_" not in value else math.nan  # Python also reads 1_0 as a number
     except ValueError:
         return math.nan
 
 
-def _identified(value: bytes) -> str:
-    """A request id that may be written into a header and a log."""
+def _printable_id(value: bytes) -> str:
+    """Return a request id that is safe in a header and a log line, or an empty string."""
     text = value[:_MAX_ID].decode("latin-1")
     return text if text.isascii() and text.isprintable() else ""
 
 
-def _shown(value: bytes) -> str:
-    text: Any = value[:40].decode("latin-1")
-    return repr(text)
+def _quote(value: bytes) -> str:
+    return repr(value[:40].decode("latin-1"))

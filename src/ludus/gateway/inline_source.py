@@ -1,7 +1,7 @@
-"""Gathering: a gateway in this process lets games play until there is a batch to learn from, then pauses for the learner.
+"""Experience source with a gateway in the learner's process: serves games until a batch is complete, then pauses.
 
-Nothing else runs between two batches, so an on-policy algorithm gets what its newest version did. Games wait a little while
-the learner computes; they notice a slow reply, nothing more.
+An on-policy algorithm gets only experience of its newest version, because nothing is served while the learner computes; games
+see a slow reply.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from ludus.transport.local import LocalMemory
 
 log = logging.getLogger(__name__)
 
-_TURN_S = 0.25  # how long the others of the program wait at most for their turn
-_ORIGINS = 1 << 40  # sessions of one seat, before their numbers would meet those of the next
+_SERVE_S = 0.25  # maximum duration of one step
+_ORIGINS = 1 << 40  # origin numbers reserved for one seat
 
 
-class WatchedMemory(LocalMemory):
-    """Says when something was committed."""
+class NotifyingMemory(LocalMemory):
+    """Calls `on_commit` after each commit."""
 
     def __init__(self, spec: SegmentSpec, rows: int, blocks: int) -> None:
         super().__init__(spec, rows, blocks)
-        self.committed: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[], None] = lambda: None
 
     def commit(self, segments: Segments) -> None:
         super().commit(segments)
-        self.committed()
+        self.on_commit()
 
 
-class Gathering:
-    """One `step()` serves games until the memory holds a batch, or a moment has passed."""
+class InlineGatewaySource:
+    """Each `step()` serves games until the memory holds a batch, for at most a quarter of a second."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Gathering:
         settings: GatewaySettings,
         seats: Mapping[str, str],
         deciding: Mapping[str, BatchedPolicy[Policy]],
-        memories: Mapping[str, WatchedMemory],
+        memories: Mapping[str, NotifyingMemory],
         memory: CollatedBatches,
     ) -> None:
         self._deciding, self._memory = dict(deciding), memory
@@ -62,9 +62,9 @@ class Gathering:
             for number, (name, model) in enumerate(seats.items())
         }
         self._loop = new_loop()
-        self._enough = asyncio.Event()
-        for watched in memories.values():
-            watched.committed = self._committed
+        self._batch_ready = asyncio.Event()
+        for notifying in memories.values():
+            notifying.on_commit = self._on_commit
         self._gateway = self._loop.run_until_complete(self._open(listening, settings))
         self.address: tuple[str, int] = listening.getsockname()[:2]
 
@@ -73,9 +73,9 @@ class Gathering:
         await gateway.start([listening])
         return gateway
 
-    def _committed(self) -> None:
+    def _on_commit(self) -> None:
         if self._memory.ready():
-            self._enough.set()
+            self._batch_ready.set()
 
     def step(self) -> bool:
         if not self._memory.ready():
@@ -86,9 +86,9 @@ class Gathering:
         return True  # waiting for games is work
 
     async def _serve(self) -> None:
-        self._enough.clear()
+        self._batch_ready.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._enough.wait(), _TURN_S)
+            await asyncio.wait_for(self._batch_ready.wait(), _SERVE_S)
 
     def _policies(self) -> list[Policy]:
         return [deciding.policy for deciding in self._deciding.values()]
@@ -125,14 +125,14 @@ class Gathering:
                 deciding.generator.set_state(torch.from_numpy(np.array(state[name])))
 
     def close(self) -> None:
-        """Sessions end; their actors are told. What they had recorded so far is not learned from any more."""
+        """End all sessions. Experience that was not yet taken is lost."""
         self._loop.run_until_complete(self._gateway.close())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """The fastest event loop there is."""
+    """Create a uvloop event loop where available, else asyncio's default."""
     if sys.platform == "win32":
         return asyncio.new_event_loop()
     import uvloop

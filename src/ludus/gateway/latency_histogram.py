@@ -1,15 +1,15 @@
-"""How the answers of a gateway are counted: one meter for whatever is to be told apart, such as the versions of a model."""
+"""Latency histogram of a gateway's ticks; one per label value, such as a model version."""
 
 from __future__ import annotations
 
 from typing import Any
 
 BUCKETS = 64
-"""Times are counted by the powers of two of a microsecond: bucket k holds those below 2^k µs and not below 2^(k-1)."""
+"""Bucket k counts times of at least 2^(k-1) µs and less than 2^k µs."""
 
 
-class Meter:
-    """Plain numbers, changed in the path of every tick by whoever answers it."""
+class LatencyHistogram:
+    """Counters that are updated on every tick. Not thread-safe."""
 
     __slots__ = ("buckets", "failed", "seconds", "timed_out")
 
@@ -18,7 +18,7 @@ class Meter:
         self.seconds = 0.0
         self.failed = self.timed_out = 0
 
-    def took(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         self.seconds += seconds
         self.buckets[int(seconds * 1e6).bit_length()] += 1
 

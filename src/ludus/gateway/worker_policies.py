@@ -1,4 +1,4 @@
-"""What a gateway worker of a training needs: policies that follow the learner, and a way to send it what they did."""
+"""Actors of a gateway worker in training: policies that follow the learner's weights and write segments to it."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from typing import Any
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.models.inference.batched_policy import BatchedPolicy
-from ludus.models.inference.engine import Engine, Newest
+from ludus.models.inference.engine import EnginePolicySource, InferenceEngine
 from ludus.models.weights import serialization
-from ludus.models.weights.shared_weights import BoardReader
+from ludus.models.weights.shared_weights import SharedWeightsReader
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.multi_producer import Lane, LaneWriter
 
-COUNTED = ("requests", "failed", "timed_out", "silent", "refused", "discarded_steps")
-CURRENT = ("sessions",)
-"""What workers tell the learner of themselves."""
+COUNTER_METRICS = ("requests", "failed", "timed_out", "silent", "refused", "discarded_steps")
+GAUGE_METRICS = ("sessions",)
+"""Metrics that workers report to the learner."""
 
-_ORIGINS = 1 << 32  # sessions of one process, before their numbers would meet those of another
+_ORIGINS = 1 << 32  # origin numbers reserved for one process
 
 
 @dataclass
-class Played:
-    """Makes the actors of a worker. Travels as plain data; networks and connections are made in the worker."""
+class WorkerActorFactory:
+    """Creates the actors of a worker. Picklable; `load` creates networks and connections in the worker process."""
 
     seats: Mapping[str, str]
-    """Seat → model."""
+    """Seat name → model name."""
     models: Mapping[str, tuple[bytes, str]]
-    """Model → its description, and where its weights appear."""
+    """Model name → (serialized policy, path of its shared weights)."""
     steps: int
     lanes: Sequence[Lane]
-    """Ways to the learner, one for each worker."""
+    """Segment queues to the learner, one per worker."""
     explore: bool = True
-    _made: dict[str, Seat] = field(default_factory=dict, init=False, repr=False)
+    _seats: dict[str, Seat] = field(default_factory=dict, init=False, repr=False)
     _writer: LaneWriter | None = field(default=None, init=False, repr=False)
 
     def load(self) -> None:
         deciding = {}
         for name, (description, board) in self.models.items():
-            engine = Engine(serialization.policy_from(description), BoardReader(Path(board)))
-            deciding[name] = BatchedPolicy(Newest(engine), deterministic=not self.explore)
+            engine = InferenceEngine(serialization.policy_from(description), SharedWeightsReader(Path(board)))
+            deciding[name] = BatchedPolicy(EnginePolicySource(engine), deterministic=not self.explore)
         specs = {name: session_spec(model.policy, self.steps, name) for name, model in deciding.items()}
         self._writer = LaneWriter(self.lanes, specs)
         first = os.getpid() * _ORIGINS
         for seat, model in self.seats.items():
-            self._made[seat] = Seat(deciding[model], self._writer.rooms[model], first_origin=first)
+            self._seats[seat] = Seat(deciding[model], self._writer.writers[model], first_origin=first)
             first += _ORIGINS // len(self.seats)
 
     def __call__(self) -> BuiltinActor:
-        return BuiltinActor(self._made)
+        return BuiltinActor(self._seats)
 
     def report(self, name: str, counters: Mapping[str, Any]) -> None:
-        """How this worker is doing, for the learner's metrics."""
+        """Send this worker's counters to the learner."""
         assert self._writer is not None
         numbers = {key: float(value) for key, value in counters.items() if isinstance(value, (int, float))}
-        discarded = sum(seat.stats.discarded for seat in self._made.values())
+        discarded = sum(seat.stats.discarded for seat in self._seats.values())
         self._writer.count(numbers | {"discarded_steps": float(discarded)})

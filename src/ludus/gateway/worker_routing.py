@@ -1,7 +1,7 @@
-"""Workers of one gateway to each other: connections handed over as sockets, strays forwarded as messages.
+"""Routing between the workers of one gateway: connections are handed over as sockets, single requests forwarded as messages.
 
-Both ways are unix sockets in a private directory of the run. A worker that is gone is noticed at once: whoever waits for it
-is told that the session is lost.
+Both use unix sockets in a private directory of the run. When a worker dies, requests forwarded to it are answered at once with
+`session_lost`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from typing import TYPE_CHECKING, Any, cast
 import msgpack
 
 from ludus.errors import Refused
-from ludus.gateway.sessions import lost, refuse
-from ludus.protocol.spec import END, NOTHING_ASKED, START, TICK, About
+from ludus.gateway.sessions import refuse, session_lost
+from ludus.protocol.spec import DEFAULT_OPTIONS, END, START, TICK, StartOptions
 
 if TYPE_CHECKING:
-    from ludus.gateway.http_connection import Connection, Exchange
+    from ludus.gateway.http_connection import HttpConnection, HttpExchange
     from ludus.gateway.server import Gateway
 
 log = logging.getLogger(__name__)
 
-_MAX_HANDED = 64 << 10  # bytes that travel with a socket; more would not fit into one datagram
-_MAX_BEHIND = 64 << 20  # bytes that may wait for one worker
-_COUNT = "count"  # asks how many sessions the other worker has
+_MAX_HANDOVER = 64 << 10  # bytes sent along with a socket; more would not fit into one datagram
+_MAX_BACKLOG = 64 << 20  # bytes that may wait for one worker
+_COUNT = "count"  # requests the number of open sessions
 _KIND_CODES = {START: 0, TICK: 1, END: 2, _COUNT: 3}
 _KINDS = (START, TICK, END, _COUNT)
 _COUNT_S = 1.0
 _SIZE = struct.Struct("!I")
 
 
-class Peers:
+class WorkerRouter:
+    """One worker's links to the others."""
+
     def __init__(self, gateway: Gateway, slot: int, paths: Sequence[str]) -> None:
         self._gateway, self._slot, self._paths = gateway, slot, list(paths)
-        self._links: dict[int, _Link] = {}
-        self._incoming: set[_Incoming] = set()
+        self._links: dict[int, _OutgoingLink] = {}
+        self._incoming: set[_IncomingLink] = set()
         self._inbox: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._adopting: set[asyncio.Task[None]] = set()
@@ -50,13 +52,15 @@ class Peers:
         own = self._paths[self._slot]
         for path in (own + ".h", own + ".f"):
             with contextlib.suppress(FileNotFoundError):
-                Path(path).unlink()  # of the worker that had this slot before
+                Path(path).unlink()  # left by the previous worker of this slot
         self._inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._inbox.setblocking(False)
         self._inbox.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
         self._inbox.bind(own + ".h")
         self._gateway.loop.add_reader(self._inbox.fileno(), self._receive)
-        self._server = await self._gateway.loop.create_unix_server(lambda: _Incoming(self._gateway, self._incoming), own + ".f")
+        self._server = await self._gateway.loop.create_unix_server(
+            lambda: _IncomingLink(self._gateway, self._incoming), own + ".f"
+        )
 
     def close(self) -> None:
         if self._inbox is not None:
@@ -71,18 +75,18 @@ class Peers:
 
     # -- whole connections
 
-    def hand_over(self, connection: Connection, slot: int, data: bytes) -> bool:
+    def hand_over(self, connection: HttpConnection, slot: int, data: bytes) -> bool:
         transport = connection.transport
-        if transport is None or len(data) > _MAX_HANDED:
+        if transport is None or len(data) > _MAX_HANDOVER:
             return False
-        theirs = transport.get_extra_info("socket")
+        client = transport.get_extra_info("socket")
         transport.pause_reading()
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
                 out.setblocking(False)
                 out.connect(self._paths[slot] + ".h")
-                socket.send_fds(out, [data], [theirs.fileno()])
-        except OSError:  # dead, or its inbox is full: requests are forwarded instead
+                socket.send_fds(out, [data], [client.fileno()])
+        except OSError:  # the worker is dead or its inbox is full: requests are forwarded instead
             transport.resume_reading()
             return False
         self.handed_over += 1
@@ -93,42 +97,44 @@ class Peers:
         assert self._inbox is not None
         for _ in range(64):
             try:
-                data, fds, _, _ = socket.recv_fds(self._inbox, _MAX_HANDED, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+                data, fds, _, _ = socket.recv_fds(self._inbox, _MAX_HANDOVER, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
             except BlockingIOError:
                 return
             except OSError:
                 log.exception("receiving a connection from another worker failed")
                 return
             for fd in fds:
-                taken = socket.socket(fileno=fd)
-                taken.setblocking(False)
-                task = self._gateway.loop.create_task(self._gateway.adopt(taken, data))
+                accepted = socket.socket(fileno=fd)
+                accepted.setblocking(False)
+                task = self._gateway.loop.create_task(self._gateway.adopt(accepted, data))
                 self._adopting.add(task)
                 task.add_done_callback(self._adopting.discard)
 
     # -- single requests
 
-    def forward(self, owner: int, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
+    def forward(
+        self, owner: int, kind: str, session: bytes, seq: int, options: StartOptions, body: bytes, exchange: HttpExchange
+    ) -> None:
         link = self._links.get(owner)
         if link is None or link.lost:
-            link = self._links[owner] = _Link(self._gateway.loop, self._paths[owner] + ".f")
+            link = self._links[owner] = _OutgoingLink(self._gateway.loop, self._paths[owner] + ".f")
         self.forwarded += 1
-        link.send(kind, session, seq, about, body, exchange)
+        link.send(kind, session, seq, options, body, exchange)
 
-    async def in_play(self) -> bool:
-        """Whether a worker to which we have forwarded requests still has sessions, or does not say so in time."""
-        asked = []
+    async def has_open_sessions(self) -> bool:
+        """Whether a worker that got forwarded requests has open sessions, or does not reply in time."""
+        counts = []
         for link in self._links.values():
             if not link.lost:
-                asked.append(_Asked(self._gateway.loop))
-                link.send(_COUNT, b"", -1, NOTHING_ASKED, b"", asked[-1])
-        if asked:
-            await asyncio.wait([ask.answer for ask in asked], timeout=_COUNT_S)
-        return any(not ask.answer.done() or ask.answer.result() for ask in asked)
+                counts.append(_SessionCount(self._gateway.loop))
+                link.send(_COUNT, b"", -1, DEFAULT_OPTIONS, b"", counts[-1])
+        if counts:
+            await asyncio.wait([count.result for count in counts], timeout=_COUNT_S)
+        return any(not count.result.done() or count.result.result() for count in counts)
 
 
-class _Frames(asyncio.Protocol):
-    """Length, then a msgpack array; both ends are ours."""
+class _FrameProtocol(asyncio.Protocol):
+    """Frames of a 4-byte length and a msgpack array."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -145,35 +151,35 @@ class _Frames(asyncio.Protocol):
             (size,) = _SIZE.unpack_from(buffer, at)
             if len(buffer) - at - 4 < size:
                 break
-            self.frame(msgpack.unpackb(bytes(buffer[at + 4 : at + 4 + size])))
+            self.handle_frame(msgpack.unpackb(bytes(buffer[at + 4 : at + 4 + size])))
             at += 4 + size
         if at:
             del buffer[:at]
 
-    def frame(self, message: list[object]) -> None:
+    def handle_frame(self, message: list[object]) -> None:
         raise NotImplementedError
 
     def write(self, message: list[object]) -> None:
         if self.transport is not None:
-            self.transport.write(_framed(message))
+            self.transport.write(_encode_frame(message))
 
     def close(self) -> None:
         if self.transport is not None:
             self.transport.close()
 
 
-def _framed(message: list[object]) -> bytes:
+def _encode_frame(message: list[object]) -> bytes:
     packed: bytes = msgpack.packb(message)
     return _SIZE.pack(len(packed)) + packed
 
 
-class _Link(_Frames):
-    """To the owner of sessions that strayed to us."""
+class _OutgoingLink(_FrameProtocol):
+    """HttpConnection to the worker that owns the forwarded requests."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, path: str) -> None:
         super().__init__()
         self.lost = False
-        self._waiting: dict[int, tuple[str, Exchange | _Asked]] = {}
+        self._waiting: dict[int, tuple[str, HttpExchange | _SessionCount]] = {}
         self._number = 0
         self._early = bytearray()
         self._connecting = loop.create_task(self._connect(loop, path))
@@ -189,21 +195,23 @@ class _Link(_Frames):
         early, self._early = self._early, bytearray()
         self.transport.write(early)  # type: ignore[union-attr]
 
-    def send(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange | _Asked) -> None:
+    def send(
+        self, kind: str, session: bytes, seq: int, options: StartOptions, body: bytes, exchange: HttpExchange | _SessionCount
+    ) -> None:
         transport = self.transport
-        behind = len(self._early) if transport is None else transport.get_write_buffer_size()
-        if behind > _MAX_BEHIND:
-            refuse(exchange, Refused(503, "worker_busy", "The worker for this session is behind.", "Try again.", 1))
+        backlog = len(self._early) if transport is None else transport.get_write_buffer_size()
+        if backlog > _MAX_BACKLOG:
+            refuse(exchange, Refused(503, "worker_busy", "The worker for this session is backlog.", "Try again.", 1))
             return
         self._number += 1
         self._waiting[self._number] = (kind, exchange)
-        framed = _framed([self._number, _KIND_CODES[kind], session, seq, about, body])
+        encoded = _encode_frame([self._number, _KIND_CODES[kind], session, seq, options, body])
         if transport is None:
-            self._early += framed
+            self._early += encoded
         else:
-            transport.write(framed)
+            transport.write(encoded)
 
-    def frame(self, message: list[object]) -> None:
+    def handle_frame(self, message: list[object]) -> None:
         number, status, body, retry_after_s, port = message
         waiting = self._waiting.pop(cast(int, number), None)
         if waiting is not None:
@@ -213,20 +221,20 @@ class _Link(_Frames):
         self.lost, self.transport = True, None
         waiting, self._waiting = self._waiting, {}
         for kind, exchange in waiting.values():
-            away = Refused(503, "worker_away", "The worker for this session is being replaced.", "Try again.", 1)
-            refuse(exchange, away if kind is START else lost())
+            retry = Refused(503, "worker_away", "The worker for this session is being replaced.", "Try again.", 1)
+            refuse(exchange, retry if kind is START else session_lost())
 
     def close(self) -> None:
         self._connecting.cancel()
         super().close()
 
 
-class _Incoming(_Frames):
-    """From a worker whose connection brought one of our sessions."""
+class _IncomingLink(_FrameProtocol):
+    """HttpConnection from a worker that forwards requests to this one."""
 
-    def __init__(self, gateway: Gateway, all_of_them: set[_Incoming]) -> None:
+    def __init__(self, gateway: Gateway, registry: set[_IncomingLink]) -> None:
         super().__init__()
-        self._gateway, self._all = gateway, all_of_them
+        self._gateway, self._all = gateway, registry
         self.port = gateway.direct_port
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -237,9 +245,9 @@ class _Incoming(_Frames):
         self.transport = None
         self._all.discard(self)
 
-    def frame(self, message: list[object]) -> None:
-        number, kind, session, seq, about, body = message
-        exchange = _Forwarded(self, cast(int, number))
+    def handle_frame(self, message: list[object]) -> None:
+        number, kind, session, seq, options, body = message
+        exchange = _ForwardedReply(self, cast(int, number))
         if kind == _KIND_CODES[_COUNT]:
             exchange.reply(200, b"%d" % len(self._gateway.sessions))
             return
@@ -248,27 +256,27 @@ class _Incoming(_Frames):
             _KINDS[cast(int, kind)],
             cast(bytes, session),
             cast(int, seq),
-            About(*cast("list[Any]", about)),
+            StartOptions(*cast("list[Any]", options)),
             cast(bytes, body),
             exchange,
         )
 
 
-class _Asked:
-    """How many sessions another worker has; none when it is gone."""
+class _SessionCount:
+    """The number of open sessions of another worker; 0 when it is gone."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.answer: asyncio.Future[int] = loop.create_future()
+        self.result: asyncio.Future[int] = loop.create_future()
 
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
-        if not self.answer.done():
-            self.answer.set_result(int(body) if status == 200 else 0)
+        if not self.result.done():
+            self.result.set_result(int(body) if status == 200 else 0)
 
 
-class _Forwarded:
+class _ForwardedReply:
     __slots__ = ("_incoming", "_number")
 
-    def __init__(self, incoming: _Incoming, number: int) -> None:
+    def __init__(self, incoming: _IncomingLink, number: int) -> None:
         self._incoming, self._number = incoming, number
 
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Opening files in directories that others can write to: a link, pipe or device in place of a file is refused, never read."""
+"""Opening regular files only, in directories that others can write to: symbolic links, pipes and devices are errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-_FLAGS = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # those that this system has; opening a pipe must not wait
+_FLAGS = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # if available; O_NONBLOCK: opening a pipe must not block
 
 
 class NotRegularFile(OSError):
-    """A link, pipe or device where a file is expected."""
+    """A symbolic link, pipe or device where a file is expected."""
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -38,7 +38,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes. Raises OSError, ValueError when it is larger."""
+    """Read a regular file of at most `most` bytes. Raises OSError, or ValueError if it is larger."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = b"" if size > most else file.read(most + 1)

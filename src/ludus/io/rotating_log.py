@@ -1,4 +1,4 @@
-"""What a process writes, kept in a bounded place: a file and the one before it. Read again, also while it is written."""
+"""Rotating log files for the output of processes: the current file and one previous file, readable while written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ludus.io.log_dedup import MARK, Repeats
+from ludus.io.log_dedup import MARK, LogDeduplicator
 from ludus.io.regular_files import open_regular
 
 MAX_BYTES = 8_000_000
@@ -19,7 +19,7 @@ _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class LogWriter:
-    """Appends; when the file is full it becomes `NAME.1`, in place of the one that was. A disk that is full costs lines, nothing else."""
+    """Appends to a file; a full file becomes `NAME.1` and replaces the previous one. Write errors lose lines and are counted."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.path, self.lost = path, 0
@@ -29,7 +29,7 @@ class LogWriter:
 
     def write(self, data: bytes) -> None:
         if self._size + len(data) > self._max_bytes and self._size > 0:
-            self._turn()
+            self._rotate()
         try:
             if self._file < 0:
                 self._open()
@@ -48,33 +48,33 @@ class LogWriter:
             os.close(self._file)
             self._file = -1
 
-    def _turn(self) -> None:
+    def _rotate(self) -> None:
         self.close()
-        with contextlib.suppress(OSError):  # it goes on in the file that it has
-            os.replace(self.path, before(self.path))
+        with contextlib.suppress(OSError):  # continue in the current file
+            os.replace(self.path, previous_path(self.path))
         with contextlib.suppress(OSError):
             self._open()
 
     def _open(self) -> None:
-        if self.path.is_symlink():  # put there by the program whose output this is: it must not choose where we write
+        if self.path.is_symlink():  # the logged program must not choose where we write
             self.path.unlink()
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | _NOFOLLOW, 0o600)
         self._size = os.fstat(self._file).st_size
 
 
-class CountingLog:
-    """A `LogWriter` for programs that say the same thing every frame: lines that repeat are counted (`repeats.py`), the rest is written.
+class DeduplicatingLog:
+    """A `LogWriter` that counts repeated lines instead of writing them (see `log_dedup`).
 
-    While `pending`, call `tick()` about once a second. `last()` is what was said last, whether it was written or not.
+    While `pending`, call `tick()` about once per second. `last()` returns the last lines, written or not.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._writer = LogWriter(path, max_bytes)
         self._piece = min(_CHUNK, max_bytes)
         self._clock = clock
-        self._repeats = Repeats()
+        self._repeats = LogDeduplicator()
         self._tail = b""
-        self._unsaid = 0
+        self._unreported = 0
 
     @property
     def path(self) -> Path:
@@ -115,21 +115,21 @@ class CountingLog:
             data = data[end:]
 
     def _put_piece(self, piece: bytes) -> None:
-        """What a full disk has cost is said as soon as there is room again."""
+        """Write a piece, after a line with the number of bytes that a full disk has lost before."""
         lost = self.lost
-        if self._unsaid:
-            self._writer.write(MARK + f"{self._unsaid:,} bytes could not be written\n".encode())
+        if self._unreported:
+            self._writer.write(MARK + f"{self._unreported:,} bytes could not be written\n".encode())
             if self.lost > lost:
                 self._writer.lost = lost + len(piece)
-                self._unsaid += len(piece)
+                self._unreported += len(piece)
                 return
-            self._unsaid = 0
+            self._unreported = 0
         self._writer.write(piece)
-        self._unsaid = self.lost - lost
+        self._unreported = self.lost - lost
 
 
 class LogReader:
-    """The lines of a log, each once, from the oldest that is left."""
+    """Reads the lines of a log, each once, from the oldest available one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -137,7 +137,7 @@ class LogReader:
         self._rest = b""
 
     def lines(self) -> list[str]:
-        """Some that were not read yet; none: there are no more at the moment."""
+        """Return some unread lines; an empty list if there are none at the moment."""
         while True:
             data = self._read()
             if not data:
@@ -149,7 +149,7 @@ class LogReader:
                 return [_text(line) for line in whole]
 
     def rest(self) -> list[str]:
-        """The last line, if it has no end: for when nobody writes any more."""
+        """Return a last line without a newline; to be called when the writer has ended."""
         last, self._rest = self._rest, b""
         return [_text(last)] if last else []
 
@@ -163,10 +163,10 @@ class LogReader:
             data = os.read(self._file, _CHUNK) if self._file >= 0 else b""
             if data:
                 return data
-            following = self._following()
+            following = self._open_next()
             if following < 0:
                 return b""
-            # What was written between the end that we saw and the turn; after the turn nobody writes there.
+            # Data written between our last read and the rotation; after it the file does not change.
             data = os.read(self._file, _CHUNK) if self._file >= 0 else b""
             if data:
                 os.close(following)
@@ -174,9 +174,9 @@ class LogReader:
             self.close()
             self._file = following
 
-    def _following(self) -> int:
-        """The file after the one that is read, opened; -1: there is none."""
-        older, newer = _opened(before(self.path)), _opened(self.path)
+    def _open_next(self) -> int:
+        """Open the file after the current one; -1 if there is none."""
+        older, newer = _open_if_exists(previous_path(self.path)), _open_if_exists(self.path)
         mine = [found >= 0 and self._file >= 0 and os.path.sameopenfile(found, self._file) for found in (older, newer)]
         chosen = -1 if mine[1] else newer if mine[0] or older < 0 else older
         for found in (older, newer):
@@ -186,10 +186,10 @@ class LogReader:
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a log as it stands; none if there is no log."""
+    """Return the last lines of a log; an empty list if it does not exist."""
     data = b""
-    for place in (path, before(path)):
-        with contextlib.suppress(OSError), open_regular(place) as file:
+    for part in (path, previous_path(path)):
+        with contextlib.suppress(OSError), open_regular(part) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             data = file.read(_TAIL) + data
         if data.count(b"\n") > lines:
@@ -197,11 +197,11 @@ def tail(path: Path, lines: int) -> list[str]:
     return [_text(line) for line in data.rstrip(b"\n").split(b"\n")[-lines:]] if data else []
 
 
-def before(path: Path) -> Path:
+def previous_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
-def _opened(path: Path) -> int:
+def _open_if_exists(path: Path) -> int:
     try:
         with open_regular(path) as file:
             return os.dup(file.fileno())

@@ -1,4 +1,4 @@
-"""Connections to machines that may vanish."""
+"""TCP keep-alive: detection of peers that have disappeared."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 import socket
 from typing import Final
 
-_LONGEST_S: Final = 32_767
-_MOST: Final = 127
-"""What Linux takes as times, and as a number of times."""
+_MAX_SECONDS: Final = 32_767
+_MAX_PROBES: Final = 127
+"""Limits of Linux."""
 
 
 def keep_alive(connection: socket.socket, idle_s: int, lost_s: int, *, unheard: bool = False) -> None:
-    """A connection to a machine that is gone breaks after `lost_s`, not after hours; it is asked for a sign of life after `idle_s` of silence.
+    """Close a connection `lost_s` after its peer disappeared; probes begin after `idle_s` of silence.
 
-    `unheard`: so does one on which something was sent that has not arrived by then. That is for short messages only: one that does
-    not fit into the buffers of a machine whose program is busy would break as well.
+    `unheard`: also close it when sent data is not acknowledged for `lost_s`. For short messages only: data that does not fit
+    into the buffers of a peer with a busy program would close it as well.
     """
-    idle_s = min(idle_s, _LONGEST_S)
-    every_s = min(math.ceil((lost_s - idle_s) / _MOST), _LONGEST_S)
-    times = min(math.ceil((lost_s - idle_s) / every_s), _MOST)
+    idle_s = min(idle_s, _MAX_SECONDS)
+    every_s = min(math.ceil((lost_s - idle_s) / _MAX_PROBES), _MAX_SECONDS)
+    times = min(math.ceil((lost_s - idle_s) / every_s), _MAX_PROBES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", idle_s), ("TCP_KEEPINTVL", every_s), ("TCP_KEEPCNT", times)):
         if hasattr(socket, name):

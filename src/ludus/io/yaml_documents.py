@@ -1,4 +1,4 @@
-"""YAML as people write experiments in it: safe, without surprises, and no larger when it is read than it says."""
+"""Safe YAML for experiment files: YAML 1.2 numbers, unique keys, bounded size after alias expansion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from ludus.errors import ConfigError
 
 MAX_NODES = 50_000
-"""Values of a document once its aliases are written out: far more than an experiment has, far less than a bomb."""
+"""Maximum number of values of a document after alias expansion; limits YAML bombs."""
 
 _MAX_DEPTH = 60
 _MERGE = "tag:yaml.org,2002:merge"
@@ -19,7 +19,7 @@ _STR, _INT, _FLOAT, _BOOL = (f"tag:yaml.org,2002:{name}" for name in ("str", "in
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with the numbers of YAML 1.2: 3e-4 is one; 12:30, 010 and 2024-01-31 are words."""
+    """Safe loader with the numbers of YAML 1.2: 3e-4 is a number; 12:30, 010 and 2024-01-31 are strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -48,7 +48,7 @@ _Loader.add_constructor(_INT, _integer)
 
 
 def read_text(path: Path, max_bytes: int, hint: str = "") -> str:
-    """Of a small file that somebody has written by hand. Raises ConfigError, with `hint`, for what is none."""
+    """Read a small UTF-8 text file. Raises ConfigError with `hint`."""
     try:
         with open(path, "rb") as file:
             data = file.read(max_bytes + 1)
@@ -63,7 +63,7 @@ def read_text(path: Path, max_bytes: int, hint: str = "") -> str:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The one document in `text`, in which nothing is shared: aliases are written out. Raises ConfigError with `source`."""
+    """Parse the single document in `text`, with aliases expanded. Raises ConfigError that names `source`."""
     try:
         loader = _Loader(text)
         try:
@@ -71,7 +71,7 @@ def parse_yaml(text: str, source: str) -> Any:
             if node is None:
                 return None
             _check(node, {}, ())
-            return _unshared(loader.construct_document(node))
+            return _copy_unshared(loader.construct_document(node))
         finally:
             loader.dispose()
     except ConfigError as error:
@@ -82,12 +82,12 @@ def parse_yaml(text: str, source: str) -> Any:
         hint = "Indent with spaces, not tabs." if "\\t" in str(error) else ""
         raise ConfigError(f"{source} is not valid YAML: {error}", hint) from error
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        # PyYAML lets these out for !!int of words, !!bool maybe, !!timestamp soon and numbers of 5000 digits.
+        # PyYAML raises these for !!int of words, !!bool maybe, !!timestamp soon and numbers of 5000 digits.
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
-    """Path of every key of the document → the line in which it stands, counted from 1. Only for what `parse_yaml` has read."""
+    """Return path of each key → its line number, from 1. The text must be valid for `parse_yaml`."""
     loader = _Loader(text)
     try:
         out: dict[tuple[str, ...], int] = {}
@@ -107,14 +107,14 @@ def _add_lines(node: Any, path: tuple[str, ...], out: dict[tuple[str, ...], int]
         else:
             out.setdefault((*path, str(key.value)), key.start_mark.line + 1)
             _add_lines(value, (*path, str(key.value)), out)
-    for each in merged:  # a key of the section itself comes first
+    for each in merged:  # own keys take precedence over merged ones
         _add_lines(each, path, out)
 
 
 def _check(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
-    """Values that a node stands for, once written out. Raises ConfigError for whatever could be misread."""
+    """Return the number of values of a node after alias expansion. Raises ConfigError for invalid or ambiguous nodes."""
     if id(node) in above:
-        raise _at(node, "an alias inside of what it stands for has no end")
+        raise _at(node, "an alias refers to a section that contains it")
     if len(above) > _MAX_DEPTH:
         raise _at(node, f"sections are nested more than {_MAX_DEPTH} deep")
     if id(node) in sizes:
@@ -125,42 +125,42 @@ def _check(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
         for key, value in node.value:
             name = _key(key)
             if name in seen:
-                raise _at(key, f"the key {name!r} stands twice", "Keep one.")
+                raise _at(key, f"the key {name!r} occurs twice", "Keep one.")
             seen.add(name)
             size += 1 + _check(value, sizes, below)
     elif isinstance(node, yaml.SequenceNode):
         size += sum(_check(one, sizes, below) for one in node.value)
     if size > MAX_NODES:
-        raise _at(node, f"with its aliases written out this is more than {MAX_NODES:,} values", "That is no experiment.")
+        raise _at(node, f"with its aliases expanded this has more than {MAX_NODES:,} values", "Use fewer aliases.")
     sizes[id(node)] = size
     return size
 
 
 def _key(node: Any) -> str:
     if not isinstance(node, yaml.ScalarNode):
-        raise _at(node, "a key is a word, not a list or a section")
+        raise _at(node, "a key is a string, not a list or a section")
     if node.tag in (_STR, _MERGE):
         return str(node.value)
-    if node.tag == _BOOL and node.value.lower() not in ("true", "false"):  # on, off, yes, no: words, as in YAML 1.2
+    if node.tag == _BOOL and node.value.lower() not in ("true", "false"):  # on, off, yes, no: strings, as in YAML 1.2
         node.tag = _STR
         return str(node.value)
     if node.tag == _BOOL:
         raise _at(node, f"the key {node.value} reads as true or false in YAML", f'Write it as "{node.value}".')
-    raise _at(node, f"the key {node.value or 'null'} is not a word")
+    raise _at(node, f"the key {node.value or 'null'} is not a string")
 
 
 def _at(node: Any, message: str, hint: str = "") -> ConfigError:
     return ConfigError(f"line {node.start_mark.line + 1}: {message}.", hint)
 
 
-def _unshared(value: Any) -> Any:
-    """A copy in which no part occurs twice: whoever changes one experiment changes no other."""
+def _copy_unshared(value: Any) -> Any:
+    """Return a copy in which no object is shared, so that experiments can be changed independently."""
     if isinstance(value, dict):
-        return {key: _unshared(inner) for key, inner in value.items()}
+        return {key: _copy_unshared(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_unshared(inner) for inner in value]
+        return [_copy_unshared(inner) for inner in value]
     if not (value is None or isinstance(value, (str, bool, int, float))):
-        raise ConfigError(f"a value is of a kind that experiments do not have: {type(value).__name__}.", "Write it in quotes.")
+        raise ConfigError(f"a value has an unsupported type: {type(value).__name__}.", "Write it in quotes.")
     return value
 
 
@@ -169,29 +169,29 @@ def dump_yaml(data: Any) -> str:
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back as the same; never an alias."""
+    """Writes YAML that `_Loader` reads back unchanged; never uses aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _floating(dumper: yaml.SafeDumper, value: float) -> Any:
+def _represent_float(dumper: yaml.SafeDumper, value: float) -> Any:
     text = repr(value)
     if value != value or value in (float("inf"), float("-inf")):
         text = ".nan" if value != value else ".inf" if value > 0 else "-.inf"
     elif "e" in text and "." not in text:
-        text = text.replace("e", ".0e", 1)  # other readers of YAML 1.1 take 1e-05 for a word
+        text = text.replace("e", ".0e", 1)  # YAML 1.1 parsers read 1e-05 as a string
     return dumper.represent_scalar(_FLOAT, text)
 
 
-def _word(dumper: yaml.SafeDumper, value: str) -> Any:
-    odd = any(sign in value for sign in "\x85\u2028\u2029\ufeff")  # breaks of lines, which only double quotes can keep
+def _represent_str(dumper: yaml.SafeDumper, value: str) -> Any:
+    odd = any(sign in value for sign in "\x85\u2028\u2029\ufeff")  # line breaks that only double quotes preserve
     return dumper.represent_scalar(_STR, value, style='"' if odd else None)
 
 
-Dumper.add_representer(float, _floating)
-Dumper.add_representer(str, _word)
-Dumper.yaml_implicit_resolvers = {  # a word is quoted if we, or any reader of YAML 1.1, would take it for something else
+Dumper.add_representer(float, _represent_float)
+Dumper.add_representer(str, _represent_str)
+Dumper.yaml_implicit_resolvers = {  # quote strings that our loader or a YAML 1.1 parser would read as another type
     first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
     for first in {**yaml.SafeDumper.yaml_implicit_resolvers, **_Loader.yaml_implicit_resolvers}
 }

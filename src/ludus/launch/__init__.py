@@ -1,1 +1,1 @@
-"""Where the processes of a job run: on this machine now; queues and other machines are further backends of one protocol."""
+"""Jobs: groups of processes run on this machine, over SSH or by Slurm, behind one `Orchestrator` protocol."""

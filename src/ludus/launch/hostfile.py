@@ -1,12 +1,12 @@
-"""The list of machines of a run: `learner.iplist` as it has always been, or the same as YAML.
+"""Hostfile: the list of machines of a run, as lines (`learner.iplist`) or as YAML.
 
-    10.0.0.2 root 36000 1            address or name, user, port of SSH, slots; what is missing at the end has a default
+    10.0.0.2 root 36000 1            address or name, user, SSH port, slots; trailing values may be left out
 
     nodes:
       - {host: node2, user: root, port: 36000, slots: 1}
       - {host: node1, role: actor, actors: 6}
 
-The first machine is the head. It is read, never executed, and holds no secrets.
+The first machine is the head. The file is data only, and holds no secrets.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ludus.errors import ConfigError
 from ludus.io.yaml_documents import parse_yaml, read_text
 from ludus.launch.ssh.backend import SshNode
 
-Part = Literal["learner", "actor"]
+MachineRole = Literal["learner", "actor"]
 
 COLUMNS = ("host", "user", "port", "slots")
 KEYS: Mapping[str, str] = {
-    "host": "its address or name",
-    "user": "who logs in there; default: what SSH is configured to",
-    "port": "of its SSH; default: 22",
-    "slots": "processes that it is meant for: on the first machine, learners; default: 1",
+    "host": "the address or name of the machine",
+    "user": "the user to log in as; default: as configured in SSH",
+    "port": "the SSH port; default: 22",
+    "slots": "the number of processes, on the first machine of learners; default: 1",
     "role": "learner or actor; the first is a learner",
-    "actors": "workers that it has room for",
-    "address": "as the other machines reach it, when that is not its host",
-    "python": "its interpreter, when it has another one than the rest",
+    "actors": "the number of workers",
+    "address": "the address for the other machines, if it differs from host",
+    "python": "the interpreter, if it differs from the others'",
 }
 MAX_NODES = 1000
 MAX_SLOTS = 4096
@@ -46,26 +46,26 @@ _FORM = "A line is `address user port slots`, for example `10.0.0.2 root 22 1`."
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?)*\.?")
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.@\\-]{0,63}\$?")
 _NUMBERS = re.compile(r"[0-9.]+")
-_EVERYBODY = ipaddress.IPv4Address("255.255.255.255")
-_EXAMPLES = ("learner_ip", "node_ip", "your_ip", "ip")
-"""What tutorials have in the place of an address."""
+_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
+_PLACEHOLDERS = ("learner_ip", "node_ip", "your_ip", "ip")
+"""Placeholders for an address in tutorials."""
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A machine of the list. `actors`: workers that it has room for, where the list says so. `line`: where it stands."""
+class HostEntry:
+    """A machine of the list. `actors`: its number of workers; 0 if not given. `line`: its line number."""
 
     node: SshNode
-    role: Part = "learner"
+    role: MachineRole = "learner"
     actors: int = 0
     line: int = 0
 
 
 @dataclass(frozen=True)
-class NodeList:
-    """At least one machine; the first is the head. `source`: the file, for messages."""
+class Hostfile:
+    """At least one machine; the first is the head. `source`: the file name in messages."""
 
-    entries: tuple[Listed, ...]
+    entries: tuple[HostEntry, ...]
     source: str = "the list"
 
     @property
@@ -81,37 +81,37 @@ class NodeList:
         return sum(entry.actors for entry in self.entries)
 
 
-def load_iplist(path: Path) -> NodeList:
-    """Raises ConfigError with the line that is wrong."""
+def load_hostfile(path: Path) -> Hostfile:
+    """Raises ConfigError that names the invalid line."""
     text = read_text(path, _MAX_BYTES, _FORM)
-    return read_iplist(text, str(path))
+    return parse_hostfile(text, str(path))
 
 
-def read_iplist(text: str, source: str = "the list") -> NodeList:
-    """YAML where the file is called so, or begins with `nodes:`. Raises ConfigError."""
+def parse_hostfile(text: str, source: str = "the list") -> Hostfile:
+    """Parse YAML if the file name says so or the text begins with `nodes:`, else lines. Raises ConfigError."""
     is_yaml = source.endswith((".yaml", ".yml")) or re.match(r"(\s*(#[^\n]*)?\n|---[^\n]*\n)*nodes\s*:", text) is not None
-    listed = _from_yaml(text, source) if is_yaml else _from_lines(text, source)
-    if not listed:
+    entries = _parse_yaml_list(text, source) if is_yaml else _parse_lines(text, source)
+    if not entries:
         raise ConfigError(f"{source} names no machine.", _FORM)
-    if len(listed) > MAX_NODES:
-        raise ConfigError(f"{source} names {len(listed)} machines; at most {MAX_NODES} are possible.")
+    if len(entries) > MAX_NODES:
+        raise ConfigError(f"{source} names {len(entries)} machines; at most {MAX_NODES} are possible.")
     known: dict[tuple[str, str, int], int] = {}
-    for each in listed:
-        same = (each.node.host.lower(), each.node.reached.lower(), each.node.port)
+    for each in entries:
+        same = (each.node.host.lower(), each.node.node_address.lower(), each.node.port)
         if same in known:
             raise ConfigError(
-                f"{source}, line {each.line}: {each.node.host} stands in line {known[same]} already.",
-                "Name each machine once; its slots say how many processes it is meant for.",
+                f"{source}, line {each.line}: {each.node.host} is already in line {known[same]}.",
+                "Name each machine once, with its number of slots.",
             )
         known[same] = each.line
-    return NodeList(tuple(listed), source)
+    return Hostfile(tuple(entries), source)
 
 
 # -- lines ----------------------------------------------------------------------------------------------------------------
 
 
-def _from_lines(text: str, source: str) -> list[Listed]:
-    found: list[Listed] = []
+def _parse_lines(text: str, source: str) -> list[HostEntry]:
+    found: list[HostEntry] = []
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         words = re.sub(r"(^|\s)#.*", "", line).split()
         if not words:
@@ -122,42 +122,44 @@ def _from_lines(text: str, source: str) -> list[Listed]:
         given: dict[str, str | int] = dict(zip(COLUMNS, words, strict=False))
         for name in ("port", "slots"):
             if name in given:
-                given[name] = _digits(where, name, str(given[name]))
-        found.append(_listed(where, number, given, first=not found))
+                given[name] = _parse_number(where, name, str(given[name]))
+        found.append(_parse_entry(where, number, given, first=not found))
     return found
 
 
-def _digits(where: str, name: str, word: str) -> int:
+def _parse_number(where: str, name: str, word: str) -> int:
     if not (word.isascii() and word.isdigit()) or len(word) > 9:
-        raise ConfigError(f"{where}: the {name} is {word[:100]!r}, which is no number.", _FORM)
+        raise ConfigError(f"{where}: the {name} is {word[:100]!r}, which is not a number.", _FORM)
     return int(word)
 
 
 # -- YAML -----------------------------------------------------------------------------------------------------------------
 
 
-def _from_yaml(text: str, source: str) -> list[Listed]:
+def _parse_yaml_list(text: str, source: str) -> list[HostEntry]:
     data = parse_yaml(text, source)
-    form = "It is `nodes:` with a list of `{host: …, user: …, port: …, slots: …}`."
+    form = "Write `nodes:` with a list of `{host: …, user: …, port: …, slots: …}`."
     if not isinstance(data, dict) or not isinstance(data.get("nodes"), list):
         raise ConfigError(f"{source}, line 1: there is no list `nodes`.", form)
     for key in data:
         if key != "nodes":
             raise ConfigError(f"{source}: unknown key {key!r}.", did_you_mean(str(key), ["nodes"]))
-    found: list[Listed] = []
-    for number, entry in zip(_lines_of(text), data["nodes"], strict=True):
+    found: list[HostEntry] = []
+    for number, entry in zip(_entry_lines(text), data["nodes"], strict=True):
         where = f"{source}, line {number}"
         if not isinstance(entry, dict):
             raise ConfigError(f"{where}: {entry!r} is not of the form {{host: …}}.", form)
         for key in entry:
             if key not in KEYS:
                 raise ConfigError(f"{where}: unknown key {key!r}.", did_you_mean(str(key), KEYS))
-        found.append(_listed(where, number, {key: value for key, value in entry.items() if value is not None}, first=not found))
+        found.append(
+            _parse_entry(where, number, {key: value for key, value in entry.items() if value is not None}, first=not found)
+        )
     return found
 
 
-def _lines_of(text: str) -> list[int]:
-    """Where the entries of `nodes` begin; the text has been found to be sound."""
+def _entry_lines(text: str) -> list[int]:
+    """Return the line numbers of the entries of `nodes`. The text must be valid."""
     document = yaml.compose(text, Loader=yaml.SafeLoader)
     for key, value in document.value:
         if key.value == "nodes":
@@ -168,57 +170,57 @@ def _lines_of(text: str) -> list[int]:
 # -- one machine ----------------------------------------------------------------------------------------------------------
 
 
-def _listed(where: str, line: int, given: Mapping[str, Any], *, first: bool) -> Listed:
+def _parse_entry(where: str, line: int, given: Mapping[str, Any], *, first: bool) -> HostEntry:
     if "host" not in given:
-        raise ConfigError(f"{where}: it has no host.", f"It is {KEYS['host']}.")
+        raise ConfigError(f"{where}: the host is missing.", f"Add host: {KEYS['host']}.")
     node = SshNode(
-        host=_address(where, "host", given["host"]),
-        user=_word(where, "user", given.get("user", ""), lambda word: not word or _USER.fullmatch(word) is not None),
-        port=_number(where, "port", given.get("port", 22), 1, 65535),
-        slots=_number(where, "slots", given.get("slots", 1), 1, MAX_SLOTS),
-        address=_address(where, "address", given["address"]) if given.get("address") else "",
-        python=_word(where, "python", given.get("python", ""), lambda word: not word.startswith("-")),
+        host=_check_address(where, "host", given["host"]),
+        user=_check_word(where, "user", given.get("user", ""), lambda word: not word or _USER.fullmatch(word) is not None),
+        port=_check_number(where, "port", given.get("port", 22), 1, 65535),
+        slots=_check_number(where, "slots", given.get("slots", 1), 1, MAX_SLOTS),
+        address=_check_address(where, "address", given["address"]) if given.get("address") else "",
+        python=_check_word(where, "python", given.get("python", ""), lambda word: not word.startswith("-")),
     )
     role = given.get("role", "actor" if "actors" in given and not first else "learner")
-    if role not in get_args(Part):
-        raise ConfigError(f"{where}: the role is {role!r}.", f"It is one of: {', '.join(get_args(Part))}.")
+    if role not in get_args(MachineRole):
+        raise ConfigError(f"{where}: the role is {role!r}.", f"Use one of: {', '.join(get_args(MachineRole))}.")
     if first and role != "learner":
         raise ConfigError(f"{where}: the first machine is the head, where the learner runs, and its role is {role}.")
-    actors = _number(where, "actors", given.get("actors", node.slots if role == "actor" else 0), 0, MAX_SLOTS)
-    return Listed(node, role, actors, line)
+    actors = _check_number(where, "actors", given.get("actors", node.slots if role == "actor" else 0), 0, MAX_SLOTS)
+    return HostEntry(node, role, actors, line)
 
 
-def _address(where: str, name: str, given: object) -> str:
+def _check_address(where: str, name: str, given: object) -> str:
     word = given.strip() if isinstance(given, str) else ""
     bare = word[1:-1] if word.startswith("[") and word.endswith("]") else word
-    if bare.lower() in _EXAMPLES:
-        raise ConfigError(f"{where}: {bare} is still what the example says.", "Put the address of the machine in its place.")
+    if bare.lower() in _PLACEHOLDERS:
+        raise ConfigError(f"{where}: {bare} is the placeholder of the example.", "Replace it by the address of the machine.")
     if ":" in bare or _NUMBERS.fullmatch(bare):
         try:
             found = ipaddress.ip_address(bare)
         except ValueError:
-            raise ConfigError(f"{where}: the {name} {bare[:100]!r} is no address.", _FORM) from None
-        if not is_of_one(found):
+            raise ConfigError(f"{where}: the {name} {bare[:100]!r} is not a valid address.", _FORM) from None
+        if not is_single_host(found):
             raise ConfigError(f"{where}: the {name} {bare} is not the address of one machine.", _FORM)
         return str(found)
-    # What begins with a dash would be an option of ssh.
+    # A leading dash would make it an option of ssh.
     if bare != word or len(bare) > 253 or not _HOST.fullmatch(bare):
         raise ConfigError(f"{where}: the {name} {str(given)[:100]!r} is neither an address nor the name of a machine.", _FORM)
     return bare
 
 
-def is_of_one(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Not all addresses of whoever listens, nor a group of machines, nor everybody."""
-    return not (address.is_unspecified or address.is_multicast or address == _EVERYBODY)
+def is_single_host(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return False for unspecified, multicast and broadcast addresses."""
+    return not (address.is_unspecified or address.is_multicast or address == _BROADCAST)
 
 
-def _word(where: str, name: str, given: object, is_one: Callable[[str], bool]) -> str:
+def _check_word(where: str, name: str, given: object, is_one: Callable[[str], bool]) -> str:
     if not isinstance(given, str) or not is_one(given) or not given.isprintable() or len(given) > 4096:
-        raise ConfigError(f"{where}: the {name} is {str(given)[:100]!r}, which is none.", f"It is {KEYS[name]}.")
+        raise ConfigError(f"{where}: the {name} is {str(given)[:100]!r}, which is invalid.", f"It is {KEYS[name]}.")
     return given
 
 
-def _number(where: str, name: str, given: object, least: int, most: int) -> int:
+def _check_number(where: str, name: str, given: object, least: int, most: int) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or not least <= given <= most:
-        raise ConfigError(f"{where}: {name} is {str(given)[:100]}.", f"It is a number from {least} to {most}: {KEYS[name]}.")
+        raise ConfigError(f"{where}: {name} is {str(given)[:100]}.", f"Use a number from {least} to {most}: {KEYS[name]}.")
     return given

@@ -1,4 +1,4 @@
-"""Orchestrator: starts the processes of a job somewhere, and says how they fare.
+"""Job specification, job status and the `Orchestrator` protocol that every backend implements.
 
     job = Job("cartpole", roles=(Role("learner", (...,)), Role("worker", (...,), count=3, restart="on-failure")), main="learner")
     id = orchestrator.submit(job)
@@ -6,9 +6,9 @@
         ...
     orchestrator.status(id).exit_code      # the learner's
 
-A job is data: what would be written and run is known before anything is (`render`). It is over when its main role is; then nothing
-of it is left running. Secrets are named, never contained: each backend hands the variables on by means that leave no trace in
-command lines, files that others can read, or logs.
+`render` returns everything that `submit` would write, without side effects. A job ends with its main role; then all its processes
+are stopped. A job holds the names of secrets, never their values. Backends pass the values on without exposing them in command
+lines, logs or files that other users can read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -29,38 +29,38 @@ ORCHESTRATORS: Mapping[str, str] = {
     "slurm": "ludus.launch.slurm.backend:SlurmOrchestrator",
 }
 PLANNED = ("kubernetes",)
-"""Names that mean something, and that have no backend here."""
+"""Reserved names without a backend in this version."""
 
-Restart = Literal["never", "when-killed", "on-failure", "always"]
-"""Whether a process that ended is started anew: one that was killed by a signal; one that did not end with code 0; any."""
+RoleRestart = Literal["never", "when-killed", "on-failure", "always"]
+"""When a process that ended is restarted: never, if a signal killed it, if its exit code is not 0, or always."""
 
 JobState = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 ProcessState = Literal["pending", "running", "waiting", "ended"]
-"""`waiting`: it ended and will be started again."""
+"""`waiting`: ended and due to be restarted."""
 
 OVER: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SHORT = 8
-"""A secret that is shorter than this is not looked for in command lines: it would be found everywhere."""
+_MIN_SECRET_CHARS = 8
+"""Shorter secrets are not searched for in command lines: they would match by chance."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """A command that is run `count` times. What is in `environment` may be written down; secrets are the job's."""
+    """A command that runs as `count` processes. `environment` is written to disk; secrets belong in `Job.secrets`."""
 
     name: str
     command: tuple[str, ...]
     count: int = 1
-    restart: Restart = "never"
+    restart: RoleRestart = "never"
     environment: Mapping[str, str] = field(default_factory=dict)
     cpus: float = 1
     gpus: float = 0
     at: tuple[int, ...] = ()
-    """The node of each of its processes, by number; fewer than processes: over again from the first. Empty: node 0."""
+    """Node number of each process, repeated cyclically. Empty: node 0."""
     log: str = ""
-    """A path for what it writes, with {index} in it where there are several. Empty: in the job's directory."""
+    """Path of the log, with `{index}` if `count` > 1. Empty: in the job's directory."""
 
     def node(self, index: int) -> int:
         return self.at[index % len(self.at)] if self.at else 0
@@ -68,12 +68,12 @@ class Role:
 
 @dataclass(frozen=True)
 class Job:
-    """Roles start in their order. When `main` has ended, or when the job is cancelled, the others end, the last one first.
+    """Roles start in order. When `main` ends or the job is cancelled, the others are stopped in reverse order.
 
-    `secrets`: names of variables of the environment of whoever submits it, that are handed on and never written. `grace_s`: how
-    long a process may take to end when it is asked to; a checkpoint on a slow store is written in it. `place`: what it works on,
-    so that others can see that somebody does. `nodes`: machines that it needs, numbered from 0; main is on node 0. `ray`: how many
-    of them are to be in the job's Ray before work begins; its processes are told (`process/job_env.py`).
+    `secrets`: names of environment variables of the submitting process, passed on and never written in clear. `grace_s`: seconds
+    between SIGTERM and SIGKILL, long enough to write a checkpoint to a slow store. `place`: the directory or URL the job works on,
+    shown in its status. `nodes`: number of machines, numbered from 0; main runs on node 0. `ray`: number of nodes that must have
+    joined the job's Ray cluster, within `wait_s`, before work starts; passed to the processes by `process/job_env.py`.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Job:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """`exit_code`: of its last life that ended; 128 + N when signal N killed it. None while it has never ended."""
+    """`exit_code`: of the last run that ended; 128 + N when signal N killed it. None before the first end."""
 
     role: str
     index: int
@@ -106,10 +106,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """`exit_code`: of the main role, when the job is over. `reason`: in a sentence, why it did not succeed. `logs`: where they are kept.
-
-    `place`: the job's.
-    """
+    """`exit_code`: of the main role, once the job is over. `reason`: why it did not succeed. `logs`: directory of the logs."""
 
     id: str
     name: str
@@ -130,14 +127,14 @@ class JobStatus:
 
 
 class Orchestrator(Protocol):
-    """All methods may be called from any process of the same user, also from one that did not submit the job."""
+    """Backend that runs jobs. Any process of the same user may call any method, whether or not it submitted the job."""
 
     def render(self, job: Job) -> dict[str, str]:
-        """Exactly what submit would write: name → text. Touches nothing; contains no secret. Raises UsageError for a job that cannot be."""
+        """Return the files that `submit` would write, name → text, without secrets or side effects. Raises UsageError if the job is invalid."""
         ...
 
     def submit(self, job: Job) -> str:
-        """Have it started, and return its id at once. Raises UsageError; WorkerFailed when this machine, or the queue, will not have it."""
+        """Start the job and return its id without waiting. Raises UsageError; WorkerFailed when the machine or the queue rejects it."""
         ...
 
     def status(self, job_id: str) -> JobStatus:
@@ -145,38 +142,38 @@ class Orchestrator(Protocol):
         ...
 
     def logs(self, job_id: str, *, role: str | None = None, follow: bool = False) -> Iterator[str]:
-        """Lines of what its processes wrote, without line ends; of several processes each with the name of its own in front.
+        """Yield log lines without line ends, prefixed by the process name if there are several processes.
 
-        `follow`: further lines as they come, until the job is over. Raises UnknownName.
+        `follow`: keep yielding new lines until the job is over. Raises UnknownName.
         """
         ...
 
     def cancel(self, job_id: str, *, at_once: bool = False) -> None:
-        """Ask for its end, and return: `status` says when it is over. What is over stays as it is.
+        """Request the end of the job without waiting for it. A job that is over does not change.
 
-        Processes are asked to end (SIGTERM), main first, and are killed when they take too long; with `at_once`, killed. Raises UnknownName.
+        Processes get SIGTERM, main first, and SIGKILL after `grace_s`; with `at_once`, SIGKILL immediately. Raises UnknownName.
         """
         ...
 
     def list(self) -> list[JobStatus]:
-        """Those that it knows of, oldest first."""
+        """Return all known jobs, oldest first."""
         ...
 
 
 def open_orchestrator(name: str, **options: Any) -> Orchestrator:
-    """By its name, or `module:Class` of your own. Raises UnknownName."""
+    """Create a backend from its name or a `module:Class`. Raises UnknownName."""
     if name in PLANNED:
         raise UnknownName(
             f"The orchestrator {name!r} is not available in this version.",
             f"Use one of: {', '.join(ORCHESTRATORS)}; or start `ludus fleet worker` on each machine yourself, with the same --memory and --store.",
         )
-    trust.allow(name)  # it is never in a run: the command line, the user's cluster.yaml or state directory name it
-    opened: Orchestrator = plugins.resolve("orchestrator", name, ORCHESTRATORS)(**options)
-    return opened
+    trust.allow(name)  # the name comes from the command line, cluster.yaml or the state directory, never from a run
+    orchestrator: Orchestrator = plugins.resolve("orchestrator", name, ORCHESTRATORS)(**options)
+    return orchestrator
 
 
 def wait(orchestrator: Orchestrator, job_id: str, timeout_s: float, *, every_s: float = 0.1) -> JobStatus:
-    """Until the job is over. Raises LudusError when it is not after so long."""
+    """Wait until the job is over and return its final status. Raises LudusError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         status = orchestrator.status(job_id)
@@ -188,11 +185,11 @@ def wait(orchestrator: Orchestrator, job_id: str, timeout_s: float, *, every_s: 
         time.sleep(min(every_s, left))
 
 
-# -- what every backend shares ------------------------------------------------------------------------------------------
+# -- shared by the backends ---------------------------------------------------------------------------------------------
 
 
-def checked(job: Job, environ: Mapping[str, str] | None = None) -> Job:
-    """The job, if it can be one. With `environ`: and if its secrets are there, and nowhere where they would be seen. Raises UsageError."""
+def check_job(job: Job, environ: Mapping[str, str] | None = None) -> Job:
+    """Validate a job and return it. With `environ`, also check that its secrets are set and not exposed. Raises UsageError."""
     _check_name("job", job.name)
     if not job.roles:
         raise UsageError(f"The job {job.name} has no roles.")
@@ -202,19 +199,21 @@ def checked(job: Job, environ: Mapping[str, str] | None = None) -> Job:
         if names.count(role.name) > 1:
             raise UsageError(f"The job {job.name} has two roles called {role.name!r}.")
     if job.main not in names:
-        raise UsageError(f"The main role {job.main!r} is none of the job {job.name}.", plugins.did_you_mean(job.main, names))
+        raise UsageError(f"The job {job.name} has no role {job.main!r}, its main role.", plugins.did_you_mean(job.main, names))
     main = next(role for role in job.roles if role.name == job.main)
     if main.count != 1:
-        raise UsageError(f"The main role {job.main!r} has {main.count} processes; the exit code of a job is that of one.")
+        raise UsageError(
+            f"The main role {job.main!r} has {main.count} processes.", "It must have one: its exit code is the job's."
+        )
     if job.nodes < 1 or not 0 <= job.ray <= job.nodes or not 0 < job.wait_s < math.inf:
-        raise UsageError(f"The job {job.name} has {job.nodes} nodes, {job.ray} of them in its Ray within {job.wait_s:g} s.")
+        raise UsageError(f"The job {job.name} has invalid values: nodes={job.nodes}, ray={job.ray}, wait_s={job.wait_s:g}.")
     if main.node(0) != 0:
-        raise UsageError(f"The main role {job.main!r} is at node {main.node(0)}.", "It is at node 0, by which a job is known.")
+        raise UsageError(f"The main role {job.main!r} is at node {main.node(0)}.", "It must be at node 0.")
     for role in job.roles:
-        if astray := [node for node in role.at if not 0 <= node < job.nodes]:
-            raise UsageError(f"The role {role.name!r} is at node {astray[0]}, and the job {job.name} has {job.nodes}.")
+        if unknown := [node for node in role.at if not 0 <= node < job.nodes]:
+            raise UsageError(f"The role {role.name!r} is at node {unknown[0]}, and the job {job.name} has {job.nodes} nodes.")
     if not 0 <= job.grace_s < math.inf:
-        raise UsageError(f"The job {job.name} has grace_s={job.grace_s}.", "It is a number of seconds.")
+        raise UsageError(f"The job {job.name} has grace_s={job.grace_s}.", "Use a number of seconds >= 0.")
     for name in job.secrets:
         _check_variable(name)
     if environ is not None:
@@ -223,36 +222,36 @@ def checked(job: Job, environ: Mapping[str, str] | None = None) -> Job:
 
 
 def exit_code(returned: int) -> int:
-    """As a shell says it: 128 + N when signal N killed it."""
+    """Return the shell's exit code for a `Popen.returncode`: 128 + N when signal N killed the process."""
     return 128 - returned if returned < 0 else returned
 
 
-def is_restarted(restart: Restart, returned: int) -> bool:
-    """`returned`: negative when a signal killed it."""
+def should_restart(restart: RoleRestart, returned: int) -> bool:
+    """`returned`: a `Popen.returncode`, negative when a signal killed the process."""
     return {"never": False, "when-killed": returned < 0, "on-failure": returned != 0, "always": True}[restart]
 
 
 def _check_name(what: str, name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no name for a {what}.", "Use up to 63 letters, digits, dots, dashes and underscores.")
+        raise UsageError(f"Invalid {what} name {name!r}.", "Use up to 63 letters, digits, dots, dashes and underscores.")
 
 
 def _check_role(role: Role, secrets: tuple[str, ...]) -> None:
     _check_name("role", role.name)
     if not role.command or not all(isinstance(word, str) and "\0" not in word for word in role.command) or not role.command[0]:
-        raise UsageError(f"The role {role.name!r} has no command that can be run: {role.command!r}.")
+        raise UsageError(f"The role {role.name!r} has an invalid command: {role.command!r}.")
     try:
         "".join((*role.command, *role.environment.values(), role.log)).encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"A word of the role {role.name!r} is no text: {error.object!r}.", "Use UTF-8.") from error
+        raise UsageError(f"The role {role.name!r} contains invalid text: {error.object!r}.", "Use UTF-8.") from error
     if role.count < 1:
-        raise UsageError(f"The role {role.name!r} has {role.count} processes.", "Leave it out instead.")
-    if role.restart not in get_args(Restart):
+        raise UsageError(f"The role {role.name!r} has {role.count} processes.", "Remove the role instead.")
+    if role.restart not in get_args(RoleRestart):
         raise UsageError(
-            f"The role {role.name!r} has restart={role.restart!r}.", f"It is one of: {', '.join(get_args(Restart))}."
+            f"The role {role.name!r} has restart={role.restart!r}.", f"Use one of: {', '.join(get_args(RoleRestart))}."
         )
     if role.cpus < 0 or role.gpus < 0:
-        raise UsageError(f"The role {role.name!r} asks for {role.cpus} cores and {role.gpus} accelerators.")
+        raise UsageError(f"The role {role.name!r} has cpus={role.cpus} and gpus={role.gpus}.", "Use numbers >= 0.")
     if role.count > 1 and role.log and "{index}" not in role.log:
         raise UsageError(f"The {role.count} processes of the role {role.name!r} cannot share the log {role.log}.", "Add {index}.")
     for name, value in role.environment.items():
@@ -261,32 +260,29 @@ def _check_role(role: Role, secrets: tuple[str, ...]) -> None:
             raise UsageError(f"The variable {name} of the role {role.name!r} contains a zero byte.")
         if name in secrets:
             raise UsageError(
-                f"The secret {name} is in the environment of the role {role.name!r}, which is written down.",
-                "Put it into the environment of whoever submits the job.",
+                f"The secret {name} is in the environment of the role {role.name!r}, which is written to disk.",
+                "Export it before you submit the job.",
             )
 
 
 def _check_variable(name: str) -> None:
     if not _VARIABLE.fullmatch(name):
-        raise UsageError(f"{name!r} is no name of an environment variable.")
+        raise UsageError(f"{name!r} is not a valid name of an environment variable.")
 
 
 def _check_secrets(job: Job, environ: Mapping[str, str]) -> None:
     for name in job.secrets:
         if name not in environ:
             raise UsageError(f"The job {job.name} needs the secret {name}, which is not in the environment.", f"export {name}=…")
-        seen = _seen(environ[name])
+        if len(secret := environ[name]) < _MIN_SECRET_CHARS:
+            continue
+        hint = f"Remove it there. If the match is a coincidence, change the value of {name}, or the text that contains it."
         for role in job.roles:
-            hint = f"Leave it out there; or, if it is there by chance, choose another value or name than that of {name}."
-            if any(seen(word) for word in role.command):
+            if any(secret in word for word in role.command):
                 raise UsageError(
-                    f"The value of {name} is in the command of the role {role.name!r}, which everybody can see.", hint
+                    f"The value of {name} is in the command of the role {role.name!r}, which all users can see.", hint
                 )
-            if any(seen(value) for value in role.environment.values()):
+            if any(secret in value for value in role.environment.values()):
                 raise UsageError(
-                    f"The value of {name} is in the environment of the role {role.name!r}, which is written down.", hint
+                    f"The value of {name} is in the environment of the role {role.name!r}, which is written to disk.", hint
                 )
-
-
-def _seen(secret: str) -> Callable[[str], bool]:
-    return lambda text: len(secret) >= _SHORT and secret in text

@@ -1,9 +1,9 @@
-"""The directory of a job of this machine: what was asked for, how it fares, and what its processes wrote.
+"""Directory of a job: its specification, its status and its logs.
 
     job.json  status.json  logs/ROLE-N.log  logs/supervisor.log  scratch/ (while it runs)
-    run.json (what its main role has begun)  token, secrets (until it is over)  cancel (somebody has asked for its end)
+    run.json (the run of its main role)  token, secrets (until it is over)  cancel (cancellation was requested)
 
-Only its owner may look into it. `status.json` is replaced as a whole; nobody locks anything.
+Only the owner has access. `status.json` is replaced atomically, so that readers need no lock.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from ludus.process import identity, procfs
 JOB, STATUS, LOGS, SCRATCH, RUN = "job.json", "status.json", "logs", "scratch", "run.json"
 TOKEN, SECRETS, CANCEL = "token", "secrets", "cancel"
 PRIVATE = 0o700
-_ROOM = 1024
-"""A status is followed by blanks, so that a longer one can take its place on a disk that is full."""
+_PADDING = 1024
+"""status.json is padded with blanks to multiples of this, so that a longer status fits in place when the disk is full."""
 
 
 @dataclass(frozen=True)
-class Watcher:
-    """A process that looks after a job, so that it can be told from another one that got its number."""
+class ProcessIdentity:
+    """Process id with its start time, which detects that the id was reused."""
 
     pid: int
     started: str
 
     @staticmethod
-    def this() -> Watcher:
-        return Watcher(os.getpid(), identity.started(os.getpid()) or "")
+    def this() -> ProcessIdentity:
+        return ProcessIdentity(os.getpid(), identity.started(os.getpid()) or "")
 
     def alive(self) -> bool:
         return identity.alive(self.pid, self.started)
 
 
 @dataclass(frozen=True)
-class Record:
-    """What is in `status.json`. `machine`: where its numbers of processes mean something."""
+class JobRecord:
+    """Content of `status.json`. `machine`: the `machine_id()` on which its process ids are valid."""
 
     status: JobStatus
     machine: str = ""
-    supervisor: Watcher | None = None
-    keeper: Watcher | None = None
+    supervisor: ProcessIdentity | None = None
+    keeper: ProcessIdentity | None = None
 
-    def watched(self) -> bool:
-        return any(watcher is not None and watcher.alive() for watcher in (self.supervisor, self.keeper))
+    def is_supervised(self) -> bool:
+        return any(process is not None and process.alive() for process in (self.supervisor, self.keeper))
 
 
 class JobDirectory:
@@ -75,25 +75,26 @@ class JobDirectory:
             directory.mkdir(mode=PRIVATE)
         for name, text in files.items():
             self._write(name, text)
-        self.write(Record(status, machine()))
+        self.write(JobRecord(status, machine_id()))
 
     def job(self) -> Job:
         """Raises Damaged."""
         try:
-            return read_job((self.path / JOB).read_text(encoding="utf-8"))
+            return job_from_json((self.path / JOB).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise Damaged(f"{self.path / JOB} is damaged: {error}.") from error
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
 
-    def write(self, record: Record) -> tuple[int, int]:
-        """Where there is no room for another file, in the place of the one there is: how a job ended must not be lost.
+    def write(self, record: JobRecord) -> tuple[int, int]:
+        """Replace status.json, or overwrite it in place if the disk is full: the end of a job must not be lost.
 
-        Returns the stamp of what was written, whatever others do to it by then."""
-        # Not synced: after a loss of power the job is gone anyway, and a slow disk must not hold up whoever watches it.
+        Returns the stamp of the written file, even if another process has replaced it since.
+        """
+        # No fsync: after a power loss the job is gone anyway, and a slow disk must not block the supervisor.
         text = json.dumps(asdict(record), indent=1)
-        text = text.ljust(_ROOM * (len(text) // _ROOM + 2))
+        text = text.ljust(_PADDING * (len(text) // _PADDING + 2))
         try:
             return self._write(STATUS, text)
         except OSError as error:
@@ -104,56 +105,56 @@ class JobDirectory:
                 file.flush()
                 return _stamp_of(os.fstat(file.fileno()))
 
-    def read(self) -> Record:
+    def read(self) -> JobRecord:
         """Raises FileNotFoundError, Damaged."""
         data = (self.path / STATUS).read_bytes()
         try:
-            return _record(json.loads(data))
+            return _record_from_json(json.loads(data))
         except (ValueError, TypeError, KeyError) as error:
             raise Damaged(f"{self.path / STATUS} is damaged: {error}.") from error
 
     def stamp(self) -> tuple[int, int]:
-        """Another one when somebody else has written, or damaged, the status; (0, 0): it is gone."""
+        """Return size and modification time of status.json, which show changes by other processes; (0, 0) if it is missing."""
         try:
             return _stamp_of((self.path / STATUS).stat())
         except OSError:
             return 0, 0
 
-    def conclude(self, reason: str) -> None:
-        """Say that it failed, unless it is over already: for when its supervisor cannot say so itself."""
+    def record_failure(self, reason: str) -> None:
+        """Mark the job as failed unless it is over already. For use when the supervisor has died."""
         record = self.read()
         if record.status.state not in OVER:
-            self.write(replace(record, status=failed(record.status, reason)))
+            self.write(replace(record, status=as_failed(record.status, reason)))
 
     def token(self) -> Path:
-        """A file with a secret that the processes of this job have in common; made when it is asked for first."""
+        """Return the file with the secret that the processes of this job share; created on the first call."""
         path = self.path / TOKEN
         if not path.exists():
             self._write(TOKEN, secrets.token_hex(32))
         return path
 
     def write_secrets(self, values: Mapping[str, str]) -> None:
-        """Variables for its processes, where they cannot be inherited. Gone when the job is over."""
+        """Store secret variables for processes that cannot inherit them. `clear` deletes the file."""
         self._write(SECRETS, json.dumps(dict(values)))
 
     def read_secrets(self) -> dict[str, str]:
         try:
-            found = json.loads((self.path / SECRETS).read_text(encoding="utf-8"))
+            values = json.loads((self.path / SECRETS).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except ValueError as error:
             raise Damaged(f"{self.path / SECRETS} is damaged.") from error
-        return {str(name): str(value) for name, value in found.items()}
+        return {str(name): str(value) for name, value in values.items()}
 
-    def mark_cancelled(self) -> None:
-        """So that whoever looks after it can tell our asking from that of a queue, which may start it again."""
+    def request_cancel(self) -> None:
+        """Mark the job as cancelled by the user. Without the mark, a stopped job may be restarted by its queue."""
         self._write(CANCEL, "")
 
-    def is_marked(self) -> bool:
+    def cancel_requested(self) -> bool:
         return (self.path / CANCEL).exists()
 
     def clear(self) -> None:
-        """It is over: what only its processes needed goes."""
+        """Delete what only running processes need: scratch directory, token and secrets."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         for name in (TOKEN, SECRETS):
             (self.path / name).unlink(missing_ok=True)
@@ -165,39 +166,39 @@ class JobDirectory:
             return _stamp_of(os.fstat(file.fileno()))
 
 
-def _stamp_of(found: os.stat_result) -> tuple[int, int]:
-    return found.st_size, found.st_mtime_ns
+def _stamp_of(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
 
 
-def failed(status: JobStatus, reason: str) -> JobStatus:
-    """As it is when nothing of it runs any more, and nobody saw how it ended."""
+def as_failed(status: JobStatus, reason: str) -> JobStatus:
+    """Return the status of a job that ended without a supervisor to record its end."""
     processes = tuple(replace(p, state="ended", pid=None) if p.state != "ended" else p for p in status.processes)
     return replace(status, state="failed", exit_code=1, processes=processes, reason=reason)
 
 
-def state_home() -> Path:
-    """Where this user's jobs are recorded: LUDUS_STATE_DIR, else XDG_STATE_HOME/ludus, else ~/.local/state/ludus."""
+def state_dir() -> Path:
+    """Return the directory of this user's job records: LUDUS_STATE_DIR, else XDG_STATE_HOME/ludus, else ~/.local/state/ludus."""
     own, shared = os.environ.get("LUDUS_STATE_DIR"), os.environ.get("XDG_STATE_HOME")
     if own:
         return Path(own).absolute()
-    if shared and Path(shared).is_absolute():  # the specification says to ignore others
+    if shared and Path(shared).is_absolute():  # the XDG specification says to ignore relative paths
         return Path(shared) / "ludus"
     return Path.home() / ".local" / "state" / "ludus"
 
 
 def make_private(directory: Path) -> Path:
-    """A directory that only this user can look into; those above it are as they are. Raises UsageError when somebody else's is there."""
+    """Create a directory with mode 0700; its parents keep their modes. Raises UsageError if it belongs to another user."""
     try:
         if not directory.parent.exists():
             directory.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         above = directory.parent.stat()
-        if above.st_uid not in (0, os.getuid()) and not above.st_mode & stat.S_ISVTX:  # its owner could put another in our place
+        if above.st_uid not in (0, os.getuid()) and not above.st_mode & stat.S_ISVTX:  # its owner could replace our directory
             raise UsageError(f"{directory.parent} belongs to another user.", "Set LUDUS_STATE_DIR to a directory of your own.")
         directory.mkdir(mode=PRIVATE, exist_ok=True)
-        found = directory.stat()
-        if found.st_uid != os.getuid():
+        status = directory.stat()
+        if status.st_uid != os.getuid():
             raise UsageError(f"{directory} belongs to another user.", "Set LUDUS_STATE_DIR to a directory of your own.")
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             directory.chmod(PRIVATE)
     except OSError as error:
         raise UsageError(
@@ -206,39 +207,39 @@ def make_private(directory: Path) -> Path:
     return directory
 
 
-def machine() -> str:
-    """Host, name space of its process numbers (in two containers the same number means two processes), and when it was started."""
+def machine_id() -> str:
+    """Return host name, PID namespace (containers on one host reuse process ids) and boot id, separated by blanks."""
     space = procfs.pid_namespace()
-    return f"{host()} {f'pid:[{space}]' if space else sys.platform} {procfs.boot_id() or host()}"
+    return f"{hostname()} {f'pid:[{space}]' if space else sys.platform} {procfs.boot_id() or hostname()}"
 
 
-def host() -> str:
+def hostname() -> str:
     return platform.node().replace(" ", "-") or "?"
 
 
-def is_here(where: str) -> bool:
-    """Whether what runs at that `machine()` could be seen from here: it is this one, or was, before it was started anew."""
-    then, now = where.split(), machine().split()
+def is_this_machine(where: str) -> bool:
+    """Return whether processes of a `machine_id()` would be visible here: the same machine, or the same before a reboot."""
+    then, now = where.split(), machine_id().split()
     if len(then) != len(now):
         return True
     return then[1] == now[1] if then[2] == now[2] else then[0] == now[0]
 
 
-# -- as text ------------------------------------------------------------------------------------------------------------
+# -- JSON ---------------------------------------------------------------------------------------------------------------
 
 
-def write_job(job: Job) -> str:
+def job_to_json(job: Job) -> str:
     return json.dumps(asdict(job), indent=1, ensure_ascii=False) + "\n"
 
 
-def read_job(text: str) -> Job:
+def job_from_json(text: str) -> Job:
     data = json.loads(text)
     roles = tuple(Role(**{**role, "command": tuple(role["command"]), "at": tuple(role.get("at", ()))}) for role in data["roles"])
     return Job(**{**data, "roles": roles, "secrets": tuple(data["secrets"])})
 
 
-def _record(data: Mapping[str, Any]) -> Record:
+def _record_from_json(data: Mapping[str, Any]) -> JobRecord:
     status = dict(data["status"])
     processes = tuple(ProcessStatus(**process) for process in status.pop("processes"))
-    watchers = {key: Watcher(**data[key]) if data[key] else None for key in ("supervisor", "keeper")}
-    return Record(JobStatus(**status, processes=processes), data["machine"], **watchers)
+    owners = {key: ProcessIdentity(**data[key]) if data[key] else None for key in ("supervisor", "keeper")}
+    return JobRecord(JobStatus(**status, processes=processes), data["machine"], **owners)

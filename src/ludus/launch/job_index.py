@@ -1,4 +1,4 @@
-"""Jobs that are directories side by side: made, found, listed, read and forgotten. What runs them is the business of each backend."""
+"""Jobs stored as subdirectories of one directory: created, listed, read and deleted. Each backend adds how they run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, ProcessStatus
 from ludus.launch.job_dir import JobDirectory
 
-KEPT = 50
-"""Jobs that are over and of which directory and logs are kept."""
+MAX_ENDED_JOBS = 50
+"""Ended jobs whose directories are kept."""
 
 _POLL_S = 0.1
 _ATTEMPTS = 5
-_BEGUN_S = 3600.0
+_INCOMPLETE_S = 3600.0
 _UNREADABLE_S = 30 * 86_400.0
 
 
-class Shelf(ABC):
-    """`directory`: of this user alone; each job has one in it, called like its id. `kind`: what the jobs are, for people."""
+class JobIndex(ABC):
+    """`directory`: private to the user; each job is a subdirectory named by its id. `kind`: the backend's name in messages."""
 
     kind = ""
 
@@ -38,73 +38,75 @@ class Shelf(ABC):
         return self._status(self._find(job_id))
 
     def list(self) -> list[JobStatus]:
-        return sorted((self._status(place) for place in self._all()), key=lambda status: (status.submitted_at, status.id))
+        return sorted(map(self._status, self._directories()), key=lambda status: (status.submitted_at, status.id))
 
     def logs(self, job_id: str, *, role: str | None = None, follow: bool = False) -> Iterator[str]:
-        place = self._find(job_id)
-        shown = members(place.job())
+        directory = self._find(job_id)
+        processes = pending_processes(directory.job())
         if role is not None:
-            roles = sorted({member.role for member in shown})
+            roles = sorted({process.role for process in processes})
             if role not in roles:
                 raise UnknownName(f"The job {job_id} has no role {role!r}.", did_you_mean(role, roles))
-            shown = [member for member in shown if member.role == role]
-        return self._lines(place, [member.name for member in shown], follow)
+            processes = [process for process in processes if process.role == role]
+        return self._lines(directory, [process.name for process in processes], follow)
 
     def remove(self, job_id: str) -> None:
         """Remove the record and the logs of a job that is over. Raises UnknownName; UsageError while it is not over."""
-        place = self._find(job_id)
-        if not self._status(place).over or self._may_run(place.path):
-            raise UsageError(f"The job {job_id} is not over.", f"End it first: ludus jobs cancel {job_id}")
-        shutil.rmtree(place.path, ignore_errors=True)
+        directory = self._find(job_id)
+        if not self._status(directory).over or self._may_run(directory.path):
+            raise UsageError(f"The job {job_id} is not over.", f"Cancel it first: ludus jobs cancel {job_id}")
+        shutil.rmtree(directory.path, ignore_errors=True)
 
     @abstractmethod
-    def _status(self, place: JobDirectory) -> JobStatus: ...
+    def _status(self, directory: JobDirectory) -> JobStatus: ...
 
     # -- directories
 
     def _create(self, job: Job, files: Mapping[str, str]) -> JobDirectory:
         job_dir.make_private(self.directory)
-        self._forget()
+        self._delete_old()
         now = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         for _ in range(_ATTEMPTS):
-            place = JobDirectory(self.directory / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
-            status = JobStatus(place.id, job.name, "pending", None, tuple(members(job)), "", str(place.logs), now, job.place)
+            directory = JobDirectory(self.directory / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
+            status = JobStatus(
+                directory.id, job.name, "pending", None, tuple(pending_processes(job)), "", str(directory.logs), now, job.place
+            )
             try:
-                place.create(files, status)
+                directory.create(files, status)
             except FileExistsError:
                 continue
             except OSError as error:
-                shutil.rmtree(place.path, ignore_errors=True)
+                shutil.rmtree(directory.path, ignore_errors=True)
                 raise UsageError(
-                    f"{place.path} cannot be written: {error.strerror}.",
+                    f"{directory.path} cannot be written: {error.strerror}.",
                     "Make room there, or set LUDUS_STATE_DIR to another directory.",
                 ) from error
-            return place
-        raise WorkerFailed(f"No free name for a job {job.name} in {self.directory}.")
+            return directory
+        raise WorkerFailed(f"There is no free id for the job {job.name} in {self.directory}.")
 
     def _find(self, job_id: str) -> JobDirectory:
-        known = {place.id: place for place in self._all()}
+        known = {directory.id: directory for directory in self._directories()}
         if job_id not in known:
             raise UnknownName(f"There is no job {job_id!r} of {self.kind}.", did_you_mean(job_id, known))
         return known[job_id]
 
-    def _all(self) -> Sequence[JobDirectory]:
+    def _directories(self) -> Sequence[JobDirectory]:
         try:
             return [JobDirectory(path) for path in self.directory.iterdir() if (path / job_dir.STATUS).is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def _forget(self) -> None:
-        """Remove the oldest of those that are over, so that there is an end to it; and what somebody who was killed has begun.
+    def _delete_old(self) -> None:
+        """Delete the oldest ended jobs beyond MAX_ENDED_JOBS, and incomplete directories of killed submissions.
 
-        Not one whose record cannot be read, as long as it may be running.
+        A job with an unreadable record is kept while it may still run.
         """
         over = [status for status in self.list() if status.over and not self._may_run(self.directory / status.id)]
-        for status in over[: max(0, len(over) - KEPT)]:
+        for status in over[: max(0, len(over) - MAX_ENDED_JOBS)]:
             shutil.rmtree(self.directory / status.id, ignore_errors=True)
         for path in self.directory.iterdir():
-            if not (path / job_dir.STATUS).exists() and path.is_dir() and _age_s(path) > _BEGUN_S:
+            if not (path / job_dir.STATUS).exists() and path.is_dir() and _age_s(path) > _INCOMPLETE_S:
                 shutil.rmtree(path, ignore_errors=True)
 
     @staticmethod
@@ -117,21 +119,21 @@ class Shelf(ABC):
 
     # -- logs
 
-    def _lines(self, place: JobDirectory, names: Sequence[str], follow: bool) -> Iterator[str]:
+    def _lines(self, directory: JobDirectory, names: Sequence[str], follow: bool) -> Iterator[str]:
         label = len(names) > 1
         with contextlib.ExitStack() as stack:
-            readers = {name: LogReader(place.log(name)) for name in names}
+            readers = {name: LogReader(directory.log(name)) for name in names}
             for reader in readers.values():
                 stack.callback(reader.close)
             while True:
-                over = not follow or self._status(place).over  # asked before reading: what comes after is read once more
+                over = not follow or self._status(directory).over  # read before the logs, so that the last lines are not missed
                 found = False
                 for name, reader in readers.items():
                     while lines := reader.lines():
                         found = True
                         yield from (f"{name}: {line}" if label else line for line in lines)
                         if len(names) > 1 and follow:
-                            break  # one that never stops does not hide the others
+                            break  # a process that writes without end must not starve the others
                 if over and not found:
                     break
                 if not found:
@@ -147,6 +149,6 @@ def _age_s(path: Path) -> float:
         return 0.0
 
 
-def members(job: Job) -> list[ProcessStatus]:
-    """Its processes before any of them is started."""
+def pending_processes(job: Job) -> list[ProcessStatus]:
+    """Return the processes of a job as they are before the start."""
     return [ProcessStatus(role.name, index, "pending") for role in job.roles for index in range(role.count)]

@@ -1,4 +1,4 @@
-"""Jobs as processes of this machine. Each has a small supervisor of its own, which needs nobody to go on."""
+"""Backend that runs jobs as processes of this machine, each under its own supervisor process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.launch import job_dir
-from ludus.launch.job import Job, JobStatus, checked
-from ludus.launch.job_dir import JobDirectory, Record
-from ludus.launch.job_index import Shelf
+from ludus.launch.job import Job, JobStatus, check_job
+from ludus.launch.job_dir import JobDirectory, JobRecord
+from ludus.launch.job_index import JobIndex
 from ludus.launch.supervisor import TICK_S
 from ludus.process import identity
 
@@ -24,11 +24,10 @@ _START_S = 60.0
 _SUPERVISOR = (sys.executable, "-P", "-m", "ludus.launch.supervisor")
 
 
-class LocalOrchestrator(Shelf):
-    """`attached`: the jobs submitted here are cancelled when this object is closed, or when its process is gone, however that happens.
+class LocalOrchestrator(JobIndex):
+    """`attached`: cancel the submitted jobs when this object is closed or its process ends in any way.
 
-    Otherwise a job goes on without whoever submitted it, until its main role ends or it is cancelled. Roles share this machine:
-    their `cpus` and `gpus` are not enforced.
+    Otherwise a job outlives the submitting process. `cpus` and `gpus` of roles are not enforced.
     """
 
     kind = "local processes"
@@ -36,7 +35,7 @@ class LocalOrchestrator(Shelf):
     def __init__(self, directory: Path | None = None, *, attached: bool = False) -> None:
         if sys.platform == "win32":
             raise UsageError("Jobs of local processes need Linux or macOS.", "Use WSL, or start the roles by hand.")
-        super().__init__((directory or job_dir.state_home()) / "jobs")
+        super().__init__((directory or job_dir.state_dir()) / "jobs")
         self._attached = attached
         self._lifelines: list[int] = []
 
@@ -51,47 +50,47 @@ class LocalOrchestrator(Shelf):
             os.close(self._lifelines.pop())
 
     def command(self) -> str:
-        """What submit would run, after it has written what `render` says into the directory of the job."""
+        """Return the command that `submit` runs after it has written the rendered files into the job directory."""
         return shlex.join([*_SUPERVISOR, str(self.directory / "ID")])
 
     def render(self, job: Job) -> dict[str, str]:
-        return {job_dir.JOB: job_dir.write_job(checked(job))}
+        return {job_dir.JOB: job_dir.job_to_json(check_job(job))}
 
     def submit(self, job: Job) -> str:
-        checked(job, os.environ)
+        check_job(job, os.environ)
         files = self.render(job)
-        place = self._create(job, files)
+        directory = self._create(job, files)
         try:
-            self._launch(place)
-        except BaseException:
-            shutil.rmtree(place.path, ignore_errors=True)
+            self._launch(directory)
+        except BaseException:  # also an interrupt must not leave an incomplete job
+            shutil.rmtree(directory.path, ignore_errors=True)
             raise
-        return place.id
+        return directory.id
 
     def cancel(self, job_id: str, *, at_once: bool = False) -> None:
-        place = self._find(job_id)
-        if self._status(place).over:
+        directory = self._find(job_id)
+        if self._status(directory).over:
             return
-        with contextlib.suppress(OSError):  # a disk that is full: then the signal has to do
-            place.mark_cancelled()  # first: a supervisor that is still on its way looks for it
-        found = place.read()
-        if not job_dir.is_here(found.machine):
-            raise UsageError(f"The job {job_id} runs on {found.machine.split()[0]}, not here.", "Cancel it there.")
-        if found.supervisor is not None:  # gone since we looked: then its keeper is ending the job
-            identity.send(found.supervisor.pid, found.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
+        with contextlib.suppress(OSError):  # a full disk: the signal alone must do
+            directory.request_cancel()  # before the signal: a supervisor that is still starting checks the mark
+        record = directory.read()
+        if not job_dir.is_this_machine(record.machine):
+            raise UsageError(f"The job {job_id} runs on {record.machine.split()[0]}, not here.", "Cancel it there.")
+        if record.supervisor is not None:  # if it has just died, its keeper ends the job
+            identity.send(record.supervisor.pid, record.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
 
-    def _launch(self, place: JobDirectory) -> None:
-        words = [*_SUPERVISOR, str(place.path)]
+    def _launch(self, directory: JobDirectory) -> None:
+        words = [*_SUPERVISOR, str(directory.path)]
         ours = theirs = -1
         if self._attached:
             theirs, ours = os.pipe()
         try:
-            with open(place.log("supervisor"), "ab", opener=_private) as said:
+            with open(directory.log("supervisor"), "ab", opener=_private) as log:
                 code = subprocess.run(  # noqa: S603
                     [*words, *([str(theirs)] if self._attached else [])],
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=said,
+                    stdout=log,
+                    stderr=log,
                     start_new_session=True,
                     pass_fds=(theirs,) if self._attached else (),
                     timeout=_START_S,
@@ -99,43 +98,45 @@ class LocalOrchestrator(Shelf):
                 ).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
             _close(ours)
-            raise WorkerFailed(f"The supervisor of {place.id} did not start: {error}.") from error
+            raise WorkerFailed(f"The supervisor of {directory.id} did not start: {error}.") from error
         finally:
             _close(theirs)
         if code != 0:
             _close(ours)
-            raise WorkerFailed(f"The supervisor of {place.id} did not start: {_end_of(place.log('supervisor'))}")
+            raise WorkerFailed(f"The supervisor of {directory.id} did not start: {_last_line(directory.log('supervisor'))}")
         if ours >= 0:
             self._lifelines.append(ours)
 
-    def _status(self, place: JobDirectory) -> JobStatus:
+    def _status(self, directory: JobDirectory) -> JobStatus:
         try:
-            found = _healed(place)
+            record = _read_record(directory)
         except (Damaged, OSError) as error:
-            return JobStatus(place.id, place.id, "failed", 1, (), f"its record cannot be read: {error}", str(place.logs))
-        status = found.status
-        if status.over or not job_dir.is_here(found.machine) or found.watched():
+            return JobStatus(
+                directory.id, directory.id, "failed", 1, (), f"its record cannot be read: {error}", str(directory.logs)
+            )
+        status = record.status
+        if status.over or not job_dir.is_this_machine(record.machine) or record.is_supervised():
             return status
-        if found.supervisor is None and time.time() - status.submitted_at < _START_S:
+        if record.supervisor is None and time.time() - status.submitted_at < _START_S:
             return status
-        again = _healed(place)  # it may have come to its end while we looked
-        if again.status.over:
-            return again.status
+        record = _read_record(directory)  # it may have ended in the meantime
+        if record.status.over:
+            return record.status
         with contextlib.suppress(OSError):
-            place.clear()  # nobody is left to do it
-        return job_dir.failed(status, "its supervisor is gone")
+            directory.clear()
+        return job_dir.as_failed(status, "its supervisor is gone")
 
 
-def _healed(place: JobDirectory) -> Record:
-    """A supervisor that runs writes its record again when it was damaged. Raises Damaged, OSError."""
+def _read_record(directory: JobDirectory) -> JobRecord:
+    """Read the record, twice if it is damaged: a running supervisor rewrites it. Raises Damaged, OSError."""
     try:
-        return place.read()
+        return directory.read()
     except Damaged:
         time.sleep(1.5 * TICK_S)
-        return place.read()
+        return directory.read()
 
 
-def _end_of(log: Path) -> str:
+def _last_line(log: Path) -> str:
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError as error:

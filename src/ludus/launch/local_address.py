@@ -1,4 +1,4 @@
-"""Which machine of a list this one is, and under which address the others reach it."""
+"""Finds this machine in a hostfile, and its address for the other machines."""
 
 from __future__ import annotations
 
@@ -11,140 +11,147 @@ from dataclasses import dataclass
 
 from ludus.errors import UsageError
 from ludus.io.addresses import interface_addresses, local_address
-from ludus.launch.hostfile import NodeList, is_of_one
+from ludus.launch.hostfile import Hostfile, is_single_host
 
-CARD = "NET_CARD_NAME"
+INTERFACE = "NET_CARD_NAME"
 RESOLVE_S = 10.0
 
-_ELSEWHERE = "192.0.2.1"  # of no machine (RFC 5737): which way leads out, and nothing is sent there
+_TEST_ADDRESS = "192.0.2.1"  # unassigned (RFC 5737): finds the default route without sending anything
 
 
 @dataclass(frozen=True)
-class Here:
-    """`node`: this machine's number in the list; None: it is not in it. `address`: as the others reach it. `head`: the head's."""
+class LocalAddress:
+    """`node`: number of this machine in the hostfile; None if it is not listed. `address`: for the others. `head`: the head's address."""
 
     node: int | None
     address: str
     head: str
 
 
-class Network:
-    """This machine's, as it answers questions; tests have one with other answers."""
+class HostNetwork:
+    """Network configuration of this machine. Tests substitute it."""
 
     def resolve(self, host: str) -> tuple[str, ...]:
-        """Its IPv4 addresses, else its IPv6 ones; none when there is no such name, or nobody says so in time."""
+        """Return the IPv4 addresses of a name, else the IPv6 ones; none if it is unknown or the resolver takes too long."""
         found: list[str] = []
 
-        def ask() -> None:
+        def look_up() -> None:
             with contextlib.suppress(OSError, UnicodeError):
                 answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
                 answers.sort(key=lambda answer: answer[0] != socket.AF_INET)
                 found.extend(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
-        asking = threading.Thread(target=ask, name="resolve", daemon=True)  # a resolver has no deadline of its own
-        asking.start()
-        asking.join(RESOLVE_S)
+        thread = threading.Thread(target=look_up, name="resolve", daemon=True)  # getaddrinfo has no time-out
+        thread.start()
+        thread.join(RESOLVE_S)
         four = [address for address in found if ":" not in address]
         return tuple(four or found)
 
-    def is_ours(self, address: str) -> bool:
+    def is_local(self, address: str) -> bool:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family) as tried:
-            tried.bind((address, 0))
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address, 0))
             return True
         return False
 
     def interfaces(self) -> dict[str, str]:
-        """Name → IPv4 address, or nothing for one that has none."""
+        """Return name → IPv4 address, "" for an interface without one."""
         return interface_addresses()
 
-    def towards(self, address: str) -> str:
-        """The address that this machine would use to speak to that one; empty when there is no way there."""
+    def address_towards(self, address: str) -> str:
+        """Return the local address of the route to an address; "" if there is no route."""
         with contextlib.suppress(OSError):
             return local_address(address)
         return ""
 
 
-def locate(
-    listed: NodeList, environ: Mapping[str, str], node: int | None = None, *, network: Network | None = None, must: bool = True
-) -> Here:
-    """`node`: what the user says. `must`: a machine that is not in the list is an error. Raises UsageError."""
-    network = network or Network()
-    card = _of_card(environ.get(CARD, "").strip(), network)
-    if node is not None and not 0 <= node < len(listed.nodes):
-        raise UsageError(f"--node {node}: {listed.source} has {len(listed.nodes)} machines, counted from 0.", _numbered(listed))
-    addresses = [_first(network, each.reached) for each in listed.nodes] if node is None else []
+def find_local_address(
+    hosts: Hostfile,
+    environ: Mapping[str, str],
+    node: int | None = None,
+    *,
+    network: HostNetwork | None = None,
+    required: bool = True,
+) -> LocalAddress:
+    """`node`: number given by the user. `required`: fail if this machine is not listed. Raises UsageError."""
+    network = network or HostNetwork()
+    preferred = _interface_address(environ.get(INTERFACE, "").strip(), network)
+    if node is not None and not 0 <= node < len(hosts.nodes):
+        raise UsageError(f"--node {node}: {hosts.source} has {len(hosts.nodes)} machines, counted from 0.", _list_nodes(hosts))
+    addresses = [_first_address(network, each.node_address) for each in hosts.nodes] if node is None else []
     if node is None:
-        node = _recognised(listed, addresses, card, network, must)
-    head = addresses[0] if addresses else _first(network, listed.head.reached)
+        node = _find_node(hosts, addresses, preferred, network, required)
+    head = addresses[0] if addresses else _first_address(network, hosts.head.node_address)
     if not head:
         raise UsageError(
-            f"{listed.source}, line {listed.entries[0].line}: nobody knows the address of {listed.head.reached}.",
-            "Write the address itself, or have the name resolved (DNS, /etc/hosts).",
+            f"{hosts.source}, line {hosts.entries[0].line}: the name {hosts.head.node_address} cannot be resolved.",
+            "Write the address, or add the name to DNS or /etc/hosts.",
         )
     if node is None:
-        address = card or network.towards(head)
+        address = preferred or network.address_towards(head)
         if not address:
-            raise UsageError(f"There is no way from this machine to the head, {head}.", f"Check the network, or set {CARD}.")
-        return Here(None, address, head)
-    address = _own(listed, node, card, network)
-    return Here(node, address, address if node == 0 else head)
+            raise UsageError(
+                f"There is no route from this machine to the head, {head}.", f"Check the network, or set {INTERFACE}."
+            )
+        return LocalAddress(None, address, head)
+    address = _own_address(hosts, node, preferred, network)
+    return LocalAddress(node, address, address if node == 0 else head)
 
 
-def _recognised(listed: NodeList, addresses: list[str], card: str, network: Network, must: bool) -> int | None:
-    ours = [index for index, address in enumerate(addresses) if address and (address == card or network.is_ours(address))]
+def _find_node(hosts: Hostfile, addresses: list[str], preferred: str, network: HostNetwork, required: bool) -> int | None:
+    ours = [index for index, address in enumerate(addresses) if address and (address == preferred or network.is_local(address))]
     if len(ours) > 1:
-        exact = [index for index in ours if addresses[index] == card]
+        exact = [index for index in ours if addresses[index] == preferred]
         if len(exact) != 1:
             raise UsageError(
-                f"Machines {', '.join(map(str, ours))} of {listed.source} are all this one.",
-                f"Say which one is meant: --node N, or {CARD}. {_numbered(listed)}",
+                f"Machines {', '.join(map(str, ours))} of {hosts.source} are all this one.",
+                f"Choose one: --node N, or {INTERFACE}. {_list_nodes(hosts)}",
             )
         ours = exact
-    if ours or not must:
+    if ours or not required:
         return ours[0] if ours else None
     have = ", ".join(address for address in network.interfaces().values() if address)
     raise UsageError(
-        f"This machine is not in {listed.source}; its addresses are {have or 'unknown'}.",
-        f"Add a line for it, or say which one it is: --node N. {_numbered(listed)}",
+        f"This machine is not in {hosts.source}; its addresses are {have or 'unknown'}.",
+        f"Add a line for it, or choose one: --node N. {_list_nodes(hosts)}",
     )
 
 
-def _own(listed: NodeList, node: int, card: str, network: Network) -> str:
-    """Under which address the others know this machine."""
-    named = listed.nodes[node].reached
-    address = _first(network, named)
-    if card and not address.startswith("127."):  # where the list says that there is no other machine, no card leads to one
-        if _is_address(named) and named != card:
+def _own_address(hosts: Hostfile, node: int, preferred: str, network: HostNetwork) -> str:
+    """Return the address of this machine for the others."""
+    configured = hosts.nodes[node].node_address
+    address = _first_address(network, configured)
+    if preferred and not address.startswith("127."):  # a loopback address means that there is no other machine
+        if _is_address(configured) and configured != preferred:
             raise UsageError(
-                f"{CARD} has the address {card}, and {listed.source} names this machine by {named}.",
-                f"Write {card} into the list, on all machines, or unset {CARD}.",
+                f"{INTERFACE} has the address {preferred}, and {hosts.source} names this machine by {configured}.",
+                f"Write {preferred} into the list, on all machines, or unset {INTERFACE}.",
             )
-        return card
-    if card and not _is_address(named):
-        return card
-    if not _is_address(named) and (not address or address.startswith("127.")) and named != "localhost":
-        # Debian's installer has the machine's own name stand for 127.0.1.1, where nobody else finds it.
-        return network.towards(_ELSEWHERE) or address or named
+        return preferred
+    if preferred and not _is_address(configured):
+        return preferred
+    if not _is_address(configured) and (not address or address.startswith("127.")) and configured != "localhost":
+        # Debian's installer maps the machine's own name to 127.0.1.1.
+        return network.address_towards(_TEST_ADDRESS) or address or configured
     return address
 
 
-def _of_card(name: str, network: Network) -> str:
+def _interface_address(name: str, network: HostNetwork) -> str:
     if not name:
         return ""
     known = network.interfaces()
     if not known.get(name):
         have = ", ".join(f"{interface} ({address})" for interface, address in known.items() if address)
-        why = "has no IPv4 address" if name in known else "is none of this machine's interfaces"
-        raise UsageError(f"{CARD}={name} {why}.", f"There are: {have or 'none with an address'}.")
+        why = "has no IPv4 address" if name in known else "is not an interface of this machine"
+        raise UsageError(f"{INTERFACE}={name} {why}.", f"Interfaces: {have or 'none with an address'}.")
     return known[name]
 
 
-def _first(network: Network, host: str) -> str:
+def _first_address(network: HostNetwork, host: str) -> str:
     if _is_address(host):
         return host
-    # Lists of names that shall not be reached have 0.0.0.0 for them, which every machine takes for its own.
-    return next((address for address in network.resolve(host) if is_of_one(ipaddress.ip_address(address))), "")
+    # Block lists map names to 0.0.0.0, which every machine takes for its own address.
+    return next((address for address in network.resolve(host) if is_single_host(ipaddress.ip_address(address))), "")
 
 
 def _is_address(host: str) -> bool:
@@ -154,6 +161,6 @@ def _is_address(host: str) -> bool:
     return False
 
 
-def _numbered(listed: NodeList) -> str:
-    shown = [f"{index}: {each.host}" for index, each in enumerate(listed.nodes[:10])]
-    return f"The list: {', '.join(shown)}{', …' if len(listed.nodes) > 10 else ''}."
+def _list_nodes(hosts: Hostfile) -> str:
+    shown = [f"{index}: {each.host}" for index, each in enumerate(hosts.nodes[:10])]
+    return f"The list: {', '.join(shown)}{', …' if len(hosts.nodes) > 10 else ''}."

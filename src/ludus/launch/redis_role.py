@@ -1,7 +1,7 @@
-"""A Redis server of one job: on the loopback, with a password, with an append-only file. `python -m ludus.launch.redis_role PORT`.
+"""Runs the Redis server of a job on loopback, with a password and an append-only file: `python -m ludus.launch.redis_role PORT`.
 
-The password is in LUDUS_MEMORY_PASSWORD, and goes into a configuration that only its owner can read: not into the command line.
-Files are in the scratch directory of the job, and go with it.
+The password comes from LUDUS_MEMORY_PASSWORD and is written to a configuration file with mode 0600, never to a command line.
+The files are in the job's scratch directory, which is deleted with the job.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ SCRATCH = "LUDUS_JOB_SCRATCH"
 HOST = "127.0.0.1"
 
 _PORTS = range(20_000, 32_000)
-"""Below those that Linux gives to outgoing connections, so that nobody gets ours by chance while the server is down."""
+"""Below Linux' range for outgoing connections, so that none takes the port while the server restarts."""
 
 _MEMORY_SHARE = 0.25
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Of a container, as it sees them itself: cgroups of version 2 and 1."""
+"""Memory limit files of cgroups, versions 2 and 1, as a container sees them."""
 _ATTEMPTS = 100
 
 
 def command(port: int) -> tuple[str, ...]:
-    """What to run. Raises MissingExtra where there is no Redis."""
+    """Return the command of the role. Raises MissingExtra if Redis is not installed."""
     program()
     return (sys.executable, "-P", "-m", "ludus.launch.redis_role", str(port))
 
 
 def program() -> str:
-    beside = Path(sys.executable).parent / PROGRAM
-    found = shutil.which(PROGRAM) or (str(beside) if beside.is_file() else None)
-    if found is None:
+    in_venv = Path(sys.executable).parent / PROGRAM
+    path = shutil.which(PROGRAM) or (str(in_venv) if in_venv.is_file() else None)
+    if path is None:
         raise MissingExtra(
             f"A fleet needs a Redis server, and there is no {PROGRAM} here.",
-            "Install it (Debian, Ubuntu: apt install redis-server; macOS: brew install redis), or name one that runs: redis_url.",
+            "Install it (Debian, Ubuntu: apt install redis-server; macOS: brew install redis), or name a running one: redis_url.",
         )
-    return found
+    return path
 
 
 def new_password() -> str:
@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 def configuration(port: int, password: str, directory: Path, max_bytes: int) -> str:
-    """Nothing is ever evicted: a full server pushes back. At most a second of what was not acknowledged is lost in a crash."""
+    """Render redis.conf. Nothing is evicted: a full server rejects writes. A crash loses at most one second of unacknowledged data."""
     quoted = str(directory).replace("\\", "\\\\").replace('"', '\\"')
     return f"""bind {HOST}
 port {port}
@@ -84,19 +84,19 @@ maxmemory-policy noeviction
 
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Of this machine, or of the container that this is."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    """Return the memory of this machine or container."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in _LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-            found.append(int((groups / name).read_text()))
-    return min(found)
+        with contextlib.suppress(OSError, ValueError):  # no limit, or "max"
+            limits.append(int((groups / name).read_text()))
+    return min(limits)
 
 
 def main(words: Sequence[str]) -> None:
-    """Becomes the server."""
+    """Replace this process by the server."""
     port, password, scratch = int(words[0]), os.environ.pop(PASSWORD, ""), os.environ.get(SCRATCH, "")
     if not password or not scratch:
-        sys.exit(f"{PASSWORD} and {SCRATCH} have to be set.")
+        sys.exit(f"{PASSWORD} and {SCRATCH} must be set.")
     directory = Path(scratch) / "redis"
     directory.mkdir(mode=0o700, exist_ok=True)
     max_bytes = int(memory_bytes() * _MEMORY_SHARE)

@@ -1,4 +1,4 @@
-"""How one supervisor starts the processes of a job on several machines."""
+"""Protocol by which a supervisor starts the processes of a job on several machines."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ from typing import Protocol
 
 from ludus.launch.job import Job
 from ludus.launch.job_dir import JobDirectory
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 
-class Reach(Protocol):
-    """Made of a job's directory and the job, on the machine of its main role: `node` 0."""
+class RemoteStarter(Protocol):
+    """Created from a job directory and its job, on the machine of the main role (node 0)."""
 
-    def surroundings(self) -> Surroundings:
-        """What all processes are told; each gets its own `node`."""
+    def job_env(self) -> JobEnv:
+        """Return the environment for all processes; the supervisor sets `node` for each."""
         ...
 
-    def names(self) -> tuple[str, ...]:
-        """Of the nodes, for people."""
-        ...
+    def node_names(self) -> tuple[str, ...]: ...
 
-    def words(self, node: int, command: tuple[str, ...]) -> tuple[str, ...]:
-        """What is to be started here so that the command runs there. The command itself: it is started here.
+    def wrap_command(self, node: int, command: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the local command that runs `command` on a node; `command` itself if the node is this machine.
 
-        Else its input is a pipe that nobody writes to: where it ends, so does the process, with all that it has started.
+        The stdin of a wrapping command is a pipe without data. When it closes, the remote process and its children must end.
         """
         ...
 
-    def goes_on(self) -> bool:
-        """Whether a job that is interrupted here is started again, by whoever has interrupted it or by `requeue`."""
+    def restarts_job(self) -> bool:
+        """Return whether an interrupted job is started again, by the queue or by `requeue`."""
         ...
 
     def requeue(self) -> str:
-        """Have the job started again later, from the same directory; called when nothing of it runs. Why not, or nothing."""
+        """Queue the job again, from the same directory, after its processes have ended. Return the error, or ""."""
         ...
 
 
-MakeReach = Callable[[JobDirectory, Job], Reach]
+StarterFactory = Callable[[JobDirectory, Job], RemoteStarter]

@@ -1,7 +1,6 @@
-"""The roles of a run, started by hand on each of its machines: a learner on the first of the list, actors wherever they are wanted.
+"""Plans the jobs of `ludus learner`, `ludus actor` and `ludus cluster`: a learner on the first machine, actors on any machine.
 
-Each is a job of its own machine (`local.py`). They share an address, a port and a token, and nothing else: any order, any time.
-What such a job consists of is decided here; nothing is started.
+Each is a local job on its machine, in any order. They share only the head's address, a port and a token. Nothing is started here.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ludus.errors import UsageError
-from ludus.launch.hostfile import NodeList, Part
+from ludus.launch.hostfile import Hostfile, MachineRole
 from ludus.launch.job import Job, Role
-from ludus.launch.job_dir import make_private, state_home
-from ludus.launch.local_address import Here
+from ludus.launch.job_dir import make_private, state_dir
+from ludus.launch.local_address import LocalAddress
 from ludus.launch.planner import SECRETS
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 PORT = 9610
-"""Of the head, when nothing else is said: machines that do not know each other cannot agree on one. The next two are used as well.
+"""Default port of the head, which uses the next two as well: machines that start independently cannot agree on one.
 
-Neither one that Linux gives to outgoing connections, nor one of those that jobs choose from.
+It is outside of Linux' range for outgoing connections and of the range that jobs choose from.
 """
 
 WAIT_S = 86_400.0
-"""For actors: whoever starts a learner by hand starts them by hand, too."""
+"""How long a learner waits for actors, which are started by hand."""
 
-ANYBODY = "any-actor"
-"""In the place of an address: actors need not be in the list. It is read by people, in the sentence that says that nobody came."""
+ANY_ACTOR = "any-actor"
+"""Stands for the address of an actor, which need not be in the hostfile. Messages about missing nodes show it."""
 
 GRACE_S = 120.0
 MAIN, RAY, DOOR, HEAD, NODE = "main", "ray", "door", "head", "node"
@@ -43,57 +42,72 @@ TOKEN = "token"  # noqa: S105
 GAMECORE = "GAMECORE_SERVER_ADDR"
 ADVERTISE = "LUDUS_ADVERTISE"
 
-TRAINS = "LUDUS_LEARNER_TRAINS"
-"""Names of experiments, as words of a shell: beside PWD, what a learner is known by (`Subject`)."""
+EXPERIMENTS = "LUDUS_LEARNER_TRAINS"
+"""Names of the learner's experiments, quoted for a shell. With PWD it makes up the `TrainingTask`."""
 
 _MIN_TOKEN, _MAX_TOKEN = 16, 4096
 _PYTHON = (sys.executable, "-P", "-m")
 _ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_RAY_HOST, _TETHER = "ludus.launch.ray_role", "ludus.launch.ssh.lifeline"
+_RAY_ROLE, _LIFELINE = "ludus.launch.ray_role", "ludus.launch.ssh.lifeline"
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the machines of a run meet, as this one has to know it. `logs`: the directory for what is written here."""
+class Rendezvous:
+    """Where the machines of a run connect to each other. `logs`: directory for the logs of this machine."""
 
-    here: Here
+    here: LocalAddress
     token_file: Path
     logs: Path
     port: int = PORT
 
     @property
-    def place(self) -> str:
-        """By which the roles of one run are told from those of another."""
-        return f"{_bracketed(self.here.head)}:{self.port}"
+    def address(self) -> str:
+        """HOST:PORT of the head, which identifies the run."""
+        return f"{_bracket_ipv6(self.here.head)}:{self.port}"
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What the learner of a machine was started for: by it a start that goes on with a run is told from one that would end another's.
+class TrainingTask:
+    """What a learner trains. It distinguishes a restart of the same run from a start that would replace another run.
 
-    `directory`: where that was, and so where its runs are. `experiments`: none where --resume names a run, which has its own.
+    `directory`: its working directory, which contains its runs. `experiments`: empty if --resume names a run.
     """
 
     directory: str
     experiments: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        return {"PWD": self.directory, TRAINS: shlex.join(self.experiments)}
+        return {"PWD": self.directory, EXPERIMENTS: shlex.join(self.experiments)}
 
     @staticmethod
-    def of(job: Job) -> Subject | None:
-        """None: it trains nothing, but joins what is trained elsewhere; or somebody else has started it."""
-        told = next((role.environment for role in job.roles if role.name == job.main), {})
-        if not told.get("PWD") or TRAINS not in told:
+    def of(job: Job) -> TrainingTask | None:
+        """Return the task of a learner's job; None if the job joins the training of another machine."""
+        variables = next((role.environment for role in job.roles if role.name == job.main), {})
+        if not variables.get("PWD") or EXPERIMENTS not in variables:
             return None
-        return Subject(told["PWD"], tuple(shlex.split(told[TRAINS])))
+        return TrainingTask(variables["PWD"], tuple(shlex.split(variables[EXPERIMENTS])))
 
-    def is_same_run(self, other: Subject) -> bool:
-        unsaid = not self.experiments or not other.experiments
-        return self.directory == other.directory and (unsaid or set(self.experiments) == set(other.experiments))
+    def is_same_run(self, other: TrainingTask) -> bool:
+        unknown = not self.experiments or not other.experiments
+        return self.directory == other.directory and (unknown or set(self.experiments) == set(other.experiments))
 
     def __str__(self) -> str:
         return f"{', '.join(self.experiments) or 'a run'} in {self.directory}"
+
+
+@dataclass(frozen=True)
+class NodeContribution:
+    """What a machine adds to a run. `cpus`: cores for workers; 0: none. `learners`: number of learner processes.
+
+    `gamecore`: HOST:PORT of the gamecore server of its workers. `advertise`: address of this machine for that server's games.
+    `share_weights`: the learner on the same machine runs the workers itself, with its own weights.
+    """
+
+    cpus: int = 0
+    learners: int = 0
+    gamecore: str = ""
+    advertise: str = ""
+    share_weights: bool = False
 
 
 def check_family(*addresses: str) -> None:
@@ -101,8 +115,8 @@ def check_family(*addresses: str) -> None:
     for address in addresses:
         if ":" in address:
             raise UsageError(
-                f"{address} is an IPv6 address, and the machines of a run meet by IPv4.",
-                "Write the IPv4 address; in YAML as `address`, where SSH shall go by the other one.",
+                f"{address} is an IPv6 address, and the machines of a run connect by IPv4.",
+                "Write the IPv4 address; in YAML as `address`, if SSH uses the IPv6 address.",
             )
 
 
@@ -110,216 +124,212 @@ def check_family(*addresses: str) -> None:
 
 
 def learner_job(
-    listed: NodeList,
-    meeting: Meeting,
+    hosts: Hostfile,
+    rendezvous: Rendezvous,
     words: Sequence[str],
     environ: Mapping[str, str],
     *,
     cpus: int = 0,
     wait_s: float = WAIT_S,
-    subject: Subject | None = None,
+    task: TrainingTask | None = None,
 ) -> Job:
-    """On the head: Ray, the door, and the training itself. `words`: of `ludus train`. `cpus`: workers that may run here, too.
+    """Plan the job of the head: Ray, the lifeline server and the training. `words`: of `ludus train`. `cpus`: for workers on the head.
 
-    Work begins when there is somebody to do it: all learners of the list, and an actor, unless there is room for workers here.
+    The training waits for all learners of the hostfile, and for one actor if `cpus` is 0.
     """
     wanted = 1 if cpus else 2
-    addresses = (meeting.here.address, *(node.reached for node in listed.nodes[1:]))
-    addresses += (ANYBODY,) * (wanted - len(addresses))
-    around = Surroundings(addresses, 0, meeting.port, meeting.token_file, wanted, wait_s)
-    told, logs = told_of(around), meeting.logs / LEARNER
-    trains = told_of(replace(around, learners=learners_elsewhere(listed))) | (subject.environment() if subject else {})
+    addresses = (rendezvous.here.address, *(node.node_address for node in hosts.nodes[1:]))
+    addresses += (ANY_ACTOR,) * (wanted - len(addresses))
+    env = JobEnv(addresses, 0, rendezvous.port, rendezvous.token_file, wanted, wait_s)
+    variables, logs = role_environment(env), rendezvous.logs / LEARNER
+    main = role_environment(replace(env, learners=count_remote_learners(hosts))) | (task.environment() if task else {})
     return Job(
         LEARNER,
         (
-            Role(RAY, (*_PYTHON, _RAY_HOST, "--cpus", str(cpus)), 1, "on-failure", told, log=str(logs / "ray.log")),
-            Role(DOOR, (*_PYTHON, _TETHER, "door"), 1, "on-failure", told, log=str(logs / "door.log")),
-            Role(MAIN, (*_PYTHON, "ludus.cli.main", "train", *words), 1, "when-killed", trains, log=str(logs / "train.log")),
+            Role(RAY, (*_PYTHON, _RAY_ROLE, "--cpus", str(cpus)), 1, "on-failure", variables, log=str(logs / "ray.log")),
+            Role(DOOR, (*_PYTHON, _LIFELINE, "serve"), 1, "on-failure", variables, log=str(logs / "door.log")),
+            Role(MAIN, (*_PYTHON, "ludus.cli.main", "train", *words), 1, "when-killed", main, log=str(logs / "train.log")),
         ),
         MAIN,
         secrets=tuple(name for name in SECRETS if environ.get(name)),
         grace_s=GRACE_S,
-        place=meeting.place,
+        place=rendezvous.address,
     )
 
 
 def joining_job(
-    part: Part,
-    listed: NodeList,
-    meeting: Meeting,
+    part: MachineRole,
+    hosts: Hostfile,
+    rendezvous: Rendezvous,
     environ: Mapping[str, str],
-    *,
-    cpus: int = 0,
-    learners: int = 0,
-    gamecore: str = "",
-    advertise: str = "",
-    share_weights: bool = False,
+    share: NodeContribution,
 ) -> Job:
-    """On any other machine, or once more on the head: workers, learners or both, for as long as they are not stopped.
+    """Plan the job of workers, learners or both that join a head until they are stopped, on another machine or on the head itself.
 
-    They wait for a head that is not there, and join the next one when that is gone.
+    They wait for a head, and rejoin after it has been restarted.
     """
-    here = meeting.here
-    node = here.node or len(listed.nodes)  # beside the head, and where it is not in the list, it is one more
-    others = [each.reached for each in listed.nodes[1:]]
+    here = rendezvous.here
+    node = here.node or len(hosts.nodes)  # a further node if it is not listed, or is the head itself
+    others = [each.node_address for each in hosts.nodes[1:]]
     addresses = [here.head, *others[: node - 1], here.address, *others[node:]]
-    told = told_of(Surroundings(tuple(addresses), node, meeting.port, meeting.token_file, 1))
-    if gamecore:
-        told[GAMECORE] = gamecore
-    if advertise:
-        told[ADVERTISE] = advertise
-    logs = meeting.logs / part
+    variables = role_environment(JobEnv(tuple(addresses), node, rendezvous.port, rendezvous.token_file, 1))
+    if share.gamecore:
+        variables[GAMECORE] = share.gamecore
+    if share.advertise:
+        variables[ADVERTISE] = share.advertise
+    logs = rendezvous.logs / part
     roles = []
-    if cpus:
-        words = ["--cpus", str(cpus), *(["--gamecore", gamecore] if gamecore else []), "--log-dir", str(logs)]
-        words += [*(["--share-weights"] if share_weights else []), "--stay"]
-        roles.append(Role(RAY, (*_PYTHON, _RAY_HOST, *words), 1, "always", told, cpus=cpus, log=str(logs / "ray.log")))
-    if learners:
-        log = str(logs / "rank_{index}.log")
-        roles.append(Role(LEARNER, (*_PYTHON, "ludus.distributed.learners.remote_rank"), learners, "always", told, log=log))
-    # It ends when the learner does, and is started again: whoever is here waits for the next one.
-    roles.append(Role(MAIN, (*_PYTHON, _TETHER, "hold", "--stay"), 1, "always", told, log=str(logs / "monitor.log")))
+    if share.cpus:
+        words = ["--cpus", str(share.cpus), *(["--gamecore", share.gamecore] if share.gamecore else []), "--log-dir", str(logs)]
+        words += [*(["--share-weights"] if share.share_weights else []), "--stay"]
+        ray_log = str(logs / "ray.log")
+        roles.append(Role(RAY, (*_PYTHON, _RAY_ROLE, *words), 1, "always", variables, cpus=share.cpus, log=ray_log))
+    if share.learners:
+        command, log = (*_PYTHON, "ludus.distributed.learners.remote_rank"), str(logs / "rank_{index}.log")
+        roles.append(Role(LEARNER, command, share.learners, "always", variables, log=log))
+    # It ends with the learner and is restarted, to wait for the next one.
+    roles.append(Role(MAIN, (*_PYTHON, _LIFELINE, "hold", "--stay"), 1, "always", variables, log=str(logs / "monitor.log")))
     return Job(
         part,
         tuple(roles),
         MAIN,
         secrets=tuple(name for name in SECRETS if environ.get(name)),
         grace_s=GRACE_S,
-        place=meeting.place,
+        place=rendezvous.address,
     )
 
 
-def told_of(around: Surroundings) -> dict[str, str]:
-    """What processes of a role are told. Ray takes 127.0.0.1 for any address of this machine, unless it believes to be alone on it."""
-    alone = {_ALONE: "0"} if around.nodes[0].startswith("127.") else {}
-    return around.environment() | alone
+def role_environment(env: JobEnv) -> dict[str, str]:
+    """Return the variables of a role. On loopback, Ray must be told that it is alone, or it uses another address of this machine."""
+    alone = {_ALONE: "0"} if env.nodes[0].startswith("127.") else {}
+    return env.environment() | alone
 
 
-def learners_elsewhere(listed: NodeList) -> int:
-    """Learners on other machines than the first."""
-    return sum(entry.node.slots for entry in listed.entries[1:] if entry.role == LEARNER)
+def count_remote_learners(hosts: Hostfile) -> int:
+    """Return the number of learners on machines other than the first."""
+    return sum(entry.node.slots for entry in hosts.entries[1:] if entry.role == LEARNER)
 
 
 def cluster_job(
-    name: str, listed: NodeList, *, cpus: int | None = None, port: int | None = None, wait_s: float = 300.0, python: str = ""
+    name: str, hosts: Hostfile, *, cpus: int | None = None, port: int | None = None, wait_s: float = 300.0, python: str = ""
 ) -> Job:
-    """A Ray over all machines of the list that stands until it is taken down; for the orchestrator `ssh`."""
-    check_family(*(node.reached for node in listed.nodes))
+    """Plan a Ray cluster over all machines of the hostfile that runs until it is cancelled; for the SSH backend."""
+    check_family(*(node.node_address for node in hosts.nodes))
     interpreter = python or sys.executable
 
     def words(entry_actors: int) -> tuple[str, ...]:
         cores = cpus if cpus is not None else entry_actors or None
-        chosen = [] if cores is None else ["--cpus", str(cores)]
-        return (interpreter, "-P", "-m", _RAY_HOST, *chosen, "--stay")
+        options = [] if cores is None else ["--cpus", str(cores)]
+        return (interpreter, "-P", "-m", _RAY_ROLE, *options, "--stay")
 
-    told = {} if port is None else {"LUDUS_JOB_PORT": str(port)}
-    roles = [Role(HEAD, words(listed.entries[0].actors), 1, "when-killed", told, at=(0,))]
+    variables = {} if port is None else {"LUDUS_JOB_PORT": str(port)}
+    roles = [Role(HEAD, words(hosts.entries[0].actors), 1, "when-killed", variables, at=(0,))]
     kinds: dict[tuple[str, ...], list[int]] = {}
-    for index, entry in enumerate(listed.entries[1:], 1):
+    for index, entry in enumerate(hosts.entries[1:], 1):
         kinds.setdefault(words(entry.actors), []).append(index)
     for number, (command, at) in enumerate(kinds.items()):
-        called = NODE if not number else f"{NODE}-{number + 1}"
-        roles.append(Role(called, command, len(at), "on-failure", told, at=tuple(at)))
-    count = len(listed.entries)
+        role = NODE if not number else f"{NODE}-{number + 1}"
+        roles.append(Role(role, command, len(at), "on-failure", variables, at=tuple(at)))
+    count = len(hosts.entries)
     return Job(name, tuple(roles), HEAD, grace_s=30.0, place=f"cluster {name}", nodes=count, ray=count, wait_s=wait_s)
 
 
-# -- the training that a learner is started with ----------------------------------------------------------------------------
+# -- training -----------------------------------------------------------------------------------------------------------------
 
 
-def train_words(
-    words: Sequence[str], listed: NodeList, *, workers: int | str | None, learners: int | None, experiment: Path | None
+def train_arguments(
+    words: Sequence[str], hosts: Hostfile, *, workers: int | str | None, learners: int | None, experiment: Path | None
 ) -> tuple[list[str], list[str]]:
-    """What `ludus train` is given, and what is to be said about it. Raises UsageError.
+    """Complete the arguments of `ludus train` from the hostfile; return them with notices for the user. Raises UsageError.
 
-    `workers`, `learners`: as the words or the file that they name say it. `experiment`: a file that is there, for when no words are.
+    `workers`, `learners`: as given by the words or their file. `experiment`: an existing file to train if there are no words.
     """
-    said: list[str] = []
-    found = list(words)
-    if not found:
+    notices: list[str] = []
+    arguments = list(words)
+    if not arguments:
         if experiment is None:
             raise UsageError(
-                "What shall the learner train?",
-                "Add what you would give to `ludus train` (an environment, -f FILE, options), or have an experiment.yaml here.",
+                "There is nothing to train for the learner.",
+                "Add the arguments of `ludus train` (an environment, -f FILE, options), or create an experiment.yaml here.",
             )
-        found = ["-f", str(experiment)]
-        said.append(f"no arguments of a training are given: {experiment} is trained")
+        arguments = ["-f", str(experiment)]
+        notices.append(f"no arguments of a training are given: {experiment} is trained")
     if not workers:
-        if not listed.actors:
+        if not hosts.actors:
             raise UsageError(
-                "How many workers shall sample for the learner?",
+                "The number of workers of the learner is not given.",
                 "Add --num-workers N: the sum of ACTOR_NUM of all machines with actors (or list them in YAML, with `actors:`).",
             )
-        found += ["--num-workers", str(listed.actors)]
-    if learners is None and listed.head.slots > 1:
-        found += ["--num-learners", str(listed.head.slots)]
-    return found, said
+        arguments += ["--num-workers", str(hosts.actors)]
+    if learners is None and hosts.head.slots > 1:
+        arguments += ["--num-learners", str(hosts.head.slots)]
+    return arguments, notices
 
 
-# -- the token ------------------------------------------------------------------------------------------------------------
+# -- token ----------------------------------------------------------------------------------------------------------------
 
 
 def token_path(option: Path | None, environ: Mapping[str, str]) -> Path:
     named = option or (Path(environ[TOKEN_FILE]) if environ.get(TOKEN_FILE) else None)
-    return (named.expanduser() if named is not None else state_home() / TOKEN).absolute()
+    return (named.expanduser() if named is not None else state_dir() / TOKEN).absolute()
 
 
-def need_token(path: Path, listed: NodeList, *, create: bool) -> bool:
-    """See that the secret of the run is there, and private; True: it was made just now. Raises UsageError."""
-    made = False
+def ensure_token(path: Path, hosts: Hostfile, *, create: bool) -> bool:
+    """Check that the run's token exists and is private. With `create`, create it if missing, and return whether it was. Raises UsageError."""
+    created = False
     if create and not path.exists():
         _make_folder(path)
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
-            made = True
+            created = True
         except FileExistsError:
             pass
         except OSError as error:
             raise UsageError(
-                f"The token {path} cannot be written: {error.strerror}.", "Name another place: --token-file."
+                f"The token {path} cannot be written: {error.strerror}.", "Name another file: --token-file."
             ) from error
-    _check_token(path, listed)
-    return made
+    _check_token(path, hosts)
+    return created
 
 
 def _make_folder(path: Path) -> None:
-    if path.parent == state_home():
+    if path.parent == state_dir():
         make_private(path.parent)
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"The token {path} cannot be written: {error.strerror}.", "Name another place: --token-file.") from error
+        raise UsageError(f"The token {path} cannot be written: {error.strerror}.", "Name another file: --token-file.") from error
 
 
-def _check_token(path: Path, listed: NodeList) -> None:
+def _check_token(path: Path, hosts: Hostfile) -> None:
     try:
-        found = path.stat()
-        text = path.read_text(encoding="ascii") if found.st_size <= _MAX_TOKEN else ""
+        status = path.stat()
+        text = path.read_text(encoding="ascii") if status.st_size <= _MAX_TOKEN else ""
     except FileNotFoundError:
         raise UsageError(
-            f"There is no token in {path}: with it the machines of a run know each other.",
-            f"Start the learner first, which makes one; then copy it to here: {copy_line(path, listed)}",
+            f"The token {path}, which the machines of a run share, does not exist.",
+            f"Start the learner first, which creates it; then copy it to this machine: {copy_command(path, hosts)}",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"The token {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}.") from error
-    if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
-        raise UsageError(f"The token {path} can be read by others.", f"chmod 600 {shlex.quote(str(path))}")
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+        raise UsageError(f"The token {path} can be read by other users.", f"chmod 600 {shlex.quote(str(path))}")
     if len(text.strip()) < _MIN_TOKEN or not text.strip().isalnum():
-        raise UsageError(f"The file {path} holds no token.", f"Copy it from the head: {copy_line(path, listed)}")
+        raise UsageError(f"The file {path} does not contain a token.", f"Copy it from the head: {copy_command(path, hosts)}")
 
 
-def copy_line(path: Path, listed: NodeList) -> str:
-    """The command that brings the token here."""
-    head = listed.head
+def copy_command(path: Path, hosts: Hostfile) -> str:
+    """Return the command that copies the token from the head to this machine."""
+    head = hosts.head
     home = Path.home()
-    there = path.relative_to(home) if path.is_relative_to(home) else path  # another user's home may be elsewhere
+    there = path.relative_to(home) if path.is_relative_to(home) else path  # the user on the head may have another home directory
     port = f"-P {head.port} " if head.port != 22 else ""
     who = f"{head.user}@" if head.user else ""
-    source = shlex.quote(f"{who}{_bracketed(head.host)}:{there}")
+    source = shlex.quote(f"{who}{_bracket_ipv6(head.host)}:{there}")
     return f"mkdir -p -m 700 {shlex.quote(str(path.parent))} && scp {port}{source} {shlex.quote(str(path))}"
 
 
-def _bracketed(host: str) -> str:
+def _bracket_ipv6(host: str) -> str:
     return f"[{host}]" if ":" in host else host

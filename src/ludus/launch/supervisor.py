@@ -1,14 +1,14 @@
-"""The processes of one job, started, watched, restarted and ended: `python -m ludus.launch.supervisor DIRECTORY`.
+"""Starts, restarts and stops the processes of one job: `python -m ludus.launch.supervisor DIRECTORY`.
 
-Two processes look after a job. The *supervisor* starts the roles, each in a session of its own, writes down what they say and how
-they fare, and ends them. The *keeper*, its parent, does nothing but wait for it: should the supervisor be killed, the kernel kills
-its children, their orphans fall to the keeper, which ends them and says in the status what happened. If it is the keeper that is
-killed, the supervisor is told by the kernel and ends the job. So nothing of a job outlives it, and both use the standard library only.
+A job has two processes of this module. The *supervisor* starts each role in its own session, writes its output to logs and its
+state to status.json, and stops it. The *keeper*, its parent, only waits for it. If the supervisor is killed, the kernel kills its
+children; their orphans are reparented to the keeper, which kills them and records the failure. If the keeper is killed, the
+supervisor gets a parent death signal and ends the job. So no process outlives its job. Both need the standard library only.
 
-They leave the family of whoever started them; with `--stay` they do not, and end with the exit code of the job: so a queue runs them.
-`--reach module:Class` says how processes are started on the other machines of a job (`reach.py`).
+They run detached from their caller. With `--stay` they stay attached and exit with the job's exit code, as a batch queue needs it.
+`--starter module:Class` names the `RemoteStarter` for the other machines of the job.
 
-One thread: a parent's death signal is bound to the thread that forked, and nothing here can deadlock.
+There is one thread: a parent death signal is bound to the thread that forked.
 """
 
 from __future__ import annotations
@@ -28,69 +28,69 @@ from pathlib import Path
 from types import FrameType
 
 from ludus.core import plugins
-from ludus.io.rotating_log import LogWriter, before
-from ludus.launch.job import OVER, JobState, ProcessState, ProcessStatus, Role, exit_code, is_restarted
-from ludus.launch.job_dir import PRIVATE, JobDirectory, Record, Watcher, host, machine
+from ludus.io.rotating_log import LogWriter, previous_path
+from ludus.launch.job import OVER, JobState, ProcessState, ProcessStatus, Role, exit_code, should_restart
+from ludus.launch.job_dir import PRIVATE, JobDirectory, JobRecord, ProcessIdentity, hostname, machine_id
 from ludus.launch.job_dir import RUN as RUN_FILE
-from ludus.launch.remote_starter import MakeReach
+from ludus.launch.remote_starter import StarterFactory
 from ludus.process import identity, procfs
-from ludus.process.job_env import NODE, PORTS, RUN, Surroundings, free_block
+from ludus.process.job_env import NODE, PORTS, RUN, JobEnv, find_free_ports
 from ludus.process.signals import SignalQueue
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.5, 30.0, 60.0
-"""A process that lived for STEADY_S was healthy: the next back-off begins anew."""
+"""A process that ran for STEADY_S was healthy: its back-off starts over."""
 
-MAIN_LIVES = 5
-"""A main role that is killed so often in a row, and never lives for STEADY_S, is not started again."""
+MAX_SHORT_RUNS = 5
+"""The main role is not restarted after more consecutive runs than this that were shorter than STEADY_S."""
 
 TICK_S = 1.0
-"""How often it looks at what nothing tells it of."""
+"""Polling interval for everything that causes no event."""
 _CHUNK = 65_536
 _READS, _LAST_READS = 16, 8
 _AGAIN_S = 5.0
-_LAST_WORD_S = 60.0
-"""How long a disk may take the last word about a job from us."""
+_FINAL_WRITE_S = 60.0
+"""How long to retry the write of the final status to a full disk."""
 
-_ASKS = {signal.SIGTERM: False, signal.SIGINT: False, signal.SIGHUP: False, signal.SIGQUIT: True}
-"""Signals that end the job, and whether at once."""
+_STOP_SIGNALS = {signal.SIGTERM: False, signal.SIGINT: False, signal.SIGHUP: False, signal.SIGQUIT: True}
+"""Signals that cancel the job, and whether they kill at once."""
 
-_LATER = signal.SIGUSR1
-"""Ends the job too, but only for now: a queue will start it again."""
+_INTERRUPT = signal.SIGUSR1
+"""Stops the job so that a queue can start it again."""
 
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM, 130)
-"""How a process ends that was asked to."""
+"""Return codes of a process that was stopped by SIGTERM or SIGINT."""
 
-_SAME_MOMENT_S = 1.0
-"""A queue that ends a job tells all its processes; so much later than main we may hear of it."""
+_SIGNAL_DELAY_S = 1.0
+"""A queue that stops a job signals all its processes. The supervisor may get the signal this much later than main."""
 
 INTERRUPTED = 75
-"""How a supervisor ends whose job is not over, but will go on."""
+"""Exit code of a supervisor whose job is not over, but will be started again."""
 
 
-def backoff_s(short_lives: int) -> float:
-    """Seconds until the next life, after so many short ones in a row (at least one)."""
-    return min(FIRST_BACKOFF_S * 2.0 ** min(short_lives - 1, 16), MAX_BACKOFF_S)
+def backoff_s(short_runs: int) -> float:
+    """Return the seconds until the next start, after `short_runs` >= 1 consecutive short runs."""
+    return min(FIRST_BACKOFF_S * 2.0 ** min(short_runs - 1, 16), MAX_BACKOFF_S)
 
 
-class Member:
-    """One place of a role, and the process that fills it at the moment. `words`: what is started here for it, `host`: where it then is."""
+class RoleProcess:
+    """One process of a role, over its restarts. `words`: the command started on this machine. `host`: where the process runs."""
 
     def __init__(self, role: Role, index: int, log: LogWriter, words: tuple[str, ...] = (), host: str = "") -> None:
         self.role, self.index, self.log = role, index, log
         self.words, self.host = words or role.command, host
         self.name = f"{role.name}-{index}"
         self.state: ProcessState = "pending"
-        self.process: subprocess.Popen[bytes] | None = None
-        self.returned: int | None = None
-        self.restarts = self.short_lives = 0
-        self.began = self.due = 0.0
+        self.popen: subprocess.Popen[bytes] | None = None
+        self.returncode: int | None = None
+        self.restarts = self.short_runs = 0
+        self.started_at = self.restart_at = 0.0
 
     def start(self, environment: Mapping[str, str], now: float) -> None:
-        """What cannot be started ends at once, with the code that a shell would give it."""
+        """Start it. If that fails, it has ended with a shell's exit code 126 or 127."""
         parent = os.getpid()
-        self.began = now
+        self.started_at = now
         try:
-            self.process = subprocess.Popen(  # noqa: S603 # a job runs what it is told to
+            self.popen = subprocess.Popen(  # noqa: S603 # running the user's commands is its purpose
                 self.words,
                 env={
                     **environment,
@@ -98,7 +98,7 @@ class Member:
                     "LUDUS_JOB_ROLE": self.role.name,
                     "LUDUS_JOB_INDEX": str(self.index),
                 },
-                stdin=subprocess.PIPE if self.elsewhere else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self.is_remote else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -106,23 +106,23 @@ class Member:
             )
         except (OSError, subprocess.SubprocessError) as error:
             self.log.line(f"{self.words[0]} cannot be started: {error}")
-            self.returned = 126 if isinstance(error, PermissionError) else 127
+            self.returncode = 126 if isinstance(error, PermissionError) else 127
             self.state = "ended"
             return
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), False)
+        assert self.popen.stdout is not None
+        os.set_blocking(self.popen.stdout.fileno(), False)
         self.state = "running"
 
     @property
-    def elsewhere(self) -> bool:
+    def is_remote(self) -> bool:
         return self.words != self.role.command
 
-    def copy(self) -> bool:
-        """From its pipe into its log, as much as there is; False when there will never be more."""
-        pipe = self.process.stdout if self.process else None
+    def copy_output(self) -> bool:
+        """Copy available output from the pipe to the log. Returns False at the end of the output."""
+        pipe = self.popen.stdout if self.popen else None
         if pipe is None or pipe.closed:
             return False
-        for _ in range(_READS):  # one that writes without end does not keep the others waiting
+        for _ in range(_READS):  # a process that writes without end must not starve the others
             try:
                 data = os.read(pipe.fileno(), _CHUNK)
             except BlockingIOError:
@@ -132,217 +132,222 @@ class Member:
             self.log.write(data)
         return True
 
-    def tell(self, number: signal.Signals) -> None:
-        """To the process itself; what it started is its own business, until it is gone."""
-        if self.process is not None and self.state == "running":
-            # Not by Popen, which takes the exit code of one that has ended: as long as nobody has, the number is its own.
-            os.kill(self.process.pid, number)
-            os.kill(self.process.pid, signal.SIGCONT)  # one that is stopped could not end
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the process itself, not its children."""
+        if self.popen is not None and self.state == "running":
+            # Not Popen.send_signal, which reaps an ended process: its id stays reserved until it is reaped.
+            os.kill(self.popen.pid, number)
+            os.kill(self.popen.pid, signal.SIGCONT)  # a stopped process could not end
 
     def kill(self) -> None:
-        """What runs elsewhere is told by the end of its input; only if that does not help is killed what stands for it here."""
-        if self.process is not None and self.state == "running" and not self._hang_up():
-            _kill_group(self.process.pid)
+        """Kill it. The first call closes the stdin of a remote process, which ends it there; the next kills its local command."""
+        if self.popen is not None and self.state == "running" and not self._close_stdin():
+            _kill_group(self.popen.pid)
 
-    def _hang_up(self) -> bool:
-        if self.process is None or self.process.stdin is None or self.process.stdin.closed:
+    def _close_stdin(self) -> bool:
+        if self.popen is None or self.popen.stdin is None or self.popen.stdin.closed:
             return False
-        self.process.stdin.close()
+        self.popen.stdin.close()
         return True
 
-    def exited(self) -> bool:
-        return self.process is not None and self.state == "running" and _exited(self.process)
+    def has_exited(self) -> bool:
+        return self.popen is not None and self.state == "running" and _has_exited(self.popen)
 
-    def bury(self) -> None:
-        """One that has exited: what it left in its session is gone with it, and its pipe is empty and closed."""
-        assert self.process is not None
-        self._hang_up()
-        _kill_group(self.process.pid)  # before its number is free for somebody else
-        self.returned = self.process.wait()
-        for _ in range(_LAST_READS):  # what it left behind in another session may write for ever
-            if not self.copy() or self.process.stdout is None or not _readable(self.process.stdout.fileno()):
+    def reap(self) -> None:
+        """Reap the exited process, kill the rest of its session, and copy and close its output."""
+        assert self.popen is not None
+        self._close_stdin()
+        _kill_group(self.popen.pid)  # before the process id can be reused
+        self.returncode = self.popen.wait()
+        for _ in range(_LAST_READS):  # bounded: children in other sessions may write for ever
+            if not self.copy_output() or self.popen.stdout is None or not _is_readable(self.popen.stdout.fileno()):
                 break
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        if self.popen.stdout is not None:
+            self.popen.stdout.close()
         self.state = "ended"
 
     def status(self, machine: str) -> ProcessStatus:
-        running = self.process.pid if self.process and self.state == "running" else None
-        code = None if self.returned is None else exit_code(self.returned)
+        running = self.popen.pid if self.popen and self.state == "running" else None
+        code = None if self.returncode is None else exit_code(self.returncode)
         return ProcessStatus(self.role.name, self.index, self.state, code, self.restarts, running, self.host or machine)
 
 
-class Supervisor:
-    """Runs one job to its end. `lifeline`: a pipe; when nobody holds its other end any more, the job is cancelled."""
+class JobSupervisor:
+    """Runs one job to its end. `lifeline`: read end of a pipe; the job is cancelled when its write end is closed."""
 
     def __init__(
-        self, directory: JobDirectory, keeper: Watcher, lifeline: int | None = None, reach: MakeReach | None = None
+        self, directory: JobDirectory, keeper: ProcessIdentity, lifeline: int | None = None, starter: StarterFactory | None = None
     ) -> None:
         self.directory, self._keeper = directory, keeper
         self.job = directory.job()
-        directory.scratch.mkdir(mode=PRIVATE, exist_ok=True)  # in its first life it was there
+        directory.scratch.mkdir(mode=PRIVATE, exist_ok=True)  # missing when the job is restarted
         self._log = LogWriter(directory.log("supervisor"), 1_000_000)
-        self._reach = None if reach is None else reach(directory, self.job)
-        self._surroundings = self._here() if self._reach is None else self._reach.surroundings()
-        self._environment = self._environment_of(os.environ)
-        self.members = [self._member(role, index) for role in self.job.roles for index in range(role.count)]
-        self._main = next(member for member in self.members if member.role.name == self.job.main)
+        self._starter = None if starter is None else starter(directory, self.job)
+        self._environment = self._base_environment(os.environ)
+        self.processes = [self._create_process(role, index) for role in self.job.roles for index in range(role.count)]
+        self._main = next(process for process in self.processes if process.role.name == self.job.main)
         self._state: JobState = "running"
         self._reason = ""
-        self._cancelled = self._later = self._at_once = False
-        self._stages: list[list[Member]] | None = None
-        """Who is still to be ended; the first are being ended until `_deadline`."""
+        self._cancelled = self._interrupted = self._at_once = False
+        self._stages: list[list[RoleProcess]] | None = None
+        """Groups of processes still to be stopped; the first group has until `_deadline`."""
         self._deadline = 0.0
         self._record, self._stamp = directory.read(), directory.stamp()
         earlier = self._record.status.of(self.job.main)
-        if earlier and earlier[0].state != "pending":  # a queue has started it again
+        if earlier and earlier[0].state != "pending":  # the queue has restarted the job
             self._main.restarts = earlier[0].restarts + 1
-        self._this, self._machine = Watcher.this(), machine()
+        self._identity, self._machine = ProcessIdentity.this(), machine_id()
         self._selector = selectors.DefaultSelector()
         self._signals = SignalQueue(
-            *_ASKS, _LATER, signal.SIGCHLD, restore=False
+            *_STOP_SIGNALS, _INTERRUPT, signal.SIGCHLD, restore=False
         )  # what comes later must not change the exit code
-        self._selector.register(self._signals, selectors.EVENT_READ, self._heed)
+        self._selector.register(self._signals, selectors.EVENT_READ, self._handle_signals)
         self._lifeline = lifeline
         if lifeline is not None:
-            self._selector.register(lifeline, selectors.EVENT_READ, self._bereaved)
+            self._selector.register(lifeline, selectors.EVENT_READ, self._on_lifeline_closed)
 
     def run(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # what came while it was being set up
-            self._heed()
-        if self.directory.is_marked():  # somebody wanted its end before there was anybody to tell
+        with contextlib.suppress(BlockingIOError):  # signals that came during the set-up
+            self._handle_signals()
+        if self.directory.cancel_requested():  # before this process could receive signals
             self._cancel("")
-        for member in self.members:
+        for process in self.processes:
             if self._stages is None:
-                self._start(member)
+                self._start(process)
         self.publish()
         while self._stages is None or self._stages:
-            for key, _ in self._selector.select(self._until_next()):
+            for key, _ in self._selector.select(self._next_event_s()):
                 key.data()
-            self._collect()
+            self._reap_ended()
             now = time.monotonic()
             self._restart(now)
-            self._end_stages(now)
+            self._advance_shutdown(now)
             self.publish()
         left = identity.end_descendants()
         if left:
-            self._say(f"could not be killed: {left}")
-        if self._reach is not None and not self._asked() and self._main.returned in _TERMINATED:
-            self._await_word()
+            self._write_log(f"could not be killed: {left}")
+        if self._starter is not None and not self._stop_requested() and self._main.returncode in _TERMINATED:
+            self._await_queue_signal()
         self._finish()
 
-    # -- where it is
+    # -- environment
 
-    def _here(self) -> Surroundings:
-        """All nodes are this machine."""
+    def _local_job_env(self) -> JobEnv:
+        """Return an environment in which this machine is every node."""
         several = self.job.nodes > 1
-        port = free_block(self.directory.id, PORTS) if several else 0
+        port = find_free_ports(self.directory.id, PORTS) if several else 0
         token = self.directory.token() if several else None
-        return Surroundings(("127.0.0.1",) * self.job.nodes, 0, port, token, self.job.ray, self.job.wait_s)
+        return JobEnv(("127.0.0.1",) * self.job.nodes, 0, port, token, self.job.ray, self.job.wait_s)
 
-    def _environment_of(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What all processes are told, but for which node they are on. A job may be submitted by a process of another one."""
-        kept = {name: value for name, value in environ.items() if not name.startswith("LUDUS_JOB_")}
-        return {"PYTHONUNBUFFERED": "1"} | kept | self.directory.read_secrets() | self._surroundings.environment() | {
+    def _base_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of all processes, without the number of the node."""
+        env = self._local_job_env() if self._starter is None else self._starter.job_env()
+        # The submitting process may belong to another job.
+        inherited = {name: value for name, value in environ.items() if not name.startswith("LUDUS_JOB_")}
+        return {"PYTHONUNBUFFERED": "1"} | inherited | self.directory.read_secrets() | env.environment() | {
             "LUDUS_JOB_ID": self.directory.id, "LUDUS_JOB_DIR": str(self.directory.path), "LUDUS_JOB_SCRATCH": str(self.directory.scratch),
         }  # fmt: skip
 
-    def _member(self, role: Role, index: int) -> Member:
+    def _create_process(self, role: Role, index: int) -> RoleProcess:
         node, log = role.node(index), self.directory.log(f"{role.name}-{index}")
         if role.log:
-            log = _linked(log, Path(role.log.replace("{index}", str(index))))
-        words = host = None
-        if self._reach is not None:
-            words, host = self._reach.words(node, role.command), self._reach.names()[node]
-        return Member(role, index, LogWriter(log), words or role.command, host or "")
+            log = _link_log(log, Path(role.log.replace("{index}", str(index))))
+        if self._starter is None:
+            return RoleProcess(role, index, LogWriter(log))
+        words, host = self._starter.wrap_command(node, role.command), self._starter.node_names()[node]
+        return RoleProcess(role, index, LogWriter(log), words, host)
 
     # -- starting
 
-    def _start(self, member: Member) -> None:
-        told = {NODE: str(member.role.node(member.index))}
-        if member is self._main:
-            told[RUN] = str(self.directory.path / RUN_FILE)
-        member.start(self._environment | told, time.monotonic())
-        if member.process is not None and member.process.stdout is not None and member.state == "running":
-            self._selector.register(member.process.stdout, selectors.EVENT_READ, lambda: self._copy(member))
-            self._say(f"{member.name} started as {member.process.pid}")
+    def _start(self, process: RoleProcess) -> None:
+        variables = {NODE: str(process.role.node(process.index))}
+        if process is self._main:
+            variables[RUN] = str(self.directory.path / RUN_FILE)
+        process.start(self._environment | variables, time.monotonic())
+        if process.popen is not None and process.popen.stdout is not None and process.state == "running":
+            self._selector.register(process.popen.stdout, selectors.EVENT_READ, lambda: self._copy_output(process))
+            self._write_log(f"{process.name} started as {process.popen.pid}")
         else:
-            self._after(member)
+            self._handle_end(process)
 
     def _restart(self, now: float) -> None:
-        for member in self.members:
-            if member.state == "waiting" and member.due <= now:
-                member.restarts += 1
-                self._start(member)
+        for process in self.processes:
+            if process.state == "waiting" and process.restart_at <= now:
+                process.restarts += 1
+                self._start(process)
 
-    def _copy(self, member: Member) -> None:
-        if not member.copy() and member.process is not None and member.process.stdout is not None:
-            self._selector.unregister(member.process.stdout)
-            member.process.stdout.close()
+    def _copy_output(self, process: RoleProcess) -> None:
+        if not process.copy_output() and process.popen is not None and process.popen.stdout is not None:
+            self._selector.unregister(process.popen.stdout)
+            process.popen.stdout.close()
 
-    # -- what happened
+    # -- events
 
-    def _collect(self) -> None:
-        for member in self.members:
-            if not member.exited():  # asked once: between two answers it may end
+    def _reap_ended(self) -> None:
+        for process in self.processes:
+            if not process.has_exited():  # called once: the answer may change
                 continue
-            pipe = member.process.stdout if member.process else None
+            pipe = process.popen.stdout if process.popen else None
             if pipe is not None and not pipe.closed:
                 self._selector.unregister(pipe)
-            member.bury()
-            self._end_strays(member)
-            self._after(member)
-        _reap_orphans({member.process.pid for member in self.members if member.process is not None and member.state == "running"})
+            process.reap()
+            self._kill_strays(process)
+            self._handle_end(process)
+        _reap_orphans(
+            {process.popen.pid for process in self.processes if process.popen is not None and process.state == "running"}
+        )
 
-    def _end_strays(self, member: Member) -> None:
-        """What it left in sessions of its own would run on beside its next life. (Far from here that is done there.)"""
-        if member.elsewhere:
+    def _kill_strays(self, process: RoleProcess) -> None:
+        """Kill its children in other sessions, which would survive a restart. `remote_process` does so for remote processes."""
+        if process.is_remote:
             return
-        known = {other.process.pid for other in self.members if other.process is not None and other.state == "running"}
-        marks = {f"LUDUS_JOB_ID={self.directory.id}", f"LUDUS_JOB_ROLE={member.role.name}", f"LUDUS_JOB_INDEX={member.index}"}
+        known = {other.popen.pid for other in self.processes if other.popen is not None and other.state == "running"}
+        marks = {f"LUDUS_JOB_ID={self.directory.id}", f"LUDUS_JOB_ROLE={process.role.name}", f"LUDUS_JOB_INDEX={process.index}"}
         for pid in procfs.list_children(os.getpid()):
             if pid not in known and marks <= procfs.read_environment(pid):
                 for stray in (pid, *procfs.list_descendants(pid)):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(stray, signal.SIGKILL)
 
-    def _after(self, member: Member) -> None:
-        """One has ended: is it started again, and is the job over?"""
-        assert member.returned is not None
+    def _handle_end(self, process: RoleProcess) -> None:
+        """Schedule the restart of a process that ended, or end the job with its main process."""
+        assert process.returncode is not None
         now = time.monotonic()
-        member.short_lives = member.short_lives + 1 if now - member.began < STEADY_S else 1
-        again = self._stages is None and is_restarted(member.role.restart, member.returned)
-        if member is self._main and member.short_lives > MAIN_LIVES:
+        process.short_runs = process.short_runs + 1 if now - process.started_at < STEADY_S else 1
+        again = self._stages is None and should_restart(process.role.restart, process.returncode)
+        if process is self._main and process.short_runs > MAX_SHORT_RUNS:
             again = False
-        self._say(f"{member.name} ended with {_spoken(member.returned)}")
+        self._write_log(f"{process.name} ended with {_describe_end(process.returncode)}")
         if again:
-            delay = backoff_s(member.short_lives)
-            member.state, member.due = "waiting", now + delay
-            self._say(f"{member.name} is started again in {delay:g} s")
-        elif member is self._main:
-            self._end("" if member.returned == 0 else f"{member.name} ended with {_spoken(member.returned)}")
+            delay = backoff_s(process.short_runs)
+            process.state, process.restart_at = "waiting", now + delay
+            self._write_log(f"{process.name} is started again in {delay:g} s")
+        elif process is self._main:
+            self._begin_shutdown(
+                "" if process.returncode == 0 else f"{process.name} ended with {_describe_end(process.returncode)}"
+            )
 
-    def _heed(self) -> None:
+    def _handle_signals(self) -> None:
         for number in self._signals.take():
-            if number == _LATER and self._reach is not None and self._stages is None:
-                self._later = True
-                self._end("its time was nearly up")
-            elif number in _ASKS:
+            if number == _INTERRUPT and self._starter is not None and self._stages is None:
+                self._interrupted = True
+                self._begin_shutdown("its time limit was nearly reached")
+            elif number in _STOP_SIGNALS:
                 orphaned = os.getppid() != self._keeper.pid
-                self._cancel("its keeper was killed" if orphaned else "", at_once=_ASKS[signal.Signals(number)])
+                self._cancel("its keeper was killed" if orphaned else "", at_once=_STOP_SIGNALS[signal.Signals(number)])
 
-    def _asked(self) -> bool:
-        return self._cancelled or self._later
+    def _stop_requested(self) -> bool:
+        return self._cancelled or self._interrupted
 
-    def _await_word(self) -> None:
-        """Main has ended as if it had been asked to, and not by us: perhaps the queue has asked all of us, and it was quicker."""
-        deadline = time.monotonic() + _SAME_MOMENT_S
-        while not self._asked() and _readable(self._signals.fileno(), max(0.0, deadline - time.monotonic())):
-            if any(number in _ASKS for number in self._signals.take()) and self._goes_on():
-                self._cancelled = self._later = True
+    def _await_queue_signal(self) -> None:
+        """After main was terminated by another process, wait briefly for the signal of a queue that stops the whole job."""
+        deadline = time.monotonic() + _SIGNAL_DELAY_S
+        while not self._stop_requested() and _is_readable(self._signals.fileno(), max(0.0, deadline - time.monotonic())):
+            if any(number in _STOP_SIGNALS for number in self._signals.take()) and self._will_restart():
+                self._cancelled = self._interrupted = True
                 self._reason = "its queue ended it"
 
-    def _bereaved(self) -> None:
+    def _on_lifeline_closed(self) -> None:
         assert self._lifeline is not None
         self._selector.unregister(self._lifeline)
         self._cancel("the process that started it is gone")
@@ -352,57 +357,57 @@ class Supervisor:
     def _cancel(self, reason: str, *, at_once: bool = False) -> None:
         if self._stages is None:
             self._cancelled = True
-            if self._goes_on():
-                self._later = True
+            if self._will_restart():
+                self._interrupted = True
                 reason = "its queue ended it"
-            self._end(reason or "it was cancelled")
+            self._begin_shutdown(reason or "it was cancelled")
         if at_once:
             self._at_once = True
             self._deadline = time.monotonic() + _AGAIN_S
-            self._say("everything is killed")
-            for member in self.members:
-                member.kill()
+            self._write_log("all processes are killed")
+            for process in self.processes:
+                process.kill()
 
-    def _end(self, reason: str) -> None:
-        """Main first, so that it can save what it has while the others still serve it; then the others, last started first."""
+    def _begin_shutdown(self, reason: str) -> None:
+        """Stop main first, so that it can save its state while the others serve it; then the others in reverse order of start."""
         if self._stages is not None:
             return
         self._reason = reason
-        self._say(f"the job ends{': ' if reason else ''}{reason}")
-        for member in self.members:
-            if member.state in ("pending", "waiting"):
-                member.state = "ended"
+        self._write_log(f"the job ends{': ' if reason else ''}{reason}")
+        for process in self.processes:
+            if process.state in ("pending", "waiting"):
+                process.state = "ended"
         others = [role for role in reversed(self.job.roles) if role.name != self.job.main]
-        self._stages = [[self._main], *([m for m in self.members if m.role.name == role.name] for role in others)]
-        self._begin_stage()
+        self._stages = [[self._main], *([m for m in self.processes if m.role.name == role.name] for role in others)]
+        self._stop_stage()
 
-    def _begin_stage(self) -> None:
+    def _stop_stage(self) -> None:
         assert self._stages
         self._deadline = time.monotonic() + (_AGAIN_S if self._at_once else self.job.grace_s)
-        for member in self._stages[0]:
-            member.tell(signal.SIGTERM)
+        for process in self._stages[0]:
+            process.send_signal(signal.SIGTERM)
 
-    def _end_stages(self, now: float) -> None:
+    def _advance_shutdown(self, now: float) -> None:
         while self._stages:
-            running = [member for member in self._stages[0] if member.state == "running"]
+            running = [process for process in self._stages[0] if process.state == "running"]
             if running:
                 if now > self._deadline:
-                    for member in running:
-                        self._say(f"{member.name} did not end in {self.job.grace_s:g} s and is killed")
-                        member.kill()
-                    self._deadline = now + _AGAIN_S  # one that waits for a disk cannot be killed yet
+                    for process in running:
+                        self._write_log(f"{process.name} did not end in {self.job.grace_s:g} s and is killed")
+                        process.kill()
+                    self._deadline = now + _AGAIN_S  # a process in disk wait dies only later
                 return
             self._stages.pop(0)
             if self._stages:
-                self._begin_stage()
+                self._stop_stage()
 
     def _finish(self) -> None:
-        code = self._main.returned
-        if self._later and not self._is_done() and self._goes_on():
+        code = self._main.returncode
+        if self._interrupted and not self._is_done() and self._will_restart():
             self._state = "pending"
             if not self._cancelled:
-                self._queue_again()
-        elif self._later and not self._is_done():  # it was to go on, until somebody asked for its end
+                self._requeue()
+        elif self._interrupted and not self._is_done():  # cancelled after the interruption
             self._state, self._reason = "cancelled", "it was cancelled"
         elif self._cancelled:
             self._state = "cancelled"
@@ -410,82 +415,81 @@ class Supervisor:
             self._state = "succeeded" if code == 0 else "failed"
         if self._state != "pending":
             self.directory.clear()
-        deadline = time.monotonic() + _LAST_WORD_S
-        while not self._published() and time.monotonic() < deadline:
+        deadline = time.monotonic() + _FINAL_WRITE_S
+        while not self._publish_state() and time.monotonic() < deadline:
             time.sleep(TICK_S)
-        for member in self.members:
-            if member.log.lost:
-                self._say(f"{member.log.lost} bytes of {member.name} could not be written")
-            member.log.close()
+        for process in self.processes:
+            if process.log.lost:
+                self._write_log(f"{process.log.lost} bytes of {process.name} could not be written")
+            process.log.close()
         self._log.close()
         self._selector.close()
         self._signals.close()
 
     def _is_done(self) -> bool:
-        """A training that ends with 0 has nothing left to do. What serves others, and is started again when it fails, ends so if asked to."""
-        return self._main.returned == 0 and self._main.role.restart != "on-failure"
+        """Whether main needs no restart. Exit code 0 means so, except for a service (restart on-failure), which also exits so when stopped."""
+        return self._main.returncode == 0 and self._main.role.restart != "on-failure"
 
-    def _goes_on(self) -> bool:
-        """Whether somebody starts it again, unless it is over by itself: a queue does, until we are asked to end it."""
-        return self._reach is not None and self._reach.goes_on() and not self.directory.is_marked()
+    def _will_restart(self) -> bool:
+        """Whether the queue starts an interrupted job again: it does unless the user has cancelled the job."""
+        return self._starter is not None and self._starter.restarts_job() and not self.directory.cancel_requested()
 
-    def _queue_again(self) -> None:
-        """Said before it is done: a queue may end us for it."""
-        assert self._reach is not None
-        self.publish()
-        self._say("the job is queued again")
-        if why := self._reach.requeue():
-            self._say(f"it could not be queued again: {why}")
+    def _requeue(self) -> None:
+        assert self._starter is not None
+        self.publish()  # first: the queue may kill this process when it requeues the job
+        self._write_log("the job is queued again")
+        if why := self._starter.requeue():
+            self._write_log(f"it could not be queued again: {why}")
             self._state, self._reason = "failed", f"{self._reason}, and it could not be queued again: {why}"
 
     @property
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         return self._state == "pending"
 
     @property
     def exit_code(self) -> int:
-        return 1 if self._main.returned is None else exit_code(self._main.returned)
+        return 1 if self._main.returncode is None else exit_code(self._main.returncode)
 
-    # -- saying
+    # -- status and log
 
-    def _published(self) -> bool:
+    def _publish_state(self) -> bool:
         self.publish()
         return self._record.status.state == self._state
 
     def publish(self) -> None:
-        """How it fares, and who looks after it: from the first time on it can be cancelled."""
+        """Write status.json if it changed. The job can be cancelled from the first call on."""
         over = self._state in OVER
-        code = exit_code(self._main.returned) if over and self._main.returned is not None else 1 if over else None
+        code = exit_code(self._main.returncode) if over and self._main.returncode is not None else 1 if over else None
         status = replace(
             self._record.status,
             state=self._state,
             exit_code=code,
             reason=self._reason if self._state != "running" else "",
-            processes=tuple(member.status(host()) for member in self.members),
+            processes=tuple(process.status(hostname()) for process in self.processes),
         )
-        record = Record(status, self._machine, self._this, self._keeper)
+        record = JobRecord(status, self._machine, self._identity, self._keeper)
         if record == self._record and self.directory.stamp() == self._stamp:
             return
         try:
             self._record, self._stamp = record, self.directory.write(record)
-        except OSError as error:  # it is tried again in the next turn
-            self._say(f"the status could not be written: {error}")
+        except OSError as error:  # the next tick retries
+            self._write_log(f"the status could not be written: {error}")
 
-    def _say(self, sentence: str) -> None:
+    def _write_log(self, sentence: str) -> None:
         self._log.line(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {sentence}")
 
-    def _until_next(self) -> float:
-        due = [member.due for member in self.members if member.state == "waiting"]
+    def _next_event_s(self) -> float:
+        due = [process.restart_at for process in self.processes if process.state == "waiting"]
         if self._stages:
             due.append(self._deadline)
         return min(TICK_S, max(0.0, min(due, default=TICK_S + time.monotonic()) - time.monotonic()))
 
 
-# -- the kernel's side --------------------------------------------------------------------------------------------------
+# -- system calls -------------------------------------------------------------------------------------------------------
 
 
-def _exited(process: subprocess.Popen[bytes]) -> bool:
-    """Without taking its exit code, which would free its number. Where that cannot be asked (macOS), by taking it."""
+def _has_exited(process: subprocess.Popen[bytes]) -> bool:
+    """Check without reaping, which would free the process id; by reaping where waitid is missing (macOS)."""
     if not hasattr(os, "waitid"):
         return process.poll() is not None
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -504,53 +508,56 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _readable(fd: int, within_s: float = 0.0) -> bool:
+def _is_readable(fd: int, within_s: float = 0.0) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
         return bool(selector.select(within_s))
 
 
-def _spoken(returned: int) -> str:
-    if returned >= 0:
-        return f"code {returned}"
+def _describe_end(returncode: int) -> str:
+    if returncode >= 0:
+        return f"code {returncode}"
     with contextlib.suppress(ValueError):
-        return f"signal {signal.Signals(-returned).name}"
-    return f"signal {-returned}"
+        return f"signal {signal.Signals(-returncode).name}"
+    return f"signal {-returncode}"
 
 
-# -- the processes ------------------------------------------------------------------------------------------------------
+# -- processes ----------------------------------------------------------------------------------------------------------
 
 
-def _linked(inside: Path, log: Path) -> Path:
-    """A log elsewhere, which can be found in the job's directory too, with the one before it."""
+def _link_log(inside: Path, log: Path) -> Path:
+    """Link a log elsewhere, and its rotated predecessor, into the job directory; return the log."""
     log = log.absolute()
     log.parent.mkdir(parents=True, exist_ok=True)
-    for here, there in ((inside, log), (before(inside), before(log))):
+    for here, there in ((inside, log), (previous_path(inside), previous_path(log))):
         here.unlink(missing_ok=True)
         here.symlink_to(there)
     return log
 
 
-def keep(directory: JobDirectory, lifeline: int | None, started: int | None, reach: MakeReach | None = None) -> int:
-    """Become the keeper of a job; returns when nothing of it is left, with its exit code. `started`: a pipe that hears of it when all is set up."""
+def run_keeper(directory: JobDirectory, lifeline: int | None, started: int | None, starter: StarterFactory | None = None) -> int:
+    """Fork the supervisor, wait for it, kill what it leaves and return the job's exit code.
+
+    `started`: write end of a pipe that gets a byte once the job can be cancelled.
+    """
     identity.adopt_orphans()
-    keeper = Watcher.this()
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*_ASKS, _LATER))  # until there is somebody who understands them
+    keeper = ProcessIdentity.this()
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*_STOP_SIGNALS, _INTERRUPT))  # until the handlers are installed
     child = os.fork()
     if child == 0:
         code = 1
         try:
             identity.adopt_orphans()
-            supervisor = Supervisor(directory, keeper, lifeline, reach)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_ASKS, _LATER))
+            supervisor = JobSupervisor(directory, keeper, lifeline, starter)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOP_SIGNALS, _INTERRUPT))
             identity.end_with(keeper.pid, signal.SIGTERM)
             supervisor.publish()
             if started is not None:
                 os.write(started, b"1")
                 os.close(started)
             supervisor.run()
-            code = INTERRUPTED if supervisor.interrupted else supervisor.exit_code if started is None else 0
-        except BaseException:  # its keeper does what is left to do
+            code = INTERRUPTED if supervisor.is_interrupted else supervisor.exit_code if started is None else 0
+        except BaseException:  # the child must not return into the caller's code; the keeper cleans up
             traceback.print_exc()
         finally:
             os._exit(code)
@@ -561,17 +568,17 @@ def keep(directory: JobDirectory, lifeline: int | None, started: int | None, rea
     with _forwarding(child):
         _, ended = os.waitpid(child, 0)
     identity.end_descendants()
-    _sweep()
-    returned = os.waitstatus_to_exitcode(ended)
-    if returned == INTERRUPTED and not directory.read().status.over:
+    _sweep_ray_files()
+    returncode = os.waitstatus_to_exitcode(ended)
+    if returncode == INTERRUPTED and not directory.read().status.over:
         return 0
     directory.clear()
-    directory.conclude(f"its supervisor ended with {_spoken(returned)}; its processes were ended")
-    return exit_code(returned)
+    directory.record_failure(f"its supervisor ended with {_describe_end(returncode)}; its processes were ended")
+    return exit_code(returncode)
 
 
-def _sweep() -> None:
-    """What was killed could not tidy up: rings and directories of its workers, of its Ray."""
+def _sweep_ray_files() -> None:
+    """Delete shared memory and directories that killed workers and Ray processes have left."""
     from ludus.ray_cluster.cluster import sweep_leftovers
 
     with contextlib.suppress(OSError):
@@ -584,34 +591,34 @@ def _forwarding(child: int) -> Iterator[None]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
-    for number in (*_ASKS, _LATER):
+    for number in (*_STOP_SIGNALS, _INTERRUPT):
         signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_ASKS, _LATER))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOP_SIGNALS, _INTERRUPT))
     yield
 
 
 def main(words: list[str]) -> int:
-    """Leave the family of whoever submits it, keep the job, and let the caller go as soon as it is set up. 0: it is."""
+    """Run the keeper in a detached process; return 0 as soon as the job is set up. With --stay: run it here to the end."""
     parser = argparse.ArgumentParser(prog="ludus.launch.supervisor")
     parser.add_argument("directory", type=Path)
     parser.add_argument("lifeline", type=int, nargs="?")
     parser.add_argument("--stay", action="store_true")
-    parser.add_argument("--reach", metavar="MODULE:CLASS")
-    asked = parser.parse_args(words)
-    directory, lifeline = JobDirectory(asked.directory), asked.lifeline
-    reach = None if asked.reach is None else plugins.load_object(asked.reach)
+    parser.add_argument("--starter", "--reach", metavar="MODULE:CLASS")  # --reach: in scripts of queued jobs
+    args = parser.parse_args(words)
+    directory, lifeline = JobDirectory(args.directory), args.lifeline
+    starter = None if args.starter is None else plugins.load_object(args.starter)
     if lifeline is not None:
         os.set_inheritable(lifeline, False)
-    if asked.stay:
-        return keep(directory, lifeline, None, reach)
-    heard, started = os.pipe()
+    if args.stay:
+        return run_keeper(directory, lifeline, None, starter)
+    ready, started = os.pipe()
     if os.fork() > 0:
         os.close(started)
-        return 0 if os.read(heard, 1) else 1
-    os.close(heard)
+        return 0 if os.read(ready, 1) else 1
+    os.close(ready)
     try:
-        keep(directory, lifeline, started, reach)
-    except BaseException:  # this process is nobody's child: what it says here is all that will be known
+        run_keeper(directory, lifeline, started, starter)
+    except BaseException:  # a forked child must end here; its traceback goes to supervisor.log
         traceback.print_exc()
         os._exit(1)
     os._exit(0)

@@ -1,8 +1,8 @@
-"""Actions of several parts that are chosen one after the other: what is done first, then how, where, or to whom.
+"""Autoregressive actions: a first part, and parts whose choice depends on it.
 
-p(action) = p(first part) · ∏ p(part | first part): a part that does not belong to what was chosen is not part of the action. The
-first part is a choice among few, so the network answers for all of its options at once and nothing is computed twice; still a pure
-function of (outputs, mask, noise), like every distribution.
+p(action) = p(first part) · ∏ p(part | first part); a part that does not apply to the chosen option is not part of the action. The
+first part has few options, so the network outputs logits for all of them at once. As every distribution this is a pure function of
+(outputs, mask, noise).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ludus.models.distributions import categorical, gumbel, masked
 
 @dataclass(frozen=True)
 class Branch:
-    """A part of a MultiDiscrete action that counts only after some options of its first part, each of which it is chosen for anew."""
+    """A part of a MultiDiscrete action that applies only after some options of the first part, with separate logits for each of them."""
 
     part: int
     after: tuple[int, ...]
     """Options of part 0."""
     points_at: str | None = None
-    """A set of entities in the observation: the part chooses one of them."""
+    """An entity set of the observation; the part chooses one of its entities."""
     mask: str | None = None
-    """Key of the observation, [len(after), options]: what may be chosen after each of them."""
+    """Key of the observation, [len(after), options]: allowed choices after each option."""
 
 
-class Branching:
-    """Outputs: the parts that always count, then for every branch one row of logits for each of its options `after`."""
+class AutoregressiveDistribution:
+    """Outputs: the unconditional parts, then for every branch one row of logits per option in `after`."""
 
     def __init__(self, space: gym.Space[Any], branches: Sequence[Branch]) -> None:
         sizes = sizes_of(space)
@@ -47,7 +47,7 @@ class Branching:
         branching = {branch.part for branch in branches}
         self._always = [part for part in range(len(sizes)) if part not in branching]
         self._branches = sorted(branches, key=lambda branch: branch.points_at is not None)
-        """In the order of the outputs: those that point at something come last."""
+        """In the order of the outputs: pointers come last."""
         self._rows = [self._row_of(branch) for branch in self._branches]
         self.blocks = [sizes[part] for part in self._always] + [len(b.after) * sizes[b.part] for b in self._branches]
         self.num_outputs = sum(self.blocks)
@@ -55,7 +55,7 @@ class Branching:
         self.free_outputs: list[int] = []
 
     def _row_of(self, branch: Branch) -> list[int]:
-        """By option of part 0: the row of logits that it chooses by; -1 where the part does not count."""
+        """By option of part 0: the row of logits; -1 where the part does not apply."""
         return [branch.after.index(option) if option in branch.after else -1 for option in range(self._sizes[0])]
 
     def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -64,31 +64,31 @@ class Branching:
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
         allowed, drawn = self._split(mask), self._split(noise)
         always, branches = self._parts(outputs)
-        found = [categorical(masked(logits, allowed[part]), drawn[part]) for part, logits in always.items()]
-        picks = {part: choice for part, (choice, _) in zip(always, found, strict=True)}
-        log_prob = _sum([lp for _, lp in found])
+        samples = [categorical(masked(logits, allowed[part]), drawn[part]) for part, logits in always.items()]
+        picks = {part: choice for part, (choice, _) in zip(always, samples, strict=True)}
+        log_prob = _sum([lp for _, lp in samples])
         for branch, rows, logits in zip(self._branches, self._rows, branches, strict=True):
-            row = _looked_up(rows, picks[0])
+            row = _lookup(rows, picks[0])
             chosen = _chosen_row(logits, row.clamp(min=0))
             picks[branch.part], taken = categorical(masked(chosen, allowed[branch.part]), drawn[branch.part])
             log_prob = log_prob + torch.where(row >= 0, taken, 0.0)
         return torch.stack([picks[part] for part in range(len(self._sizes))], dim=-1), log_prob
 
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The entropy is that of the whole action: of each branch as much as it is likely to count."""
+        """The entropy is that of the whole action: each branch is weighted by the probability that it applies."""
         allowed = self._split(mask)
         always, branches = self._parts(outputs)
         log_ps = {part: F.log_softmax(masked(logits, allowed[part]), dim=-1) for part, logits in always.items()}
-        log_prob = _sum([_taken(log_p, action[..., part]) for part, log_p in log_ps.items()])
+        log_prob = _sum([_log_prob_of(log_p, action[..., part]) for part, log_p in log_ps.items()])
         entropy = _sum([_entropy(log_p) for log_p in log_ps.values()])
-        likely = log_ps[0].exp()
+        probabilities = log_ps[0].exp()
         for branch, rows, logits in zip(self._branches, self._rows, branches, strict=True):
             allowed_here = allowed[branch.part]
             log_p = F.log_softmax(masked(logits, None if allowed_here is None else allowed_here.unsqueeze(-2)), dim=-1)
-            row = _looked_up(rows, action[..., 0])
-            taken = _taken(_chosen_row(log_p, row.clamp(min=0)), action[..., branch.part])
+            row = _lookup(rows, action[..., 0])
+            taken = _log_prob_of(_chosen_row(log_p, row.clamp(min=0)), action[..., branch.part])
             log_prob = log_prob + torch.where(row >= 0, taken, 0.0)
-            entropy = entropy + (likely[..., list(branch.after)] * _entropy(log_p)).sum(dim=-1)
+            entropy = entropy + (probabilities[..., list(branch.after)] * _entropy(log_p)).sum(dim=-1)
         return log_prob, entropy
 
     def to_environment(self, action: Tree) -> Tree:
@@ -98,7 +98,7 @@ class Branching:
         return [None] * len(self._sizes) if whole is None else whole.split(self._sizes, dim=-1)
 
     def _parts(self, outputs: Tensor) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """Logits of the parts that always count, by part; of every branch, one row for each of its options."""
+        """Logits of the unconditional parts, by part; of every branch, one row per option."""
         blocks = outputs.split(self.blocks, dim=-1)
         count = len(self._always)
         rows = [
@@ -112,7 +112,7 @@ def _sum(numbers: Sequence[Tensor]) -> Tensor:
     return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum(dim=0)
 
 
-def _looked_up(table: list[int], index: Tensor) -> Tensor:
+def _lookup(table: list[int], index: Tensor) -> Tensor:
     return torch.tensor(table, device=index.device)[index]
 
 
@@ -120,11 +120,11 @@ def _chosen_row(rows: Tensor, index: Tensor) -> Tensor:
     """[*, R, N], [*] → [*, N]"""
     if rows.shape[-2] == 1:
         return rows.squeeze(-2)
-    wanted = index.unsqueeze(-1).unsqueeze(-1).expand(*index.shape, 1, rows.shape[-1])
-    return rows.gather(-2, wanted).squeeze(-2)
+    row_index = index.unsqueeze(-1).unsqueeze(-1).expand(*index.shape, 1, rows.shape[-1])
+    return rows.gather(-2, row_index).squeeze(-2)
 
 
-def _taken(log_p: Tensor, choice: Tensor) -> Tensor:
+def _log_prob_of(log_p: Tensor, choice: Tensor) -> Tensor:
     return log_p.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
 
 
@@ -132,15 +132,13 @@ def _entropy(log_p: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(dim=-1)
 
 
-# -- what may be said of an action ----------------------------------------------------------------------------------------
+# -- validation ------------------------------------------------------------------------------------------
 
 
 def sizes_of(space: gym.Space[Any]) -> list[int]:
     """Raises ConfigError."""
     if not isinstance(space, gym.spaces.MultiDiscrete) or space.nvec.ndim != 1:
-        raise ConfigError(
-            f"model.autoregressive is for actions of several parts (MultiDiscrete); these are {space}.", "Leave it out."
-        )
+        raise ConfigError(f"model.autoregressive needs a MultiDiscrete action space; this is {space}.", "Leave it out.")
     return [int(n) for n in space.nvec]
 
 
@@ -164,14 +162,14 @@ def check(sizes: Sequence[int], branches: Sequence[Branch]) -> None:
 
 
 def check_pointers(space: gym.Space[Any], branches: Sequence[Branch], entities: Mapping[str, int]) -> None:
-    """`entities`: how many there are in each set of the observation. Raises ConfigError."""
+    """`entities`: number of entities of each set of the observation. Raises ConfigError."""
     sizes = sizes_of(space)
     check(sizes, branches)
     for branch in branches:
-        there = entities.get(branch.points_at or "")  # a set that is not there is named by the network
-        if there is not None and there != sizes[branch.part]:
+        entity_count = entities.get(branch.points_at or "")  # the network reports an unknown set
+        if entity_count is not None and entity_count != sizes[branch.part]:
             raise ConfigError(
                 f"model.autoregressive: part {branch.part} has {sizes[branch.part]} options and points at {branch.points_at!r}, "
-                f"which has {there} entities.",
+                f"which has {entity_count} entities.",
                 "One option for each entity.",
             )

@@ -1,4 +1,4 @@
-"""Observations that are one of very many categories, as learned vectors."""
+"""Learned embeddings for observations with very many categories."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor, nn
 from ludus.errors import ConfigError
 
 EMBED_ABOVE = 1024
-"""Categories of more values than this are embedded in new runs: one-hot, a batch of 2,048 steps would take 8 MB and more."""
+"""Categories with more values than this are embedded in new runs; as one-hot, a batch of 2,048 steps would take 8 MB and more."""
 EMBEDDING_SIZE = 32
-MOST_CATEGORIES = 1 << 22
-_COPIES = 4  # the weights, their gradient and the two moments of Adam
+MAX_CATEGORIES = 1 << 22
+_COPIES = 4  # weights, gradient and the two moments of Adam
 
 
 def category_counts(space: gym.spaces.Discrete[Any] | gym.spaces.MultiDiscrete[Any]) -> list[int]:
-    """How many values each category of a space has."""
+    """Return the number of values of each category of a space."""
     return [int(space.n)] if isinstance(space, gym.spaces.Discrete) else [int(n) for n in space.nvec.reshape(-1)]
 
 
 def check_countable(where: str, counts: list[int]) -> None:
-    """Raises ConfigError when there are more categories than a table of vectors can be learned for."""
+    """Raise ConfigError if there are too many categories for an embedding table."""
     total = sum(counts)
-    if total <= MOST_CATEGORIES:
+    if total <= MAX_CATEGORIES:
         return
     size = total * EMBEDDING_SIZE * 4 * _COPIES / 1e9
     raise ConfigError(
-        f"{where} has {total:,} categories; a vector for each would take {size:.1f} GB to learn, and most would never be seen. "
-        f"At most {MOST_CATEGORIES:,} are embedded.",
-        "Show its digits or coordinates instead, as Box or MultiDiscrete (wrap the environment).",
+        f"{where} has {total:,} categories; an embedding of each would take {size:.1f} GB to learn, and most would never occur. "
+        f"At most {MAX_CATEGORIES:,} are embedded.",
+        "Encode digits or coordinates instead, as Box or MultiDiscrete (wrap the environment).",
     )
 
 

@@ -1,6 +1,6 @@
-"""A centralised value (MAPPO, Yu et al. 2022): the policy sees what its agent sees, the value sees the whole besides.
+"""A centralised critic (MAPPO, Yu et al. 2022): the policy sees its agent's observation, the critic also the global state.
 
-The value is for learning alone. Whoever only acts takes the actor out of it: `plain` for what is stored, `actor_of` for a policy.
+The critic is needed for learning only. For acting the actor is extracted: `without_critic` for stored data, `actor_policy` for a policy.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from ludus.models.networks import (
 )
 from ludus.models.policy import Policy, Weights
 
-OWN, WHOLE = "observation", "state"
-"""The two parts of what such a network is given."""
+OWN, STATE = "observation", "state"
+"""The two parts of the observation of such a network."""
 _ACTOR = "network.actor."
 
 
 class CentralNetwork(PolicyNetwork):
-    """An ordinary network for the policy, and layers of its own for the value, which see everything.
+    """An ordinary network for the policy, and separate layers for the critic.
 
-    With `central_shares` the value takes the own view from the policy's layers, with its memory if it has one, and teaches them.
-    Otherwise it looks at all of it anew and has no memory.
+    With `central_shares` the critic takes the agent's view from the policy's layers, including their recurrent state, and trains them.
+    Otherwise it encodes everything itself and is not recurrent.
     """
 
     def __init__(
         self, observation_space: gym.Space[Any], num_outputs: int, config: NetworkConfig, free_outputs: Sequence[int] = ()
     ) -> None:
         super().__init__()
-        if not isinstance(observation_space, gym.spaces.Dict) or set(observation_space.spaces) != {OWN, WHOLE}:
+        if not isinstance(observation_space, gym.spaces.Dict) or set(observation_space.spaces) != {OWN, STATE}:
             raise ConfigError(
-                f"A centralised value takes {OWN!r} and {WHOLE!r}, not {observation_space}.",
-                "Leave out model.centralized_value, or have the environment show both; the Arena does with env_config.whole: true.",
+                f"A centralised critic takes {OWN!r} and {STATE!r}, not {observation_space}.",
+                "Leave out model.centralized_value, or return both from the environment; the Arena does with env_config.whole: true.",
             )
-        self.actor = Network(observation_space[OWN], num_outputs, _of_actor(config), free_outputs)
-        nn.init.zeros_(self.actor.value_head.weight)  # nobody learns it: who asks the actor alone hears 0
+        self.actor = Network(observation_space[OWN], num_outputs, _actor_config(config), free_outputs)
+        nn.init.zeros_(self.actor.value_head.weight)  # never trained: the actor alone returns value 0
         self.recurrent = self.actor.recurrent
         self._share = config.central_shares
-        plan = [leaf for leaf in _plan(observation_space, config) if not self._share or leaf.path[0] == WHOLE]
+        plan = [leaf for leaf in _plan(observation_space, config) if not self._share or leaf.path[0] == STATE]
         self.vector = VectorPart(plan)
         self.trunk = Trunk(plan, self.vector.size + (self.actor.features if self._share else 0), config)
         self.value_head = Dense(self.trunk.size, 1, gain=1.0)
@@ -65,12 +65,12 @@ class CentralNetwork(PolicyNetwork):
     def initial_state(self, rows: int) -> tuple[Tensor, ...]:
         return self.actor.initial_state(rows)
 
-    def arranged(self, observation: Tree) -> Tree:
-        observation = {**observation, OWN: self.actor.arranged(observation[OWN])}
+    def to_network_layout(self, observation: Tree) -> Tree:
+        observation = {**observation, OWN: self.actor.to_network_layout(observation[OWN])}
         for encoder, path in zip(self.trunk.image_encoders, self.trunk.image_paths, strict=True):
-            if path[0] == OWN:  # the actor's layers lay it out in the same way
+            if path[0] == OWN:  # already converted by the actor
                 continue
-            observation = _replace(observation, path, encoder.arranged(_pick(observation, path)))
+            observation = _replace(observation, path, encoder.to_network_layout(_pick(observation, path)))
         return observation
 
     def freeze(self, *, values: bool = True) -> None:
@@ -96,35 +96,37 @@ class CentralNetwork(PolicyNetwork):
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         if self._share and self._values:
-            outputs, features, state = self._answers(observation[OWN], state, first)
+            outputs, features, state = self._actor_outputs(observation[OWN], state, first)
             return outputs, self._value(observation, outputs, features), state
         outputs, _, state = self.actor(observation[OWN], state, first)
         return outputs, self._value(observation, outputs), state
 
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        outputs, features, state = self._answers(observation[OWN], state, None)
+        outputs, features, state = self._actor_outputs(observation[OWN], state, None)
         return outputs, self._value(observation, outputs, features if self._share else None), state
 
-    def _answers(self, own: Tree, state: tuple[Tensor, ...], first: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        return self.actor.answers(own, self.actor.numbers(own), state, first)
+    def _actor_outputs(
+        self, own: Tree, state: tuple[Tensor, ...], first: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        return self.actor.compute_outputs(own, self.actor.vector_input(own), state, first)
 
     def _value(self, observation: Tree, outputs: Tensor, features: Tensor | None = None) -> Tensor:
         if not self._values:
             return outputs.new_zeros(outputs.shape[:-1])
-        vector = self.vector.normalised(self.vector(observation), self.norm)
+        vector = self.vector.normalize(self.vector(observation), self.norm)
         value: Tensor = self.value_head(self.trunk(vector, observation, features)).squeeze(-1)
         return value.float()
 
 
-def _of_actor(config: NetworkConfig) -> NetworkConfig:
+def _actor_config(config: NetworkConfig) -> NetworkConfig:
     scales = below(config.byte_scales, OWN)
     return replace(
         config, central=False, central_shares=False, vf_share_layers=True, byte_scales=scales
-    )  # without a value of its own
+    )  # the actor has no separate value layers
 
 
-def actor_of(policy: Policy) -> Policy:
-    """The policy for whoever only acts, with the very same weights; one without a centralised value is that already."""
+def actor_policy(policy: Policy) -> Policy:
+    """Return the policy for acting, which shares the weights; a policy without a centralised critic is returned unchanged."""
     network = policy.network
     if not isinstance(network, CentralNetwork):
         return policy
@@ -133,7 +135,7 @@ def actor_of(policy: Policy) -> Policy:
         own = Policy(
             policy.observation_space[OWN],
             policy.action_space,
-            _of_actor(policy.config),
+            _actor_config(policy.config),
             policy.normalise_observations,
             policy.kind,
         )
@@ -141,18 +143,18 @@ def actor_of(policy: Policy) -> Policy:
     return own
 
 
-def plain(description: Mapping[str, Any], weights: Weights) -> tuple[dict[str, Any], Weights]:
-    """The same for a stored policy: its description and weights without the value."""
+def without_critic(description: Mapping[str, Any], weights: Weights) -> tuple[dict[str, Any], Weights]:
+    """Return the description and weights of a stored policy without its critic."""
     network = description.get("network") or {}
     if not network.get("central"):
         return dict(description), weights
-    described = {
+    actor_description = {
         **description,
         "observation_space": description["observation_space"]["spaces"][OWN],
         "network": {**network, "central": False, "central_shares": False, "vf_share_layers": True},
     }
     if network.get("byte_scales"):
         scales = tuple((str(path), float(divisor)) for path, divisor in network["byte_scales"])
-        described["network"]["byte_scales"] = below(scales, OWN)
-    kept = {f"network.{name.removeprefix(_ACTOR)}": array for name, array in weights.items() if name.startswith(_ACTOR)}
-    return described, kept
+        actor_description["network"]["byte_scales"] = below(scales, OWN)
+    actor_weights = {f"network.{name.removeprefix(_ACTOR)}": array for name, array in weights.items() if name.startswith(_ACTOR)}
+    return actor_description, actor_weights

@@ -1,4 +1,4 @@
-"""Where a policy computes: on the CPU, or on an accelerator, with arrays and decisions on the CPU all the same."""
+"""Placement of policies on the CPU or an accelerator; arrays and decisions stay on the CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CPU = torch.device("cpu")
 
 
 def learner_device(name: str, num_gpus: float) -> torch.device:
-    """`auto` is an accelerator if `num_gpus` asks for one. Raises ConfigError when there is none, or no such device."""
+    """`auto` selects an accelerator if `num_gpus` is set. Raises ConfigError if there is none, or no such device."""
     if num_gpus and not torch.cuda.is_available():
         raise ConfigError(
-            f"config.num_gpus is {num_gpus:g}, and PyTorch finds no GPU on this machine.",
+            f"config.num_gpus is {num_gpus:g}, but PyTorch finds no GPU on this machine.",
             "Train on the CPU with --num-gpus 0, or install a PyTorch that supports the GPU.",
         )
     if name == "auto":
@@ -25,30 +25,30 @@ def learner_device(name: str, num_gpus: float) -> torch.device:
 
 
 def named_device(name: str, key: str) -> torch.device:
-    """A device by its name in the config. Raises ConfigError."""
+    """Return the device of a config value. Raises ConfigError."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"config.{key} is {name!r}, which is no device.", "Use cpu, cuda or cuda:1.") from error
+        raise ConfigError(f"config.{key} is {name!r}, which is not a device.", "Use cpu, cuda or cuda:1.") from error
     if device.type == "cpu":
         return CPU
     if device.type != "cuda":
         raise ConfigError(f"config.{key} is {name!r}: of accelerators, only cuda is supported.", "Use cpu or cuda.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
-        raise ConfigError(f"config.{key} is {name!r}, and PyTorch finds {count} accelerators here.", "Use cpu.")
+        raise ConfigError(f"config.{key} is {name!r}, but PyTorch finds {count} accelerators.", "Use cpu.")
     return torch.device("cuda", device.index or 0)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device, by way of page-locked memory, so that the copy goes on while others are prepared."""
+    """Move a tensor, through page-locked memory, so that the copy is asynchronous."""
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class DevicePolicy(Policy):
-    """A policy on an accelerator for those who act with tensors on the CPU, as every sampler does."""
+    """A policy on an accelerator that takes and returns tensors on the CPU, for samplers."""
 
     def step(
         self,
@@ -58,29 +58,29 @@ class DevicePolicy(Policy):
         mask: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> tuple[Tree, Tensor, Tensor, tuple[Tensor, ...]]:
-        action, log_prob, value, after = super().step(*self._there(observation, state, first, mask, noise))
+        action, log_prob, value, after = super().step(*self._to_policy_device(observation, state, first, mask, noise))
         return map_tree(Tensor.cpu, action), log_prob.cpu(), value.cpu(), tuple(s.cpu() for s in after)
 
     def value(self, observation: Tree, state: tuple[Tensor, ...] = (), first: Tensor | None = None) -> Tensor:
-        return super().value(*self._there(observation, state, first)).cpu()
+        return super().value(*self._to_policy_device(observation, state, first)).cpu()
 
-    def _there(self, observation: Tree, state: tuple[Tensor, ...], *rest: Tensor | None) -> tuple[Tree, ...]:
+    def _to_policy_device(self, observation: Tree, state: tuple[Tensor, ...], *rest: Tensor | None) -> tuple[Tree, ...]:
         device = self.device
-        seen = map_tree(lambda x: to_device(x, device), observation)
-        return seen, tuple(to_device(s, device) for s in state), *(None if x is None else to_device(x, device) for x in rest)
+        moved = map_tree(lambda x: to_device(x, device), observation)
+        return moved, tuple(to_device(s, device) for s in state), *(None if x is None else to_device(x, device) for x in rest)
 
 
-def acting_on(policy: Policy, device: torch.device) -> Policy:
-    """The policy itself for the CPU; else a copy on the device that takes and gives tensors on the CPU."""
-    return policy if device.type == "cpu" else _copied(policy, DevicePolicy, device)
+def copy_for_acting(policy: Policy, device: torch.device) -> Policy:
+    """Return the policy itself for the CPU; otherwise a copy on the device that takes and returns CPU tensors."""
+    return policy if device.type == "cpu" else _copy_to_device(policy, DevicePolicy, device)
 
 
-def learning_on(policy: Policy, device: torch.device) -> Policy:
-    """The policy itself if it is there; else a copy on the device."""
-    return policy if policy.device == device else _copied(policy, Policy, device)
+def copy_for_learning(policy: Policy, device: torch.device) -> Policy:
+    """Return the policy itself if it is on the device; otherwise a copy there."""
+    return policy if policy.device == device else _copy_to_device(policy, Policy, device)
 
 
-def _copied(policy: Policy, kind: type[Policy], device: torch.device) -> Policy:
-    twin = kind.from_description(policy.description())
-    twin.load_weights(policy.weights())
-    return twin.to(device)
+def _copy_to_device(policy: Policy, kind: type[Policy], device: torch.device) -> Policy:
+    copy = kind.from_description(policy.description())
+    copy.load_weights(policy.weights())
+    return copy.to(device)

@@ -1,7 +1,7 @@
-"""From network outputs to actions: one distribution per action space, hybrid ones composed of parts.
+"""Action distributions: one per action space, composed for Dict and Tuple spaces.
 
-A distribution is a pure function of (outputs, mask, noise). The noise is an argument, so that a policy is reproducible, can
-be exported with its randomness outside, and a sampler may draw the noise of a whole segment at once.
+A distribution is a pure function of (outputs, mask, noise). Noise is an argument so that a policy is reproducible, can be exported
+with its randomness outside, and a sampler can draw the noise of a whole segment at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ludus.errors import ConfigError
 MASKED = -1e9  # finite, so that probability·log-probability of a masked option is 0 and never NaN
 _LOG_STD_RANGE = (-20.0, 2.0)
 _INT64 = np.dtype(np.int64)
-_RARE = 1e-12  # a probability that is taken for 0: its logarithm is a number
+_MIN_PROBABILITY = 1e-12  # clamp with a finite logarithm
 
 
 class Distribution(Protocol):
@@ -35,19 +35,19 @@ class Distribution(Protocol):
     """Outputs that need not depend on the observation: the log standard deviations."""
 
     def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard noise of shape [*lead, noise_size]."""
+        """Return standard noise of shape [*lead, noise_size]."""
         ...
 
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
-        """(action, log-probability); without noise the most probable action."""
+        """Return (action, log-probability); without noise the most probable action."""
         ...
 
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy) of given actions."""
+        """Return (log-probability, entropy) of given actions."""
         ...
 
     def to_environment(self, action: Tree) -> Tree:
-        """NumPy actions as the environment takes them: shifted, scaled and clipped into the space."""
+        """Convert NumPy actions for the environment: shifted, scaled and clipped to the space."""
         ...
 
 
@@ -72,12 +72,12 @@ def make_distribution(space: gym.Space[Any], where: str = "action") -> Distribut
     )
 
 
-def make_values(space: gym.Space[Any]) -> EpsilonGreedy:
-    """How actions are chosen by what they are worth."""
+def make_q_distribution(space: gym.Space[Any]) -> EpsilonGreedy:
+    """Return the ε-greedy distribution of a value-based policy."""
     if not isinstance(space, gym.spaces.Discrete):
         raise ConfigError(
-            f"DQN learns what each action is worth, which needs Discrete actions; these are {space}.",
-            "Use PPO, APPO or IMPALA, or make the actions discrete by a wrapper.",
+            f"DQN learns the value of each action and needs Discrete actions; these are {space}.",
+            "Use PPO, APPO or IMPALA, or a wrapper that makes the actions discrete.",
         )
     return EpsilonGreedy(int(space.n), int(space.start), np.dtype(space.dtype))
 
@@ -118,10 +118,10 @@ class Categorical:
 
 
 class EpsilonGreedy(nn.Module):
-    """The action that is worth most or, with probability `epsilon`, any of the allowed ones; outputs are what each is worth.
+    """The action with the highest Q-value or, with probability `epsilon`, a random allowed one.
 
-    `epsilon` is a buffer: part of the weights, so that it reaches whoever acts with them. Noise is uniform in [0, 1): its first
-    number explores from 1 − epsilon on, the others choose by the largest. So none is greedy, and less of it explores less.
+    `epsilon` is a buffer, so it is published with the weights. Noise is uniform in [0, 1): the first number explores if it is above
+    1 − epsilon, the argmax of the others is the random action. No noise is greedy; scaled-down noise explores less.
     """
 
     epsilon: Tensor
@@ -141,28 +141,30 @@ class EpsilonGreedy(nn.Module):
         best = masked(outputs, mask).argmax(dim=-1)
         chosen = best
         if noise is not None:
-            wanders = noise[..., 0] > 1 - self.epsilon
-            chosen = torch.where(wanders, masked(noise[..., 1:], mask).argmax(dim=-1), best)
-        return chosen, self._log_prob(chosen == best, self._any(mask))
+            explores = noise[..., 0] > 1 - self.epsilon
+            chosen = torch.where(explores, masked(noise[..., 1:], mask).argmax(dim=-1), best)
+        return chosen, self._log_prob(chosen == best, self._exploration_probability(mask))
 
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        each = self._any(mask)
+        each = self._exploration_probability(mask)
         best = masked(outputs, mask).argmax(dim=-1)
         count = self.num_outputs if mask is None else mask.sum(dim=-1)
         greedy, other = 1 - self.epsilon + each, each
-        entropy = -(greedy * greedy.clamp(min=_RARE).log() + (count - 1) * other * other.clamp(min=_RARE).log())
+        entropy = -(
+            greedy * greedy.clamp(min=_MIN_PROBABILITY).log() + (count - 1) * other * other.clamp(min=_MIN_PROBABILITY).log()
+        )
         return self._log_prob(action == best, each), entropy.expand(best.shape)
 
     def best(self, outputs: Tensor, mask: Tensor | None) -> Tensor:
-        """What the best allowed action is worth."""
+        """The Q-value of the best allowed action."""
         return masked(outputs, mask).amax(dim=-1)
 
-    def _any(self, mask: Tensor | None) -> Tensor:
-        """The probability with which exploration takes one certain action."""
+    def _exploration_probability(self, mask: Tensor | None) -> Tensor:
+        """Probability that exploration takes one given action."""
         return self.epsilon / (self.num_outputs if mask is None else mask.sum(dim=-1))
 
     def _log_prob(self, greedy: Tensor, each: Tensor) -> Tensor:
-        return torch.where(greedy, 1 - self.epsilon + each, each).clamp(min=_RARE).log()
+        return torch.where(greedy, 1 - self.epsilon + each, each).clamp(min=_MIN_PROBABILITY).log()
 
     def to_environment(self, action: Tree) -> Tree:
         return (action + self._start if self._start else action).astype(self._dtype, copy=False)
@@ -225,7 +227,7 @@ class Bernoulli:
 
     @staticmethod
     def _log_prob(logits: Tensor, bits: Tensor) -> Tensor:
-        # −softplus(−x) is logsigmoid(x); as ONNX the latter would be log(sigmoid(x)), which is −∞ from −88 on.
+        # −softplus(−x) is logsigmoid(x), which ONNX would compute as log(sigmoid(x)): −∞ below −88.
         return -F.softplus(torch.where(bits, -logits, logits)).sum(dim=-1)
 
     def to_environment(self, action: Tree) -> Tree:
@@ -235,7 +237,7 @@ class Bernoulli:
 class Gaussian:
     """Independent normals in a space where [-1, 1] is the Box; outputs are means, then log standard deviations.
 
-    The unclipped sample is what is recorded and learned from; only the environment sees it clipped into its bounds.
+    The unclipped sample is recorded and learned from; only the environment gets it clipped to its bounds.
     """
 
     def __init__(self, space: gym.spaces.Box) -> None:

@@ -1,9 +1,9 @@
-"""Sets of entities: an encoder that does not care for their order, and a head that points at one of them.
+"""Sets of entities: a permutation-invariant encoder, and a head that points at one entity.
 
-Most places of a set are empty most of the time. What is computed outside an exported graph is computed for as many places as the
-fullest set of a batch fills: its entities move together first, and answers about them go back to where they stood.
+Most slots of a set are usually empty. Outside an exported graph only as many slots are computed as the fullest set of the batch uses:
+its entities are compacted first, and results are scattered back.
 
-Letters: N places of a set, W of them after moving together, F features.
+Shapes: N slots of a set, W slots after compaction, F features.
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ludus.models.distributions import MASKED
-from ludus.models.layers import Dense, mlp, traced
+from ludus.models.layers import Dense, is_tracing, mlp
 
 
 @dataclass(frozen=True)
-class Crowd:
-    """Entities of a set, one by one, as each stands among the others."""
+class EncodedEntities:
+    """Encoded entities of a set."""
 
     each: Tensor
     """[*, W, dim]"""
     present: Tensor
-    """[*, W]: others have no part in the whole, but may be pointed at."""
-    places: int
-    """N, of the set they came from."""
+    """[*, W]: absent entities do not contribute to the pooled features, but may be pointed at."""
+    slots: int
+    """N, the number of slots of the set."""
     order: Tensor | None
-    """[*, W] where they stood there; None: where they are."""
+    """[*, W] original slots; None if not compacted."""
 
-    def back(self, numbers: Tensor) -> Tensor:
-        """[*, rows, W] numbers about them → [*, rows, N], the lowest for whoever was left out."""
+    def scatter_back(self, numbers: Tensor) -> Tensor:
+        """[*, rows, W] numbers per entity → [*, rows, N], MASKED for entities that were left out."""
         if self.order is None:
             return numbers
-        empty = numbers.new_full((*numbers.shape[:-1], self.places), MASKED)
+        empty = numbers.new_full((*numbers.shape[:-1], self.slots), MASKED)
         return empty.scatter(-1, self.order.unsqueeze(-2).expand(numbers.shape), numbers)
 
 
 class EntityEncoder(nn.Module):
-    """A set of entities [N, F] with a presence mask: shared layers, one round of attention, pooled by mean and maximum."""
+    """Encodes a set of entities [N, F] with a presence mask: shared layers, one round of attention, mean and max pooling."""
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
         self.embed = mlp(features, [dim, dim], "relu")
         self.query, self.value = Dense(dim, dim), Dense(dim, dim)
-        self.key = nn.Linear(dim, dim, bias=False)  # the softmax would not notice one
+        self.key = nn.Linear(dim, dim, bias=False)  # softmax is invariant to a key bias
         self.size = 2 * dim
 
     def forward(self, entities: Tensor, present: Tensor) -> Tensor:
-        return self.pooled(self.crowd(entities, present))
+        return self.pool(self.encode_entities(entities, present))
 
-    def crowd(self, entities: Tensor, present: Tensor, pointed: Tensor | None = None) -> Crowd:
-        """[*, N, F], [*, N], and whom there will be an answer about besides those who are present; whoever is not has no features."""
-        places, order = entities.shape[-2], None
-        if not traced() and entities.device.type == "cpu":  # elsewhere to ask how many there are costs more than it saves
-            entities, present, order = _together(entities, present, present if pointed is None else present | pointed)
+    def encode_entities(self, entities: Tensor, present: Tensor, pointed: Tensor | None = None) -> EncodedEntities:
+        """`pointed`: entities that a pointer may choose in addition to the present ones; absent entities have zero features."""
+        slots, order = entities.shape[-2], None
+        if not is_tracing() and entities.device.type == "cpu":  # on an accelerator the synchronisation costs more than it saves
+            entities, present, order = _compact(entities, present, present if pointed is None else present | pointed)
         x: Tensor = self.embed(torch.where(present.unsqueeze(-1), entities, 0.0))
         # k·q = x·(Kᵀ·(Q·x + b)): one layer instead of two; and the values of a mean are the mean of the values.
         scale, to_key = 1 / math.sqrt(x.shape[-1]), self.key.weight.t()
-        asked = F.linear(x, to_key @ self.query.weight * scale, to_key @ self.query.bias * scale)
+        query = F.linear(x, to_key @ self.query.weight * scale, to_key @ self.query.bias * scale)
         hidden = torch.where(present, 0.0, MASKED).unsqueeze(-2)
-        weights = (asked @ x.transpose(-1, -2) + hidden).softmax(dim=-1)
-        return Crowd(x + self.value(weights @ x), present, places, order)
+        weights = (query @ x.transpose(-1, -2) + hidden).softmax(dim=-1)
+        return EncodedEntities(x + self.value(weights @ x), present, slots, order)
 
-    def pooled(self, crowd: Crowd) -> Tensor:
-        """[*, 2 dim] the set as a whole."""
-        each, present = crowd.each, crowd.present
+    def pool(self, encode_entities: EncodedEntities) -> Tensor:
+        """[*, 2 dim] features of the whole set."""
+        each, present = encode_entities.each, encode_entities.present
         count = present.sum(dim=-1, keepdim=True)
         mean = ((present / count.clamp(min=1)).to(each.dtype).unsqueeze(-2) @ each).squeeze(-2)
         maximum = (each + torch.where(present, 0.0, MASKED).unsqueeze(-1)).amax(dim=-2)
@@ -76,30 +76,30 @@ class EntityEncoder(nn.Module):
 
 
 class Pointer(nn.Module):
-    """Which entity is meant: `rows` questions, each answered by a number for every entity (Vinyals et al. 2015)."""
+    """A pointer head (Vinyals et al. 2015): `rows` queries, each with a logit per entity."""
 
     def __init__(self, features: int, dim: int, rows: int) -> None:
         super().__init__()
         self.rows, self.dim = rows, dim
-        self.query = Dense(features, rows * dim, gain=0.1)  # near to indifferent in the beginning
+        self.query = Dense(features, rows * dim, gain=0.1)  # nearly uniform at the start
         self.key = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, features: Tensor, crowd: Crowd, allowed: Tensor | None) -> Tensor:
-        """[*, features], a set, [*, rows, N] → [*, rows · N]; who is not allowed is never meant."""
+    def forward(self, features: Tensor, encode_entities: EncodedEntities, allowed: Tensor | None) -> Tensor:
+        """[*, features], a set, [*, rows, N] → [*, rows · N]; entities that are not allowed are masked."""
         query = self.query(features).unflatten(-1, (self.rows, self.dim)) / math.sqrt(self.dim)
-        logits = crowd.back(((query @ self.key.weight) @ crowd.each.transpose(-1, -2)).float())
+        logits = encode_entities.scatter_back(((query @ self.key.weight) @ encode_entities.each.transpose(-1, -2)).float())
         if allowed is not None:
             logits = torch.where(allowed, logits, MASKED)
         return logits.flatten(-2)
 
 
-def _together(entities: Tensor, present: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Those who are kept, in their order, in the first places of each set; and where they stood, unless nothing was saved."""
+def _compact(entities: Tensor, present: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Move the kept entities of each set, in order, to the first slots; also return their original slots, None if nothing is saved."""
     counts = kept.sum(dim=-1)
-    widest, places = max(1, int(counts.max())) if counts.numel() else 1, kept.shape[-1]
-    if widest == places:
+    widest, slots = max(1, int(counts.max())) if counts.numel() else 1, kept.shape[-1]
+    if widest == slots:
         return entities, present, None
     order = kept.sort(dim=-1, descending=True, stable=True).indices[..., :widest]
-    sets = torch.arange(counts.numel()).unsqueeze(-1) * places
+    sets = torch.arange(counts.numel()).unsqueeze(-1) * slots
     rows = entities.reshape(-1, entities.shape[-1]).index_select(0, (order.reshape(-1, widest) + sets).reshape(-1))
     return rows.reshape(*order.shape, entities.shape[-1]), present.gather(-1, order), order

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 class _LinearTanh(torch.autograd.Function):
     """tanh(x·Wᵀ + b) in five memory passes.
 
-    tanh(z) = 2·sigmoid(2z) − 1 costs a third of torch.tanh on CPUs without AVX-512 and differs by less than 2e-7; the
-    gradient of a narrow input layer is taken as (xᵀ·g)ᵀ, which MKL computes several times faster than gᵀ·x.
+    tanh(z) = 2·sigmoid(2z) − 1 costs a third of torch.tanh on CPUs without AVX-512 and differs by less than 2e-7. The gradient of a
+    narrow input layer is computed as (xᵀ·g)ᵀ, which MKL does several times faster than gᵀ·x.
     """
 
     @staticmethod
@@ -74,25 +74,25 @@ def mlp(inputs: int, hiddens: Sequence[int], activation: str) -> nn.Sequential:
     return nn.Sequential(*(Dense(a, b, activation) for a, b in itertools.pairwise(sizes)))
 
 
-_MANY_GIVEN = 256
-"""Columns. With fewer a second product costs as much as it saves."""
+_MIN_INPUT_COLUMNS = 256
+"""With fewer columns a second product costs as much as it saves."""
 
 
-def through(layers: nn.Sequential, parts: Sequence[Tensor]) -> Tensor:
-    """The layers of `mlp` over parts that stand side by side.
+def apply_mlp(layers: nn.Sequential, parts: Sequence[Tensor]) -> Tensor:
+    """Apply the layers of `mlp` to the concatenation of `parts`.
 
-    What was observed needs no gradient, and a wide observation is most of the first layer: there it has a product of its own, and
-    nothing is computed that leads nowhere.
+    Observations need no gradient, and a wide observation is most of the first layer: it gets a separate product, so that no unneeded
+    gradient is computed.
     """
     parts = parts if len(parts) == 1 else [part.float() for part in parts]
-    given = sum(part.shape[-1] for part in parts if not part.requires_grad)
-    learned = any(part.requires_grad for part in parts)
-    if not len(layers) or not learned or given < _MANY_GIVEN or traced():
-        x: Tensor = layers(_beside(parts))
+    input_columns = sum(part.shape[-1] for part in parts if not part.requires_grad)
+    has_gradient = any(part.requires_grad for part in parts)
+    if not len(layers) or not has_gradient or input_columns < _MIN_INPUT_COLUMNS or is_tracing():
+        x: Tensor = layers(_concat(parts))
         return x
     first, *others = layers
     assert isinstance(first, Dense)
-    runs = [_beside(list(run)) for _, run in itertools.groupby(parts, key=lambda part: part.requires_grad)]
+    runs = [_concat(list(run)) for _, run in itertools.groupby(parts, key=lambda part: part.requires_grad)]
     weights = first.weight.split([run.shape[-1] for run in runs], dim=1)
     x = F.linear(runs[0], weights[0], first.bias)
     for run, weight in zip(runs[1:], weights[1:], strict=True):
@@ -103,10 +103,10 @@ def through(layers: nn.Sequential, parts: Sequence[Tensor]) -> Tensor:
     return x
 
 
-def _beside(parts: Sequence[Tensor]) -> Tensor:
+def _concat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
 
 
-def traced() -> bool:
-    """A graph that is being exported has the plain form."""
+def is_tracing() -> bool:
+    """Return whether a graph is being exported or compiled, which must have the plain form."""
     return torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()

@@ -1,7 +1,7 @@
-"""Networks chosen from the observation space: MLP, Nature CNN, small ResNet, entity sets, and an LSTM or GRU on top.
+"""Networks built from the observation space: MLP, Nature CNN, small ResNet, entity sets, and an LSTM or GRU on top.
 
-`Network` maps (observation, state, first) to (outputs, value, state). Its parts are ordinary modules that a custom model
-may reuse. Observations are trees of tensors with any leading dimensions; recurrent calls have exactly [T, B].
+`Network` maps (observation, state, first) to (outputs, value, state). Its parts are ordinary modules that a custom model can
+reuse. Observations are trees of tensors with any leading dimensions; recurrent calls have exactly [T, B].
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ludus.core.plugins import did_you_mean
 from ludus.core.tree import Tree
 from ludus.errors import ConfigError
 from ludus.models.autoregressive_actions import Branch
-from ludus.models.byte_scales import PICTURE
+from ludus.models.byte_scales import IMAGE_DIVISOR
 from ludus.models.categories import EMBEDDING_SIZE, CategoryEmbedding, category_counts, check_countable
-from ludus.models.entity_encoder import Crowd, EntityEncoder, Pointer
-from ludus.models.layers import ACTIVATIONS, Dense, mlp, through, traced
+from ludus.models.entity_encoder import EncodedEntities, EntityEncoder, Pointer
+from ludus.models.layers import ACTIVATIONS, Dense, apply_mlp, is_tracing, mlp
 
 NATURE_FILTERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 
@@ -34,17 +34,17 @@ class NetworkConfig:
     """The `model:` section of an experiment, resolved."""
 
     fcnet_hiddens: tuple[int, ...] | None = None
-    """Layers after the encoders; by default 64, 64 for vectors and 512 behind a convolution."""
+    """Layers after the encoders; by default 64, 64 for vectors and 512 after a convolution."""
     fcnet_activation: str = "tanh"
     conv: str = "nature"
     """`nature` (three convolutions) or `resnet` (three small residual stages) for images."""
     conv_filters: tuple[tuple[int, int, int], ...] | None = None
-    """Own convolutions as (channels, kernel, stride); replaces `conv`."""
+    """Custom convolutions as (channels, kernel, stride); replaces `conv`."""
     entity_dim: int = 64
     entity_present: tuple[tuple[str, int], ...] = ()
-    """Sets of entities that have no mask beside them: their name, and the feature that is above 0 for those who are there."""
+    """Entity sets without a mask: name, and index of the feature that is above 0 for present entities."""
     autoregressive: tuple[Branch, ...] = ()
-    """Parts of an action that are chosen after its first one (`ludus.models.autoregressive_actions`)."""
+    """Parts of an action that are chosen after its first part (`ludus.models.autoregressive_actions`)."""
     vf_share_layers: bool | None = None
     """One trunk for policy and value; by default only for images and recurrent models."""
     core: str | None = None
@@ -55,29 +55,29 @@ class NetworkConfig:
     """A learned standard deviation per action dimension that does not depend on the observation."""
     log_std_init: float = 0.0
     dueling: bool = False
-    """Of a model of values: what the state is worth, and how much better each action is, apart."""
+    """Q-networks: separate streams for state value and advantages."""
     head_hiddens: tuple[int, ...] = ()
-    """Of a model of values: layers between the trunk and what it says, one set for each of the two of a dueling one."""
+    """Q-networks: layers between the trunk and the outputs, one set per stream if dueling."""
     embed_above: int | None = None
-    """Categories of more values than this are embedded instead of one-hot; None: never, as in checkpoints of earlier releases."""
+    """Categories with more values than this are embedded instead of one-hot; None: never, as in checkpoints of earlier releases."""
     central: bool = False
-    """The value sees `state` besides `observation`, the policy only the latter (`ludus.models.centralized_critic`)."""
+    """The critic sees `state` in addition to `observation`, the policy only the latter (`ludus.models.centralized_critic`)."""
     central_shares: bool = False
-    """Such a value takes its own view from the policy's layers."""
+    """The centralised critic takes features from the policy's layers."""
     custom_model: str | None = None
-    """A model of the user's: the name of its file in `model/`, or `module:Class`."""
+    """A user's model: the name of its file in `model/`, or `module:Class`."""
     custom_model_config: Mapping[str, Any] = field(default_factory=dict)
     byte_scales: tuple[tuple[str, float], ...] = ()
-    """Path → divisor of the uint8 parts of an observation that are not divided by 255 (`ludus.models.byte_scales`)."""
+    """Path → divisor of the uint8 leaves of an observation that are not divided by 255 (`ludus.models.byte_scales`)."""
 
     def __post_init__(self) -> None:
-        """A description that was read from a file has plain mappings for branches."""
+        """Convert the plain mappings of a stored description to branches."""
         made = tuple(b if isinstance(b, Branch) else Branch(**{**b, "after": tuple(b["after"])}) for b in self.autoregressive)
         object.__setattr__(self, "autoregressive", made)
 
 
 class PolicyNetwork(nn.Module):
-    """What a policy asks of its network, ours or the user's: (observation, state, first) → (outputs, value, state).
+    """The interface between a policy and its network, built-in or custom: (observation, state, first) → (outputs, value, state).
 
     Observations are trees with any leading dimensions; a recurrent network is called with exactly [T, B] and `first` [T, B].
     """
@@ -85,7 +85,7 @@ class PolicyNetwork(nn.Module):
     norm: RunningNorm | None
     recurrent: bool = False
     pixels: int = 0
-    """Of all pictures of an observation: whether it is worth to use several cores."""
+    """Pixels of all images of an observation; decides whether to use several cores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,25 +94,25 @@ class PolicyNetwork(nn.Module):
     def initial_state(self, rows: int) -> tuple[Tensor, ...]:
         return ()
 
-    def arranged(self, observation: Tree) -> Tree:
-        """The same observations, laid out for learning from them several times."""
+    def to_network_layout(self, observation: Tree) -> Tree:
+        """Convert observations to the memory layout for repeated learning."""
         return observation
 
     def freeze(self, *, values: bool = True) -> None:
-        """Promise that the weights do not change until `thaw`: where there is a faster form of them, it is used."""
+        """Declare that the weights do not change until `thaw`, so that a faster form of them can be used."""
 
     def thaw(self) -> None:
         pass
 
     def normalise_observations(self) -> None:
-        """Have running statistics of the numbers in an observation; before the first step."""
+        """Add running statistics of the numeric observations. Call before the first step."""
         raise NotImplementedError
 
     def observe(self, observation: Tree) -> None:
         """Learner only: merge observations [N, …] into the running statistics, if there are any."""
 
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """One step of N rows in the middle of an episode, without a dimension of time: what is exported."""
+        """One step of N rows within an episode, without a time dimension; this is exported."""
         raise NotImplementedError
 
     def forward(
@@ -127,7 +127,7 @@ class PolicyNetwork(nn.Module):
 class ImageEncoder(nn.Module):
     """Convolutions over an image, channels first or last, uint8 divided by `divisor`; runs in channels-last layout."""
 
-    def __init__(self, space: gym.spaces.Box, config: NetworkConfig, divisor: float = PICTURE) -> None:
+    def __init__(self, space: gym.spaces.Box, config: NetworkConfig, divisor: float = IMAGE_DIVISOR) -> None:
         super().__init__()
         self.channels_last_input = channels_last(space.shape)
         c, h, w = _chw(space.shape)
@@ -146,20 +146,20 @@ class ImageEncoder(nn.Module):
         except RuntimeError as error:
             raise ConfigError(f"The convolutions do not fit an image of {h}×{w}: {error}.", "Set model.conv_filters.") from error
 
-    def arranged(self, image: Tensor) -> Tensor:
-        """[…, C, H, W] → […, H, W, C] in memory, once, for pictures that will be learned from several times.
+    def to_network_layout(self, image: Tensor) -> Tensor:
+        """[..., C, H, W] → [..., H, W, C] in memory, once, for images that are learned from several times.
 
-        The convolutions want it so; to lay out bytes costs a fifth of laying out the floats they become, in every epoch.
+        Transposing bytes costs a fifth of transposing the floats in every epoch.
         """
-        return image if self.channels_last_input else _interleaved(image)
+        return image if self.channels_last_input else _to_channels_last(image)
 
     def forward(self, image: Tensor) -> Tensor:
         lead = image.shape[:-3]
         x = image.flatten(0, -4) if len(lead) != 1 else image
         if tuple(image.shape[-3:]) != self.chw:
             x = x.permute(0, 3, 1, 2)
-        elif image.dtype == torch.uint8 and not traced():
-            x = _interleaved(x).permute(0, 3, 1, 2)
+        elif image.dtype == torch.uint8 and not is_tracing():
+            x = _to_channels_last(x).permute(0, 3, 1, 2)
         weight = next(self.body.parameters())
         x = x.to(weight.dtype, memory_format=torch.channels_last)
         x = self.body(x.mul_(self.scale) if image.dtype == torch.uint8 else x)
@@ -167,7 +167,7 @@ class ImageEncoder(nn.Module):
         return features
 
 
-def _interleaved(planes: Tensor) -> Tensor:
+def _to_channels_last(planes: Tensor) -> Tensor:
     """[…, C, H, W] → […, H, W, C], plane by plane: a third of the time of a general transposition of bytes."""
     out = planes.new_empty((*planes.shape[:-3], *planes.shape[-2:], planes.shape[-3]))
     for channel in range(planes.shape[-3]):
@@ -176,7 +176,7 @@ def _interleaved(planes: Tensor) -> Tensor:
 
 
 def channels_last(shape: tuple[int, ...]) -> bool:
-    """Whether a picture is [H, W, C]. A few planes of equal sides are [C, H, W]."""
+    """Return whether an image is [H, W, C]. A few planes with equal sides are [C, H, W]."""
     planes_first = shape[0] <= 16 and shape[1] == shape[2]
     return shape[-1] <= 16 and shape[-1] < shape[0] and not planes_first
 
@@ -212,7 +212,7 @@ class _Residual(nn.Module):
 
 
 def _resnet(channels: int) -> nn.Sequential:
-    """Three stages of 16, 32, 32 channels (Espeholt et al. 2018, the deep IMPALA network with one block a stage)."""
+    """Three stages of 16, 32, 32 channels (Espeholt et al. 2018, the deep IMPALA network with one block per stage)."""
     layers: list[nn.Module] = []
     for out in (16, 32, 32):
         layers += [nn.Conv2d(channels, out, 3, padding=1), nn.MaxPool2d(3, 2, padding=1), _Residual(out)]
@@ -231,14 +231,15 @@ class _Leaf:
     size: int = 0
     mask: tuple[Any, ...] | None = None
     present: int | None = None
-    """Of entities without a mask: the feature that says who is there."""
-    divisor: float = PICTURE
-    """Of uint8: what its numbers are divided by."""
+    """Entities without a mask: index of the presence feature."""
+    divisor: float = IMAGE_DIVISOR
+    """Divisor of uint8 values."""
 
 
 def _plan(space: gym.Space[Any], config: NetworkConfig | None = None, path: tuple[Any, ...] = ()) -> list[_Leaf]:
-    """Which leaf goes where. A 2-D Box beside `<name>_mask` in a Dict is a list of entities, and so is one that the config names.
-    Masks of branches are no numbers to learn from."""
+    """Assign every leaf of the observation to an encoder. A 2-D Box with a sibling `<name>_mask` in a Dict is an entity set, and so is
+    one named in the config. Masks of branches are not network inputs.
+    """
     config = config or NetworkConfig()
     if isinstance(space, gym.spaces.Dict):
         present, masks = dict(config.entity_present), {branch.mask for branch in config.autoregressive}
@@ -249,14 +250,14 @@ def _plan(space: gym.Space[Any], config: NetworkConfig | None = None, path: tupl
             if _is_entities(space, key):
                 plan.append(_Leaf((*path, key), "entities", item, mask=(*path, f"{key}_mask")))
             elif key in present:
-                plan.append(_Leaf((*path, key), "entities", item, present=_present(key, item, present[key])))
+                plan.append(_Leaf((*path, key), "entities", item, present=_presence_feature(key, item, present[key])))
             else:
                 plan += _plan(item, config, (*path, key))
         return plan
     if isinstance(space, gym.spaces.Tuple):
         return [leaf for i, item in enumerate(space.spaces) for leaf in _plan(item, config, (*path, i))]
     if isinstance(space, gym.spaces.Box):
-        divisor = dict(config.byte_scales).get(".".join(map(str, path)), PICTURE)
+        divisor = dict(config.byte_scales).get(".".join(map(str, path)), IMAGE_DIVISOR)
         if len(space.shape) == 3 and min(space.shape[0], space.shape[-1]) <= 16 and min(_chw(space.shape)[1:]) >= 5:
             return [_Leaf(path, "image", space, divisor=divisor)]
         return [_Leaf(path, "vector", space, math.prod(space.shape), divisor=divisor)]
@@ -270,7 +271,7 @@ def _plan(space: gym.Space[Any], config: NetworkConfig | None = None, path: tupl
 
 
 def entities_of(space: gym.Space[Any], config: NetworkConfig) -> dict[str, int]:
-    """Sets of entities in an observation, and how many each has room for."""
+    """Return the entity sets of an observation with their capacity."""
     return {leaf.path[-1]: int(leaf.space.shape[0]) for leaf in _plan(space, config) if leaf.kind == "entities"}
 
 
@@ -279,7 +280,7 @@ def _is_entities(space: gym.spaces.Dict, key: str) -> bool:
     return isinstance(item, gym.spaces.Box) and len(item.shape) == 2 and mask is not None and mask.shape == item.shape[:1]
 
 
-def _present(key: str, item: gym.Space[Any], feature: int) -> int:
+def _presence_feature(key: str, item: gym.Space[Any], feature: int) -> int:
     if not isinstance(item, gym.spaces.Box) or len(item.shape) != 2:
         raise ConfigError(
             f"model.entity_present names {key!r}, which is {item}.", "A set of entities is a Box [entities, features]."
@@ -296,7 +297,7 @@ def _pick(tree: Tree, path: tuple[Any, ...]) -> Tensor:
 
 
 def _replace(tree: Tree, path: tuple[Any, ...], leaf: Tensor) -> Tree:
-    """The tree with one leaf exchanged."""
+    """Return the tree with one leaf replaced."""
     if not path:
         return leaf
     head, rest = path[0], path[1:]
@@ -306,9 +307,9 @@ def _replace(tree: Tree, path: tuple[Any, ...], leaf: Tensor) -> Tree:
 
 
 class VectorPart(nn.Module):
-    """All leaves that are numbers or categories, as one float vector [*, size]; bytes divided by what their leaf says.
+    """All numeric and categorical leaves as one float vector [*, size]; uint8 divided by the divisor of the leaf.
 
-    Categories are one-hot or, if they are very many, embedded; embedded ones come last, from `plain_size` on.
+    Categories are one-hot or, if there are very many, embedded; embedded ones come last, from `plain_size` on.
     """
 
     def __init__(self, plan: list[_Leaf]) -> None:
@@ -325,7 +326,7 @@ class VectorPart(nn.Module):
         return (torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]) if parts else None
 
     def plain(self, observation: Tree) -> Tensor:
-        """[N, plain_size]: what does not depend on weights."""
+        """[N, plain_size]: the part that does not depend on weights."""
         parts = self._plain_parts(observation)
         joined = torch.cat(parts, dim=-1)
         return joined.reshape(-1, joined.shape[-1])
@@ -333,8 +334,8 @@ class VectorPart(nn.Module):
     def _plain_parts(self, observation: Tree) -> list[Tensor]:
         return [self._part(leaf, _pick(observation, leaf.path)) for leaf in self.plan]
 
-    def normalised(self, vector: Tensor | None, norm: RunningNorm | None) -> Tensor | None:
-        """The vector whose numbers that do not depend on weights are normalised."""
+    def normalize(self, vector: Tensor | None, norm: RunningNorm | None) -> Tensor | None:
+        """Normalise the part of the vector that does not depend on weights."""
         if norm is None or vector is None:
             return vector
         if self.plain_size == self.size:
@@ -382,23 +383,25 @@ class Trunk(nn.Module):
         return [encoder for encoder in self.images if isinstance(encoder, ImageEncoder)]
 
     def forward(self, vector: Tensor | None, observation: Tree, before: Tensor | None = None) -> Tensor:
-        return self.seen(vector, observation, before)[0]
+        return self.encode(vector, observation, before)[0]
 
-    def seen(self, vector: Tensor | None, observation: Tree, before: Tensor | None = None) -> tuple[Tensor, list[Crowd]]:
-        """The features, and of every set its entities one by one. `before`: what somebody else made of it, ahead of the vector."""
+    def encode(
+        self, vector: Tensor | None, observation: Tree, before: Tensor | None = None
+    ) -> tuple[Tensor, list[EncodedEntities]]:
+        """Return the features and the encoded entities of every set. `before`: features of another module, placed ahead of the vector."""
         parts = [part for part in (before, vector) if part is not None]
         parts += [encode(_pick(observation, path)) for encode, path in zip(self.images, self.image_paths, strict=True)]
-        crowds: list[Crowd] = []
+        entity_sets: list[EncodedEntities] = []
         for encoder, leaf in zip(self.sets, self.set_leaves, strict=True):
             assert isinstance(encoder, EntityEncoder)
             entities = _pick(observation, leaf.path)
             present = (_pick(observation, leaf.mask) if leaf.mask is not None else entities[..., leaf.present]) > 0
-            crowds.append(encoder.crowd(entities, present, self._pointed(leaf, present, observation)))
-            parts.append(encoder.pooled(crowds[-1]))
-        return through(self.dense, parts), crowds
+            entity_sets.append(encoder.encode_entities(entities, present, self._pointer_targets(leaf, present, observation)))
+            parts.append(encoder.pool(entity_sets[-1]))
+        return apply_mlp(self.dense, parts), entity_sets
 
-    def _pointed(self, leaf: _Leaf, present: Tensor, observation: Tree) -> Tensor | None:
-        """Who may be pointed at, of a set; without a mask anybody. None: nobody is."""
+    def _pointer_targets(self, leaf: _Leaf, present: Tensor, observation: Tree) -> Tensor | None:
+        """Entities of a set that may be pointed at; all without a mask. None: no branch points at this set."""
         branches = [branch for branch in self._pointing if branch.points_at == leaf.path[-1]]
         if not branches:
             return None
@@ -411,7 +414,7 @@ class Trunk(nn.Module):
 
 
 class Pointing(nn.Module):
-    """The heads of an action's branches that choose an entity; their outputs follow all others."""
+    """Heads of the action branches that choose an entity; their outputs follow all others."""
 
     def __init__(self, space: gym.Space[Any], config: NetworkConfig, trunk: Trunk, features: int) -> None:
         super().__init__()
@@ -423,8 +426,8 @@ class Pointing(nn.Module):
         for branch in self._branches:
             if branch.points_at not in names:
                 raise ConfigError(
-                    f"model.autoregressive points at {branch.points_at!r}, which is no set of entities.",
-                    f"There are {', '.join(names)}." if names else "Name its presence in model.entity_present.",
+                    f"model.autoregressive points at {branch.points_at!r}, which is not an entity set.",
+                    f"Available: {', '.join(names)}." if names else "Name its presence feature in model.entity_present.",
                 )
             self._sets.append(names.index(branch.points_at))
             entities = int(trunk.set_leaves[self._sets[-1]].space.shape[0])
@@ -432,9 +435,9 @@ class Pointing(nn.Module):
             self.heads.append(Pointer(features, config.entity_dim, len(branch.after)))
             self.size += len(branch.after) * entities
 
-    def forward(self, features: Tensor, crowds: list[Crowd], observation: Tree) -> list[Tensor]:
+    def forward(self, features: Tensor, entity_sets: list[EncodedEntities], observation: Tree) -> list[Tensor]:
         return [
-            head(features, crowds[number], None if branch.mask is None else observation[branch.mask] > 0)
+            head(features, entity_sets[number], None if branch.mask is None else observation[branch.mask] > 0)
             for head, number, branch in zip(self.heads, self._sets, self._branches, strict=True)
         ]
 
@@ -456,7 +459,7 @@ def _check_branch_mask(space: gym.Space[Any], branch: Branch, entities: int) -> 
 
 
 class RecurrentCore(nn.Module):
-    """An LSTM or GRU over [T, B, F] whose state is set back wherever `first` is true.
+    """An LSTM or GRU over [T, B, F] whose state is reset wherever `first` is true.
 
     The input projection of the whole sequence is one matrix product; only the recurrent part runs step by step.
     """
@@ -486,7 +489,7 @@ class RecurrentCore(nn.Module):
         return torch.stack(outputs), state
 
     def advance(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """One step [B, F] in the middle of an episode."""
+        """One step [B, F] within an episode."""
         step = self.input(x)
         return self._lstm(step, *state) if self.kind == "lstm" else self._gru(step, *state)
 
@@ -506,7 +509,7 @@ class RecurrentCore(nn.Module):
 
 
 class RunningNorm(nn.Module):
-    """Mean and variance of the vector part, as buffers: part of the weights, updated by the learner alone."""
+    """Running mean and variance of the vector part, as buffers: part of the weights, updated by the learner only."""
 
     mean: Tensor
     variance: Tensor
@@ -519,10 +522,10 @@ class RunningNorm(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) * self._inverse_deviation()).clamp(-10, 10)
+        return ((x - self.mean) * self._inverse_std()).clamp(-10, 10)
 
-    def _inverse_deviation(self) -> Tensor:
-        if traced():  # torch.onnx removes the addition of a constant as small as 1e-8, and a constant feature becomes NaN
+    def _inverse_std(self) -> Tensor:
+        if is_tracing():  # torch.onnx drops the addition of 1e-8, which makes a constant feature NaN
             return torch.rsqrt(self.variance * 1e4 + 1e-4) * 1e2
         return torch.rsqrt(self.variance + 1e-8)
 
@@ -543,19 +546,19 @@ class RunningNorm(nn.Module):
 
 
 class FrozenShared:
-    """A snapshot of a network whose heads share their layers, laid out for acting like FrozenMLP: both heads are one product."""
+    """A snapshot of a network whose heads share their layers, for acting: both heads are one matrix product."""
 
     def __init__(self, trunk: list[Dense], head: Dense, value_head: Dense, activation: str, *, values: bool = True) -> None:
-        self._squash = torch.sigmoid_ if activation == "tanh" else torch.relu_
-        *self._hidden, policy = folded([*trunk, head], activation)
-        value = folded([*trunk, value_head], activation)[-1]
+        self._activation = torch.sigmoid_ if activation == "tanh" else torch.relu_
+        *self._hidden, policy = fold_activations([*trunk, head], activation)
+        value = fold_activations([*trunk, value_head], activation)[-1]
         self._heads = (torch.cat([policy[0], value[0]]), torch.cat([policy[1], value[1]])) if values else policy
         self._outputs, self._values = head.out_features, values
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, inputs] → (outputs [N, …], value [N])."""
         for weight, bias in self._hidden:
-            x = self._squash(F.linear(x, weight, bias))
+            x = self._activation(F.linear(x, weight, bias))
         heads = F.linear(x, *self._heads)
         if not self._values:
             return heads, heads.new_zeros(len(heads))
@@ -563,21 +566,21 @@ class FrozenShared:
 
 
 class FrozenMLP:
-    """A snapshot of a two-tower network, laid out for acting: the first layers of both towers are one product.
+    """A snapshot of a two-tower network, for acting: the first layers of both towers are one matrix product.
 
-    With tanh(z) = 2·sigmoid(2z) − 1 folded into the weights, a hidden layer is one product and one sigmoid in place. For 64
-    environments that takes a third of the time of the modules it copies; outputs differ by float32 rounding.
+    With tanh(z) = 2·sigmoid(2z) − 1 folded into the weights, a hidden layer is one product and one in-place sigmoid. For 64
+    environments that takes a third of the time of the original modules; outputs differ by float32 rounding.
     """
 
     def __init__(self, policy: list[Dense], value: list[Dense], activation: str, *, values: bool = True) -> None:
-        self._squash = torch.sigmoid_ if activation == "tanh" else torch.relu_
-        (first_p, *self._policy), (first_v, *self._value) = (folded(tower, activation) for tower in (policy, value))
+        self._activation = torch.sigmoid_ if activation == "tanh" else torch.relu_
+        (first_p, *self._policy), (first_v, *self._value) = (fold_activations(tower, activation) for tower in (policy, value))
         self._width, self._values = policy[0].out_features, values
         self._first = (torch.cat([first_p[0], first_v[0]]), torch.cat([first_p[1], first_v[1]])) if values else first_p
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, inputs] → (outputs [N, …], value [N])."""
-        both = self._squash(F.linear(x, *self._first))
+        both = self._activation(F.linear(x, *self._first))
         if not self._values:
             return self._tower(both, self._policy), both.new_zeros(len(both))
         outputs = self._tower(both[:, : self._width], self._policy)
@@ -586,12 +589,12 @@ class FrozenMLP:
     def _tower(self, x: Tensor, layers: list[tuple[Tensor, Tensor]]) -> Tensor:
         *hidden, last = layers
         for weight, bias in hidden:
-            x = self._squash(F.linear(x, weight, bias))
+            x = self._activation(F.linear(x, weight, bias))
         return F.linear(x, *last)
 
 
-def folded(tower: list[Dense], activation: str) -> list[tuple[Tensor, Tensor]]:
-    """Weights and biases, for tanh such that every hidden layer ends in a plain sigmoid."""
+def fold_activations(tower: list[Dense], activation: str) -> list[tuple[Tensor, Tensor]]:
+    """Return weights and biases; for tanh such that every hidden layer ends in a plain sigmoid."""
     layers: list[tuple[Tensor, Tensor]] = []
     for depth, layer in enumerate(tower):
         weight: Tensor = layer.weight
@@ -605,7 +608,7 @@ def folded(tower: list[Dense], activation: str) -> list[tuple[Tensor, Tensor]]:
 
 
 class EncodedNetwork(PolicyNetwork):
-    """What our networks have in common: encoders and layers chosen from the observation space, and its normalisation."""
+    """Base of the built-in networks: encoders and layers chosen from the observation space, and its normalisation."""
 
     def __init__(self, observation_space: gym.Space[Any], config: NetworkConfig) -> None:
         super().__init__()
@@ -622,14 +625,14 @@ class EncodedNetwork(PolicyNetwork):
                 ),
             )
         self.vector = VectorPart(self._plan)
-        self.trunk = self._another_trunk(config)
+        self.trunk = self._make_trunk(config)
         self.pixels = sum(encoder.pixels for encoder in self.trunk.image_encoders)
 
-    def _another_trunk(self, config: NetworkConfig) -> Trunk:
+    def _make_trunk(self, config: NetworkConfig) -> Trunk:
         return Trunk(self._plan, self.vector.size, config)
 
     def normalise_observations(self) -> None:
-        """Give the network running statistics for its vector part; before the first step."""
+        """Add running statistics of the vector part. Call before the first step."""
         if self.vector.plain_size:
             self.norm = RunningNorm(self.vector.plain_size)
 
@@ -638,14 +641,14 @@ class EncodedNetwork(PolicyNetwork):
         if self.norm is not None:
             self.norm.update(self.vector.plain(observation))
 
-    def arranged(self, observation: Tree) -> Tree:
+    def to_network_layout(self, observation: Tree) -> Tree:
         for encoder, path in zip(self.trunk.image_encoders, self.trunk.image_paths, strict=True):
-            observation = _replace(observation, path, encoder.arranged(_pick(observation, path)))
+            observation = _replace(observation, path, encoder.to_network_layout(_pick(observation, path)))
         return observation
 
-    def numbers(self, observation: Tree) -> Tensor | None:
-        """The vector part as the layers see it."""
-        return self.vector.normalised(self.vector(observation), self.norm)
+    def vector_input(self, observation: Tree) -> Tensor | None:
+        """The normalised vector part."""
+        return self.vector.normalize(self.vector(observation), self.norm)
 
 
 class Network(EncodedNetwork):
@@ -666,9 +669,9 @@ class Network(EncodedNetwork):
             share = self.core is not None or len(self.trunk.images) > 0
         if not share and self.core is not None:
             raise ConfigError(
-                "model.vf_share_layers is false and the model is recurrent.", "A recurrent model shares its layers."
+                "model.vf_share_layers is false, but the model is recurrent.", "A recurrent model shares its layers."
             )
-        self.value_trunk = None if share else self._another_trunk(config)
+        self.value_trunk = None if share else self._make_trunk(config)
         features = self.features = self.core.size if self.core else self.trunk.size
         free = list(free_outputs) if config.free_log_std else []
         self.pointing = Pointing(observation_space, config, self.trunk, features)
@@ -684,7 +687,7 @@ class Network(EncodedNetwork):
         return self.core.initial_state(rows) if self.core else ()
 
     def freeze(self, *, values: bool = True) -> None:
-        """Without `values`: nobody will ask what an observation is worth; all values are 0."""
+        """Without `values` the value head is not computed and all values are 0."""
         self._values = values
         if self.core is not None or len(self.trunk.images) or len(self.trunk.sets):
             return
@@ -705,44 +708,44 @@ class Network(EncodedNetwork):
     def forward(
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        vector = self.numbers(observation)
+        vector = self.vector_input(observation)
         if self._frozen is not None and vector is not None:
             outputs, value = self._frozen(vector)
-            return self._ordered(outputs), value, ()
-        outputs, features, state = self.answers(observation, vector, state, first)
+            return self._order_outputs(outputs), value, ()
+        outputs, features, state = self.compute_outputs(observation, vector, state, first)
         if not self._values:
             return outputs, outputs.new_zeros(outputs.shape[:-1]), state
         value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
         return outputs, self.value_head(value_features).squeeze(-1).float(), state
 
-    def answers(
+    def compute_outputs(
         self, observation: Tree, vector: Tensor | None, state: tuple[Tensor, ...], first: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """(outputs, the features that they were made of, state); without `first` one step in the middle of an episode."""
-        features, crowds = self.trunk.seen(vector, observation)
+        """Return (outputs, features, state); without `first` this is one step within an episode."""
+        features, entity_sets = self.trunk.encode(vector, observation)
         if self.core is not None:
             if first is None:
                 state = self.core.advance(features, state)
                 features = state[0]
             else:
                 features, state = self.core(features.float(), state, first)
-        outputs = self._ordered(self.head(features))
+        outputs = self._order_outputs(self.head(features))
         if self.pointing.size:
-            outputs = torch.cat([outputs, *self.pointing(features, crowds, observation)], dim=-1)
+            outputs = torch.cat([outputs, *self.pointing(features, entity_sets, observation)], dim=-1)
         return outputs.float(), features, state
 
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        vector = self.numbers(observation)
-        outputs, features, state = self.answers(observation, vector, state, None)
+        vector = self.vector_input(observation)
+        outputs, features, state = self.compute_outputs(observation, vector, state, None)
         value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
         return outputs, self.value_head(value_features).squeeze(-1), state
 
-    def _ordered(self, outputs: Tensor) -> Tensor:
-        """Put the free log standard deviations where the distribution expects them."""
+    def _order_outputs(self, outputs: Tensor) -> Tensor:
+        """Insert the free log standard deviations where the distribution expects them."""
         if self.log_std is not None:
             outputs = torch.cat([outputs, self.log_std.expand(*outputs.shape[:-1], -1)], dim=-1)
         if self.output_order is not None:
-            if traced():  # by Gather, which every runtime has
+            if is_tracing():  # as Gather, which every runtime supports
                 return outputs.index_select(-1, torch.tensor(self.output_order))
             outputs = outputs[..., self.output_order]
         return outputs

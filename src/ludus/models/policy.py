@@ -1,6 +1,6 @@
 """A policy: everything that turns a raw observation into an action, in one versioned object.
 
-Sampler, session, server and exporter run this very object; algorithms train it through `evaluate`.
+Sampler, session, server and exporter run this object; algorithms train it with `evaluate`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ludus.core import spaces
 from ludus.core.spaces import ArraySpec
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.errors import ConfigError, IncompatibleCheckpoint
-from ludus.models.autoregressive_actions import Branching, check_pointers
-from ludus.models.distributions import Distribution, EpsilonGreedy, make_distribution, make_values
+from ludus.models.autoregressive_actions import AutoregressiveDistribution, check_pointers
+from ludus.models.distributions import Distribution, EpsilonGreedy, make_distribution, make_q_distribution
 from ludus.models.networks import Network, NetworkConfig, PolicyNetwork, entities_of
-from ludus.models.q_network import ActionValues
+from ludus.models.q_network import QNetwork
 
 Weights = dict[str, Array]
 
 PROBABILITIES, VALUES = "probabilities", "values"
-"""What a network says of the actions: how often to choose each, or what each is worth."""
+"""What the network outputs for the actions: probabilities or Q-values."""
 
 
-class Acted(NamedTuple):
+class BatchDecision(NamedTuple):
     """Decisions for N rows, as arrays with N first."""
 
     action: Tree
-    """As the game takes it."""
+    """As the environment takes it."""
     chosen: Tree
-    """As the policy chose it, which is what is recorded."""
+    """As the policy chose it; this is recorded."""
     log_prob: Array
     value: Array
     state: tuple[Array, ...]
@@ -66,24 +66,24 @@ class Policy(nn.Module):
         self.distribution = self._make_distribution()
         self.network = self._make_network()
         if kind == VALUES and self.network.recurrent:
-            raise ConfigError("The model is recurrent, and DQN learns from single steps.", "Use PPO, APPO or IMPALA.")
+            raise ConfigError("The model is recurrent, but DQN learns from single steps.", "Use PPO, APPO or IMPALA.")
         if normalise_observations:
             self.network.normalise_observations()
 
     def _make_distribution(self) -> Distribution:
         if self.kind == VALUES:
             self._check_values()
-            return make_values(self.action_space)
+            return make_q_distribution(self.action_space)
         if self.config.autoregressive and self.config.custom_model is None:
             check_pointers(self.action_space, self.config.autoregressive, entities_of(self.observation_space, self.config))
-            return Branching(self.action_space, self.config.autoregressive)
+            return AutoregressiveDistribution(self.action_space, self.config.autoregressive)
         return make_distribution(self.action_space)
 
     def _check_values(self) -> None:
         for key, wanted in (("autoregressive", self.config.autoregressive), ("centralized_value", self.config.central)):
             if wanted:
                 raise ConfigError(
-                    f"model.{key} is for policies that draw their actions; DQN says what each action is worth.",
+                    f"model.{key} applies to policies with action probabilities; DQN learns action values.",
                     "Use PPO, APPO or IMPALA, or leave it out.",
                 )
 
@@ -98,14 +98,14 @@ class Policy(nn.Module):
             free = self.distribution.free_outputs
             return CentralNetwork(self.observation_space, self.distribution.num_outputs, self.config, free)
         if self.kind == VALUES:
-            return ActionValues(self.observation_space, self.distribution.num_outputs, self.config)
+            return QNetwork(self.observation_space, self.distribution.num_outputs, self.config)
         return Network(self.observation_space, self.distribution.num_outputs, self.config, self.distribution.free_outputs)
 
     # -- acting
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
-        """Promise that the weights do not change inside this block, which lets `step` and `value` take a faster form."""
+        """Freeze the weights inside the block, which enables faster forms of `step` and `value`."""
         with torch.inference_mode():
             self.network.freeze()
             try:
@@ -138,10 +138,10 @@ class Policy(nn.Module):
         """One decision for N rows: (action, log-probability, value, next state). Without noise: the most probable action."""
         outputs, value, state = self._outputs(observation, state, first)
         action, log_prob = self.distribution.sample(outputs, mask, noise)
-        return action, log_prob, self.worth(outputs, value, mask), state
+        return action, log_prob, self.state_value(outputs, value, mask), state
 
-    def worth(self, outputs: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """What the network says that an observation is worth: its value, or as much as the best of the allowed actions."""
+    def state_value(self, outputs: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the state value: the network's value, or the Q-value of the best allowed action."""
         if isinstance(self.distribution, EpsilonGreedy) and (mask is not None or self.config.custom_model is not None):
             return self.distribution.best(outputs, mask)
         return value
@@ -152,8 +152,8 @@ class Policy(nn.Module):
         state: tuple[Array, ...] = (),
         mask: Array | None = None,
         noise: Array | None = None,
-    ) -> Acted:
-        """`step` for whoever plays: arrays in, arrays out. Without noise, or where it is zero: the most probable action."""
+    ) -> BatchDecision:
+        """`step` with arrays instead of tensors. Without noise, or where it is zero: the most probable action."""
         with torch.inference_mode():
             chosen, log_prob, value, after = self.step(
                 map_tree(torch.from_numpy, observation),
@@ -162,22 +162,22 @@ class Policy(nn.Module):
                 None if mask is None else torch.from_numpy(mask),
                 None if noise is None else torch.from_numpy(noise),
             )
-        kept = map_tree(Tensor.numpy, chosen)
-        action = self.distribution.to_environment(kept)
-        return Acted(action, kept, log_prob.numpy(), value.numpy(), tuple(map(Tensor.numpy, after)))
+        chosen_arrays = map_tree(Tensor.numpy, chosen)
+        action = self.distribution.to_environment(chosen_arrays)
+        return BatchDecision(action, chosen_arrays, log_prob.numpy(), value.numpy(), tuple(map(Tensor.numpy, after)))
 
     def draw_noise(self, rows: int, generator: torch.Generator) -> Array:
-        """For `act`. Multiplied by T it makes the policy act at temperature T: options are drawn from logits ÷ T."""
+        """Draw the noise for `act`. Noise multiplied by T gives temperature T: options are drawn from logits ÷ T."""
         noise: Array = self.distribution.noise((rows,), generator).numpy()
         return noise
 
     def value(self, observation: Tree, state: tuple[Tensor, ...] = (), first: Tensor | None = None) -> Tensor:
         outputs, value, _ = self._outputs(observation, state, first)
-        return self.worth(outputs, value, None)
+        return self.state_value(outputs, value, None)
 
     def action_values(self, observation: Tree) -> Tensor:
-        """[N, A] what each action is worth, of a policy that chooses by it."""
-        if isinstance(self.network, ActionValues):
+        """Return the Q-values [N, A] of a value-based policy."""
+        if isinstance(self.network, QNetwork):
             return self.network.action_values(observation)
         return self._outputs(observation, (), None)[0]
 
@@ -203,14 +203,14 @@ class Policy(nn.Module):
         state: tuple[Tensor, ...] = (),
         first: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probability, entropy, value) of recorded actions; a recurrent policy takes [T, B, …] and unrolls."""
+        """Return (log-probability, entropy, value) of recorded actions; a recurrent policy takes [T, B, …] and unrolls."""
         outputs, value, _ = self.network(observation, state, first)
         log_prob, entropy = self.distribution.evaluate(outputs, action, mask)
         return log_prob, entropy, value
 
-    def arranged(self, observation: Tree) -> Tree:
-        """Observations laid out for `evaluate` to take them several times; `step` takes them either way."""
-        return self.network.arranged(observation)
+    def to_network_layout(self, observation: Tree) -> Tree:
+        """Convert observations to the memory layout that makes repeated `evaluate` calls fast; `step` accepts both layouts."""
+        return self.network.to_network_layout(observation)
 
     @torch.no_grad()
     def update_normaliser(self, observation: Tree) -> None:
@@ -224,7 +224,7 @@ class Policy(nn.Module):
         return {name: value.detach().cpu().numpy().copy() for name, value in self.state_dict().items()}
 
     def load_weights(self, weights: Mapping[str, Array]) -> None:
-        """Copy in place, so that whoever shares these tensors sees the new values. Raises IncompatibleCheckpoint."""
+        """Copy weights in place; modules that share these tensors see the new values. Raises IncompatibleCheckpoint."""
         own = self.state_dict()
         missing, extra = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
         if missing or extra:
@@ -238,7 +238,7 @@ class Policy(nn.Module):
                 value.copy_(torch.from_numpy(np.array(weights[name])))
 
     def description(self) -> dict[str, Any]:
-        """What `model.json` says: the class, and constructor arguments as plain values."""
+        """Return the content of `model.json`: the class, and its constructor arguments as JSON values."""
         return {
             "class": "ludus.models.policy:Policy",
             "observation_space": spaces.to_json(self.observation_space),
@@ -250,7 +250,7 @@ class Policy(nn.Module):
 
     @classmethod
     def from_description(cls, data: Mapping[str, Any]) -> Policy:
-        network = {k: v if k == "custom_model_config" else _tupled(v) for k, v in data["network"].items()}
+        network = {k: v if k == "custom_model_config" else _to_tuples(v) for k, v in data["network"].items()}
         return cls(
             spaces.from_json(data["observation_space"]),
             spaces.from_json(data["action_space"]),
@@ -260,5 +260,5 @@ class Policy(nn.Module):
         )
 
 
-def _tupled(value: Any) -> Any:
-    return tuple(_tupled(v) for v in value) if isinstance(value, list) else value
+def _to_tuples(value: Any) -> Any:
+    return tuple(_to_tuples(v) for v in value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The network of a policy that chooses by what actions are worth."""
+"""The Q-network of value-based policies."""
 
 from __future__ import annotations
 
@@ -13,45 +13,44 @@ from torch.nn import functional as F
 from ludus.core.tree import Tree
 from ludus.errors import ConfigError
 from ludus.models.layers import Dense, mlp
-from ludus.models.networks import EncodedNetwork, FrozenMLP, NetworkConfig, folded
+from ludus.models.networks import EncodedNetwork, FrozenMLP, NetworkConfig, fold_activations
 
 
-class ActionValues(EncodedNetwork):
-    """(observation, (), None) → (what each action is worth [*, A], what the best one is worth [*], ()).
+class QNetwork(EncodedNetwork):
+    """(observation, (), None) → (Q-values [*, A], maximum Q-value [*], ()).
 
-    Dueling (Wang et al. 2016): Q = V + A − mean(A), where V is what the state is worth and A how much better an action is than
-    the others. Both share the trunk, unless `vf_share_layers` is false.
+    Dueling (Wang et al. 2016): Q = V + A − mean(A). Both streams share the trunk unless `vf_share_layers` is false.
     """
 
     def __init__(self, observation_space: gym.Space[Any], num_actions: int, config: NetworkConfig) -> None:
         super().__init__(observation_space, config)
         if config.core:
             raise ConfigError(
-                f"model.core is {config.core!r}: DQN learns from single steps, which tell a memory nothing.",
+                f"model.core is {config.core!r}: DQN learns from single steps and cannot train a recurrent model.",
                 "Use PPO, APPO or IMPALA, or stack the last observations.",
             )
         self.head = _stream(self.trunk.size, config, num_actions)
         self.value_head = _stream(self.trunk.size, config, 1) if config.dueling else None
-        apart = config.dueling and config.vf_share_layers is False
-        self.value_trunk = self._another_trunk(config) if apart else None
+        separate = config.dueling and config.vf_share_layers is False
+        self.value_trunk = self._make_trunk(config) if separate else None
         self._frozen: Callable[[Tensor], Tensor] | None = None
         self._values = True
 
     def forward(
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        worth = self.action_values(observation)
-        return worth, worth.amax(dim=-1) if self._values else worth.new_zeros(worth.shape[:-1]), ()
+        q = self.action_values(observation)
+        return q, q.amax(dim=-1) if self._values else q.new_zeros(q.shape[:-1]), ()
 
     def action_values(self, observation: Tree) -> Tensor:
-        vector = self.numbers(observation)
-        return self._worth(vector, observation) if self._frozen is None or vector is None else self._frozen(vector)
+        vector = self.vector_input(observation)
+        return self._q_values(vector, observation) if self._frozen is None or vector is None else self._frozen(vector)
 
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        worth = self._worth(self.numbers(observation), observation)
-        return worth, worth.amax(dim=-1), ()
+        q = self._q_values(self.vector_input(observation), observation)
+        return q, q.amax(dim=-1), ()
 
-    def _worth(self, vector: Tensor | None, observation: Tree) -> Tensor:
+    def _q_values(self, vector: Tensor | None, observation: Tree) -> Tensor:
         features = self.trunk(vector, observation)
         advantage: Tensor = self.head(features).float()
         if self.value_head is None:
@@ -74,33 +73,33 @@ class ActionValues(EncodedNetwork):
         activation = activations.pop()
         advantage, value = [*trunks[0], *heads[0]], [*trunks[1], *heads[1]]
         if self.value_head is None:
-            self._frozen = FrozenTower(folded(advantage, activation), activation)
-        elif self.value_trunk is None and len(heads[0]) == 1:  # the sum of two linear layers is one
-            *below, (weight, bias) = folded(advantage, activation)
-            value_weight, value_bias = folded(value, activation)[-1]
+            self._frozen = FrozenTower(fold_activations(advantage, activation), activation)
+        elif self.value_trunk is None and len(heads[0]) == 1:  # the sum of two linear layers is a linear layer
+            *below, (weight, bias) = fold_activations(advantage, activation)
+            value_weight, value_bias = fold_activations(value, activation)[-1]
             last = _dueling(value_weight, weight, dim=0), _dueling(value_bias, bias, dim=0)
             self._frozen = FrozenTower([*below, last], activation)
         else:
-            self._frozen = FrozenDuel(FrozenMLP(advantage, value, activation))
+            self._frozen = FrozenDueling(FrozenMLP(advantage, value, activation))
 
     def thaw(self) -> None:
         self._frozen, self._values = None, True
 
 
 class FrozenTower:
-    """A snapshot of dense layers, laid out for acting: a hidden layer is one product and one activation in place."""
+    """A snapshot of dense layers for acting: a hidden layer is one matrix product and one in-place activation."""
 
     def __init__(self, layers: list[tuple[Tensor, Tensor]], activation: str) -> None:
-        self._squash = torch.sigmoid_ if activation == "tanh" else torch.relu_
+        self._activation = torch.sigmoid_ if activation == "tanh" else torch.relu_
         *self._hidden, self._last = layers
 
     def __call__(self, x: Tensor) -> Tensor:
         for weight, bias in self._hidden:
-            x = self._squash(F.linear(x, weight, bias))
+            x = self._activation(F.linear(x, weight, bias))
         return F.linear(x, *self._last)
 
 
-class FrozenDuel:
+class FrozenDueling:
     def __init__(self, towers: FrozenMLP) -> None:
         self._towers = towers
 

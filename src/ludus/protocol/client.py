@@ -1,15 +1,15 @@
-"""The protocol from the game's side: every request is numbered, so a retry after a broken connection is safe.
+"""Game-side client of the protocol. Every request is numbered, so that a retry after a broken connection is safe.
 
     with Client("http://127.0.0.1:8000") as client:
         client.start("match-17")
         action = client.tick("match-17", observation)
         client.end("match-17")
 
-A game that cannot wait gives its ticks a deadline, and says what to do instead:
+A game that cannot wait gives its ticks a deadline, and a fallback:
 
     with Client(deadline_s=0.03, fallback="repeat", default=NOTHING) as client: …
 
-Standard library only. `AsyncClient` has the same methods, to be awaited.
+Uses the standard library only. `AsyncClient` has the same methods as coroutines.
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ from ludus.protocol.spec import (
 )
 
 _IDLE_S, _LOST_S = 5, 10
-"""A machine that has not said a word for so long while we wait for its answer is gone: a game may wait for an hour, but not for nobody."""
+"""TCP keep-alive: drop a connection whose host does not respond. A reply itself may take longer."""
 _CONNECT_S = 10.0
-"""To reach it at all, at most."""
-_PAUSE_S = 0.2
-"""Before the second retry after a broken connection; the first is made at once: most often an idle connection was closed."""
-_BUSY_PAUSE_S, _MAX_BUSY_PAUSE_S = 0.002, 0.02
-"""Between requests to a session that still computes a tick that was given up."""
+"""Time limit for connecting."""
+_RETRY_S = 0.2
+"""Delay before the second retry after a broken connection; the first is immediate, because usually an idle connection was closed."""
+_BUSY_S, _MAX_BUSY_S = 0.002, 0.02
+"""Delays between requests to a session that is still computing an abandoned tick."""
 _MAX_HEAD = 64 << 10
 _MAX_BODY = 256 << 20
 _MAX_CHUNK_LINE = 1024
 _MAX_INTERIM = 8
-"""Replies 1xx before the one that counts."""
-_OVER = frozenset({410, 500, 504})
-"""After these, in our words, the session is no more."""
-_NOT_NOW = frozenset({429, 503})
-"""After these the same request may be sent again, later."""
-_OUT_OF_TURN = 409
+"""Maximum of 1xx replies before the final one."""
+_SESSION_ENDED = frozenset({410, 500, 504})
+"""Status codes of a Ludus server after which the session has ended."""
+_RETRY_LATER = frozenset({429, 503})
+"""Status codes after which the same request may be sent again."""
+_CONFLICT = 409
 
 Address = tuple[str, int]
 Fallback = Literal["error", "repeat", "default"]
 
 
 class Client:
-    """Blocks; one per thread, on one kept connection. `timeout_s` is for each attempt, from connecting to the last byte.
+    """Blocking client on one kept connection; use one per thread. `timeout_s` limits each attempt, including connecting.
 
-    Raises Refused for every answer that is not 200 (after the retries, for 429 and 503), Unreachable when none comes, or one
-    from a proxy in its stead (500, 502, 504 without our words). After Unreachable it is not known whether the request counted:
+    Raises Refused for every reply that is not 200 (429 and 503: after the retries), and Unreachable when there is no reply or only
+    one of a proxy (500, 502, 504 without a Ludus body). After Unreachable it is unknown whether the server processed the request:
     repeat it with the same body, or end the session.
 
-    `deadline_s` is for a tick with all its retries. When it is missed, `tick` returns the fallback: `repeat` the last reply to a
-    tick of this session (before the first one `default`), `default` those bytes, `error` none: it raises DeadlineMissed. In every
-    case `missed` goes up, and the next tick may say something else: the client finds out what has counted.
+    `deadline_s` limits a tick with all its retries. When it is missed, `tick` returns the fallback: `repeat` returns the last reply
+    to a tick of this session (before the first one `default`), `default` returns those bytes, `error` raises DeadlineMissed.
+    `missed` is incremented in every case. The next tick may have a different body: the client finds out which ones were processed.
 
-    `direct`: after `start` go to the worker that owns the session (`Ludus-Endpoint`), past the shared port.
+    `direct`: after `start`, connect to the worker that owns the session (`Ludus-Endpoint`) instead of the shared port.
     `cafile`: with https, the certificates to trust instead of the system's.
     """
 
@@ -91,8 +91,8 @@ class Client:
         default: bytes | None = None,
         cafile: str | None = None,
     ) -> None:
-        self._talk = _Talk(url, token, timeout_s, retries, direct, cafile)
-        self._talk.fall_back(deadline_s, fallback, default)
+        self._protocol = _ClientProtocol(url, token, timeout_s, retries, direct, cafile)
+        self._protocol.set_fallback(deadline_s, fallback, default)
         self._sockets: dict[Address, tuple[socket.socket, _Reader]] = {}
 
     def __enter__(self) -> Client:
@@ -109,15 +109,15 @@ class Client:
     @property
     def missed(self) -> int:
         """How many ticks were not answered by their deadline."""
-        return self._talk.missed
+        return self._protocol.missed
 
     def missed_of(self, session: str) -> int:
         """Those of one session, while it is open; 0 for any other."""
-        return self._talk.missed_of(session)
+        return self._protocol.missed_of(session)
 
     def spec(self) -> dict[str, Any]:
-        """The protocol's version, and the observation and action spaces if the server has told them."""
-        return _spec_from(self._drive(self._talk.get(SPEC)))
+        """Fetch the protocol version and, if declared, the observation and action spaces."""
+        return _parse_spec(self._drive(self._protocol.get(SPEC)))
 
     def start(
         self,
@@ -130,42 +130,44 @@ class Client:
         temperature: float | None = None,
     ) -> bytes:
         """`model`, `version` and `temperature` ask for what plays; left out, the server decides."""
-        about = _about(match, model, version, temperature)
-        return self._drive(self._talk.step(START, session, body, about))
+        headers = _start_headers(match, model, version, temperature)
+        return self._drive(self._protocol.step(START, session, body, headers))
 
     def tick(self, session: str, body: bytes, deadline_s: float | None = None) -> bytes:
-        """`deadline_s`: for this one, instead of the client's."""
-        until = self._talk.until(deadline_s)
-        return self._drive(self._talk.step(TICK, session, body) if until is None else self._talk.tick(session, body, until))
+        """`deadline_s`: for this tick, instead of the client's."""
+        deadline = self._protocol.deadline_for(deadline_s)
+        return self._drive(
+            self._protocol.step(TICK, session, body) if deadline is None else self._protocol.tick(session, body, deadline)
+        )
 
     def end(self, session: str, body: bytes = b"") -> bytes:
-        return self._drive(self._talk.step(END, session, body))
+        return self._drive(self._protocol.step(END, session, body))
 
-    def _drive(self, talk: _Conversation) -> bytes:
+    def _drive(self, steps: _Steps) -> bytes:
         try:
-            attempt = next(talk)
+            attempt = next(steps)
             while True:
                 if attempt.after_s:
                     time.sleep(attempt.after_s)
                 try:
-                    attempt = talk.send(self._once(attempt))
+                    attempt = steps.send(self._send_attempt(attempt))
                 except OSError as error:
-                    attempt = talk.send(error)
+                    attempt = steps.send(error)
         except StopIteration as stop:
             return cast(bytes, stop.value)
 
-    def _once(self, attempt: _Attempt) -> _Reply:
-        address, until = attempt.address, _Until(attempt.timeout_s)
+    def _send_attempt(self, attempt: _Attempt) -> _Reply:
+        address, deadline = attempt.address, _Deadline(attempt.timeout_s)
         kept = self._sockets.pop(address) if address in self._sockets else None
-        connected, reader = kept or (self._connect(address, until), _Reader())
+        connected, reader = kept or (self._connect(address, deadline), _Reader())
         try:
-            connected.settimeout(max(until.left_s, 1e-3))
+            connected.settimeout(max(deadline.left_s, 1e-3))
             connected.sendall(attempt.request)
             while (reply := reader.feed(connected.recv(65536))) is None:
-                if until.left_s <= 0:
+                if deadline.left_s <= 0:
                     raise TimeoutError("timed out")
-                connected.settimeout(until.left_s)
-        except BaseException:  # also when interrupted: what comes later on this connection is not the answer to the next request
+                connected.settimeout(deadline.left_s)
+        except BaseException:  # also when interrupted: a late reply must not be taken for the next one
             connected.close()
             raise
         if reply.close:
@@ -174,22 +176,24 @@ class Client:
             self._sockets[address] = connected, reader
         return reply
 
-    def _connect(self, address: Address, until: _Until) -> socket.socket:
-        connected = _connected(address, until)
+    def _connect(self, address: Address, deadline: _Deadline) -> socket.socket:
+        connected = _open_socket(address, deadline)
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            tls = self._talk.tls
+            tls = self._protocol.tls
             if tls is None:
                 return connected
-            connected.settimeout(max(until.left_s, 1e-3))
-            return tls.wrap_socket(connected, server_hostname=self._talk.address[0])  # a worker has the certificate of the house
+            connected.settimeout(max(deadline.left_s, 1e-3))
+            return tls.wrap_socket(
+                connected, server_hostname=self._protocol.address[0]
+            )  # workers share the service's certificate
         except BaseException:
             connected.close()
             raise
 
 
 class AsyncClient:
-    """As `Client`, on one event loop. Calls from several tasks take turns on the one connection."""
+    """`Client` for one event loop. Concurrent calls share one connection and wait for each other."""
 
     def __init__(
         self,
@@ -204,12 +208,12 @@ class AsyncClient:
         default: bytes | None = None,
         cafile: str | None = None,
     ) -> None:
-        self._talk = _Talk(url, token, timeout_s, retries, direct, cafile)
-        self._talk.fall_back(deadline_s, fallback, default)
-        self._wires: dict[Address, _Wire] = {}
-        self._turn = asyncio.Lock()
+        self._protocol = _ClientProtocol(url, token, timeout_s, retries, direct, cafile)
+        self._protocol.set_fallback(deadline_s, fallback, default)
+        self._connections: dict[Address, _AsyncConnection] = {}
+        self._lock = asyncio.Lock()
         self._queued = 0
-        """Requests that wait for their turn."""
+        """Requests that wait for the connection."""
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -219,22 +223,22 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Open sessions stay open on the server; the next call connects again."""
-        while self._wires:
-            self._wires.popitem()[1].close()
-        await asyncio.sleep(0)  # the sockets are closed in the next turn of the loop
+        while self._connections:
+            self._connections.popitem()[1].close()
+        await asyncio.sleep(0)  # the sockets close in the next iteration of the loop
 
     @property
     def missed(self) -> int:
         """How many ticks were not answered by their deadline."""
-        return self._talk.missed
+        return self._protocol.missed
 
     def missed_of(self, session: str) -> int:
         """Those of one session, while it is open; 0 for any other."""
-        return self._talk.missed_of(session)
+        return self._protocol.missed_of(session)
 
     async def spec(self) -> dict[str, Any]:
-        """The protocol's version, and the observation and action spaces if the server has told them."""
-        return _spec_from(await self._drive(self._talk.get(SPEC)))
+        """Fetch the protocol version and, if declared, the observation and action spaces."""
+        return _parse_spec(await self._drive(self._protocol.get(SPEC)))
 
     async def start(
         self,
@@ -247,109 +251,111 @@ class AsyncClient:
         temperature: float | None = None,
     ) -> bytes:
         """`model`, `version` and `temperature` ask for what plays; left out, the server decides."""
-        about = _about(match, model, version, temperature)
-        return await self._drive(self._talk.step(START, session, body, about))
+        headers = _start_headers(match, model, version, temperature)
+        return await self._drive(self._protocol.step(START, session, body, headers))
 
     async def tick(self, session: str, body: bytes, deadline_s: float | None = None) -> bytes:
-        """`deadline_s`: for this one, instead of the client's."""
-        until = self._talk.until(deadline_s)
-        if until is None:
-            return await self._drive(self._talk.step(TICK, session, body))
-        if not self._turn.locked() and not self._queued:
-            await self._turn.acquire()  # at once, without the price of a timer
-        elif not await self._taken(until):
-            return self._talk.miss(session, DeadlineMissed(f"The connection was not free within {until.limit_s:g} s.", _GOES_ON))
+        """`deadline_s`: for this tick, instead of the client's."""
+        deadline = self._protocol.deadline_for(deadline_s)
+        if deadline is None:
+            return await self._drive(self._protocol.step(TICK, session, body))
+        if not self._lock.locked() and not self._queued:
+            await self._lock.acquire()  # saves the cost of a timer
+        elif not await self._acquire_by(deadline):
+            return self._protocol.miss(
+                session, DeadlineMissed(f"The connection was not free within {deadline.limit_s:g} s.", _SESSION_CONTINUES)
+            )
         try:
-            return await self._converse(self._talk.tick(session, body, until))
+            return await self._run(self._protocol.tick(session, body, deadline))
         finally:
-            self._turn.release()
+            self._lock.release()
 
     async def end(self, session: str, body: bytes = b"") -> bytes:
-        return await self._drive(self._talk.step(END, session, body))
+        return await self._drive(self._protocol.step(END, session, body))
 
-    async def _taken(self, until: _Until) -> bool:
-        """Have the connection. Whoever has it now may keep it for longer than this tick can wait."""
+    async def _acquire_by(self, deadline: _Deadline) -> bool:
+        """Acquire the connection, or return False at the deadline."""
         self._queued += 1
         try:
-            async with asyncio.timeout(max(0.0, until.left_s)):
-                await self._turn.acquire()
+            async with asyncio.timeout(max(0.0, deadline.left_s)):
+                await self._lock.acquire()
         except TimeoutError:
             return False
         finally:
             self._queued -= 1
         return True
 
-    async def _drive(self, talk: _Conversation) -> bytes:
+    async def _drive(self, steps: _Steps) -> bytes:
         self._queued += 1
         try:
-            await self._turn.acquire()
+            await self._lock.acquire()
         finally:
             self._queued -= 1
         try:
-            return await self._converse(talk)
+            return await self._run(steps)
         finally:
-            self._turn.release()
+            self._lock.release()
 
-    async def _converse(self, talk: _Conversation) -> bytes:
+    async def _run(self, steps: _Steps) -> bytes:
         try:
-            attempt = next(talk)
+            attempt = next(steps)
             while True:
                 if attempt.after_s:
                     await asyncio.sleep(attempt.after_s)
                 try:
-                    attempt = talk.send(await self._once(attempt))
+                    attempt = steps.send(await self._send_attempt(attempt))
                 except OSError as error:
-                    attempt = talk.send(error)
+                    attempt = steps.send(error)
         except StopIteration as stop:
             return cast(bytes, stop.value)
 
-    async def _once(self, attempt: _Attempt) -> _Reply:
-        until = _Until(attempt.timeout_s)
-        wire = self._wires.pop(attempt.address, None) or await self._connect(attempt.address, until)
+    async def _send_attempt(self, attempt: _Attempt) -> _Reply:
+        deadline = _Deadline(attempt.timeout_s)
+        connection = self._connections.pop(attempt.address, None) or await self._connect(attempt.address, deadline)
         try:
-            reply = await wire.ask(attempt.request, until)
-        except BaseException:  # also when cancelled: what comes later on this connection is not the answer to the next request
-            wire.close()
+            reply = await connection.send(attempt.request, deadline)
+        except BaseException:  # also when cancelled: a late reply must not be taken for the next one
+            connection.close()
             raise
         if reply.close:
-            wire.close()
+            connection.close()
         else:
-            self._wires[attempt.address] = wire
+            self._connections[attempt.address] = connection
         return reply
 
-    async def _connect(self, address: Address, until: _Until) -> _Wire:
-        loop, tls = asyncio.get_running_loop(), self._talk.tls
-        named = self._talk.address[0] if tls else None  # a worker has the certificate of the house
-        async with asyncio.timeout(min(until.left_s, _CONNECT_S)):
-            _, wire = await loop.create_connection(_Wire, *address, ssl=tls, server_hostname=named)
-        return wire
+    async def _connect(self, address: Address, deadline: _Deadline) -> _AsyncConnection:
+        loop, tls = asyncio.get_running_loop(), self._protocol.tls
+        named = self._protocol.address[0] if tls else None  # workers share the service's certificate
+        async with asyncio.timeout(min(deadline.left_s, _CONNECT_S)):
+            _, connection = await loop.create_connection(_AsyncConnection, *address, ssl=tls, server_hostname=named)
+        return connection
 
 
-def _connected(address: Address, until: _Until) -> socket.socket:
-    """Each address of the host that is left gets its share of the time: the first may be a black hole."""
+def _open_socket(address: Address, deadline: _Deadline) -> socket.socket:
+    """Try each address of the host with a share of the remaining time, because the first may not respond at all."""
     found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     for left, (family, kind, protocol, _, where) in zip(range(len(found), 0, -1), found, strict=True):
         connected = socket.socket(family, kind, protocol)
         try:
-            connected.settimeout(max(min(until.left_s, _CONNECT_S) / left, 1e-3))
+            connected.settimeout(max(min(deadline.left_s, _CONNECT_S) / left, 1e-3))
             connected.connect(where)
             keep_alive(connected, _IDLE_S, _LOST_S)
             return connected
         except BaseException as error:
             connected.close()
-            if left == 1 or until.left_s <= 0 or not isinstance(error, OSError):
+            if left == 1 or deadline.left_s <= 0 or not isinstance(error, OSError):
                 raise
     raise OSError(f"the host {address[0]!r} has no address")
 
 
-# -- what both share: numbers, retries, what a reply means. No sockets in here. ------------------------------------------
+# -- shared protocol logic: numbering, retries, interpretation of replies; no sockets --------------------------------------
 
 
-_GOES_ON = "The session goes on with the next tick."
+_SESSION_CONTINUES = "The session continues with the next tick."
 
 
-class _Until:
-    """A time that is running out."""
+class _Deadline:
+    """A monotonic deadline."""
 
     __slots__ = ("_at", "limit_s")
 
@@ -365,9 +371,9 @@ class _Attempt(NamedTuple):
     address: Address
     request: bytes
     after_s: float
-    """To be waited first."""
+    """Delay before the attempt."""
     timeout_s: float
-    """From connecting to the last byte of the reply."""
+    """Time limit from connecting to the last byte of the reply."""
 
 
 class _Reply(NamedTuple):
@@ -378,26 +384,27 @@ class _Reply(NamedTuple):
     close: bool
 
 
-_Conversation = Generator[_Attempt, _Reply | OSError, bytes]
-"""Yields what is to be sent, is sent what came of it, returns the body of the reply."""
+_Steps = Generator[_Attempt, _Reply | OSError, bytes]
+"""Yields attempts, receives their outcomes, returns the body of the reply."""
 
 
 class _Session:
-    __slots__ = ("action", "doubt", "endpoint", "head", "missed", "seq", "unsure")
+    __slots__ = ("endpoint", "head", "last_action", "missed", "seq", "seq_uncertain", "unanswered")
 
     def __init__(self, head: bytes, seq: int) -> None:
         self.head, self.seq = head, seq
         """`seq` is the number of the next request."""
-        self.unsure: tuple[str, bytes, bytes] | None = None  # what was sent with that number and never answered
-        # An attempt was never answered. It may still arrive, after any number of others: from then on `seq` is our best guess,
-        # and the server corrects it.
-        self.doubt = False
+        self.unanswered: tuple[str, bytes, bytes] | None = None  # (kind, body, headers) sent with that number without a reply
+        # An attempt without a reply may still arrive after later ones: `seq` is then a guess that the server corrects.
+        self.seq_uncertain = False
         self.missed = 0
-        self.action: bytes | None = None  # the last reply to a tick
+        self.last_action: bytes | None = None  # body of the last reply to a tick
         self.endpoint: Address | None = None
 
 
-class _Talk:
+class _ClientProtocol:
+    """Sans-I/O state of a client: its sessions, numbering, retries and fallbacks."""
+
     def __init__(
         self, url: str, token: str | None, timeout_s: float, retries: int, direct: bool, cafile: str | None = None
     ) -> None:
@@ -406,12 +413,12 @@ class _Talk:
         try:
             port = parts.port
         except ValueError as error:
-            raise UsageError(f"The url {url!r} has a port that is none.", hint) from error
+            raise UsageError(f"The url {url!r} has an invalid port.", hint) from error
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise UsageError(f"The url {url!r} does not name a server.", hint)
         if not (timeout_s > 0 and retries >= 0):
             raise UsageError(f"timeout_s is {timeout_s}, retries is {retries}.", "The first is above 0, the second 0 or more.")
-        self.tls = _tls(parts.scheme, cafile)
+        self.tls = _tls_context(parts.scheme, cafile)
         self.address: Address = (parts.hostname, port or (443 if self.tls else 80))
         self._path = parts.path.rstrip("/")
         self._common = f"Host: {_header('url', parts.netloc.rpartition('@')[2])}\r\n"
@@ -421,178 +428,180 @@ class _Talk:
         self._sessions: dict[str, _Session] = {}
         self._starts = 0
         self.missed = 0
-        self.fall_back(None, "error", None)
+        self.set_fallback(None, "error", None)
 
-    def fall_back(self, deadline_s: float | None, fallback: Fallback, default: bytes | None) -> None:
-        """What to do when a tick takes too long."""
+    def set_fallback(self, deadline_s: float | None, fallback: Fallback, default: bytes | None) -> None:
+        """Set the deadline of ticks and what to return when it is missed. Raises UsageError."""
         if fallback not in get_args(Fallback):
             raise UsageError(f"fallback is {fallback!r}.", f"It is one of {', '.join(get_args(Fallback))}.")
         if fallback == "default" and default is None:
-            raise UsageError("fallback is 'default', and there is no default.", "Give the bytes of an action as default.")
-        self._deadline_s, self._fallback, self._default = _deadline(deadline_s), fallback, default
+            raise UsageError("fallback is 'default', but there is no default.", "Give the bytes of an action as default.")
+        self._deadline_s, self._fallback, self._default = _check_deadline_s(deadline_s), fallback, default
 
-    def until(self, deadline_s: float | None) -> _Until | None:
-        """When a tick that begins now is too late; None: never."""
-        limit_s = self._deadline_s if deadline_s is None else _deadline(deadline_s)
-        return None if limit_s is None else _Until(limit_s)
+    def deadline_for(self, deadline_s: float | None) -> _Deadline | None:
+        """Deadline of a tick that begins now; None: no deadline."""
+        limit_s = self._deadline_s if deadline_s is None else _check_deadline_s(deadline_s)
+        return None if limit_s is None else _Deadline(limit_s)
 
     def missed_of(self, session: str) -> int:
         return self._sessions[session].missed if session in self._sessions else 0
 
-    def get(self, path: str) -> _Conversation:
+    def get(self, path: str) -> _Steps:
         request = f"GET {self._path}{path} HTTP/1.1\r\n{self._common}\r\n".encode("latin-1")
-        reply = yield from self._insist(request, _Session(b"", 0))
+        reply = yield from self._send_with_retries(request, _Session(b"", 0))
         if reply.status != 200:
-            raise _refused(reply)
+            raise _to_refused(reply)
         return reply.body
 
-    def step(self, kind: str, session: str, body: bytes, about: bytes = b"") -> _Conversation:
-        """A step that insists. After Unreachable the same step may be made again, or the end."""
-        known = self._begin(session, body, about) if kind is START else self._open(session)
-        earlier, known.unsure = known.unsure, (kind, body, about)
-        if earlier is not None and earlier != known.unsure and kind is TICK:
-            known.unsure = earlier
+    def step(self, kind: str, session: str, body: bytes, headers: bytes = b"") -> _Steps:
+        """Send a step with retries. After Unreachable, repeat the same step or send the end."""
+        state = self._begin_session(session, body, headers) if kind is START else self._find_session(session)
+        earlier, state.unanswered = state.unanswered, (kind, body, headers)
+        if earlier is not None and earlier != state.unanswered and kind is TICK:
+            state.unanswered = earlier
             raise Unreachable(
-                f"The last {earlier[0]} of session {session!r} was never answered; it may have counted.",
+                f"The last {earlier[0]} of session {session!r} got no reply; the server may have processed it.",
                 "Send the same body again, or end the session.",
             )
-        reply = yield from self._insist(_request(known, kind, known.seq, body, about), known)
+        reply = yield from self._send_with_retries(_request(state, kind, state.seq, body, headers), state)
         if reply.status == 200:
-            known.seq += kind is not END
-        elif kind is not START and _place(known, reply):
+            state.seq += kind is not END
+        elif kind is not START and _resync(state, reply):
             if kind is TICK:
-                known.unsure = None  # it has no number yet
-            reply = yield from self._by(known, kind, body, _Until(self._timeout_s))
-        known.unsure = None
-        return self._settled(session, known, kind, reply)
+                state.unanswered = None  # it has no number yet
+            reply = yield from self._send_by_deadline(state, kind, body, _Deadline(self._timeout_s))
+        state.unanswered = None
+        return self._finish_step(session, state, kind, reply)
 
-    def tick(self, session: str, body: bytes, until: _Until) -> _Conversation:
-        """A tick that gives up: its reply, or the fallback."""
-        known = self._open(session)
-        if known.unsure is not None:
-            if known.unsure[0] is not TICK:
-                return (yield from self.step(TICK, session, body))  # says what is missing
-            known.unsure, known.seq = None, known.seq + 1
+    def tick(self, session: str, body: bytes, deadline: _Deadline) -> _Steps:
+        """Send a tick with a deadline; returns its reply or the fallback."""
+        state = self._find_session(session)
+        if state.unanswered is not None:
+            if state.unanswered[0] is not TICK:
+                return (yield from self.step(TICK, session, body))  # raises the matching error
+            state.unanswered, state.seq = None, state.seq + 1
         try:
-            reply = yield from self._by(known, TICK, body, until)
+            reply = yield from self._send_by_deadline(state, TICK, body, deadline)
         except Unreachable as error:
             return self.miss(session, error)
-        if reply.status in _NOT_NOW:
-            return self.miss(session, _refused(reply))
-        return self._settled(session, known, TICK, reply)
+        if reply.status in _RETRY_LATER:
+            return self.miss(session, _to_refused(reply))
+        return self._finish_step(session, state, TICK, reply)
 
     def miss(self, session: str, error: LudusError) -> bytes:
-        """The fallback. Raises the error when there is none."""
-        known = self._open(session)
-        known.missed += 1
+        """Count a missed deadline and return the fallback. Raises `error` when there is none."""
+        state = self._find_session(session)
+        state.missed += 1
         self.missed += 1
-        instead = known.action if self._fallback == "repeat" else None
-        if instead is None and self._fallback != "error":
-            instead = self._default
-        if instead is None:
+        fallback = state.last_action if self._fallback == "repeat" else None
+        if fallback is None and self._fallback != "error":
+            fallback = self._default
+        if fallback is None:
             raise error
-        return instead
+        return fallback
 
-    def _settled(self, session: str, known: _Session, kind: str, reply: _Reply) -> bytes:
-        """The server has answered: what that means for the session. Raises Refused."""
+    def _finish_step(self, session: str, state: _Session, kind: str, reply: _Reply) -> bytes:
+        """Update the session after a reply, and return its body. Raises Refused."""
         if reply.status != 200:
-            refused = _refused(reply)
-            lost = refused.error == "unknown_session" or (reply.status in _OVER and refused.error != "http")
+            refused = _to_refused(reply)
+            lost = refused.error == "unknown_session" or (reply.status in _SESSION_ENDED and refused.error != "http")
             if kind is START or lost:
                 self._sessions.pop(session, None)
             raise refused
         if kind is END:
             del self._sessions[session]
         elif kind is TICK:
-            known.action = reply.body
+            state.last_action = reply.body
         elif self._direct and reply.endpoint:
-            known.endpoint = _address(reply.endpoint)
+            state.endpoint = _address(reply.endpoint)
         return reply.body
 
-    def _by(self, known: _Session, kind: str, body: bytes, until: _Until) -> Generator[_Attempt, _Reply | OSError, _Reply]:
-        """One request by a given time, however often it has to be sent. Raises Unreachable.
+    def _send_by_deadline(
+        self, state: _Session, kind: str, body: bytes, deadline: _Deadline
+    ) -> Generator[_Attempt, _Reply | OSError, _Reply]:
+        """Send one request, repeatedly if needed, until the deadline. Raises Unreachable.
 
-        Whatever happens in between, an interrupt included, the session is left such that the next request finds its place: a
-        tick that may have counted keeps its number for ever, so that no reply is taken for that of another request.
+        Leaves the session consistent even when interrupted: a tick that may have been processed keeps its number, so that no
+        reply is taken for that of another request.
         """
-        number, after_s, failures, rounds = known.seq, 0.0, 0, 0
+        number, after_s, failures, rounds = state.seq, 0.0, 0, 0
         while True:
-            left_s = until.left_s - after_s
+            left_s = deadline.left_s - after_s
             if left_s <= 0:
-                raise _late(kind, until)
-            address = known.endpoint or self.address
-            doubt, known.doubt, known.seq = known.doubt, True, number + (kind is TICK)
-            outcome = yield _Attempt(address, _request(known, kind, number, body), after_s, left_s)
-            if not isinstance(outcome, _Reply) or _in_its_stead(outcome):
+                raise _deadline_error(kind, deadline)
+            address = state.endpoint or self.address
+            uncertain, state.seq_uncertain, state.seq = state.seq_uncertain, True, number + (kind is TICK)
+            outcome = yield _Attempt(address, _request(state, kind, number, body), after_s, left_s)
+            if not isinstance(outcome, _Reply) or _is_proxy_error(outcome):
                 failures += 1
-                known.endpoint = None  # the shared port may know more
-                if until.left_s <= 0 or isinstance(outcome, TimeoutError):
-                    raise _late(kind, until) from _cause(outcome)
-                after_s = _pause_s(outcome, failures)
-                if failures > self._retries or after_s >= until.left_s:
-                    raise _unreachable(address, outcome, until.limit_s, failures - 1) from _cause(outcome)
-                continue  # the same number: it counts once
+                state.endpoint = None  # the shared port may know more
+                if deadline.left_s <= 0 or isinstance(outcome, TimeoutError):
+                    raise _deadline_error(kind, deadline) from _cause(outcome)
+                after_s = _retry_delay_s(outcome, failures)
+                if failures > self._retries or after_s >= deadline.left_s:
+                    raise _unreachable(address, outcome, deadline.limit_s, failures - 1) from _cause(outcome)
+                continue  # same number: the server processes it once
             if outcome.status == 200:
-                known.doubt, known.seq = doubt, number + 1
+                state.seq_uncertain, state.seq = uncertain, number + 1
                 return outcome
-            if _ours(outcome) or outcome.status < 500:
-                known.doubt, known.seq = doubt, number
-            if place := _place(known, outcome):
-                number, rounds = known.seq, rounds + 1
-                after_s = min(_BUSY_PAUSE_S * rounds, _MAX_BUSY_PAUSE_S) if place == "busy" or rounds > 2 else 0.0
+            if _is_ludus_reply(outcome) or outcome.status < 500:
+                state.seq_uncertain, state.seq = uncertain, number
+            if sync := _resync(state, outcome):
+                number, rounds = state.seq, rounds + 1
+                after_s = min(_BUSY_S * rounds, _MAX_BUSY_S) if sync == "busy" or rounds > 2 else 0.0
                 continue
             failures += 1
-            after_s = _pause_s(outcome, failures)
-            if outcome.status not in _NOT_NOW or failures > self._retries or after_s >= until.left_s:
+            after_s = _retry_delay_s(outcome, failures)
+            if outcome.status not in _RETRY_LATER or failures > self._retries or after_s >= deadline.left_s:
                 return outcome
 
-    def _begin(self, session: str, body: bytes, about: bytes) -> _Session:
-        known = self._sessions.get(session)
-        if known is not None and known.unsure == (START, body, about):
-            return known  # the same start again
+    def _begin_session(self, session: str, body: bytes, headers: bytes) -> _Session:
+        state = self._sessions.get(session)
+        if state is not None and state.unanswered == (START, body, headers):
+            return state  # the same start again
         head = f"POST {self._path}{STEP} HTTP/1.1\r\n{self._common}Ludus-Session: {_header('session', session)}\r\n"
-        # Every start has a number of its own: a new one is never taken for the retry of one that failed.
+        # Every start has its own number, so that a new one is never taken for a retry of a failed one.
         fresh = self._sessions[session] = _Session(head.encode(), self._starts)
         self._starts += 1
         return fresh
 
-    def _open(self, session: str) -> _Session:
+    def _find_session(self, session: str) -> _Session:
         try:
             return self._sessions[session]
         except KeyError:
             message = f"This client has no open session {session!r}."
             raise Refused(404, "unknown_session", message, "Call start first.") from None
 
-    def _insist(self, request: bytes, known: _Session) -> Generator[_Attempt, _Reply | OSError, _Reply]:
-        """Attempts until there is an answer. Whether the last is a refusal is for the caller to see."""
+    def _send_with_retries(self, request: bytes, state: _Session) -> Generator[_Attempt, _Reply | OSError, _Reply]:
+        """Send a request until there is a reply, which may be a refusal. Raises Unreachable."""
         after_s = 0.0
         for attempt in range(self._retries + 1):
-            address = known.endpoint or self.address
-            doubt, known.doubt = known.doubt, True
+            address = state.endpoint or self.address
+            uncertain, state.seq_uncertain = state.seq_uncertain, True
             outcome = yield _Attempt(address, request, after_s, self._timeout_s)
-            after_s = _pause_s(outcome, attempt + 1)
+            after_s = _retry_delay_s(outcome, attempt + 1)
             if not isinstance(outcome, _Reply):
-                known.endpoint = None  # the shared port may know more
+                state.endpoint = None  # the shared port may know more
                 continue
-            if _ours(outcome) or outcome.status < 500:
-                known.doubt = doubt
-            if not _in_its_stead(outcome) and outcome.status not in _NOT_NOW:
+            if _is_ludus_reply(outcome) or outcome.status < 500:
+                state.seq_uncertain = uncertain
+            if not _is_proxy_error(outcome) and outcome.status not in _RETRY_LATER:
                 return outcome
-            if after_s > self._timeout_s:  # longer than we would wait for an answer: the caller knows what to do meanwhile
+            if after_s > self._timeout_s:  # longer than the time limit of an attempt: leave it to the caller
                 break
-        if isinstance(outcome, _Reply) and not _in_its_stead(outcome):
+        if isinstance(outcome, _Reply) and not _is_proxy_error(outcome):
             return outcome
         raise _unreachable(address, outcome, self._timeout_s, attempt) from _cause(outcome)
 
 
-def _request(known: _Session, kind: str, number: int, body: bytes, about: bytes = b"") -> bytes:
+def _request(state: _Session, kind: str, number: int, body: bytes, headers: bytes = b"") -> bytes:
     return b"%bLudus-Step: %b\r\nLudus-Seq: %d\r\n%bContent-Length: %d\r\n\r\n%b" % (
-        known.head, kind.encode(), number, about, len(body), body,
+        state.head, kind.encode(), number, headers, len(body), body,
     )  # fmt: skip
 
 
-def _about(match: str | None, model: str | None, version: int | None, temperature: float | None) -> bytes:
-    """The headers that only a start has."""
+def _start_headers(match: str | None, model: str | None, version: int | None, temperature: float | None) -> bytes:
+    """Encode the optional headers of start. Raises UsageError."""
     if version is not None and not 0 <= version <= MAX_SEQ:
         raise UsageError(f"version is {version}.", "It is a whole number, 0 or more.")
     number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
@@ -607,16 +616,16 @@ def _about(match: str | None, model: str | None, version: int | None, temperatur
     return "".join(lines).encode()
 
 
-def _deadline(deadline_s: float | None) -> float | None:
+def _check_deadline_s(deadline_s: float | None) -> float | None:
     if deadline_s is not None and not 0 < deadline_s < float("inf"):
         raise UsageError(f"deadline_s is {deadline_s}.", "It is a number of seconds above 0, or None.")
     return deadline_s
 
 
-def _tls(scheme: str, cafile: str | None) -> ssl.SSLContext | None:
+def _tls_context(scheme: str, cafile: str | None) -> ssl.SSLContext | None:
     if scheme != "https":
         if cafile is not None:
-            raise UsageError(f"cafile is {cafile!r}, and the url has no https://.", "Correct the url, or leave cafile out.")
+            raise UsageError(f"cafile is {cafile!r}, but the url is not https://.", "Correct the url, or leave cafile out.")
         return None
     try:
         return ssl.create_default_context(cafile=cafile)
@@ -632,46 +641,46 @@ def _header(what: str, value: str) -> str:
     return value
 
 
-def _refused(reply: _Reply) -> Refused:
+def _to_refused(reply: _Reply) -> Refused:
     found = refusal_from(reply.status, reply.body)
     return Refused(found.status, found.error, found.message, found.hint, reply.retry_after_s)
 
 
-def _ours(reply: _Reply) -> bool:
-    """A server of ours speaks, not a proxy."""
+def _is_ludus_reply(reply: _Reply) -> bool:
+    """Whether the reply comes from a Ludus server, not from a proxy."""
     return reply.status == 200 or refusal_from(reply.status, reply.body).error != "http"
 
 
-def _in_its_stead(reply: _Reply) -> bool:
-    """A proxy that did not hear the server's answer: nobody knows whether the request counted."""
-    return reply.status >= 500 and reply.status not in _NOT_NOW and not _ours(reply)
+def _is_proxy_error(reply: _Reply) -> bool:
+    """Whether a proxy answered for the server, so that it is unknown whether the request was processed."""
+    return reply.status >= 500 and reply.status not in _RETRY_LATER and not _is_ludus_reply(reply)
 
 
-def _place(known: _Session, reply: _Reply) -> str:
-    """What a reply says about where a session in doubt is: `seq`, and known.seq is right now; `busy`, ask again; or nothing."""
-    if reply.status != _OUT_OF_TURN or not known.doubt:
+def _resync(state: _Session, reply: _Reply) -> str:
+    """Resynchronise an uncertain `seq` from a 409 reply: "seq" (state.seq is corrected), "busy" (send again) or "" (neither)."""
+    if reply.status != _CONFLICT or not state.seq_uncertain:
         return ""
     refused = refusal_from(reply.status, reply.body)
     if refused.error == "seq" and refused.last is not None:
-        known.seq = refused.last + 1
+        state.seq = refused.last + 1
         return "seq"
     return "busy" if refused.error == "busy" else ""
 
 
-def _pause_s(outcome: _Reply | OSError, failures: int) -> float:
-    """Before the next attempt."""
+def _retry_delay_s(outcome: _Reply | OSError, failures: int) -> float:
+    """Delay before the next attempt."""
     if not isinstance(outcome, _Reply):
-        return _PAUSE_S * (failures - 1)
-    return _PAUSE_S * failures if outcome.retry_after_s is None else outcome.retry_after_s
+        return _RETRY_S * (failures - 1)
+    return _RETRY_S * failures if outcome.retry_after_s is None else outcome.retry_after_s
 
 
 def _cause(outcome: _Reply | OSError) -> OSError | None:
     return outcome if isinstance(outcome, OSError) else None
 
 
-def _late(kind: str, until: _Until) -> DeadlineMissed:
-    hint = _GOES_ON if kind is TICK else "Try again, or leave the session to end by itself."
-    return DeadlineMissed(f"No answer to this {kind} within {until.limit_s:g} s.", hint)
+def _deadline_error(kind: str, deadline: _Deadline) -> DeadlineMissed:
+    hint = _SESSION_CONTINUES if kind is TICK else "Try again, or leave the session to end by itself."
+    return DeadlineMissed(f"No reply to this {kind} within {deadline.limit_s:g} s.", hint)
 
 
 def _unreachable(address: Address, error: _Reply | OSError, timeout_s: float, retries: int) -> Unreachable:
@@ -679,18 +688,20 @@ def _unreachable(address: Address, error: _Reply | OSError, timeout_s: float, re
     tries = f"{retries + 1} attempts" if retries else "1 attempt"
     if isinstance(error, _Reply):
         reason = f"{error.status} {REASONS.get(error.status, '')}".rstrip()
-        return Unreachable(f"{where} answered {reason}, which is no answer of a Ludus server ({tries}).", "Is it running?")
+        return Unreachable(
+            f"{where} answered {reason}, which is not a reply of a Ludus server ({tries}).", "Check that it is running."
+        )
     if isinstance(error, TimeoutError):
-        hint = "Is the server overloaded, or its actor stuck? timeout_s can be raised."
+        hint = "Check whether the server is overloaded or its actor blocks, or raise timeout_s."
         return Unreachable(f"{where} did not answer within {timeout_s:g} s ({tries}).", hint)
     if isinstance(error, ConnectionRefusedError):
         return Unreachable(f"Nothing listens on {where} ({tries}).", "Start the server, or correct the url.")
     if isinstance(error, socket.gaierror):
-        return Unreachable(f"The host {address[0]!r} is not known.", "Correct the url.")
+        return Unreachable(f"The host {address[0]!r} is unknown.", "Correct the url.")
     if isinstance(error, ssl.SSLCertVerificationError):
-        hint = "Give cafile= with the authority that signed it, and the name that it is for in the url."
+        hint = "Give cafile= with the authority that signed it, and use the name of the certificate in the url."
         return Unreachable(f"The certificate of {where} is not trusted: {error.verify_message}.", hint)
-    hint = "Is it a Ludus server, and is it still running? A server with a certificate is asked by https://."
+    hint = "Check that it is a running Ludus server; a server with a certificate needs https://."
     return Unreachable(f"The connection to {where} broke ({tries}): {error.strerror or error}.", hint)
 
 
@@ -702,13 +713,13 @@ def _address(endpoint: str) -> Address | None:
         return None
 
 
-def _spec_from(body: bytes) -> dict[str, Any]:
+def _parse_spec(body: bytes) -> dict[str, Any]:
     try:
         spec = json.loads(body)
     except ValueError:
         spec = None
     if not isinstance(spec, dict):
-        raise Refused(200, "http", "The server's /spec is not a JSON object.", "Is it a Ludus server?")
+        raise Refused(200, "http", "The server's /spec is not a JSON object.", "Check that it is a Ludus server.")
     return spec
 
 
@@ -718,20 +729,20 @@ def _spec_from(body: bytes) -> dict[str, Any]:
 class _Head(NamedTuple):
     status: int
     length: int
-    """Of the body; -1: it comes in chunks."""
+    """Length of the body; -1: chunked."""
     retry_after_s: float | None
     endpoint: str
     close: bool
 
 
 class _Reader:
-    """Bytes in, replies out, one at a time. Raises ConnectionError on anything that is not a reply of known length."""
+    """Incremental parser of replies, one at a time. Raises ConnectionError on anything that is not a reply of known length."""
 
     def __init__(self) -> None:
         self._buffer = b""
-        self._raw = b""  # the head of the reply before, which is mostly that of the next one too
+        self._raw = b""  # head of the previous reply, usually equal to the next one
         self._head = _Head(0, 0, None, "", False)
-        self._chunks: list[bytes] | None = None  # those of the reply that is being read
+        self._chunks: list[bytes] | None = None  # of the reply being read
         self._chunked = 0  # their bytes
         self._interim = 0
 
@@ -740,7 +751,7 @@ class _Reader:
             raise ConnectionResetError("it was closed by the server")
         buffer = self._buffer = self._buffer + data if self._buffer else data
         if self._chunks is not None:
-            return self._in_chunks(self._chunks)
+            return self._read_chunks(self._chunks)
         end = buffer.find(b"\r\n\r\n") + 4
         if end < 4:
             if len(buffer) > _MAX_HEAD or not b"HTTP/1.".startswith(buffer[:7]):
@@ -754,11 +765,11 @@ class _Reader:
             return self._after_interim(buffer[end:])
         if length < 0:
             self._buffer, self._chunks = buffer[end:], []
-            return self._in_chunks(self._chunks)
+            return self._read_chunks(self._chunks)
         if len(buffer) < end + length:
             return None
         if len(buffer) > end + length:
-            raise ConnectionError("more came back than was asked for")
+            raise ConnectionError("unexpected data after the reply")
         self._buffer = b""
         return _Reply(status, buffer[end:], retry_after_s, endpoint, close)
 
@@ -772,7 +783,7 @@ class _Reader:
             self._interim = 0
         return reply
 
-    def _in_chunks(self, chunks: list[bytes]) -> _Reply | None:
+    def _read_chunks(self, chunks: list[bytes]) -> _Reply | None:
         buffer, at = self._buffer, 0
         while True:
             end = buffer.find(b"\r\n", at)
@@ -795,7 +806,7 @@ class _Reader:
             at = after
 
     def _after_chunks(self, rest: bytes, body: bytes) -> _Reply | None:
-        """Trailers mean nothing to us; an empty line ends them."""
+        """Skip the trailers, which an empty line ends."""
         stop = rest.find(b"\r\n\r\n") + 4
         if stop < 4:
             if len(rest) > _MAX_HEAD:
@@ -803,7 +814,7 @@ class _Reader:
             self._buffer = b"0" + rest
             return None
         if stop < len(rest):
-            raise ConnectionError("more came back than was asked for")
+            raise ConnectionError("unexpected data after the reply")
         self._buffer, self._chunks, self._chunked = b"", None, 0
         return _Reply(self._head.status, body, self._head.retry_after_s, self._head.endpoint, self._head.close)
 
@@ -832,7 +843,7 @@ def _parse_head(raw: bytes) -> _Head:
     close = version == "HTTP/1.0" or fields.get("connection", "").lower() == "close"
     try:
         retry_after_s = max(0.0, float(fields["retry-after"]))
-    except (KeyError, ValueError):  # it may also be a date; our server does not send one
+    except (KeyError, ValueError):  # dates are not supported; a Ludus server does not send them
         retry_after_s = None
     return _Head(int(code), _length(code, fields), retry_after_s, fields.get(ENDPOINT_HEADER.lower(), ""), close)
 
@@ -850,7 +861,7 @@ def _length(code: str, fields: Mapping[str, str]) -> int:
     return int(length)
 
 
-class _Wire(asyncio.Protocol):
+class _AsyncConnection(asyncio.Protocol):
     """One connection of an AsyncClient."""
 
     def __init__(self) -> None:
@@ -858,35 +869,35 @@ class _Wire(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[_Reply] | None = None
         self._lost: OSError | None = None
-        self._until: _Until | None = None  # of the request that was sent last
-        self._watch: asyncio.TimerHandle | None = None
+        self._deadline: _Deadline | None = None  # of the last request
+        self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
-    def ask(self, request: bytes, until: _Until) -> asyncio.Future[_Reply]:
+    def send(self, request: bytes, deadline: _Deadline) -> asyncio.Future[_Reply]:
         loop = asyncio.get_running_loop()
-        self._waiter, self._until = loop.create_future(), until
-        if loop is not self._loop:  # that one hears no answer any more
+        self._waiter, self._deadline = loop.create_future(), deadline
+        if loop is not self._loop:  # the original loop receives no more data
             self._lost = self._lost or ConnectionResetError("its event loop has ended")
         if self._lost is not None or self._transport is None:
             self._waiter.set_exception(self._lost or ConnectionResetError("it was closed"))
             return self._waiter
         self._transport.write(request)
-        if self._watch is None or until.left_s < self._watch.when() - loop.time():
-            self._watch_over(loop)
+        if self._timer is None or deadline.left_s < self._timer.when() - loop.time():
+            self._check_deadline(loop)
         return self._waiter
 
-    def _watch_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One timer for many requests: it goes off for the last that it was set for, and looks at the one that is under way."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
-        if self._until is None or self._waiter is None or self._waiter.done():
+    def _check_deadline(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Fail the current request at its deadline. One timer serves many requests: it re-arms itself when it fires early."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._deadline is None or self._waiter is None or self._waiter.done():
             return
-        left_s = self._until.left_s
+        left_s = self._deadline.left_s
         if left_s <= 0:
             self.fail(TimeoutError("timed out"))
         else:
-            self._watch = loop.call_later(max(left_s, 1e-3), self._watch_over, loop)  # what is due at once is no timer for uvloop
+            self._timer = loop.call_later(max(left_s, 1e-3), self._check_deadline, loop)  # uvloop has no timer for 0 s
 
     def fail(self, error: OSError) -> None:
         self._lost = error
@@ -895,9 +906,9 @@ class _Wire(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._transport is not None:
             with contextlib.suppress(RuntimeError):  # of a loop that has ended
                 self._transport.abort()

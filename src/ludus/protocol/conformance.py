@@ -1,7 +1,7 @@
-"""Does a game keep to the protocol? What happens at the server goes in, findings in plain words come out. No sockets in here.
+"""Checks whether a game conforms to the protocol: server events in, findings out. No sockets.
 
-The gateway decides what is right and wrong in a session; this class turns its answers into words and adds what it cannot
-know: habits that are slow or unsafe, and bodies that the built-in actor would not take.
+The gateway decides what is valid in a session; this module describes its replies and adds checks that a gateway cannot make:
+slow or unsafe habits, and bodies that the built-in actor would refuse.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ludus.core import spaces
 from ludus.core.plugins import did_you_mean
 from ludus.core.types import Bools
 from ludus.errors import ConfigError, Refused
-from ludus.protocol.codec import ONLY_SEAT, Format, SeatSpaces, decode, is_msgpack, outside
+from ludus.protocol.codec import ONLY_SEAT, Format, SeatSpaces, bounds_error, decode, is_msgpack
 from ludus.protocol.spec import END, START
 
 LARGE_BODY = 1 << 20
 SLOW_S = 0.5
-FEW_CONNECTIONS = 5
-"""So many connections for one request each are a habit."""
-_REMEMBERED = 100_000
+MANY_CONNECTIONS = 5
+"""Connections with a single request each before a warning."""
+_MAX_PAST = 100_000
 
 Level = Literal["mistake", "warning"]
 
@@ -34,7 +34,7 @@ class Check:
     rule: str
     remedy: str
     body: bool = False
-    """It needs the spaces of the game."""
+    """Whether the check needs the spaces of the game."""
 
 
 CHECKS: Mapping[str, Check] = {
@@ -52,7 +52,7 @@ CHECKS: Mapping[str, Check] = {
         Check("hung_up", "mistake", "Replies are waited for", "Raise the time-out of the client; close after the reply."),
         Check("tick_before_start", "mistake", "start comes first", "Send start, and wait for its reply, before tick or end."),
         Check("after_end", "mistake", "Nothing follows end", "Start a new session, with a new id."),
-        Check("double_start", "mistake", "A session is started once", "Use a fresh id for every match."),
+        Check("double_start", "mistake", "A session is started once", "Use a new id for every match."),
         Check("concurrent", "mistake", "One request of a session at a time", "Wait for each reply before the next request."),
         Check("silent", "mistake", "Every session is ended", "Send end, also when a match is abandoned."),
         Check("lost", "mistake", "A lost session (410) is given up", "Start again with a new id."),
@@ -60,12 +60,12 @@ CHECKS: Mapping[str, Check] = {
         Check("seq_skipped", "mistake", "seq rises by 1", "Repeat the last number to retry, add 1 for a new request."),
         Check("seq_changed", "mistake", "A repeated seq repeats the request", "Add 1 for every new request."),
         Check("seq_mixed", "mistake", "All requests of a session have a seq, or none", "Number them all."),
-        Check("too_fast", "mistake", "429 is obeyed", "Wait as long as Retry-After says."),
+        Check("too_fast", "mistake", "429 is obeyed", "Wait for the time in Retry-After."),
         Check("body", "mistake", "Bodies are of the agreed format", "See the page of the protocol.", body=True),
         Check("keys", "mistake", "Bodies have the known keys", "observation, reward, terminated, truncated, action_mask", body=True),
         Check("seats", "mistake", "Seats are those of the game", 'Send {"seats": {name: {…}}}.', body=True),
         Check("observation", "mistake", "Observations fit the space", "GET /spec shows the space.", body=True),
-        Check("not_finite", "mistake", "Numbers are finite", "No NaN, no Infinity: look for a division by zero.", body=True),
+        Check("not_finite", "mistake", "Numbers are finite", "No NaN, no Infinity: check for a division by zero.", body=True),
         Check("reward", "mistake", "Rewards are numbers, after an action", "Reward what the action before did.", body=True),
         Check("flags", "mistake", "terminated and truncated are true or false", "Send a boolean.", body=True),
         Check("mask", "mistake", "Masks fit and leave a choice", "One entry per option; one allowed at least.", body=True),
@@ -80,17 +80,17 @@ CHECKS: Mapping[str, Check] = {
         Check("bounds", "warning", "Observations keep their bounds", "Correct the space or the values.", body=True),
         Check("no_reward", "warning", "Every tick after the first has a reward", "It counts as 0.", body=True),
         Check("over_in_tick", "warning", "A match ends with end", "terminated in a tick: the next tick begins anew.", body=True),
-        Check("no_outcome", "warning", "end says how it ended", "Send the last reward, or the last action is not learned from.", body=True),
+        Check("no_outcome", "warning", "end has the outcome", "Send the last reward; without it the last action is not learned from.", body=True),
     )
 }  # fmt: skip
 
 
-# -- what happens -------------------------------------------------------------------------------------------------------
+# -- events -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A step that reached its session, and what was answered."""
+class StepReplied:
+    """A step that reached its session, and its reply."""
 
     kind: str
     session: bytes
@@ -101,62 +101,62 @@ class Answered:
     body_hash: int = 0
     body_bytes: int = 0
     receive_s: float = 0.0
-    """From its first byte to its last."""
+    """Seconds from its first byte to its last."""
 
 
 @dataclass(frozen=True)
-class TurnedAway:
-    """A request that was refused before it came to a session."""
+class RequestRejected:
+    """A request that was refused before it reached a session."""
 
     error: str
     message: str
 
 
 @dataclass(frozen=True)
-class Closed:
-    """A connection, and how many steps came by it."""
+class ConnectionClosed:
+    """A closed connection, with its number of steps."""
 
     steps: int
 
 
 @dataclass(frozen=True)
-class HungUp:
-    """The client closed before it had its reply."""
+class ClientDisconnected:
+    """The client closed the connection before it got its reply."""
 
 
 @dataclass(frozen=True)
-class OldHttp:
-    """A request of HTTP/1.0."""
+class OldHttpVersion:
+    """A request with HTTP/1.0."""
 
 
 @dataclass(frozen=True)
-class Silenced:
+class SessionTimedOut:
     session: bytes
 
 
-Event = Answered | TurnedAway | Closed | HungUp | OldHttp | Silenced
+Event = StepReplied | RequestRejected | ConnectionClosed | ClientDisconnected | OldHttpVersion | SessionTimedOut
 
-_WORDS = {
+_CHECK_OF_ERROR = {
     "method": "path", "not_found": "path", "step_kind": "step_kind", "session": "session", "seq": "seq_number",
     "unauthorized": "token", "authorization": "token", "headers_too_large": "headers", "body_too_large": "too_large", "too_slow": "too_slow",
     "too_many_connections": "reconnecting",
 }  # fmt: skip
-"""Of the gateway's refusals; the others are of malformed HTTP."""
+"""Check by error word of the gateway; other words mean malformed HTTP."""
 
 
-# -- what comes of it ---------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Finding:
+class CheckFinding:
     check: Check
     seen: str
-    """The first time, in words."""
+    """Description of the first occurrence."""
     count: int = 1
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     check: Check
     state: Literal["ok", "warning", "mistake"]
     count: int
@@ -164,8 +164,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Summary:
-    rows: list[Row]
+class ConformanceReport:
+    rows: list[ReportRow]
     matches: int
     requests: int
     retries: int
@@ -194,105 +194,105 @@ class Summary:
         }
 
 
-class Verdict(NamedTuple):
-    """What the built-in actor would say to a body."""
+class BodyResult(NamedTuple):
+    """How the built-in actor would handle a body."""
 
-    findings: list[Finding]
-    """Of a kind that was not seen before."""
+    findings: list[CheckFinding]
+    """Findings of new kinds."""
     refused: Refused | None
     acting: dict[str, Bools | None]
-    """The seats that want an action, with their masks."""
+    """Seats that need an action, with their masks."""
 
 
 @dataclass
-class _Open:
+class _OpenSession:
     last: tuple[str, int, int]  # kind, seq, hash of the body
     ticks: int = 0
     playing: set[str] = field(default_factory=set)  # seats that have acted in their episode
 
 
 class Conformance:
-    """Collects findings over a whole run. `seats`: the spaces, when bodies are to be looked into."""
+    """Collects findings over a whole run. `seats`: the spaces, if bodies are to be checked."""
 
     def __init__(self, form: Format | None = None, seats: Mapping[str, SeatSpaces] | None = None) -> None:
         self._form, self._seats = form, seats or {}
-        self._fits = {name: spaces.Fit(seat.observation) for name, seat in self._seats.items()}
-        self._findings: dict[str, Finding] = {}
-        self._open: dict[bytes, _Open] = {}
+        self._fits = {name: spaces.SpaceParser(seat.observation) for name, seat in self._seats.items()}
+        self._findings: dict[str, CheckFinding] = {}
+        self._open: dict[bytes, _OpenSession] = {}
         self._past: dict[bytes, tuple[str, int, int]] = {}
-        self._single = self._kept = 0
+        self._single = self._reused = 0
         self.matches = self.requests = self.retries = 0
 
-    def observe(self, event: Event) -> list[Finding]:
-        """The findings of a kind that was not seen before; all are counted."""
-        return self._note(self._looked_at(event))
+    def observe(self, event: Event) -> list[CheckFinding]:
+        """Count the findings of an event, and return those of new kinds."""
+        return self._count(self._check_event(event))
 
-    def summary(self) -> Summary:
-        """How it looks now. Asking twice changes nothing."""
+    def summary(self) -> ConformanceReport:
+        """Return the current report. Has no side effects."""
         found = dict(self._findings)
         if not self.matches:
-            found["no_match"] = Finding(CHECKS["no_match"], f"{self.requests} requests, no match from start to end")
+            found["no_match"] = CheckFinding(CHECKS["no_match"], f"{self.requests} requests, no match from start to end")
         if self._open:
-            shown = ", ".join(map(_shown, list(self._open)[:3]))
-            found["unfinished"] = Finding(CHECKS["unfinished"], f"still open: {shown}", len(self._open))
+            shown = ", ".join(map(_quote, list(self._open)[:3]))
+            found["unfinished"] = CheckFinding(CHECKS["unfinished"], f"still open: {shown}", len(self._open))
         rows = []
         for check in CHECKS.values():
             finding = found.get(check.kind)
             if finding is not None:
-                rows.append(Row(check, check.level, finding.count, finding.seen))
+                rows.append(ReportRow(check, check.level, finding.count, finding.seen))
             elif self._form is not None or not check.body:
-                rows.append(Row(check, "ok", 0, ""))
-        return Summary(rows, self.matches, self.requests, self.retries)
+                rows.append(ReportRow(check, "ok", 0, ""))
+        return ConformanceReport(rows, self.matches, self.requests, self.retries)
 
-    def _note(self, seen: Iterator[tuple[str, str]]) -> list[Finding]:
-        fresh = []
+    def _count(self, seen: Iterator[tuple[str, str]]) -> list[CheckFinding]:
+        new = []
         for kind, what in seen:
             if kind in self._findings:
                 self._findings[kind].count += 1
             else:
-                finding = self._findings[kind] = Finding(CHECKS[kind], what)
-                fresh.append(finding)
-        return fresh
+                finding = self._findings[kind] = CheckFinding(CHECKS[kind], what)
+                new.append(finding)
+        return new
 
-    def _looked_at(self, event: Event) -> Iterator[tuple[str, str]]:
-        if isinstance(event, Answered):
-            yield from self._answered(event)
-        elif isinstance(event, TurnedAway):
+    def _check_event(self, event: Event) -> Iterator[tuple[str, str]]:
+        if isinstance(event, StepReplied):
+            yield from self._check_reply(event)
+        elif isinstance(event, RequestRejected):
             self.requests += 1
-            yield _WORDS.get(event.error, "malformed"), event.message
-        elif isinstance(event, Closed):
-            yield from self._closed(event.steps)
-        elif isinstance(event, HungUp):
-            yield "hung_up", "The connection was closed while a reply was being made."
-        elif isinstance(event, OldHttp):
-            yield "old_http", "A request said HTTP/1.0."
+            yield _CHECK_OF_ERROR.get(event.error, "malformed"), event.message
+        elif isinstance(event, ConnectionClosed):
+            yield from self._check_connection(event.steps)
+        elif isinstance(event, ClientDisconnected):
+            yield "hung_up", "The connection was closed while the reply was being computed."
+        elif isinstance(event, OldHttpVersion):
+            yield "old_http", "A request used HTTP/1.0."
         else:
             self._forget(event.session)
-            yield "silent", f"session {_shown(event.session)} sent nothing more and was never ended."
+            yield "silent", f"session {_quote(event.session)} stopped sending without an end."
 
-    def _closed(self, steps: int) -> Iterator[tuple[str, str]]:
-        self._kept += steps > 1
+    def _check_connection(self, steps: int) -> Iterator[tuple[str, str]]:
+        self._reused += steps > 1
         if steps != 1:
             return
         self._single += 1
-        if self._single >= FEW_CONNECTIONS and self._single > self._kept:
-            yield "reconnecting", f"{self._single} connections brought one request each."
+        if self._single >= MANY_CONNECTIONS and self._single > self._reused:
+            yield "reconnecting", f"{self._single} connections had one request each."
 
     # -- sessions
 
-    def _answered(self, event: Answered) -> Iterator[tuple[str, str]]:
+    def _check_reply(self, event: StepReplied) -> Iterator[tuple[str, str]]:
         self.requests += 1
-        name = f"session {_shown(event.session)}"
+        name = f"session {_quote(event.session)}"
         if event.body_bytes > LARGE_BODY:
             yield "large_body", f"{name}: a body of {event.body_bytes:,} bytes."
         if event.receive_s > SLOW_S:
             yield "slow_send", f"{name}: a {event.kind} took {event.receive_s:.1f} s from its first byte to its last."
         if event.status == 200:
-            yield from self._accepted(event, name)
+            yield from self._check_accepted(event, name)
         else:
-            yield from self._rejected(event, name)
+            yield from self._check_rejected(event, name)
 
-    def _accepted(self, event: Answered, name: str) -> Iterator[tuple[str, str]]:
+    def _check_accepted(self, event: StepReplied, name: str) -> Iterator[tuple[str, str]]:
         this = (event.kind, event.seq, event.body_hash)
         before = self._open.get(event.session)
         last = before.last if before else self._past.get(event.session)
@@ -306,9 +306,9 @@ class Conformance:
                 yield "session_reuse", f"{name} was started again after its end."
             if event.seq < 0:
                 yield "no_seq", f"{name}: start has no seq."
-            self._open[event.session] = _Open(this)
+            self._open[event.session] = _OpenSession(this)
             return
-        if before is None:  # started before we looked
+        if before is None:  # started before the check began
             return
         before.last = this
         if event.kind is END:
@@ -319,23 +319,23 @@ class Conformance:
         else:
             before.ticks += 1
 
-    def _rejected(self, event: Answered, name: str) -> Iterator[tuple[str, str]]:
-        said = f"{name}: {event.kind} was answered {event.status}. {event.message}".strip()
+    def _check_rejected(self, event: StepReplied, name: str) -> Iterator[tuple[str, str]]:
+        text = f"{name}: {event.kind} was answered {event.status}. {event.message}".strip()
         if event.error == "unknown_session":
-            yield "after_end" if event.session in self._past else "tick_before_start", said
+            yield "after_end" if event.session in self._past else "tick_before_start", text
         elif event.error == "session_lost":
             self._forget(event.session)
-            yield "lost", said
+            yield "lost", text
         elif event.error == "already_started":
-            yield "double_start", said
+            yield "double_start", text
         elif event.error == "busy":
-            yield "concurrent", said
+            yield "concurrent", text
         elif event.error == "seq" and event.status == 400:
-            yield "seq_mixed", said
+            yield "seq_mixed", text
         elif event.error == "seq":
-            yield "seq_changed" if " was a " in event.message else "seq_skipped", said
+            yield "seq_changed" if " was a " in event.message else "seq_skipped", text
         elif event.status == 429:
-            yield "too_fast", said
+            yield "too_fast", text
         elif event.status >= 500:
             self._forget(event.session)
 
@@ -344,77 +344,75 @@ class Conformance:
         if gone is not None:
             self._past.pop(session, None)
             self._past[session] = gone.last
-            if len(self._past) > _REMEMBERED:
+            if len(self._past) > _MAX_PAST:
                 del self._past[next(iter(self._past))]
 
     # -- bodies
 
-    def judge(self, kind: str, session: bytes, body: bytes) -> Verdict:
-        """Of a tick or an end that was accepted into its session, before it is answered."""
-        name, known = f"session {_shown(session)}", self._open.get(session)
+    def check_body(self, kind: str, session: bytes, body: bytes) -> BodyResult:
+        """Check the body of an accepted tick or end, before it is answered."""
+        name, known = f"session {_quote(session)}", self._open.get(session)
         playing = known.playing if known else set[str]()
-        look = _Look(self._form, self._seats, self._fits, playing, last=kind is END)
+        check = _BodyCheck(self._form, self._seats, self._fits, playing, last=kind is END)
         try:
-            acting = look.at(body)
-        except _Wrong as wrong:
-            fresh = self._note(iter([(wrong.kind, f"{name}: {wrong}")]))
-            return Verdict(fresh, Refused(422, wrong.word, str(wrong), CHECKS[wrong.kind].remedy), {})
-        fresh = self._note((kind, f"{name}: {what}") for kind, what in look.doubts)
-        playing.difference_update(look.over)
+            acting = check.run(body)
+        except _BodyError as wrong:
+            new = self._count(iter([(wrong.kind, f"{name}: {wrong}")]))
+            return BodyResult(new, Refused(422, wrong.word, str(wrong), CHECKS[wrong.kind].remedy), {})
+        new = self._count((kind, f"{name}: {what}") for kind, what in check.warnings)
+        playing.difference_update(check.over)
         playing.update(acting)
-        return Verdict(fresh, None, acting)
+        return BodyResult(new, None, acting)
 
 
-class _Wrong(Exception):
+class _BodyError(Exception):
     def __init__(self, kind: str, message: str, word: str = "") -> None:
         super().__init__(message)
-        self.kind, self.word = kind, word or kind  # ours, and that of the reply
+        self.kind, self.word = kind, word or kind  # name of the check, error word of the reply
 
 
-class _Look:
-    """At one body: raises _Wrong at what the built-in actor refuses, keeps doubts about what it takes."""
+class _BodyCheck:
+    """Checks one body: raises _BodyError for what the built-in actor refuses, and collects warnings."""
 
     def __init__(
         self,
         form: Format | None,
         seats: Mapping[str, SeatSpaces],
-        fits: Mapping[str, spaces.Fit],
+        fits: Mapping[str, spaces.SpaceParser],
         playing: set[str],
         *,
         last: bool,
     ) -> None:
         self._form, self._seats, self._fits, self._playing, self._last = form, seats, fits, playing, last
-        self.doubts: list[tuple[str, str]] = []
+        self.warnings: list[tuple[str, str]] = []
         self.over: set[str] = set()
 
-    def at(self, body: bytes) -> dict[str, Bools | None]:
-        """The seats that want an action."""
+    def run(self, body: bytes) -> dict[str, Bools | None]:
+        """Return the seats that need an action. Raises _BodyError."""
         if self._form is None:
             return {}
         if self._last and not body.strip():
             if self._playing:
-                self.doubts.append(("no_outcome", "end was empty: what came of the last action is not known."))
+                self.warnings.append(("no_outcome", "end was empty: the outcome of the last action is unknown."))
             return {}
         parts = self._parts(self._message(body))
         masks = {name: self._part(name, part) for name, part in parts.items()}
-        unsaid = sorted(self._playing - parts.keys())
-        if self._last and unsaid:
-            self.doubts.append(
-                ("no_outcome", f"end says nothing of seat {unsaid[0]!r}: what came of its last action is not known.")
-            )
+        missing = sorted(self._playing - parts.keys())
+        if self._last and missing:
+            self.warnings.append(("no_outcome", f"end lacks seat {missing[0]!r}: the outcome of its last action is unknown."))
         return {name: mask for name, mask in masks.items() if name not in self.over}
 
     def _message(self, body: bytes) -> dict[str, Any]:
         found: Format = "msgpack" if is_msgpack(body) else "json"
         if found != self._form:
             begins = f"begins with {body[:8]!r}" if body else "is empty"
-            raise _Wrong("body", f"The body {begins}; this game was to speak {self._form}.", "malformed")
+            raise _BodyError("body", f"The body {begins}; expected {self._form}.", "malformed")
         try:
             message = decode(body)
         except ValueError as error:
-            raise _Wrong("body", f"The body is not {found}: {error}.", "malformed") from None
+            raise _BodyError("body", f"The body is not {found}: {error}.", "malformed") from None
         if not isinstance(message, dict):
-            raise _Wrong("body", f"The body is {type(message).__name__}, not an object with keys.", "malformed")
+            raise _BodyError("body", f"The body is {type(message).__name__}, not an object with keys.", "malformed")
         return message
 
     def _parts(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -422,19 +420,21 @@ class _Look:
             return {ONLY_SEAT: message}
         seats = message.get("seats")
         if not isinstance(seats, dict) or message.keys() - {"seats"} or not seats:
-            raise _Wrong("seats", f"A game of several seats sends seats alone; found {sorted(map(str, message))}.")
+            raise _BodyError("seats", f"A game with several seats sends only seats; found {sorted(map(str, message))}.")
         for name in seats:
             if name not in self._seats:
-                raise _Wrong("seats", f"There is no seat {name!r}. {did_you_mean(str(name), self._seats)}")
+                raise _BodyError("seats", f"There is no seat {name!r}. {did_you_mean(str(name), self._seats)}")
         return seats
 
     def _part(self, name: str, part: Any) -> Bools | None:
         where = f" of seat {name!r}" if name else ""
         if not isinstance(part, dict):
-            raise _Wrong("body", f"The step{where} is {type(part).__name__}, not an object with keys.", "malformed")
+            raise _BodyError("body", f"The step{where} is {type(part).__name__}, not an object with keys.", "malformed")
         unknown = sorted(map(str, part.keys() - _KEYS))
         if unknown:
-            raise _Wrong("keys", f"The key {unknown[0]!r}{where} is unknown. {did_you_mean(unknown[0], _KEYS)}", "unknown_key")
+            raise _BodyError(
+                "keys", f"The key {unknown[0]!r}{where} is unknown. {did_you_mean(unknown[0], _KEYS)}", "unknown_key"
+            )
         terminated, truncated = _flag(part, "terminated", where), _flag(part, "truncated", where)
         self._reward(name, part, where)
         if self._last:
@@ -443,7 +443,7 @@ class _Look:
         if over:
             self.over.add(name)
             if not self._last and not name:
-                self.doubts.append(("over_in_tick", "a tick said that the episode is over."))
+                self.warnings.append(("over_in_tick", "a tick ended the episode."))
         self._observation(name, part.get("observation"), where, needed=not terminated)
         return None if over else self._mask(name, part.get("action_mask"), where)
 
@@ -451,28 +451,28 @@ class _Look:
         reward, playing = part.get("reward"), name in self._playing
         if reward is None and "reward" not in part:
             if playing:
-                self.doubts.append(("no_reward", f"the step{where} has no reward."))
+                self.warnings.append(("no_reward", f"the step{where} has no reward."))
             return
         if isinstance(reward, bool) or not isinstance(reward, (int, float)):
-            raise _Wrong("reward", f"The reward{where} is {reward!r}.")
+            raise _BodyError("reward", f"The reward{where} is {reward!r}.")
         if reward - reward != 0:
-            raise _Wrong("not_finite", f"The reward{where} is {reward!r}.", "reward")
+            raise _BodyError("not_finite", f"The reward{where} is {reward!r}.", "reward")
         if reward and not playing:
-            raise _Wrong("reward", f"A reward{where} of {reward:g} came before any action.")
+            raise _BodyError("reward", f"A reward{where} of {reward:g} came before any action.")
 
     def _observation(self, name: str, given: Any, where: str, *, needed: bool) -> None:
         if given is None:
             if needed:
-                raise _Wrong("observation", f"The observation{where} is missing.")
+                raise _BodyError("observation", f"The observation{where} is missing.")
             return
         try:
             seen = self._fits[name](given)
         except ValueError as error:
             kind = "not_finite" if re.search(r"holds -?(nan|inf)", str(error)) else "observation"
-            raise _Wrong(kind, f"The observation{where} does not fit: {error}.", "observation") from None
-        beyond = outside(self._seats[name].observation, seen, "observation")
-        if beyond:
-            self.doubts.append(("bounds", f"{beyond}{where}."))
+            raise _BodyError(kind, f"The observation{where} does not fit: {error}.", "observation") from None
+        problem = bounds_error(self._seats[name].observation, seen, "observation")
+        if problem:
+            self.warnings.append(("bounds", f"{problem}{where}."))
 
     def _mask(self, name: str, given: Any, where: str) -> Bools | None:
         if given is None:
@@ -481,11 +481,11 @@ class _Look:
         try:
             flat = spaces.flat_mask(given, space)
         except (ConfigError, ValueError, TypeError) as error:
-            raise _Wrong("mask", f"The action mask{where} does not fit: {error}", "action_mask") from None
+            raise _BodyError("mask", f"The action mask{where} does not fit: {error}", "action_mask") from None
         for options in spaces.choices(space):
             if not flat[options].any():
                 which = f"from {options.start} to {options.stop - 1}"
-                raise _Wrong("mask", f"The action mask{where} forbids every option {which}.", "action_mask")
+                raise _BodyError("mask", f"The action mask{where} forbids every option {which}.", "action_mask")
         return flat
 
 
@@ -495,10 +495,10 @@ _KEYS = frozenset({"observation", "reward", "terminated", "truncated", "action_m
 def _flag(part: dict[str, Any], key: str, where: str) -> bool:
     value = part.get(key, False)
     if not isinstance(value, bool):
-        raise _Wrong("flags", f"{key}{where} is {value!r}.", key)
+        raise _BodyError("flags", f"{key}{where} is {value!r}.", key)
     return value
 
 
-def _shown(session: bytes) -> str:
+def _quote(session: bytes) -> str:
     text = session.decode("utf-8", "backslashreplace")
     return repr(text if len(text) <= 40 else text[:37] + "…")

@@ -1,11 +1,11 @@
-"""Games on a gamecore server: started, waited for, looked at and stopped, from anywhere.
+"""Client of a gamecore server: starts games, waits for them, inspects and stops them.
 
     with GamecoreClient("node1:23432") as client:
         camps = {"mode": "3v3", "heroes": [[{"hero_id": 190}, …], [{"hero_id": 141}, …]]}
         client.start_game("match-17", [None, ("10.0.0.5", 8000)], camps)   # rule AI against the actor at that address
         print(client.wait_game("match-17").result)
 
-Standard library only. A server that knows /v1 is asked by it, any other one by the older /v2.
+Uses the standard library only. Uses /v1 if the server has it, else the older /v2.
 """
 
 from __future__ import annotations
@@ -38,60 +38,60 @@ ADDRESS_VARIABLE: Final = "GAMECORE_SERVER_ADDR"
 TOKEN_VARIABLE: Final = "LUDUS_GAMECORE_TOKEN_FILE"  # noqa: S105 - the name of a variable
 
 OVER: Final = frozenset({"finished", "crashed", "stopped", "timed-out", "lost", "over"})
-"""`over` is what a server of the older kind can tell: not how."""
+"""An older server reports only `over`, not how a game ended."""
 BROKEN: Final = frozenset({"crashed", "timed-out", "lost"})
 
-REPEATING: Final[Mapping[str, str | None]] = {
+START_FROM: Final[Mapping[str, str | None]] = {
     "remote": None,
     "repeat": "any",
     "remote_repeat": "any",
     "repeat_only": "any",
 }
-"""simulator_type → the saved state that a match starts from."""
+"""simulator_type → saved state that a match starts from."""
 
 _POLL_S = 20.0
-"""One request of a wait; the server answers earlier when the game is over."""
-_LOOK_S = 0.5
-"""Between two looks at a server that cannot be waited on."""
+"""Duration of one long-poll request; the server replies earlier when the game ends."""
+_POLL_PAUSE_S = 0.5
+"""Poll interval for servers without long polls."""
 _AWAY_S = 60.0
-"""A server that is restarted is back by then; one that is not, is gone."""
+"""Time for which a restarting server is waited for."""
 _AWAY_PAUSE_S = 0.5
-_AWAY = frozenset({502, 503, 504})
-"""What a server says that is about to go, or a proxy in its stead."""
-_GONE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH})
-"""What a connection breaks with when nothing comes back from a machine at all."""
+_RESTARTING = frozenset({502, 503, 504})
+"""Status codes of a stopping server, or of a proxy in front of it."""
+_HOST_LOST = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH})
+"""Errors of a connection to a host that no longer responds."""
 _LOST_S = 60.0
-"""A machine of which nothing is heard for so long is gone, whatever `timeout_s` says of one that thinks."""
+"""Upper limit for detecting a lost host by TCP keep-alive, whatever `timeout_s` allows for a reply."""
 _SLACK_S = 5.0
-"""For the answer to a wait, beyond the time that was waited."""
+"""Additional time for the reply to a long poll."""
 _START_S = 150.0
-"""The first game of its kind may wait for a module to be imported and compiled."""
-_KEPT_S = 60.0
-"""For a file of up to 64 MB."""
+"""Additional time for a start: the first game of its kind may wait for the import and compilation of a module."""
+_DOWNLOAD_S = 60.0
+"""Additional time for a file of up to 64 MB."""
 _STOP_S = 30.0
-"""A stop may wait for a game that saves first."""
-_NOT_THERE = frozenset({200, 404, 405, 501})
-"""What a server says that has no /v1/catalogue: 200 is a page for people."""
+"""Additional time for a stop: a game may save its state first."""
+_NO_V1 = frozenset({200, 404, 405, 501})
+"""Status codes of a server without /v1/catalogue; 200 is an HTML page."""
 _MAX_ANSWER = 64 << 20
 _CHUNK = 65_536
 _MAX_IDLE = 8
-"""Connections that are kept for the next call."""
+"""Idle connections that are kept."""
 
 Address: TypeAlias = tuple[str, int]
 Camp: TypeAlias = "str | tuple[str, int] | Sequence[Any] | Mapping[str, Any] | None"
-"""Who plays a camp: None, the game's own rule AI; or where its actor listens: (ip, port), "host:port", "http(s)://…", or a
-mapping with `address` or `url`, and perhaps `token` and `timeout_s`."""
+"""Who plays a camp: None for the game's rule AI, or the address of an actor: (ip, port), "host:port", "http(s)://…", or a
+mapping with `address` or `url`, and optionally `token` and `timeout_s`."""
 GameStates: TypeAlias = "list[GameState]"
 Names: TypeAlias = "list[str]"
 
 
 @dataclass(frozen=True)
 class GameState:
-    """What a server knows about a game."""
+    """The state of a game, as reported by its server."""
 
     runtime_id: str
     state: str
-    """starting, running, finished, crashed, stopped, timed-out, or lost: it ran when its server died."""
+    """starting, running, finished, crashed, stopped, timed-out or lost (it was running when its server died)."""
     game: str | None = None
     mode: str | None = None
     pid: int | None = None
@@ -103,7 +103,7 @@ class GameState:
     reason: str = ""
     restarts: int = 0
     result: Any = None
-    """What the game wrote as its result, e.g. {"winner": 0, "ticks": 8612}."""
+    """The result that the game wrote, for example {"winner": 0, "ticks": 8612}."""
     last_lines: tuple[str, ...] = ()
     cpu_s: float | None = None
     memory_mb: float | None = None
@@ -112,7 +112,7 @@ class GameState:
     task_id: str | None = None
     seed: int | None = None
     start_from: str | None = None
-    """The saved state that it began with."""
+    """The saved state that it started from."""
     finished: float | None = None
     """Unix time, in seconds."""
 
@@ -122,20 +122,20 @@ class GameState:
 
     @property
     def broken(self) -> bool:
-        """It is over, and did not come to its end."""
+        """Whether it ended abnormally."""
         return self.state in BROKEN
 
     @property
     def lost_camps(self) -> dict[str, str]:
-        """Camp number → why its actor did not play it (to the end), as the game's result says under `lost`."""
+        """Camp number → why its actor did not play it to the end, from `lost` in the game's result."""
         lost = self.result.get("lost") if isinstance(self.result, Mapping) else None
         return {str(camp): str(why) for camp, why in lost.items()} if isinstance(lost, Mapping) else {}
 
     @classmethod
     def from_json(cls, data: Any) -> GameState:
-        """What else a newer server says, or says otherwise, is left out. Raises Refused for what is no state."""
+        """Parse a state, ignoring unknown or mistyped fields of newer servers. Raises Refused."""
         if not (isinstance(data, dict) and isinstance(data.get("runtime_id"), str) and isinstance(data.get("state"), str)):
-            raise _strange("a state of a game")
+            raise _unexpected_reply("a state of a game")
         known = {field.name: data[field.name] for field in fields(cls) if data.get(field.name) is not None}
         sane: dict[str, Any] = {name: value for name, value in known.items() if isinstance(value, _KINDS.get(name, object))}
         sane["last_lines"] = tuple(str(line) for line in sane.get("last_lines", ()))
@@ -144,21 +144,21 @@ class GameState:
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"last_lines": list(self.last_lines)}
 
-    def told(self) -> str:
-        """How it fares, or how it ended. Camps that their actor did not play come first."""
+    def describe(self) -> str:
+        """Describe the state in one line, beginning with camps that their actor did not play."""
         brief = self.seconds is None or self.seconds < 0.05 or self.state == "lost"
         took = "" if brief else f" {'after' if self.over else 'for'} {self.seconds:.1f} s"
         code = "" if self.exit_code is None or self.state in ("finished", "stopped") else f", exit code {self.exit_code}"
         again = f", restarted {self.restarts}×" if self.restarts else ""
-        told = not self.reason or self.state in ("finished", "lost") or f"code {self.exit_code}" in self.reason
-        why = "" if told else f": {self.reason.rstrip('.')}"
-        lost = "".join(f"Lost camp {camp}: {_shortened(reason)} " for camp, reason in self.lost_camps.items())
+        known_reason = not self.reason or self.state in ("finished", "lost") or f"code {self.exit_code}" in self.reason
+        why = "" if known_reason else f": {self.reason.rstrip('.')}"
+        lost = "".join(f"Lost camp {camp}: {_shorten(reason)} " for camp, reason in self.lost_camps.items())
         stand_in = "The game's own AI played instead. " if lost and self.state == "finished" else ""
         return f"{lost}{stand_in}Game {self.runtime_id!r} {_VERBS.get(self.state, 'is ' + self.state)}{took}{code}{again}{why}."
 
 
-def _shortened(reason: str) -> str:
-    """One line of at most `_MAX_REASON` characters that ends a sentence."""
+def _shorten(reason: str) -> str:
+    """Shorten to one line of at most `_MAX_REASON` characters that ends like a sentence."""
     line = " ".join(reason.split()).rstrip(".") or "no reason given"
     return f"{line}." if len(line) < _MAX_REASON else f"{line[: _MAX_REASON - 1]}…"
 
@@ -184,18 +184,17 @@ _VERBS = {
 
 
 class GamecoreClient:
-    """A gamecore server, from outside. May be used by several threads.
+    """Client of one gamecore server. Thread-safe.
 
-    `server_addr`: "host:port" or a URL; default: GAMECORE_SERVER_ADDR, else this machine. The token, where the server asks for one, comes from
-    `token`, `token_file`, or the file that LUDUS_GAMECORE_TOKEN_FILE names. `timeout_s` is for each request to the server,
-    beyond what a start or a stop itself may take.
+    `server_addr`: "host:port" or a URL; default: GAMECORE_SERVER_ADDR, else this machine. The token, if the server needs one, comes
+    from `token`, `token_file` or the file named by LUDUS_GAMECORE_TOKEN_FILE. `timeout_s` limits each request, in addition to the
+    time that a start or stop takes.
 
-    Of every game that is started: `gamecore_req_timeout` is how long it waits for an action of an actor (milliseconds),
-    `default_hero_config` maps a hero_id to what else a hero has when it does not say so itself, `max_frame_num` ends a match (-1: never),
-    `simulator_type` says where matches start: remote, at the beginning; repeat or remote_repeat, from a saved state if there is one;
-    repeat_only, from a saved state.
+    For every started game: `gamecore_req_timeout` is its time limit for an action of an actor (milliseconds), `default_hero_config`
+    maps a hero_id to default settings of the hero, `max_frame_num` ends a match (-1: never). `simulator_type` selects where matches
+    start: remote (a new match), repeat or remote_repeat (a saved state if there is one), repeat_only (a saved state).
 
-    Raises Unreachable when there is no answer, Refused when the server does not do it, UsageError for what makes no sense.
+    Raises Unreachable when there is no reply, Refused when the server refuses, UsageError for invalid arguments.
     """
 
     def __init__(
@@ -214,16 +213,16 @@ class GamecoreClient:
             raise UsageError(f"timeout_s is {timeout_s}.", "It is a number of seconds above 0.")
         if gamecore_req_timeout <= 0:
             raise UsageError(f"gamecore_req_timeout is {gamecore_req_timeout}.", "It is a number of milliseconds above 0.")
-        if simulator_type not in REPEATING:
-            raise UsageError(f"simulator_type is {simulator_type!r}.", did_you_mean(simulator_type, REPEATING))
+        if simulator_type not in START_FROM:
+            raise UsageError(f"simulator_type is {simulator_type!r}.", did_you_mean(simulator_type, START_FROM))
         if token is None:
             token = read_token(token_file or os.environ.get(TOKEN_VARIABLE) or None)
-        self._wire = _Wire(server_addr or os.environ.get(ADDRESS_VARIABLE) or f"127.0.0.1:{PORT}", token, timeout_s)
+        self._http = _HttpPool(server_addr or os.environ.get(ADDRESS_VARIABLE) or f"127.0.0.1:{PORT}", token, timeout_s)
         self._actor_s, self._simulator = gamecore_req_timeout / 1000, simulator_type
         self._max_frames = max_frame_num if max_frame_num > 0 else None
         self._defaults = {str(hero): dict(config) for hero, config in (default_hero_config or {}).items()}
         self._has_v1: bool | None = None
-        weakref.finalize(self, self._wire.close)  # most snippets never close it
+        weakref.finalize(self, self._http.close)  # callers often do not close it
 
     def __enter__(self) -> GamecoreClient:
         return self
@@ -232,13 +231,13 @@ class GamecoreClient:
         self.close()
 
     def close(self) -> None:
-        """Games go on; the next call connects again."""
-        self._wire.close()
+        """Close idle connections. Games continue; the next call connects again."""
+        self._http.close()
 
     @property
     def server(self) -> str:
-        """The URL that is asked."""
-        return self._wire.url
+        """The URL of the server."""
+        return self._http.url
 
     # -- games
 
@@ -257,45 +256,46 @@ class GamecoreClient:
         timeout_s: float | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> GameState:
-        """Start a game, or find it running: the same call again, with the same id, starts no second one.
+        """Start a game, or find it running: a repeated call with the same id does not start a second one.
 
-        `server_config` has one entry per camp, see `Camp`; None: rule AI in all of them. `camp_config` is {"mode": "3v3", "heroes": [[…], […]]} with
-        {"hero_id": …} or just the number for each hero; the two lists alone will do. `game` is a name of the server's catalogue; default: the
-        first that plays the mode. `start_from` names a saved state, or is "any". `timeout_s` ends the game, however far it is.
+        `server_config` has one entry per camp, see `Camp`; None: rule AI in all camps. `camp_config` is
+        {"mode": "3v3", "heroes": [[…], […]]} with {"hero_id": …} or a number for each hero, or the two lists alone. `game` is a name in
+        the server's catalogue; default: the first with this mode. `start_from` names a saved state, or is "any". `timeout_s` is the
+        time limit of the game.
         """
-        judged, task = _flags(eval_mode, task_id)
-        mode, heroes = _lineup(camp_config, self._defaults)
-        order = _Order(
-            runtime_id=_checked(runtime_id),
+        is_evaluation, task = _eval_and_task(eval_mode, task_id)
+        mode, heroes = _parse_camp_config(camp_config, self._defaults)
+        request = _StartRequest(
+            runtime_id=_check_id(runtime_id),
             game=game,
             mode=mode,
             heroes=heroes,
-            camps=_camps(server_config, heroes, self._actor_s),
-            eval_mode=judged,
+            camps=_parse_actors(server_config, heroes, self._actor_s),
+            eval_mode=is_evaluation,
             seed=seed,
             max_frames=self._max_frames,
             timeout_s=timeout_s,
             start_from=start_from,
-            simulator="remote" if judged else self._simulator,
+            simulator="remote" if is_evaluation else self._simulator,
             task_id=task,
             options=dict(options or {}),
             extra=dict(extra_abs_key_info or {}),
         )
-        if self._v1():
-            if order.extra:
-                log.warning("extra_abs_key_info is not kept: %s has no place for it", self.server)
-            return GameState.from_json(self._ask("POST", "/v1/games", order.to_v1(), self._wire.timeout_s + _START_S))
-        self._ask_v2("newGame", order.to_v2())
-        return GameState(order.runtime_id, "starting", mode=mode, eval_mode=judged, task_id=task)
+        if self._uses_v1():
+            if request.extra:
+                log.warning("ignoring extra_abs_key_info, which %s does not support", self.server)
+            return GameState.from_json(self._request("POST", "/v1/games", request.to_v1(), self._http.timeout_s + _START_S))
+        self._request_v2("newGame", request.to_v2())
+        return GameState(request.runtime_id, "starting", mode=mode, eval_mode=is_evaluation, task_id=task)
 
     def wait_game(self, runtime_id: str, max_timeout_second: float = 0) -> GameState:
-        """How the game ended: finished, or stopped by somebody. 0 seconds: however long it takes.
+        """Wait for the end of a game and return its state: finished or stopped. 0 seconds: no time limit.
 
-        Raises WorkerFailed when it crashed, ran into its time limit or was lost, with its exit code and last lines; DeadlineMissed when it is
-        not over by then: it goes on. A server that is restarted meanwhile is waited for.
+        Raises WorkerFailed, with exit code and last lines, when it crashed, hit its time limit or was lost; DeadlineMissed when it is
+        still running after the time limit. Waits for a server that restarts meanwhile.
         """
         until = time.monotonic() + max_timeout_second if max_timeout_second > 0 else math.inf
-        state = self._until_over(_checked(runtime_id), until)
+        state = self._wait_until_over(_check_id(runtime_id), until)
         if not state.over:
             message = f"Game {runtime_id!r} is still {state.state} after {max_timeout_second:g} s."
             raise DeadlineMissed(message, "It is still running: wait again, or stop it.")
@@ -304,13 +304,13 @@ class GamecoreClient:
         return state
 
     def stop_game(self, runtime_id: str, *, grace_s: float | None = None) -> GameState | None:
-        """End it, if it runs; it has `grace_s` to do so by itself. None: the server knows no such game, or does not say."""
+        """Stop a running game within `grace_s`. Returns None if the server has no such game or does not report its state."""
         path = _path(runtime_id, "" if grace_s is None else f"?{urlencode({'grace_s': grace_s})}")
-        if not self._v1():
-            self._ask_v2("stopGame", {"runtime_id": runtime_id})
+        if not self._uses_v1():
+            self._request_v2("stopGame", {"runtime_id": runtime_id})
             return None
         try:
-            found = self._ask("DELETE", path, timeout_s=self._wire.timeout_s + _STOP_S + (grace_s or 0))
+            found = self._request("DELETE", path, timeout_s=self._http.timeout_s + _STOP_S + (grace_s or 0))
         except Refused as refused:
             if refused.status == 404:
                 return None
@@ -318,10 +318,10 @@ class GamecoreClient:
         return GameState.from_json(found)
 
     def exists(self, runtime_id: str) -> bool:
-        """Whether it starts or runs."""
-        _checked(runtime_id)
-        if not self._v1():
-            found = self._ask_v2("exists", {"runtime_id": runtime_id})
+        """Whether the game is starting or running."""
+        _check_id(runtime_id)
+        if not self._uses_v1():
+            found = self._request_v2("exists", {"runtime_id": runtime_id})
             if "exists" not in found:
                 found = _data(found)
             return bool(found.get("exists"))
@@ -333,80 +333,80 @@ class GamecoreClient:
             raise
 
     def state(self, runtime_id: str) -> GameState:
-        """Of a game that runs, or is over and not forgotten. Raises Refused (404) for any other."""
+        """Return the state of a running or kept game. Raises Refused (404) for any other."""
         path = _path(runtime_id)
-        self._need_v1("say how a game fares; it can say whether it exists")
-        return GameState.from_json(self._ask("GET", path))
+        self._require_v1("report the state of a game, only whether it exists")
+        return GameState.from_json(self._request("GET", path))
 
     def list(self, state: str | None = None) -> GameStates:
-        """All games that the server remembers, or those in this state."""
-        self._need_v1("list games; it can list tasks")
-        found = self._ask("GET", "/v1/games" + (f"?{urlencode({'state': state})}" if state else ""))
+        """List all games that the server keeps, or those in this state."""
+        self._require_v1("list games, only tasks")
+        found = self._request("GET", "/v1/games" + (f"?{urlencode({'state': state})}" if state else ""))
         games = found.get("games")
         if not isinstance(games, list):
-            raise _strange("a list of games")
+            raise _unexpected_reply("a list of games")
         return [GameState.from_json(item) for item in games]
 
     def logs(self, runtime_id: str, lines: int = 100) -> str:
-        """The last lines that the game has written."""
+        """Return the last lines of the game's output."""
         path = _path(runtime_id, f"/log?{urlencode({'lines': lines})}")
-        self._need_v1("show logs")
-        return self._wire.ask("GET", path).body.decode("utf-8", "replace")
+        self._require_v1("show logs")
+        return self._http.request("GET", path).body.decode("utf-8", "replace")
 
     def kept(self, runtime_id: str, what: Literal["recording", "video"]) -> bytes:
-        """The file that the game names so in its result. Raises Refused if there is none."""
+        """Download the recording or video that the game's result names. Raises Refused if there is none."""
         path = _path(runtime_id, f"/{what}")
-        self._need_v1("hand out what games have left")
-        return self._wire.ask("GET", path, timeout_s=self._wire.timeout_s + _KEPT_S).body
+        self._require_v1("send files of games")
+        return self._http.request("GET", path, timeout_s=self._http.timeout_s + _DOWNLOAD_S).body
 
     def forget(self, runtime_id: str) -> None:
-        """Remove what is left of a game that is over."""
+        """Remove the record and files of a finished game."""
         path = _path(runtime_id, "/forget")
-        self._need_v1("forget a game")
-        self._ask("POST", path, {})
+        self._require_v1("remove a game")
+        self._request("POST", path, {})
 
     def clear(self) -> dict[str, Any]:
-        """Forget all games that are over; what the server said about it."""
-        self._need_v1("forget games; it can clear tasks")
-        return self._ask("POST", "/v1/clear", {})
+        """Remove all finished games; returns the server's reply."""
+        self._require_v1("remove games, only tasks")
+        return self._request("POST", "/v1/clear", {})
 
     def catalogue(self) -> dict[str, Any]:
-        """Which games there are to be started, and what they take: {"games": {name: …}}."""
-        self._need_v1("show its catalogue")
-        return self._ask("GET", "/v1/catalogue")
+        """Return the games that can be started, with their modes and options: {"games": {name: …}}."""
+        self._require_v1("show its catalogue")
+        return self._request("GET", "/v1/catalogue")
 
     def health(self) -> dict[str, Any]:
-        return self._ask("GET", "/health")
+        return self._request("GET", "/health")
 
     # -- tasks: games that were started with the same task_id
 
     def task_list(self) -> Names:
-        ids = _data(self._ask_v2("taskList", {})).get("task_ids")
+        ids = _data(self._request_v2("taskList", {})).get("task_ids")
         return [str(name) for name in ids or ()]
 
     def task_detail(self, task_id: str) -> dict[str, Any]:
-        """With `game_states`: what the server knows about each of its games."""
-        return _data(self._ask_v2("taskDetail", {"task_id": task_id}))
+        """Return the task, with the state of each of its games in `game_states`."""
+        return _data(self._request_v2("taskDetail", {"task_id": task_id}))
 
     def task_remove(self, task_id: str) -> None:
-        self._ask_v2("taskRemove", {"task_id": task_id})
+        self._request_v2("taskRemove", {"task_id": task_id})
 
     def task_clear(self) -> None:
-        self._ask_v2("taskClear", {})
+        self._request_v2("taskClear", {})
 
-    # -- asking
+    # -- requests
 
-    def _until_over(self, runtime_id: str, until: float) -> GameState:
-        """Its state when it is over, or as it was last seen."""
+    def _wait_until_over(self, runtime_id: str, until: float) -> GameState:
+        """Wait until the game is over or the deadline, and return its last state."""
         away: float | None = None
         while True:
             left_s = until - time.monotonic()
             try:
-                state = self._look(runtime_id, max(0.0, min(left_s, _POLL_S)))
+                state = self._poll_state(runtime_id, max(0.0, min(left_s, _POLL_S)))
             except (Unreachable, Refused) as error:
                 now = time.monotonic()
                 away = now if away is None else away
-                gone = isinstance(error, Refused) and error.status not in _AWAY
+                gone = isinstance(error, Refused) and error.status not in _RESTARTING
                 if gone or self._has_v1 is None or now - away >= _AWAY_S or now >= until:
                     raise
                 time.sleep(min(_AWAY_PAUSE_S, until - now))
@@ -415,60 +415,61 @@ class GamecoreClient:
             if state.over or time.monotonic() >= until:
                 return state
 
-    def _look(self, runtime_id: str, wait_s: float) -> GameState:
-        """Its state; for so long the answer may wait for the game to be over."""
-        if self._v1():
+    def _poll_state(self, runtime_id: str, wait_s: float) -> GameState:
+        """Return the state, after waiting up to `wait_s` for the end of the game."""
+        if self._uses_v1():
             path = _path(runtime_id, f"/wait?{urlencode({'timeout_s': round(wait_s, 3)})}")
-            return GameState.from_json(self._ask("GET", path, timeout_s=wait_s + max(_SLACK_S, self._wire.timeout_s)))
+            return GameState.from_json(self._request("GET", path, timeout_s=wait_s + max(_SLACK_S, self._http.timeout_s)))
         if not self.exists(runtime_id):
-            return GameState(runtime_id, "over", reason="The server does not say how.")
-        time.sleep(min(_LOOK_S, wait_s))
+            return GameState(runtime_id, "over", reason="The server does not report how.")
+        time.sleep(min(_POLL_PAUSE_S, wait_s))
         return GameState(runtime_id, "running")
 
-    def _v1(self) -> bool:
-        """Asked once, of the first server that answers. Another one may have something else at /v1: only ours has a catalogue there."""
+    def _uses_v1(self) -> bool:
+        """Detect /v1 once, by its catalogue: other servers may have something else at /v1."""
         if self._has_v1 is None:
             try:
-                self._has_v1 = isinstance(self._ask("GET", "/v1/catalogue").get("games"), (dict, list))
+                self._has_v1 = isinstance(self._request("GET", "/v1/catalogue").get("games"), (dict, list))
             except Refused as refused:
-                if refused.status not in _NOT_THERE:
+                if refused.status not in _NO_V1:
                     raise
                 self._has_v1 = False
         return self._has_v1
 
-    def _need_v1(self, what: str) -> None:
-        if not self._v1():
-            raise Refused(404, "old_server", f"{self.server} speaks only /v2, and cannot {what}.", "`ludus gamecore serve` can.")
+    def _require_v1(self, what: str) -> None:
+        if not self._uses_v1():
+            message = f"{self.server} supports only /v2, which cannot {what}."
+            raise Refused(404, "old_server", message, "Use `ludus gamecore serve`.")
 
-    def _ask(
+    def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        answer = self._wire.ask(method, path, None if body is None else _encoded(body), timeout_s)
-        return _object(answer)
+        reply = self._http.request(method, path, None if body is None else _encode(body), timeout_s)
+        return _parse_object(reply)
 
-    def _ask_v2(self, verb: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _request_v2(self, verb: str, body: Mapping[str, Any]) -> dict[str, Any]:
         slow_s = {"newGame": _START_S, "stopGame": _STOP_S}.get(verb, 0.0)
-        found = self._ask("POST", f"/v2/{verb}", body, self._wire.timeout_s + slow_s)
+        found = self._request("POST", f"/v2/{verb}", body, self._http.timeout_s + slow_s)
         if isinstance(code := found.get("code"), int) and code not in (0, 200):
             raise Refused(200, "v2", f"{self.server} answered {verb} with code {code}: {found.get('msg') or 'no reason'}.")
         return found
 
 
 def failure(state: GameState) -> WorkerFailed:
-    """What is raised for a game that broke: how it ended, and the last that it said."""
-    lines = "".join(f"  {line}\n" for line in state.last_lines[-_SHOWN_LINES:])
-    shown = f"Its last lines:\n{lines}All of it: ludus gamecore logs {state.runtime_id}" if lines else "It has written nothing."
-    return WorkerFailed(state.told(), shown)
+    """Build the error for a game that ended abnormally, with its last lines."""
+    lines = "".join(f"  {line}\n" for line in state.last_lines[-_QUOTED_LINES:])
+    quoted = f"Its last lines:\n{lines}Full log: ludus gamecore logs {state.runtime_id}" if lines else "It has no output."
+    return WorkerFailed(state.describe(), quoted)
 
 
-_SHOWN_LINES = 15
+_QUOTED_LINES = 15
 
 
-# -- what is asked for. No sockets in here. -------------------------------------------------------------------------------
+# -- start requests; no sockets --------------------------------------------------------------------------------------------------
 
 
 class _Actor(NamedTuple):
-    """Who plays a camp, when it is not the game's own AI."""
+    """The actor that plays a camp."""
 
     url: str
     timeout_s: float
@@ -479,8 +480,8 @@ class _Actor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Order:
-    """A game to be started."""
+class _StartRequest:
+    """A request to start a game."""
 
     runtime_id: str
     game: str | None
@@ -498,7 +499,7 @@ class _Order:
     extra: dict[str, Any]
 
     def to_v1(self) -> dict[str, Any]:
-        said = {
+        fields = {
             "runtime_id": self.runtime_id,
             "game": self.game,
             "mode": self.mode,
@@ -508,63 +509,65 @@ class _Order:
             "seed": self.seed,
             "max_frames": self.max_frames,
             "timeout_s": self.timeout_s,
-            "start_from": self.start_from or REPEATING[self.simulator],
+            "start_from": self.start_from or START_FROM[self.simulator],
             "must_resume": True if self.simulator == "repeat_only" else None,
             "task_id": self.task_id,
             "options": self.options or None,
         }
-        return {key: value for key, value in said.items() if value is not None}
+        return {key: value for key, value in fields.items() if value is not None}
 
     def to_v2(self) -> dict[str, Any]:
-        """Raises UsageError for what that way of asking has no words for."""
-        wordless = {
+        """Raises UsageError for values that /v2 does not support."""
+        unsupported = {
             "game": self.game,
             "seed": self.seed,
             "start_from": None if self.start_from == "any" else self.start_from,
             "timeout_s": self.timeout_s,
             "options": self.options or None,
         }
-        if given := [name for name, value in wordless.items() if value is not None]:
-            hint = "Leave it out, or use a server of ours: ludus gamecore serve."
-            raise UsageError(f"The server speaks only /v2, which cannot say {', '.join(given)}.", hint)
+        if given := [name for name, value in unsupported.items() if value is not None]:
+            hint = "Leave it out, or use a Ludus server: ludus gamecore serve."
+            raise UsageError(f"The server supports only /v2, which has no {', '.join(given)}.", hint)
         if self.heroes is None:
-            raise UsageError("The server speaks only /v2, which needs the heroes of both camps.", "Give camp_config.")
+            raise UsageError("The server supports only /v2, which needs the heroes of both camps.", "Give camp_config.")
         config: dict[str, Any] = {"game_mode": self.mode, "hero_conf": self._hero_conf(self.heroes)}
-        said = {"max_frame_num": self.max_frames, "task_id": self.task_id, "extra_abs_key_info": self.extra or None}
-        config |= {key: value for key, value in said.items() if value is not None}
+        fields = {"max_frame_num": self.max_frames, "task_id": self.task_id, "extra_abs_key_info": self.extra or None}
+        config |= {key: value for key, value in fields.items() if value is not None}
         simulator = "repeat" if self.start_from and self.simulator == "remote" else self.simulator
         return {"simulator_type": simulator, "runtime_id": self.runtime_id, "simulator_config": config}
 
     def _hero_conf(self, heroes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """All heroes in one list; the first of a camp says where its actor is, the others point at it."""
-        listed: list[dict[str, Any]] = []
+        """All heroes in one list; the first of a camp has the address of its actor, the others refer to it."""
+        entries: list[dict[str, Any]] = []
         for camp, actor in zip(heroes, self.camps or [None] * len(heroes), strict=True):
-            first = len(listed)
+            first = len(entries)
             for hero in camp:
-                asked: dict[str, Any] = {} if actor is None else {"request_id": first}
-                if actor is not None and len(listed) == first:
-                    host, port = _plain_address(actor)
-                    asked = {"ip": host, "port": port, "timeout": round(actor.timeout_s * 1000)}
-                listed.append(hero | {"request_info": asked})
-        return listed
+                request_info: dict[str, Any] = {} if actor is None else {"request_id": first}
+                if actor is not None and len(entries) == first:
+                    host, port = _v2_address(actor)
+                    request_info = {"ip": host, "port": port, "timeout": round(actor.timeout_s * 1000)}
+                entries.append(hero | {"request_info": request_info})
+        return entries
 
 
-def _plain_address(actor: _Actor) -> Address:
+def _v2_address(actor: _Actor) -> Address:
     parts = urlsplit(actor.url)
     if parts.scheme != "http" or parts.path.strip("/") or actor.token is not None or parts.hostname is None:
-        message = f"The server speaks only /v2, which knows an actor by address and port: not {actor.url!r} with its path, token or https."
-        raise UsageError(message, "Use a server of ours: ludus gamecore serve.")
+        message = (
+            f"The server supports only /v2, which takes an actor as address and port: {actor.url!r} has a path, token or https."
+        )
+        raise UsageError(message, "Use a Ludus server: ludus gamecore serve.")
     return parts.hostname, parts.port or 80
 
 
-def _flags(eval_mode: object, task_id: object) -> tuple[bool, str | None]:
-    """(an evaluation, its task): older callers say the task first."""
+def _eval_and_task(eval_mode: object, task_id: object) -> tuple[bool, str | None]:
+    """Return (is evaluation, task id); older callers pass the task first."""
     if isinstance(task_id, bool) or not isinstance(eval_mode, (bool, type(None))):
         eval_mode, task_id = task_id, eval_mode
     return bool(eval_mode), None if task_id is None else str(task_id)
 
 
-def _checked(runtime_id: str) -> str:
+def _check_id(runtime_id: str) -> str:
     ok = isinstance(runtime_id, str) and 0 < len(runtime_id) <= 128 and runtime_id.isascii()
     if not ok or not runtime_id[0].isalnum() or not all(c.isalnum() or c in ".-_" for c in runtime_id):
         hint = "It is up to 128 letters, digits, dots and hyphens, and begins with a letter or digit."
@@ -573,10 +576,10 @@ def _checked(runtime_id: str) -> str:
 
 
 def _path(runtime_id: str, rest: str = "") -> str:
-    return f"/v1/games/{quote(_checked(runtime_id), safe='')}{rest}"
+    return f"/v1/games/{quote(_check_id(runtime_id), safe='')}{rest}"
 
 
-def _lineup(
+def _parse_camp_config(
     given: Mapping[str, Any] | Sequence[Sequence[Any]] | None, defaults: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str | None, list[list[dict[str, Any]]] | None]:
     """(mode, heroes of each camp)."""
@@ -592,32 +595,32 @@ def _lineup(
         return mode, None
     if not _is_list(camps) or not all(map(_is_list, camps)):
         raise UsageError(f"The heroes of camp_config are {camps!r}.", hint)
-    heroes = [[_hero(hero, defaults) for hero in camp] for camp in camps]
+    heroes = [[_parse_hero(hero, defaults) for hero in camp] for camp in camps]
     return mode or "v".join(str(len(camp)) for camp in heroes), heroes
 
 
-def _hero(given: Any, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _parse_hero(given: Any, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     hero = {"hero_id": given} if isinstance(given, int) else given
     if not isinstance(hero, Mapping) or not hero or isinstance(given, bool):
         raise UsageError(f"A hero of camp_config is {given!r}.", 'It looks like {"hero_id": 190}, or just 190.')
     return {**defaults.get(str(hero.get("hero_id")), {}), **hero}
 
 
-def _camps(given: Sequence[Camp] | None, heroes: Sequence[object] | None, timeout_s: float) -> list[_Actor | None] | None:
+def _parse_actors(given: Sequence[Camp] | None, heroes: Sequence[object] | None, timeout_s: float) -> list[_Actor | None] | None:
     if given is None:
         return None
     if not _is_list(given):
         raise UsageError(f"server_config is {given!r}.", "It is a list with one entry per camp: [None, ('10.0.0.5', 8000)].")
     if heroes is not None and len(given) != len(heroes):
-        message = f"server_config has {len(given)} entries, and camp_config {len(heroes)} camps."
-        raise UsageError(message, "There is one for each camp; None: its rule AI.")
-    return [_actor(camp, f"server_config[{i}]", timeout_s) for i, camp in enumerate(given)]
+        message = f"server_config has {len(given)} entries, but camp_config has {len(heroes)} camps."
+        raise UsageError(message, "Give one entry per camp; None: rule AI.")
+    return [_parse_actor(camp, f"server_config[{i}]", timeout_s) for i, camp in enumerate(given)]
 
 
-def _actor(given: Camp, where: str, timeout_s: float) -> _Actor | None:
+def _parse_actor(given: Camp, where: str, timeout_s: float) -> _Actor | None:
     if given is None:
         return None
-    hint = "It is None, (ip, port), 'host:port', 'http://host:port', or a mapping with address or url, and perhaps token and timeout_s."
+    hint = "It is None, (ip, port), 'host:port', 'http://host:port', or a mapping with address or url, and optionally token and timeout_s."
     token: Any = None
     address: Any = given
     if isinstance(given, Mapping):
@@ -628,10 +631,10 @@ def _actor(given: Camp, where: str, timeout_s: float) -> _Actor | None:
     if _is_list(address) and len(address) == 2 and isinstance(address[0], str):
         host, port = address
         address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-    # What is wrong with it may be a token in the wrong place: it is not repeated.
-    shown = "a mapping without a usable address" if isinstance(given, Mapping) else repr(given)
+    # A mapping is not quoted, because it may contain a token in the wrong place.
+    quoted = "a mapping without a usable address" if isinstance(given, Mapping) else repr(given)
     if not isinstance(address, str) or (found := _url(address)) is None:
-        raise UsageError(f"{where} is {shown}.", hint)
+        raise UsageError(f"{where} is {quoted}.", hint)
     if not (token is None or (isinstance(token, str) and token.isprintable() and token.isascii() and token)):
         raise UsageError(f"The token of {where} is not one printable word.")
     if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s < math.inf):
@@ -640,7 +643,7 @@ def _actor(given: Camp, where: str, timeout_s: float) -> _Actor | None:
 
 
 def _url(address: str, port: int | None = None) -> str | None:
-    """`host:port` or a URL, as a URL; None when it is neither. `port`: for an address that has none."""
+    """Normalise `host:port` or a URL to a URL; None when it is neither. `port`: default port."""
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
         given = parts.port
@@ -661,17 +664,17 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-# -- asking it ------------------------------------------------------------------------------------------------------------
+# -- HTTP ------------------------------------------------------------------------------------------------------------
 
 
-class _Answer(NamedTuple):
+class _HttpReply(NamedTuple):
     status: int
     body: bytes
     retry_after_s: float | None
 
 
-class _Wire:
-    """Requests to one server, one connection for each that is under way. Idle ones are kept for the next."""
+class _HttpPool:
+    """Connections to one server: one per concurrent request; idle ones are reused."""
 
     def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
         url = _url(address, PORT)
@@ -689,37 +692,37 @@ class _Wire:
                 raise UsageError("The token is not one printable line.")
             self._headers["Authorization"] = f"Bearer {token}"
         self._idle: list[http.client.HTTPConnection] = []
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def close(self) -> None:
-        with self._turn:
+        with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
 
-    def ask(self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> _Answer:
-        """Raises Refused for every answer that is not 2xx, Unreachable when there is none."""
+    def request(self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> _HttpReply:
+        """Raises Refused for every reply that is not 2xx, Unreachable when there is none."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        with self._turn:
+        with self._lock:
             kept = self._idle.pop() if self._idle else None
         wait_s = limit_s
         try:
             if kept is not None:
                 try:
-                    return _accepted(self._once(kept, method, path, body, limit_s), self.url)
+                    return _check_reply(self._send(kept, method, path, body, limit_s), self.url)
                 except (http.client.RemoteDisconnected, OSError) as error:
-                    if isinstance(error, OSError) and not isinstance(error, ConnectionError) and error.errno not in _GONE:
+                    if isinstance(error, OSError) and not isinstance(error, ConnectionError) and error.errno not in _HOST_LOST:
                         raise
-                    # It was closed while nobody used it; what we ask for may be asked for twice.
+                    # The idle connection was closed. All requests are idempotent, so send it again.
             wait_s = self.timeout_s
-            connection = self._connected()
+            connection = self._connect()
             wait_s = limit_s
-            return _accepted(self._once(connection, method, path, body, limit_s), self.url)
+            return _check_reply(self._send(connection, method, path, body, limit_s), self.url)
         except (OSError, http.client.HTTPException) as error:
             raise _unreachable(self.url, error, wait_s) from error
 
-    def _connected(self) -> http.client.HTTPConnection:
-        """Whoever may take long to answer is reached at once, or not at all; and when its machine vanishes, that is noticed."""
+    def _connect(self) -> http.client.HTTPConnection:
+        """Connect within `timeout_s`, with TCP keep-alive to detect a lost host during long requests."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self.timeout_s)
         try:
@@ -731,9 +734,9 @@ class _Wire:
             raise
         return connection
 
-    def _once(
+    def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, limit_s: float
-    ) -> _Answer:
+    ) -> _HttpReply:
         until = time.monotonic() + limit_s
         try:
             connection.sock.settimeout(limit_s)
@@ -745,68 +748,68 @@ class _Wire:
                 parts.append(part)
                 size += len(part)
                 if size > _MAX_ANSWER or time.monotonic() > until:
-                    raise TimeoutError("the answer does not end")
+                    raise TimeoutError("the reply does not end")
             if response.length:
                 raise http.client.IncompleteRead(b"", response.length)
-            response.close()  # read1 leaves it open at the end, and the connection taken
-            answer = _Answer(response.status, b"".join(parts), _seconds(response.getheader("Retry-After")))
-        except BaseException:  # also when interrupted: what comes later is not the answer to the next request
+            response.close()  # read1 leaves it open, which would block the connection
+            reply = _HttpReply(response.status, b"".join(parts), _seconds(response.getheader("Retry-After")))
+        except BaseException:  # also when interrupted: a late reply must not be taken for the next one
             connection.close()
             raise
-        with self._turn:
+        with self._lock:
             if not response.will_close and len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)
-                return answer
+                return reply
         connection.close()
-        return answer
+        return reply
 
 
-def _accepted(answer: _Answer, url: str) -> _Answer:
-    if 200 <= answer.status < 300:
-        return answer
-    refused = refusal_from(answer.status, answer.body)
+def _check_reply(reply: _HttpReply, url: str) -> _HttpReply:
+    if 200 <= reply.status < 300:
+        return reply
+    refused = refusal_from(reply.status, reply.body)
     hint = refused.hint
     if refused.status == 404 and not hint:
-        hint = "Is it a gamecore server?"
+        hint = "Check that it is a gamecore server."
     if refused.status == 401 and not hint:
         hint = f"Give the server's token: token_file=, --token-file, or {TOKEN_VARIABLE}."
     message = (
-        f"{url} answered {answer.status}, not in the words of a gamecore server." if refused.error == "http" else refused.message
+        f"{url} answered {reply.status}, not in the words of a gamecore server." if refused.error == "http" else refused.message
     )
-    raise Refused(refused.status, refused.error, message, hint, answer.retry_after_s)
+    raise Refused(refused.status, refused.error, message, hint, reply.retry_after_s)
 
 
 def _seconds(header: str | None) -> float | None:
     return float(header) if header is not None and header.isascii() and header.isdigit() else None
 
 
-def _encoded(body: Mapping[str, Any]) -> bytes:
+def _encode(body: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"The game cannot be asked for: {error}.", "Everything in it is plain: numbers, strings, lists, mappings."
+            f"Cannot encode the request: {error}.", "Use plain values: numbers, strings, lists, mappings."
         ) from error
 
 
-def _object(answer: _Answer) -> dict[str, Any]:
+def _parse_object(reply: _HttpReply) -> dict[str, Any]:
     try:
-        found = json.loads(answer.body or b"{}")
+        found = json.loads(reply.body or b"{}")
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise _strange("a JSON object")
+        raise _unexpected_reply("a JSON object")
     return found
 
 
 def _data(found: dict[str, Any]) -> dict[str, Any]:
-    """What an answer of /v2 wraps in `data`, if it does."""
+    """Unwrap `data` of a /v2 reply, if present."""
     data = found.get("data")
     return data if isinstance(data, dict) else found
 
 
-def _strange(expected: str) -> Refused:
-    return Refused(200, "http", f"The answer is not {expected}.", "Is it a gamecore server?")
+def _unexpected_reply(expected: str) -> Refused:
+    return Refused(200, "http", f"The reply is not {expected}.", "Check that it is a gamecore server.")
 
 
 def _unreachable(url: str, error: OSError | http.client.HTTPException, timeout_s: float) -> LudusError:
@@ -818,13 +821,13 @@ def _unreachable(url: str, error: OSError | http.client.HTTPException, timeout_s
             f"No gamecore server listens on {where}.", f"Start one there: `ludus gamecore serve --port {port}`, {correct}"
         )
     if isinstance(error, socket.gaierror):
-        return Unreachable(f"The host of {where} is not known.", f"Is the name right? If so, ask for its number; {correct}")
-    if isinstance(error, OSError) and error.errno in _GONE:
-        return Unreachable(f"The machine of {where} is gone, or the way to it.", f"Is it switched on? If so, {correct}")
+        return Unreachable(f"The host of {where} is unknown.", f"Check the name, use its IP address, {correct}")
+    if isinstance(error, OSError) and error.errno in _HOST_LOST:
+        return Unreachable(f"The host of {where} does not respond.", f"Check that it is running and reachable, {correct}")
     if isinstance(error, TimeoutError):
         return Unreachable(
-            f"{where} did not answer within {timeout_s:g} s.",
-            f"Is it overloaded, or behind a firewall? {correct[0].upper()}{correct[1:]}",
+            f"{where} did not reply within {timeout_s:g} s.",
+            f"Check whether it is overloaded or behind a firewall, {correct}",
         )
-    said = str(error) or type(error).__name__
-    return Unreachable(f"The connection to {where} broke: {said}.", "Is it a gamecore server, and is it still running?")
+    message = str(error) or type(error).__name__
+    return Unreachable(f"The connection to {where} broke: {message}.", "Check that it is a running gamecore server.")

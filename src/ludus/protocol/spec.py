@@ -1,4 +1,4 @@
-"""The protocol by which a game calls us, as data: names, kinds of steps, error replies. `docs/protocol.md` tells it in words.
+"""The HTTP protocol between a game and an agent, as data: paths, headers, step kinds, error replies. See `docs/protocol.md`.
 
 POST /step      headers session, step_kind (start | tick | end), optionally seq, match, Authorization: Bearer …
                 body: opaque bytes; reply: opaque bytes
@@ -34,7 +34,7 @@ TICK: Final = "tick"
 END: Final = "end"
 
 KINDS: Final[Mapping[bytes, str]] = {b"start": START, b"tick": TICK, b"end": END, b"stop": END}
-"""What `step_kind` may say."""
+"""Accepted values of `step_kind`."""
 
 SESSION_HEADERS: Final = frozenset({b"session", b"game_id", b"game-id", b"ludus-session"})
 KIND_HEADERS: Final = frozenset({b"step_kind", b"step-kind", b"ludus-step"})
@@ -45,12 +45,12 @@ VERSION_HEADERS: Final = frozenset({b"version", b"ludus-version"})
 TEMPERATURE_HEADERS: Final = frozenset({b"temperature", b"ludus-temperature"})
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 ENDPOINT_HEADER: Final = "Ludus-Endpoint"
-"""In the reply to `start`: where this session's worker can be reached without a detour."""
+"""In the reply to `start`: HOST:PORT that reaches this session's worker directly."""
 
 MAX_NAME_BYTES: Final = 256
-"""Of a session id or match id."""
+"""Maximum length of a session, match or model name."""
 SHORT_TOKEN: Final = 16
-"""Characters below which a token is warned about."""
+"""Shorter tokens cause a warning."""
 MAX_TEMPERATURE: Final = 100.0
 MAX_SEQ: Final = (1 << 63) - 1
 
@@ -76,30 +76,30 @@ REASONS: Final[Mapping[int, str]] = {
 }
 
 
-class About(NamedTuple):
-    """What `start` may say besides its session: nothing of it need be there."""
+class StartOptions(NamedTuple):
+    """Optional headers of `start`."""
 
     match: str = ""
     model: str = ""
     version: int = -1
-    """Of the model; -1: whatever is current."""
+    """Model version; -1: the current one."""
     temperature: float = -1.0
-    """Below 0: as the server was told."""
+    """Sampling temperature; below 0: the server's default."""
 
 
-NOTHING_ASKED: Final = About()
+DEFAULT_OPTIONS: Final = StartOptions()
 
 
 def error_body(refused: Refused) -> bytes:
-    """The JSON of every reply that is not 200."""
-    said: dict[str, Any] = {"error": refused.error, "message": refused.message, "hint": refused.hint}
+    """The JSON body of every reply that is not 200."""
+    fields: dict[str, Any] = {"error": refused.error, "message": refused.message, "hint": refused.hint}
     if refused.last is not None:
-        said["last"] = refused.last
-    return json.dumps(said).encode()
+        fields["last"] = refused.last
+    return json.dumps(fields).encode()
 
 
 def refusal_from(status: int, body: bytes) -> Refused:
-    """What a client makes of a reply that is not 200; also of one that is not ours."""
+    """Parse a reply that is not 200, also one from a proxy in between."""
     try:
         data: Any = json.loads(body)
         last = data.get("last")
@@ -110,7 +110,7 @@ def refusal_from(status: int, body: bytes) -> Refused:
 
 
 def read_token(path: str | Path | None) -> str | None:
-    """The token in a file, which is one printable line. Raises UsageError."""
+    """Read a file with one token, a single printable line. Raises UsageError."""
     if path is None:
         return None
     try:
@@ -118,16 +118,16 @@ def read_token(path: str | Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"Cannot read the token file {path}: {error}.") from error
     if not token or not token.isascii() or not token.isprintable():
-        raise UsageError(f"The token file {path} is empty, or holds more than one printable line.")
+        raise UsageError(f"The token file {path} is empty, or contains more than one printable line.")
     warn_about_token_file(Path(path), [token])
     return token
 
 
 def warn_about_token_file(path: Path, tokens: Iterable[str]) -> None:
-    """Log a warning about tokens that are easily guessed, and about a file that other users of this machine can read."""
+    """Log a warning about tokens that are easy to guess and about a file that other users can read."""
     length = min(map(len, tokens))
     if length < SHORT_TOKEN:
-        log.warning("a token in %s has %d characters and may be guessed: use 32 random ones (openssl rand -hex 16)", path, length)
+        log.warning("a token in %s has only %d characters: use 32 random ones (openssl rand -hex 16)", path, length)
     with contextlib.suppress(OSError):
         mode = path.expanduser().stat().st_mode
         if os.name == "posix" and mode & 0o077:

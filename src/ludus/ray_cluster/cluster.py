@@ -33,7 +33,7 @@ from typing import Any
 
 from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
 from ludus.process import identity, reaper, temp_dirs
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def address_of(option: str | None, environ: Mapping[str, str]) -> str | None:
     """
     named = [value.strip() for value in (option, environ.get("RAY_ADDRESS"), environ.get("ip_head")) if value and value.strip()]
     if not named:
-        job = Surroundings.of(environ)
+        job = JobEnv.from_environ(environ)
         return job.head if job is not None and job.ray else None
     address = named[0]
     if address == AUTO:  # whichever runs on this machine, unless the environment names one
@@ -153,7 +153,7 @@ class Cluster:
                 f"Leave --ray-num-cpus and --ray-object-store-memory out, or give them to `ray start`. Address: {address}.",
             )
         try:
-            job = Surroundings.of(os.environ)
+            job = JobEnv.from_environ(os.environ)
             if self.started:
                 self._start(num_cpus, object_store_memory or STORE_BYTES)
             elif job is not None and job.ray and address == job.head:
@@ -220,7 +220,7 @@ class Cluster:
 
     # -- the one of the job that this process belongs to
 
-    def _join_job(self, job: Surroundings) -> None:
+    def _join_job(self, job: JobEnv) -> None:
         """Nothing has to be found out, and whoever is not there yet is on his way."""
         self._say(f"joining the Ray of this job at {job.head} …")
         self.home, self.returns = None, True
@@ -301,7 +301,7 @@ class Head:
             _same_versions(answer, self.address)
 
 
-def assembled(job: Surroundings, head: Head, deadline: float, say: Announce) -> Member:
+def assembled(job: JobEnv, head: Head, deadline: float, say: Announce) -> Member:
     """Wait until as many nodes as the job asks for are there, and the one of this process among them, which is returned.
 
     Raises UsageError (token, versions), WorkerFailed at the deadline.
@@ -336,7 +336,7 @@ def listens(address: str, within_s: float) -> bool:
     return True
 
 
-def _here(job: Surroundings, members: list[Member]) -> Member | None:
+def _here(job: JobEnv, members: list[Member]) -> Member | None:
     """The node on which this process runs."""
     address = job.nodes[job.node]
     mine = [member for member in members if member.address in (address, resolved(address))]
@@ -355,7 +355,7 @@ def absent(nodes: tuple[str, ...], came: list[str]) -> list[str]:
     return missing
 
 
-def _incomplete(job: Surroundings, members: list[Member], answer: Mapping[str, Any]) -> WorkerFailed:
+def _incomplete(job: JobEnv, members: list[Member], answer: Mapping[str, Any]) -> WorkerFailed:
     logs = (
         f"`ludus jobs logs {os.environ['LUDUS_JOB_ID']} --role ray` says" if os.environ.get("LUDUS_JOB_ID") else "Their logs say"
     )

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ludus.core import tree
-from ludus.core.tree import Encoding, Tree
+from ludus.core.tree import Tree, TreeEncoder
 from ludus.distributed.hub.rpc import MAX_BODY, Connection, Header, Reply, split
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.remote.context import Session, current
@@ -101,7 +101,7 @@ class Outbox:
         self._closed = False
         session.on_close(self.close)
 
-    def put(self, items: list[Encoding], drop: bool) -> Pushed:
+    def put(self, items: list[TreeEncoder], drop: bool) -> Pushed:
         with self._writing:
             with self._lock:
                 self._check(drop)
@@ -135,7 +135,7 @@ class Outbox:
                 f"{self._offered} pushes to {self._name!r} with drop=False wait for room.", "Await each before the next."
             )
 
-    def _written(self, item: Encoding) -> int | bytearray:
+    def _written(self, item: TreeEncoder) -> int | bytearray:
         """Its number in the ring, if there is room for it."""
         ring = self._ring
         if ring is not None and SHARED_BYTES <= item.size <= ring.capacity:
@@ -489,9 +489,9 @@ def _unattached(name: str, batch_size: int | None) -> RemoteBuffer:
     return handle
 
 
-def _encoded(item: Tree, name: str) -> Encoding:
+def _encoded(item: Tree, name: str) -> TreeEncoder:
     try:
-        data = Encoding(item)
+        data = TreeEncoder(item)
     except (TypeError, ValueError, AttributeError) as error:
         raise UsageError(
             f"This cannot be pushed to the buffer {name!r}: {error}", "Items are arrays and numbers, in dicts and tuples."

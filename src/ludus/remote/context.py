@@ -33,12 +33,12 @@ from ludus.distributed.hub.weight_cache import Mirrors
 from ludus.errors import AlreadyExists, LudusError, StoreFull, UsageError, WorkerFailed
 from ludus.models.weights.module_spec import forbid_while_loading, main_script
 from ludus.models.weights.serialization import encode_weights
-from ludus.models.weights.shared_weights import BoardReader, stage
+from ludus.models.weights.shared_weights import SharedWeightsReader, stage
 from ludus.process.host import stop_on_signals
 from ludus.process.workers.supervisor import Process, Supervisor
 from ludus.remote.client import Client
 from ludus.storage.local import LocalStore
-from ludus.storage.redact import without_secrets
+from ludus.storage.redact import redact_command
 
 if TYPE_CHECKING:
     from torch import nn
@@ -139,9 +139,9 @@ class Session:
 
     # -- weights, here or on their way
 
-    def reader(self, info: Mapping[str, Any]) -> BoardReader:
+    def reader(self, info: Mapping[str, Any]) -> SharedWeightsReader:
         """The versions of a model that the hub has described: in its memory, or in this machine's copy of it."""
-        return BoardReader(Path(info["board"])) if self.place.home else self._copies().reader(info)
+        return SharedWeightsReader(Path(info["board"])) if self.place.home else self._copies().reader(info)
 
     def graph(self, path: str) -> str:
         """The file of a traced model, on this machine."""
@@ -373,7 +373,7 @@ def _write_meta(directory: Path) -> None:
         "host": platform.node(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "command": without_secrets(sys.argv),
+        "command": redact_command(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     with contextlib.suppress(AlreadyExists):

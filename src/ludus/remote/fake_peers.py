@@ -24,12 +24,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ludus.core.spaces import Fit
+from ludus.core.spaces import SpaceParser
 from ludus.distributed.gateway_workers import run_loop
 from ludus.errors import LudusError, Refused, UsageError
 from ludus.gateway.actor import Actor
 from ludus.protocol.client import AsyncClient
-from ludus.protocol.codec import ONLY_SEAT, Format, decode, encode, outside, random_observation, seats_from
+from ludus.protocol.codec import ONLY_SEAT, Format, bounds_error, decode, encode, parse_seats, random_observation
 
 _REST_S = 0.2
 """After a match that broke off: a server that is away is not to be stormed."""
@@ -185,8 +185,8 @@ class SpacesScript:
     _VARIETY = 64
 
     def __init__(self, spec: dict[str, Any], form: Format, seed: int = 0) -> None:
-        self._seats, self._form = seats_from(spec), form
-        self._fits = {name: Fit(seat.action, "action") for name, seat in self._seats.items()}
+        self._seats, self._form = parse_seats(spec), form
+        self._fits = {name: SpaceParser(seat.action, "action") for name, seat in self._seats.items()}
         rng = np.random.default_rng(seed)
         self._first = self._body(rng, 0.0)  # nothing has been done that could be rewarded
         self._later = [self._body(rng, float(rng.normal())) for _ in range(self._VARIETY)]
@@ -232,7 +232,7 @@ class SpacesScript:
             fitted = self._fits[name](action)
         except ValueError as error:
             return f"The action does not fit its space: {error}."
-        return outside(self._seats[name].action, fitted, "action")
+        return bounds_error(self._seats[name].action, fitted, "action")
 
 
 class FakeGamecore:

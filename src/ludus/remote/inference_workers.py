@@ -29,10 +29,10 @@ from ludus.distributed.gateway_workers import bind
 from ludus.distributed.hub.rpc import Connection, Header, Peer, Reply, error_fields, listen, listen_beyond
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.io.addresses import tcp_address
-from ludus.models.inference.engine import Engine, Inputs, Versions, rows_of, stacked
-from ludus.models.inference.micro_batcher import Batcher
+from ludus.models.inference.engine import InferenceEngine, Inputs, WeightsSource, split_rows, stack_rows
+from ludus.models.inference.micro_batcher import MicroBatcher
 from ludus.models.weights.serialization import model_from
-from ludus.models.weights.shared_weights import BoardReader
+from ludus.models.weights.shared_weights import SharedWeightsReader
 from ludus.process.auth import Guard, read_token
 from ludus.process.workers.supervisor import ALWAYS, Context
 from ludus.remote.context import Session, Ticket, adopt
@@ -129,16 +129,16 @@ def work(context: Context, ticket: Ticket, name: str, path: str, gpus: str = "")
     info = session.client.call({"op": "model.find", "name": name})
     module = model_from(info["description"], session.classes.get(name.split("/")[0]))
     reader, graph = session.reader(info), info["settings"].get("graph")
-    engine = _onnx_engine(module, reader, session.graph(graph)) if graph else Engine(module, reader)
+    engine = _onnx_engine(module, reader, session.graph(graph)) if graph else InferenceEngine(module, reader)
     if gpus and not graph:
         engine = EngineOn(torch.device("cuda"), module, reader)
     asyncio.run(_serve(context, engine, Path(path), int(info["settings"].get("max_batch_size") or 256), ticket.place.token_file))
 
 
-class EngineOn(Engine):
+class EngineOn(InferenceEngine):
     """An engine whose module computes on another device; inputs go there with every batch."""
 
-    def __init__(self, device: torch.device, module: nn.Module, versions: Versions) -> None:
+    def __init__(self, device: torch.device, module: nn.Module, versions: WeightsSource) -> None:
         super().__init__(module.to(device), versions)
         compute = self._function
 
@@ -153,13 +153,13 @@ class EngineOn(Engine):
         self._function = there
 
 
-def _onnx_engine(module: nn.Module, reader: BoardReader, graph: str) -> Engine:
+def _onnx_engine(module: nn.Module, reader: SharedWeightsReader, graph: str) -> InferenceEngine:
     from ludus.models.inference.onnx_hot_reload import OnnxEngine, read_graph  # onnxruntime is an extra
 
     return OnnxEngine(module, reader, read_graph(graph))
 
 
-async def _serve(context: Context, engine: Engine, path: Path, max_rows: int, token_file: str) -> None:
+async def _serve(context: Context, engine: InferenceEngine, path: Path, max_rows: int, token_file: str) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     worker = _Worker(engine, max_rows)
     servers = [await listen(path, worker.on_frame)]
@@ -183,9 +183,9 @@ def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 class _Worker:
     """Joins frames of one structure into forward passes of at most `max_rows` rows."""
 
-    def __init__(self, engine: Engine, max_rows: int) -> None:
+    def __init__(self, engine: InferenceEngine, max_rows: int) -> None:
         self._engine, self._max = engine, max_rows
-        self._batchers: dict[Hashable, Batcher[list[Array], tuple[Any, int]]] = {}
+        self._batchers: dict[Hashable, MicroBatcher[list[Array], tuple[Any, int]]] = {}
 
     def on_frame(self, peer: Peer, header: Header, body: bytes) -> None:
         if header.get("op") == "hello":
@@ -201,7 +201,7 @@ class _Worker:
         if batcher is None:
             if len(self._batchers) > 64:
                 self._batchers.clear()
-            batcher = self._batchers[structure] = Batcher(functools.partial(self._run, structure))
+            batcher = self._batchers[structure] = MicroBatcher(functools.partial(self._run, structure))
         batcher.submit(list(leaves)).add_done_callback(functools.partial(_reply, peer, number))
 
     def _run(self, structure: Hashable, frames: list[list[Array]]) -> list[tuple[Any, int]]:
@@ -232,13 +232,13 @@ class _Worker:
 def _arrays(outputs: Any, count: int) -> Tree:
     if isinstance(outputs, (Tensor, np.ndarray)):
         if outputs.ndim == 0 or outputs.shape[0] != count:
-            rows_of(outputs, count)  # says what is wrong
+            split_rows(outputs, count)  # says what is wrong
         return outputs.detach().cpu().numpy() if isinstance(outputs, Tensor) else outputs
     if isinstance(outputs, Mapping):
         return {str(key): _arrays(item, count) for key, item in outputs.items()}
     if isinstance(outputs, (tuple, list)):
         return tuple(_arrays(item, count) for item in outputs)
-    return rows_of(outputs, count)
+    return split_rows(outputs, count)
 
 
 def _reply(peer: Peer, number: int, done: asyncio.Future[tuple[Any, int]]) -> None:
@@ -299,7 +299,7 @@ class RemoteInference:
         if loop is None:
             return self._later(args, kwargs, versioned)
         try:
-            structure, leaves = self._inputs.taken_apart(args, kwargs)
+            structure, leaves = self._inputs.flatten(args, kwargs)
         except UsageError as error:  # for this caller alone
             future: asyncio.Future[Any] = loop.create_future()
             future.set_exception(error)
@@ -331,7 +331,7 @@ class _Job:
                 future.set_exception(error)
 
     def answer(self, outputs: Tree, version: int) -> None:
-        for (future, versioned), result in zip(self.waiting, rows_of(outputs, len(self.rows)), strict=True):
+        for (future, versioned), result in zip(self.waiting, split_rows(outputs, len(self.rows)), strict=True):
             if not future.done():
                 future.set_result((result, version) if versioned else result)
 
@@ -405,7 +405,7 @@ class _Lane:
     def _send(self, link: _Link, job: _Job) -> None:
         assert link.connection is not None
         try:
-            leaves = tuple(stacked(column) for column in zip(*job.rows, strict=True))
+            leaves = tuple(stack_rows(column) for column in zip(*job.rows, strict=True))
             reply = link.connection.start({"structure": to_wire(job.structure)}, encode(leaves))
         except WorkerFailed:
             self._again(job)

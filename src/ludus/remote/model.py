@@ -16,12 +16,12 @@ from torch import nn
 from ludus.core.tree import Tree, map_tree
 from ludus.core.types import Bools
 from ludus.errors import UsageError
-from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy, Decision, PolicyFeed, State
-from ludus.models.inference.engine import MAX_BATCH_SIZE, Engine, Inference, Newest
+from ludus.models.inference.batched_policy import ActingPolicy, ActingPolicySource, BatchedPolicy, Decision, State
+from ludus.models.inference.engine import MAX_BATCH_SIZE, EnginePolicySource, Inference, InferenceEngine
 from ludus.models.policy import Policy
 from ludus.models.weights import module_spec as modules
 from ludus.models.weights import serialization
-from ludus.models.weights.shared_weights import BoardReader
+from ludus.models.weights.shared_weights import SharedWeightsReader
 from ludus.remote.context import Session, current
 from ludus.remote.inference_workers import Crew, RemoteInference, gpus_of_workers
 
@@ -59,7 +59,7 @@ class Shared:
             _ = self.shapes
 
     @functools.cached_property
-    def reader(self) -> BoardReader:
+    def reader(self) -> SharedWeightsReader:
         return self.session.reader(self._info)
 
     @functools.cached_property
@@ -100,12 +100,12 @@ class Shared:
 
     @functools.cached_property
     def policy(self) -> Policy:
-        return Newest(Engine(self.build(), self.reader)).newest()[0]
+        return EnginePolicySource(InferenceEngine(self.build(), self.reader)).newest()[0]
 
     @functools.cached_property
     def outline(self) -> Policy:
         """The policy without its weights: its spaces, distribution and initial state."""
-        return Newest(Engine(self._blank())).newest()[0]
+        return EnginePolicySource(InferenceEngine(self._blank())).newest()[0]
 
     def decide(self, observation: Tree, state: State | None, mask: Bools | None, temperature: float) -> asyncio.Future[Decision]:
         loop = asyncio.get_running_loop()
@@ -120,13 +120,13 @@ class Shared:
             deciding = self._deciding[loop] = BatchedPolicy(self._source(), max_batch_size=self.max_batch_size)
         return deciding.decide(observation, state, mask, temperature)
 
-    def _source(self) -> PolicyFeed[ActingPolicy]:
+    def _source(self) -> ActingPolicySource[ActingPolicy]:
         """One for each loop: they never wait for each other."""
         if not self.graph:
-            return Newest(Engine(self.build(), self.reader))
-        from ludus.models.inference.onnx_hot_reload import NewestOnnx
+            return EnginePolicySource(InferenceEngine(self.build(), self.reader))
+        from ludus.models.inference.onnx_hot_reload import OnnxPolicySource
 
-        return NewestOnnx(self.onnx_engine())
+        return OnnxPolicySource(self.onnx_engine())
 
     async def _decide_there(self, observation: Tree, state: State | None, mask: Bools | None, temperature: float) -> Decision:
         """The same through the workers: noise and initial state come from here, so that a worker needs no memory."""
@@ -375,12 +375,12 @@ def _has_graph(session: Session, name: str, precision: str) -> bool:
 
 
 def _traced(
-    session: Session, described: modules.Described, args: Sequence[Tree], kwargs: Mapping[str, Tree], precision: str
+    session: Session, described: modules.DescribedModule, args: Sequence[Tree], kwargs: Mapping[str, Tree], precision: str
 ) -> dict[str, Any]:
     """Trace and check a model, and lay the result where all processes of the run find it. Raises UsageError."""
-    from ludus.models.inference.onnx_hot_reload import Graph, write_graph  # onnxruntime is an extra
+    from ludus.models.inference.onnx_hot_reload import OnnxGraph, write_graph  # onnxruntime is an extra
 
-    graph = Graph.of(described.module, described.description.get("inputs"), args, kwargs, precision)
+    graph = OnnxGraph.trace(described.module, described.description.get("inputs"), args, kwargs, precision)
     if session.place.home:
         path = str(write_graph(Path(session.place.staging).parent, graph))
     else:
@@ -392,7 +392,7 @@ def _traced(
 def _created(
     session: Session,
     name: str,
-    described: modules.Described,
+    described: modules.DescribedModule,
     override: bool,
     interval: int | None,
     keep: int | None,

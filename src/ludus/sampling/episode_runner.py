@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludus.core.statistics import interval, results
+from ludus.core.statistics import confidence_interval, summarize_results
 from ludus.core.tree import Array, map_tree
 from ludus.core.types import Ints
 from ludus.envs.vector_env import Environments
@@ -51,11 +51,11 @@ class Score:
     @cached_property
     def interval(self) -> tuple[float, float]:
         """Bootstrapped 95 % confidence interval of the mean."""
-        return interval(self.sides or self.returns)
+        return confidence_interval(self.sides or self.returns)
 
     def numbers(self) -> dict[str, float]:
         """Means of the results; for wins and losses with the 95 % interval of their share."""
-        return results(self.results)
+        return summarize_results(self.results)
 
     @property
     def low(self) -> float:

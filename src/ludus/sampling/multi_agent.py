@@ -22,7 +22,7 @@ from ludus.core.tree import Array, Tree, map_tree, stack
 from ludus.core.types import Bools, Segments
 from ludus.envs.pettingzoo import CentralState, Departure, MatchStep, MultiAgentMatch, Turn, sample_action
 from ludus.errors import EnvironmentFault, Interrupted
-from ludus.models.inference.batched_policy import ActingPolicy, Decision, PolicyFeed, State
+from ludus.models.inference.batched_policy import ActingPolicy, ActingPolicySource, Decision, State
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import FixedSource, PolicySource
 from ludus.sampling.episode_runner import EPISODE_STEPS, Score
@@ -196,7 +196,9 @@ def _with_central_state(observed: Observed, central: CentralState, shared: Tree)
 class PolicySet:
     """The models of a run, which decide for any number of agents at once."""
 
-    def __init__(self, sources: Mapping[str, PolicyFeed[ActingPolicy]], generator: torch.Generator, explore: bool) -> None:
+    def __init__(
+        self, sources: Mapping[str, ActingPolicySource[ActingPolicy]], generator: torch.Generator, explore: bool
+    ) -> None:
         self._sources, self._generator, self._explore = sources, generator, explore
 
     @contextlib.contextmanager
@@ -215,7 +217,7 @@ class PolicySet:
     def decide(
         self, model: str, requests: Sequence[tuple[Tree, State | None, Bools | None]], noise: Array | None = None
     ) -> list[Decision]:
-        """Decide for all rows. `noise`: one row each; by default drawn active if exploring."""
+        """Decide for all rows. `noise`: one row each; by default drawn here if exploring."""
         policy, version = self._sources[model].newest()
         observation, states, masks = zip(*requests, strict=True)
         mask = _join_masks(masks)

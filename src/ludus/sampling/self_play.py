@@ -19,7 +19,7 @@ from ludus.core.types import DEFAULT_MODEL, Bools
 from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.vector_env import Environments
 from ludus.errors import LudusError
-from ludus.models.centralized_critic import OWN, CentralNetwork, actor_of
+from ludus.models.centralized_critic import OWN, CentralNetwork, actor_policy
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights.serialization import policy_from
 from ludus.models.weights.version_store import PolicySource, stored_weights
@@ -80,7 +80,7 @@ class PastPlayer:
     def __init__(self, policy: Policy, history: PolicyHistory, settings: SelfPlayConfig, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             self._full_policy = policy_from(policy.description())
-        self._policy = actor_of(self._full_policy)
+        self._policy = actor_policy(self._full_policy)
         self._central = isinstance(self._full_policy.network, CentralNetwork)
         self._history, self._period = history, settings.period
         self._random = np.random.default_rng([seed, 1])  # separate from the sampler, which uses `seed`

@@ -33,8 +33,8 @@ class TrainedAgent:
 
     def __init__(self, policy: Policy, seed: int = 0, version: int = 0) -> None:
         self.policy, self.version = policy, version
-        self._fit = spaces.Fit(policy.observation_space)
-        self._batch_fit: tuple[int, spaces.Fit] | None = None
+        self._fit = spaces.SpaceParser(policy.observation_space)
+        self._batch_fit: tuple[int, spaces.SpaceParser] | None = None
         self._generator = torch.Generator().manual_seed(seed)
 
     @property
@@ -104,13 +104,13 @@ class TrainedAgent:
             raise UsageError(f"The observation does not fit: {error}.") from error
 
 
-class _BatchFit(spaces.Fit):
+class _BatchFit(spaces.SpaceParser):
     """The same for arrays with one row per environment."""
 
     def __init__(self, space: gym.Space[Any], rows: int) -> None:
         super().__init__(space)
         self.spec = map_tree(lambda spec: replace(spec, shape=(rows, *spec.shape)), self.spec)
-        self._lone = self.spec if isinstance(self.spec, spaces.ArraySpec) else None
+        self._single = self.spec if isinstance(self.spec, spaces.ArraySpec) else None
         self._short = -1
 
 

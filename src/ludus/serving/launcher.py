@@ -1,4 +1,4 @@
-"""A whole service on this machine: workers on one port, and somebody who looks after what they serve."""
+"""Launches a service on this machine: gateway workers on one port, and the checkpoint follower."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ludus.gateway.server import GatewaySettings, read_tokens, tls_context
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import Supervisor
 from ludus.serving.access_log import AccessLog
-from ludus.serving.checkpoint_follower import Follower, Offering, Source
-from ludus.serving.worker import Service, ServiceSettings
+from ludus.serving.checkpoint_follower import CheckpointFollower, CheckpointSource, UpdateSettings
+from ludus.serving.worker import ServiceSettings, ServingWorker
 from ludus.transport.replay_log import check_writable
 
 log = logging.getLogger(__name__)
 
 _READY_S = 120.0
-_LOOK_S = 0.2
-_AGAIN_S = 10.0
+_POLL_S = 0.2
+_RETRY_S = 10.0
 
 
 class RunningService:
-    """Serves when it is entered; leaving it drains and stops.
+    """Context manager: serves inside the block; on exit drains and stops.
 
-    with RunningService({"default": Source("runs/duel")}, port=8000) as service:
-        service.follow()        # in a thread of its own, or call look_after() yourself
+    with RunningService({"default": CheckpointSource("runs/duel")}, port=8000) as service:
+        service.follow()        # in a background thread, or call poll() yourself
     """
 
     def __init__(
         self,
-        sources: Mapping[str, Source],
-        offering: Offering | None = None,
+        sources: Mapping[str, CheckpointSource],
+        updates: UpdateSettings | None = None,
         settings: ServiceSettings | None = None,
         gateway: GatewaySettings | None = None,
         *,
@@ -49,23 +49,23 @@ class RunningService:
         _check(gateway, settings or ServiceSettings())
         self._plain = gateway.tls is None
         self._closing = threading.Event()
-        self._following: threading.Thread | None = None
+        self._follow_thread: threading.Thread | None = None
         self._scratch = Scratch(Path(tempfile.gettempdir()))
         self._supervisor = Supervisor()
         try:
-            self.follower = Follower(sources, self._scratch.path, offering or Offering())
+            self.follower = CheckpointFollower(sources, self._scratch.path, updates or UpdateSettings())
             self.follower.open()
-            told = replace(gateway, spec=spec_of(sources))
-            service = Service(self._scratch.path, settings or ServiceSettings())
+            gateway_settings = replace(gateway, spec=service_spec(sources))
+            worker = ServingWorker(self._scratch.path, settings or ServiceSettings())
             self.fleet = GatewayFleet(
                 self._supervisor,
-                service,
+                worker,
                 host=host,
                 port=port,
                 workers=workers,
-                settings=told,
-                prepare=service.load,
-                house=service,
+                settings=gateway_settings,
+                prepare=worker.load,
+                extension=worker,
             )
         except BaseException:
             self._supervisor.close()
@@ -86,39 +86,39 @@ class RunningService:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._closing.set()  # who follows may be in the middle of something: it is not waited for
+        self._closing.set()  # the follower may be busy: it is joined last
         try:
             self.fleet.close()
-        except KeyboardInterrupt:  # a second Ctrl-C: at once
+        except KeyboardInterrupt:  # a second Ctrl-C stops at once
             for worker in self.fleet.workers:
                 worker.kill()
             raise
         finally:
             self._supervisor.close()
-            if self._following is not None:
-                self._following.join(_READY_S)
+            if self._follow_thread is not None:
+                self._follow_thread.join(_READY_S)
             self._scratch.close()
 
     def follow(self) -> None:
-        """Look after it in the background until it is left."""
-        self._following = threading.Thread(target=self._follow, name="follower", daemon=True)
-        self._following.start()
+        """Poll in a background thread until the service stops."""
+        self._follow_thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+        self._follow_thread.start()
 
     def _follow(self) -> None:
-        while not self._closing.wait(_LOOK_S):
+        while not self._closing.wait(_POLL_S):
             try:
-                self.look_after()
-            except Exception:  # whatever it is, the games go on, and the next look may be better
-                log.exception("looking after the service failed")
-                self._closing.wait(_AGAIN_S)
+                self.poll()
+            except Exception:  # the games continue; the next poll may succeed
+                log.exception("polling the checkpoint follower failed")
+                self._closing.wait(_RETRY_S)
 
-    def look_after(self) -> None:
-        """Call it a few times a second: new versions, trials, numbers."""
+    def poll(self) -> None:
+        """Check for new versions, judge canaries, write metrics. Call it a few times a second."""
         self.follower.poll(sum(worker.incarnation - 1 for worker in self.fleet.workers))
 
 
 def _check(gateway: GatewaySettings, settings: ServiceSettings) -> None:
-    """What every worker would stumble over is told here, once. Raises UsageError."""
+    """Check settings once, before every worker would fail on them. Raises UsageError."""
     read_tokens(gateway)
     if gateway.tls is not None:
         tls_context(gateway.tls)
@@ -128,8 +128,8 @@ def _check(gateway: GatewaySettings, settings: ServiceSettings) -> None:
         check_writable(settings.recording.directory)
 
 
-def spec_of(sources: Mapping[str, Source]) -> dict[str, Any]:
-    """What `GET /spec` says: of the first agent, and of each by its name where there are several."""
+def service_spec(sources: Mapping[str, CheckpointSource]) -> dict[str, Any]:
+    """Content of `GET /spec`: of the first agent, and with several agents of each by name."""
     specs = {name: source.spec() for name, source in sources.items()}
     first = next(iter(specs.values()))
     return first if len(specs) == 1 else {**first, "models": specs}

@@ -1,4 +1,4 @@
-"""What a service says of itself: one line per event on the standard error, as text or as JSON."""
+"""Log format of a service: one line per record on the standard error, as text or JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Form = Literal["text", "json"]
 FORMS: tuple[Form, ...] = ("text", "json")
 
 
-class JsonLines(logging.Formatter):
-    """Time, level, where it comes from, what it says, and the traceback if there is one."""
+class JsonFormatter(logging.Formatter):
+    """Formats records as JSON objects with time, level, process, logger, message and traceback."""
 
     def __init__(self, who: str) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class JsonLines(logging.Formatter):
 
 
 def configure(form: Form, who: str) -> None:
-    """For this whole process; `who` is the worker's number, or the follower."""
+    """Configure logging of this process; `who` names it, for example "worker 0"."""
     text = logging.Formatter(f"%(asctime)s %(levelname)s {who}: %(message)s")
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(who) if form == "json" else text)
+    handler.setFormatter(JsonFormatter(who) if form == "json" else text)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    ours = logging.getLogger("ludus")  # which may have a handler of its own, as workers do
+    ours = logging.getLogger("ludus")  # workers give it a handler
     ours.handlers.clear()
     ours.propagate = True

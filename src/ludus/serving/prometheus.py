@@ -1,7 +1,6 @@
-"""The numbers of a service for Prometheus: every worker leaves a snapshot of its own, whoever is asked shows all of them.
+"""Prometheus metrics of a service: every worker writes a snapshot file, and any worker renders all of them.
 
-So one port tells of all workers, and a worker that was replaced begins again at zero under the same label, which is what
-Prometheus expects of a counter.
+A replaced worker starts from zero under the same label, as Prometheus expects of a counter.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MEDIA = "text/plain; version=0.0.4; charset=utf-8"
 FOLLOWER = "follower"
 """The snapshot of the process that started the workers."""
 
-_DOWN_S = 5.0  # without a snapshot, of which there is one a second
+_DOWN_S = 5.0  # without a snapshot; they are written every second
 _WARN_S = 60.0
 _LARGEST_US = 25  # powers of two: 33 s
 _LARGEST_BATCH = 10
@@ -37,14 +36,14 @@ def write_snapshot(directory: Path, name: str, numbers: Mapping[str, Any]) -> No
     path = directory / f"{name}.metrics"
     try:
         replace_json(path, numbers)
-    except OSError as error:  # numbers that are a little old harm less than a worker that stops
+    except OSError as error:  # stale metrics are better than a stopped worker
         if time.monotonic() >= _warned.get(path, 0.0) + _WARN_S:
             _warned[path] = time.monotonic()
             log.warning("cannot write %s: %s", path, error)
 
 
-def snapshots(directory: Path) -> dict[str, dict[str, Any]]:
-    """By the name of who wrote them."""
+def read_snapshots(directory: Path) -> dict[str, dict[str, Any]]:
+    """Read all snapshots, by the name of their writer."""
     found = {}
     for path in sorted(directory.glob("*.metrics")):
         with contextlib.suppress(OSError, ValueError):
@@ -52,29 +51,29 @@ def snapshots(directory: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def text(found: Mapping[str, Mapping[str, Any]], now: float) -> bytes:
-    """`now` on the clock of the snapshots (time.monotonic): a worker that has not been heard of for a while is down."""
+def render(found: Mapping[str, Mapping[str, Any]], now: float) -> bytes:
+    """Render all snapshots. `now` is time.monotonic(); a worker without a recent snapshot is down."""
     follower = found.get(FOLLOWER, {})
     every = {name: numbers for name, numbers in found.items() if name != FOLLOWER}
     workers = {name: numbers for name, numbers in every.items() if now - numbers["at"] < _DOWN_S}
     up: list[Sample] = [({"worker": name}, float(name in workers)) for name in every]
     lines: list[str] = []
-    for name, kind, told, samples in (
+    for name, kind, help_text, samples in (
         ("ludus_up", "gauge", "Whether the worker serves.", up),
-        *_of_workers(workers),
-        *_of_versions(workers),
-        *_of_follower(follower),
+        *_worker_families(workers),
+        *_version_families(workers),
+        *_follower_families(follower),
     ):
-        lines += [f"# HELP {name} {told}", f"# TYPE {name} {kind}"]
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
         lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in samples]
-    for name, told, rows in _histograms(workers):
-        lines += [f"# HELP {name} {told}", f"# TYPE {name} histogram"]
+    for name, help_text, rows in _histograms(workers):
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} histogram"]
         for labels, bounds, counts, total in rows:
             lines += _histogram(name, labels, bounds, counts, total)
     return ("\n".join(lines) + "\n").encode()
 
 
-def _of_workers(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str, list[Sample]]]:
+def _worker_families(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str, list[Sample]]]:
     def each(value: Any) -> list[Sample]:
         return [({"worker": name}, float(value(numbers))) for name, numbers in workers.items()]
 
@@ -89,7 +88,7 @@ def _of_workers(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
     yield "ludus_connections", "gauge", "Open connections.", each(lambda n: n["connections"])
     yield "ludus_sessions_limit", "gauge", "Sessions that may be open.", each(lambda n: n["sessions_limit"])
     yield "ludus_sessions_started_total", "counter", "Sessions that began.", each(lambda n: n["stats"]["started"])
-    ended = each_of(lambda n: _ended(n["stats"]), "by")
+    ended = each_of(lambda n: _end_counts(n["stats"]), "by")
     yield "ludus_sessions_ended_total", "counter", "Sessions that ended, by what ended them.", ended
     refused = each_of(lambda n: n["refused"], "error")
     yield "ludus_refused_total", "counter", "Requests that were refused, by the word in the reply.", refused
@@ -100,7 +99,7 @@ def _of_workers(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
     yield "ludus_log_dropped_total", "counter", "Lines of the access log that were lost.", each(lambda n: n["log_dropped"])
 
 
-def _ended(stats: Mapping[str, int]) -> dict[str, int]:
+def _end_counts(stats: Mapping[str, int]) -> dict[str, int]:
     words = {"game": "ended", "silent": "silent", "timeout": "timed_out", "failed": "failed", "shutdown": "shut_down"}
     return {word: stats[key] for word, key in words.items()}
 
@@ -112,7 +111,7 @@ def _versions(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[dict[s
                 yield {"worker": worker, "model": model, "version": version}, counted
 
 
-def _of_versions(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str, list[Sample]]]:
+def _version_families(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str, list[Sample]]]:
     versions = list(_versions(workers))
     requests: list[Sample] = [({**labels, "kind": "tick"}, sum(counted["buckets"])) for labels, counted in versions]
     for worker, numbers in workers.items():
@@ -144,14 +143,14 @@ def _of_versions(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str
     yield "ludus_canary_version", "gauge", "The version that is on trial.", canaries
 
 
-def _of_follower(numbers: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[Sample]]]:
-    for key, name, told in (
+def _follower_families(numbers: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[Sample]]]:
+    for key, name, help_text in (
         ("refused", "ludus_update_refused_total", "New versions that were refused."),
         ("rolled_back", "ludus_canary_rollbacks_total", "Versions on trial that were taken back."),
         ("promoted", "ludus_canary_promoted_total", "Versions on trial that became current."),
     ):
         samples: list[Sample] = [({"model": model}, count) for model, count in numbers.get(key, {}).items()]
-        yield name, "counter", told, samples
+        yield name, "counter", help_text, samples
     restarts = numbers.get("restarts")
     yield (
         "ludus_worker_restarts_total",
@@ -187,11 +186,11 @@ def _histogram(name: str, labels: Labels, bounds: Sequence[str], counts: Sequenc
 
 
 def _labels(labels: Labels) -> str:
-    inner = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
+    inner = ",".join(f'{key}="{_escape(value)}"' for key, value in labels.items())
     return f"{{{inner}}}" if inner else ""
 
 
-def _escaped(value: str) -> str:
+def _escape(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

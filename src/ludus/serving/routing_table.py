@@ -1,5 +1,7 @@
-"""The line-up: which releases there are, and which of them a new session gets. Written by the one who follows the training,
-read by every worker, as one file that is replaced as a whole."""
+"""The routing table: which releases are offered, and which one a new session gets.
+
+The checkpoint follower replaces the file atomically; every worker reads it.
+"""
 
 from __future__ import annotations
 
@@ -12,71 +14,73 @@ from pathlib import Path
 from ludus.core.plugins import did_you_mean
 from ludus.errors import Refused
 from ludus.io.atomic_file import replace_json
-from ludus.protocol.spec import About
+from ludus.protocol.spec import StartOptions
 
 FILE = "lineup.json"
 DEFAULT_AGENT = "default"
-"""The name of one that was given none."""
+"""Name of an agent without a given name."""
 
 
 @dataclass(frozen=True)
-class Agent:
-    """One of those who can be played against at this port: `--version 120` is a level, 121 the current one, 122 on trial."""
+class AgentRoutes:
+    """The versions of one agent: the current one, the levels and the canary."""
 
     current: int
     releases: Mapping[int, str]
-    """Version → the directory of its files, relative to that of the line-up."""
+    """Version → directory of its files, relative to the routing table."""
     levels: tuple[int, ...] = ()
-    """Versions that a session may ask for at any time, besides the current one."""
+    """Versions that a session may request in addition to the current one."""
     canary: int | None = None
     percent: float = 0.0
-    """Of the new sessions that get the canary."""
+    """Percentage of new sessions that get the canary."""
     withdrawn: tuple[int, ...] = ()
-    """Versions that have failed: their sessions move to the current one."""
+    """Versions that failed; their sessions move to the current one."""
 
-    def choose(self, session: str, asked: int) -> int:
-        """The version for a new session: the same for the same session, however often it tries. Raises Refused (404)."""
-        if asked >= 0:
-            if asked in self.releases:
-                return asked
-            there = ", ".join(str(version) for version in sorted(self.releases))
-            raise Refused(404, "version", f"Version {asked} is not served here.", f"There is {there}.")
-        return self.canary if self.canary is not None and drawn(session, "canary") < self.percent / 100 else self.current
+    def choose(self, session: str, requested: int) -> int:
+        """Return the version for a new session; the same for every retry. Raises Refused (404)."""
+        if requested >= 0:
+            if requested in self.releases:
+                return requested
+            available = ", ".join(str(version) for version in sorted(self.releases))
+            raise Refused(404, "version", f"Version {requested} is not served here.", f"Available: {available}.")
+        return (
+            self.canary if self.canary is not None and session_fraction(session, "canary") < self.percent / 100 else self.current
+        )
 
 
 @dataclass(frozen=True)
-class Lineup:
-    agents: Mapping[str, Agent] = field(default_factory=dict)
-    """By the name that the model header says; the first is for sessions that name none."""
+class RoutingTable:
+    agents: Mapping[str, AgentRoutes] = field(default_factory=dict)
+    """By the name in the model header; the first one is the default."""
 
-    def choose(self, session: str, about: About) -> tuple[str, int]:
-        """(agent, version) for a new session. Raises Refused (404)."""
-        name = about.model or next(iter(self.agents))
+    def choose(self, session: str, options: StartOptions) -> tuple[str, int]:
+        """Return (agent, version) for a new session. Raises Refused (404)."""
+        name = options.model or next(iter(self.agents))
         if name not in self.agents:
-            shown = name[:80]
-            raise Refused(404, "model", f"There is no model {shown!r} here.", did_you_mean(shown, self.agents))
-        return name, self.agents[name].choose(session, about.version)
+            quoted = name[:80]
+            raise Refused(404, "model", f"There is no model {quoted!r} here.", did_you_mean(quoted, self.agents))
+        return name, self.agents[name].choose(session, options.version)
 
     def write(self, directory: Path) -> None:
         replace_json(directory / FILE, {name: asdict(agent) for name, agent in self.agents.items()})
 
     @classmethod
-    def read(cls, directory: Path) -> Lineup:
+    def read(cls, directory: Path) -> RoutingTable:
         data = json.loads((directory / FILE).read_text(encoding="utf-8"))
         agents = {}
         for name, agent in data.items():
             releases = {int(version): path for version, path in agent["releases"].items()}
             lists = {key: tuple(agent[key]) for key in ("levels", "withdrawn")}
-            agents[name] = Agent(**{**agent, **lists, "releases": releases})
+            agents[name] = AgentRoutes(**{**agent, **lists, "releases": releases})
         return cls(agents)
 
 
-def as_file(name: str) -> str:
-    """A name of any characters as that of a file."""
+def escape_file_name(name: str) -> str:
+    """Escape a name of any characters for use as a file name."""
     return "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):x}" for c in name)
 
 
-def drawn(session: str, what: str) -> float:
-    """A number in [0, 1) that this session has for this question, in every process and for ever."""
-    digest = hashlib.blake2b(f"{what}:{session}".encode(), digest_size=8).digest()
+def session_fraction(session: str, purpose: str) -> float:
+    """Hash a session and a purpose to a number in [0, 1); the same in every process and release."""
+    digest = hashlib.blake2b(f"{purpose}:{session}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / (1 << 64)

@@ -1,7 +1,7 @@
-"""Store: durable bytes by key. Checkpoints, versions and the metadata of runs live in one.
+"""Store: durable bytes by key, for checkpoints, versions and metadata of runs.
 
-Keys are relative paths with forward slashes. A *bundle* is a set of files that becomes visible all at once or not at all,
-with a manifest of sizes and checksums, so that a torn or damaged one is never mistaken for a whole one.
+Keys are relative paths with forward slashes. A *bundle* is a set of files that becomes visible atomically, with a manifest of
+sizes and checksums by which incomplete or damaged bundles are detected.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ STORES: Mapping[str, str] = {
 }
 MANIFEST = "manifest.json"
 Bytes = bytes | bytearray | memoryview
-Guard = Callable[[], None]
-"""Raises Fenced when whoever writes is no longer the one to write."""
+WriteGuard = Callable[[], None]
+"""Raises Fenced if the writer has lost the right to write."""
 
 
 class Store(Protocol):
-    """All operations are safe against a crash at any moment and against other writers of the same store."""
+    """All operations are safe against crashes at any time and against concurrent writers of the same store."""
 
     def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
-        """Write whole or not at all. Raises AlreadyExists when it exists and may not be replaced; StoreFull."""
+        """Write atomically. Raises StoreFull, or AlreadyExists if the key exists and `overwrite` is false."""
         ...
 
     def get(self, key: str) -> bytes:
@@ -38,39 +38,42 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it is, as people write it: a path, or `s3://bucket/prefix`. Without secrets."""
+        """Path or URL (`s3://bucket/prefix`) without secrets."""
         ...
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
-        """Write a set of files that appears complete or not at all. Raises AlreadyExists, StoreFull.
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
+        """Write a set of files that becomes visible atomically. Raises AlreadyExists, StoreFull.
 
-        `guard` is called when all is written and nothing can be seen yet; if it raises, nothing ever is.
+        `guard` is called after everything is written and before it becomes visible; if it raises, it never does.
         """
         ...
 
     def get_bundle(self, key: str) -> dict[str, bytes]:
-        """All files of a bundle, checked against its manifest. Raises NotFound, Damaged."""
+        """Return all files of a bundle, verified by its manifest. Raises NotFound, Damaged."""
         ...
 
     def get_file(self, key: str, name: str) -> bytes:
-        """One file of a bundle, checked against its manifest. Raises NotFound, Damaged."""
+        """Return one file of a bundle, verified by its manifest. Raises NotFound, Damaged."""
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """Names directly below `prefix`, sorted: files, and complete bundles or directories. Unfinished ones are not shown."""
+        """Return the names directly below `prefix`, sorted: files, directories and complete bundles."""
         ...
 
     def delete(self, key: str) -> None:
-        """A file or a bundle; nothing happens when it does not exist."""
+        """Delete a file or a bundle, if it exists."""
         ...
 
     def sweep(self, prefix: str) -> int:
-        """Remove what crashed writers left below `prefix`; returns how much that was. Only for the one owner of that prefix."""
+        """Remove unfinished writes of crashed processes below `prefix`; return their number. Only for the owner of the prefix."""
         ...
 
 
 def open_store(url: str) -> Store:
-    """A directory (`path`, `file://path`, or `nfs://path` where one is mounted), or `scheme://…` of a backend in `STORES`. Raises UnknownName."""
+    """Open a directory (`path`, `file://path`, `nfs://path` of a mount) or `scheme://…` of a backend in `STORES`.
+
+    Raises UnknownName.
+    """
     if "://" in url:
         scheme, _, rest = url.partition("://")
         if scheme in ("file", "nfs"):
@@ -82,11 +85,11 @@ def open_store(url: str) -> Store:
     return local
 
 
-# -- what every backend shares ------------------------------------------------------------------------------------------
+# -- shared by all backends ---------------------------------------------------------------------------------------------
 
 
 def check_key(key: str) -> str:
-    """A key can never leave its store."""
+    """Return the key. Raises UsageError for one that could refer to a file outside of the store."""
     parts = key.split("/")
     if not key or key.startswith("/") or "\\" in key or "\0" in key or any(p in ("", ".", "..") for p in parts):
         raise UsageError(f"{key!r} is not a valid key.")

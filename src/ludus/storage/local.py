@@ -1,8 +1,8 @@
-"""A store in a directory, also one that several machines share.
+"""Store in a directory, which several machines may share.
 
-It relies on one thing alone: that a directory cannot be renamed onto one that has something in it. Locks are not shared by
-network file systems, and on some of them two machines can both create a file with O_EXCL, or both link to one name (measured
-on a FUSE mount of SeaweedFS: two winners in three races of four; of 40 races of renamed directories every one had one winner).
+Exclusive creation relies only on rename(2): a directory cannot be renamed to a non-empty one. Network file systems do not
+always support locks, and on some of them two machines can both create a file with O_EXCL or link it (measured on a FUSE mount
+of SeaweedFS: two winners in three of four races; renamed directories had one winner in each of 40 races).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, is_away
+from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, is_unavailable
 from ludus.io.atomic_file import TEMPORARY, open_for_replace, sync_directory, sync_file, temporary_path
-from ludus.storage.base import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
-from ludus.storage.safe_read import MOST_JSON_BYTES, read_regular_file
+from ludus.storage.base import MANIFEST, Bytes, WriteGuard, check_file, check_key, make_manifest, read_manifest
+from ludus.storage.safe_read import MAX_JSON_BYTES, read_regular_file
 
-_ONCE = ".once-"  # beside a value that may not be replaced: the directory that its writer won, with the value in it
+_ONCE = ".once-"  # prefix of the directory that claims a key written with overwrite=False; it contains the value
 _VALUE = "value"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -41,73 +41,72 @@ class LocalStore:
 
     def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
         target = self._path(key)
-        with self._translated(target):
+        with self._translate_errors(target):
             self._make(target.parent)
             if overwrite:
-                _replace(target, data)
+                _replace_file(target, data)
             else:
                 _put_once(target, data)
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
-        with self._translated(path):
-            while_hidden = itertools.count()
+        with self._translate_errors(path):
+            attempts = itertools.count()
             while True:
                 try:
                     return _read_value(path)
                 except FileNotFoundError:
-                    if next(while_hidden) >= _TRIES or not _hides(path.parent):
+                    if next(attempts) >= _TRIES or not _has_hidden_file(path.parent):
                         raise
                 time.sleep(_PAUSE_S)
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         target = self._path(key)
         manifest = make_manifest(files)
-        with self._translated(target):
-            if (target / MANIFEST).exists():  # a directory may be remembered that another machine has just deleted
+        with self._translate_errors(target):
+            if (target / MANIFEST).exists():  # not `target`: attribute caches may show a directory deleted elsewhere
                 raise AlreadyExists(f"{target} exists already.")
             self._make(target.parent)
-            with _directory_aside(target) as aside:
+            with _temporary_directory(target) as aside:
                 for name, data in {**files, MANIFEST: manifest}.items():
                     _write(aside / name, data)
                 sync_directory(aside)
                 if guard is not None:
                     guard()
-                _become(aside, target)
+                _rename_to(aside, target)
             sync_directory(target.parent)
 
     def get_bundle(self, key: str) -> dict[str, bytes]:
         path = self._path(key)
-        with self._translated(path):
-            manifest = _manifest(key, path)
-            return {name: _part(path, name, entry) for name, entry in manifest.items()}
+        with self._translate_errors(path):
+            manifest = _load_manifest(key, path)
+            return {name: _read_part(path, name, entry) for name, entry in manifest.items()}
 
     def get_file(self, key: str, name: str) -> bytes:
         path = self._path(key)
-        with self._translated(path):
-            manifest = _manifest(key, path)
+        with self._translate_errors(path):
+            manifest = _load_manifest(key, path)
             if name not in manifest:
                 raise NotFound(f"{path} has no file {name}.")
-            return _part(path, name, manifest[name])
+            return _read_part(path, name, manifest[name])
 
     def list(self, prefix: str) -> list[str]:
         return [name for name in self._names(prefix) if not name.startswith(".")]
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with self._translated(path):
+        with self._translate_errors(path):
             self._check_there()
             if path.is_dir() and not path.is_symlink():
-                _remove(path)
+                _remove_directory(path)
                 return
-            _remove(_once(path))  # before the value: the other way round the next writer would find it, and bring the value back
+            _remove_directory(_claim_path(path))  # first: otherwise the next writer would publish the value again
             path.unlink(missing_ok=True)
 
     def sweep(self, prefix: str) -> int:
-        """Remove what crashed writers left below `prefix`. Only for the one owner of that prefix."""
         path = self._path(prefix) if prefix else self.root
         left = [path / name for name in self._names(prefix) if name.startswith(TEMPORARY)]
-        with self._translated(path):
+        with self._translate_errors(path):
             for entry in left:
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
             return sum(not entry.exists() for entry in left)
@@ -117,7 +116,7 @@ class LocalStore:
 
     def _names(self, prefix: str) -> Sequence[str]:
         path = self._path(prefix) if prefix else self.root
-        with self._translated(path):
+        with self._translate_errors(path):
             try:
                 return sorted(entry.name for entry in path.iterdir())
             except (FileNotFoundError, NotADirectoryError):
@@ -131,12 +130,12 @@ class LocalStore:
         self._seen = True
 
     def _check_there(self) -> None:
-        """A file system that is mounted no longer leaves an empty directory behind: not a place to go on in."""
+        """Raise StoreUnavailable if the root has disappeared: an unmounted file system leaves an empty mount point."""
         if self._seen and not self.root.exists():
             raise StoreUnavailable(f"{self.root} is gone.", "Check that the file system is mounted and it was not deleted.")
 
     @contextlib.contextmanager
-    def _translated(self, path: Path) -> Iterator[None]:
+    def _translate_errors(self, path: Path) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
@@ -146,7 +145,7 @@ class LocalStore:
             self._check_there()
             raise
         except OSError as error:
-            raise _as_ours(error, path) from error
+            raise _translate_error(error, path) from error
         else:
             self._seen = self._seen or self.root.exists()
 
@@ -154,41 +153,41 @@ class LocalStore:
 # -- writing ------------------------------------------------------------------------------------------------------------
 
 
-def _replace(target: Path, data: Bytes) -> None:
+def _replace_file(target: Path, data: Bytes) -> None:
     for tries_left in range(_TRIES, -1, -1):
         try:
             with open_for_replace(target, durable=True) as file:
                 file.write(data)
             return
-        except FileNotFoundError:  # another owner swept the temporary file, or the target is hidden (see `_hides`)
+        except FileNotFoundError:  # another owner swept the temporary file, or FUSE hides it (see `_has_hidden_file`)
             if not tries_left:
                 raise
         time.sleep(_PAUSE_S)
 
 
 def _put_once(target: Path, data: Bytes) -> None:
-    """Whoever's directory gets the name beside the target has won; then the value is shown, by him or by the next to come."""
+    """Create the target. The writer that renames its directory to the claim wins; it or a later writer publishes the value."""
     if target.exists():
         raise AlreadyExists(f"{target} exists already.")
-    once = _once(target)
-    with _directory_aside(target) as aside:
+    once = _claim_path(target)
+    with _temporary_directory(target) as aside:
         _write(aside / _VALUE, data)
         sync_directory(aside)
         try:
-            _become(aside, once)
+            _rename_to(aside, once)
         except AlreadyExists:
-            with contextlib.suppress(OSError):  # it may have died before it came to that
-                _show(once / _VALUE, target)
+            with contextlib.suppress(OSError):  # the winner may have died before it published the value
+                _publish(once / _VALUE, target)
             raise AlreadyExists(f"{target} exists already.") from None
     sync_directory(target.parent)
-    _show(once / _VALUE, target)
+    _publish(once / _VALUE, target)
     sync_directory(target.parent)
-    if _read(target) != bytes(data):  # somebody put it there who did not mind what there is
+    if _read(target) != bytes(data):  # a concurrent put with overwrite=True
         raise AlreadyExists(f"{target} exists already.")
 
 
-def _show(value: Path, target: Path) -> None:
-    """Let the value be seen at its place, whole at once, if there is nothing there."""
+def _publish(value: Path, target: Path) -> None:
+    """Make the value visible at the target atomically, unless the target exists."""
     try:
         os.link(value, target)
     except FileExistsError:
@@ -197,22 +196,22 @@ def _show(value: Path, target: Path) -> None:
         if error.errno not in _NO_LINKS:
             raise
         if not target.exists():
-            _replace(target, _read(value))
+            _replace_file(target, _read(value))
 
 
-def _become(aside: Path, target: Path) -> None:
-    """Give a directory its name, if nobody else's has it. Raises AlreadyExists."""
+def _rename_to(aside: Path, target: Path) -> None:
+    """Rename a directory to the target. Raises AlreadyExists."""
     try:
         os.rename(aside, target)
     except OSError as error:
-        # Which error it is depends on the file system: ENOTEMPTY, EEXIST; EPERM through sshfs.
+        # The error depends on the file system: ENOTEMPTY, EEXIST, or EPERM with sshfs.
         if aside.exists() and target.exists():
             raise AlreadyExists(f"{target} exists already.") from error
         raise
 
 
 @contextlib.contextmanager
-def _directory_aside(target: Path) -> Iterator[Path]:
+def _temporary_directory(target: Path) -> Iterator[Path]:
     aside = temporary_path(target)
     try:
         aside.mkdir()
@@ -227,31 +226,31 @@ def _write(path: Path, data: Bytes) -> None:
         sync_file(file)
 
 
-def _remove(directory: Path) -> None:
-    """Gone at once for readers, then removed."""
+def _remove_directory(directory: Path) -> None:
+    """Rename a directory, so that it disappears atomically, then remove it."""
     aside = temporary_path(directory)
     try:
         os.rename(directory, aside)
     except FileNotFoundError:
         return
-    shutil.rmtree(aside, ignore_errors=True)  # what a reader still has open stays as `.nfs…`; the next sweep finds it
+    shutil.rmtree(aside, ignore_errors=True)  # files open in a reader stay as `.nfs…` until the next sweep
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------
 
 
-def _manifest(key: str, path: Path) -> dict[str, tuple[int, int]]:
+def _load_manifest(key: str, path: Path) -> dict[str, tuple[int, int]]:
     if not path.is_dir():
         raise NotFound(f"There is no {path}.")
     try:
-        return read_manifest(key, _read(path / MANIFEST, limit=MOST_JSON_BYTES))
+        return read_manifest(key, _read(path / MANIFEST, limit=MAX_JSON_BYTES))
     except FileNotFoundError:
-        if not path.is_dir():  # deleted since we looked
+        if not path.is_dir():  # deleted meanwhile
             raise
         raise Damaged(f"{path} has no {MANIFEST}: it is not a complete checkpoint or version.") from None
 
 
-def _part(path: Path, name: str, expected: tuple[int, int]) -> bytes:
+def _read_part(path: Path, name: str, expected: tuple[int, int]) -> bytes:
     try:
         data = _read(path / name, size=expected[0])
     except FileNotFoundError as error:
@@ -265,11 +264,11 @@ def _read_value(path: Path) -> bytes:
     try:
         return _read(path)
     except FileNotFoundError:
-        return _read(_once(path) / _VALUE)  # its writer died, or is just about to show it
+        return _read(_claim_path(path) / _VALUE)  # claimed, not published yet
 
 
-def _hides(directory: Path) -> bool:
-    """Whether a file there is being replaced that somebody has open: a FUSE mount renames it first, and for a moment it is gone."""
+def _has_hidden_file(directory: Path) -> bool:
+    """Whether an open file is being replaced: FUSE mounts rename it first, so that it is missing for a moment."""
     try:
         return any(entry.name.startswith(".fuse_hidden") for entry in directory.iterdir())
     except FileNotFoundError:
@@ -277,7 +276,7 @@ def _hides(directory: Path) -> bool:
 
 
 def _read(path: Path, *, size: int | None = None, limit: int | None = None) -> bytes:
-    """Raises FileNotFoundError also for a file that another machine has removed while we held on to it; Damaged."""
+    """Raises Damaged, or FileNotFoundError, also for a file that another machine removed while it was open (ESTALE)."""
     for _ in range(_LOOKS):
         try:
             return read_regular_file(path, size=size, limit=limit)
@@ -287,15 +286,15 @@ def _read(path: Path, *, size: int | None = None, limit: int | None = None) -> b
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def _once(target: Path) -> Path:
+def _claim_path(target: Path) -> Path:
     return target.parent / f"{_ONCE}{target.name}"
 
 
-def _as_ours(error: OSError, path: Path) -> StoreError:
+def _translate_error(error: OSError, path: Path) -> StoreError:
     if error.errno in _FULL:
-        return StoreFull(f"No space left to write {path}.", "Free some room; everything written before is intact.")
+        return StoreFull(f"No space left to write {path}.", "Free some space; everything written before is intact.")
     if error.errno in _REFUSED:
         return StoreFull(f"Not allowed to write {path} ({error.strerror}).", "Choose another --local-dir.")
-    if is_away(error):
+    if is_unavailable(error):
         return StoreUnavailable(f"{path} cannot be reached: {error.strerror}.", "Is its file system still mounted?")
     return StoreError(f"{path}: {error.strerror or error}.")

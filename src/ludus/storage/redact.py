@@ -1,4 +1,4 @@
-"""What people typed, as it may be kept and shown: without the passwords in it. Pure."""
+"""Removal of passwords from URLs and command lines before they are stored or shown."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 _SECRET = re.compile(r"--[\w-]*(?:password|secret|token|access-key|credentials)")
 
 
-def redacted(text: str) -> str:
-    """The same without passwords in addresses. One may contain anything: all up to the last @ goes."""
+def redact_passwords(text: str) -> str:
+    """Replace passwords in URLs by ***. A password may contain any character: everything up to the last @ is replaced."""
     return re.sub(r"(://[^/\s:@]*):\S*@", r"\1:***@", text)
 
 
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """The words of a command as they may be kept: no passwords, in addresses or after an option that takes one."""
+def redact_command(words: Sequence[str]) -> list[str]:
+    """Replace passwords in URLs and values of options such as --password in the words of a command."""
     kept: list[str] = []
     for at, word in enumerate(words):
         option, equals, _ = word.partition("=")
@@ -23,5 +23,5 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         elif at and _SECRET.fullmatch(words[at - 1]):
             kept.append("***")
         else:
-            kept.append(redacted(word))
+            kept.append(redact_passwords(word))
     return kept

@@ -1,4 +1,4 @@
-"""Who we are to an S3 server: the chain in which credentials are looked for.
+"""Credentials for S3, searched in this order:
 
 1. the file named by LUDUS_S3_CREDENTIALS_FILE    (INI, as ~/.aws/credentials)
 2. AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN
@@ -28,11 +28,11 @@ class Credentials:
     token: str | None = field(repr=False, default=None)
     region: str | None = None
     file: Path | None = None
-    """Where they were read, so that they can be read again when somebody has renewed them."""
+    """File they were read from, to be read again when it is renewed."""
 
 
-def find(environment: Mapping[str, str]) -> Credentials | None:
-    """None: the client has to find them itself (`left_to_client` says whether it can). Raises UsageError."""
+def find_credentials(environment: Mapping[str, str]) -> Credentials | None:
+    """Return the credentials; None = left to the S3 client (see `client_finds_credentials`). Raises UsageError."""
     profile = environment.get("AWS_PROFILE") or "default"
     if own := environment.get(OWN_FILE):
         found = _from_file(Path(own).expanduser(), profile)
@@ -50,31 +50,31 @@ def find(environment: Mapping[str, str]) -> Credentials | None:
         return Credentials(key_id, secret, environment.get("AWS_SESSION_TOKEN") or None)
     if environment.get("AWS_WEB_IDENTITY_TOKEN_FILE") and environment.get("AWS_ROLE_ARN"):
         return None
-    path = _usual(environment, "AWS_SHARED_CREDENTIALS_FILE", "credentials")
+    path = _find_file(environment, "AWS_SHARED_CREDENTIALS_FILE", "credentials")
     return _from_file(path, profile) if path is not None else None
 
 
-def region(environment: Mapping[str, str]) -> str | None:
-    """AWS_REGION, AWS_DEFAULT_REGION, or what the profile says in AWS_CONFIG_FILE, else in ~/.aws/config."""
+def find_region(environment: Mapping[str, str]) -> str | None:
+    """Return AWS_REGION, AWS_DEFAULT_REGION, or the region of the profile in AWS_CONFIG_FILE or ~/.aws/config."""
     if named := environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"):
         return named
     profile = environment.get("AWS_PROFILE") or "default"
-    path = _usual(environment, "AWS_CONFIG_FILE", "config")
+    path = _find_file(environment, "AWS_CONFIG_FILE", "config")
     if path is None or not path.is_file():
         return None
-    parser = _parsed(path)
+    parser = _parse_ini(path)
     section = "default" if profile == "default" else f"profile {profile}"
     return parser.get(section, "region", fallback=None) or None
 
 
-def left_to_client(environment: Mapping[str, str]) -> bool:
-    """Does something say that the client will find credentials where we found none? (A machine's role is not announced.)"""
+def client_finds_credentials(environment: Mapping[str, str]) -> bool:
+    """Whether the environment indicates that the S3 client has credentials. (A role of the machine is not indicated.)"""
     web = environment.get("AWS_WEB_IDENTITY_TOKEN_FILE") and environment.get("AWS_ROLE_ARN")
     return bool(web) or any(environment.get(name) for name in _LEFT_TO_CLIENT)
 
 
-def _usual(environment: Mapping[str, str], variable: str, name: str) -> Path | None:
-    """The file that the variable names, else the one in the home directory, if there is one."""
+def _find_file(environment: Mapping[str, str], variable: str, name: str) -> Path | None:
+    """Return the file that the variable names, else the one in the home directory if it exists."""
     if named := environment.get(variable):
         return Path(named).expanduser()
     home = environment.get("HOME") or environment.get("USERPROFILE")
@@ -83,7 +83,7 @@ def _usual(environment: Mapping[str, str], variable: str, name: str) -> Path | N
 
 
 def _from_file(path: Path, profile: str) -> Credentials | None:
-    parser = _parsed(path)
+    parser = _parse_ini(path)
     if not parser.has_section(profile):
         return None
     section = parser[profile]
@@ -93,15 +93,13 @@ def _from_file(path: Path, profile: str) -> Credentials | None:
     return Credentials(key_id, secret, section.get("aws_session_token") or None, section.get("region") or None, path)
 
 
-def _parsed(path: Path) -> configparser.RawConfigParser:
+def _parse_ini(path: Path) -> configparser.RawConfigParser:
     parser = configparser.RawConfigParser()
     try:
         parser.read_string(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"{path}, where credentials are looked for, cannot be read: {error.strerror}.") from error
+        raise UsageError(f"The credentials file {path} cannot be read: {error.strerror}.") from error
     except (configparser.Error, UnicodeDecodeError):
-        # the parser's own message would repeat a line of the file, which may be the secret
-        raise UsageError(
-            f"{path}, where credentials are looked for, is not an INI file.", "It begins with a line [default]."
-        ) from None
+        # the parser's message would contain a line of the file, which may be the secret
+        raise UsageError(f"The credentials file {path} is not an INI file.", "It begins with a line [default].") from None
     return parser

@@ -1,6 +1,6 @@
-"""What went wrong with a request to S3, as an error of ours. Pure.
+"""Translation of errors of the S3 client to LudusErrors.
 
-The client tells too few kinds of failure apart; the rest is in its text, of which the status and the server's code are used and no more.
+The client has few exception classes; the HTTP status and the S3 error code are parsed from its message.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from ludus.errors import AlreadyExists, LudusError, NotFound, StoreError, StoreF
 from ludus.storage import multipart_cleanup, s3_credentials
 
 Verb = Literal["read", "write", "create", "list", "delete"]
-"""`create`: to write if there is nothing yet."""
+"""`create`: write unless the object exists."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _KIND = re.compile(r"kind: (Timeout|Connect)\b")
-_WHY = {"Timeout": "it did not answer in time", "Connect": "nothing can be reached there"}
+_WHY = {"Timeout": "the request timed out", "Connect": "the connection failed"}
 _QUOTA = re.compile(r"quota|insufficient|storagefull", re.IGNORECASE)
 _REGION = ("AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect")
 _EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 _UNKNOWN = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidClientTokenId", *_EXPIRED)
-_CURABLE = ("RequestTimeTooSkewed", *_EXPIRED)  # somebody renews a token or sets a clock, and it goes on
-_PASSING = (408, 409, 412, 425, 429)  # of those below 500
+_RECOVERABLE = ("RequestTimeTooSkewed", *_EXPIRED)  # resolved when a token is renewed or a clock is set
+_TEMPORARY = (408, 409, 412, 425, 429)  # in addition to those from 500
 
 
 def translate(error: Exception, verb: Verb, what: str, server: str) -> LudusError:
@@ -32,58 +32,57 @@ def translate(error: Exception, verb: Verb, what: str, server: str) -> LudusErro
     code = found[1] if (found := _CODE.search(text)) else ""
     if isinstance(error, ValueError):
         return UsageError(f"{what!r} is not a valid key on S3.")
-    if "/latest/api/token" in text or "/latest/meta-data" in text:  # the last place where the client looks for credentials
+    if "/latest/api/token" in text or "/latest/meta-data" in text:  # the client's last source of credentials
         return UsageError(f"There are no credentials for {what}.", s3_credentials.REMEDY)
     if verb == "create" and status in (409, 412):
         return AlreadyExists(f"{what} exists already.")
     doing = f"{'write' if verb == 'create' else verb} {what}"
     if status is None:
-        return _unanswered(text, doing, server)
-    return _answered(status, code, verb, doing, what, server)
+        return _connection_error(text, doing, server)
+    return _status_error(status, code, verb, doing, what, server)
 
 
-def _unanswered(text: str, doing: str, server: str) -> LudusError:
+def _connection_error(text: str, doing: str, server: str) -> LudusError:
     if "InvalidCertificate" in text:
         return StoreUnavailable(
-            f"Cannot {doing} at {server}: its certificate is not one to be trusted.",
-            f"Name a file with that of its authority in {multipart_cleanup.AUTHORITIES}.",
+            f"Cannot {doing} at {server}: its certificate is not trusted.",
+            f"Set {multipart_cleanup.AUTHORITIES} to a file with the certificate of its authority.",
         )
     if "redirect without LOCATION" in text:
-        return _elsewhere(doing)
+        return _wrong_region(doing)
     why = _WHY[found[1]] if (found := _KIND.search(text)) else "the connection broke"
-    return StoreUnavailable(f"Cannot {doing} at {server}: {why}.", "Is the server well, and the end point right?")
+    return StoreUnavailable(f"Cannot {doing} at {server}: {why}.", "Check that the server runs and that the endpoint is right.")
 
 
-def _answered(status: int, code: str, verb: Verb, doing: str, what: str, server: str) -> LudusError:
-    said = f"{status} {code}".strip()
+def _status_error(status: int, code: str, verb: Verb, doing: str, what: str, server: str) -> LudusError:
+    reply = f"{status} {code}".strip()
     if code == "NoSuchBucket":
-        return NotFound(f"Cannot {doing}: {server} has no such bucket.", "Make it, or correct the address.")
+        return NotFound(f"Cannot {doing}: {server} has no such bucket.", "Create it, or correct the URL.")
     if status == 404 and verb in ("read", "delete"):
         return NotFound(f"There is no {what}.")
     if status == 507 or _QUOTA.search(code):
-        return StoreFull(f"No space left to {doing} ({said}).", "Free some room or raise the quota; what was written is intact.")
-    if code in _CURABLE:
-        return StoreUnavailable(f"Not allowed to {doing} for now ({said}).", _remedy(code))
+        hint = "Free some space or raise the quota; everything written before is intact."
+        return StoreFull(f"No space left to {doing} ({reply}).", hint)
+    if code in _RECOVERABLE:
+        return StoreUnavailable(f"Not allowed to {doing} for now ({reply}).", _remedy(code))
     if status in (401, 403):
-        return StoreFull(f"Not allowed to {doing} ({said}).", _remedy(code))
+        return StoreFull(f"Not allowed to {doing} ({reply}).", _remedy(code))
     if 300 <= status < 400 or code in _REGION:
-        return _elsewhere(doing)
+        return _wrong_region(doing)
     if code == "NoSuchUpload":
-        return StoreUnavailable(f"Cannot {doing}: somebody has aborted the upload.", "Try again, if it is still yours to write.")
-    if status in _PASSING or (status >= 500 and status not in (501, 505)):
-        return StoreUnavailable(f"Cannot {doing} at {server}: it answers {said}.", "Try again when the server is well.")
-    return StoreError(f"Cannot {doing}: {server} answered {said}.", "" if code else "Is it the end point of an S3 server?")
+        return StoreUnavailable(f"Cannot {doing}: the upload was aborted by another process.", "Try again.")
+    if status in _TEMPORARY or (status >= 500 and status not in (501, 505)):
+        return StoreUnavailable(f"Cannot {doing} at {server}: it answers {reply}.", "Try again later.")
+    return StoreError(f"Cannot {doing}: {server} answered {reply}.", "" if code else "Is it the endpoint of an S3 server?")
 
 
-def _elsewhere(doing: str) -> UsageError:
-    return UsageError(
-        f"Cannot {doing}: it is in another region than the one asked for.", "Set AWS_REGION, or ?region= in the address."
-    )
+def _wrong_region(doing: str) -> UsageError:
+    return UsageError(f"Cannot {doing}: the bucket is in another region.", "Set AWS_REGION, or ?region= in the URL.")
 
 
 def _remedy(code: str) -> str:
     if code == "RequestTimeTooSkewed":
         return "Set the clock of this machine."
     if code in _UNKNOWN:
-        return "The credentials are wrong or have expired: see AWS_ACCESS_KEY_ID, AWS_PROFILE, or the file of credentials."
-    return "The credentials need the rights to get, put, delete and list objects there."
+        return "The credentials are wrong or have expired: check AWS_ACCESS_KEY_ID, AWS_PROFILE, or the credentials file."
+    return "The credentials need permission to get, put, delete and list objects there."

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from ludus.transport.message_stream import Delivery, Exchange
+from ludus.transport.message_stream import Delivery, MessageStream
 
-MakeExchange = Callable[[str, int], Exchange]
-Open = Callable[..., Exchange]
+MakeExchange = Callable[[str, int], MessageStream]
+Open = Callable[..., MessageStream]
 
 _WAIT_S = 60.0  # how long a test waits for what must happen; never reached when it does
 _SHORT_S = 0.05
@@ -41,7 +41,7 @@ class ExchangeContract:
         with contextlib.ExitStack() as stack:
             prefix = f"{time.time_ns():x}"
 
-            def open_one(channel: str = "a", room: int = 100) -> Exchange:
+            def open_one(channel: str = "a", room: int = 100) -> MessageStream:
                 exchange = make(f"{prefix}-{channel}", room)
                 stack.callback(exchange.close)
                 return exchange
@@ -134,7 +134,7 @@ class ExchangeContract:
     def test_many_writers_overrun_the_room_by_one_each_at_most(self, opened: Open) -> None:
         writers = [opened("a", 5) for _ in range(4)]
 
-        def fill(writer: Exchange) -> int:
+        def fill(writer: MessageStream) -> int:
             return sum(writer.push(b"x", 0) for _ in range(10))
 
         calls = [Call(partial(fill, writer)) for writer in writers]
@@ -236,11 +236,11 @@ class ExchangeContract:
         seen: list[list[bytes]] = [[] for _ in range(readers)]
         over = threading.Event()
 
-        def produce(who: int, exchange: Exchange) -> None:
+        def produce(who: int, exchange: MessageStream) -> None:
             for number in range(each):
                 assert exchange.push(b"%d %d" % (who, number), _WAIT_S)
 
-        def consume(mine: list[bytes], exchange: Exchange) -> None:
+        def consume(mine: list[bytes], exchange: MessageStream) -> None:
             while not over.is_set():
                 portion = exchange.pull(4, _SHORT_S)
                 mine += contents(portion)
@@ -355,7 +355,7 @@ def contents(deliveries: list[Delivery]) -> list[bytes]:
     return [bytes(delivery.data) for delivery in deliveries]
 
 
-def pulled(exchange: Exchange, count: int) -> list[Delivery]:
+def pulled(exchange: MessageStream, count: int) -> list[Delivery]:
     """So many, in however many portions they come."""
     found = list[Delivery]()
     end = time.monotonic() + _WAIT_S

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ludus.errors import UnknownName, UsageError
-from ludus.launch.job import Job, JobStatus, Orchestrator, Restart, Role
+from ludus.launch.job import Job, JobStatus, Orchestrator, Role, RoleRestart
 from ludus.launch.job import wait as wait_for
 
 _WAIT_S = 60.0  # how long a test waits for what must happen; never reached when it does
@@ -146,7 +146,7 @@ class OrchestratorContract:
     # -- starting again
 
     def test_a_process_is_started_again_where_that_was_asked_for(self, orchestrator: Orchestrator, shared: Path) -> None:
-        cases: list[tuple[Restart, str, int]] = [
+        cases: list[tuple[RoleRestart, str, int]] = [
             ("never", "exit 3", 1), ("when-killed", "exit 3", 1), ("when-killed", "kill -9 $$", 2), ("on-failure", "exit 3", 2),
             ("on-failure", "kill -9 $$", 2), ("on-failure", "exit 0", 1), ("always", "exit 0", 2),
         ]  # fmt: skip
@@ -278,12 +278,12 @@ class OrchestratorContract:
         ("wrong", "match"),
         [
             (Job("a b", (Role("main", ("true",)),), "main"), "'a b'"),
-            (Job("../up", (Role("main", ("true",)),), "main"), "no name"),
+            (Job("../up", (Role("main", ("true",)),), "main"), "name"),
             (Job("trial", (), "main"), "no roles"),
             (Job("trial", (Role("main", ("true",)),), "mian"), "mian.*main"),
             (Job("trial", (Role("main", ("true",)), Role("main", ("true",))), "main"), "two roles"),
             (Job("trial", (Role("main", ("true",), count=2),), "main"), "2 processes"),
-            (Job("trial", (Role("main", ()),), "main"), "no command"),
+            (Job("trial", (Role("main", ()),), "main"), "command"),
             (Job("trial", (Role("main", ("true",), restart="often"),), "main"), "often.*never"),  # type: ignore[arg-type]
             (Job("trial", (Role("main", ("true",)),), "main", grace_s=-1), "grace_s=-1"),
             (Job("trial", (Role("main", ("true",)), Role("worker", ("true",), count=0)), "main"), "0 processes"),

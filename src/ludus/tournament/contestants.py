@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ludus.config import schema as configs
+from ludus.config.schema import EXTERNAL
+from ludus.config.validation import parse_external_config
 from ludus.core import trust
 from ludus.core.plugins import did_you_mean
 from ludus.core.types import DEFAULT_MODEL
@@ -25,7 +26,7 @@ from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import directory_of, display_path, is_remote, store_of
 from ludus.experiments.validation.game_seats import seats_of, single_model_seats
-from ludus.models.centralized_critic import actor_of
+from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.weights import version_store
@@ -105,7 +106,7 @@ def contestant(what: ContestantSource, *, model: str | None = None, token: str |
     """Resolve a name. `model`: which model of a run. `token`: for a served address. Raises UsageError, Damaged, IncompatibleCheckpoint."""
     if isinstance(what, TrainedAgent):
         return TrainedContestant(
-            f"agent@{what.version}", actor_of(what.policy), what.version, seats={ONLY_SEAT: actor_of(what.policy)}
+            f"agent@{what.version}", actor_policy(what.policy), what.version, seats={ONLY_SEAT: actor_policy(what.policy)}
         )
     text = str(what.run_dir if isinstance(what, Result) else what)
     if text == RULE or text.startswith(f"{RULE}:"):
@@ -179,7 +180,7 @@ def _load_version(run: Path, number: int, model: str | None) -> TrainedContestan
         kept = version_store.stored_versions(store, name)
         available |= set(kept)
         if number in kept:
-            policy = actor_of(version_store.load_version(store, name, number)[0])
+            policy = actor_policy(version_store.load_version(store, name, number)[0])
             where = display_path(run / "models" / name / f"{number:06d}{_WEIGHTS}")
             newest = checkpoint.newest_name(store)
             experiment: Mapping[str, Any] = (
@@ -237,8 +238,8 @@ def _choose_model(stored: checkpoint.Checkpoint, model: str | None) -> str:
 def _seats(stored: checkpoint.Checkpoint, chosen: str, *, required: bool) -> Mapping[str, str]:
     """Seat → model, as in training. `required`: the chosen model plays all seats."""
     config = stored.state["config"]
-    if config["env"] == configs.EXTERNAL:
-        return seats_of(configs.external_config(config["config"]["env_config"])).seats
+    if config["env"] == EXTERNAL:
+        return seats_of(parse_external_config(config["config"]["env_config"])).seats
     mapping = agents_of(config["config"])
     if not mapping:
         return single_model_seats(config, chosen)

@@ -28,13 +28,13 @@ from ludus.gamecore.vector_env import ADVERTISE
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import Gateway, GatewaySettings
-from ludus.gateway.threaded_server import bound, own_address
+from ludus.gateway.threaded_server import listen_on, own_address
 from ludus.io.atomic_file import path_for_replace
 from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy
 from ludus.process.host import usable_cores
 from ludus.protocol.client import Client
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
-from ludus.serving.worker import Fixed
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament.contestants import ONLY_SEAT, RULE, Contestant, ScriptedContestant, ServedContestant, TrainedContestant
 from ludus.tournament.result import (
     MAX_REASON_CHARS,
@@ -144,13 +144,15 @@ class PolicyServers:
 
     def serve(self, seats: Mapping[str, ActingPolicy], version: int) -> int:
         """Start a gateway; returns its port."""
-        listening = bound(self._host)
+        listening = listen_on(self._host)
         number = len(self._gateways)
 
         async def start() -> Gateway:
             by_policy: dict[int, Seat] = {}
             for policy in seats.values():
-                batched = BatchedPolicy(Fixed(policy, version), seed=self._seed + number, deterministic=self._deterministic)
+                batched = BatchedPolicy(
+                    FixedPolicySource(policy, version), seed=self._seed + number, deterministic=self._deterministic
+                )
                 by_policy.setdefault(id(policy), Seat(batched))
             by_seat = {seat: by_policy[id(policy)] for seat, policy in seats.items()}
             gateway = Gateway(lambda: BuiltinActor(by_seat), GatewaySettings(token=self.token))
@@ -511,7 +513,7 @@ def parse_match_result(unplayed: MatchResult, state: GameState, arena: bool = Fa
     """Validate the result that a game wrote: `winner` is a camp, or null for a draw."""
     result = state.result
     if state.state != "finished":
-        return replace(unplayed, failed=f"the game {state.told()}"[:MAX_REASON_CHARS])
+        return replace(unplayed, failed=f"the game {state.describe()}"[:MAX_REASON_CHARS])
     if not isinstance(result, Mapping) or "winner" not in result:
         return replace(unplayed, failed="the game wrote no result with a winner")
     winner = result["winner"]

@@ -22,9 +22,9 @@ from ludus.envs.pettingzoo import AgentSpaces, Departure, sample_action
 from ludus.errors import EnvironmentFault, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
 from ludus.models.inference.batched_policy import ActingPolicy, State
 from ludus.protocol.client import Client
-from ludus.protocol.codec import ONLY_SEAT, decode, encode, seats_from
+from ludus.protocol.codec import ONLY_SEAT, decode, encode, parse_seats
 from ludus.sampling.multi_agent import PolicySet, plain_action
-from ludus.serving.worker import Fixed
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament.contestants import RULE, Contestant, ScriptedContestant, ServedContestant
 from ludus.tournament.result import MAX_REASON_CHARS, failure_text
 
@@ -107,7 +107,7 @@ class PolicyPlayer:
         self._by_agent = policies
         first: dict[int, str] = {}
         self._models = {agent: first.setdefault(id(policy), agent) for agent, policy in policies.items()}
-        sources = {model: Fixed(policies[model], 0) for model in first.values()}
+        sources = {model: FixedPolicySource(policies[model], 0) for model in first.values()}
         self._policies = PolicySet(sources, torch.Generator(), explore=False)  # noise comes from the matches
         self._draws = not deterministic
         self._generators = [torch.Generator() for _ in range(max_matches)]
@@ -171,7 +171,7 @@ class RemotePlayer:
         self._seated = "seats" in spec
         self._check_spaces(spec, agents)
         self._client = Client(contestant.url, contestant.token, _ANSWER_TIMEOUT_S)
-        self._fit = {agent: spaces.Fit(known.action, f"the action of {agent}") for agent, known in agents.items()}
+        self._fit = {agent: spaces.SpaceParser(known.action, f"the action of {agent}") for agent, known in agents.items()}
         self._names: dict[int, str] = {}
         self._sessions: dict[tuple[int, str], str] = {}
         self._agents_acted: set[tuple[int, str]] = set()
@@ -189,7 +189,7 @@ class RemotePlayer:
         """Compare the spaces if the server publishes them. Raises IncompatibleCheckpoint."""
         if not self._seated and "observation_space" not in spec:
             return
-        seats = seats_from(spec)
+        seats = parse_seats(spec)
         for agent, known in agents.items():
             seat = seats.get(agent if self._seated else ONLY_SEAT)
             if seat is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from ludus.core.statistics import wilson
+from ludus.core.statistics import wilson_interval
 from ludus.envs.video_writer import FrameProgress
 from ludus.errors import LudusError
 
@@ -111,7 +111,7 @@ class WinLossCount:
     @property
     def bounds(self) -> tuple[float, float]:
         """95 % Wilson interval of the rate."""
-        return wilson(self.won, self.games, _Z_95)
+        return wilson_interval(self.won, self.games, _Z_95)
 
     def to_json(self) -> dict[str, Any]:
         low, high = self.bounds

@@ -1,7 +1,7 @@
-"""Memory: the way of segments from whoever plays to whoever learns.
+"""Memory: transport of segments from samplers to the learner.
 
 A writer reserves a block, fills it in place and commits it; a reader takes it, learns from it and releases it. Between
-processes the blocks are slots of a ring; here, in one process, they are the same arrays handed back and forth.
+processes the blocks are records of a ring buffer; within one process they are arrays that circulate.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class MemoryStats:
     waiting: int = 0
 
 
-class Batches(Protocol):
-    """What a learner needs of a memory."""
+class SegmentReader(Protocol):
+    """The part of a memory that a learner uses."""
 
     def take(self, timeout_s: float) -> Segments | None: ...
 
@@ -34,7 +34,7 @@ class Batches(Protocol):
 
 
 class SegmentWriter(Protocol):
-    """The writing half: what whoever plays needs of a memory."""
+    """The part of a memory that a sampler uses."""
 
     def reserve(self, timeout_s: float) -> Segments | None: ...
 
@@ -43,8 +43,8 @@ class SegmentWriter(Protocol):
     def abandon(self, segments: Segments) -> None: ...
 
 
-class Waiting(Batches, Protocol):
-    """The reading half of a memory."""
+class ReadableMemory(SegmentReader, Protocol):
+    """The reading half of a memory, with statistics."""
 
     def stats(self) -> MemoryStats: ...
 
@@ -52,29 +52,29 @@ class Waiting(Batches, Protocol):
 
 
 class Memory(Protocol):
-    """Bounded, first in first out. Every wait has a deadline; `timeout_s=0` never waits.
+    """A bounded FIFO queue of blocks. Every wait has a time limit; `timeout_s=0` never waits.
 
-    A block belongs to the writer between reserve and commit, to the reader between take and release, to nobody else.
+    The writer owns a block between reserve and commit, the reader between take and release.
     """
 
     def reserve(self, timeout_s: float) -> Segments | None:
-        """A block to write into, or None while all are in use (back-pressure). Raises MemoryClosed."""
+        """Return a block to write into, or None while all are in use (back-pressure). Raises MemoryClosed."""
         ...
 
     def commit(self, segments: Segments) -> None:
-        """The block is complete; readers may take it."""
+        """Hand a complete block to the reader."""
         ...
 
     def abandon(self, segments: Segments) -> None:
-        """Give a reserved block back unwritten: whoever was to fill it failed."""
+        """Return a reserved block unused."""
         ...
 
     def take(self, timeout_s: float) -> Segments | None:
-        """The oldest committed block, or None. Raises MemoryClosed once closed and empty."""
+        """Return the oldest committed block, or None. Raises MemoryClosed when closed and empty."""
         ...
 
     def release(self, segments: Segments) -> None:
-        """Learned from or stored: the block may be used again."""
+        """Free a taken block for reuse."""
         ...
 
     def stats(self) -> MemoryStats: ...

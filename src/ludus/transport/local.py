@@ -1,4 +1,4 @@
-"""Memory within one process: at most so many blocks, made when first needed, that circulate. No copy, no queue of objects."""
+"""Memory within one process: a bounded number of blocks, allocated on demand, that circulate without copies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ludus.transport.base import MemoryStats
 
 
 class LocalMemory:
-    """Safe for several threads."""
+    """Thread-safe."""
 
     def __init__(self, spec: SegmentSpec, rows: int, blocks: int) -> None:
         self._spec, self._rows = spec, rows
-        self._unmade = blocks
+        self._unallocated = blocks
         self._free: deque[Segments] = deque()
         self._ready: deque[Segments] = deque()
         self._writing: set[int] = set()
@@ -27,14 +27,14 @@ class LocalMemory:
     def reserve(self, timeout_s: float) -> Segments | None:
         with self._changed:
             if timeout_s > 0:
-                self._changed.wait_for(lambda: self._free or self._unmade or self._closed, timeout_s)
+                self._changed.wait_for(lambda: self._free or self._unallocated or self._closed, timeout_s)
             if self._closed:
                 raise MemoryClosed("The memory was closed.")
             if self._free:
                 block = self._free.popleft()
-            elif self._unmade:
+            elif self._unallocated:
                 block = Segments.empty(self._spec, self._rows)
-                self._unmade -= 1
+                self._unallocated -= 1
             else:
                 return None
             self._writing.add(id(block))

@@ -1,7 +1,7 @@
-"""Exchange: what machines that share nothing else use to hand messages to a learner, and notices to each other.
+"""Message stream: protocol for message servers between the machines of a fleet.
 
-It carries bytes and knows nothing of segments; `transport/stream_memory.py` makes a memory of it. A message is delivered at least once,
-to one of those who pull, and comes again until it is acknowledged. The board holds a few small notices by key.
+It carries bytes; `stream_memory` sends segments through it. A message is delivered at least once, to one of the readers, and
+redelivered until it is acknowledged. A board holds small notices by key.
 """
 
 from __future__ import annotations
@@ -15,100 +15,103 @@ from ludus.core import plugins
 from ludus.errors import UnknownName, UsageError
 
 EMBEDDED = "embedded"
-"""No server: the memory of this process, or of the processes of this machine."""
+"""Value of `memory` without a server: memory of this process or of processes on this machine."""
 
-EXCHANGES: Mapping[str, str] = {
-    "redis": "ludus.transport.redis_stream:RedisExchange",
-    "rediss": "ludus.transport.redis_stream:RedisExchange",
+MESSAGE_STREAMS: Mapping[str, str] = {
+    "redis": "ludus.transport.redis_stream:RedisMessageStream",
+    "rediss": "ludus.transport.redis_stream:RedisMessageStream",
 }
 
 PASSWORD = "LUDUS_MEMORY_PASSWORD"  # noqa: S105 # the name of the variable
 
 MAX_MESSAGE = 256 << 20
-"""Half of what Redis takes at most."""
+"""Bytes; half of the limit of Redis."""
 
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message, and the name by which it is acknowledged."""
+    """A message, and the id by which it is acknowledged."""
 
     id: str
     data: Buffer
 
 
-class Exchange(Protocol):
-    """Safe for one thread at a time. Every wait has a deadline.
+class MessageStream(Protocol):
+    """For one thread at a time. Every wait has a time limit.
 
-    All calls raise ExchangeUnavailable when the server cannot be reached for longer than the call may take (it is tried again, with
-    back-off, until then), and UsageError when it refuses us (a wrong password): trying again would not help.
+    All calls retry with back-off within their time limit, and then raise ExchangeUnavailable. They raise UsageError when the
+    server denies access (a wrong password).
     """
 
     def push(self, message: Buffer | Sequence[Buffer], timeout_s: float) -> bool:
-        """Hand over a message (its pieces are joined). False: there was no room for so long, and it is not there.
+        """Send a message (pieces are joined). Returns False if there was no room within the time limit; nothing was sent.
 
-        After ExchangeUnavailable it may be there or not: whoever pushes it again numbers it, so that the reader can tell.
+        After ExchangeUnavailable the message may have been sent or not: senders number messages, so that readers detect
+        duplicates.
         """
         ...
 
     def pull(self, most: int, timeout_s: float) -> list[Delivery]:
-        """Up to so many messages that nobody else has, oldest first; waits only while there is none at all."""
+        """Return up to `most` messages that no other reader has, oldest first; waits only while there are none."""
         ...
 
     def acknowledge(self, ids: Sequence[str]) -> None:
-        """They were learned from, stored or thrown away: they never come again, and their room is free."""
+        """Mark messages as processed: they are not redelivered, and their room is free."""
         ...
 
     def reclaim(self, idle_s: float) -> int:
-        """What others pulled so long ago and did not acknowledge comes again, to this one; returns how many. 0: whatever they hold."""
+        """Take over messages that other readers pulled at least `idle_s` ago and did not acknowledge; return their number."""
         ...
 
     def waiting(self) -> int:
-        """Messages that are not acknowledged, delivered or not."""
+        """Return the number of unacknowledged messages, delivered or not."""
         ...
 
     def post(self, key: str, value: bytes, rank: int = 0) -> bool:
-        """Put a notice on the board. False, and nothing is changed, while there is one of a higher rank at that key."""
+        """Set a notice. Returns False and changes nothing if the key has a notice of a higher rank."""
         ...
 
     def read(self, key: str) -> bytes | None: ...
 
     def posted(self, prefix: str) -> dict[str, bytes]:
-        """All notices whose key begins so."""
+        """Return all notices whose key begins with `prefix`."""
         ...
 
     def erase(self, key: str) -> None: ...
 
     def drop(self) -> None:
-        """Remove everything of this channel: messages and notices. For tests, and for runs that are over."""
+        """Remove all messages and notices of this channel. For tests and finished runs."""
         ...
 
     def close(self) -> None: ...
 
 
 def check_url(url: str) -> None:
-    """Raises UnknownName, UsageError when no exchange can be meant. Nothing is imported or asked."""
+    """Raise UnknownName or UsageError if the URL cannot be a message stream. Imports nothing and does not connect."""
     scheme, separator, rest = url.partition("://")
-    if separator and scheme not in EXCHANGES and ":" not in scheme:
-        raise UnknownName(f"Unknown memory {scheme!r}.", plugins.did_you_mean(scheme, EXCHANGES))
+    if separator and scheme not in MESSAGE_STREAMS and ":" not in scheme:
+        raise UnknownName(f"Unknown memory {scheme!r}.", plugins.did_you_mean(scheme, MESSAGE_STREAMS))
     if not (rest if separator else ":" in url):
-        ways = ", ".join(f"{scheme}://HOST:PORT" for scheme in EXCHANGES)
+        ways = ", ".join(f"{scheme}://HOST:PORT" for scheme in MESSAGE_STREAMS)
         raise UsageError(f"{url!r} is not a memory that several machines can reach.", f"Use {ways}, or module:Class.")
 
 
 def split_password(url: str) -> tuple[str, str | None]:
-    """The URL without its password, and the password. Raises UsageError, which does not show it, where it cannot be told apart."""
+    """Return the URL without its password, and the password. Raises UsageError (without the password) if it is ambiguous."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url, None
     try:
         parts = urlsplit(f"//{rest}")
     except ValueError:
-        raise UsageError("The URL of the memory cannot be read.", f"Write USER@HOST; put the password into {PASSWORD}.") from None
-    if ":" in parts.netloc and "@" in f"{parts.path}{parts.query}{parts.fragment}":  # as / ? and # in a password have it
         raise UsageError(
-            "The URL of the memory has an @ behind its host, as when / ? or # are in a password.",
+            "The URL of the memory cannot be parsed.", f"Write USER@HOST; put the password into {PASSWORD}."
+        ) from None
+    if ":" in parts.netloc and "@" in f"{parts.path}{parts.query}{parts.fragment}":  # a password with / ? or #
+        raise UsageError(
+            "The URL of the memory has an @ after its host, as when a password contains / ? or #.",
             f"Write USER@HOST; put the password into {PASSWORD}.",
         )
     if {"password", "username"} & dict(parse_qsl(parts.query, keep_blank_values=True)).keys():
@@ -117,18 +120,23 @@ def split_password(url: str) -> tuple[str, str | None]:
         )
     if parts.password is None:
         return url, None
-    user, _, place = parts.netloc.rpartition("@")
+    user, _, host = parts.netloc.rpartition("@")
     name = user.partition(":")[0]
-    return f"{scheme}:{urlunsplit(parts._replace(netloc=f'{name}@{place}' if name else place))}", unquote(parts.password)
+    return f"{scheme}:{urlunsplit(parts._replace(netloc=f'{name}@{host}' if name else host))}", unquote(parts.password)
 
 
-def open_exchange(url: str, channel: str, room: int) -> Exchange:
-    """The exchange at `scheme://…`, or of a user's class (`module:Class`, `module:Class://…`). Raises UnknownName, UsageError, ExchangeUnavailable.
+def open_message_stream(url: str, channel: str, room: int) -> MessageStream:
+    """Open the stream at `scheme://…`, or of a user's class (`module:Class`, `module:Class://…`).
 
-    `channel`: the name of the run; channels of one server do not know of each other. `room`: messages that may wait in it.
+    `channel`: name of the run; channels of one server are independent. `room`: maximum number of waiting messages. Raises
+    UnknownName, UsageError, ExchangeUnavailable.
     """
     check_url(url)
     scheme, separator, _ = url.partition("://")
-    make = plugins.resolve("memory", scheme, EXCHANGES) if separator else plugins.import_object(url, "memory", plugins.is_class)
-    opened: Exchange = make(url, channel, room)
+    make = (
+        plugins.resolve("memory", scheme, MESSAGE_STREAMS)
+        if separator
+        else plugins.import_object(url, "memory", plugins.is_class)
+    )
+    opened: MessageStream = make(url, channel, room)
     return opened

@@ -1,7 +1,7 @@
-"""Exchange over a Redis server (6.2 or later): a stream with one group of readers, and a hash of notices.
+"""Message stream on a Redis server (6.2 or later): a Redis stream with one consumer group, and a hash of notices.
 
-A message is in the stream until it is acknowledged; the group knows who has it. So nothing is lost while nobody listens, and
-what a reader that died had taken comes again. Redis decides what survives its own death: see `appendfsync` in docs/fleets.md.
+A message stays in the stream until it is acknowledged, so nothing is lost while no reader is connected, and messages of a reader
+that died are redelivered. What survives a crash of Redis depends on `appendfsync`: see docs/fleets.md.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ludus.transport.message_stream import MAX_MESSAGE, PASSWORD, Buffer, Delive
 log = logging.getLogger(__name__)
 
 _GROUP, _FIELD = b"learners", b"m"
-_PATIENCE_S = 1.0  # for an answer, beyond the time that the caller gave: also `timeout_s=0` is one round trip
-_CALL_S = 1.0  # of calls without a time-out of their own: a learner has something else to do than to wait for them
-_BLOCK_S = 5.0  # a server that is gone without a word is noticed after this and the patience
-_TRANSFER_S = 30.0  # of what is on its way, however slowly
-_SLOWEST = 256 << 10  # bytes a second: what is sent may still lie in a buffer of ours when the wait for its answer begins
-_LINES_BYTES = 4096  # read ahead: the lines between two messages, and little of the next message
-_LARGEST = MAX_MESSAGE + (MAX_MESSAGE >> 6)  # with a header, and packed for nothing; what is larger is not kept
-_FULL_S = (0.002, 0.05)  # between two looks whether there is room: at first, at most
-_DOWN_S = (0.05, 2.0)  # between two attempts to reach the server
+_REPLY_S = 1.0  # for a reply, in addition to the caller's time limit: `timeout_s=0` still allows one round trip
+_CALL_S = 1.0  # time limit of calls without a parameter for it
+_BLOCK_S = 5.0  # a server that disappears silently is detected after this and _REPLY_S
+_TRANSFER_S = 30.0  # for a transfer in progress
+_MIN_RATE = 256 << 10  # bytes per second: sent data may still be in local buffers when the wait for the reply begins
+_LINES_BYTES = 4096  # read-ahead: the lines between two messages, and little of the next message
+_MAX_BULK = MAX_MESSAGE + (MAX_MESSAGE >> 6)  # with a header, and incompressible; larger ones are skipped
+_FULL_S = (0.002, 0.05)  # interval of checks whether there is room: first, maximum
+_DOWN_S = (0.05, 2.0)  # interval of connection attempts: first, maximum
 _WARN_EVERY_S = 30.0
-_UNSURE_S, _LOOK_S = 30.0, 1.0  # a request on a connection that we gave up may reach the server late: look again for so long
-_IDS = 1000  # in one command
-_PIECES = 256  # that are sent without joining them
+_UNSURE_S, _LOOK_S = 30.0, 1.0  # requests on an abandoned connection may reach the server late: check for so long, so often
+_IDS = 1000  # per command
+_PIECES = 256  # maximum for sendmsg
 
 _LATER = ("LOADING", "READONLY", "MASTERDOWN", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MISCONF", "NOREPLICAS")
-"""Refusals that pass."""
+"""Temporary errors."""
 
 _POST = b"""
 local old = redis.call('HGET', KEYS[1], ARGV[1])
@@ -58,54 +58,54 @@ for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
 end
 return -1
 """
-_RANKS = 1 << 53  # what Lua's numbers hold exactly
+_RANKS = 1 << 53  # largest exact integer in Lua
 
 Id = tuple[int, int]
 
 
-class _Lost(Exception):
-    """The connection, or the patience. The text is for people and holds no secret."""
+class _ConnectionLost(Exception):
+    """The connection broke or timed out. The message contains no secrets."""
 
     def __init__(self, why: str, at_once: bool = False) -> None:
-        """`at_once`: a connection that had worked is gone, as after a restart; a new one may well work."""
+        """`at_once`: an established connection broke, as after a restart of the server: reconnect without delay."""
         super().__init__(why)
         self.at_once = at_once
 
 
-class _Refusal(str):
-    """What a server answers instead of an answer."""
+class _ErrorReply(str):
+    """An error reply of the server."""
 
 
-class _Full(Exception):
-    """The server has no memory left for what was asked of it."""
+class _OutOfMemory(Exception):
+    """The server has no memory left for the command (maxmemory)."""
 
 
-class RedisExchange:
-    """Connects when it is first used, and again whenever the connection was lost. One connection; one thread at a time.
+class RedisMessageStream:
+    """Connects on first use, and again after the connection was lost. One connection; one thread at a time.
 
-    `room` is kept by every writer for itself, from the length that each answer brings: with N writers at most N - 1 messages more
-    than that may wait. (A script that keeps it exactly halved the throughput.)
+    Every writer enforces `room` by the length in each reply: with N writers up to N - 1 more messages may wait. (A script that
+    enforces it exactly halved the throughput.)
     """
 
     def __init__(self, url: str, channel: str, room: int) -> None:
         """Raises UsageError, MissingExtra."""
         if not channel or room < 1:
-            raise UsageError(f"An exchange needs a channel with a name and room for messages, not {channel!r} and {room}.")
-        self._link = _Link(url)
+            raise UsageError(f"A message stream needs a channel name and room for messages, not {channel!r} and {room}.")
+        self._connection = _RedisConnection(url)
         self._room = room
-        self._stream = f"ludus:{{{channel}}}:messages".encode()  # braces: one slot of a cluster for all keys of a channel
+        self._stream = f"ludus:{{{channel}}}:messages".encode()  # braces: all keys of a channel are in one cluster slot
         self._board = f"ludus:{{{channel}}}:board".encode()
         self._name = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}".encode()
         self._length: int | None = None
         self._held: set[Id] = set()
-        self._again: deque[Id] = deque()  # ours, but not delivered to the caller yet; oldest first
-        self._unsure_until = self._look_at = 0.0  # an answer with messages was lost: they are ours, and we do not know which
+        self._again: deque[Id] = deque()  # assigned to us, not delivered to the caller yet; oldest first
+        self._unsure_until = self._look_at = 0.0  # a reply with messages was lost: they are assigned to us, ids unknown
         self._joined = False
         self._warned_at = -_WARN_EVERY_S
         self._add = (b"*5\r\n" + _bulk(b"XADD") + _bulk(self._stream) + _bulk(b"*") + _bulk(_FIELD), b"\r\n" + self._xlen())
 
     def _xlen(self) -> bytes:
-        return _packed(b"XLEN", self._stream)
+        return _encode_command(b"XLEN", self._stream)
 
     # -- writing
 
@@ -120,18 +120,18 @@ class RedisExchange:
         while True:
             try:
                 if self._length is None:
-                    self._make_group(end)  # while it can be made: a full server would refuse it, and then nobody could read
+                    self._create_group(end)  # before the server is full, which would prevent reading too
                 if self._length is None or self._length >= self._room:
                     (self._length,) = self._ask([self._xlen()], 1, end)
                 if self._length is not None and self._length < self._room:
                     _, self._length = self._ask(request, 2, end)
                     return True
-            except _Full:
+            except _OutOfMemory:
                 self._warn_of_memory()
                 backoff = Backoff(_FULL_S[1], _FULL_S[1], generator=random)
             left = end - time.monotonic()
-            if left <= 0 and self._unsure_until != unsure_until:  # an attempt whose answer was lost may have succeeded
-                raise ExchangeUnavailable(f"{self._link.shown} was away when it was sent a message, and has no room now.")
+            if left <= 0 and self._unsure_until != unsure_until:  # an attempt without a reply may have succeeded
+                raise ExchangeUnavailable(f"{self._connection.shown} was unreachable during a push, and has no room now.")
             if left <= 0:
                 return False
             time.sleep(min(left, backoff.next_delay()))
@@ -140,7 +140,7 @@ class RedisExchange:
         now = time.monotonic()
         if now - self._warned_at >= _WARN_EVERY_S:
             self._warned_at = now
-            log.warning("%s has no memory left (maxmemory): messages wait as if it were full", self._link.shown)
+            log.warning("%s has no memory left (maxmemory): sending waits until there is room", self._connection.shown)
 
     # -- reading
 
@@ -155,37 +155,39 @@ class RedisExchange:
                 continue
             if found or (not self._again and time.monotonic() >= end):
                 self._held.update(number for number, _ in found)
-                return [Delivery(_text(number), data) for number, data in found]
+                return [Delivery(_id_text(number), data) for number, data in found]
 
     def _pull_new(self, most: int, end: float) -> list[tuple[Id, Buffer]]:
         found = self._read(most, b">", end, min(end - time.monotonic(), _BLOCK_S))
         return [(number, data) for number, data in found if data is not None]
 
     def _pull_again(self, most: int, end: float) -> list[tuple[Id, Buffer]]:
-        """Of those that are ours and were not delivered, the oldest. What others have reclaimed since is theirs."""
-        found = self._read(most, _bytes(_before(self._again[0])), end)
+        """Read the oldest of the messages in `_again`, except those that others have reclaimed since."""
+        found = self._read(most, _id_bytes(_previous_id(self._again[0])), end)
         last, wanted = found[-1][0] if len(found) == most else self._again[-1], set(self._again)
         while self._again and self._again[0] <= last:
             self._again.popleft()
-        if gone := [_bytes(number) for number, data in found if data is None]:  # acknowledged by whoever had it before
-            self._ask([_packed(b"XACK", self._stream, _GROUP, *gone)], 1, end)
+        if gone := [_id_bytes(number) for number, data in found if data is None]:  # acknowledged by the previous reader
+            self._ask([_encode_command(b"XACK", self._stream, _GROUP, *gone)], 1, end)
         return [(number, data) for number, data in found if data is not None and number in wanted]
 
     def _read(self, most: int, after: bytes, end: float, block_s: float = 0.0) -> list[tuple[Id, Buffer | None]]:
-        """Raises _Interrupted when the connection was lost: whatever had been on its way is ours, and was not seen."""
+        """Raises _Interrupted when the connection was lost: messages in the lost reply are assigned to us."""
         words = [b"XREADGROUP", b"GROUP", _GROUP, self._name, b"COUNT", b"%d" % most]
         if block_s > 0:
             words += [b"BLOCK", b"%d" % max(1, int(block_s * 1000))]
-        answer = self._in_group(_packed(*words, b"STREAMS", self._stream, after), end, repeat=False)
-        return [(_id(name), _data(fields)) for name, fields in answer[0][1]] if answer else []
+        answer = self._in_group(_encode_command(*words, b"STREAMS", self._stream, after), end, repeat=False)
+        return [(_parse_id(name), _message_of(fields)) for name, fields in answer[0][1]] if answer else []
 
     def acknowledge(self, ids: Sequence[str]) -> None:
         end = time.monotonic() + _CALL_S
         for start in range(0, len(ids), _IDS):
-            numbers = [_id(name.encode()) for name in ids[start : start + _IDS]]
-            names = [_bytes(number) for number in numbers]
-            # In this order: a server that dies in between leaves the name of a message that is gone, not a message that nobody has.
-            self._ask([_packed(b"XDEL", self._stream, *names) + _packed(b"XACK", self._stream, _GROUP, *names)], 2, end)
+            numbers = [_parse_id(name.encode()) for name in ids[start : start + _IDS]]
+            names = [_id_bytes(number) for number in numbers]
+            # In this order: a server that dies in between leaves a pending id without a message, not a message without a reader.
+            self._ask(
+                [_encode_command(b"XDEL", self._stream, *names) + _encode_command(b"XACK", self._stream, _GROUP, *names)], 2, end
+            )
             self._held.difference_update(numbers)
 
     def reclaim(self, idle_s: float) -> int:
@@ -193,19 +195,21 @@ class RedisExchange:
         cursor, claimed = b"0-0", list[Id]()
         while True:
             words = (self._stream, _GROUP, self._name, b"%d" % int(idle_s * 1000), cursor, b"COUNT", b"%d" % _IDS, b"JUSTID")
-            answer = self._in_group(_packed(b"XAUTOCLAIM", *words), end)
+            answer = self._in_group(_encode_command(b"XAUTOCLAIM", *words), end)
             cursor = answer[0]
-            claimed += [_id(name) for name in answer[1] if name]
+            claimed += [_parse_id(name) for name in answer[1] if name]
             if cursor == b"0-0":
                 break
         return self._deliver_again(claimed)
 
     def _find_own(self, end: float) -> None:
-        """After an answer was lost: everything that the group says is ours and that we never saw."""
+        """Find messages that are assigned to us and were not received, after a reply was lost."""
         cursor, found = b"-", list[Id]()
         while True:
-            answer = self._in_group(_packed(b"XPENDING", self._stream, _GROUP, cursor, b"+", b"%d" % _IDS, self._name), end)
-            found += [_id(entry[0]) for entry in answer]
+            answer = self._in_group(
+                _encode_command(b"XPENDING", self._stream, _GROUP, cursor, b"+", b"%d" % _IDS, self._name), end
+            )
+            found += [_parse_id(entry[0]) for entry in answer]
             if len(answer) < _IDS:
                 break
             cursor = b"(" + answer[-1][0]
@@ -218,33 +222,31 @@ class RedisExchange:
         return len(new)
 
     def _in_group(self, request: bytes, end: float, repeat: bool = True) -> Any:
-        """One command of a reader; the group is made if it is not there, as after a server has lost its data."""
+        """Run a command of a reader; create the group if it is missing, as after the server lost its data."""
         for _ in range(3):
             try:
                 (answer,) = self._ask([request], 1, end, repeat)
             except _NoGroup:
-                self._begin_anew(end)
+                self._recreate_group(end)
             else:
                 self._joined = True
                 return answer
-        raise ExchangeUnavailable(f"The group of readers at {self._link.shown} vanishes as soon as it is made.")
+        raise ExchangeUnavailable(f"The consumer group at {self._connection.shown} disappears as soon as it is created.")
 
-    def _begin_anew(self, end: float) -> None:
+    def _recreate_group(self, end: float) -> None:
         if self._joined:
-            log.warning(
-                "%s has lost its data, or the channel was dropped; going on with what comes from now on", self._link.shown
-            )
+            log.warning("%s has lost its data, or the channel was dropped; continuing with new messages", self._connection.shown)
         self._held.clear()
         self._again.clear()
         try:
-            self._make_group(end)
-        except _Full as error:
-            raise ExchangeUnavailable(f"{self._link.shown} has no memory left, not even for the name of a group.") from error
+            self._create_group(end)
+        except _OutOfMemory as error:
+            raise ExchangeUnavailable(f"{self._connection.shown} has no memory left to create a consumer group.") from error
 
-    def _make_group(self, end: float) -> None:
-        """If there is none. Raises _Full."""
-        with contextlib.suppress(_Exists):
-            self._ask([_packed(b"XGROUP", b"CREATE", self._stream, _GROUP, b"0", b"MKSTREAM")], 1, end)
+    def _create_group(self, end: float) -> None:
+        """Create the consumer group unless it exists. Raises _OutOfMemory."""
+        with contextlib.suppress(_GroupExists):
+            self._ask([_encode_command(b"XGROUP", b"CREATE", self._stream, _GROUP, b"0", b"MKSTREAM")], 1, end)
 
     def waiting(self) -> int:
         return int(self._ask([self._xlen()], 1, time.monotonic() + _CALL_S)[0])
@@ -255,81 +257,83 @@ class RedisExchange:
         if not -_RANKS < rank < _RANKS:
             raise UsageError(f"The rank {rank} of the notice {key!r} is too large.", "It must be below 2^53.")
         end = time.monotonic() + _CALL_S
-        request = _packed(b"EVAL", _POST, b"1", self._board, key.encode(), b"%d" % rank, bytes(value))
+        request = _encode_command(b"EVAL", _POST, b"1", self._board, key.encode(), b"%d" % rank, bytes(value))
         try:
             return bool(self._ask([request], 1, end)[0])
-        except _Full as error:
+        except _OutOfMemory as error:
             self._warn_of_memory()
-            raise ExchangeUnavailable(f"{self._link.shown} has no memory left for the notice {key!r}.") from error
+            raise ExchangeUnavailable(f"{self._connection.shown} has no memory left for the notice {key!r}.") from error
 
     def read(self, key: str) -> bytes | None:
-        (found,) = self._ask([_packed(b"HGET", self._board, key.encode())], 1, time.monotonic() + _CALL_S)
-        return None if found is None else _unranked(found)
+        (found,) = self._ask([_encode_command(b"HGET", self._board, key.encode())], 1, time.monotonic() + _CALL_S)
+        return None if found is None else _strip_rank(found)
 
     def posted(self, prefix: str) -> dict[str, bytes]:
-        (found,) = self._ask([_packed(b"HGETALL", self._board)], 1, time.monotonic() + _CALL_S)
+        (found,) = self._ask([_encode_command(b"HGETALL", self._board)], 1, time.monotonic() + _CALL_S)
         pairs = zip(found[::2], found[1::2], strict=True)
         return {
-            bytes(name).decode("utf-8", "replace"): _unranked(value)
+            bytes(name).decode("utf-8", "replace"): _strip_rank(value)
             for name, value in pairs
             if bytes(name).startswith(prefix.encode())
         }
 
     def erase(self, key: str) -> None:
-        self._ask([_packed(b"HDEL", self._board, key.encode())], 1, time.monotonic() + _CALL_S)
+        self._ask([_encode_command(b"HDEL", self._board, key.encode())], 1, time.monotonic() + _CALL_S)
 
     # -- the end
 
     def drop(self) -> None:
-        self._ask([_packed(b"UNLINK", self._stream, self._board)], 1, time.monotonic() + _CALL_S)
+        self._ask([_encode_command(b"UNLINK", self._stream, self._board)], 1, time.monotonic() + _CALL_S)
         self._joined, self._length = False, None
         self._held.clear()
         self._again.clear()
 
     def close(self) -> None:
-        """What was pulled and not acknowledged is for whoever reclaims it."""
-        if self._joined and self._link.connected:
+        """Leave the consumer group. Other readers can reclaim unacknowledged messages."""
+        if self._joined and self._connection.connected:
             try:
-                self._link.exchange([_packed(b"EVAL", _LEAVE, b"1", self._stream, _GROUP, self._name)], 1, time.monotonic())
-            except (_Lost, UsageError) as error:
-                log.debug("could not leave the group of readers: %s", error)
-        self._link.close()
+                self._connection.exchange(
+                    [_encode_command(b"EVAL", _LEAVE, b"1", self._stream, _GROUP, self._name)], 1, time.monotonic()
+                )
+            except (_ConnectionLost, UsageError) as error:
+                log.debug("could not leave the consumer group: %s", error)
+        self._connection.close()
 
-    # -- asking
+    # -- requests
 
     def _ask(self, request: Sequence[Buffer], answers: int, end: float, repeat: bool = True) -> list[Any]:
-        """Tried again, with back-off, until `end` (and once in any case); without `repeat` that is left to the caller."""
+        """Send a request, with retries until `end` (at least one attempt). Without `repeat`, raises _Interrupted instead."""
         while True:
             try:
-                replies = self._link.exchange(request, answers, end)
-                wrong = next((reply for reply in replies if isinstance(reply, _Refusal)), None)
-                if wrong is None:
+                replies = self._connection.exchange(request, answers, end)
+                error_reply = next((reply for reply in replies if isinstance(reply, _ErrorReply)), None)
+                if error_reply is None:
                     return replies
-                self._judge(wrong)
-            except _Lost as error:
+                self._raise_error(error_reply)
+            except _ConnectionLost as error:
                 self._length = None
                 self._look_at, self._unsure_until = 0.0, time.monotonic() + _UNSURE_S
-                if not error.at_once and not self._link.rest(end):
+                if not error.at_once and not self._connection.rest(end):
                     raise ExchangeUnavailable(
-                        f"{self._link.shown} cannot be reached: {error}.", "Is it running, and the address right?"
+                        f"{self._connection.shown} cannot be reached: {error}.", "Is it running, and the address right?"
                     ) from error
                 if not repeat:
                     raise _Interrupted from None
 
-    def _judge(self, refusal: str) -> None:
-        """Raises what follows from an error that the server answered with."""
-        word, shown = refusal.split(" ", 1)[0], self._link.shown
+    def _raise_error(self, refusal: str) -> None:
+        """Raise the exception for an error reply."""
+        word, shown = refusal.split(" ", 1)[0], self._connection.shown
         if "OOM command not allowed" in refusal:
-            raise _Full
-        if word in ("NOGROUP", "UNBLOCKED"):  # the latter: it was removed while we waited
+            raise _OutOfMemory
+        if word in ("NOGROUP", "UNBLOCKED"):  # UNBLOCKED: the group was removed during a blocking read
             raise _NoGroup
         if word == "BUSYGROUP":
-            raise _Exists
-        if word in _LATER or any(f"-{later} " in refusal for later in _LATER):  # the latter: out of a script
-            self._link.close()  # after a fail-over the name may lead to another server
-            raise _Lost(refusal)
+            raise _GroupExists
+        if word in _LATER or any(f"-{later} " in refusal for later in _LATER):  # the latter: from a script
+            self._connection.close()  # after a fail-over the host name may refer to another server
+            raise _ConnectionLost(refusal)
         if word in ("NOAUTH", "WRONGPASS", "NOPERM"):
-            raise _refused(shown, refusal)
+            raise _access_denied(shown, refusal)
         if word == "MOVED":
             raise UsageError(
                 f"{shown} is a node of a Redis cluster that does not hold this channel.", f"Use {refusal.split()[-1]}."
@@ -347,11 +351,11 @@ class _NoGroup(Exception):
     pass
 
 
-class _Exists(Exception):
+class _GroupExists(Exception):
     pass
 
 
-def _refused(shown: str, refusal: str) -> UsageError:
+def _access_denied(shown: str, refusal: str) -> UsageError:
     error = UsageError(
         f"{shown} refuses the user or the password.", f"Name the user in the URL; the password is taken from {PASSWORD}."
     )
@@ -366,9 +370,9 @@ def _refused(shown: str, refusal: str) -> UsageError:
 # -- one connection -----------------------------------------------------------------------------------------------------
 
 
-class _Link:
-    """Requests and answers over one socket. redis-py connects (TLS, user, password, database); the rest is ours, so that no piece of a
-    message is copied, and nothing lasts longer than its deadline."""
+class _RedisConnection:
+    """Requests and replies over one socket. redis-py connects (TLS, user, password, database); requests and replies are handled
+    here, to avoid copies of messages and to enforce deadlines."""
 
     def __init__(self, url: str) -> None:
         redis = plugins.require("redis", "redis", "Memory on Redis")
@@ -379,22 +383,22 @@ class _Link:
         except ValueError as error:
             raise UsageError(f"The address of the memory is not a Redis URL: {error}.", "Use redis://USER@HOST:PORT/0.") from None
         self.shown = f"Redis at {parts.hostname or 'localhost'}:{port}"
-        """For people: no secrets."""
+        """For messages: without secrets."""
         kind = options.pop("connection_class", redis.connection.Connection)
         password = options.pop("password", None) or os.environ.get(PASSWORD) or None
         if parts.username and password is None:
             raise UsageError(
                 f"There is no password for the user {unquote(parts.username)!r} of {self.shown}.", f"Set {PASSWORD}."
             )
-        limits = {"socket_connect_timeout": _PATIENCE_S, "socket_timeout": _PATIENCE_S, "socket_keepalive": True}
+        limits = {"socket_connect_timeout": _REPLY_S, "socket_timeout": _REPLY_S, "socket_keepalive": True}
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
         try:
-            self._connection: Any = kind(**{**options, **limits, "password": password, "protocol": 2, "retry": retry})
+            self._client: Any = kind(**{**options, **limits, "password": password, "protocol": 2, "retry": retry})
         except (TypeError, ValueError, redis.exceptions.RedisError) as error:
             raise UsageError(f"The options in the URL of {self.shown} are not those of redis-py: {error}.") from None
         self._errors = redis.exceptions
         self._socket: Any = None
-        self._answers: _Answers | None = None
+        self._parser: _ReplyParser | None = None
         self._backoff, self._not_before = Backoff(*_DOWN_S, generator=random), 0.0
         self._why = "it did not answer a moment ago"
 
@@ -403,27 +407,27 @@ class _Link:
         return self._socket is not None
 
     def exchange(self, request: Sequence[Buffer], answers: int, end: float) -> list[Any]:
-        """As many answers as were asked for; errors of the server are among them. Raises _Lost, UsageError.
+        """Send a request and return `answers` replies, which include error replies. Raises _ConnectionLost, UsageError.
 
-        The server has until `end` (of which an attempt gets a part) and a moment more; what is on its way is sent, or read, to its end.
+        The server must reply by `end` (at most _BLOCK_S) plus _REPLY_S; a transfer in progress gets more time.
         """
         worked = self._socket is not None
         if not worked:
             self._open()
         now = time.monotonic()
         size = sum(memoryview(piece).nbytes for piece in request)
-        end = min(max(end, now), now + _BLOCK_S) + _PATIENCE_S + min(size / _SLOWEST, _TRANSFER_S)
+        end = min(max(end, now), now + _BLOCK_S) + _REPLY_S + min(size / _MIN_RATE, _TRANSFER_S)
         try:
             self._send(request, end)
-            assert self._answers is not None
-            self._answers.until(end)
-            replies = [self._answers.read() for _ in range(answers)]
-        except (OSError, ValueError) as error:  # the latter: it does not speak as Redis does
+            assert self._parser is not None
+            self._parser.until(end)
+            replies = [self._parser.read() for _ in range(answers)]
+        except (OSError, ValueError) as error:  # ValueError: not a reply of Redis
             self.close()
             if isinstance(error, TimeoutError):
-                raise _Lost("it does not answer") from error
-            raise _Lost(_reason(error), at_once=worked) from error
-        except BaseException:  # a signal in the middle: what comes next on this connection would answer another question
+                raise _ConnectionLost("it does not answer") from error
+            raise _ConnectionLost(_reason(error), at_once=worked) from error
+        except BaseException:  # interrupted by a signal: later replies on this connection would be out of order
             self.close()
             raise
         self._backoff.reset()
@@ -431,7 +435,7 @@ class _Link:
         return replies
 
     def rest(self, end: float) -> bool:
-        """Wait before the next attempt; False: there is no time for one."""
+        """Wait before the next attempt; return False if there is no time for one."""
         now = time.monotonic()
         if self._not_before <= now:
             self._not_before = now + self._backoff.next_delay()
@@ -442,53 +446,53 @@ class _Link:
 
     def _open(self) -> None:
         if time.monotonic() < self._not_before:
-            raise _Lost(self._why)
+            raise _ConnectionLost(self._why)
         try:
-            self._connection.connect()
+            self._client.connect()
         except (self._errors.RedisError, OSError) as error:
-            self._connection.disconnect()
-            raise self._translated(error) from None
-        self._socket = self._connection._sock
-        self._answers = _Answers(self._socket)
+            self._client.disconnect()
+            raise self._translate_error(error) from None
+        self._socket = self._client._sock
+        self._parser = _ReplyParser(self._socket)
 
-    def _translated(self, error: Exception) -> Exception:
-        """Why there is no connection."""
+    def _translate_error(self, error: Exception) -> Exception:
+        """Return the exception to raise for a failed connection attempt."""
         if isinstance(error, (self._errors.AuthenticationError, self._errors.NoPermissionError)):
-            return _refused(self.shown, str(error))
-        cause = error.__cause__ or error.__context__ or error  # redis-py has one word for all of them
+            return _access_denied(self.shown, str(error))
+        cause = error.__cause__ or error.__context__ or error  # redis-py raises ConnectionError for all causes
         if isinstance(cause, ssl.SSLCertVerificationError):
             return UsageError(f"{self.shown} shows a certificate that is not trusted.", "Add ?ssl_ca_certs=FILE to the URL.")
         if isinstance(cause, FileNotFoundError):
             return UsageError(
-                f"A file that the URL of {self.shown} names is not there.", "See ssl_ca_certs, ssl_certfile, ssl_keyfile."
+                f"A file in the URL of {self.shown} does not exist.", "See ssl_ca_certs, ssl_certfile, ssl_keyfile."
             )
         if isinstance(error, self._errors.ResponseError) and not str(error).startswith(_LATER):
             return UsageError(f"{self.shown} refuses: {error}.")
         self._why = _reason(cause)
-        return _Lost(self._why)
+        return _ConnectionLost(self._why)
 
     def _send(self, request: Sequence[Buffer], end: float) -> None:
         sent, limit = 0, end + _TRANSFER_S
         if not isinstance(self._socket, ssl.SSLSocket):
-            self._socket.settimeout(_left(end))
+            self._socket.settimeout(_time_left(end))
             sent = self._socket.sendmsg(request)
         for piece in request:
             left = memoryview(piece).cast("B")
             sent, left = max(0, sent - len(left)), left[sent:]
             while left:
-                self._socket.settimeout(_left(end))
+                self._socket.settimeout(_time_left(end))
                 left = left[self._socket.send(left) :]
-                end = min(max(end, time.monotonic() + _PATIENCE_S), limit)
+                end = min(max(end, time.monotonic() + _REPLY_S), limit)
 
     def close(self) -> None:
-        self._connection.disconnect()
-        self._socket = self._answers = None
+        self._client.disconnect()
+        self._socket = self._parser = None
 
 
-class _Answers:
-    """What a server answers (RESP 2), value by value. A message goes from the socket to where it stays: it is not copied on its way.
+class _ReplyParser:
+    """Parses replies of the server (RESP 2). Messages are received directly into their final buffer.
 
-    Waits until the time that `until` sets; an answer that keeps coming gets more, up to _TRANSFER_S.
+    `until` sets the deadline; a reply in progress gets more time, up to _TRANSFER_S.
     """
 
     def __init__(self, connected: Any) -> None:
@@ -503,7 +507,7 @@ class _Answers:
         self._end, self._limit = end, end + _TRANSFER_S
 
     def read(self) -> Any:
-        """A number, bytes, None, a list of such, or a _Refusal. Raises OSError (also when it takes too long), ValueError."""
+        """Return a number, bytes, None, a list of these, or an _ErrorReply. Raises OSError (also on time-out), ValueError."""
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"$":
@@ -517,7 +521,7 @@ class _Answers:
         if kind == b"+":
             return rest
         if kind == b"-":
-            return _Refusal(rest.decode("utf-8", "replace"))
+            return _ErrorReply(rest.decode("utf-8", "replace"))
         raise ValueError(f"it answers {line[:40]!r}, which is not Redis")
 
     def _line(self) -> bytes:
@@ -535,21 +539,21 @@ class _Answers:
         self._filled += self._receive([self._ahead[self._filled :]])
 
     def _bulk(self, size: int) -> Buffer:
-        """And what ends it. Short ones, as all names are, come as bytes."""
+        """Read a bulk string and its terminator; short ones as bytes."""
         if size <= _LINES_BYTES // 2:
             while self._filled - self._at < size + 2:
                 self._read_ahead()
             data = bytes(self._ahead[self._at : self._at + size])
             self._at += size + 2
             return data
-        if size > _LARGEST:
+        if size > _MAX_BULK:
             self._skip(size + 2)
             return b""
         body = np.empty(size + 2, np.uint8).data
         have = min(self._filled - self._at, size + 2)
         body[:have] = self._ahead[self._at : self._at + have]
         self._at += have
-        while have < size + 2:  # nothing is ahead any more; what comes after the body is, again
+        while have < size + 2:  # the read-ahead buffer is empty; it takes what follows the body
             have += self._receive([body[have:], self._ahead])
             self._at, self._filled = 0, max(0, have - size - 2)
         return body[:size]
@@ -562,17 +566,17 @@ class _Answers:
             self._at, self._filled = min(size, got), got
             size -= got
 
-    def _receive(self, places: list[memoryview]) -> int:
-        """Fill the places, one after the other, with what has come."""
-        self._socket.settimeout(_left(self._end))
-        size: int = self._socket.recvmsg_into(places)[0] if self._scatters else self._socket.recv_into(places[0])
+    def _receive(self, buffers: list[memoryview]) -> int:
+        """Receive available data into the buffers, one after the other."""
+        self._socket.settimeout(_time_left(self._end))
+        size: int = self._socket.recvmsg_into(buffers)[0] if self._scatters else self._socket.recv_into(buffers[0])
         if not size:
             raise ConnectionResetError("it closed the connection")
-        self._end = min(max(self._end, time.monotonic() + _PATIENCE_S), self._limit)
+        self._end = min(max(self._end, time.monotonic() + _REPLY_S), self._limit)
         return size
 
 
-def _left(end: float) -> float:
+def _time_left(end: float) -> float:
     left = end - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -584,40 +588,40 @@ def _reason(error: BaseException) -> str:
     return str(text).rstrip(".")
 
 
-# -- words --------------------------------------------------------------------------------------------------------------
+# -- encoding -----------------------------------------------------------------------------------------------------------
 
 
 def _bulk(word: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(word), word)
 
 
-def _packed(*words: bytes) -> bytes:
+def _encode_command(*words: bytes) -> bytes:
     return b"*%d\r\n%b" % (len(words), b"".join(map(_bulk, words)))
 
 
-def _id(name: bytes) -> Id:
+def _parse_id(name: bytes) -> Id:
     milliseconds, _, number = name.partition(b"-")
     return int(milliseconds), int(number)
 
 
-def _text(number: Id) -> str:
+def _id_text(number: Id) -> str:
     return f"{number[0]}-{number[1]}"
 
 
-def _bytes(number: Id) -> bytes:
+def _id_bytes(number: Id) -> bytes:
     return b"%d-%d" % number
 
 
-def _before(number: Id) -> Id:
+def _previous_id(number: Id) -> Id:
     return (number[0], number[1] - 1) if number[1] else (number[0] - 1, (1 << 64) - 1)
 
 
-def _data(fields: list[bytes] | None) -> bytes | None:
-    """Of an entry; None: it was deleted. What another program added has no field of ours: nothing that could be decoded."""
+def _message_of(fields: list[bytes] | None) -> bytes | None:
+    """Return the message of a stream entry; None if it was deleted, b"" if the entry is not ours."""
     if fields is None:
         return None
     return next((value for name, value in zip(fields[::2], fields[1::2], strict=False) if name == _FIELD), b"")
 
 
-def _unranked(value: Buffer) -> bytes:
+def _strip_rank(value: Buffer) -> bytes:
     return bytes(value).partition(b" ")[2]

@@ -52,7 +52,7 @@ _FILES = 64  # into how many files the whole is cut, roughly
 
 
 @dataclass(frozen=True)
-class RecordedStats:
+class ReplayLogStats:
     written: int = 0
     """Segments that are in files."""
     dropped: int = 0
@@ -64,7 +64,7 @@ class RecordedStats:
     """Or "full" (the directory is at its bound), or "failing" (the disk refused); both are left when there is room again."""
 
 
-class RecordedRoom:
+class ReplayLogWriter:
     """Takes segments from whoever plays, on one event loop, without ever blocking it: a thread encodes and writes.
 
     What does not fit into the queue, the directory's bound or the disk is dropped and counted. The bound holds for all files
@@ -88,7 +88,7 @@ class RecordedRoom:
         `open_bytes`: of all blocks that are being filled; beyond it `reserve` gives None. `retry_s`: after the disk refused.
         """
         self._spec, self._temperature, self._retry_s = spec, temperature, retry_s
-        self._files = _Files(Path(directory), spec, temperature, limit_bytes, file_bytes or _file_bytes(limit_bytes))
+        self._files = _LogFiles(Path(directory), spec, temperature, limit_bytes, file_bytes or _file_bytes(limit_bytes))
         self._queue_bytes = queue_bytes
         self._block_bytes = Segments.empty(spec, 1).nbytes
         self._may_be_open = max(1, open_bytes // self._block_bytes)
@@ -104,7 +104,7 @@ class RecordedRoom:
 
     def at(self, temperature: float) -> SegmentWriter:
         """The same room for sessions whose actions are drawn at another temperature; their segments say so."""
-        return self if temperature == self._temperature else _At(self, temperature)
+        return self if temperature == self._temperature else _TemperatureWriter(self, temperature)
 
     def reserve(self, timeout_s: float) -> Segments | None:
         """Never waits. None once closed, or while the open blocks take up all the memory that they may."""
@@ -137,9 +137,9 @@ class RecordedRoom:
         if self._open.pop(id(segments), None) is None:
             raise ValueError(f"A block was {what} without having been reserved.")
 
-    def stats(self) -> RecordedStats:
+    def stats(self) -> ReplayLogStats:
         with self._changed:
-            return RecordedStats(self._files.written, self._dropped, self._unwritten, self._files.bytes, self._state)
+            return ReplayLogStats(self._files.written, self._dropped, self._unwritten, self._files.bytes, self._state)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what waits, as far as the time suffices; the rest counts as dropped. Later commits are dropped, too."""
@@ -154,7 +154,7 @@ class RecordedRoom:
                 self._unwritten -= len(self._queue)
                 self._queue.clear()
 
-    def __enter__(self) -> RecordedRoom:
+    def __enter__(self) -> ReplayLogWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -193,10 +193,10 @@ class RecordedRoom:
             return turn
 
     def _encoded(self, item: tuple[Segments, float, int]) -> bytes | None:
-        segments, temperature = item[0].trimmed(), item[1]
+        segments, temperature = item[0].trim(), item[1]
         meta = {"steps": segments.spec.steps, "finals": segments.finals, "temperature": temperature}
         try:
-            return _record(encode(segments.arrays(), meta))
+            return _frame(encode(segments.arrays(), meta))
         except (TypeError, ValueError):  # of a dtype that has no wire format, say: the thread outlives it, the segment does not
             log.exception("replay log: a segment cannot be written")
             return None
@@ -213,10 +213,10 @@ class RecordedRoom:
             log.warning("replay log: recording continues; %d segments were dropped so far", self._dropped)
 
 
-class _At:
+class _TemperatureWriter:
     """A room whose segments were drawn at one temperature."""
 
-    def __init__(self, room: RecordedRoom, temperature: float) -> None:
+    def __init__(self, room: ReplayLogWriter, temperature: float) -> None:
         self._room, self._temperature = room, temperature
 
     def reserve(self, timeout_s: float) -> Segments | None:
@@ -236,7 +236,7 @@ def _file_bytes(limit_bytes: int) -> int:
     return max(1 << 20, min(256 << 20, limit_bytes // _FILES))
 
 
-class _Files:
+class _LogFiles:
     """The files that one room writes, one after the other, within a bound that all writers of the directory share."""
 
     def __init__(self, directory: Path, spec: SegmentSpec, temperature: float, limit_bytes: int, file_bytes: int) -> None:
@@ -255,8 +255,8 @@ class _Files:
         """
         before, waiting = self.written, deque(records)
         self.directory.mkdir(parents=True, exist_ok=True)
-        with _turn_of(self.directory):
-            left = self.limit_bytes - used(self.directory)
+        with _lock_directory(self.directory):
+            left = self.limit_bytes - used_bytes(self.directory)
             while waiting:
                 if self._file is not None and (self._gone() or self._size + len(waiting[0]) > self._file_bytes):
                     self.finish()
@@ -291,7 +291,7 @@ class _Files:
             "created": time.time(),
             "spec": spec_to_plain(self._spec),
         }
-        return _MAGIC + _record(msgpack.packb(about))
+        return _MAGIC + _frame(msgpack.packb(about))
 
     def _append(self, data: bytes, records: int) -> None:
         file = self._file = self._file or self._open()
@@ -330,7 +330,7 @@ class _Files:
             return True
 
 
-def used(directory: Path | str) -> int:
+def used_bytes(directory: Path | str) -> int:
     """Bytes of all recordings in a directory."""
     total = 0
     with os.scandir(directory) as entries:
@@ -342,7 +342,7 @@ def used(directory: Path | str) -> int:
 
 
 @contextlib.contextmanager
-def _turn_of(directory: Path) -> Iterator[None]:
+def _lock_directory(directory: Path) -> Iterator[None]:
     """One writer at a time, over all processes, so that together they keep to the bound. Given up by the dead at once.
 
     Raises OSError when somebody takes too long. On file systems without locks the bound is approximate.
@@ -370,7 +370,7 @@ def _turn_of(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _record(data: bytes) -> bytes:
+def _frame(data: bytes) -> bytes:
     head = _HEAD.pack(len(data), zlib.crc32(data))
     return head + _CHECK.pack(zlib.crc32(head)) + data
 
@@ -380,7 +380,7 @@ def _record(data: bytes) -> bytes:
 
 def spec_to_plain(spec: SegmentSpec) -> dict[str, object]:
     """A specification as plain values; `spec_from_plain` makes an equal one."""
-    trees = {name: _plain(getattr(spec, name)) for name in ("observation", "action", "state")}
+    trees = {name: _tree_to_plain(getattr(spec, name)) for name in ("observation", "action", "state")}
     numbers = {name: getattr(spec, name) for name in ("steps", "mask_size", "state_every", "finals")}
     return {**trees, **numbers, "model": spec.model, "results": list(spec.results)}
 
@@ -388,7 +388,7 @@ def spec_to_plain(spec: SegmentSpec) -> dict[str, object]:
 def spec_from_plain(plain: dict[str, object]) -> SegmentSpec:
     """Raises Damaged."""
     try:
-        trees = {name: _tree(plain[name]) for name in ("observation", "action", "state")}
+        trees = {name: _tree_from_plain(plain[name]) for name in ("observation", "action", "state")}
         numbers = {name: int(str(plain[name])) for name in ("steps", "mask_size", "state_every", "finals")}
         if min(numbers.values()) < 0:
             raise ValueError(f"negative: {numbers}")
@@ -404,17 +404,21 @@ def spec_from_plain(plain: dict[str, object]) -> SegmentSpec:
         raise Damaged(f"This does not describe segments: {error}.") from error
 
 
-def _plain(tree: Tree) -> Tree:
+def _tree_to_plain(tree: Tree) -> Tree:
     if isinstance(tree, dict):
-        return {"d": {key: _plain(item) for key, item in tree.items()}}
+        return {"d": {key: _tree_to_plain(item) for key, item in tree.items()}}
     if isinstance(tree, tuple):
-        return {"t": [_plain(item) for item in tree]}
+        return {"t": [_tree_to_plain(item) for item in tree]}
     return [list(tree.shape), tree.dtype.str]
 
 
-def _tree(plain: Tree) -> Tree:
+def _tree_from_plain(plain: Tree) -> Tree:
     if isinstance(plain, dict):
-        return {key: _tree(item) for key, item in plain["d"].items()} if "d" in plain else tuple(map(_tree, plain["t"]))
+        return (
+            {key: _tree_from_plain(item) for key, item in plain["d"].items()}
+            if "d" in plain
+            else tuple(map(_tree_from_plain, plain["t"]))
+        )
     shape, dtype = plain
     return ArraySpec(tuple(map(int, shape)), np.dtype(dtype))
 
@@ -439,7 +443,7 @@ class ReadCounts:
     """`fill` has stopped before the end: the memory had no room."""
 
 
-class Recorded(NamedTuple):
+class ReplayRecord(NamedTuple):
     segments: Segments
     temperature: float
 
@@ -450,8 +454,8 @@ def read_recorded(where: Path | str, *, temperature: float | None = None, counts
     `temperature`: only what was drawn at this one. Damaged parts are left out, logged and counted in `counts`. Raises NotFound.
     """
     counts = ReadCounts() if counts is None else counts
-    for path in recordings(where):
-        for segments, drawn_at in records_of(path, counts):
+    for path in list_recordings(where):
+        for segments, drawn_at in read_file(path, counts):
             if temperature is not None and drawn_at != temperature:
                 counts.unfit += 1
                 continue
@@ -471,7 +475,7 @@ def check_writable(directory: Path | str) -> None:
         raise UsageError(f"Nothing can be recorded into {str(directory)!r}: {error.strerror}.", hint) from error
 
 
-def recordings(where: Path | str) -> list[Path]:
+def list_recordings(where: Path | str) -> list[Path]:
     """The files of a directory, or the one file. Raises NotFound."""
     where = Path(where)
     if where.is_dir():
@@ -481,18 +485,18 @@ def recordings(where: Path | str) -> list[Path]:
     return [where]
 
 
-def records_of(path: Path, counts: ReadCounts) -> Iterator[Recorded]:
+def read_file(path: Path, counts: ReadCounts) -> Iterator[ReplayRecord]:
     """Everything that is whole in one file."""
     counts.files += 1
     try:
         with path.open("rb") as file:
-            yield from _sound_records(file, counts)
+            yield from _read_records(file, counts)
     except (Damaged, OSError) as error:
         counts.damaged += 1
         log.warning("replay log: %s is left out from here on: %s", path, error)
 
 
-def _sound_records(file: BinaryIO, counts: ReadCounts) -> Iterator[Recorded]:
+def _read_records(file: BinaryIO, counts: ReadCounts) -> Iterator[ReplayRecord]:
     size = os.fstat(file.fileno()).st_size  # of now: what is appended while we read may be half there
     magic = file.read(len(_MAGIC))
     if magic != _MAGIC[: len(magic)]:
@@ -510,12 +514,12 @@ def _sound_records(file: BinaryIO, counts: ReadCounts) -> Iterator[Recorded]:
         if spec is None:
             if not sound:
                 raise Damaged("What it says of itself is damaged.")
-            spec = _about(data)
+            spec = _parse_spec(data)
             continue
         try:
             if not sound:
                 raise Damaged("Its checksum is wrong.")
-            recorded = _recorded(spec, data)
+            recorded = _parse_record(spec, data)
         except Damaged as error:
             counts.damaged += 1
             log.warning("replay log: a record of %s is left out: %s", file.name, error)
@@ -527,7 +531,7 @@ def _sound_records(file: BinaryIO, counts: ReadCounts) -> Iterator[Recorded]:
     counts.torn += 1
 
 
-def _about(data: bytes) -> SegmentSpec:
+def _parse_spec(data: bytes) -> SegmentSpec:
     try:
         about = msgpack.unpackb(data)
         return spec_from_plain(about["spec"])
@@ -535,7 +539,7 @@ def _about(data: bytes) -> SegmentSpec:
         raise Damaged(f"What it says of itself is malformed: {error}.") from error
 
 
-def _recorded(spec: SegmentSpec, data: bytes) -> Recorded:
+def _parse_record(spec: SegmentSpec, data: bytes) -> ReplayRecord:
     arrays, meta = decode(data)
     try:
         spec = replace(spec, steps=int(meta["steps"]))
@@ -544,7 +548,7 @@ def _recorded(spec: SegmentSpec, data: bytes) -> Recorded:
         if "results" not in arrays:  # it was written before episodes had any
             segments.results = np.zeros((segments.rows, 0, 2), np.float32)
         _check(segments, template)
-        return Recorded(segments, float(meta["temperature"]))
+        return ReplayRecord(segments, float(meta["temperature"]))
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise Damaged(f"A segment is malformed: {error}.") from error
 
@@ -600,7 +604,7 @@ def fill(memory: SegmentWriter, where: Path | str, *, temperature: float | None 
             counts.segments -= 1
             counts.steps -= segments.steps
             continue
-        _put(segments, block)
+        _copy_segments(segments, block)
         memory.commit(block)
         block = None
     if block is not None:
@@ -620,10 +624,10 @@ def _fits(segments: Segments, block: Segments) -> bool:
     )
 
 
-def _put(segments: Segments, block: Segments) -> None:
+def _copy_segments(segments: Segments, block: Segments) -> None:
     for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER, "state"):
         map_tree(
-            lambda whole, own, blank=name == "action_mask": _put_rows(whole, own, blank),
+            lambda whole, own, blank=name == "action_mask": _copy_rows(whole, own, blank),
             getattr(block, name),
             getattr(segments, name),
         )
@@ -631,6 +635,6 @@ def _put(segments: Segments, block: Segments) -> None:
     block.episode_return, block.episode_length = segments.episode_return.copy(), segments.episode_length.copy()
 
 
-def _put_rows(whole: Tree, own: Tree, blank: bool) -> None:
+def _copy_rows(whole: Tree, own: Tree, blank: bool) -> None:
     whole[: len(own)] = own
     whole[len(own) :] = blank

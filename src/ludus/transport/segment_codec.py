@@ -1,7 +1,6 @@
-"""A segment as a message: a short msgpack header, and the bytes of the block as they lie in memory, packed or not.
+"""Segments as messages: a short msgpack header and the raw bytes of the block, optionally compressed.
 
-Whoever can reach the server can send anything. Nothing in a message is believed before it was looked at, nothing is allocated
-because a message says so, and nothing in it can run.
+Messages are untrusted: every field is validated, sizes in a message never cause allocations, and decoding runs no code.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from ludus.core import plugins
 from ludus.core.types import Segments
 from ludus.errors import Damaged, MissingExtra, UsageError
 from ludus.transport.message_stream import Buffer
-from ludus.transport.shared_memory import Layout
+from ludus.transport.shared_memory import BlockLayout
 
 Compression = Literal["none", "lz4", "zstd"]
 
 FORMAT = 1
 _MAGIC = b"LUDSEG"
-_ALIGN = 64  # the block begins at a multiple of it: its arrays are aligned as long as the message is
-_MOST_HEADER = 1024
-_LONGEST_NAME = 200
-_WHOLE = 1 << 62
+_ALIGN = 64  # the block begins at a multiple of it, so that its arrays are aligned if the message is
+_MAX_HEADER = 1024
+_MAX_NAME = 200
+_MAX_INT = 1 << 62
 
 _MALFORMED = (msgpack.exceptions.UnpackException, ValueError, TypeError, RecursionError)
 
 
-class Rejected(Exception):
-    """A message that is not learned from. `kind` is one of a few, to be counted by."""
+class RejectedMessage(Exception):
+    """A message that cannot be used. `kind` is one of a few values, for counters."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}" if detail else kind)
@@ -40,34 +39,34 @@ class Rejected(Exception):
 
 
 @dataclass(frozen=True)
-class Header:
+class SegmentHeader:
     worker: str
     life: str
-    """A worker that was started again counts from 0 again: its numbers are those of another life."""
+    """Random id of the sender's process start: sequence numbers begin at 0 with each."""
     seq: int
     plan: str
     layout: int
-    """Checksum of the shape that the block was written in."""
+    """Checksum of the layout of the block."""
     version: int
     codec: Compression
     size: int
-    """Of the block, unpacked."""
+    """Uncompressed size of the block."""
     env_steps: int | None = None
 
 
-class Encoder:
-    """Messages of one worker. With "none" nothing is copied: a message is its header and the block itself."""
+class SegmentEncoder:
+    """Encodes the messages of one worker. Without compression the block is not copied."""
 
-    def __init__(self, layout: Layout, worker: str, plan: str, compression: Compression = "none") -> None:
+    def __init__(self, layout: BlockLayout, worker: str, plan: str, compression: Compression = "none") -> None:
         """Raises UsageError, MissingExtra."""
-        if not 0 < len(worker) <= _LONGEST_NAME or not len(plan) <= _LONGEST_NAME:
+        if not 0 < len(worker) <= _MAX_NAME or not len(plan) <= _MAX_NAME:
             raise UsageError(f"The name of the worker {worker!r} or of the plan {plan!r} is too long, or empty.")
         self._layout, self._worker, self._plan, self._codec = layout, worker, plan, compression
         self._compress = _compressor(compression)
         self._life = os.urandom(8).hex()
 
     def encode(self, segments: Segments, record: memoryview, seq: int) -> list[Buffer]:
-        """The pieces of a message; `record` is the sealed block that `segments` are views of, and is among them if not packed."""
+        """Return the pieces of a message. `record` is the sealed block that `segments` are views of."""
         header = {
             "v": FORMAT,
             "worker": self._worker,
@@ -86,72 +85,72 @@ class Encoder:
         return [head, self._compress(record)]
 
 
-class Decoder:
-    """Blocks of one layout, out of messages of one plan."""
+class SegmentDecoder:
+    """Decodes messages of one plan with blocks of one layout."""
 
-    def __init__(self, layout: Layout, plan: str) -> None:
+    def __init__(self, layout: BlockLayout, plan: str) -> None:
         self._layout, self._plan = layout, plan
         self._unpack: dict[str, Callable[[memoryview, int], Buffer]] = {}
 
-    def decode(self, message: Buffer) -> tuple[Header, Segments]:
-        """The block is a view of the message if that was not packed. Raises Rejected."""
+    def decode(self, message: Buffer) -> tuple[SegmentHeader, Segments]:
+        """Return header and block; the block is a view of the message if not compressed. Raises RejectedMessage."""
         view = memoryview(message).cast("B")
-        header, start = _header(view)
+        header, start = _parse_header(view)
         if header.plan != self._plan:
-            raise Rejected("another plan", f"{header.plan!r} from {header.worker!r}")
+            raise RejectedMessage("another plan", f"{header.plan!r} from {header.worker!r}")
         if header.layout != self._layout.checksum or header.size != self._layout.nbytes:
-            raise Rejected(
+            raise RejectedMessage(
                 "another shape", f"blocks of {header.size} bytes from {header.worker!r}, ours have {self._layout.nbytes}"
             )
         record = view[start:]
         if header.codec != "none":
-            record = memoryview(self._unpacked(header.codec, record))
+            record = memoryview(self._decompress(header.codec, record))
         if len(record) != self._layout.nbytes:
-            raise Rejected("truncated", f"{len(record)} of {self._layout.nbytes} bytes from {header.worker!r}")
+            raise RejectedMessage("truncated", f"{len(record)} of {self._layout.nbytes} bytes from {header.worker!r}")
         try:
             segments = self._layout.load(record)
         except Damaged as error:
-            raise Rejected("damaged", error.message) from error
+            raise RejectedMessage("damaged", error.message) from error
         if header.version != segments.version.max(initial=0) or (header.env_steps or 0) > segments.valid.size:
-            raise Rejected("a header that lies", f"about its version or its steps, from {header.worker!r}")
+            raise RejectedMessage("a header that lies", f"about its version or its steps, from {header.worker!r}")
         segments.env_steps = header.env_steps
         return header, segments
 
-    def _unpacked(self, codec: Compression, data: memoryview) -> Buffer:
+    def _decompress(self, codec: Compression, data: memoryview) -> Buffer:
         if codec not in self._unpack:
             try:
                 self._unpack[codec] = _decompressor(codec)
-            except MissingExtra as error:  # a worker's choice does not end the learner
-                raise Rejected(f"packed with {codec}, which is not installed here", error.hint) from error
+            except MissingExtra as error:  # the worker's choice must not end the learner
+                raise RejectedMessage(f"packed with {codec}, which is not installed here", error.hint) from error
         return self._unpack[codec](data, self._layout.nbytes)
 
 
-def _header(view: memoryview) -> tuple[Header, int]:
-    """And where the block begins."""
+def _parse_header(view: memoryview) -> tuple[SegmentHeader, int]:
+    """Return the header and the start of the block."""
     if bytes(view[: len(_MAGIC)]) != _MAGIC:
-        raise Rejected("not a message", f"it begins with {bytes(view[:8])!r}")
+        raise RejectedMessage("not a message", f"it begins with {bytes(view[:8])!r}")
     first = len(_MAGIC) + 2
     length = int.from_bytes(view[len(_MAGIC) : first], "little")
-    if length > _MOST_HEADER or first + length > len(view):
-        raise Rejected("truncated", f"a header of {length} bytes in {len(view)}")
+    if length > _MAX_HEADER or first + length > len(view):
+        raise RejectedMessage("truncated", f"a header of {length} bytes in {len(view)}")
     try:
         fields: dict[str, Any] = dict(msgpack.unpackb(view[first : first + length]))
         version = fields.pop("v", None)
         if version != FORMAT:
-            raise Rejected("another format", f"{version!r}, not {FORMAT}: is it from another version of ludus?")
-        header = Header(**fields)
+            raise RejectedMessage("another format", f"{version!r}, not {FORMAT}: is it from another version of ludus?")
+        header = SegmentHeader(**fields)
     except _MALFORMED as error:
-        raise Rejected("malformed header", str(error)) from error
-    _check(header)
+        raise RejectedMessage("malformed header", str(error)) from error
+    _check_header(header)
     return header, first + length + -(first + length) % _ALIGN
 
 
-def _check(header: Header) -> None:
-    names = all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in (header.worker, header.life, header.plan))
+def _check_header(header: SegmentHeader) -> None:
+    names = all(isinstance(name, str) and len(name) <= _MAX_NAME for name in (header.worker, header.life, header.plan))
     counts = [header.seq, header.layout, header.version, header.size, 0 if header.env_steps is None else header.env_steps]
-    whole = all(type(count) is int and 0 <= count < _WHOLE for count in counts)
+    whole = all(type(count) is int and 0 <= count < _MAX_INT for count in counts)
     if not names or not header.worker or not whole or header.codec not in ("none", "lz4", "zstd"):
-        raise Rejected("malformed header", f"{header!r:.300}")
+        raise RejectedMessage("malformed header", f"{header!r:.300}")
 
 
 # -- packing ------------------------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def _compressor(codec: Compression) -> Callable[[memoryview], Buffer]:
 
 
 def _decompressor(codec: Compression) -> Callable[[memoryview, int], Buffer]:
-    """From packed bytes and the size that they must have: nothing larger is ever made. Raises MissingExtra, and what it returns Rejected."""
+    """Return a function (data, expected size) → bytes, which raises RejectedMessage for other sizes. Raises MissingExtra."""
     if codec == "lz4":
         lz4 = plugins.require("lz4.block", "compression", "The compression 'lz4'")
 
@@ -180,7 +179,7 @@ def _decompressor(codec: Compression) -> Callable[[memoryview, int], Buffer]:
             try:
                 unpacked: bytes = lz4.decompress(data, uncompressed_size=size)
             except (lz4.LZ4BlockError, ValueError, OverflowError) as error:
-                raise Rejected("not unpackable", str(error)) from error
+                raise RejectedMessage("not unpackable", str(error)) from error
             return unpacked
 
         return unpack_lz4
@@ -189,12 +188,12 @@ def _decompressor(codec: Compression) -> Callable[[memoryview, int], Buffer]:
 
     def unpack_zstd(data: memoryview, size: int) -> Buffer:
         try:
-            claimed = zstandard.frame_content_size(data)  # it allocates what the frame claims, whatever limit it is given
+            claimed = zstandard.frame_content_size(data)  # decompress() allocates the claimed size in spite of its limit
             if claimed != size:
-                raise Rejected("not unpackable", f"a frame of {claimed} bytes, not {size}")
+                raise RejectedMessage("not unpackable", f"a frame of {claimed} bytes, not {size}")
             unpacked: bytes = decompressor.decompress(data, max_output_size=size)
         except zstandard.ZstdError as error:
-            raise Rejected("not unpackable", str(error)) from error
+            raise RejectedMessage("not unpackable", str(error)) from error
         return unpacked
 
     return unpack_zstd

@@ -1,7 +1,6 @@
-"""Memory between two processes of one machine: segments are written in place in a ring and read from where they lie.
+"""Memory between two processes of one machine: segments are written and read in place in a ring buffer.
 
-The arrays of a block are views of the ring on both sides. What a sampler writes is what a learner's batch is gathered from:
-that gathering is the only copy.
+The arrays of a block are views of the ring on both sides; gathering the learner's batch is the only copy.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ludus.core.tree import Array, Tree, leaves, map_tree
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import Damaged, UsageError
 from ludus.transport.base import MemoryStats
-from ludus.transport.ring_buffer import ALIGN, Record, RingReader, RingWriter, record_bytes
+from ludus.transport.ring_buffer import ALIGN, RingReader, RingRecord, RingWriter, record_bytes
 
 _MAGIC = int.from_bytes(b"LUDBLOCK", "little")
 _HEAD = ALIGN  # four numbers: magic, checksum of the layout, finals, episodes
@@ -26,7 +25,7 @@ _NONE = {"episode_return": np.zeros(0, np.float32), "episode_length": np.zeros(0
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ArraySlot:
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -36,46 +35,45 @@ class _Place:
 
 
 def _bytes_of(buffer: memoryview) -> Array:
-    """Holds on to the buffer, which `np.ndarray(…, buffer)` itself would not: a block that is still in use keeps its ring mapped after the
-    reader has closed."""
+    """Return an array that keeps the buffer alive, unlike `np.ndarray(…, buffer)`: blocks in use keep their ring mapped."""
     return np.frombuffer(buffer, np.uint8)
 
 
-class Layout:
-    """Where the arrays of a block of `rows` segments lie in a record; the same on both sides, for it follows from the spec."""
+class BlockLayout:
+    """Offsets of the arrays of a block of `rows` segments in a record, derived from the spec on both sides."""
 
     def __init__(self, spec: SegmentSpec, rows: int) -> None:
         self.spec, self.rows = spec, rows
-        self._episodes = spec.steps * rows  # no more can end in a block
+        self._episodes = spec.steps * rows  # maximum number of episodes that end in a block
         arrays = Segments.empty(spec, rows).arrays()
         for name in _EPISODES:
             arrays[name] = np.zeros(self._episodes, arrays[name].dtype)
         end = _HEAD
 
-        def place(array: Array) -> _Place:
+        def place(array: Array) -> _ArraySlot:
             nonlocal end
             start, end = end, end + record_bytes(array.nbytes)
-            return _Place(start, array.shape, array.dtype)
+            return _ArraySlot(start, array.shape, array.dtype)
 
         self._places: dict[str, Tree] = {name: map_tree(place, tree) for name, tree in arrays.items()}
         self._viewed = [(name, tree) for name, tree in self._places.items() if name not in _EPISODES]
         self.nbytes = end
-        """Of a record."""
+        """Size of a record."""
         described = [(path, p.offset, p.shape, p.dtype.str) for path, p in leaves(self._places)]
         self.checksum = zlib.crc32(repr((spec.model, described)).encode())
-        """Two layouts with the same one are the same."""
+        """Equal for equal layouts."""
 
     def views(self, buffer: memoryview) -> Segments:
-        """Segments whose arrays are views of `buffer`: writing to them writes to it."""
+        """Return segments whose arrays are views of `buffer`."""
         whole = _bytes_of(buffer)
         views: dict[str, Any] = {
-            name: tree.view(whole) if tree.__class__ is _Place else map_tree(lambda p: p.view(whole), tree)
+            name: tree.view(whole) if tree.__class__ is _ArraySlot else map_tree(lambda p: p.view(whole), tree)
             for name, tree in self._viewed
         }
         return Segments(spec=self.spec, model=self.spec.model, **views)
 
     def seal(self, segments: Segments, buffer: memoryview) -> None:
-        """Write what is not in the views: the counts, and the episodes that ended in this block."""
+        """Write the parts that are not views: counts, and the episodes that ended in this block."""
         episodes = len(segments.episode_return)
         if episodes > self._episodes or len(segments.episode_length) != episodes:
             raise UsageError(f"{episodes} episodes cannot have ended in {self._episodes} steps.", "Was a block sealed twice?")
@@ -86,41 +84,41 @@ class Layout:
                 self._places[name].view(_bytes_of(buffer))[:episodes] = getattr(segments, name)
 
     def load(self, buffer: memoryview) -> Segments:
-        """What was sealed: views of `buffer`, but for the few numbers of the episodes. Raises Damaged."""
+        """Return sealed segments as views of `buffer`; the numbers of episodes are copies. Raises Damaged."""
         return self.refresh(self.views(buffer), buffer)
 
     def refresh(self, segments: Segments, buffer: memoryview) -> Segments:
-        """The same views of `buffer` after it was sealed once more."""
+        """Update existing views of `buffer` after it was sealed again. Raises Damaged."""
         head = buffer[:_HEAD].cast("Q")
         finals, episodes = head[2], head[3]
         if head[0] != _MAGIC or head[1] != self.checksum:
-            raise Damaged("A record does not hold segments of this shape.", "Do both sides have the same spec?")
+            raise Damaged("A record does not contain segments of this layout.", "Do both sides have the same spec?")
         if finals > self.spec.finals or episodes > self._episodes:
             raise Damaged(f"A record claims {finals} final observations and {episodes} episodes.")
         segments.finals = finals
-        for name in _EPISODES:  # a copy: they are kept for the metrics long after the block is released
+        for name in _EPISODES:  # copies: metrics use them after the block is released
             setattr(segments, name, self._places[name].view(_bytes_of(buffer))[:episodes].copy() if episodes else _NONE[name])
         return segments
 
 
-def ring_capacity(layout: Layout, blocks: int) -> int:
-    """Of a ring with room for so many blocks."""
+def ring_capacity(layout: BlockLayout, blocks: int) -> int:
+    """Return the capacity of a ring for `blocks` blocks."""
     return blocks * record_bytes(layout.nbytes)
 
 
 class SharedWriter:
-    """The writing half: a SegmentWriter for the one thread that plays. Blocks are cached by where they lie in the ring."""
+    """SegmentWriter of a ring, for one thread. Blocks are cached by their position in the ring."""
 
-    def __init__(self, ring: Path, layout: Layout, bell: Path | None = None) -> None:
+    def __init__(self, ring: Path, layout: BlockLayout, bell: Path | None = None) -> None:
         self.ring = RingWriter(ring, bell)
         self._layout = layout
         self._blocks: dict[int, tuple[Segments, memoryview]] = {}
         self._held: tuple[Segments, memoryview] | None = None
 
     def reserve(self, timeout_s: float) -> Segments | None:
-        """A block to write into, one at a time, or None while there is no room. Raises MemoryClosed.
+        """Return a block to write into, or None if there is no room. Raises MemoryClosed.
 
-        Waiting never takes longer than `timeout_s`; what was in the block before is still in it, as in any memory.
+        One block at a time. It contains the data of its last use.
         """
         buffer = self.ring.reserve(self._layout.nbytes, timeout_s)
         if buffer is None:
@@ -139,24 +137,24 @@ class SharedWriter:
         return block
 
     def commit(self, segments: Segments) -> None:
-        _, buffer = self._given_back(segments, "committed")
+        _, buffer = self._check_held(segments, "committed")
         self._layout.seal(segments, buffer)
         self._held = None
         self.ring.commit()
 
     def abandon(self, segments: Segments) -> None:
-        self._given_back(segments, "abandoned")
+        self._check_held(segments, "abandoned")
         self._held = None
         self.ring.abandon()
 
-    def _given_back(self, segments: Segments, what: str) -> tuple[Segments, memoryview]:
+    def _check_held(self, segments: Segments, what: str) -> tuple[Segments, memoryview]:
         if self._held is None or self._held[0] is not segments:
             raise ValueError(f"A block was {what} without having been reserved.")
         return self._held
 
     @property
     def committed(self) -> int:
-        """Blocks ever committed in this ring, by its earlier writers, too."""
+        """Number of blocks committed in this ring, including earlier writers."""
         return self.ring.committed
 
     @property
@@ -164,7 +162,7 @@ class SharedWriter:
         return self.ring.notes
 
     def drop(self, count: int = 1) -> None:
-        """Count blocks that were thrown away for want of room."""
+        """Count blocks that were dropped because there was no room."""
         self.ring.drop(count)
 
     def stats(self) -> MemoryStats:
@@ -178,16 +176,16 @@ class SharedWriter:
 
 
 class SharedReader:
-    """The reading half, for one thread. A taken block is a view of the ring: it is good until it is released."""
+    """Reading half of a ring, for one thread. A taken block is a view of the ring, valid until it is released."""
 
-    def __init__(self, ring: Path, layout: Layout) -> None:
+    def __init__(self, ring: Path, layout: BlockLayout) -> None:
         self.ring = RingReader(ring)
         self._layout = layout
         self._blocks: dict[int, Segments] = {}
-        self._held: dict[int, tuple[Segments, Record]] = {}
+        self._held: dict[int, tuple[Segments, RingRecord]] = {}
 
     def take(self) -> Segments | None:
-        """The oldest block that was not taken; never waits. Raises Damaged."""
+        """Return the oldest block that was not taken, or None; never waits. Raises Damaged."""
         record = self.ring.take()
         if record is None:
             return None
@@ -200,11 +198,11 @@ class SharedReader:
         return block
 
     def number(self, segments: Segments) -> int:
-        """Of a block that is held: how many were committed in this ring before it."""
+        """Return the sequence number of a held block in this ring."""
         return self._held[id(segments)][1].number
 
     def release(self, segments: Segments) -> None:
-        """In any order; room is made in the order of the blocks."""
+        """Release a block, in any order; space is freed in the order of the blocks."""
         held = self._held.pop(id(segments), None)
         if held is None:
             raise ValueError("A block was released without having been taken.")

@@ -1,7 +1,7 @@
-"""Memory over an exchange: segments of workers that come and go, to learners that may be away.
+"""Memory over a message stream: segments from workers on any machine to the learner, both of which may restart.
 
-Workers number what they send; the learner keeps account of the numbers. A message that comes twice, because an answer was lost or
-a learner died before it said that it was done, is told by its number and counts once.
+Workers number their messages, and the learner tracks the numbers, so that a message that is delivered twice (a reply was lost, or
+a learner died before the acknowledgement) is used once.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from ludus.core.tree import Array
 from ludus.core.types import Segments
 from ludus.errors import Damaged, ExchangeUnavailable
 from ludus.transport.base import MemoryStats
-from ludus.transport.message_stream import Buffer, Delivery, Exchange
-from ludus.transport.segment_codec import Compression, Decoder, Encoder, Rejected
-from ludus.transport.shared_memory import Layout
+from ludus.transport.message_stream import Buffer, Delivery, MessageStream
+from ludus.transport.segment_codec import Compression, RejectedMessage, SegmentDecoder, SegmentEncoder
+from ludus.transport.shared_memory import BlockLayout
 
 log = logging.getLogger(__name__)
 
 _WARN_EVERY_S = 30.0
-_KINDS = 100  # of rejections that are told apart
-_OPEN = 4096  # numbers of one worker that were passed over and may still come
-_WORKERS = 1 << 16
+_MAX_KINDS = 100  # separately counted kinds of rejected messages
+_MAX_MISSING = 4096  # tracked missing numbers of one worker
+_MAX_WORKERS = 1 << 16
 _ORIGINS = 1 << 32  # rows of one worker
-_AHEAD_BYTES = 64 << 20  # are pulled at a time, at most
+_PREFETCH_BYTES = 64 << 20  # maximum that is pulled at once
 
 
-class ExchangeWriter:
-    """The writing half: a SegmentWriter for the one thread that plays, one block at a time.
+class StreamWriter:
+    """SegmentWriter of a message stream, for one thread and one block at a time.
 
-    `commit` tries once to hand the block over. What cannot leave, because there is no room or no server, stays here as the one
-    outgoing message; `reserve` and `flush` try again with the same number. Only a refusal (UsageError) is raised.
-    `worker`: a name that no other process has at the same time. The numbers begin at 0 with every writer, whose own they are.
+    `commit` tries once to send the block. If there is no room or no server, it stays here as the outgoing message, and `reserve`
+    and `flush` retry with the same number. Only UsageError (access denied) is raised. `worker`: name that is unique among running
+    processes. Numbers begin at 0 with every writer.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
-        layout: Layout,
+        stream: MessageStream,
+        layout: BlockLayout,
         *,
         worker: str,
         plan: str,
         compression: Compression = "none",
         when_full: Literal["wait", "drop"] = "wait",
     ) -> None:
-        self._exchange, self._layout, self._when_full = exchange, layout, when_full
-        self._encoder = Encoder(layout, worker, plan, compression)
-        self._buffer = _aligned(layout.nbytes)
+        self._stream, self._layout, self._when_full = stream, layout, when_full
+        self._encoder = SegmentEncoder(layout, worker, plan, compression)
+        self._buffer = _allocate_aligned(layout.nbytes)
         self._block = layout.views(self._buffer)
         self._block.action_mask.fill(True)
         self._reserved = False
         self._message: list[Buffer] | None = None
-        self._uncertain = False  # an attempt may have succeeded without our hearing of it
+        self._uncertain = False  # an attempt without a reply may have succeeded
         self._seq = 0
         self._down = False
         self.pushed = self.dropped = self.failures = 0
@@ -67,13 +67,13 @@ class ExchangeWriter:
 
     @property
     def outgoing(self) -> bool:
-        """Whether a block waits here for room, or for the server."""
+        """Whether a block is waiting to be sent."""
         return self._message is not None
 
     def reserve(self, timeout_s: float) -> Segments | None:
-        """The block to write into; None while the one before it cannot leave. What was in it before is still in it."""
+        """Return the block to write into, with its old content; None while the previous one cannot be sent."""
         if self._reserved:
-            raise ValueError("A block was reserved before the one before it was committed or abandoned.")
+            raise ValueError("A block was reserved before the previous one was committed or abandoned.")
         if not self.flush(timeout_s):
             return None
         self._reserved = True
@@ -95,11 +95,11 @@ class ExchangeWriter:
         self._reserved = False
 
     def flush(self, timeout_s: float) -> bool:
-        """Whether nothing is outgoing any more."""
+        """Try to send the outgoing message; return whether there is none any more."""
         if self._message is None:
             return True
         try:
-            pushed = self._exchange.push(self._message, timeout_s)
+            pushed = self._stream.push(self._message, timeout_s)
         except ExchangeUnavailable as error:
             self._fail(error)
             return False
@@ -113,7 +113,7 @@ class ExchangeWriter:
             self.pushed += 1
         else:
             self.dropped += 1
-        if pushed or self._uncertain:  # another block under a number that may have arrived would pass for the same one
+        if pushed or self._uncertain:  # a number that may have arrived must not be used for another block
             self._seq += 1
         self._uncertain = False
         return True
@@ -124,58 +124,58 @@ class ExchangeWriter:
         self._uncertain = True
         if not self._down:
             self._down = True
-            log.warning("the memory cannot be reached; one block waits here until it can: %s", error.message)
+            log.warning("cannot reach the memory; one block waits until it can be sent: %s", error.message)
 
     def stats(self) -> MemoryStats:
-        """`taken` and `released` are not known here."""
+        """`taken` and `released` are unknown here."""
         return MemoryStats(committed=self.pushed + self.outgoing, dropped=self.dropped, waiting=int(self.outgoing))
 
     def close(self) -> None:
-        """What is still outgoing is given up, and counted. The exchange is closed by whoever opened it."""
+        """Drop and count an outgoing message. The caller closes the stream."""
         if self._message is not None:
             self._message = None
             self.dropped += 1
 
 
 @dataclass(frozen=True, eq=False)
-class Received:
+class ReceivedSegments:
     segments: Segments
     worker: str
     seq: int
     version: int
-    """Of the weights: the newest that acted in it."""
+    """Newest version of the weights that acted in it."""
     life: str = ""
-    """Of the writer: numbers of different ones have nothing to do with each other."""
+    """Id of the writer, whose sequence numbers these are."""
 
 
 @dataclass
-class _Account:
-    """What is known of the numbers of one worker."""
+class _WorkerProgress:
+    """Sequence numbers of one worker."""
 
     high: int
-    """The highest that was taken."""
+    """Highest number that was taken."""
     missing: set[int] = field(default_factory=set)
-    """Lower ones that were not: another reader has them, or they are lost."""
+    """Lower numbers that were not taken: with another reader, or lost."""
     held: set[int] = field(default_factory=set)
     """Taken and not released."""
     last: int = -2
-    """What was taken last: rows go on from one number to the next, and not over a gap."""
+    """Number that was taken last: episodes continue from one number to the next, and not over a gap."""
     origin: int = 0
     resumed: bool = False
-    """Nothing was taken since the state was loaded but what was open then: the rest of that may still come."""
+    """Whether only missing numbers of the loaded state were taken since: more of them may still arrive."""
 
 
-class ExchangeReader:
-    """The reading half, for one thread. Blocks are views of the messages and cannot be written to.
+class StreamReader:
+    """Reading half of a message stream, for one thread. Blocks are read-only views of the messages.
 
-    `inspect` says what is wrong with a block, or None. `prefetch`: so many messages are pulled at a time, or 64 MB of them. A new reader takes over at
-    once what earlier ones had in hand; where several read at a time, `reclaim_idle_s` says after how long one is taken for dead.
+    `inspect` returns a reason to reject a block, or None. `prefetch`: messages to pull at once, at most 64 MB. A new reader takes
+    over messages of earlier readers at once; with several readers, `reclaim_idle_s` is the time after which one counts as dead.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
-        layout: Layout,
+        stream: MessageStream,
+        layout: BlockLayout,
         *,
         plan: str,
         inspect: Callable[[Segments], str | None],
@@ -183,15 +183,15 @@ class ExchangeReader:
         reclaim_idle_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._exchange, self._inspect, self._clock = exchange, inspect, clock
-        self._prefetch = max(1, min(prefetch, _AHEAD_BYTES // layout.nbytes))
-        self._decoder = Decoder(layout, plan)
+        self._stream, self._inspect, self._clock = stream, inspect, clock
+        self._prefetch = max(1, min(prefetch, _PREFETCH_BYTES // layout.nbytes))
+        self._decoder = SegmentDecoder(layout, plan)
         self._reclaim_idle_s = reclaim_idle_s
         self._reclaim_at = clock()
         self._arrived: deque[Delivery] = deque()
-        self._held: dict[int, tuple[Received, str]] = {}
+        self._held: dict[int, tuple[ReceivedSegments, str]] = {}
         self._done: list[str] = []
-        self._accounts: dict[tuple[str, str], _Account] = {}
+        self._progress: dict[tuple[str, str], _WorkerProgress] = {}
         self._origins = 0
         self._warned: dict[str, float] = {}
         self._down_since: float | None = None
@@ -199,109 +199,107 @@ class ExchangeReader:
         self.rejected: Counter[str] = Counter()
         self.discarded: Counter[str] = Counter()
         self.duplicates = self.lost = self.failures = self.reclaimed = 0
-        """`lost`: numbers that were passed over. What was learned after the last checkpoint of a learner that died is among them, and
-        what a server lost; where several read, also what the others have."""
+        """`lost`: missing numbers: used after the last checkpoint of a learner that died, lost by the server, or taken by other
+        readers."""
         self.taken = self.released = 0
         self.last_error = ""
-        self._reach(self._reclaim)
+        self._try(self._reclaim)
 
     # -- reading
 
-    def take(self) -> Received | None:
-        """The oldest that is at hand and good; never waits."""
+    def take(self) -> ReceivedSegments | None:
+        """Return the oldest valid block that was pulled, or None; never waits."""
         while self._arrived:
             delivery = self._arrived.popleft()
-            received = self._opened(delivery)
+            received = self._decode(delivery)
             if received is not None:
                 self._held[id(received)] = received, delivery.id
                 self.taken += 1
                 return received
-            self._settled(delivery.id)
+            self._mark_done(delivery.id)
         return None
 
-    def _opened(self, delivery: Delivery) -> Received | None:
+    def _decode(self, delivery: Delivery) -> ReceivedSegments | None:
         try:
             header, segments = self._decoder.decode(delivery.data)
             who = (header.worker, header.life)
-            account = self._accounts.get(who)
-            if account is not None and header.seq <= account.high and header.seq not in account.missing:
+            progress = self._progress.get(who)
+            if progress is not None and header.seq <= progress.high and header.seq not in progress.missing:
                 self.duplicates += 1
                 return None
             if (wrong := self._inspect(segments)) is not None:
-                raise Rejected(wrong, f"from {header.worker!r}")
-        except Rejected as rejected:
+                raise RejectedMessage(wrong, f"from {header.worker!r}")
+        except RejectedMessage as rejected:
             self._reject(rejected)
             return None
-        account = self._enter(who, header.seq)
-        segments.origin = account.origin * _ORIGINS + segments.origin % _ORIGINS
-        return Received(segments, header.worker, header.seq, header.version, header.life)
+        progress = self._record(who, header.seq)
+        segments.origin = progress.origin * _ORIGINS + segments.origin % _ORIGINS
+        return ReceivedSegments(segments, header.worker, header.seq, header.version, header.life)
 
-    def _enter(self, who: tuple[str, str], seq: int) -> _Account:
-        account = self._accounts.pop(who, None) or _Account(
-            high=-1
-        )  # a life begins at 0: what is missing was learned by one that died
-        if seq in account.missing:
-            account.missing.remove(seq)
-            self.lost -= not account.resumed
+    def _record(self, who: tuple[str, str], seq: int) -> _WorkerProgress:
+        progress = self._progress.pop(who, None) or _WorkerProgress(high=-1)  # numbers begin at 0
+        if seq in progress.missing:
+            progress.missing.remove(seq)
+            self.lost -= not progress.resumed
         else:
-            self._pass_over(account, seq)
-        if seq != account.last + 1:
+            self._skip_to(progress, seq)
+        if seq != progress.last + 1:
             self._origins += 1
-            account.origin = self._origins
-        account.last = seq
-        account.held.add(seq)
-        self._accounts[who] = account  # at the end: the first is the one that was silent for longest
-        if len(self._accounts) > _WORKERS:
-            del self._accounts[next(iter(self._accounts))]
-        return account
+            progress.origin = self._origins
+        progress.last = seq
+        progress.held.add(seq)
+        self._progress[who] = progress  # last: the first one is the least recently seen
+        if len(self._progress) > _MAX_WORKERS:
+            del self._progress[next(iter(self._progress))]
+        return progress
 
-    def _pass_over(self, account: _Account, seq: int) -> None:
-        """Count what never came, and remember it for a while: it may have been with a reader that died."""
-        if account.resumed:
-            account.resumed = False
-            self.lost += len(account.missing)
-        self.lost += seq - account.high - 1
-        account.missing.update(range(max(account.high + 1, seq - _OPEN), seq))
-        if len(account.missing) > _OPEN:
-            account.missing = set(sorted(account.missing)[-_OPEN:])
-        account.high = seq
+    def _skip_to(self, progress: _WorkerProgress, seq: int) -> None:
+        """Count missing numbers as lost, and remember some of them: a reader that died may have had them."""
+        if progress.resumed:
+            progress.resumed = False
+            self.lost += len(progress.missing)
+        self.lost += seq - progress.high - 1
+        progress.missing.update(range(max(progress.high + 1, seq - _MAX_MISSING), seq))
+        if len(progress.missing) > _MAX_MISSING:
+            progress.missing = set(sorted(progress.missing)[-_MAX_MISSING:])
+        progress.high = seq
 
-    def _reject(self, rejected: Rejected) -> None:
-        kind = rejected.kind if rejected.kind in self.rejected or len(self.rejected) < _KINDS else "other"
+    def _reject(self, rejected: RejectedMessage) -> None:
+        kind = rejected.kind if rejected.kind in self.rejected or len(self.rejected) < _MAX_KINDS else "other"
         self.rejected[kind] += 1
         now = self._clock()
         if now - self._warned.get(kind, -_WARN_EVERY_S) >= _WARN_EVERY_S:
             self._warned[kind] = now
             log.warning("a message was rejected (%d of this kind so far): %s", self.rejected[kind], rejected)
 
-    # -- giving back
+    # -- releasing
 
-    def release(self, received: Received) -> None:
-        """Learned from, or stored: it does not come again."""
+    def release(self, received: ReceivedSegments) -> None:
+        """Mark a block as used: it is not delivered again."""
         held = self._held.pop(id(received), None)
         if held is None:
             raise ValueError("A block was released without having been taken.")
-        account = self._accounts.get((received.worker, received.life))
-        if account is not None:
-            account.held.discard(received.seq)
+        progress = self._progress.get((received.worker, received.life))
+        if progress is not None:
+            progress.held.discard(received.seq)
         self.released += 1
-        self._settled(held[1])
+        self._mark_done(held[1])
 
-    def discard(self, received: Received, why: str) -> None:
-        """Not learned from (too old, say), and not to come again."""
+    def discard(self, received: ReceivedSegments, why: str) -> None:
+        """Release a block that was not used, such as one that is too old."""
         self.release(received)
         self.discarded[why] += 1
 
-    def _settled(self, id_: str) -> None:
+    def _mark_done(self, id_: str) -> None:
         self._done.append(id_)
-        if len(self._done) >= self._prefetch and self._down_since is None:  # who waits, or settles, tries again
+        if len(self._done) >= self._prefetch and self._down_since is None:  # `wait` and `settle` retry after an outage
             self.settle()
 
     def settle(self) -> bool:
-        """Tell the exchange what is done with. False: it could not be told now; it will be."""
+        """Acknowledge released messages. Returns False if the server cannot be reached; a later call retries."""
         if not self._done:
             return True
-        if not self._reach(lambda: self._exchange.acknowledge(self._done)):
+        if not self._try(lambda: self._stream.acknowledge(self._done)):
             return False
         self._done = []
         return True
@@ -309,23 +307,23 @@ class ExchangeReader:
     # -- waiting
 
     def wait(self, timeout_s: float) -> bool:
-        """Get more if nothing is at hand; waits while there is nothing. Whether something is at hand now."""
+        """Pull messages if none are available, and wait for them. Returns whether `take` has something to return."""
         end = self._clock() + timeout_s
-        there = self.settle()
-        if there and self._reclaim_at <= self._clock():
-            there = self._reach(self._reclaim)
-        if there and not self._arrived:
-            self._reach(lambda: self._arrived.extend(self._exchange.pull(self._prefetch, max(0.0, end - self._clock()))))
+        reachable = self.settle()
+        if reachable and self._reclaim_at <= self._clock():
+            reachable = self._try(self._reclaim)
+        if reachable and not self._arrived:
+            self._try(lambda: self._arrived.extend(self._stream.pull(self._prefetch, max(0.0, end - self._clock()))))
         return bool(self._arrived)
 
     def _reclaim(self) -> None:
-        """What earlier readers had in hand; once, unless several read at a time."""
+        """Take over messages of earlier readers: once, or periodically with several readers."""
         idle_s = self._reclaim_idle_s
-        self.reclaimed += self._exchange.reclaim(idle_s or 0.0)
+        self.reclaimed += self._stream.reclaim(idle_s or 0.0)
         self._reclaim_at = float("inf") if idle_s is None else self._clock() + max(1.0, idle_s / 2)
 
-    def _reach(self, call: Callable[[], object]) -> bool:
-        """Whether the server could be reached. Outages are counted, and told once each."""
+    def _try(self, call: Callable[[], object]) -> bool:
+        """Return whether the server could be reached. Outages are counted, and logged once each."""
         began = self._clock()
         try:
             call()
@@ -334,7 +332,7 @@ class ExchangeReader:
             self.last_error = error.message
             if self._down_since is None:
                 self._down_since = began
-                log.warning("the memory cannot be reached: %s", error.message)
+                log.warning("cannot reach the memory: %s", error.message)
             return False
         if self._down_since is not None:
             self._down_s += self._clock() - self._down_since
@@ -344,53 +342,53 @@ class ExchangeReader:
 
     @property
     def unavailable_s(self) -> float:
-        """For how long the server has not been reached; 0: it was, when last tried."""
+        """Seconds since the server could not be reached; 0 = the last call reached it."""
         return 0.0 if self._down_since is None else self._clock() - self._down_since
 
     @property
     def unavailable_total_s(self) -> float:
         return self._down_s + self.unavailable_s
 
-    # -- what a checkpoint keeps
+    # -- checkpoints
 
     def state(self) -> dict[str, Array]:
-        """Which numbers of which workers are done with."""
-        names = json.dumps(list(self._accounts)).encode()
-        accounts = list(self._accounts.values())
-        unfinished = [(at, seq) for at, account in enumerate(accounts) for seq in sorted(account.missing | account.held)]
+        """Return the processed numbers of all workers, for a checkpoint."""
+        names = json.dumps(list(self._progress)).encode()
+        workers = list(self._progress.values())
+        unfinished = [(at, seq) for at, progress in enumerate(workers) for seq in sorted(progress.missing | progress.held)]
         return {
             "workers": np.frombuffer(names, np.uint8).copy(),
-            "high": np.array([account.high for account in accounts], np.int64),
+            "high": np.array([progress.high for progress in workers], np.int64),
             "open": np.array(unfinished, np.int64).reshape(-1, 2),
             "origins": np.array([self._origins], np.int64),
         }
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Before anything is taken. Raises Damaged."""
+        """Restore `state` before anything is taken. Raises Damaged."""
         try:
             names = [(str(worker), str(life)) for worker, life in json.loads(np.asarray(state["workers"], np.uint8).tobytes())]
             high = np.asarray(state["high"], np.int64).tolist()
-            accounts = {name: _Account(mark, resumed=True) for name, mark in zip(names, high, strict=True)}
+            workers = {name: _WorkerProgress(mark, resumed=True) for name, mark in zip(names, high, strict=True)}
             for at, seq in np.asarray(state["open"], np.int64).reshape(-1, 2).tolist():
-                accounts[names[at]].missing.add(seq)
+                workers[names[at]].missing.add(seq)
             origins = int(np.asarray(state["origins"]).reshape(-1)[0])
         except (LookupError, TypeError, ValueError) as error:
-            raise Damaged(f"The numbers of the workers cannot be read: {error!r}.") from error
+            raise Damaged(f"The stored message numbers of the workers are invalid: {error!r}.") from error
         self._origins = max(self._origins, origins)
-        self._accounts = accounts
+        self._progress = workers
 
     def stats(self) -> MemoryStats:
         dropped = self.duplicates + sum(self.rejected.values()) + sum(self.discarded.values())
         return MemoryStats(self.taken + len(self._arrived), self.taken, self.released, dropped, len(self._arrived))
 
     def close(self) -> None:
-        """What was taken and not released comes again, to the next reader. The exchange is closed by whoever opened it."""
+        """Acknowledge released messages; others are delivered to the next reader. The caller closes the stream."""
         self.settle()
         self._arrived.clear()
         self._held.clear()
 
 
-def _aligned(size: int, align: int = 64) -> memoryview:
+def _allocate_aligned(size: int, align: int = 64) -> memoryview:
     raw = np.zeros(size + align, np.uint8)
     start = -raw.ctypes.data % align
     return raw.data[start : start + size]

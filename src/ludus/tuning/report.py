@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ludus.config import search_space
-from ludus.config.schema import TuneConfig, dump_yaml
-from ludus.config.search_space import Searched, Trial
+from ludus.config.schema import TuneConfig
+from ludus.config.search_space import SearchedKey, TrialValues
 from ludus.core.metrics import read_jsonl
 from ludus.errors import LudusError, NotFound
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import CONFIG, Run
+from ludus.io.yaml_documents import dump_yaml
 from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class SweepResult:
     metric: str
     mode: str
     results: list[dict[str, Any]]
-    searched: list[Searched] = field(repr=False)
+    searched: list[SearchedKey] = field(repr=False)
     data: dict[str, Any] = field(repr=False)
     startup_s: float = 0.0
     """For Ray; not part of `wall_s`."""
@@ -87,7 +88,7 @@ class SweepResult:
         alike = [row for row in self.results if row["setting"] == best["setting"] and _counts(row)]
         first = min(alike, key=lambda row: str(row["trial"]))  # their names begin with their numbers
         values = {tuple(path): value for path, value in first["values"]}
-        return {**search_space.applied(self.data, values), "name": f"{self.name}-best"}
+        return {**search_space.apply_values(self.data, values), "name": f"{self.name}-best"}
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame, if pandas is installed: one row for every trial, one column for every setting."""
@@ -127,13 +128,13 @@ class SweepResult:
 
 
 def outcome(
-    name: str, directory: Path, data: dict[str, Any], tune: TuneConfig, trials: Sequence[Trial], ended: Mapping[str, str]
+    name: str, directory: Path, data: dict[str, Any], tune: TuneConfig, trials: Sequence[TrialValues], ended: Mapping[str, str]
 ) -> SweepResult:
     """As the directories of the trials have it."""
     rows = [_row(directory / trial.name, trial, tune.metric, ended.get(trial.name)) for trial in trials]
     # Two trials that population based training has brought to the same values have come there by different ways.
     rows = ranked(rows, tune.mode, apart=tune.scheduler == "pbt")
-    return SweepResult(name, directory, tune.metric, tune.mode, rows, search_space.find(data), data)
+    return SweepResult(name, directory, tune.metric, tune.mode, rows, search_space.find_searches(data), data)
 
 
 def ranked(rows: Sequence[Mapping[str, Any]], mode: str, apart: bool = False) -> list[dict[str, Any]]:
@@ -174,7 +175,7 @@ def _head(best: Mapping[str, Any], metric: str) -> str:
     return f"# {metric} {best['value_mean']:.6g}, the mean of {best['value_n']} seeds; the best of them is {best['trial']}\n"
 
 
-def _row(directory: Path, trial: Trial, metric: str, ended: str | None) -> dict[str, Any]:
+def _row(directory: Path, trial: TrialValues, metric: str, ended: str | None) -> dict[str, Any]:
     run = Run(directory)
     meta = run.meta()
     rows = read_jsonl(run.metrics_path)
@@ -281,10 +282,10 @@ def draw(result: SweepResult, out: Path) -> Path:
 
 
 def _settings(row: Mapping[str, Any]) -> list[str]:
-    return [f"{name} {search_space.brief(value)}" for name, value in row["settings"].items()]
+    return [f"{name} {search_space.format_value(value)}" for name, value in row["settings"].items()]
 
 
-def _one_number(result: SweepResult) -> Searched | None:
+def _one_number(result: SweepResult) -> SearchedKey | None:
     keys = [key for key in result.searched if key.path != search_space.SEED]
     if len(keys) != 1:
         return None

@@ -25,10 +25,11 @@ import numpy as np
 
 import ludus
 from ludus.algorithms.base import algorithm_class
-from ludus.config import schema as configs
 from ludus.config import search_space
-from ludus.config.schema import TuneConfig
-from ludus.config.search_space import Searched, Trial
+from ludus.config.schema import EXTERNAL, ExperimentConfig, TuneConfig
+from ludus.config.search_space import SearchedKey, TrialValues
+from ludus.config.translation import canonical_config, translate_experiment
+from ludus.config.validation import parse_experiment
 from ludus.core import trust
 from ludus.distributed.code_bundle import Luggage
 from ludus.envs.registry import registered_envs
@@ -90,18 +91,18 @@ class Sweep:
     data: dict[str, Any]
     """The experiment, search values included."""
     tune: TuneConfig
-    trials: list[Trial]
+    trials: list[TrialValues]
     ended: dict[str, str] = field(default_factory=dict)
     """Trial → finished, stopped (by the scheduler) or failed."""
 
     @property
     def max_failures(self) -> int:
-        return int(self.data.get("max_failures", configs.ExperimentConfig.model_fields["max_failures"].default))
+        return int(self.data.get("max_failures", ExperimentConfig.model_fields["max_failures"].default))
 
-    def experiment_of(self, trial: Trial) -> dict[str, Any]:
+    def experiment_of(self, trial: TrialValues) -> dict[str, Any]:
         return _trial_data(self.data, trial.values, self.tune.cpus_per_trial)
 
-    def left(self, retry_failed: bool) -> list[Trial]:
+    def left(self, retry_failed: bool) -> list[TrialValues]:
         return [t for t in self.trials if t.name not in self.ended or (retry_failed and self.ended[t.name] == "failed")]
 
     def save(self) -> None:
@@ -119,14 +120,14 @@ class Sweep:
 def plan(name: str, data: Mapping[str, Any], local_dir: Path = Path("runs")) -> Sweep:
     """Check everything about a sweep that can be checked before anything starts. Raises UsageError."""
     _refuse_store(local_dir)
-    data = {**configs.read_experiment(search_space.without_domains(data)).data, "name": name}
+    data = {**translate_experiment(search_space.replace_tune_domains(data)).data, "name": name}
     inner = data.get("config") or {}
-    top = configs.experiment({key: value for key, value in data.items() if key not in ("config", "env", "run")} | {"env": "-"})
-    data["config"] = configs.canonical(inner if isinstance(inner, Mapping) else {})
+    top = parse_experiment({key: value for key, value in data.items() if key not in ("config", "env", "run")} | {"env": "-"})
+    data["config"] = canonical_config(inner if isinstance(inner, Mapping) else {})
     seed = data["config"].get("seed", 0)
     base = seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
-    mutations = search_space.mutated(data, top.tune.hyperparam_mutations) if top.tune.scheduler == "pbt" else []
-    trials = search_space.trials_of(data, top.num_samples, base, mutations)
+    mutations = search_space.find_mutations(data, top.tune.hyperparam_mutations) if top.tune.scheduler == "pbt" else []
+    trials = search_space.make_trials(data, top.num_samples, base, mutations)
     sweep = Sweep(top.name, local_dir.expanduser() / top.name, data, top.tune, trials)
     if top.tune.scheduler == "pbt" and len(trials) < 2:
         raise ConfigError("Population based training needs at least 2 trials.", "Set num_samples to 4 or more.")
@@ -137,11 +138,11 @@ def plan(name: str, data: Mapping[str, Any], local_dir: Path = Path("runs")) -> 
     return sweep
 
 
-def _check(sweep: Sweep, trial: Trial) -> None:
+def _check(sweep: Sweep, trial: TrialValues) -> None:
     data = sweep.experiment_of(trial)
-    if data.get("env") == configs.EXTERNAL:
+    if data.get("env") == EXTERNAL:
         raise ConfigError("The games of an external environment call one run, not several.", "Train it with `ludus train`.")
-    inner = configs.canonical(data["config"])
+    inner = canonical_config(data["config"])
     if inner.get("num_workers") == "auto":
         raise ConfigError(
             "config.num_workers is auto, which would give every trial the whole machine.",
@@ -174,14 +175,14 @@ def opened(directory: Path) -> Sweep:
     try:
         plain = parse_json(LocalStore(directory).get(STATE), str(directory / STATE))
         data = dict(plain["experiment"])
-        trials = [Trial(str(entry["name"]), _decoded(entry["values"])) for entry in plain["trials"]]
+        trials = [TrialValues(str(entry["name"]), _decoded(entry["values"])) for entry in plain["trials"]]
         ended = {str(name): str(state) for name, state in plain["ended"].items()}
         name, form = str(plain["name"]), int(plain["format"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{directory / STATE} is damaged: {error!r}.", "Its trials are runs of their own, and intact.") from error
     if form != FORMAT:
         raise UsageError(f"{directory / STATE} has format {form}; this is ludus {ludus.__version__}, format {FORMAT}.")
-    tune = configs.experiment({"name": name, "env": "-", "tune": data.get("tune") or {}}).tune
+    tune = parse_experiment({"name": name, "env": "-", "tune": data.get("tune") or {}}).tune
     return Sweep(name, directory, data, tune, trials, ended)
 
 
@@ -198,7 +199,7 @@ def _decoded(plain: Sequence[Sequence[Any]]) -> search_space.Assignment:
 
 def reserved(data: Mapping[str, Any], cpus_per_trial: int | None) -> Reserved:
     """The process that learns, and one core for each of the others: they are all on one machine."""
-    inner = configs.canonical(data.get("config") or {})
+    inner = canonical_config(data.get("config") or {})
     number = {key: int(inner.get(key) or 0) for key in ("num_workers", "num_learners", "evaluation_num_workers")}
     workers = number["num_workers"] + max(0, number["num_learners"] - 1) + number["evaluation_num_workers"]
     return Reserved(max(1, (cpus_per_trial or 0) - workers), float(inner.get("num_gpus") or 0), workers)
@@ -206,8 +207,8 @@ def reserved(data: Mapping[str, Any], cpus_per_trial: int | None) -> Reserved:
 
 def _trial_data(data: Mapping[str, Any], values: Mapping[search_space.Path, Any], cpus_per_trial: int | None) -> dict[str, Any]:
     """The experiment of one trial, which keeps to its share of the machine."""
-    out = search_space.applied(data, values)
-    out["config"] = configs.canonical(out.get("config") or {})
+    out = search_space.apply_values(data, values)
+    out["config"] = canonical_config(out.get("config") or {})
     if out["config"].get("num_workers") != "auto":
         threads = reserved(out, cpus_per_trial).cpus
         for key in ("torch_threads", "learner_threads"):
@@ -231,7 +232,7 @@ def _begin(directory: Path, data: Mapping[str, Any], tune: TuneConfig, order: Or
 
 
 def _reserve(data: Mapping[str, Any], cpus_per_trial: int | None, config: Mapping[str, Any]) -> Reserved:
-    return reserved(search_space.applied(data, _decoded(config["trial"]["values"])), cpus_per_trial)
+    return reserved(search_space.apply_values(data, _decoded(config["trial"]["values"])), cpus_per_trial)
 
 
 def begin_plain(data: Mapping[str, Any], report_s: float, order: Order) -> Attempt:
@@ -251,7 +252,7 @@ def _plain_data(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
     top = {key: value for key, value in config.items() if key in ("env", "run", "stop")}
     inner = {key: value for key, value in config.items() if key not in top}
     whole = {**data, **top}
-    whole["config"] = {**configs.canonical(data.get("config") or {}), **configs.canonical(inner)}
+    whole["config"] = {**canonical_config(data.get("config") or {}), **canonical_config(inner)}
     if "env" not in whole:
         raise ConfigError("Which environment?", 'Put "env" into the param_space, or say trainable("PPO", env="CartPole-v1").')
     return _trial_data({"name": "trial", **whole}, {}, None)
@@ -259,7 +260,7 @@ def _plain_data(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
 
 def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
     """What `ludus.trainable` returns. Raises MissingExtra, UsageError."""
-    given = {**data, "config": configs.canonical(data.get("config") or {})}
+    given = {**data, "config": canonical_config(data.get("config") or {})}
     algorithm_class(str(data["run"]))
     inner = given["config"]
     names = [str(given.get("env", "")), str(data["run"]), *wrapper_names(inner.get("wrappers") or [])]
@@ -303,7 +304,7 @@ def _scheduler(sweep: Sweep) -> Any:
         grace = tune.grace_period or max(longest / 100, 1e-9)
         return tuning.asha(time_attr, longest, grace, tune.reduction_factor, curves)
     interval = tune.perturbation_interval or longest / 10
-    keys = search_space.mutated(sweep.data, tune.hyperparam_mutations)
+    keys = search_space.find_mutations(sweep.data, tune.hyperparam_mutations)
     seed = int(sweep.trials[0].values.get(search_space.SEED, sweep.data["config"].get("seed", 0)))
     explorer = Explorer(sweep.data, keys, tune.resample_probability, tune.cpus_per_trial, seed)
     return tuning.pbt(time_attr, interval, tune.quantile_fraction, explorer, seed)
@@ -314,14 +315,16 @@ class Explorer:
 
     TRIES = 20
 
-    def __init__(self, data: Mapping[str, Any], keys: Sequence[Searched], resample: float, cpus: int | None, seed: int) -> None:
+    def __init__(
+        self, data: Mapping[str, Any], keys: Sequence[SearchedKey], resample: float, cpus: int | None, seed: int
+    ) -> None:
         self._data, self._keys, self._resample, self._cpus = dict(data), list(keys), resample, cpus
         self._generator = np.random.default_rng([seed, 7])
 
     def __call__(self, config: dict[str, Any]) -> dict[str, Any]:
         theirs = _decoded(config["trial"]["values"])
         for _ in range(self.TRIES):
-            values = search_space.explored(self._keys, theirs, self._generator, self._resample)
+            values = search_space.perturb(self._keys, theirs, self._generator, self._resample)
             try:
                 resolve(_trial_data(self._data, values, self._cpus))
             except ConfigError as error:  # such as a batch that its minibatches do not divide
@@ -429,12 +432,12 @@ def _one(sweep: Sweep, options: SweepOptions, startup_s: float) -> SweepResult:
     )
 
 
-def _say_what(sweep: Sweep, left: Sequence[Trial], options: SweepOptions) -> None:
+def _say_what(sweep: Sweep, left: Sequence[TrialValues], options: SweepOptions) -> None:
     of = f" of {len(sweep.trials)}" if len(left) < len(sweep.trials) else ""
     options.say(f"{len(left)}{of} trials of {sweep.name} → {sweep.directory}")
 
 
-def _fit(sweep: Sweep, left: Sequence[Trial], options: SweepOptions) -> None:
+def _fit(sweep: Sweep, left: Sequence[TrialValues], options: SweepOptions) -> None:
     from ludus.tuning import ray_tune as tuning
 
     _check_room(sweep, left)
@@ -464,7 +467,7 @@ def _fit(sweep: Sweep, left: Sequence[Trial], options: SweepOptions) -> None:
     )
 
 
-def _luggage(sweep: Sweep, left: Sequence[Trial]) -> list[Luggage]:
+def _luggage(sweep: Sweep, left: Sequence[TrialValues]) -> list[Luggage]:
     """Of every trial whose names are not those of another one."""
     different: dict[str, Luggage] = {}
     for trial in left:
@@ -485,13 +488,13 @@ def _state_after(event: Event) -> str | None:
     return "stopped" if over is None else "finished" if over == FINISHED else "failed"
 
 
-def _values_now(sweep: Sweep, trial: Trial) -> list[list[Any]]:
+def _values_now(sweep: Sweep, trial: TrialValues) -> list[list[Any]]:
     """Of a trial that population based training has changed: as it is now."""
     changed = Run(sweep.directory / trial.name).meta().get("trial")
     return changed if isinstance(changed, list) else _encoded(trial.values)
 
 
-def _check_room(sweep: Sweep, left: Sequence[Trial]) -> None:
+def _check_room(sweep: Sweep, left: Sequence[TrialValues]) -> None:
     """A trial that fits nowhere would wait forever."""
     from ludus.tuning import ray_tune as tuning
 

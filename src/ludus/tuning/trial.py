@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ludus.config import schema as configs
 from ludus.config.search_space import SEED
+from ludus.config.translation import canonical_config
 from ludus.core.metrics import Numbers, read_jsonl
 from ludus.errors import Fenced, LudusError, NotFound, UsageError, WorkerFailed
 from ludus.experiments.assembly.components import PreparedRun, RunHooks
@@ -92,7 +92,7 @@ class Attempt:
             return
         if run is not None:  # the seed is the trial's own, also when the rest comes from another one
             seed = run.config().get("config", {}).get("seed", 0)
-            data = {**data, "config": {**configs.canonical(data.get("config") or {}), "seed": seed}}
+            data = {**data, "config": {**canonical_config(data.get("config") or {}), "seed": seed}}
             values = _with_seed(values, seed)
         resolved = resolve(data)
         prepared, exploited = self._prepared(resolved, run, pointer)

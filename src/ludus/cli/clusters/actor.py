@@ -59,12 +59,12 @@ def start(
 ) -> None:
     """Start the sampling workers of this machine in the background. They wait for the learner of the list and join the next one when it ends."""
     from ludus.launch import roles
-    from ludus.launch.hostfile import load_iplist
+    from ludus.launch.hostfile import load_hostfile
     from ludus.launch.local import LocalOrchestrator
-    from ludus.launch.local_address import locate
+    from ludus.launch.local_address import find_local_address
 
-    listed = load_iplist(iplist)
-    here = locate(listed, os.environ, node, must=False)
+    listed = load_hostfile(iplist)
+    here = find_local_address(listed, os.environ, node, required=False)
     in_list = listed.entries[here.node].actors if here.node is not None else 0
     count = number_of(num, os.environ, in_list)
     server = address_of(gamecore or os.environ.get(GAMECORE, ""))
@@ -76,7 +76,7 @@ def start(
             "Leave it out (unset NO_MODEL_POOL and NO_ACTOR_MODEL_POOL).",
         )
     meeting = r.meeting_of(here, port, token_file, log_dir)
-    roles.need_token(meeting.token_file, listed, create=here.node == 0)  # beside the learner it may be the first
+    roles.ensure_token(meeting.token_file, listed, create=here.node == 0)  # beside the learner it may be the first
     r.show_list(listed, here, port)
     for notice in r.clean(os.environ):
         r.say(notice)
@@ -86,9 +86,8 @@ def start(
     if shares and (server or host):  # the learner's own workers would know nothing of either
         r.say("these workers have an agent of their own, with a copy of the weights, because of their gamecore server")
         shares = False
-    job = roles.joining_job(
-        "actor", listed, meeting, os.environ, cpus=count, gamecore=server, advertise=host, share_weights=shares
-    )
+    share = roles.NodeContribution(count, gamecore=server, advertise=host, share_weights=shares)
+    job = roles.joining_job("actor", listed, meeting, os.environ, share)
     status = r.begin(job, LocalOrchestrator(), "actor")
     r.say(f"{status.id} is {status.state}")
     if shares:

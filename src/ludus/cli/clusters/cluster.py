@@ -21,7 +21,7 @@ from ludus.cli.help import HelpApp
 from ludus.errors import LudusError, UnknownName, Unreachable, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
-    from ludus.launch.hostfile import NodeList
+    from ludus.launch.hostfile import Hostfile
     from ludus.launch.job import JobStatus, ProcessStatus
     from ludus.launch.ssh.backend import SshOrchestrator
     from ludus.launch.ssh.connection import SshNode, SshSettings
@@ -92,11 +92,11 @@ def up(
     wait: _Wait = _WAIT_S,
 ) -> None:
     """Start Ray on all machines of the list, with the first as head. Run it again to restart Ray where it is missing."""
-    from ludus.launch.hostfile import load_iplist
+    from ludus.launch.hostfile import load_hostfile
     from ludus.launch.roles import cluster_job
     from ludus.launch.ssh.backend import SshOrchestrator, SshSettings
 
-    listed = load_iplist(iplist)
+    listed = load_hostfile(iplist)
     settings = SshSettings(listed.nodes, absolute(identity), absolute(known_hosts), python, tuple(setup or ()), workdir)
     job = cluster_job(name, listed, cpus=cpus, port=port, wait_s=max(wait, 1.0), python=python)
     with SshOrchestrator(settings=settings) as orchestrator:
@@ -219,9 +219,9 @@ def chosen(name: str | None) -> Standing:
 
 
 def _home() -> Path:
-    from ludus.launch.job_dir import state_home
+    from ludus.launch.job_dir import state_dir
 
-    return state_home() / FOLDER
+    return state_dir() / FOLDER
 
 
 # -- bringing it up -------------------------------------------------------------------------------------------------------
@@ -239,16 +239,16 @@ def _remember(orchestrator: SshOrchestrator, standing: Standing) -> None:
 
 def _silent_head(orchestrator: SshOrchestrator, standing: Standing) -> str:
     """Its first machine, when that did not answer last time. What runs there needs no other machine to go on."""
-    from ludus.launch.ssh.backend import Entry
+    from ludus.launch.ssh.backend import SshJobDir
 
-    entry = Entry(orchestrator.directory / standing.id)
+    entry = SshJobDir(orchestrator.directory / standing.id)
     with suppress(OSError):  # forgotten
         head = entry.settings().nodes[0].host
         return head if head in entry.known().silent else ""
     return ""
 
 
-def _mended(orchestrator: SshOrchestrator, standing: Standing, listed: NodeList) -> bool:
+def _mended(orchestrator: SshOrchestrator, standing: Standing, listed: Hostfile) -> bool:
     """Start again what is missing of it; False: nothing of it is left. Raises UsageError where it stands on other machines."""
     try:
         over = orchestrator.status(standing.id).over
@@ -276,12 +276,12 @@ def _mended(orchestrator: SshOrchestrator, standing: Standing, listed: NodeList)
 
 def _token(settings: SshSettings, job_id: str) -> str:
     """From the head, which has it."""
-    from ludus.launch.ssh.connection import Conversation
+    from ludus.launch.ssh.connection import AgentConnection
 
     deadline = time.monotonic() + _ASK_S
-    with closing(Conversation(settings, 0)) as talk:
-        talk.greet()
-        return str(talk.ask({"verb": "token", "job": job_id, "node": 0}, deadline)["token"])
+    with closing(AgentConnection(settings, 0)) as talk:
+        talk.await_hello()
+        return str(talk.request({"verb": "token", "job": job_id, "node": 0}, deadline)["token"])
 
 
 def _gathered(orchestrator: SshOrchestrator, standing: Standing, deadline: float) -> list[str]:
@@ -319,18 +319,18 @@ def _explain(orchestrator: SshOrchestrator, standing: Standing) -> None:
 
 
 def _settings(orchestrator: SshOrchestrator, standing: Standing) -> SshSettings:
-    from ludus.launch.ssh.backend import Entry
+    from ludus.launch.ssh.backend import SshJobDir
 
-    return Entry(orchestrator.directory / standing.id).settings()
+    return SshJobDir(orchestrator.directory / standing.id).settings()
 
 
 def _address(orchestrator: SshOrchestrator, standing: Standing) -> str:
-    from ludus.launch.ssh.backend import Entry
+    from ludus.launch.ssh.backend import SshJobDir
     from ludus.process.job_env import PORT
 
-    entry = Entry(orchestrator.directory / standing.id)
+    entry = SshJobDir(orchestrator.directory / standing.id)
     port = entry.job().roles[0].environment.get(PORT) or entry.port()
-    return f"{entry.settings().nodes[0].reached}:{port}"
+    return f"{entry.settings().nodes[0].node_address}:{port}"
 
 
 def _token_there(status: JobStatus, head: SshNode) -> str:
@@ -371,7 +371,7 @@ def _page(orchestrator: SshOrchestrator, standing: Standing) -> dict[str, Any]:
             {
                 "node": index,
                 "host": node.host,
-                "address": node.reached,
+                "address": node.node_address,
                 "up": living is not None,
                 "cores": shown.cores if shown else 0,
                 "since": (living.since if living else dead.until if dead else 0.0) or None,
@@ -386,20 +386,20 @@ def _page(orchestrator: SshOrchestrator, standing: Standing) -> dict[str, Any]:
 
 
 def _process_of(orchestrator: SshOrchestrator, standing: Standing, status: JobStatus, node: int) -> ProcessStatus | None:
-    from ludus.launch.ssh.backend import Entry
+    from ludus.launch.ssh.backend import SshJobDir
 
-    roles = {role.name: role for role in Entry(orchestrator.directory / standing.id).job().roles}
+    roles = {role.name: role for role in SshJobDir(orchestrator.directory / standing.id).job().roles}
     return next((each for each in status.processes if roles[each.role].node(each.index) == node), None)
 
 
 def _resident_of(node: SshNode, residents: Sequence[Resident], *, alive: bool) -> Resident | None:
     """The latest of its lives in the cluster."""
-    from ludus.launch.local_address import Network
+    from ludus.launch.local_address import HostNetwork
 
-    names = {node.reached, node.host}
+    names = {node.node_address, node.host}
     ours = [each for each in residents if each.alive == alive and names & {each.address, each.host}]
     if not ours and any(each.alive == alive for each in residents):
-        found = set(Network().resolve(node.reached))
+        found = set(HostNetwork().resolve(node.node_address))
         ours = [each for each in residents if each.alive == alive and each.address in found]
     return ours[-1] if ours else None
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ludus.launch.cluster_file import Target
-    from ludus.launch.doctor.finding import Finding
+    from ludus.launch.cluster_file import ClusterConfig
+    from ludus.launch.doctor.finding import DoctorFinding
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 
@@ -63,11 +63,11 @@ def doctor(
 
     if sys.platform == "win32":
         raise UsageError("`ludus doctor` looks at Linux and macOS.", "Runs on one Windows machine need none.")
-    from ludus.launch.doctor.finding import healthy
-    from ludus.launch.doctor.local_checks import Request
-    from ludus.launch.doctor.runner import Consultation, of_allocation
+    from ludus.launch.doctor.finding import is_healthy
+    from ludus.launch.doctor.local_checks import DoctorRequest
+    from ludus.launch.doctor.runner import DoctorRun, run_in_allocation
 
-    request = Request(
+    request = DoctorRequest(
         workers=num_workers, env=env or "", game=game or "", memory=memory or "", store=store or "", local_dir=str(local_dir),
         ports=tuple(port or ()), quick=quick,
     )  # fmt: skip
@@ -80,27 +80,27 @@ def doctor(
             **options, "file": file, "memory": memory, "store": store, "num-workers": num_workers, "env": env, "game": game,
             "local-dir": local_dir, "port": port, "timeout": timeout,
         }  # fmt: skip
-        found = of_allocation(target, _words(again), os.environ, timeout)
+        found = run_in_allocation(target, _words(again), os.environ, timeout)
     else:
-        found = Consultation(request, target, timeout).findings(os.environ)
+        found = DoctorRun(request, target, timeout).findings(os.environ)
     if as_json:
         print(json.dumps([finding.to_json() for finding in found]))
     else:
         _print(found)
-    if not healthy(found):
+    if not is_healthy(found):
         raise typer.Exit(1)
 
 
-def _target(file: Path | None, options: dict[str, Any]) -> Target | None:
+def _target(file: Path | None, options: dict[str, Any]) -> ClusterConfig | None:
     """None: this machine, and nothing of clusters has to be imported."""
     if file is None and options["iplist"] is None and options["on"] in (None, "local"):
         return None
-    from ludus.launch.cluster_file import Target, load_target
+    from ludus.launch.cluster_file import ClusterConfig, load_cluster_file
 
-    base = load_target(file) if file is not None else Target()
+    base = load_cluster_file(file) if file is not None else ClusterConfig()
     if options["iplist"] is not None and options["on"] is None:
         options = {**options, "on": "ssh"}
-    return base.merged(**options)
+    return base.merge(**options)
 
 
 def _words(options: Mapping[str, Any]) -> list[str]:
@@ -113,12 +113,12 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 
 
 def _outside() -> bool:
-    from ludus.launch.doctor.runner import ALLOCATION, INSIDE
+    from ludus.launch.doctor.runner import ALLOCATION, IN_ALLOCATION
 
-    return not os.environ.get(ALLOCATION) and not os.environ.get(INSIDE)
+    return not os.environ.get(ALLOCATION) and not os.environ.get(IN_ALLOCATION)
 
 
-def _print(found: Sequence[Finding]) -> None:
+def _print(found: Sequence[DoctorFinding]) -> None:
     from rich.console import Console
     from rich.text import Text
 

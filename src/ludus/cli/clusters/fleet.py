@@ -86,7 +86,7 @@ def learner(
 ) -> None:
     """Train on the experience that workers send. An existing run at PLACE is resumed; rerunning the same command is safe."""
     from ludus.cli.training import train
-    from ludus.config import schema as configs
+    from ludus.config.overrides import parse_stop_values
     from ludus.experiments.runs import remote_runs
     from ludus.experiments.runs.run_dir import CONFIG
 
@@ -95,15 +95,15 @@ def learner(
     memory = _without_password(memory, password_file, voice)
     source = train.source_of(file, preset, level)
     if source is not None:
-        from ludus.models.custom.loader import look_in
+        from ludus.models.custom.loader import add_search_directory
 
-        look_in(source.parent)
+        add_search_directory(source.parent)
     top = {
         "run": run, "env": env or env_option, "memory": memory, "checkpoint_freq": checkpoint_freq,
         "keep_checkpoints_num": keep_checkpoints_num,
     }  # fmt: skip
     settings = {"num_workers": num_workers, "num_envs_per_worker": num_envs, "num_gpus": num_gpus, "seed": seed}
-    stops = configs.stop_values(stop or [])
+    stops = parse_stop_values(stop or [])
     given = (experiment, experiment_name, top, stops, settings, train.mapping_of("--config", config), set_ or [])
     directory = remote_runs.directory_of(store)
     remote_runs.fetch(directory)
@@ -179,14 +179,14 @@ def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -
     from ludus.cli.training import train
     from ludus.distributed.redis.learner import channel_of
     from ludus.storage.base import open_store
-    from ludus.transport.message_stream import open_exchange
+    from ludus.transport.message_stream import open_message_stream
 
     memory = _without_password(memory, password_file, train.Voice(False, False))
     try:
         channel = channel_of(open_store(store))
     except NotFound:
         raise UsageError(f"{store} holds no run with a fleet.") from None
-    exchange = open_exchange(memory, channel, 1)
+    exchange = open_message_stream(memory, channel, 1)
     try:
         left = exchange.waiting()
         exchange.drop()

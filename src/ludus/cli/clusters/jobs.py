@@ -335,7 +335,7 @@ def remember(name: str) -> None:
     known = remembered()
     if name in ORCHESTRATORS or name in known:
         return
-    home = job_dir.make_private(job_dir.state_home())
+    home = job_dir.make_private(job_dir.state_dir())
     replace_file(home / "orchestrators", "".join(f"{line}\n" for line in (*known, name)))
 
 
@@ -343,7 +343,7 @@ def remembered() -> list[str]:
     from ludus.launch import job_dir
 
     try:
-        path = job_dir.state_home() / "orchestrators"
+        path = job_dir.state_dir() / "orchestrators"
         if path.stat().st_uid != os.getuid():  # names of modules that are imported: only this user's own word counts
             return []
         return [line for line in path.read_text(encoding="utf-8").splitlines() if ":" in line]

@@ -14,7 +14,7 @@ from ludus.cli.help import HelpApp
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
-    from ludus.launch.hostfile import NodeList
+    from ludus.launch.hostfile import Hostfile
 
 app = HelpApp(help="Start and stop the learner of a run on a list of machines.", no_args_is_help=True)
 
@@ -49,26 +49,26 @@ def start(
     Run it on the first machine of the list. On another machine it joins as an additional learner, once per slot. Starting a run again replaces its learner.
     """
     from ludus.launch import roles
-    from ludus.launch.hostfile import load_iplist
+    from ludus.launch.hostfile import load_hostfile
     from ludus.launch.local import LocalOrchestrator
-    from ludus.launch.local_address import locate
-    from ludus.launch.planner import cleaned
+    from ludus.launch.local_address import find_local_address
+    from ludus.launch.planner import clean_command
 
-    (_, *words), said = cleaned(["train", *ctx.args])
-    listed = load_iplist(iplist)
-    here = locate(listed, os.environ, node)
+    (_, *words), said = clean_command(["train", *ctx.args])
+    listed = load_hostfile(iplist)
+    here = find_local_address(listed, os.environ, node)
     meeting = r.meeting_of(here, port, token_file, log_dir)
     if here.node == 0:
         job, more = _learning(listed, meeting, words, num, wait)
         said += more
-        made = roles.need_token(meeting.token_file, listed, create=True)
+        made = roles.ensure_token(meeting.token_file, listed, create=True)
     else:
-        made = roles.need_token(meeting.token_file, listed, create=False)
+        made = roles.ensure_token(meeting.token_file, listed, create=False)
         assert here.node is not None
         joins = listed.nodes[here.node].slots if listed.entries[here.node].role == "learner" else 0
         if not joins and not num:
             raise UsageError(f"{listed.source} has this machine as an actor.", "Use `ludus actor start` here.")
-        job = roles.joining_job("learner", listed, meeting, os.environ, cpus=num, learners=joins)
+        job = roles.joining_job("learner", listed, meeting, os.environ, roles.NodeContribution(num, joins))
     r.show_list(listed, here, port)
     for notice in (*r.clean(os.environ), *said):
         r.say(notice)
@@ -76,7 +76,7 @@ def start(
         r.say(f"{' '.join(words)}: without meaning here, the first machine of the list says what is trained")
     if made:
         r.say(f"a token was made: {meeting.token_file}; every other machine needs it, for example by")
-        print(roles.copy_line(meeting.token_file, listed), flush=True)
+        print(roles.copy_command(meeting.token_file, listed), flush=True)
     status = r.begin(job, LocalOrchestrator(), "learner", replaces=replace)
     r.say(f"{status.id} is {status.state}")
     r.say(f"log: {meeting.logs / 'learner' / ('train.log' if here.node == 0 else 'rank_*.log')}")
@@ -106,19 +106,19 @@ def status(
     r.show_status("learner", r.select_runs(iplist, node, port), as_json, machines=nodes)
 
 
-def _learning(listed: NodeList, meeting: Any, words: Sequence[str], num: int, wait_s: float) -> tuple[Any, list[str]]:
+def _learning(listed: Hostfile, meeting: Any, words: Sequence[str], num: int, wait_s: float) -> tuple[Any, list[str]]:
     """The job of the first machine, and what is to be said about it. Raises UsageError for a training that could not begin."""
     from ludus.launch import roles
 
     there = Path(EXPERIMENT).absolute() if Path(EXPERIMENT).is_file() else None
     given = list(words) or (["-f", str(there)] if there else [])
     asked = training_of(given) if given else Training(None, None)
-    found, said = roles.train_words(words, listed, workers=asked.workers, learners=asked.learners, experiment=there)
+    found, said = roles.train_arguments(words, listed, workers=asked.workers, learners=asked.learners, experiment=there)
     names = _checked(found)
-    here, elsewhere = asked.learners or listed.head.slots, roles.learners_elsewhere(listed)
+    here, elsewhere = asked.learners or listed.head.slots, roles.count_remote_learners(listed)
     said.append(f"learner_num: {here + elsewhere}" + f" ({elsewhere} on other machines)" * bool(elsewhere))
-    subject = roles.Subject(str(Path.cwd()), names)
-    return roles.learner_job(listed, meeting, found, os.environ, cpus=num, wait_s=wait_s, subject=subject), said
+    subject = roles.TrainingTask(str(Path.cwd()), names)
+    return roles.learner_job(listed, meeting, found, os.environ, cpus=num, wait_s=wait_s, task=subject), said
 
 
 class Training(NamedTuple):
@@ -169,7 +169,7 @@ def training_of(words: Sequence[str]) -> Training:
 
 
 def _config(data: dict[str, Any]) -> dict[str, Any]:
-    from ludus.config.schema import canonical, read_experiment
+    from ludus.config.translation import canonical_config, translate_experiment
 
-    inner = read_experiment(data).data.get("config", {})
-    return canonical(inner) if isinstance(inner, dict) else {}
+    inner = translate_experiment(data).data.get("config", {})
+    return canonical_config(inner) if isinstance(inner, dict) else {}

@@ -17,11 +17,11 @@ import typer
 from ludus.errors import Damaged, LudusError, UsageError
 
 if TYPE_CHECKING:
-    from ludus.launch.hostfile import NodeList, Part
+    from ludus.launch.hostfile import Hostfile, MachineRole
     from ludus.launch.job import Job, JobStatus
     from ludus.launch.local import LocalOrchestrator
-    from ludus.launch.local_address import Here
-    from ludus.launch.roles import Meeting
+    from ludus.launch.local_address import LocalAddress
+    from ludus.launch.roles import Rendezvous
 
 PORT = 9610
 """As `cluster.roles.PORT`, which is not imported before a command needs it."""
@@ -91,17 +91,17 @@ def clean(environ: MutableMapping[str, str]) -> list[str]:
     return [f"{name}={environ.pop(name)} is dropped for the processes of this run" for name in _STRAY if environ.get(name)]
 
 
-def meeting_of(here: Here, port: int, token: Path | None, logs: Path | None) -> Meeting:
-    from ludus.launch.roles import Meeting, check_family, token_path
+def meeting_of(here: LocalAddress, port: int, token: Path | None, logs: Path | None) -> Rendezvous:
+    from ludus.launch.roles import Rendezvous, check_family, token_path
 
     check_family(here.head, here.address)
     base = logs or Path(os.environ.get(LOG_DIR) or "logs")
-    return Meeting(here, token_path(token, os.environ), base.expanduser().absolute(), port)
+    return Rendezvous(here, token_path(token, os.environ), base.expanduser().absolute(), port)
 
 
-def show_list(listed: NodeList, here: Here, port: int) -> None:
+def show_list(listed: Hostfile, here: LocalAddress, port: int) -> None:
     """As people know it from such lists."""
-    from ludus.launch.local_address import CARD
+    from ludus.launch.local_address import INTERFACE
 
     say("parse ip list")
     for index, node in enumerate(listed.nodes):
@@ -109,8 +109,8 @@ def show_list(listed: NodeList, here: Here, port: int) -> None:
         print(f"{index}: {node.host} {node.user or '-'} {node.port} {node.slots}{mine}", flush=True)
     say(f"node_list: {','.join(f'{node.host}:{node.slots}' for node in listed.nodes)}")
     say(f"node_num: {len(listed.nodes)}")
-    if os.environ.get(CARD):
-        say(f"{CARD}: {os.environ[CARD]}")
+    if os.environ.get(INTERFACE):
+        say(f"{INTERFACE}: {os.environ[INTERFACE]}")
     say(f"head: {here.head}:{port}; this machine: {here.address}")
 
 
@@ -119,7 +119,7 @@ def show_list(listed: NodeList, here: Here, port: int) -> None:
 
 @dataclass(frozen=True)
 class RunSelector:
-    """Selects runs by the address and the port of their head, as `Meeting.place` has them; None: any."""
+    """Selects runs by the address and the port of their head, as `Rendezvous.address` has them; None: any."""
 
     head: str | None = None
     port: int | None = None
@@ -141,31 +141,33 @@ def select_runs(iplist: Path | None, node: int | None, port: int | None) -> RunS
         if node is not None:
             raise UsageError(f"--node {node} is the number of a machine in a list.", "Name the list, too: --iplist FILE.")
         return RunSelector(None, port)
-    from ludus.launch.hostfile import load_iplist
-    from ludus.launch.local_address import locate
+    from ludus.launch.hostfile import load_hostfile
+    from ludus.launch.local_address import find_local_address
 
-    return RunSelector(locate(load_iplist(iplist), os.environ, node, must=False).head, port)
+    return RunSelector(find_local_address(load_hostfile(iplist), os.environ, node, required=False).head, port)
 
 
 # -- starting and ending --------------------------------------------------------------------------------------------------
 
 
 def mine(
-    orchestrator: LocalOrchestrator, part: Part, runs: RunSelector = RunSelector(), *, over: bool = False
+    orchestrator: LocalOrchestrator, part: MachineRole, runs: RunSelector = RunSelector(), *, over: bool = False
 ) -> list[JobStatus]:
     """Roles of that kind that were started on this machine and run; with `over`, also those that do not any more. Oldest first."""
-    from ludus.launch.job_dir import JobDirectory, is_here
+    from ludus.launch.job_dir import JobDirectory, is_this_machine
 
     found = []
     for status in orchestrator.list():
         if status.name == part and status.place and runs.matches(status.place) and (over or not status.over):
             with suppress(LudusError, OSError):  # forgotten meanwhile
-                if is_here(JobDirectory(orchestrator.directory / status.id).read().machine):
+                if is_this_machine(JobDirectory(orchestrator.directory / status.id).read().machine):
                     found.append(status)
     return found
 
 
-def begin(job: Job, orchestrator: LocalOrchestrator, part: Part, *, replaces: bool = False, turn_s: float = _TURN_S) -> JobStatus:
+def begin(
+    job: Job, orchestrator: LocalOrchestrator, part: MachineRole, *, replaces: bool = False, turn_s: float = _TURN_S
+) -> JobStatus:
     """End this run's earlier role here, if there is one, and start this one; one start after the other. Raises UsageError, WorkerFailed.
 
     `replaces`: end it also when it is another run's.
@@ -189,15 +191,15 @@ def begin(job: Job, orchestrator: LocalOrchestrator, part: Part, *, replaces: bo
 
 
 @contextmanager
-def turn(orchestrator: LocalOrchestrator, part: Part, place: str, within_s: float) -> Iterator[None]:
+def turn(orchestrator: LocalOrchestrator, part: MachineRole, place: str, within_s: float) -> Iterator[None]:
     """Of those on this machine who start that role with that port, one at a time. Raises UsageError when it takes others too long.
 
     The system forgets a lock with whoever had it. The name of the machine is in the file's: homes are shared.
     """
-    from ludus.launch.job_dir import host, make_private
+    from ludus.launch.job_dir import hostname, make_private
 
     folder = make_private(make_private(orchestrator.directory.parent) / "roles")
-    path = folder / f"{part}-{place.rpartition(':')[2]}-{host()}.lock"
+    path = folder / f"{part}-{place.rpartition(':')[2]}-{hostname()}.lock"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -236,11 +238,11 @@ def _is_ours(lock: int, path: Path) -> bool:
 def _check_run(job: Job, orchestrator: LocalOrchestrator, earlier: JobStatus) -> None:
     """A training is ended by a start of the same one; by another only when that is wanted. Raises UsageError."""
     from ludus.launch.job_dir import JobDirectory
-    from ludus.launch.roles import Subject
+    from ludus.launch.roles import TrainingTask
 
-    ours = Subject.of(job)
+    ours = TrainingTask.of(job)
     try:
-        theirs = Subject.of(JobDirectory(orchestrator.directory / earlier.id).job())
+        theirs = TrainingTask.of(JobDirectory(orchestrator.directory / earlier.id).job())
     except Damaged:  # whose it is cannot be said any more
         return
     if ours is None or theirs is None or ours.is_same_run(theirs):
@@ -262,7 +264,7 @@ def end(orchestrator: LocalOrchestrator, status: JobStatus, *, at_once: bool = F
     say(f"{status.id} has ended")
 
 
-def stop(part: Part, runs: RunSelector, everything: bool, at_once: bool) -> None:
+def stop(part: MachineRole, runs: RunSelector, everything: bool, at_once: bool) -> None:
     from ludus.launch.local import LocalOrchestrator
 
     orchestrator = LocalOrchestrator()
@@ -279,13 +281,13 @@ def stop(part: Part, runs: RunSelector, everything: bool, at_once: bool) -> None
 
 def _check_ports(job: Job) -> None:
     """Somebody else's service is not a head of ours. Asked after our own earlier one has ended."""
-    from ludus.process.job_env import PORTS, Surroundings, is_free
+    from ludus.process.job_env import PORTS, JobEnv, is_port_free
 
-    around = Surroundings.of(job.roles[0].environment)
+    around = JobEnv.from_environ(job.roles[0].environment)
     if around is None or around.node != 0:
         return
     for port in range(around.port, around.port + PORTS):
-        if not is_free(port):
+        if not is_port_free(port):
             raise UsageError(
                 f"Port {port} of this machine is in use.",
                 "Choose another one with --port, the same on all machines (the two after it must be free, too).",
@@ -295,7 +297,7 @@ def _check_ports(job: Job) -> None:
 # -- looking --------------------------------------------------------------------------------------------------------------
 
 
-def show_status(part: Part, runs: RunSelector, as_json: bool, *, machines: bool = False) -> None:
+def show_status(part: MachineRole, runs: RunSelector, as_json: bool, *, machines: bool = False) -> None:
     """Of what runs here; of what ran last, if nothing does. Exit code 1: nothing does. `machines`: and who is in its Ray."""
     from ludus.launch.local import LocalOrchestrator
 

@@ -17,7 +17,7 @@ from ludus.cli.clusters import jobs
 from ludus.errors import LudusError, UnknownName, UsageError
 
 if TYPE_CHECKING:
-    from ludus.launch.cluster_file import Target
+    from ludus.launch.cluster_file import ClusterConfig
     from ludus.launch.job import Job, Orchestrator
     from ludus.launch.slurm.backend import SlurmOrchestrator
 
@@ -110,14 +110,14 @@ def submit(
 
     ludus submit --on slurm --nodes 3 --time 02:00:00 -- train ALE/Pong-v5 --run APPO --num-workers auto
     """
-    from ludus.launch.cluster_file import Target, launched, load_target, opened
-    from ludus.launch.job import checked
+    from ludus.launch.cluster_file import ClusterConfig, load_cluster_file, open_backend, plan_command
+    from ludus.launch.job import check_job
 
     say: Say = _unsaid if quiet else jobs.say
     if redis_password is not None:
         say("--redis-password is ignored: Ray no longer uses a Redis password; every job has its own token")
-    begun = load_target(file) if file is not None else Target()
-    target = begun.merged(
+    begun = load_cluster_file(file) if file is not None else ClusterConfig()
+    target = begun.merge(
         on=on, name=name, nodes=nodes, min_nodes=min_nodes, learner_nodes=learner_nodes, wait_s=wait_s, cpus=cpus, gpus=gpus, memory=memory,
         environment=_environment(begun, env), secrets=_more(begun.secrets, secret), setup=_more(begun.setup, setup),
         python=python, workdir=workdir, grace_s=grace_s, iplist=iplist, identity=absolute(identity), known_hosts=absolute(known_hosts),
@@ -126,12 +126,12 @@ def submit(
     )  # fmt: skip
     if target.on == "local" and target.workdir is not None:
         _enter(Path(target.workdir))
-    launch = launched(target, words or [], os.environ)
+    launch = plan_command(target, words or [], os.environ)
     check_command(command_of(launch.job))
-    checked(launch.job, os.environ)  # also before a dry run: what would be refused is not printed
+    check_job(launch.job, os.environ)  # also before a dry run: what would be refused is not printed
     for notice in launch.notices:
         say(notice)
-    orchestrator = opened(target)
+    orchestrator = open_backend(target)
     if dry_run:
         files = orchestrator.render(launch.job)
         if (command := getattr(orchestrator, "command", None)) is not None:
@@ -204,7 +204,7 @@ def follow(found: jobs.Found, main: str, *, as_json: bool) -> jobs.Found:
 # -- in an allocation of Slurm --------------------------------------------------------------------------------------------
 
 
-def run_interactively(target: Target, orchestrator: Orchestrator, job: Job) -> int:
+def run_interactively(target: ClusterConfig, orchestrator: Orchestrator, job: Job) -> int:
     """In the foreground, in the allocation that we are in; without one, once more in one that `salloc` is asked for. The exit code."""
     slurm = _slurm(target, orchestrator)
     if _is_allocated():
@@ -217,7 +217,7 @@ def run_interactively(target: Target, orchestrator: Orchestrator, job: Job) -> i
         raise UsageError(f"{words[0]} cannot be run: {error.strerror}.", "--interactive needs Slurm on this machine.") from error
 
 
-def _slurm(target: Target, orchestrator: Orchestrator) -> SlurmOrchestrator:
+def _slurm(target: ClusterConfig, orchestrator: Orchestrator) -> SlurmOrchestrator:
     from ludus.launch.slurm.backend import SlurmOrchestrator
 
     if not isinstance(orchestrator, SlurmOrchestrator):
@@ -231,12 +231,12 @@ def _is_allocated() -> bool:
 
 def allocating(salloc: Sequence[str], words: Sequence[str]) -> list[str]:
     """This very command again, in an allocation; without the password that means nothing and would be seen once more."""
-    from ludus.launch.planner import IGNORED, option_of
+    from ludus.launch.planner import IGNORED_OPTION, option_of
 
     kept: list[str] = []
     skip = False
     for word in words:
-        if skip or option_of(word) == IGNORED:
+        if skip or option_of(word) == IGNORED_OPTION:
             skip = not skip and "=" not in word
         elif word != "--dry-run":
             kept.append(word)
@@ -273,7 +273,7 @@ def check_command(words: Sequence[str]) -> None:
     command.make_context(context.info_name, rest, parent=context.parent)
 
 
-def _environment(target: Target, given: Sequence[str] | None) -> dict[str, str] | None:
+def _environment(target: ClusterConfig, given: Sequence[str] | None) -> dict[str, str] | None:
     if not given:
         return None
     found = dict(target.environment)
@@ -292,7 +292,7 @@ def _more(known: Sequence[Any], given: Sequence[Any] | None) -> list[str] | None
     return [*map(str, known), *map(str, given)] if given else None
 
 
-def _rendered(target: Target, files: dict[str, str], as_json: bool) -> str:
+def _rendered(target: ClusterConfig, files: dict[str, str], as_json: bool) -> str:
     if as_json:
         return json.dumps({"on": target.on, "files": files})
     return "\n".join(f"==> {name} <==\n{text.rstrip(chr(10))}\n" for name, text in files.items()).rstrip("\n")

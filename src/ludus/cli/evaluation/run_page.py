@@ -71,11 +71,12 @@ _WRITTEN_BY_EVERY_RUN = ("seed", "min_time_s_per_iteration")
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `config:` that are not the defaults of the algorithm. Nothing is imported on behalf of the run."""
     from ludus.algorithms.base import ALGORITHMS, algorithm_class
-    from ludus.config import schema as configs
+    from ludus.config.schema import AlgorithmConfig
+    from ludus.config.validation import dump_config, parse_algorithm_config
 
     name = config.get("run", "PPO")
-    schema = algorithm_class(name).Config if name in ALGORITHMS else configs.AlgorithmConfig
-    defaults = flatten(configs.dumped(configs.algorithm_config(schema, {})))
+    schema = algorithm_class(name).Config if name in ALGORITHMS else AlgorithmConfig
+    defaults = flatten(dump_config(parse_algorithm_config(schema, {})))
     own = flatten(config.get("config") or {})
     derived = {key for key, value in defining_settings({f"config.{k}": v for k, v in own.items()}).items() if value is None}
     return {

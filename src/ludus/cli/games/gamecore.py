@@ -486,7 +486,7 @@ def _show(state: GameState, as_json: bool) -> None:
     if as_json:
         print(json.dumps(state.to_json()), flush=True)
         return
-    print(state.told(), flush=True)
+    print(state.describe(), flush=True)
     if state.over and state.result is not None:
         print(f"  {_result(state)}", flush=True)
 

@@ -17,7 +17,7 @@ from ludus.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from ludus.cli.serving.conformance_server import CheckServer
     from ludus.protocol.codec import SeatSpaces
-    from ludus.protocol.conformance import Finding, Summary
+    from ludus.protocol.conformance import CheckFinding, ConformanceReport
 
 _LOOK_S = 0.05
 
@@ -64,7 +64,7 @@ def check_game(
     token = read_token(token_file)
     check_exposure(host, token)
 
-    def tell(finding: Finding) -> None:
+    def tell(finding: CheckFinding) -> None:
         line = f"{finding.check.level:<8} {finding.check.rule}: {finding.seen}\n         → {finding.check.remedy}"
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
@@ -102,7 +102,7 @@ def read_spec(file: Path) -> dict[str, SeatSpaces]:
     """Raises UsageError, ConfigError."""
     import yaml
 
-    from ludus.protocol.codec import seats_from
+    from ludus.protocol.codec import parse_seats
 
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
@@ -110,10 +110,10 @@ def read_spec(file: Path) -> dict[str, SeatSpaces]:
         raise UsageError(f"Cannot read {file}: {error}.") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file} does not hold a mapping.", "Give observation_space and action_space, or seats.")
-    return seats_from(data)
+    return parse_seats(data)
 
 
-def print_summary(summary: Summary, as_json: bool) -> None:
+def print_summary(summary: ConformanceReport, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary.to_json()), flush=True)
         return

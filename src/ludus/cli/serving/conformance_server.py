@@ -12,23 +12,23 @@ import numpy as np
 
 from ludus.errors import Refused
 from ludus.gateway.actor import Actor
-from ludus.gateway.http_connection import Connection, Exchange, HttpLimits, Page
+from ludus.gateway.http_connection import HttpConnection, HttpExchange, HttpLimits, Page
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.gateway.sessions import SessionLimits
-from ludus.protocol.codec import ONLY_SEAT, SeatSpaces, encode, is_msgpack, plain_spec, random_action
+from ludus.protocol.codec import ONLY_SEAT, SeatSpaces, encode, is_msgpack, random_action, seats_to_spec
 from ludus.protocol.conformance import (
-    Answered,
-    Closed,
+    CheckFinding,
+    ClientDisconnected,
     Conformance,
+    ConformanceReport,
+    ConnectionClosed,
     Event,
-    Finding,
-    HungUp,
-    OldHttp,
-    Silenced,
-    Summary,
-    TurnedAway,
+    OldHttpVersion,
+    RequestRejected,
+    SessionTimedOut,
+    StepReplied,
 )
-from ludus.protocol.spec import END, TICK, About
+from ludus.protocol.spec import END, TICK, StartOptions
 
 
 class CheckServer:
@@ -37,7 +37,7 @@ class CheckServer:
     def __init__(
         self,
         conformance: Conformance,
-        tell: Callable[[Finding], None],
+        tell: Callable[[CheckFinding], None],
         seats: Mapping[str, SeatSpaces] | None = None,
         *,
         token: str | None = None,
@@ -52,11 +52,11 @@ class CheckServer:
             http=http or HttpLimits(),
             sessions=SessionLimits(silent_s=silent_s),
             token=token,
-            spec=plain_spec(seats) if seats else {},
+            spec=seats_to_spec(seats) if seats else {},
         )
         self._gateway: Gateway | None = None
         self._server: asyncio.Server | None = None
-        self.summary: Summary = conformance.summary()
+        self.summary: ConformanceReport = conformance.summary()
 
     async def start(self, bound: socket.socket) -> None:
         gateway = self._gateway = Gateway(lambda: CheckActor(self), self._settings, observer=self._refused)
@@ -76,12 +76,12 @@ class CheckServer:
         if self._gateway is not None:  # what happens because we leave is nobody's mistake
             self.report(self.conformance.observe(event))
 
-    def report(self, findings: list[Finding]) -> None:
+    def report(self, findings: list[CheckFinding]) -> None:
         for finding in findings:
             self._tell(finding)
 
     def _refused(self, refused: Refused) -> None:
-        self.see(TurnedAway(refused.error, refused.message))
+        self.see(RequestRejected(refused.error, refused.message))
 
 
 class CheckActor(Actor):
@@ -109,11 +109,11 @@ class CheckActor(Actor):
             self._judge(END, body)
             await asyncio.sleep(self._server.think_s)
         elif self.ended_by == "silent":
-            self._server.see(Silenced(self._session))
+            self._server.see(SessionTimedOut(self._session))
         return b""
 
     def _judge(self, kind: str, body: bytes) -> dict[str, Any]:
-        verdict = self._server.conformance.judge(kind, self._session, body)
+        verdict = self._server.conformance.check_body(kind, self._session, body)
         self._server.report(verdict.findings)
         if verdict.refused is not None:
             raise verdict.refused
@@ -127,60 +127,60 @@ class Desk:
         self._gateway = gateway
         self.see = server.see
         self.limits, self.loop, self.tokens = gateway.limits, gateway.loop, gateway.tokens
-        self.logs, self.logs_ticks = gateway.logs, gateway.logs_ticks
+        self.access_log, self.log_ticks = gateway.access_log, gateway.log_ticks
         self.direct_port = 0
-        self._connection: Connection | None = None
+        self._connection: HttpConnection | None = None
         self._steps = 0
 
-    def open_connection(self, connection: Connection) -> str:
+    def open_connection(self, connection: HttpConnection) -> str:
         self._connection = connection
         return self._gateway.open_connection(connection)
 
-    def authorize(self, connection: Connection) -> None:
+    def authorize(self, connection: HttpConnection) -> None:
         self._gateway.authorize(connection)
 
-    def is_authorized(self, connection: Connection) -> bool:
+    def is_authorized(self, connection: HttpConnection) -> bool:
         return self._gateway.is_authorized(connection)
 
-    def closed(self, connection: Connection) -> None:
-        self._gateway.closed(connection)
-        self.see(Closed(self._steps))
+    def close_connection(self, connection: HttpConnection) -> None:
+        self._gateway.close_connection(connection)
+        self.see(ConnectionClosed(self._steps))
 
-    def elsewhere(self, session: bytes) -> int:
+    def owner_elsewhere(self, session: bytes) -> int:
         return -1
 
-    def hand_over(self, connection: Connection, slot: int, data: bytes) -> bool:
+    def hand_over(self, connection: HttpConnection, slot: int, data: bytes) -> bool:
         return False
 
-    def step(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
+    def step(self, kind: str, session: bytes, seq: int, options: StartOptions, body: bytes, exchange: HttpExchange) -> None:
         self._steps += 1
         began = self._connection.began if self._connection else 0.0
         took = self.loop.time() - began if began else 0.0
         noted: Any = Noted(self, exchange, (kind, session, seq), body, took)
-        self._gateway.step(kind, session, seq, about, body, noted)
+        self._gateway.step(kind, session, seq, options, body, noted)
 
     def get(self, path: str, authorized: bool) -> Page:
         return self._gateway.get(path, authorized)
 
-    def refused(self, refused: Refused) -> None:
-        self._gateway.refused(refused)
+    def count_refusal(self, refused: Refused) -> None:
+        self._gateway.count_refusal(refused)
 
 
 class Noted:
     """An exchange whose reply is noted."""
 
-    def __init__(self, desk: Desk, exchange: Exchange, request: tuple[str, bytes, int], body: bytes, took_s: float) -> None:
+    def __init__(self, desk: Desk, exchange: HttpExchange, request: tuple[str, bytes, int], body: bytes, took_s: float) -> None:
         self._desk, self._exchange, self._request = desk, exchange, request
         self._hash, self._size, self._took_s = hash(body), len(body), took_s
 
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
         refused = {} if status == 200 else json.loads(body)
         error, message = refused.get("error", ""), refused.get("message", "")
-        self._desk.see(Answered(*self._request, status, error, message, self._hash, self._size, self._took_s))
+        self._desk.see(StepReplied(*self._request, status, error, message, self._hash, self._size, self._took_s))
         self._exchange.reply(status, body, retry_after_s, port)
 
 
-class Line(Connection):
+class Line(HttpConnection):
     """A connection that tells what only it can see."""
 
     def __init__(self, desk: Desk) -> None:
@@ -190,7 +190,7 @@ class Line(Connection):
 
     def data_received(self, data: bytes) -> None:
         if not self.began and b" HTTP/1.0\r" in data.partition(b"\n")[0]:
-            self._see(OldHttp())
+            self._see(OldHttpVersion())
         super().data_received(data)
 
     def eof_received(self) -> bool:
@@ -204,4 +204,4 @@ class Line(Connection):
     def _leave(self) -> None:
         if self.pending and not self._gone and not self.closing_at:
             self._gone = True
-            self._see(HungUp())
+            self._see(ClientDisconnected())

@@ -15,7 +15,7 @@ from ludus.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     from ludus.gateway.server import GatewaySettings
-    from ludus.serving.checkpoint_follower import Source
+    from ludus.serving.checkpoint_follower import CheckpointSource
     from ludus.serving.launcher import RunningService
     from ludus.serving.release import Backend
 
@@ -170,9 +170,9 @@ def serve(
     from ludus.process.host import stop_on_signals
     from ludus.serving import log_format as logs
     from ludus.serving.canary import CanarySettings
-    from ludus.serving.checkpoint_follower import Offering, named_sources
+    from ludus.serving.checkpoint_follower import UpdateSettings, parse_sources
     from ludus.serving.launcher import RunningService
-    from ludus.serving.worker import Recording, ServiceSettings
+    from ludus.serving.worker import ReplaySettings, ServiceSettings
 
     form = _one_of("--log-format", log_format, logs.FORMS)
     logs.configure(form, "main")
@@ -184,7 +184,7 @@ def serve(
         raise UsageError("--log-ticks adds to the access log, and there is none.", "Add --access-log FILE.")
     if follow and version is not None:
         raise UsageError("--follow and --version do not go together.", "Leave one of them out, or offer the version by --level.")
-    recording = None if record is None else Recording(record, record_fraction, record_mb << 20)
+    recording = None if record is None else ReplaySettings(record, record_fraction, record_mb << 20)
     settings = ServiceSettings(
         temperature=temperature,
         max_live_versions=max_live_versions,
@@ -195,7 +195,7 @@ def serve(
         log_form=form,
     )
     trial = CanarySettings(hold_s=canary_s, min_requests=canary_requests)
-    offering = Offering(_backend(backend), version, tuple(level or ()), follow, canary_percent=canary, canary=trial)
+    offering = UpdateSettings(_backend(backend), version, tuple(level or ()), follow, canary_percent=canary, canary=trial)
     gateway = GatewaySettings(
         token_file=token_file,
         token_rate=rate,
@@ -204,7 +204,7 @@ def serve(
     )
     with stop_on_signals() as stop:
         try:
-            sources = named_sources(runs, local_dir)
+            sources = parse_sources(runs, local_dir)
             if not json_:
                 proven = "" if backend == "torch" else f", as {backend}, and comparing it with the network"
                 say(f"loading {', '.join(source.where for source in sources.values())}{proven} …")
@@ -224,7 +224,7 @@ def serve(
 
 
 def _limited(
-    gateway: GatewaySettings, sources: dict[str, Source], tick_s: float | None, silent_s: float | None, most: int | None
+    gateway: GatewaySettings, sources: dict[str, CheckpointSource], tick_s: float | None, silent_s: float | None, most: int | None
 ) -> GatewaySettings:
     """What the first run accepted in training, unless the command line says otherwise."""
     http, limits = next(iter(sources.values())).limits()
@@ -238,7 +238,7 @@ def _announce(running: RunningService, workers: int, secure: bool, as_json: bool
     from ludus.cli.output import say
 
     host, port = running.fleet.address
-    versions = {name: agent.current for name, agent in running.follower.lineup.agents.items()}
+    versions = {name: agent.current for name, agent in running.follower.routes.agents.items()}
     if as_json:
         print(json.dumps({"host": host, "port": port, "workers": workers, "versions": versions}), flush=True)
         return

@@ -78,9 +78,9 @@ class Asked:
 
 def solved_at(data: Mapping[str, Any]) -> float:
     """The return at which an experiment has done its work: its own target, or that of its environment. Raises UsageError."""
-    from ludus.config import schema as configs
+    from ludus.config.translation import translate_experiment
 
-    found = configs.read_experiment(data).data
+    found = translate_experiment(data).data
     target, env = found.get("target"), found.get("env")
     if isinstance(target, Mapping) and isinstance(target.get("return_mean"), (int, float)):
         return float(target["return_mean"])
@@ -164,7 +164,7 @@ def _check_overrides(given: Mapping[str, Any]) -> None:
     """--set and -cp are stronger than what the fleet itself says."""
     for option, path in _overridden(given):
         key = path.removeprefix("config.")
-        present = rllib_keys.present(rllib_keys.EXPERIMENT if key == "memory" else rllib_keys.CONFIG, key)
+        present = rllib_keys.canonical_name(rllib_keys.EXPERIMENT if key == "memory" else rllib_keys.CONFIG, key)
         if present in _OVERRIDDEN:  # its value is not shown: it may be a URL with a password
             raise UsageError(f"{option} {path} cannot stand beside -dc: {_OVERRIDDEN[present]}.", "Leave it out.")
 

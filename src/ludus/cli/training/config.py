@@ -46,16 +46,16 @@ def check(
     A file that passes starts with `ludus train -f FILE` on this machine.
     """
     from ludus.cli.training.config_check import check_file
-    from ludus.config import schema as configs
-    from ludus.models.custom.loader import look_in
+    from ludus.config.experiment_file import load_experiments
+    from ludus.models.custom.loader import add_search_directory
 
-    look_in(file.parent)
+    add_search_directory(file.parent)
     found = check_file(file, {} if num_gpus is None else {"num_gpus": num_gpus})
     for notice in found.notices:
         print(notice)
     if found.errors:
         raise ConfigError("\n".join(found.errors))
-    names = list(configs.load_experiments(file))
+    names = list(load_experiments(file))
     print(f"{file}: {', '.join(names)}: no errors.")
 
 
@@ -76,10 +76,10 @@ def convert(
 
     Exit code 1 when something was dropped that changes the experiment: the file is written, and the keys are listed.
     """
-    from ludus.config import schema as configs
+    from ludus.config.experiment_file import load_experiments
     from ludus.experiments.validation.convert import convert as modern
 
-    converted = modern(configs.load_experiments(file), file.name, with_defaults=with_defaults)
+    converted = modern(load_experiments(file), file.name, with_defaults=with_defaults)
     _write(converted.text, out)
     if converted.lost:
         keys = "\n".join(converted.lost)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.config import schema as configs
 from ludus.config import search_space
-from ludus.config.problem import Complaint, ConfigErrors
+from ludus.config.experiment_file import experiment_line_numbers, load_experiments
+from ludus.config.overrides import remove_spellings
+from ludus.config.problem import ConfigErrors, ConfigProblem
+from ludus.config.translation import translate_config, translate_experiment
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
 from ludus.experiments.resolve import resolve
 from ludus.experiments.validation import validate
@@ -23,8 +25,8 @@ class Places:
     """Finds the line of a key in the file that an experiment was read from."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self._experiments = file, configs.load_experiments(file)
-        self._lines = configs.lines_of_experiments(file)
+        self._file, self._experiments = file, load_experiments(file)
+        self._lines = experiment_line_numbers(file)
 
     def line(self, name: str, path: str, data: Mapping[str, Any]) -> int:
         """Of the key, or of the section in which it is missing; 0 if its value in `data` is not the file's."""
@@ -66,7 +68,7 @@ def check_file(file: Path, config: Mapping[str, Any] | None = None) -> Checked:
     """Of all experiments of a file. `config`: keys of `config:` that come from the command line."""
     experiments = {
         name: {**data, "config": _overridden(data.get("config"), config)} if config else data
-        for name, data in configs.load_experiments(file).items()
+        for name, data in load_experiments(file).items()
     }
     validate.trust_names(experiments)
     return check_experiments(experiments, file)
@@ -76,7 +78,7 @@ def _overridden(inner: Any, config: Mapping[str, Any]) -> Any:
     if inner is not None and not isinstance(inner, dict):
         return inner
     out = dict(inner or {})
-    configs.give_way(out, "config", config)
+    remove_spellings(out, "config", config)
     return out | dict(config)
 
 
@@ -90,7 +92,9 @@ def check_experiments(experiments: Experiments, file: Path | None = None) -> Che
     return out
 
 
-def _located(found: Sequence[Complaint], name: str, data: Mapping[str, Any], places: Places | None, several: bool) -> list[str]:
+def _located(
+    found: Sequence[ConfigProblem], name: str, data: Mapping[str, Any], places: Places | None, several: bool
+) -> list[str]:
     """The sentences in the order of their lines, each with its place."""
     prefix = f"{name}: " * several
     if places is None:
@@ -124,7 +128,7 @@ def located_errors(name: str, data: Mapping[str, Any], file: Path | None) -> Ite
         raise ConfigError(places.prefix(places.line(name, path, data)) + error.message, error.hint) from error
 
 
-def errors_of(name: str, data: Mapping[str, Any]) -> list[Complaint]:
+def errors_of(name: str, data: Mapping[str, Any]) -> list[ConfigProblem]:
     """Everything that would keep an experiment from starting on this machine."""
     whole = {"name": name, **data}
     found = validate.of_experiment(whole)
@@ -136,9 +140,9 @@ def errors_of(name: str, data: Mapping[str, Any]) -> list[Complaint]:
         else:
             resolve(_with_a_number_of_workers(whole))
     except ConfigErrors as error:
-        return error.complaints
+        return error.problems
     except (UsageError, EnvironmentFault) as error:
-        return [Complaint(line, _path_in(line)) for line in str(error).splitlines()]
+        return [ConfigProblem(line, _path_in(line)) for line in str(error).splitlines()]
     return []
 
 
@@ -150,8 +154,8 @@ def _path_in(line: str) -> str:
 
 def _with_a_number_of_workers(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """`auto` is chosen by measuring the environment, which a check does not do."""
-    top = configs.read_experiment(data).data
-    inner = configs.read_config(top.get("config") or {}).data
+    top = translate_experiment(data).data
+    inner = translate_config(top.get("config") or {}).data
     if inner.get("num_workers") != "auto":
         return data
     return {**top, "config": {key: value for key, value in inner.items() if key not in ("num_workers", "train_batch_size")}}

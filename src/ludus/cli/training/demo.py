@@ -17,7 +17,8 @@ def demo(
     from ludus.cli.output import here, say
 
     say("Training CartPole-v1 with PPO until the mean return of 100 episodes is 475 …")
-    from ludus.config import schema as configs
+    from ludus.config.experiment_file import load_experiments
+    from ludus.config.overrides import apply_override
     from ludus.envs.vector_env import make_one
     from ludus.experiments import runner
     from ludus.experiments.control.training_display import TrainingDisplay
@@ -25,8 +26,8 @@ def demo(
     from ludus.experiments.runs.plot import plot
 
     with resources.as_file(resources.files("ludus.experiments.presets") / "cartpole-fast.yaml") as path:
-        ((name, data),) = configs.load_experiments(path).items()
-    configs.override(data, f"config.seed={seed}")
+        ((name, data),) = load_experiments(path).items()
+    apply_override(data, f"config.seed={seed}")
     with TrainingDisplay() as display:
         result = runner.train({"name": name, **data}, local_dir=local_dir, sinks=[display])
     if result.stopped_by.startswith("interrupted"):

@@ -20,7 +20,7 @@ from ludus.compat.coach.fleet_ini import FleetFile, load_fleet_file
 from ludus.core import trust
 from ludus.errors import ConfigError, LudusError, StoreError, UsageError
 from ludus.launch import redis_role
-from ludus.launch.job import Job, JobStatus, Orchestrator, Role, checked, open_orchestrator, wait
+from ludus.launch.job import Job, JobStatus, Orchestrator, Role, check_job, open_orchestrator, wait
 from ludus.launch.supervisor import STEADY_S
 from ludus.transport.message_stream import PASSWORD
 
@@ -137,7 +137,7 @@ def fleet_job(file: FleetFile, name: str, arguments: Sequence[str], workers: int
     if file.redis_url is None:
         roles.insert(0, Role(MEMORY, redis_role.command(port), 1, "always"))
     secrets = tuple(name for name in (PASSWORD, *(AWS_SECRETS if file.s3 is not None else ())) if os.environ.get(name))
-    return checked(Job(name, tuple(roles), LEARNER, secrets, GRACE_S, file.place(name)))
+    return check_job(Job(name, tuple(roles), LEARNER, secrets, GRACE_S, file.place(name)))
 
 
 def use_credentials(file: FleetFile, environ: MutableMapping[str, str], say: Say = lambda sentence: None) -> None:

@@ -124,9 +124,9 @@ def train(
     _use_temp_dir(temp_dir)
     note = note_of_job(voice)
 
-    from ludus.config import schema as configs
+    from ludus.config.overrides import parse_stop_values
 
-    stops = configs.stop_values(stop or [])
+    stops = parse_stop_values(stop or [])
     workers = workers_of(num_workers, num_cpus)
     asked = coach_options.Asked(save_secs, until_solved, use_cpu, evaluation_worker)
     own = {"num_envs_per_worker": num_envs, "num_learners": num_learners, "num_gpus": num_gpus, "seed": seed}
@@ -248,8 +248,8 @@ def _refuse(nodes: int | None, upload_dir: str | None, score: str | None) -> Non
         )
     from ludus.config.aliases import rllib_keys
 
-    foreign = rllib_keys.FOREIGN[rllib_keys.EXPERIMENT]["checkpoint_score_attr"]
-    if score is not None and not foreign.says_the_same(score):
+    foreign = rllib_keys.UNSUPPORTED[rllib_keys.EXPERIMENT]["checkpoint_score_attr"]
+    if score is not None and not foreign.matches_default(score):
         raise UsageError(f"--checkpoint-score-attr {score} {foreign.why}")
 
 
@@ -279,7 +279,7 @@ def mapping_of(option: str, text: str | None) -> dict[str, Any]:
     """JSON, or YAML, which contains it."""
     if text is None:
         return {}
-    from ludus.config.schema import parse_yaml
+    from ludus.io.yaml_documents import parse_yaml
 
     found = parse_yaml(text, option)
     if not isinstance(found, dict):
@@ -333,9 +333,9 @@ class Starter:
     def run_all(self, experiments: Experiments, source: Source | None, resources: Mapping[str, Any]) -> None:
         """One that fails is reported, and the others are run all the same; an interruption ends them all."""
         if source is not None:
-            from ludus.models.custom.loader import look_in
+            from ludus.models.custom.loader import add_search_directory
 
-            look_in(source.parent)
+            add_search_directory(source.parent)
         from ludus.cli.training.config_check import located_errors
 
         several = len(experiments) > 1
@@ -440,7 +440,7 @@ class Starter:
 
     def _noted(self, name: str, data: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
         """(the run that an earlier life of this job has begun, or where it was about to begin it). Raises StoreError."""
-        from ludus.config.schema import read_experiment
+        from ludus.config.translation import translate_experiment
         from ludus.experiments.runs.remote_runs import directory_of, display_path
         from ludus.experiments.runs.run_dir import Run, holds_run
 
@@ -451,7 +451,7 @@ class Starter:
         if not holds_run(directory):
             self.voice(f"{display_path(directory)}, which {self.note.path} names, holds no run: starting a new one")
             return None, directory
-        ours, theirs = (read_experiment(each).data for each in (data, Run.open(directory).config()))
+        ours, theirs = (translate_experiment(each).data for each in (data, Run.open(directory).config()))
         if (ours.get("env"), ours.get("run", "PPO")) != (theirs.get("env"), theirs.get("run", "PPO")):
             self.voice(f"what {self.note.path} says is ignored: {display_path(directory)} is another experiment's")
             return None, None

@@ -96,7 +96,7 @@ def tune(
 ) -> None:
     """Sweep over seeds and hyper-parameters; Ctrl-C saves all trials, --resume continues."""
     from ludus.cli.training.train import experiments_from, log_at, mapping_of, note_of_job, source_of
-    from ludus.config import schema as configs
+    from ludus.config.overrides import parse_stop_values
 
     log_at(2 if debug else 0)
     shell = Shell(quiet, json_, local_dir, (address, ray_num_cpus, ray_object_store_memory), max_concurrent)
@@ -128,10 +128,10 @@ def tune(
         raise UsageError("--retry-failed is for a sweep that has failed trials.", "Add --resume DIR.")
     source = source_of(file, preset, level)
     if source is not None:
-        from ludus.models.custom.loader import look_in
+        from ludus.models.custom.loader import add_search_directory
 
-        look_in(source.parent)
-    stops = configs.stop_values(stop or [])
+        add_search_directory(source.parent)
+    stops = parse_stop_values(stop or [])
     found = experiments_from(
         source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), set_ or []
     )
@@ -277,7 +277,7 @@ def _print_table(result: SweepResult, *, to_stderr: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ludus.config.search_space import brief
+    from ludus.config.search_space import format_value
 
     console = Console(file=sys.stderr if to_stderr else sys.stdout, soft_wrap=False)
     names = list(dict.fromkeys(name for row in result.results for name in row["settings"]))
@@ -289,7 +289,7 @@ def _print_table(result: SweepResult, *, to_stderr: bool) -> None:
     for name in (_short(result.metric), *(["mean (seeds)"] if repeated else []), "steps", "time", "status"):
         table.add_column(name, justify="right")
     for number, row in enumerate(result.results[:_ROWS]):
-        settings = [brief(row["settings"].get(name, "")) for name in names]
+        settings = [format_value(row["settings"].get(name, "")) for name in names]
         values = [_value(row["value"])]
         if repeated:
             values.append("–" if row["value_mean"] is None else f"{_value(row['value_mean'])} ({row['value_n']})")

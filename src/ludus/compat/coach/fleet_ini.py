@@ -22,7 +22,7 @@ from ludus.core.plugins import did_you_mean
 from ludus.errors import ConfigError, UsageError
 from ludus.io.yaml_documents import read_text
 from ludus.launch.job import ORCHESTRATORS, PLANNED
-from ludus.storage.s3_url import Address, check_endpoint
+from ludus.storage.s3_url import S3Url, check_endpoint
 from ludus.transport.message_stream import PASSWORD, split_password
 
 SECTIONS = ("ludus", "coach")
@@ -60,7 +60,7 @@ class FleetFile:
     redis_password_file: Path | None = None
     data_store: str = "local"
     path: Path = Path("runs")
-    s3: Address | None = None
+    s3: S3Url | None = None
     credentials: Path | None = None
     notices: tuple[str, ...] = ()
 
@@ -199,7 +199,7 @@ def _store(found: FleetFile, values: Mapping[str, str], beside: Path, notice: Ca
         raise ConfigError(f"s3_bucket_name = {bucket} is more than a bucket.", "What follows it is s3_prefix.")
     prefix = values.get("s3_prefix", "").strip("/")
     try:
-        address = Address.parse(f"s3://{bucket}{'/' if prefix else ''}{prefix}")
+        address = S3Url.parse(f"s3://{bucket}{'/' if prefix else ''}{prefix}")
         end_point = _end_point(values.get("s3_end_point", ""))
     except UsageError as error:
         raise ConfigError(error.message, error.hint) from error

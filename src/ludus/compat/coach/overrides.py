@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ludus.config import schema as configs
 from ludus.config.aliases import rllib_keys
+from ludus.config.overrides import translate_schedule
+from ludus.config.schema import ExperimentConfig
+from ludus.config.translation import key_names
 from ludus.core.plugins import did_you_mean
 from ludus.errors import ConfigError
 from ludus.io.yaml_documents import parse_yaml
@@ -100,7 +102,7 @@ _QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"")
 def _value(text: str, path: str) -> Any:
     if not text:
         raise ConfigError(f"{_OPTION} {path}= has no value.")
-    counted = rllib_keys.counted(text)
+    counted = rllib_keys.parse_count(text)
     if counted is not None:
         return text  # read together with its key
     if found := _LINEAR.fullmatch(text):
@@ -159,7 +161,7 @@ def _number_of_steps(path: str, dqn: str) -> Meaning:
     """A number of steps of the environment, however it is written."""
 
     def meaning(value: Any, run: str) -> Mapping[str, Any]:
-        found = rllib_keys.counted(value)
+        found = rllib_keys.parse_count(value)
         if found is None or found[0] != "timesteps":
             raise ValueError("is counted in steps of the environment here: EnvironmentSteps(…)")
         return {dqn if run == "DQN" else path: found[1]}
@@ -192,12 +194,12 @@ def _synchronization(value: Any, _: str) -> Mapping[str, Any]:
 
 
 def _scheduled(key: str) -> Meaning:
-    return lambda value, _: configs.scheduled(key, value) or {}
+    return lambda value, _: translate_schedule(key, value) or {}
 
 
 _FILMS = "is done afterwards: ludus rollout RUN --video"
 _LAYERS = "is written  config.model.fcnet_hiddens: [64, 64]  here"
-_SCHEDULE = (*rllib_keys.SCHEDULE, "improve_steps")
+_SCHEDULE = (*rllib_keys.COACH_SCHEDULE, "improve_steps")
 _MAIN = "agent_params.network_wrappers.main"
 
 COACH: Mapping[str, Meaning] = {
@@ -284,13 +286,13 @@ def _ours(given: Assignment, run: str) -> Mapping[str, Any]:
         raise ConfigError(f"{_OPTION}: nothing here is what Coach calls {given.path!r}.", _nearest(given.path))
     if not _is_a_key(given.path):
         raise ConfigError(f"{_OPTION}: there is no key {given.path!r}.", _nearest(given.path))
-    if rllib_keys.counted(given.value) is not None and not isinstance(given.value, int):
+    if rllib_keys.parse_count(given.value) is not None and not isinstance(given.value, int):
         raise ConfigError(f"{_OPTION} {given.path}={given.value}: it is a number.", f"Write  {given.path}={_bare(given.value)}")
     return {given.path: given.value}
 
 
 def _bare(value: Any) -> int:
-    found = rllib_keys.counted(value)
+    found = rllib_keys.parse_count(value)
     return 0 if found is None else found[1]
 
 
@@ -298,10 +300,10 @@ def _names() -> set[str]:
     """Of all keys of experiments and their algorithms, by any spelling; below `config` without saying so."""
     from ludus.algorithms.base import config_schemas
 
-    found = {name for schema in config_schemas().values() for name in configs.names_of(schema)} - {"lambda_"}
+    found = {name for schema in config_schemas().values() for name in key_names(schema)} - {"lambda_"}
     for section in (rllib_keys.EXPERIMENT, rllib_keys.CONFIG):
-        found |= {*rllib_keys.RENAMED[section], *rllib_keys.TRANSLATED[section], *rllib_keys.FOREIGN[section]}
-    return found | {"lambda", *configs.names_of(configs.ExperimentConfig)}
+        found |= {*rllib_keys.RENAMED[section], *rllib_keys.TRANSLATED[section], *rllib_keys.UNSUPPORTED[section]}
+    return found | {"lambda", *key_names(ExperimentConfig)}
 
 
 def _is_a_key(path: str) -> bool:

@@ -1,8 +1,7 @@
-"""Names that keys have had in RLlib, from its first releases to today, and those of Coach's schedules: what they are called
-here, or why they are not here. Those of Stable-Baselines3, CleanRL and ML-Agents come from `sb3_cleanrl.py`.
+"""Keys of RLlib (all releases) and of Coach's schedules: our equivalent, or why there is none.
 
-Three tables for every section of an experiment: another name of the same thing, a value that is written in another way, and
-a key without a meaning here, with the reason. A key is read once, here; `config.py` knows present names only.
+Each section of an experiment has three tables: `RENAMED` (same value, other name), `TRANSLATED` (the value changes too) and
+`UNSUPPORTED` (with the reason). `sb3_cleanrl` adds the keys of other libraries. The schema itself has only current names.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludus.config.aliases import rllib_values, sb3_cleanrl
-from ludus.config.problem import Complaint
+from ludus.config.problem import ConfigProblem
 
 SEARCHES = ("grid_search", "choice", "uniform", "quniform", "loguniform", "qloguniform", "randint", "qrandint", "randn")
 """Words that, as the only key of a mapping, make a value one that a sweep chooses."""
@@ -91,17 +90,18 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     EVALUATION: {},
     MULTIAGENT: {"policy_mapping_fn": "policy_mapping"},
 }
-"""Section → another name → the name here. What it means is the same."""
+"""Section → other name → our name. The value is the same."""
 
-Translation = Callable[[Any, Mapping[str, Any]], Mapping[str, Any] | str]
-"""(value, its whole section) → what it is here, by dotted paths below `config`; or, of a key that is ignored, the reason for the
-notice. Raises ValueError with the reason of a refusal."""
+KeyTranslator = Callable[[Any, Mapping[str, Any]], Mapping[str, Any] | str]
+"""(value, its whole section) → our values by dotted path below `config`; or the reason why the key is ignored.
 
-Reader = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
-"""One that never ignores the key."""
+Raises ValueError with the reason why it is rejected."""
+
+ValueTranslator = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+"""A KeyTranslator that never ignores the key."""
 
 
-# -- values that are written in another way -----------------------------------------------------------------------------
+# -- translated values --------------------------------------------------------------------------------------------------
 
 
 def _framework(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any] | str:
@@ -111,7 +111,7 @@ def _framework(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any] | st
         raise ValueError("is torch, tf or tf2")
     model = section.get("model")
     if isinstance(model, Mapping) and model.get("custom_model"):
-        raise ValueError("names TensorFlow beside a custom_model, and a custom_model here is a PyTorch nn.Module")
+        raise ValueError("names TensorFlow together with a custom_model, and a custom_model here is a PyTorch nn.Module")
     return "the same layers are built with PyTorch"
 
 
@@ -126,15 +126,15 @@ def _is_torch(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any] | str
 
 
 def _restarts(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A worker that is lost is replaced: that is what tolerating its loss has become."""
+    """Lost workers are restarted by default; only false changes that."""
     _need_bool(value)
-    again = ("recreate_failed_workers", "recreate_failed_env_runners", "restart_failed_env_runners")
-    if value or any(section.get(key) for key in again):
+    restart_keys = ("recreate_failed_workers", "recreate_failed_env_runners", "restart_failed_env_runners")
+    if value or any(section.get(key) for key in restart_keys):
         return {}
     return {"max_worker_restarts": 0}
 
 
-def _same_or(key: str, words: Mapping[Any, Any]) -> Translation:
+def _same_or(key: str, words: Mapping[Any, Any]) -> KeyTranslator:
     def translate(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
         hashable = value is None or isinstance(value, (str, int, float))
         return {key: words[value]} if hashable and value in words else {key: value}
@@ -142,7 +142,7 @@ def _same_or(key: str, words: Mapping[Any, Any]) -> Translation:
     return translate
 
 
-def _dropped_if(key: str, nothing: Any) -> Translation:
+def _dropped_if(key: str, nothing: Any) -> KeyTranslator:
     return lambda value, _: {} if value is nothing else {key: value}
 
 
@@ -156,28 +156,28 @@ def _evaluation_interval(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _evaluation_duration(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
     if _no_evaluations(section.get("evaluation_interval", 1)):
-        return {"evaluation_duration": 0}  # of evaluations that never are
+        return {"evaluation_duration": 0}
     if value == "auto":
         raise ValueError(
-            "is a number of episodes here; evaluations beside the training (evaluation_num_workers) do not hold it up"
+            "is a number of episodes here; evaluations in parallel to training (evaluation_num_workers) do not delay it"
         )
     return {"evaluation_duration": value}
 
 
-def _per_learner(key: str) -> Translation:
+def _per_learner(key: str) -> KeyTranslator:
     def translate(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
         if key == "num_gpus" and section.get("_fake_gpus") is True:
             return {"num_gpus": 0}
         learners = section.get("num_learners", section.get("num_learner_workers", 1))
         if not isinstance(value, (int, float)) or not isinstance(learners, int):
-            raise ValueError(f"is multiplied by num_learners, and one of them is no number; write {key}")
+            raise ValueError(f"is multiplied by num_learners, and one of them is not a number; write {key}")
         return {key: value * max(1, learners)}
 
     return translate
 
 
 def _conv_filters(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
-    """[[channels, [kernel, kernel], stride], …], as RLlib wrote them."""
+    """Translate RLlib's form [[channels, [kernel, kernel], stride], …]."""
     if not isinstance(value, list):
         return {"model.conv_filters": value}
     return {"model.conv_filters": [_filter(one) for one in value]}
@@ -208,7 +208,7 @@ def _exploration(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind == "StochasticSampling" and not {key for key in rest if key != "random_timesteps" or rest[key]}:
         return {}
     if kind != "EpsilonGreedy":
-        raise ValueError(f"names {kind}, which is not here: policies draw from their own distribution, DQN is epsilon-greedy")
+        raise ValueError(f"names {kind}, which is not supported: policies sample their own distribution, DQN is epsilon-greedy")
     unknown = sorted(
         set(rest) - {"initial_epsilon", "final_epsilon", "epsilon_timesteps", "warmup_timesteps", "epsilon_schedule"}
     )
@@ -219,14 +219,14 @@ def _exploration(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     start, end = rest.get("initial_epsilon", 1.0), rest.get("final_epsilon", 0.05)
     warm, steps = rest.get("warmup_timesteps", 0), rest.get("epsilon_timesteps", 10_000)
     if not all(isinstance(number, (int, float)) for number in (start, end, warm, steps)):
-        raise ValueError("is made of numbers")
+        raise ValueError("needs numbers")
     if warm + steps < 1:
         return {"epsilon": end}
     return {"epsilon": [[int(warm), start], [int(warm + max(1, steps)), end]]}
 
 
-def buffer_kind(name: Any) -> str:
-    """How steps are drawn from what RLlib calls by this name; '' if it is none of its buffers."""
+def buffer_type(name: Any) -> str:
+    """Return the type of replay buffer for a class name of RLlib; '' if it is not one of its buffers."""
     found = re.fullmatch(r"(MultiAgent)?(Prioritized)?(Episode)?ReplayBuffer", str(name).rpartition(".")[2])
     return "" if found is None else "PrioritizedReplayBuffer" if found[2] else "ReplayBuffer"
 
@@ -236,10 +236,10 @@ _BETA_ANNEALING = ("prioritized_replay_beta_annealing_timesteps", "final_priorit
 
 
 def _replay(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """When learning begins is not a matter of the buffer."""
+    """Translate the buffer section; the start of learning is a key of the algorithm here."""
     if isinstance(value, Mapping):
         value = {key: given for key, given in value.items() if key not in _REPLACED or not _is_unset(given)}
-        value |= {"type": kind} if (kind := buffer_kind(value.get("type"))) else {}
+        value |= {"type": kind} if (kind := buffer_type(value.get("type"))) else {}
         if any(key in value for key in _BETA_ANNEALING):
             beta = rllib_values.beta_schedule(value)
             value = {key: given for key, given in value.items() if key not in _BETA_ANNEALING} | {"prioritized_replay_beta": beta}
@@ -251,7 +251,7 @@ def _replay(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError("holds learning_starts and min_size_for_sampling, which mean the same, with different values. Keep one")
     out = {"replay_buffer_config": rest} if rest else {}
     beside = [section[key] for key in ("num_steps_sampled_before_learning_starts", "learning_starts") if key in section]
-    if beside and not _is_unset(beside[0]):  # the buffer may be drawn from earlier than the algorithm learns
+    if beside and not _is_unset(beside[0]):  # the algorithm's key takes precedence
         return out
     return {"num_steps_sampled_before_learning_starts": starts.pop()} | out
 
@@ -261,15 +261,15 @@ _REPLACED = (
     *("learning_starts", "target_update_frequency", "replay_batch_size", "replay_mode", "replay_sequence_length"),
     *("timesteps_per_iteration", "min_iter_time_s", "min_time_s_per_reporting", "worker_side_prioritization"),
 )
-"""Keys that RLlib has replaced by others. It writes −1 for them into what it dumps: nobody has set them."""
+"""Deprecated keys of RLlib. Its dumped configs contain −1 for them, which means unset."""
 
 
 def _is_unset(value: Any) -> bool:
     return type(value) is int and value == -1
 
 
-def _of_no_effect(key: str, off: Any, why: str) -> Translation:
-    """A number for a part that `key` turns on, and that is off."""
+def _of_no_effect(key: str, off: Any, why: str) -> KeyTranslator:
+    """Accept a number that has no effect as long as `key` has the value `off`; otherwise raise ValueError(why)."""
 
     def translate(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
         if section.get(key, off) != off or not isinstance(value, (int, float)):
@@ -305,7 +305,7 @@ def _checkpoint_config(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     if unknown:
         raise ValueError(f"has no {', '.join(map(repr, unknown))} here")
     if value.get("checkpoint_score_order", "max") != "max":
-        raise ValueError("names an order, and the best checkpoint is the one with the highest return")
+        raise ValueError("has checkpoint_score_order: min; the best checkpoint is always the one with the highest return")
     return {names[key]: given for key, given in value.items() if names[key]}
 
 
@@ -313,15 +313,15 @@ def _horizon(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     return {} if value is None else {"preprocess.max_episode_steps": value}
 
 
-_COUNTED = re.compile(r"\s*(EnvironmentSteps|EnvironmentEpisodes|TrainingSteps)\s*\(\s*([0-9][0-9_]{0,18})\s*\)\s*")
-"""How Coach writes a number of something."""
+_COUNT = re.compile(r"\s*(EnvironmentSteps|EnvironmentEpisodes|TrainingSteps)\s*\(\s*([0-9][0-9_]{0,18})\s*\)\s*")
+"""Coach's form of a count."""
 
 
-def counted(value: Any) -> tuple[str, int] | None:
-    """('timesteps' | 'episodes' | 'iterations', number) of `EnvironmentEpisodes(50)` or of a plain number, which counts steps."""
+def parse_count(value: Any) -> tuple[str, int] | None:
+    """Parse `EnvironmentEpisodes(50)`, or a plain number of steps, to ('timesteps' | 'episodes' | 'iterations', number)."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return "timesteps", value
-    found = _COUNTED.fullmatch(value) if isinstance(value, str) else None
+    found = _COUNT.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return None
     units = {"EnvironmentSteps": "timesteps", "EnvironmentEpisodes": "episodes", "TrainingSteps": "iterations"}
@@ -330,7 +330,7 @@ def counted(value: Any) -> tuple[str, int] | None:
 
 def _count(value: Any, *allowed: str) -> tuple[str, int]:
     names = {"timesteps": "EnvironmentSteps(…)", "episodes": "EnvironmentEpisodes(…)", "iterations": "TrainingSteps(…)"}
-    found = counted(value)
+    found = parse_count(value)
     if found is None or found[0] not in allowed:
         raise ValueError(f"is a number of steps, or {' or '.join(names[unit] for unit in allowed)}")
     return found
@@ -353,49 +353,49 @@ def _evaluation_steps(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"evaluation_duration": number} | ({"evaluation_duration_unit": unit} if number else {})
 
 
-def improve(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`improve_steps`: how long the training is."""
+def translate_improve_steps(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Translate `improve_steps`, the length of the training."""
     unit, number = _count(value, "timesteps", "episodes", "iterations")
     if not number:
-        raise ValueError("is above 0: how long the training is")
+        raise ValueError("is the length of the training, above 0")
     return {f"stop.{unit}": number}
 
 
 def _too_deep(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
-    raise ValueError("says when the training ends: it belongs beside config, or is written  stop: {timesteps: …}")
+    raise ValueError("defines the end of the training: it belongs next to config, or is written  stop: {timesteps: …}")
 
 
-def _inside(translate: Reader) -> Reader:
-    """The same key one section above."""
+def _inside(translate: ValueTranslator) -> ValueTranslator:
+    """Adapt a translator of a key of `config` to the same key at the top level."""
     return lambda value, section: {f"config.{key}": given for key, given in translate(value, section).items()}
 
 
-SCHEDULE: Mapping[str, Reader] = {
+COACH_SCHEDULE: Mapping[str, ValueTranslator] = {
     "heatup_steps": _heatup,
     "steps_between_evaluation_periods": _between_evaluations,
     "evaluation_steps": _evaluation_steps,
 }
-"""What Coach calls the parts of a schedule, beside `improve_steps`."""
+"""Keys of Coach's schedules except `improve_steps`."""
 
 
-def _moved(path: str) -> Translation:
+def _moved(path: str) -> KeyTranslator:
     return lambda value, _: {path: value}
 
 
-_DISTRIBUTIONAL = "belongs to distributional Q-learning (Rainbow), which is not here. Leave it out."
-_NOISY = "belongs to noisy networks (Rainbow), which are not here. Leave it out; exploration is epsilon-greedy."
+_DISTRIBUTIONAL = "belongs to distributional Q-learning (Rainbow), which is not supported. Leave it out."
+_NOISY = "belongs to noisy networks (Rainbow), which are not supported. Leave it out; exploration is epsilon-greedy."
 
-TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
+TRANSLATED: Mapping[str, Mapping[str, KeyTranslator]] = {
     EXPERIMENT: {
         "checkpoint_config": _checkpoint_config,
         "time_budget_s": _moved("stop.time_s"),
-        "improve_steps": improve,
-        **{key: _inside(translate) for key, translate in SCHEDULE.items()},
+        "improve_steps": translate_improve_steps,
+        **{key: _inside(translate) for key, translate in COACH_SCHEDULE.items()},
         **sb3_cleanrl.TRANSLATED_TOP,
     },
     STOP: {},
     CONFIG: {
-        **SCHEDULE,
+        **COACH_SCHEDULE,
         "improve_steps": _too_deep,
         "framework": _framework,
         "use_pytorch": _is_torch,
@@ -443,62 +443,62 @@ TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
     EVALUATION: {},
     MULTIAGENT: {},
 }
-"""Section → key → what it is here."""
+"""Section → key → function that translates its value."""
 
 
-# -- keys without a meaning here ----------------------------------------------------------------------------------------
+# -- unsupported keys ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """Why a key is not here. With one of the values `same` it says what happens here anyway, and may stay.
+class UnsupportedKey:
+    """Why a key is not supported. The values `same` match our behaviour and are accepted.
 
-    `ignored`: any other value is accepted with a notice, since it does not change what is learned.
+    `ignored`: other values are accepted with a notice, since they do not change the training.
     """
 
     why: str
     same: tuple[Any, ...] = ()
     ignored: bool = False
 
-    def says_the_same(self, value: Any) -> bool:
+    def matches_default(self, value: Any) -> bool:
         return any(type(value) is type(one) and value == one for one in self.same) or (
             type(value) is int and any(type(one) is float and value == one for one in self.same)
         )
 
 
-def _all(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, Foreign]:
-    return dict.fromkeys(keys, Foreign(why, same))
+def _all(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, UnsupportedKey]:
+    return dict.fromkeys(keys, UnsupportedKey(why, same))
 
 
-def _ignored(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, Foreign]:
-    return dict.fromkeys(keys, Foreign(why, same, ignored=True))
+def _ignored(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, UnsupportedKey]:
+    return dict.fromkeys(keys, UnsupportedKey(why, same, ignored=True))
 
 
 _NO_TENSORFLOW = "it configures TensorFlow, and networks here are PyTorch's."
 _OWN_SWITCH = "it chooses between implementations inside RLlib, and there is one here."
 _OWN_CLASS = "replaces a class inside RLlib, which does not exist here. Leave it out."
 _OFFLINE = "is about learning from files; here experience comes from environments and games. Leave it out."
-_CALLBACK = "is a callback in Python: pass callbacks=[…] to ludus.train, or write a wrapper around the environment."
+_CALLBACK = "is a Python callback: pass callbacks=[…] to ludus.train, or write a wrapper around the environment."
 _RESOURCES = "it reserves resources in Ray; workers here are processes with a core each."
 _QUEUES = "it sizes a queue inside RLlib; here blocks_ahead bounds what waits for the learner."
-_FAULTS = "it is a detail of how RLlib finds lost workers; here worker_hang_s and max_worker_restarts decide."
-_REPORTS = "makes an iteration longer by what is learned from; use min_sample_timesteps_per_iteration."
+_FAULTS = "it is a detail of how RLlib detects lost workers; use worker_hang_s and max_worker_restarts."
+_REPORTS = "extends an iteration by trained steps; use min_sample_timesteps_per_iteration."
 _ATTENTION = "belongs to attention networks, which are not built in. Use use_lstm, or a custom_model."
-_WEIGHTS = "chooses how weights begin; here they are orthogonal. Write a custom_model for others."
-_PICTURES = "prepared pictures inside RLlib's model; here the section `preprocess` does: resize, grey, stack."
+_WEIGHTS = "chooses the initial weights; here they are orthogonal. Write a custom_model for others."
+_IMAGES = "prepares images inside RLlib's model; here the section `preprocess` does: resize, grey, stack."
 _RMSPROP = "belongs to RMSProp, and the optimizer here is Adam (lr, adam_epsilon). Leave it out."
-_SEQUENCES = "belongs to recurrent replay (R2D2), which is not here: single steps are drawn. Leave it out."
-_APEX = "belongs to Ape-X, which is not here. Leave it out; num_workers samples in parallel."
+_SEQUENCES = "belongs to recurrent replay (R2D2), which is not supported: single steps are sampled. Leave it out."
+_APEX = "belongs to Ape-X, which is not supported. Leave it out; num_workers samples in parallel."
 
-FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
+UNSUPPORTED: Mapping[str, Mapping[str, UnsupportedKey]] = {
     EXPERIMENT: {
         **_all("is an option of the command: --local-dir DIR.", "local_dir", "storage_path"),
         **_all("is an option of the command: --restore CHECKPOINT.", "restore"),
         **_all("is an option of the command: --resume DIR.", "resume"),
-        **_all("copies results elsewhere; let them be there: --local-dir takes a store (s3://BUCKET/PREFIX) or a shared disk.", "upload_dir"),
-        **_all("copies results elsewhere, and is not here. Leave it out.", "sync_function", "sync_config", "sync_on_checkpoint"),
+        **_all("copies results; write them there: --local-dir takes a store (s3://BUCKET/PREFIX) or a shared disk.", "upload_dir"),
+        **_all("copies results, which is not supported. Leave it out.", "sync_function", "sync_config", "sync_on_checkpoint"),
         **_all(
-            "chooses the best checkpoint; here it is the one with the best evaluation. Leave it out.",
+            "chooses the best checkpoint, which is always the one with the best evaluation. Leave it out.",
             "checkpoint_score_attr",
             same=("episode_reward_mean", "episode_return_mean", "env_runners/episode_return_mean"),
         ),
@@ -538,7 +538,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
             *("enable_tf1_exec_eagerly", "_tf_policy_handles_more_than_one_loss", "no_eager_on_workers", "eager_trace"),
         ),
         **_ignored(
-            "what acts here is compiled without being asked.",
+            "inference is always compiled.",
             *("torch_compile_learner", "torch_compile_learner_dynamo_backend", "torch_compile_learner_dynamo_mode"),
             *("torch_compile_learner_what_to_compile", "torch_compile_worker", "torch_compile_worker_dynamo_backend"),
             "torch_compile_worker_dynamo_mode",
@@ -565,7 +565,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
             *("env_runner_state_server_max_concurrency", "_env_runners_only", "_skip_learners"),
         ),
         **_ignored("GPUs that are only emulated are not used: num_gpus counts as 0.", "_fake_gpus", same=(False,)),
-        **_all("learns from made-up steps. Leave it out.", "fake_sampler", same=(False,)),
+        **_all("trains on random data. Leave it out.", "fake_sampler", same=(False,)),
         **_all(
             _OWN_CLASS,
             *("worker_cls", "env_runner_cls", "sample_collector", "learner_config_dict", "_learner_class", "_rl_module_spec"),
@@ -592,16 +592,16 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
             *("memory", "memory_per_worker", "object_store_memory", "object_store_memory_per_worker", "local_gpu_idx"),
             same=(0,),
         ),
-        **_ignored("workers here go to the machine with the most free cores.",
+        **_ignored("workers start on the machine with the most free cores.",
                "placement_strategy", same=("PACK",)),
-        **_ignored("workers decide on the CPU unless inference_device is cuda.",
+        **_ignored("workers choose actions on the CPU unless inference_device is cuda.",
                "num_gpus_per_worker", "num_gpus_per_env_runner", same=(0, 0.0)),
-        **_all("set variables of processes; set them in the shell, where all of them inherit them.",
+        **_all("sets environment variables; set them in the shell, from which all processes inherit them.",
                "extra_python_environs_for_driver", "extra_python_environs_for_worker", same=({},)),
         # -- environments
-        **_all("lets an episode go on behind its end, which is not here. Leave it out.", "soft_horizon", "no_done_at_end",
+        **_all("continues an episode after its end, which is not supported. Leave it out.", "soft_horizon", "no_done_at_end",
                same=(False,)),
-        **_all("is found out from the environment. Leave it out.", "observation_space", "action_space", same=(None,)),
+        **_all("is read from the environment. Leave it out.", "observation_space", "action_space", same=(None,)),
         **_ignored("environments are stepped by the workers, whose number is num_workers.", "remote_worker_envs", same=(False,)),
         **_ignored("it belongs to remote_worker_envs, which is ignored.", "remote_env_batch_wait_ms", same=(0,)),
         **_ignored("a vector environment is used where there is one.",
@@ -614,18 +614,18 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                "normalize_actions", same=(True,)),
         **_all("is what happens: actions are scaled and clipped into the bounds of their space. Leave it out.",
                "clip_actions", same=(True, False)),
-        **_all(_PICTURES, "preprocessor_pref", same=(None, "deepmind")),
+        **_all(_IMAGES, "preprocessor_pref", same=(None, "deepmind")),
         **_ignored("environments are always checked.", "disable_env_checking", same=(False,)),
-        **_all("is not supported: old Gym environments are not read; Gymnasium's are. Leave it out.", "auto_wrap_old_gym_envs", same=(True, False)),
+        **_all("is not supported: environments of old Gym are not accepted; use Gymnasium. Leave it out.", "auto_wrap_old_gym_envs", same=(True, False)),
         **_all("is not supported: masks are found by the name action_mask. Leave it out.", "action_mask_key", same=("action_mask",)),
-        **_ignored("the learner's process has no environment of its own.",
+        **_ignored("the learner process has no environment.",
                "create_env_on_driver", "create_env_on_local_worker", "create_local_env_runner", same=(False,)),
         # -- sampling
         **_all("is `sampling: pipelined` (or async) here.", "sample_async", same=(False,)),
         **_ignored("observations stay in shared memory, uncompressed.", "compress_observations", same=(False,)),
-        **_all("is not supported: statistics are part of the policy, and one for all workers. Leave it out.",
+        **_all("is not supported: statistics are part of the policy and shared by all workers. Leave it out.",
                *("synchronize_filters", "update_worker_filter_stats", "use_worker_filter_stats"), same=(True,)),
-        **_ignored("statistics are part of the policy, and the same for all workers.",
+        **_ignored("statistics are part of the policy and shared by all workers.",
                "sync_filters_on_rollout_workers_timeout_s"),
         **_ignored("it is a detail of RLlib's samplers.", "sampler_perf_stats_ema_coef", "ignore_final_observation"),
         **_ignored(_FAULTS,
@@ -634,9 +634,9 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                *("env_runner_restore_timeout_s", "sample_timeout_s", "validate_workers_after_construction"),
                "validate_env_runners_after_construction"),
         # -- evaluation
-        **_ignored("evaluations run beside the training exactly when evaluation_num_workers is above 0.", "evaluation_parallel_to_training",
+        **_ignored("evaluations run in parallel to training exactly when evaluation_num_workers is above 0.", "evaluation_parallel_to_training",
                "enable_async_evaluation", "always_attach_evaluation_results"),
-        **_all("is a function in Python; evaluate a run yourself with ludus.load(…), or ludus rollout.",
+        **_all("is a Python function; evaluate a run with ludus.load(…) or ludus rollout.",
                "custom_eval_function", "custom_evaluation_function", "custom_async_evaluation_function", same=(None,)),
         **_ignored("it is a detail of RLlib's evaluation workers.",
                *("evaluation_sample_timeout_s", "evaluation_unhealthy_workers_timeout_s", "in_evaluation"),
@@ -648,7 +648,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                "metrics_episode_collection_timeout_s", "collect_metrics_timeout"),
         **_ignored("it is an option of the command: -v, -vv.", "log_level"),
         **_ignored("it is always in metrics.jsonl and `ludus status`.", "log_sys_usage", same=(True,)),
-        **_ignored("the section `track` says where numbers go.",
+        **_ignored("the section `track` defines where metrics go.",
                "keep_per_episode_custom_metrics", "log_gradients", "stats_cls_lookup", "logger_config", "logger_creator",
                same=(False, None)),
         **_all(_CALLBACK, "callbacks", "callbacks_class"),
@@ -662,7 +662,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_ignored("every model is saved in a checkpoint.", "checkpoint_trainable_policies_only", same=(False,)),
         # -- learning from files
         **_all("comes from environments and games here, not from files. Leave it out.", "input", same=("sampler",)),
-        **_all("wrote experience to files; ludus rollout --out does that with a trained agent.", "output", same=(None,)),
+        **_all("writes experience to files; ludus rollout --out does that with a trained agent.", "output", same=(None,)),
         **_all(_OFFLINE,
                *("input_config", "input_evaluation", "input_filesystem", "input_filesystem_kwargs", "input_read_method"),
                *("input_read_method_kwargs", "input_read_schema", "input_read_episodes", "input_read_sample_batches"),
@@ -689,7 +689,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                same=(True,)),
         **_all("is always so for PPO: kl_coeff: 0 turns the penalty off.", "use_kl_loss", same=(True,)),
         **_all("is always so: value targets are V-trace's. Leave it out.", "vtrace", same=(True,)),
-        **_ignored("the last step of a segment is kept: the value of what follows is known here.", "vtrace_drop_last_ts", same=(False,)),
+        **_ignored("the last step of a segment is kept: the value of the next observation is known.", "vtrace_drop_last_ts", same=(False,)),
         **_all("is not supported: Adam is the optimizer here. Leave it out.", "opt_type", same=("adam",)),
         **_all(_RMSPROP, "decay", "momentum", "rmsprop_epsilon"),
         **_all("is clip_param of PPO (ML-Agents' name), adam_epsilon (RMSProp's), or a rate of exploration, which is a key of DQN.", "epsilon"),
@@ -703,17 +703,17 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                *("max_requests_in_flight_per_aggregator_actor", "num_aggregation_workers", "num_aggregator_actors_per_learner"),
                *("timeout_s_sampler_manager", "timeout_s_aggregator_manager", "simple_queue_size", "train_queue_size")),
         **_ignored("workers take the newest weights before every segment.", "broadcast_interval", same=(1,)),
-        **_all("runs after every update inside RLlib, and is not here. Leave it out.", "after_train_step", "before_learn_on_batch",
+        **_all("runs after every update inside RLlib, which is not supported. Leave it out.", "after_train_step", "before_learn_on_batch",
                same=(None,)),
         **_all("keeps batches to learn from again; here replay_proportion and replay_buffer_num_slots do.",
                "use_circular_buffer", "circular_buffer_num_batches", "circular_buffer_iterations_per_batch",
                same=(False,)),
         **_all("bounds the ratio to a slower target; here vtrace_clip_pg_rho_threshold does.", "target_worker_clipping"),
-        **_all("is learned from once per pass; give num_epochs.", "sgd_stepsize", "num_sgd_steps"),
+        **_all("is one pass over the batch per epoch; give num_epochs.", "sgd_stepsize", "num_sgd_steps"),
         # -- DQN
         **_all(_DISTRIBUTIONAL, "num_atoms", same=(1,)),
         **_all(_DISTRIBUTIONAL, "categorical_distribution_temperature", same=(1.0,)),
-        **_all("is not here; exploration is epsilon-greedy.", "noisy", "parameter_noise", "softmax_temp", "soft_q", same=(False,)),
+        **_all("is not supported; exploration is epsilon-greedy.", "noisy", "parameter_noise", "softmax_temp", "soft_q", same=(False,)),
         **_all(_SEQUENCES, "burn_in_len", "replay_burn_in", "burn_in", same=(0,)),
         **_all(_SEQUENCES, "replay_sequence_length", same=(1,)),
         **_all(_SEQUENCES, "replay_zero_init_states", same=(True,)),
@@ -723,8 +723,8 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_all(_APEX, "worker_side_prioritization", same=(False,)),
         **_all(_APEX, "num_replay_buffer_shards", "replay_buffer_shards_colocated_with_driver", "per_worker_exploration",
                "num_replay_buffers", "debug", "shared"),
-        **_all("is train_batch_size here, for whatever is drawn. Leave it out.", "replay_batch_size"),
-        **_all("is not supported: steps are drawn one by one, those of every policy apart. Leave it out.", "replay_mode", "batch_replay",
+        **_all("is train_batch_size here. Leave it out.", "replay_batch_size"),
+        **_all("is not supported: steps are sampled one by one, separately for each policy. Leave it out.", "replay_mode", "batch_replay",
                same=("independent", False)),
         # -- several agents
         **_all("belongs to the section `multiagent`.", "count_steps_by", same=("env_steps",)),
@@ -732,7 +732,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                "policy_map_capacity", "policy_map_cache", "policy_states_are_swappable"),
         **_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
                "observation_fn", same=(None,)),
-        **{key: Foreign(*reason) for key, reason in sb3_cleanrl.FOREIGN.items()},
+        **{key: UnsupportedKey(*reason) for key, reason in sb3_cleanrl.UNSUPPORTED.items()},
     },
     MODEL: {
         **_all(_ATTENTION, "use_attention", same=(False,)),
@@ -757,18 +757,18 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                *("fusionnet_kernel_initializer", "fusionnet_kernel_initializer_kwargs", "fusionnet_bias_initializer"),
                "fusionnet_bias_initializer_kwargs", same=(None, {})),
         **_all("is not supported: convolutions are followed by ReLU here. Leave it out.", "conv_activation", same=("relu",)),
-        **_all("is not supported: layers behind convolutions are fcnet_hiddens; those of vectors are one list, fcnet_hiddens + these.",
+        **_all("is not supported: layers after convolutions are fcnet_hiddens; those of vectors are one list, fcnet_hiddens + these.",
                "head_fcnet_hiddens", "fusionnet_hiddens", same=([],)),
         **_all("is fcnet_activation here, for all dense layers. Leave it out.", "post_fcnet_activation", "head_fcnet_activation",
                "fusionnet_activation"),
         **_all("is not supported: layer normalisation is not built in. Write a custom_model.", "fcnet_use_layernorm", "head_fcnet_use_layernorm",
                same=(False,)),
         **_all("is not supported: outputs always have a linear layer. Write a custom_model.", "no_final_linear", same=(False,)),
-        **_all("is not supported: log deviations are bounded by themselves. Leave it out.", "log_std_clip_param", same=(20, 20.0)),
+        **_all("is not supported: log standard deviations have fixed bounds. Leave it out.", "log_std_clip_param", same=(20, 20.0)),
         **_ignored("it is a detail inside RLlib's models.",
                *("_time_major", "always_check_shapes", "_use_default_native_models", "_disable_preprocessor_api"),
                *("_disable_action_flattening", "encoder_latent_dim", "custom_options"), same=(False, None)),
-        **_all(_PICTURES, "channel_major", same=(False,)),
+        **_all(_IMAGES, "channel_major", same=(False,)),
         **_all("is a wrapper here: config.wrappers.", "custom_preprocessor", same=(None,)),
         **_all("is chosen by the action space. Write a wrapper that changes the space (config.wrappers).", "custom_action_dist",
                same=(None,)),
@@ -777,16 +777,16 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_all("is not supported: pixels are always scaled to [0, 1]. Leave it out.", "squash_to_range", same=(False,)),
     },
     EVALUATION: {
-        **_all("is evaluation_num_workers here, beside evaluation_config.",
+        **_all("is evaluation_num_workers here, next to evaluation_config.",
                "num_workers", "num_env_runners", "evaluation_num_workers"),
-        **_ignored("the number of environments of an evaluation is chosen by the number of its episodes.",
+        **_ignored("the number of environments of an evaluation follows from the number of its episodes.",
                "num_envs_per_worker", "num_envs_per_env_runner"),
-        **_all("is not supported: an evaluation has the environment of the training, with its own env_config.", "env", same=(None,)),
-        **_all("is evaluation_video here, beside evaluation_config: the number of episodes that are recorded.",
+        **_all("is not supported: an evaluation uses the environment of the training, with a separate env_config.", "env", same=(None,)),
+        **_all("is evaluation_video here, next to evaluation_config: the number of recorded episodes.",
                "render_env", "record_env", "monitor", same=(False, None)),
         **_all("is not supported: steps of evaluations are not written; use ludus rollout RUN --out FILE.", "output", same=(False, None)),
-        **_all("is given once, beside evaluation_config.", "evaluation_interval", "evaluation_duration"),
-        **_all("is not supported: an evaluation has the seed of the run, and disturbs nothing. Leave it out.", "seed", same=(None,)),
+        **_all("belongs next to evaluation_config.", "evaluation_interval", "evaluation_duration"),
+        **_all("is not supported: an evaluation uses the seed of the run. Leave it out.", "seed", same=(None,)),
         **_all("is the same in evaluations. Leave it out.", *("gamma", "lr", "model", "observation_filter", "framework"),
                *("train_batch_size", "rollout_fragment_length", "batch_mode", "multiagent", "exploration_config"), same=({},)),
     },
@@ -799,55 +799,55 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_all("is `policy_mapping` here: agent → policy.", "policy_mapping_func", "mapping_fn"),
     },
 }  # fmt: skip
-"""Section → key → why it is not here."""
+"""Section → key → why it is not supported."""
 
-_ELSEWHERE: Mapping[str, str] = {
-    "A3C": "IMPALA samples without waiting, and corrects for it",
+_OTHER_ALGORITHMS: Mapping[str, str] = {
+    "A3C": "IMPALA samples asynchronously and corrects for the lag",
     "PG": "PPO with num_epochs: 1 and lambda: 1 is nearly the same",
     "DDPPO": "PPO with num_learners above 1 shares its gradients",
     "APEX": "DQN with num_workers samples in parallel",
     "Rainbow": "DQN has all of its parts but noise and distributions",
     "R2D2": "PPO, APPO and IMPALA have recurrent models (use_lstm), DQN has none",
     "QMIX": "PPO with several agents and centralized_value is the nearest",
-    "MAPPO": "PPO with several agents and centralized_value is that",
+    "MAPPO": "PPO with several agents and centralized_value is the same",
     "SAC": "PPO is for continuous actions here",
     "DDPG": "PPO is for continuous actions here",
     "TD3": "PPO is for continuous actions here",
     "APEX_DDPG": "PPO is for continuous actions here",
-    "ES": "it needs no gradients, and nothing here does without",
-    "ARS": "it needs no gradients, and nothing here does without",
-    "MARWIL": "it learns from files, and nothing here does",
-    "BC": "it learns from files, and nothing here does",
-    "CQL": "it learns from files, and nothing here does",
-    "CRR": "it learns from files, and nothing here does",
-    "DT": "it learns from files, and nothing here does",
-    "DreamerV3": "it learns a model of the world, and nothing here does",
-    "Dreamer": "it learns a model of the world, and nothing here does",
-    "MBMPO": "it learns a model of the world, and nothing here does",
-    "MAML": "it learns across tasks, and nothing here does",
-    "AlphaZero": "it searches, and nothing here does",
-    "AlphaStar": "it plays a league, which is not here yet",
+    "ES": "all algorithms here use gradients",
+    "ARS": "all algorithms here use gradients",
+    "MARWIL": "all algorithms here learn from environments, not from files",
+    "BC": "all algorithms here learn from environments, not from files",
+    "CQL": "all algorithms here learn from environments, not from files",
+    "CRR": "all algorithms here learn from environments, not from files",
+    "DT": "all algorithms here learn from environments, not from files",
+    "DreamerV3": "all algorithms here are model-free",
+    "Dreamer": "all algorithms here are model-free",
+    "MBMPO": "all algorithms here are model-free",
+    "MAML": "meta-learning is not available",
+    "AlphaZero": "tree search is not available",
+    "AlphaStar": "league training is not available yet",
     "MADDPG": "PPO with several agents and centralized_value is the nearest",
-    "LinUCB": "bandits are not here",
-    "LinTS": "bandits are not here",
-    "SlateQ": "it recommends slates, and nothing here does",
-    "IQL": "it learns from files, and nothing here does",
+    "LinUCB": "bandits are not available",
+    "LinTS": "bandits are not available",
+    "SlateQ": "slate recommendation is not available",
+    "IQL": "all algorithms here learn from environments, not from files",
 }
 
 
-def elsewhere(run: str) -> str:
-    """What stands for an algorithm of RLlib that is not here; '' for any other name."""
-    names = {name.lower(): name for name in _ELSEWHERE}
-    found = names.get(run.removeprefix("contrib/").lower(), "")
-    return f"{run} is not here: {_ELSEWHERE[found]}." if found else ""
+def suggest_algorithm(run: str) -> str:
+    """Return a sentence with the nearest alternative to an unsupported algorithm of RLlib; '' for any other name."""
+    names = {name.lower(): name for name in _OTHER_ALGORITHMS}
+    name = names.get(run.removeprefix("contrib/").lower(), "")
+    return f"{run} is not supported: {_OTHER_ALGORITHMS[name]}." if name else ""
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- translation --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A key that cannot be read, and why."""
+class KeyNotice:
+    """A key that is rejected, redundant or ignored, and why."""
 
     path: str
     value: Any
@@ -858,65 +858,65 @@ class Refusal:
 
 
 @dataclass
-class Reading:
-    """A section in present names, and what became of the others."""
+class TranslatedSection:
+    """A section with translated keys, and notices about the keys that were left out."""
 
     data: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, str] = field(default_factory=dict)
-    """Key → as it was written, where that differs."""
-    refusals: list[Refusal] = field(default_factory=list)
-    implied: list[Refusal] = field(default_factory=list)
-    """Keys that say what happens anyway, and are read as nothing."""
-    ignored: list[Refusal] = field(default_factory=list)
-    """Keys that are read as nothing, which a notice says."""
-    clashes: list[Complaint] = field(default_factory=list)
-    stands_for: list[Complaint] = field(default_factory=list)
-    """Notices about an algorithm that is read as another one."""
-    elsewhere: dict[str, Any] = field(default_factory=dict)
-    """What belongs to a section below or above: dotted path → value."""
+    spelled_as: dict[str, str] = field(default_factory=dict)
+    """Key → its original spelling, where that differs."""
+    rejected: list[KeyNotice] = field(default_factory=list)
+    redundant: list[KeyNotice] = field(default_factory=list)
+    """Keys left out because their value matches our behaviour."""
+    ignored: list[KeyNotice] = field(default_factory=list)
+    """Keys left out with a notice to the user."""
+    conflicts: list[ConfigProblem] = field(default_factory=list)
+    substitutions: list[ConfigProblem] = field(default_factory=list)
+    """Notices about an algorithm that is replaced by another one."""
+    other_sections: dict[str, Any] = field(default_factory=dict)
+    """Values that belong to other sections: dotted path → value."""
 
-    def complaints(self) -> list[Complaint]:
-        return [*self.clashes, *(Complaint(str(refusal), refusal.path) for refusal in self.refusals)]
+    def problems(self) -> list[ConfigProblem]:
+        return [*self.conflicts, *(ConfigProblem(str(refusal), refusal.path) for refusal in self.rejected)]
 
-    def notices(self) -> list[Complaint]:
-        return [*self.stands_for, *(Complaint(_notice(each), each.path) for each in self.ignored)]
+    def notices(self) -> list[ConfigProblem]:
+        return [*self.substitutions, *(ConfigProblem(_notice(each), each.path) for each in self.ignored)]
 
 
-def _notice(ignored: Refusal) -> str:
+def _notice(ignored: KeyNotice) -> str:
     return f"{ignored.path} ({_short(ignored.value)}) is ignored: {ignored.why}".rstrip(".") + "."
 
 
-def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading:
-    """One level of an experiment; `known` are the keys that it has, which come before anything that RLlib meant by them."""
-    names, out = set(known), Reading()
-    renamed, translated, foreign = RENAMED[section], TRANSLATED[section], FOREIGN[section]
+def translate_section(section: str, data: Mapping[str, Any], known: Iterable[str]) -> TranslatedSection:
+    """Translate one level of an experiment. `known`: keys of its schema, which take precedence over RLlib's meaning."""
+    names, out = set(known), TranslatedSection()
+    renamed, translated, foreign = RENAMED[section], TRANSLATED[section], UNSUPPORTED[section]
     prefix = f"{section}." if section else ""
     scheduled = {
         renamed[key] for key, value in data.items() if key in renamed and key.endswith("_schedule") and value is not None
     }
     for key, value in data.items():
-        name = renamed.get(key) or (name_for(key, names) if section == CONFIG else key)
+        name = renamed.get(key) or (resolve_name(key, names) if section == CONFIG else key)
         if section == CONFIG and key in _REPLACED and _is_unset(value):
-            out.implied.append(Refusal(prefix + key, value, "was not set in RLlib"))
+            out.redundant.append(KeyNotice(prefix + key, value, "was not set in RLlib"))
         elif key.endswith("_schedule") and key in renamed and value is None:
-            out.implied.append(Refusal(prefix + key, value, "is no schedule"))
+            out.redundant.append(KeyNotice(prefix + key, value, "is no schedule"))
         elif key == name and name in scheduled:  # as it did in RLlib
-            out.implied.append(Refusal(prefix + key, value, "is overridden by the schedule beside it"))
+            out.redundant.append(KeyNotice(prefix + key, value, "is overridden by its schedule"))
         elif is_search(value) and _changes_nothing(section, name, value, data, known=names):
-            out.ignored.append(Refusal(prefix + key, value, "none of these values changes the training: it is one trial"))
+            out.ignored.append(KeyNotice(prefix + key, value, "none of these values changes the training: it is one trial"))
         elif name in translated and not is_search(value):
             _translate(out, section, key, name, data)
         elif name not in names and name in foreign:
-            same, why = foreign[name].says_the_same(value), foreign[name].why
-            target = out.implied if same else out.ignored if foreign[name].ignored else out.refusals
-            target.append(Refusal(prefix + key, value, _DEFAULT if same else why))
+            same, why = foreign[name].matches_default(value), foreign[name].why
+            target = out.redundant if same else out.ignored if foreign[name].ignored else out.rejected
+            target.append(KeyNotice(prefix + key, value, _DEFAULT if same else why))
         else:
             _put(out, section, name, value, key)
     return out
 
 
-def name_for(key: str, names: set[str]) -> str:
-    """The name of a key whose meaning depends on the algorithm; the key itself while that is not known."""
+def resolve_name(key: str, names: set[str]) -> str:
+    """Return our name of a key whose meaning depends on the algorithm with the keys `names`; else the key itself."""
     return next((name for marker, name, _ in sb3_cleanrl.DEPENDING.get(key, ()) if marker in names), key)
 
 
@@ -924,13 +924,13 @@ _DEFAULT = "is already the default"
 
 
 def _changes_nothing(section: str, name: str, value: Mapping[str, Any], data: Mapping[str, Any], *, known: set[str]) -> bool:
-    """Whether a sweep over a key would try the same training several times, since each of its values is read as nothing."""
+    """Whether all values of a searched key are left out, so that all trials would be the same."""
     ((kind, given),) = value.items()
-    translate, foreign = TRANSLATED[section].get(name), FOREIGN[section].get(name)
+    translate, foreign = TRANSLATED[section].get(name), UNSUPPORTED[section].get(name)
     if kind not in ("grid_search", "choice") or not isinstance(given, list) or not given:
         return False
     if translate is None:
-        return name not in known and foreign is not None and all(foreign.ignored or foreign.says_the_same(one) for one in given)
+        return name not in known and foreign is not None and all(foreign.ignored or foreign.matches_default(one) for one in given)
     try:
         found = [translate(one, {**data, name: one}) for one in given]
     except ValueError:
@@ -938,35 +938,35 @@ def _changes_nothing(section: str, name: str, value: Mapping[str, Any], data: Ma
     return all(isinstance(each, str) or not each for each in found)
 
 
-def _translate(out: Reading, section: str, key: str, name: str, data: Mapping[str, Any]) -> None:
+def _translate(out: TranslatedSection, section: str, key: str, name: str, data: Mapping[str, Any]) -> None:
     path, value = f"{section}.{key}" if section else key, data[key]
     try:
         found = TRANSLATED[section][name](value, data)
     except ValueError as error:
-        out.refusals.append(Refusal(path, value, str(error)))
+        out.rejected.append(KeyNotice(path, value, str(error)))
         return
     if isinstance(found, str):
-        out.ignored.append(Refusal(path, value, found))
+        out.ignored.append(KeyNotice(path, value, found))
         return
     if not found:
-        out.implied.append(Refusal(path, value, _DEFAULT))
+        out.redundant.append(KeyNotice(path, value, _DEFAULT))
     for target, given in found.items():
         _put(out, section, target, given, key)
 
 
-def _put(out: Reading, section: str, path: str, value: Any, written: str) -> None:
+def _put(out: TranslatedSection, section: str, path: str, value: Any, written: str) -> None:
     inside = section.removeprefix("config").removeprefix(".")
     name = path.removeprefix(f"{inside}.") if inside else path
-    target = out.elsewhere if "." in name else out.data
+    target = out.other_sections if "." in name else out.data
     if name in target and (target[name] != value or type(target[name]) is not type(value)):
-        before = out.written.get(name, name)
+        before = out.spelled_as.get(name, name)
         where = f"{section} sets" if section else "The experiment sets"
         sentence = f"{before!r} is {_short(target[name])}, and {written!r}, which means the same, is {_short(value)}. Keep one."
-        out.clashes.append(Complaint(f"{where} {name!r} twice: {sentence}", f"{section}.{written}".lstrip(".")))
+        out.conflicts.append(ConfigProblem(f"{where} {name!r} twice: {sentence}", f"{section}.{written}".lstrip(".")))
         return
     target[name] = value
     if written != name:
-        out.written[name] = written
+        out.spelled_as[name] = written
 
 
 def _short(value: Any) -> str:
@@ -974,13 +974,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def others(section: str, name: str) -> list[str]:
-    """Other spellings of a key; with an algorithm in brackets where it is one for such algorithms only."""
+def other_spellings(section: str, name: str) -> list[str]:
+    """Return other spellings of a key, followed by an algorithm in brackets if they apply to such algorithms only."""
     depending = sb3_cleanrl.DEPENDING.items() if section == CONFIG else ()
     some = [f"{old} ({run})" for old, meanings in depending for _, new, run in meanings if new == name]
     return sorted([*(old for old, new in RENAMED.get(section, {}).items() if new == name), *some])
 
 
-def present(section: str, key: str) -> str:
-    """The name that a key has here."""
+def canonical_name(section: str, key: str) -> str:
+    """Return our name of a key."""
     return RENAMED.get(section, {}).get(key, key)

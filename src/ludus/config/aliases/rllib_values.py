@@ -1,7 +1,6 @@
-"""Values of RLlib's keys that are written in another way here: pictures, replay, GPUs, advantages, and whole algorithms.
+"""Translation of values of RLlib's keys (images, replay, GPUs, advantages) and of algorithms that are special cases of ours.
 
-The functions have the signature of `spellings.Translation`: (value, its section) → values by dotted path below `config`, or the
-reason why the key is ignored. `spellings` puts them into its tables.
+The functions have the signature of `rllib_keys.KeyTranslator`; `rllib_keys` merges them into its tables.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ def _gpus(value: Any, section: Values) -> Values | str:
     if section.get("_fake_gpus") is True:
         return {"num_gpus": 0}
     if value == 0 and not isinstance(value, bool) and any(section.get(key) for key in PER_LEARNER_GPUS):
-        return {}  # of RLlib's main process, beside learners that have some
+        return {}  # RLlib's main process needs no GPU when its learners have some
     return {"num_gpus": value}
 
 
 def _use_gae(value: Any, _: Values) -> Values:
     if not isinstance(value, bool):
         raise ValueError("is true or false")
-    return {} if value else {"lambda": 1.0}  # the plain return minus the value
+    return {} if value else {"lambda": 1.0}  # advantage = return − value
 
 
 def _lambda(value: Any, section: Values) -> Values:
@@ -47,7 +46,7 @@ def _replay_ratio(value: Any, _: Values) -> Values:
 
 
 def beta_schedule(section: Values) -> Any:
-    """What `prioritized_replay_beta` and the keys of its annealing say together: a number, or a schedule."""
+    """Combine `prioritized_replay_beta` and the keys of its annealing to a number or a schedule."""
     start = _given(section, "prioritized_replay_beta", section.get("beta", _BETA))
     steps = _given(section, "prioritized_replay_beta_annealing_timesteps", None)
     final = _given(section, "final_prioritized_replay_beta", None)
@@ -77,14 +76,14 @@ CONFIG: Mapping[str, Translate] = {
 
 def _dim(value: Any, _: Values) -> Values:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError("is the height and width of a picture in pixels")
+        raise ValueError("is the height and width of an image in pixels")
     return {} if value == _ATARI_SIZE else {"preprocess.resize": [value, value]}
 
 
 def _grayscale(value: Any, _: Values) -> Values:
     if not isinstance(value, bool):
         raise ValueError("is true or false")
-    return {"preprocess.grey": True} if value else {}  # pictures of Atari are grey in any case, as they were in RLlib
+    return {"preprocess.grey": True} if value else {}  # Atari images are always greyscale, as in RLlib
 
 
 def _zero_mean(value: Any, _: Values) -> Values | str:
@@ -104,16 +103,16 @@ def _num_framestacks(value: Any, _: Values) -> Values:
 
 
 def _post_fcnet_hiddens(value: Any, model: Values) -> Values:
-    """Layers behind convolutions are `fcnet_hiddens` here; those of vectors are one list."""
+    """Merge into `fcnet_hiddens`: the layers after convolutions; for vectors, one list of all layers."""
     if not isinstance(value, list) or not value:
         return {} if value in ([], None) else {"model.fcnet_hiddens": value}
-    dense, pictures = model.get("fcnet_hiddens"), any(key in model for key in ("conv_filters", "dim"))
-    if pictures and not dense:
+    dense, images = model.get("fcnet_hiddens"), any(key in model for key in ("conv_filters", "dim"))
+    if images and not dense:
         return {"model.fcnet_hiddens": value}
-    if isinstance(dense, list) and not pictures:
+    if isinstance(dense, list) and not images:
         return {"model.fcnet_hiddens": [*dense, *value]}
     raise ValueError(
-        "is not supported here: layers behind convolutions are fcnet_hiddens; those of vectors are one list, fcnet_hiddens + these"
+        "is not supported: layers after convolutions are fcnet_hiddens; those of vectors are one list, fcnet_hiddens + these"
     )
 
 
@@ -135,16 +134,16 @@ MODEL: Mapping[str, Translate] = {
 }
 
 
-# -- algorithms that are settings of others -----------------------------------------------------------------------------
+# -- algorithms that are special cases of others ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SettingOf:
-    """An algorithm of RLlib that is another one with these keys of `config:`."""
+class SpecialCase:
+    """An algorithm of RLlib that is one of ours with certain settings."""
 
     run: str
     config: Callable[[Values], Values]
-    """(the config that is given, by present names) → keys that make the difference, but for those that are given."""
+    """(given config with translated keys) → settings that define the special case."""
     notice: str
 
 
@@ -156,11 +155,11 @@ def _simple_q(config: Values) -> Values:
 
 
 _A2C_STEPS, _A2C_BATCH = 20, 200
-"""RLlib's defaults of rollout_fragment_length and train_batch_size."""
+"""RLlib's default rollout_fragment_length and train_batch_size."""
 
 
 def _a2c(config: Values) -> Values:
-    """One gradient step on each batch: the probability ratio is 1, so that nothing is clipped."""
+    """One gradient step per batch: the probability ratio is 1, so PPO's clipping has no effect."""
     numbers = [config.get(key) for key in ("train_batch_size", "rollout_fragment_length", "num_workers", "num_envs_per_worker")]
     given, steps, workers, envs = (number if isinstance(number, int) else None for number in numbers)
     unit = max(1, steps or _A2C_STEPS) * max(1, workers or 0) * max(1, envs or 1)
@@ -169,13 +168,13 @@ def _a2c(config: Values) -> Values:
     return {"num_epochs": 1, "train_batch_size": batch, "minibatch_size": given or batch, "kl_coeff": 0.0, **pieces}
 
 
-SETTINGS: Mapping[str, SettingOf] = {
-    "SimpleQ": SettingOf("DQN", _simple_q, "DQN with double_q, dueling and prioritized replay off"),
-    "A2C": SettingOf("PPO", _a2c, "PPO with one gradient step on each batch"),
+SPECIAL_CASES: Mapping[str, SpecialCase] = {
+    "SimpleQ": SpecialCase("DQN", _simple_q, "DQN with double_q, dueling and prioritized replay off"),
+    "A2C": SpecialCase("PPO", _a2c, "PPO with one gradient step on each batch"),
 }
 
 
-def setting_of(run: Any) -> SettingOf | None:
-    """The algorithm that this name of RLlib stands for, whatever its capitals."""
+def find_special_case(run: Any) -> SpecialCase | None:
+    """Look up an algorithm name, ignoring case."""
     name = str(run).lower() if isinstance(run, str) else ""
-    return next((setting for known, setting in SETTINGS.items() if known.lower() == name), None)
+    return next((case for known, case in SPECIAL_CASES.items() if known.lower() == name), None)

@@ -1,7 +1,6 @@
-"""Key names of Stable-Baselines3 (with RL Zoo and sb3-contrib), CleanRL and ML-Agents: the key here that means the same, a value
-that is computed from them, or the reason why there is no such key and what to use instead.
+"""Keys of Stable-Baselines3 (with RL Zoo and sb3-contrib), CleanRL and ML-Agents: our equivalent, or why there is none.
 
-`spellings.py` merges these tables with those of RLlib. Checked against SB3 2.7, CleanRL's ppo.py and dqn.py, ML-Agents 1.1.
+`rllib_keys` merges these tables with those of RLlib. Checked against SB3 2.7, CleanRL's ppo.py and dqn.py, ML-Agents 1.1.
 """
 
 from __future__ import annotations
@@ -30,17 +29,19 @@ RENAMED: Mapping[str, str] = {
     "env_kwargs": "env_config",
     "n_eval_episodes": "evaluation_duration",
 }
-"""Key of `config:` in another library → the key here that means the same."""
+"""Key of `config:` in another library → our key with the same meaning."""
 
 RENAMED_TOP: Mapping[str, str] = {"env_id": "env", "exp_name": "name", "algo": "run"}
-"""The same for keys beside `config:`."""
+"""The same for keys next to `config:`."""
 
 DEPENDING: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "batch_size": (("minibatch_size", "minibatch_size", "PPO"), ("n_step", "train_batch_size", "DQN")),
     "n_steps": (("n_step", "n_step", "DQN"), ("lambda", "rollout_fragment_length", "PPO")),
 }
-"""Key → (a key that the algorithm has, what the name means then, such an algorithm). SB3's batch_size is a minibatch of PPO and what DQN draws from its
-buffer; its n_steps is the length of a rollout of one environment of PPO, and the n-step return of DQN."""
+"""Key → (a key of the algorithm, our key in that case, an example of such an algorithm).
+
+SB3's batch_size is the minibatch of PPO and the sampled batch of DQN; its n_steps is the rollout length of one environment in
+PPO and the n-step return in DQN."""
 
 TOTALS = ("total_timesteps", "n_timesteps", "max_steps")
 """Names of the number of environment steps after which training stops."""
@@ -59,7 +60,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(section: Section, names: tuple[str, ...]) -> Any:
-    """The number that a section gives under one of these names; None: it gives none."""
+    """Return the number that a section has under one of these names, or None."""
     return next((section[name] for name in names if _is_number(section.get(name))), None)
 
 
@@ -67,7 +68,7 @@ def _number(section: Section, names: tuple[str, ...]) -> Any:
 
 
 def _schedule(key: str) -> Translation:
-    """SB3 takes a function of the remaining progress, RL Zoo writes `lin_3e-4`; here a schedule is a list of points."""
+    """Reject SB3's functions of the remaining progress and RL Zoo's `lin_3e-4`, and suggest a list of points."""
 
     def translate(value: Any, _: Section) -> Mapping[str, Any]:
         if callable(value):
@@ -86,9 +87,9 @@ def _clip_param(value: Any, _: Section) -> Mapping[str, Any]:
 
 
 def _value_weight(value: Any, section: Section) -> Mapping[str, Any]:
-    """CleanRL weighs half of the squared error, SB3 and Ludus the whole. Both call it vf_coef: the keys beside it tell which."""
-    theirs = "vf_coef" in section and "vf_loss_coeff" not in section and _CLEANRL_ONLY & section.keys()
-    return {"vf_loss_coeff": value / 2 if theirs and _is_number(value) else value}
+    """CleanRL weighs half of the squared error, SB3 and Ludus all of it. Both name it vf_coef; other keys tell which."""
+    cleanrl = "vf_coef" in section and "vf_loss_coeff" not in section and _CLEANRL_ONLY & section.keys()
+    return {"vf_loss_coeff": value / 2 if cleanrl and _is_number(value) else value}
 
 
 def _anneal_lr(value: Any, section: Section) -> Mapping[str, Any]:
@@ -104,12 +105,12 @@ def _anneal_lr(value: Any, section: Section) -> Mapping[str, Any]:
 
 
 def _num_minibatches(value: Any, section: Section) -> Mapping[str, Any]:
-    """A count; minibatch_size is a number of samples. Computed when the section says how large a batch is."""
+    """Compute minibatch_size from the number of minibatches, if the batch size is known."""
     envs, steps = _number(section, _ENVS), _number(section, _STEPS)
     workers = max(1, _number(section, _WORKERS) or 0)
     batch = _number(section, ("train_batch_size",)) or (envs and steps and envs * steps * workers)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError("is a whole number from 1 upwards: in how many minibatches a batch is divided")
+        raise ValueError("is a whole number from 1 upwards: the number of minibatches of a batch")
     if not batch:
         raise ValueError(
             "is a number of minibatches; here their size is given: minibatch_size = train_batch_size / num_minibatches. "
@@ -119,7 +120,7 @@ def _num_minibatches(value: Any, section: Section) -> Mapping[str, Any]:
 
 
 def _training_intensity(value: Any, section: Section) -> Mapping[str, Any]:
-    """Gradient steps every so many steps of the environments → samples learned from for each step."""
+    """Compute samples learned from per sampled step from SB3's train_freq and gradient_steps."""
     batch = _number(section, ("batch_size", "train_batch_size")) or 32
     updates, envs = section.get("gradient_steps", 1), _number(section, _ENVS) or 1
     if not _is_number(value) or value <= 0 or not _is_number(updates) or updates <= 0:
@@ -140,7 +141,7 @@ def _gradient_steps(value: Any, section: Section) -> Mapping[str, Any]:
 
 
 def _policy_kwargs(value: Any, section: Section) -> Mapping[str, Any]:
-    """SB3's keywords of a policy, as far as the built-in networks have them."""
+    """Translate SB3's policy keywords that the built-in networks support."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -172,7 +173,7 @@ def _activation_fn(value: Any, _: Section) -> Mapping[str, Any]:
 def _orthogonal(value: Any, _: Section) -> Mapping[str, Any]:
     if value is not True:
         raise ValueError(
-            "has ortho_init: false; weights here are always orthogonal at first. Leave it out, or write a custom_model"
+            "has ortho_init: false; initial weights here are always orthogonal. Leave it out, or write a custom_model"
         )
     return {}
 
@@ -201,11 +202,11 @@ _POLICY_KWARGS: Mapping[str, Translation] = {
 
 
 def _network_settings(value: Any, _: Section) -> Mapping[str, Any]:
-    """ML-Agents: so many layers of so many units."""
+    """Translate ML-Agents' hidden_units and num_layers."""
     if not isinstance(value, Mapping) or set(value) - {"hidden_units", "num_layers", "normalize", "vis_encode_type"}:
         raise ValueError("is the section `model` here: fcnet_hiddens, conv, core, cell_size")
     if value.get("vis_encode_type", "resnet") not in ("nature_cnn", "resnet"):
-        raise ValueError("has a vis_encode_type that is not here; model.conv is nature or resnet")
+        raise ValueError("has a vis_encode_type that is not supported; model.conv is nature or resnet")
     out: dict[str, Any] = {}
     if "vis_encode_type" in value:
         out["model.conv"] = str(value["vis_encode_type"]).removesuffix("_cnn")
@@ -220,7 +221,7 @@ def _network_settings(value: Any, _: Section) -> Mapping[str, Any]:
 
 
 def _normalize(value: Any, _: Section) -> Mapping[str, Any]:
-    """RL Zoo's VecNormalize."""
+    """Translate RL Zoo's VecNormalize."""
     if isinstance(value, bool):
         return {"observation_filter": "MeanStdFilter", "normalize_reward": True} if value else {}
     raise ValueError("is observation_filter: MeanStdFilter (observations) and normalize_reward: true (rewards) here")
@@ -249,18 +250,18 @@ TRANSLATED: Mapping[str, Translation] = {
     "frame_stack": lambda value, _: {"preprocess.stack": value},
     **dict.fromkeys(TOTALS, _total),
 }
-"""Key of `config:` → what it is here."""
+"""Key of `config:` → function that translates its value."""
 
 TRANSLATED_TOP: Mapping[str, Translation] = dict.fromkeys(TOTALS, _stop)
 
 _PRINTS = "chooses what is printed; here it is progress=False in Python, --quiet and -v on the command line. Leave it out."
-_BUFFER = "chooses a class of SB3's buffers; here replay_buffer_config says what is kept and how it is drawn. Leave it out."
-_STATE_NOISE = "belongs to state-dependent exploration (gSDE), which is not here. Leave it out; see model.log_std_init."
+_BUFFER = "chooses a class of SB3's buffers; here replay_buffer_config defines size and sampling. Leave it out."
+_STATE_NOISE = "belongs to state-dependent exploration (gSDE), which is not supported. Leave it out; see model.log_std_init."
 _VALUE_CLIP = (
-    "limits how far a value moves in one update, which is not here; vf_clip_param bounds the squared error instead. Leave it out."
+    "clips the change of a value in one update, which is not supported; vf_clip_param bounds the squared error. Leave it out."
 )
 
-FOREIGN: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "policy": (
         "names a class of SB3's policies; the network here follows from the spaces. For recurrence set model.use_lstm.",
         ("MlpPolicy", "CnnPolicy", "MultiInputPolicy"),
@@ -282,13 +283,13 @@ FOREIGN: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "torch_deterministic": ("is always so: the same seed gives the same run. Leave it out.", (True,)),
     "verbose": (_PRINTS, (0, 1, 2)),
     "progress_bar": (_PRINTS, (True, False)),
-    "log_interval": ("chooses how often is logged; every update is, or set min_time_s_per_iteration.", ()),
+    "log_interval": ("sets how often is logged; every update is logged, or set min_time_s_per_iteration.", ()),
     "tensorboard_log": ("names a directory; TensorBoard events are always written into the run's (--local-dir).", (None,)),
     "tb_log_name": ("names a run for TensorBoard; here it is name=… in Python, --experiment-name otherwise.", ()),
     "reset_num_timesteps": ("is ludus.resume(RUN) (counts on) or restore=RUN (counts from 0) here.", (True,)),
     "callback": ("is callbacks=[…] of ludus.train, a list of ludus.Callback.", (None,)),
     "eval_freq": ("is evaluation_interval here, with evaluation_interval_unit: timesteps (SB3 counts calls: × n_envs).", ()),
-    "eval_env": ("is env_config in the section evaluation_config: evaluations have environments of their own.", (None,)),
+    "eval_env": ("is env_config in the section evaluation_config: evaluations use separate environments.", (None,)),
     "vec_env_cls": ("chooses how environments are stepped; num_workers does that in other processes. Leave it out.", (None,)),
     "vec_env_kwargs": ("belongs to SB3's vector environments; see num_envs and num_workers. Leave it out.", (None,)),
     "monitor_dir": ("names a directory; episodes are counted in metrics.jsonl of the run. Leave it out.", (None,)),
@@ -298,26 +299,26 @@ FOREIGN: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "end_e": ("is written  epsilon: [[0, START_E], [EXPLORATION_FRACTION × TOTAL_TIMESTEPS, END_E]].", ()),
     "capture_video": ("is evaluation_video here: the number of episodes of each evaluation that are recorded.", (False,)),
     "save_model": ("is always so: a run ends with a checkpoint. Leave it out.", (True,)),
-    "upload_model": ("uploads to the Hugging Face hub, which is not here. Leave it out.", (False,)),
-    "hf_entity": ("belongs to the Hugging Face hub, which is not here. Leave it out.", ("", None)),
+    "upload_model": ("uploads to the Hugging Face hub, which is not supported. Leave it out.", (False,)),
+    "hf_entity": ("belongs to the Hugging Face hub, which is not supported. Leave it out.", ("", None)),
     "wandb_project_name": ("is written  track: {wandb: {project: …}}  beside config.", ()),
     "wandb_entity": ("is written  track: {wandb: {entity: …}}  beside config.", (None,)),
     "num_iterations": ("follows from timesteps and the batch; to stop by updates: stop: {iterations: …}.", ()),
     "beta": ("is entropy_coeff here (ML-Agents), or replay_buffer_config.beta (prioritised replay of DQN).", ()),
     "time_horizon": ("is rollout_fragment_length here; ML-Agents ends such a segment at the end of an episode, too.", ()),
-    "summary_freq": ("is min_time_s_per_iteration here, in seconds: how often numbers are reported.", ()),
+    "summary_freq": ("is min_time_s_per_iteration here, in seconds between reports.", ()),
     "keep_checkpoints": ("is keep_checkpoints_num, beside config.", ()),
     "checkpoint_interval": ("is checkpoint_freq (updates) or checkpoint_time_s (seconds), beside config.", ()),
     "learning_rate_schedule": ("is written  lr: [[0, 3e-4], [MAX_STEPS, 0]]  for linear.", ("constant",)),
     "reward_signals": ("are gamma and the environment's own reward here; others go into a wrapper (wrappers).", ()),
-    "hyperparameters": ("is a section of ML-Agents; its keys stand directly in config here.", ()),
+    "hyperparameters": ("is a section of ML-Agents; its keys belong directly into config here.", ()),
 }
-"""Key of `config:` → why it is not here and what to use, and values that say what happens anyway."""
+"""Key of `config:` → (why it is not supported and what to use, values that match our behaviour)."""
 
 
 def library_of(key: str) -> str:
-    """Who has such a key, for people."""
+    """Return the names of the libraries with such a key, for messages."""
     return "RLlib" if key not in _ALL else "Stable-Baselines3, CleanRL or ML-Agents"
 
 
-_ALL = {*RENAMED, *DEPENDING, *TRANSLATED, *FOREIGN}
+_ALL = {*RENAMED, *DEPENDING, *TRANSLATED, *UNSUPPORTED}

@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from ludus.buffers.bounded_queue import BoundedQueue
 from ludus.core import trust
-from ludus.core.metrics import JsonLines, Numbers, Sink, TensorBoard, read_jsonl
+from ludus.core.metrics import JsonLinesSink, Numbers, Sink, TensorBoardSink, read_jsonl
 from ludus.core.plugins import did_you_mean
 from ludus.distributed.gateway_workers import bind
 from ludus.distributed.hub.rpc import (
@@ -47,7 +47,7 @@ from ludus.distributed.hub.weight_cache import PART, Landing, Source
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
 from ludus.io.addresses import tcp_address
 from ludus.io.atomic_file import replace_json
-from ludus.models.weights.model_registry import Registry, check_name
+from ludus.models.weights.model_registry import ModelRegistry, check_name
 from ludus.process.auth import Guard, read_token, write_token
 from ludus.process.temp_dirs import Scratch
 from ludus.storage.local import LocalStore
@@ -280,7 +280,7 @@ class Hub:
         self._bound = None if door is None else bind(door.host, door.port)  # first: it is what fails most
         self._scratch = Scratch(short_temp())
         self._shm = Scratch(shared_memory())
-        self._registry = Registry(LocalStore(directory), self._shm.path)
+        self._registry = ModelRegistry(LocalStore(directory), self._shm.path)
         self.run_id = secrets.token_hex(8)
         """Of this life of the run: what other machines call their copies of it."""
         self._guard: Guard | None = None
@@ -367,7 +367,7 @@ class Hub:
         before = read_jsonl(self.directory / "metrics.jsonl")
         self._iterations = int(before[-1]["iterations"]) if before else 0
         incarnation = int(before[-1].get("incarnation", 1)) + 1 if before else 1
-        self._sinks = [JsonLines(self.directory / "metrics.jsonl", incarnation), TensorBoard(self.directory)]
+        self._sinks = [JsonLinesSink(self.directory / "metrics.jsonl", incarnation), TensorBoardSink(self.directory)]
         self._reporter = self._loop.create_task(self._report_for_ever())
 
     def _run(self) -> None:
@@ -540,7 +540,7 @@ class Hub:
         version = self._registry.publish(header["name"], header["file"], int(header["step"]), now)
         self._source.published(header["name"])
         if self._registry.due(header["name"], now):
-            keep = self._registry.keeping(header["name"], now)
+            keep = self._registry.make_keep_task(header["name"], now)
             if self._disk.waiting < _MAX_WRITES:
                 self._disk.do(keep)
             else:

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ludus.errors import Damaged, NotFound
-from ludus.transport.ring_buffer import Record, RingReader
+from ludus.transport.ring_buffer import RingReader, RingRecord
 
 RING_BYTES, ALL_BYTES = 1 << 28, 1 << 31
 """Of the ring of one producer, and of all of them, at most."""
@@ -25,7 +25,7 @@ class Shared:
 
     __slots__ = ("record", "released", "ring")
 
-    def __init__(self, ring: Ring, record: Record) -> None:
+    def __init__(self, ring: Ring, record: RingRecord) -> None:
         self.ring, self.record = ring, record
         self.released = False
 
@@ -104,7 +104,7 @@ class Ring:
                 raise Damaged(f"A producer speaks of a ring that is not there: {error}") from error
         return self._reader
 
-    def let_go(self, record: Record) -> None:
+    def let_go(self, record: RingRecord) -> None:
         if self._reader is not None and not self.removed and os.getpid() == self._pid:  # a forked copy has no say in it
             self._reader.release(record)
             self._needed -= 1

@@ -1,10 +1,10 @@
 """The weights of a run on a machine away from its hub: fetched once for each version, then shared by all processes there.
 
     mirrors = Mirrors(share.path, client)
-    reader = mirrors.reader(info)            # a BoardReader like any other, on memory of this machine
+    reader = mirrors.reader(info)            # a SharedWeightsReader like any other, on memory of this machine
 
 Of the processes that need a model, the one that gets hold of a lock file follows the hub ("is there anything newer?") and writes
-every version to a `Board` of this machine. The kernel gives the lock back however that process ends, and another goes on.
+every version to a `SharedWeights` of this machine. The kernel gives the lock back however that process ends, and another goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ludus.distributed.hub.rpc import Body, Connection, Header, Peer, error_fiel
 from ludus.errors import Damaged, LudusError, NotFound, StoreFull, UsageError, WorkerFailed
 from ludus.io.atomic_file import create_once, open_for_replace
 from ludus.models.weights import serialization
-from ludus.models.weights.shared_weights import Board, BoardReader
+from ludus.models.weights.shared_weights import SharedWeights, SharedWeightsReader
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class _Parcel:
         self.sum = hashlib.sha256(data).hexdigest()
 
     @classmethod
-    def of(cls, reader: BoardReader) -> _Parcel:
+    def of(cls, reader: SharedWeightsReader) -> _Parcel:
         version, weights = reader.read()
         return cls(version, serialization.encode_weights(weights))
 
@@ -79,7 +79,7 @@ class _Parcel:
 @dataclass(eq=False)
 class _Waiting:
     who: tuple[Peer, Any]
-    reader: BoardReader
+    reader: SharedWeightsReader
     version: int
     timer: asyncio.TimerHandle | None = None
 
@@ -103,7 +103,7 @@ class Source:
 
     def want(self, who: tuple[Peer, Any], name: str, version: int, wait_s: float, board: Path) -> None:
         """Answer as soon as there is a version above `version`, or after `wait_s` without one."""
-        waiting = _Waiting(who, BoardReader(board), version)
+        waiting = _Waiting(who, SharedWeightsReader(board), version)
         if waiting.reader.version > version:
             self._start(name, waiting)
             return
@@ -139,7 +139,7 @@ class Source:
             self.sent += 1
             self._answer(waiting.who, {"version": parcel.version, "size": len(parcel.data), "sum": parcel.sum})
 
-    async def _packed(self, name: str, reader: BoardReader) -> _Parcel:
+    async def _packed(self, name: str, reader: SharedWeightsReader) -> _Parcel:
         async with self._packing.setdefault(name, asyncio.Lock()):
             known = self._newest.get(name)
             if known is None or known.version != reader.version:
@@ -334,7 +334,7 @@ class Mirrors:
         self._lock = threading.Lock()
         self._mirrors: dict[str, Mirror] = {}
 
-    def reader(self, info: Mapping[str, Any], timeout_s: float = ARRIVE_S) -> BoardReader:
+    def reader(self, info: Mapping[str, Any], timeout_s: float = ARRIVE_S) -> SharedWeightsReader:
         """The weights of a model on this machine; returns when there are some. Raises WorkerFailed."""
         key = Path(str(info["board"])).name
         if not _KEY.fullmatch(key):
@@ -378,10 +378,10 @@ class Mirror:
     def forget(self) -> None:
         self._lock.close()
 
-    def reader(self, deadline: float) -> BoardReader:
+    def reader(self, deadline: float) -> SharedWeightsReader:
         while True:
             with contextlib.suppress(NotFound):
-                reader = BoardReader(self._directory)
+                reader = SharedWeightsReader(self._directory)
                 if reader.version > 0:
                     return reader
             self._line.check()
@@ -407,7 +407,7 @@ class Mirror:
 
     async def _copy(self) -> None:
         """Version after version; returns after the first when there will be no other."""
-        board = Board(self._directory)
+        board = SharedWeights(self._directory)
         for left in self._directory.glob("aside-*"):  # of a mirror that was killed
             left.unlink(missing_ok=True)
         connection = await self._line.connect()
@@ -421,7 +421,7 @@ class Mirror:
         finally:
             await connection.close()
 
-    async def _fetch(self, connection: Connection, board: Board, version: int, size: int, checksum: str) -> None:
+    async def _fetch(self, connection: Connection, board: SharedWeights, version: int, size: int, checksum: str) -> None:
         path = self._directory / f"aside-{uuid.uuid4().hex}"
         question = {"op": "model.part", "name": self._name, "version": version}
         try:

@@ -49,7 +49,7 @@ from ludus.errors import StoreFull, WorkerFailed
 from ludus.io.addresses import tcp_address
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import NEVER, OVER, Context, Process, Supervisor
-from ludus.transport.shared_memory import Layout
+from ludus.transport.shared_memory import BlockLayout
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +69,13 @@ class BatchFile:
     def __init__(self, directory: Path) -> None:
         self._directory, self.number = directory, 0
         self._map: mmap.mmap | None = None
-        self._layout: Layout | None = None
+        self._layout: BlockLayout | None = None
 
     def put(self, segments: Segments) -> memoryview:
         """Copy the segments; returns their bytes. Nobody may be reading. Raises StoreFull."""
         layout = self._layout
         if layout is None or layout.spec != segments.spec or layout.rows != segments.rows:
-            layout = self._layout = Layout(segments.spec, segments.rows)
+            layout = self._layout = BlockLayout(segments.spec, segments.rows)
         if self._map is None or len(self._map) < layout.nbytes:
             self._map = self._larger(layout.nbytes)  # the former one goes when nothing looks at it any more
         buffer = memoryview(self._map)[: layout.nbytes]

@@ -7,7 +7,7 @@ import time
 
 from ludus.distributed.learners.channel import Entrance, Link
 from ludus.errors import UsageError, WorkerFailed
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 log = logging.getLogger(__name__)
 
@@ -21,9 +21,9 @@ class FarEntrance(Entrance):
     `hint`: what is to be done when they do not come.
     """
 
-    def __init__(self, job: Surroundings, hint: str) -> None:
+    def __init__(self, job: JobEnv, hint: str) -> None:
         """Raises UsageError when its place is taken; by a learner that has just died, for a moment."""
-        host, port = job.learners_entrance
+        host, port = job.learner_address
         try:
             super().__init__(host, job.token(), port)
         except OSError as error:

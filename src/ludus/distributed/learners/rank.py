@@ -44,7 +44,7 @@ from ludus.io.addresses import host_and_port, is_tcp, local_address
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.process.host import keep_freed_memory
-from ludus.transport.shared_memory import Layout
+from ludus.transport.shared_memory import BlockLayout
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class Rank:
         self._device = torch.device(device or welcome.device)
         self._algorithm = welcome.recipe.build(self._device, kind)
         self._spec: SegmentSpec | None = None
-        self._layout: Layout | None = None
+        self._layout: BlockLayout | None = None
         self._map: tuple[int, mmap.mmap] | None = None
 
     def join(self) -> None:
@@ -254,7 +254,7 @@ class Rank:
         order, rest = Order.unpacked(frame.body)
         assert self._spec is not None
         if self._layout is None or self._layout.rows != order.rows:
-            self._layout = Layout(self._spec, order.rows)
+            self._layout = BlockLayout(self._spec, order.rows)
         buffer = self._mapped(order.file) if order.file else rest
         segments = self._layout.load(buffer[: self._layout.nbytes])
         if hasattr(self._algorithm, "version"):

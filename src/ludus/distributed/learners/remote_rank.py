@@ -13,7 +13,7 @@ import time
 from types import FrameType
 
 from ludus.errors import LudusError, UsageError, WorkerFailed
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +24,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
-    job = Surroundings.of(os.environ)
+    job = JobEnv.from_environ(os.environ)
     if job is None:
         raise UsageError("This process belongs to no job.", "It is started by `ludus submit` or `ludus learner start`.")
-    token, (host, port) = job.token(), job.learners_entrance
+    token, (host, port) = job.token(), job.learner_address
     from ludus.distributed.learners.rank import learn_for  # torch
 
     said = ""

@@ -51,9 +51,9 @@ from ludus.errors import (
 )
 from ludus.models.weights import serialization
 from ludus.storage.base import Store
-from ludus.transport.message_stream import Exchange, open_exchange
-from ludus.transport.shared_memory import Layout
-from ludus.transport.stream_memory import ExchangeReader, Received
+from ludus.transport.message_stream import MessageStream, open_message_stream
+from ludus.transport.shared_memory import BlockLayout
+from ludus.transport.stream_memory import ReceivedSegments, StreamReader
 
 log = logging.getLogger(__name__)
 
@@ -106,14 +106,14 @@ class FleetBatches:
     They are acknowledged when the batch is released: whoever is killed before that gets them again.
     """
 
-    def __init__(self, reader: ExchangeReader, blocks: int, age: Ages, max_age: int | None, is_ours: Callable[[], bool]) -> None:
+    def __init__(self, reader: StreamReader, blocks: int, age: Ages, max_age: int | None, is_ours: Callable[[], bool]) -> None:
         """`is_ours`: asked when there are segments of a version that is not made yet. Raises Fenced if another learner has made it;
         False: it cannot be known now."""
         self._reader, self._blocks, self._age, self._max_age = reader, blocks, age, max_age
         self._is_ours = is_ours
-        self._doubtful: list[Received] = []
+        self._doubtful: list[ReceivedSegments] = []
         self._batch: Segments | None = None
-        self._held: list[Received] = []
+        self._held: list[ReceivedSegments] = []
         self._taken = False
 
     @property
@@ -139,7 +139,7 @@ class FleetBatches:
                 self._put(received)
         return not self._taken
 
-    def _doubt(self, received: Received) -> None:
+    def _doubt(self, received: ReceivedSegments) -> None:
         """A version that this learner did not make: a lie, or this learner is not the one that learns any more."""
         self._doubtful.append(received)
         if self._is_ours():
@@ -147,7 +147,7 @@ class FleetBatches:
                 self._reader.discard(lie, UNMADE)
             self._doubtful.clear()
 
-    def _put(self, received: Received) -> None:
+    def _put(self, received: ReceivedSegments) -> None:
         if self._batch is None:
             self._batch = allocate_batch(received.segments, self._blocks)
         if not self._held:
@@ -195,7 +195,7 @@ class Fleet:
         incarnation: int,
         *,
         inspect: Callable[[Segments], str | None],
-        layout: Layout,
+        layout: BlockLayout,
         blocks: int,
         max_age: int | None,
         resumed: int | None,
@@ -224,23 +224,21 @@ class Fleet:
         self._said_at = clock() - _SAY_EVERY_S + _SAY_FIRST_S
         version, weights = latest()
         self._age = Ages(version, resumed)
-        self._exchange = open_exchange(memory, orders.channel, orders.room)
+        self._exchange = open_message_stream(memory, orders.channel, orders.room)
         self._press: _Press | None = None
         self._store, self._confirm, self._ordered_at = store, confirm, clock()
         try:
             confirm()
             store.put(ORDERS, orders.encode())
             store.delete(END)
-            self._press = _Press(open_exchange(memory, orders.channel, orders.room), store)
+            self._press = _Press(open_message_stream(memory, orders.channel, orders.room), store)
             self._share = self._fair_share(blocks)
             self._begun_at = self._asked_at = clock()
             self._here = 0
             self.publish(version, weights)
             with contextlib.suppress(ExchangeUnavailable):  # what a learner that died had in hand; of one that lives yet, later
                 self._exchange.reclaim(0)
-            self._reader = ExchangeReader(
-                self._exchange, layout, plan=orders.fingerprint, inspect=inspect, reclaim_idle_s=SILENT_S
-            )
+            self._reader = StreamReader(self._exchange, layout, plan=orders.fingerprint, inspect=inspect, reclaim_idle_s=SILENT_S)
             self.batches = FleetBatches(self._reader, blocks, self._age, max_age, self._is_ours)
         except BaseException:
             self.close()
@@ -514,7 +512,7 @@ class Fleet:
 class _Press:
     """Brings new weights out, in a thread: the newest ones, whatever happened to those before."""
 
-    def __init__(self, exchange: Exchange, store: Store) -> None:
+    def __init__(self, exchange: MessageStream, store: Store) -> None:
         self._exchange, self._store = exchange, store
         self._changed = threading.Condition()
         self._next: tuple[Bulletin, bytes | None] | None = None

@@ -38,7 +38,7 @@ from ludus.errors import (
     StoreUnavailable,
     UsageError,
 )
-from ludus.models.devices import acting_on, named_device
+from ludus.models.devices import copy_for_acting, named_device
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
 from ludus.process.host import keep_freed_memory, stop_on_signals
@@ -46,9 +46,9 @@ from ludus.process.workers.supervisor import OVER, Context, Restart, Supervisor
 from ludus.sampling.sampler import Interruption, Sampler, SamplerTimes, segment_spec
 from ludus.sampling.self_play import with_past_opponents
 from ludus.storage.base import Store, open_store
-from ludus.transport.message_stream import Exchange, open_exchange
-from ludus.transport.shared_memory import Layout
-from ludus.transport.stream_memory import ExchangeWriter
+from ludus.transport.message_stream import MessageStream, open_message_stream
+from ludus.transport.shared_memory import BlockLayout
+from ludus.transport.stream_memory import StreamWriter
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,10 @@ class FleetWorker:
             yield
         except IncompatibleCheckpoint as error:
             channel, room = channel_in(orders)
-            with contextlib.suppress(LudusError), contextlib.closing(open_exchange(self._memory, channel, room)) as exchange:
+            with (
+                contextlib.suppress(LudusError),
+                contextlib.closing(open_message_stream(self._memory, channel, room)) as exchange,
+            ):
                 refused = replace(self._presence, state="refused", why=str(error))
                 exchange.post(f"{PRESENCE}{self._options.name}", refused.encode())
             raise
@@ -165,8 +168,8 @@ class FleetWorker:
 
     def _work(self, orders: Orders) -> None:
         with contextlib.ExitStack() as stack:
-            exchange = stack.enter_context(contextlib.closing(open_exchange(self._memory, orders.channel, orders.room)))
-            news = open_exchange(self._memory, orders.channel, orders.room)
+            exchange = stack.enter_context(contextlib.closing(open_message_stream(self._memory, orders.channel, orders.room)))
+            news = open_message_stream(self._memory, orders.channel, orders.room)
             follower = _Follower(news, self._store, orders, self._options.name, self._current_presence)
             stack.callback(follower.close)
             follower.start()
@@ -178,9 +181,9 @@ class FleetWorker:
                 self._presence = replace(self._presence, state="refused", why=str(error))
                 follower.farewell(keep=True)
                 raise
-            layout = Layout(segment_spec(policy, environments, orders.steps), orders.num_envs)
+            layout = BlockLayout(segment_spec(policy, environments, orders.steps), orders.num_envs)
             self._say(f"worker {self._options.name}: {orders.num_envs} × {orders.env} for {self._store.url}")
-            writer = ExchangeWriter(
+            writer = StreamWriter(
                 exchange,
                 layout,
                 worker=self._options.name,
@@ -220,10 +223,10 @@ class FleetWorker:
                 )
         if environments.masked != orders.masked:
             raise IncompatibleCheckpoint(f"{orders.env} masks actions on one side only.", "Install the same version of it.")
-        return acting_on(serialization.policy_from(orders.description), named_device(orders.device, "inference_device"))
+        return copy_for_acting(serialization.policy_from(orders.description), named_device(orders.device, "inference_device"))
 
     def _sample(
-        self, orders: Orders, environments: Environments, policy: Policy, writer: ExchangeWriter, follower: _Follower
+        self, orders: Orders, environments: Environments, policy: Policy, writer: StreamWriter, follower: _Follower
     ) -> None:
         source = _FollowedSource(policy, follower)
 
@@ -282,7 +285,7 @@ class FleetWorker:
         return replace(self._presence, steps=times.steps, environment_s=times.environment_s, policy_s=times.policy_s)
 
     def _await_weights(
-        self, follower: _Follower, in_turn: bool, with_version: int, made: int, writer: ExchangeWriter, beat: Callable[[], None]
+        self, follower: _Follower, in_turn: bool, with_version: int, made: int, writer: StreamWriter, beat: Callable[[], None]
     ) -> None:
         """Until there are weights with which a segment is wanted."""
 
@@ -330,7 +333,9 @@ class _FollowedSource:
 class _Follower:
     """Two threads: one reads the bulletin and shows that the worker lives, the other fetches the weights that it names."""
 
-    def __init__(self, exchange: Exchange, store: Store, orders: Orders, name: str, presence: Callable[[], Presence]) -> None:
+    def __init__(
+        self, exchange: MessageStream, store: Store, orders: Orders, name: str, presence: Callable[[], Presence]
+    ) -> None:
         self._exchange, self._store, self._orders, self._name, self._presence = exchange, store, orders, name, presence
         self._changed = threading.Condition()
         self._hungry = threading.Event()

@@ -1,7 +1,7 @@
 """Distribution of the learner's seats over kinds of opponents. Pure.
 
 A *group* is one side of a match that the learner plays: one seat of 1v1, three of 3v3. In self-play the learner plays both sides,
-so such a match takes two assign_opponents; any other takes one.
+so such a match takes two groups; any other takes one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RULE: Final = "rule:"
 
 
 def parse_opponent_mix(opponent: str | Sequence[str] | Mapping[str, float], rules: Sequence[str]) -> dict[str, float]:
-    """Return kind of opponent → share of the assign_opponents; shares add up to 1.
+    """Return kind of opponent → share of the groups; shares add up to 1.
 
     `opponent` is a name, several names (with equal shares), or names with their shares. A name is `self`, `past`, or one of `rules`,
     with or without the prefix `rule:`. Raises ConfigError.

@@ -1,6 +1,6 @@
 """Sampling of the next opponent and line-up: by fixed shares, or such that matches are about even. Pure.
 
-Little is learned from matches that are always won or always lineup_weight. `even` therefore weights the shares by √(p·(1 − p)), the standard
+Little is learned from matches that are always won or always lost. `even` therefore weights the shares by √(p·(1 − p)), the standard
 deviation of a result, where p is the recent win rate against an opponent. (Prioritised fictitious self-play, Vinyals et al. 2019, uses
 p·(1 − p), which drops strong opponents more: at p = 0.05 they get a fifth of the weight of an even one, here 0.44.)
 
@@ -32,7 +32,7 @@ class OpponentSampler:
     """Opponents with their shares and recent win rates."""
 
     def __init__(self, shares: Mapping[str, float], matchmaking: str = FIXED, lineups: int = 1) -> None:
-        """`lineups`: number of line-ups to draw from, equally probabilities unless `even`. Raises ConfigError."""
+        """`lineups`: number of line-ups to draw from, equally likely unless `even`. Raises ConfigError."""
         if matchmaking not in MATCHMAKING:
             raise ConfigError(f"matchmaking is {matchmaking!r}.", f"One of {', '.join(MATCHMAKING)}.")
         self.names = tuple(shares)

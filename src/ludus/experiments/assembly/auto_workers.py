@@ -1,4 +1,4 @@
-"""`num_workers: auto`: step the environment and learn from it for a moment, then choose the number that promises most."""
+"""`num_workers: auto`: measures sampling and learning for a moment, and chooses the number of workers from the costs."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.local import LocalMemory
 
-_MOMENT_S = 0.5
+_MEASURE_S = 0.5
 _STEPS = 16
 _SLOW_STEP_S = 0.2
 _FEW_STEPS = 2
-"""Are enough where one step of all environments takes longer than that."""
+"""Steps to measure where one step of all environments takes longer than _SLOW_STEP_S."""
 _LONG_S = 2.0
-"""Where the first block took longer, it is all that is measured."""
-_WORTH_IT = 1.15
-"""Workers cost memory and a longer start: they must promise this much over none."""
-_NEARLY = 0.95
+"""If the first block takes longer, nothing else is measured."""
+_LEAST_SPEED_UP = 1.15
+"""Least estimated speed-up: workers cost memory and a longer start."""
+_NEARLY_BEST = 0.95
 _PER_CORE = 4
-"""More than this many workers for a core are never chosen, however long environments wait."""
+"""Most workers for a core, however long environments wait."""
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Seconds for one environment step: of sampling, of that merely waiting, and of learning."""
+class StepCost:
+    """Seconds for one environment step: of sampling, of waiting within that, and of learning."""
 
     sample_s: float
     wait_s: float
     learn_s: float
 
     def speed(self, workers: int, cores: int, sampling: str) -> float:
-        """Steps per second that so many workers promise."""
+        """Estimated steps per second."""
         if workers == 0:
             return 1 / (self.sample_s + self.learn_s)
         computed = self.sample_s - self.wait_s
@@ -53,17 +53,17 @@ class Cost:
         return 1 / max(sampled_s, self.learn_s, (computed + self.learn_s) / cores)
 
 
-def best(cost: Cost, cores: int, sampling: str, possible: Iterable[int]) -> int:
+def best_number(cost: StepCost, cores: int, sampling: str, possible: Iterable[int]) -> int:
     """The smallest number of workers that is nearly as fast as any; 0 unless they are worth it."""
     speeds = {workers: cost.speed(workers, cores, sampling) for workers in possible}
     most = max(speeds.values(), default=0.0)
-    if most < _WORTH_IT * cost.speed(0, cores, sampling):
+    if most < _LEAST_SPEED_UP * cost.speed(0, cores, sampling):
         return 0
-    return min(workers for workers, speed in speeds.items() if speed >= _NEARLY * most)
+    return min(workers for workers, speed in speeds.items() if speed >= _NEARLY_BEST * most)
 
 
 def possible_workers(given: Mapping[str, Any], envs: int, sampling: str, cores: int) -> list[int]:
-    """Numbers with which the batch that was asked for comes out even. `given` is `config:` as the user wrote it."""
+    """Numbers of workers by which the given batch size can be divided. `given`: `config:` as written."""
     every = range(1, _PER_CORE * cores + 1)
     batch, steps = given.get("train_batch_size"), given.get("rollout_fragment_length")
     if batch is None or sampling == "async":
@@ -71,11 +71,8 @@ def possible_workers(given: Mapping[str, Any], envs: int, sampling: str, cores: 
     return [n for n in every if (batch == n * envs * steps if steps else batch % (n * envs) == 0)]
 
 
-def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> Cost:
-    """Sample and learn in this process for a moment, with everything thrown away afterwards.
-
-    A very slow environment is measured by a few steps, and no longer than it takes to know that it is.
-    """
+def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> StepCost:
+    """Sample and learn in this process for a moment, and discard the result. A very slow environment is measured by a few steps."""
     threads = torch.get_num_threads()
     environments = make_environments(
         env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers
@@ -85,16 +82,16 @@ def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> Co
         policy = make_policy(environments.observation_space, environments.action_space, config)
         learner = make_algorithm(algorithm, policy, config, None)
         try:
-            return _measured(environments, policy, learner, config)
+            return _measure_blocks(environments, policy, learner, config)
         finally:
             if hasattr(learner, "close"):
                 learner.close()
     finally:
         environments.close()
-        torch.set_num_threads(threads)  # the caller's process is not ours
+        torch.set_num_threads(threads)  # the process may belong to a caller
 
 
-def _measured(environments: Environments, policy: Policy, learner: Algorithm, config: AlgorithmConfig) -> Cost:
+def _measure_blocks(environments: Environments, policy: Policy, learner: Algorithm, config: AlgorithmConfig) -> StepCost:
     memory = LocalMemory(segment_spec(policy, environments, 1), environments.num, 1)
     facing = with_past_opponents(environments, _Fixed(policy), config.self_play, config.seed)
     sampler = Sampler(environments, facing, memory, config.seed)
@@ -102,16 +99,16 @@ def _measured(environments: Environments, policy: Policy, learner: Algorithm, co
     steps = min(_STEPS if sampler.times.environment_s <= _SLOW_STEP_S else _FEW_STEPS, config.steps)
     block = Segments.empty(segment_spec(policy, environments, steps), environments.num)
     began = time.perf_counter()
-    cost = _one_block(sampler, policy, learner, block)
+    cost = _measure_block(sampler, policy, learner, block)
     if time.perf_counter() - began > _LONG_S:
         return cost
-    began, costs = time.perf_counter(), list[Cost]()  # the first of everything is slow: it does not count
-    while not costs or time.perf_counter() - began < _MOMENT_S:
-        costs.append(_one_block(sampler, policy, learner, block))
-    return Cost(*(sum(values) / len(costs) for values in zip(*map(astuple, costs), strict=True)))
+    began, costs = time.perf_counter(), list[StepCost]()  # the first block is slow and does not count
+    while not costs or time.perf_counter() - began < _MEASURE_S:
+        costs.append(_measure_block(sampler, policy, learner, block))
+    return StepCost(*(sum(values) / len(costs) for values in zip(*map(astuple, costs), strict=True)))
 
 
-def _one_block(sampler: Sampler, policy: Policy, learner: Algorithm, block: Segments) -> Cost:
+def _measure_block(sampler: Sampler, policy: Policy, learner: Algorithm, block: Segments) -> StepCost:
     before, busy = sampler.times.environment_s + sampler.times.policy_s, time.thread_time()
     with policy.acting():
         sampler.fill(block, policy, 1)
@@ -121,7 +118,7 @@ def _one_block(sampler: Sampler, policy: Policy, learner: Algorithm, block: Segm
     learner.learn(block, 0)
     learn_s = time.perf_counter() - at
     steps = block.spec.steps * len(block.origin)
-    return Cost(sample_s / steps, max(0.0, sample_s - busy_s) / steps, learn_s / steps)
+    return StepCost(sample_s / steps, max(0.0, sample_s - busy_s) / steps, learn_s / steps)
 
 
 @dataclass(frozen=True)
@@ -135,8 +132,10 @@ class _Fixed:
 def choose_workers(
     env: str, algorithm: type[Algorithm], config: AlgorithmConfig, given: Mapping[str, Any], cores: int
 ) -> tuple[int, str]:
-    """How many workers, and why."""
+    """The number of workers, and the reason."""
     cost = measure(env, algorithm, config)
-    chosen = best(cost, cores, config.sampling, possible_workers(given, config.num_envs_per_worker, config.sampling, cores))
+    chosen = best_number(
+        cost, cores, config.sampling, possible_workers(given, config.num_envs_per_worker, config.sampling, cores)
+    )
     why = f"a step takes {1e6 * cost.sample_s:.0f} µs to sample and {1e6 * cost.learn_s:.0f} µs to learn from, on {cores} cores"
     return chosen, why

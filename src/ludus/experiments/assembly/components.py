@@ -24,13 +24,14 @@ from ludus.experiments.control.evaluation_schedule import (
 from ludus.experiments.control.experience_source import ExperienceSource
 from ludus.experiments.control.metrics_reporter import MetricsReporter
 from ludus.experiments.control.run_controller import RunController
+from ludus.experiments.control.stopping import StopConditions
 from ludus.experiments.resolve import Announce, ResolvedExperiment
 from ludus.experiments.runs import checkpoint, tracking
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
-from ludus.transport.base import Batches
+from ludus.models.weights.version_store import LocalVersionStore
+from ludus.transport.base import SegmentReader
 from ludus.transport.message_stream import EMBEDDED
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class TrainingComponents:
     """A run that is assembled: `controller.run` trains it."""
 
     run: Run
-    pool: LocalPool
+    pool: LocalVersionStore
     source: ExperienceSource
     trainer: Trainer
     controller: RunController
@@ -110,10 +111,12 @@ def open_run(prepared: PreparedRun, policy: Policy) -> Run:
     return run
 
 
-def make_pool(run: Run, policies: Mapping[str, Policy], prepared: PreparedRun, stack: ComponentStack) -> LocalPool:
+def make_pool(run: Run, policies: Mapping[str, Policy], prepared: PreparedRun, stack: ComponentStack) -> LocalVersionStore:
     """Claim the models of the run: from here on it is written only while this process owns it."""
     began = checkpoint.resume_origin(run.store, prepared.resumed)
-    pool = LocalPool(run.store, {checkpoint.BEGUN_FROM: began}, functools.partial(checkpoint.check_newest, run.store, began))
+    pool = LocalVersionStore(
+        run.store, {checkpoint.BEGUN_FROM: began}, functools.partial(checkpoint.check_newest, run.store, began)
+    )
     run.guard = pool.check
     stack.own(pool)
     before = prepared.before
@@ -122,7 +125,7 @@ def make_pool(run: Run, policies: Mapping[str, Policy], prepared: PreparedRun, s
     return pool
 
 
-def whole_episodes(blocks: Batches, config: AlgorithmConfig) -> Batches:
+def whole_episodes(blocks: SegmentReader, config: AlgorithmConfig) -> SegmentReader:
     """The blocks, or complete episodes made of them, as `batch_mode` sets."""
     if config.batch_mode == "truncate_episodes":
         return blocks
@@ -141,7 +144,7 @@ def restore_counters(prepared: PreparedRun, trainer: Trainer, source: Experience
 def make_controller(
     prepared: PreparedRun,
     run: Run,
-    pool: LocalPool,
+    pool: LocalVersionStore,
     source: ExperienceSource,
     trainer: Trainer,
     evaluate: Evaluate | BackgroundEvaluation | None,
@@ -179,9 +182,7 @@ def make_controller(
         reporter,
         checkpointer,
         EvaluationSchedule(evaluate, interval, trainer, checkpointer, reporter),
-        e.stop,
-        least_iteration=config.least_iteration,
-        start_timeout_s=start_timeout(resolved),
+        StopConditions(e.stop, config.least_iteration, start_timeout(resolved)),
     )
 
 

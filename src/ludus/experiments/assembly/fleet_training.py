@@ -36,10 +36,10 @@ from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.sampling.sampler import segment_spec
 from ludus.transport.message_stream import MAX_MESSAGE
-from ludus.transport.shared_memory import Layout
+from ludus.transport.shared_memory import BlockLayout
 
 
 def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack) -> TrainingComponents:
@@ -72,12 +72,12 @@ def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
 
 
 def _make_fleet(
-    prepared: PreparedRun, hooks: RunHooks, shape: EnvironmentShape, policy: Policy, pool: LocalPool, run: Run
+    prepared: PreparedRun, hooks: RunHooks, shape: EnvironmentShape, policy: Policy, pool: LocalVersionStore, run: Run
 ) -> Fleet:
     resolved, before = prepared.resolved, prepared.before
     e, config = resolved.experiment, resolved.config
     in_turn = config.sampling != "async"
-    layout = Layout(segment_spec(policy, shape, config.steps), shape.num)
+    layout = BlockLayout(segment_spec(policy, shape, config.steps), shape.num)
     if layout.nbytes > MAX_MESSAGE:
         raise ConfigError(
             f"A segment of {shape.num} environments × {config.steps} steps has {layout.nbytes >> 20} MB, and a message may have "

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Publisher, Trainer
 from ludus.buffers.collate import CollatedBatches
-from ludus.config import schema as configs
 from ludus.config.schema import AlgorithmConfig, ExternalConfig
+from ludus.config.validation import parse_external_config
 from ludus.distributed.gateway_workers import bind, check_exposure
 from ludus.experiments.assembly import byte_scales
 from ludus.experiments.assembly.components import (
@@ -28,12 +28,12 @@ from ludus.experiments.assembly.policies import embedding_bound, make_policy
 from ludus.experiments.runs.run_dir import Run
 from ludus.experiments.validation.game_seats import GameSeats, seats_of
 from ludus.gateway.http_connection import HttpLimits
-from ludus.gateway.inline_source import Gathering, WatchedMemory
+from ludus.gateway.inline_source import InlineGatewaySource, NotifyingMemory
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.protocol.spec import read_token
 from ludus.sampling.segment_recorder import session_spec
 
@@ -51,7 +51,7 @@ def assemble_http(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack)
     """Make the components of a run that learns from games that connect to it."""
     resolved, before = prepared.resolved, prepared.before
     config = resolved.config
-    external = configs.external_config(config.env_config)
+    external = parse_external_config(config.env_config)
     seats = seats_of(external)
     clock = RunClock(resolved.experiment.stop.time_s)
 
@@ -66,7 +66,7 @@ def assemble_http(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack)
     algorithms = distribute_all(algorithms, policies, each, run, stack)
     pool = make_pool(run, policies, prepared, stack)
 
-    games: Gathering | FleetGathering
+    games: InlineGatewaySource | FleetGathering
     publisher: Publisher
     if config.workers:
         games, memory, publisher = _start_gateway_workers(listening, external, seats, config, policies, pool, run, stack)
@@ -105,18 +105,20 @@ def _start_gateway(
     seats: GameSeats,
     config: AlgorithmConfig,
     policies: dict[str, Policy],
-    pool: LocalPool,
+    pool: LocalVersionStore,
     stack: ComponentStack,
-) -> tuple[Gathering, CollatedBatches]:
+) -> tuple[InlineGatewaySource, CollatedBatches]:
     """A gateway in this process, which pauses while the learner computes."""
     blocks = max(_LEAST_BLOCKS, _BATCHES_AHEAD * config.train_batch_size)
-    memories = {name: WatchedMemory(session_spec(policy, config.steps, name), 1, blocks) for name, policy in policies.items()}
+    memories = {name: NotifyingMemory(session_spec(policy, config.steps, name), 1, blocks) for name, policy in policies.items()}
     memory = stack.own(CollatedBatches(list(memories.values()), config.train_batch_size))
     acting = {
         name: BatchedPolicy(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
         for number, name in enumerate(policies)
     }
-    return stack.own(Gathering(listening, gateway_settings(external, seats), seats.seats, acting, memories, memory)), memory
+    return stack.own(
+        InlineGatewaySource(listening, gateway_settings(external, seats), seats.seats, acting, memories, memory)
+    ), memory
 
 
 def _start_gateway_workers(
@@ -125,7 +127,7 @@ def _start_gateway_workers(
     seats: GameSeats,
     config: AlgorithmConfig,
     policies: dict[str, Policy],
-    pool: LocalPool,
+    pool: LocalVersionStore,
     run: Run,
     stack: ComponentStack,
 ) -> tuple[FleetGathering, CollatedBatches, Publisher]:

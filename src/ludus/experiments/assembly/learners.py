@@ -19,9 +19,9 @@ from ludus.experiments.assembly.policies import threads_of
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_dir import Run
-from ludus.models.devices import learner_device, learning_on
+from ludus.models.devices import copy_for_learning, learner_device
 from ludus.models.policy import Policy
-from ludus.process.job_env import LEARNERS, Surroundings
+from ludus.process.job_env import LEARNERS, JobEnv
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def make_algorithm(
     """Make the algorithm that learns `policy`, on the learner's device; restored from `before`. Sets the threads of PyTorch."""
     threads = threads_of(policy, config)
     torch.set_num_threads(threads["torch_threads"])
-    learning = learning_on(policy, learner_device(config.learner_device, config.num_gpus))
+    learning = copy_for_learning(policy, learner_device(config.learner_device, config.num_gpus))
     algorithm = kind(learning, config.model_copy(update=threads), config.seed)
     if before is not None:
         before.restore(model, algorithm)
@@ -67,7 +67,7 @@ def distribute_learner(
     algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Run, stack: ComponentStack, model: str = DEFAULT_MODEL
 ) -> Algorithm:
     """The algorithm on as many learners as the config sets. `policy`: the one that acts, possibly on another device."""
-    job = Surroundings.of(os.environ)
+    job = JobEnv.from_environ(os.environ)
     shared = algorithm
     if job is not None and job.learners:
         shared = stack.own(_distribute_to_nodes(algorithm, policy, config, run, job, model))
@@ -85,7 +85,7 @@ def distribute_learner(
 
 
 def _distribute_to_nodes(
-    algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Run, job: Surroundings, model: str
+    algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Run, job: JobEnv, model: str
 ) -> Algorithm:
     """The learners of the config run here; those of other nodes are as many more, and connect to this process."""
     from ludus.distributed.learners.group import share_learning
@@ -108,7 +108,7 @@ def _distribute_to_nodes(
 
 def has_remote_learners() -> bool:
     """Whether this process is the main role of a job with learners on other nodes, which connect to its training."""
-    job = Surroundings.of(os.environ)
+    job = JobEnv.from_environ(os.environ)
     return job is not None and job.learners > 0
 
 

@@ -26,7 +26,7 @@ from ludus.experiments.assembly.memory_estimate import check_memory
 from ludus.experiments.assembly.policies import embedding_bound, make_policy
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
-from ludus.models.devices import acting_on, named_device
+from ludus.models.devices import copy_for_acting, named_device
 from ludus.sampling.sampler import Interruption, Sampler, VersionClock, segment_spec
 from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.base import make_memory
@@ -46,7 +46,7 @@ def assemble_local(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
     policy = make_policy(
         environments.observation_space, environments.action_space, config, scales, embed_above=embedding_bound(before)
     )
-    policy = acting_on(policy, named_device(config.inference_device, "inference_device"))
+    policy = copy_for_acting(policy, named_device(config.inference_device, "inference_device"))
     check_memory(resolved, policy)
 
     algorithm = stack.own(make_algorithm(resolved.algorithm, policy, config, before))

@@ -16,7 +16,7 @@ from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import warn_of_cuts
 from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.runs import checkpoint
-from ludus.models.centralized_critic import OWN, WHOLE, actor_of
+from ludus.models.centralized_critic import OWN, STATE, actor_policy
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import FixedSource
 from ludus.sampling.episode_runner import Score, episode_step_limit, preserve_random_state
@@ -69,7 +69,7 @@ class MatchEvaluation:
         """`opponent` None: the policies of the run, or chance once its matches turn out to be zero-sum."""
         self._resolved, self._assignment, self._stop = resolved, assignment, stop
         self._opponent, self._zero_sum = opponent, zero_sum
-        self._sources = {name: FixedSource(actor_of(policy)) for name, policy in policies.items()}
+        self._sources = {name: FixedSource(actor_policy(policy)) for name, policy in policies.items()}
         self._copies: EnvCopies | None = None
 
     @property
@@ -152,7 +152,7 @@ def load_opponent(where: str, assignment: AgentAssignment) -> Opponent:
         observation, action = assignment.spaces[model]
         own = (
             observation[OWN]
-            if isinstance(observation, gym.spaces.Dict) and set(observation.spaces) == {OWN, WHOLE}
+            if isinstance(observation, gym.spaces.Dict) and set(observation.spaces) == {OWN, STATE}
             else observation
         )
         theirs = policies[agent]

@@ -1,6 +1,6 @@
-"""How much memory a run takes on this machine, estimated before it starts, and refused when the machine does not have it.
+"""Estimates the memory of a run on this machine before it starts, and refuses a run that needs more than is free.
 
-The estimate is a lower bound: what is certainly allocated and filled. Interpreters, environments and activations come on top.
+The estimate is a lower bound: interpreters, environments and activations come on top.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ludus.config.schema import EXTERNAL, AlgorithmConfig
+from ludus.core.formatting import format_bytes
 from ludus.core.spaces import array_spec
 from ludus.core.tree import Tree, leaves
 from ludus.core.types import DEFAULT_MODEL
 from ludus.errors import ConfigError
 from ludus.experiments.resolve import ResolvedExperiment
-from ludus.launch.doctor.checks.limits import look_groups, look_memory
-from ludus.launch.doctor.finding import size
 from ludus.models.devices import learner_device
 from ludus.models.policy import Policy
+from ludus.process.cgroups import find_cgroups, read_memory
 from ludus.sampling.sampler import action_spec
 from ludus.transport.message_stream import EMBEDDED
 
@@ -37,7 +37,7 @@ _PER_STEP = 4 + 4 + 4 + 8 + 4  # reward, log-probability, value, version, four f
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by what they are for."""
+    """Bytes by purpose."""
 
     parts: Mapping[str, int]
 
@@ -51,13 +51,13 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         shown = sorted(((count, part) for part, count in self.parts.items() if count), reverse=True)
-        return ", ".join(f"{size(count)} of {part}" for count, part in shown)
+        return ", ".join(f"{format_bytes(count)} of {part}" for count, part in shown)
 
 
 def estimate(
     policies: Mapping[str, Policy], config: AlgorithmConfig, *, workers: int = 0, timesteps: float | None = None
 ) -> MemoryEstimate:
-    """`workers`: sampling processes on this machine. `timesteps`: after which the run stops; a replay buffer holds no more."""
+    """`workers`: sampling processes on this machine. `timesteps`: length of the run, which bounds the replay buffer."""
     parts = dict.fromkeys((EXPERIENCE, REPLAY, MODEL, INPUTS), 0)
     for policy in policies.values():
         step = step_bytes(policy)
@@ -73,7 +73,7 @@ def estimate(
 
 
 def step_bytes(policy: Policy) -> int:
-    """Of one recorded step."""
+    """Bytes of one recorded step."""
     return _tree_bytes(array_spec(policy.observation_space)) + _tree_bytes(action_spec(policy)) + _PER_STEP
 
 
@@ -87,20 +87,20 @@ def _capacity(config: AlgorithmConfig) -> int:
 
 
 def _model_bytes(policy: Policy, config: AlgorithmConfig, workers: int) -> int:
-    """Weights, gradient and both moments of Adam for every learner, weights for every worker; on a GPU only the weights are here."""
+    """Weights, gradient and both moments of Adam for every learner, and weights for every worker. On a GPU only weights count here."""
     weights = sum(p.numel() * p.element_size() for p in policy.parameters())
     on_cpu = learner_device(config.learner_device, config.num_gpus).type == "cpu"
     return int(weights * ((4 * config.learners if on_cpu else 1) + workers))
 
 
 def free_memory() -> int | None:
-    """Bytes that this machine and the cgroups of this process still allow; None where the system does not say."""
-    found = look_memory(look_groups())
+    """Bytes that are free on this machine and in the cgroups of this process; None: unknown."""
+    found = read_memory(find_cgroups())
     return None if found is None else found.free
 
 
 def check_memory(resolved: ResolvedExperiment, policies: Policy | Mapping[str, Policy]) -> MemoryEstimate:
-    """Raises ConfigError, with the figures, when this run needs more memory than there is."""
+    """Raises ConfigError when this run needs more memory than is free."""
     experiment, config = resolved.experiment, resolved.config
     elsewhere = resolved.cluster is not None or experiment.memory != EMBEDDED or experiment.env == EXTERNAL
     named = {DEFAULT_MODEL: policies} if isinstance(policies, Policy) else policies
@@ -108,8 +108,8 @@ def check_memory(resolved: ResolvedExperiment, policies: Policy | Mapping[str, P
     free = free_memory()
     if free is not None and found.total > free:
         raise ConfigError(
-            f"This run needs at least {size(found.total)} of memory ({found}), and {size(free)} are free.",
+            f"This run needs at least {format_bytes(found.total)} of memory ({found}), and {format_bytes(free)} are free.",
             _REMEDIES[found.largest],
         )
-    log.info("memory: at least %s (%s)", size(found.total), found)
+    log.info("memory: at least %s (%s)", format_bytes(found.total), found)
     return found

@@ -31,8 +31,8 @@ from ludus.experiments.assembly.memory_estimate import check_memory
 from ludus.experiments.assembly.policies import embedding_bound, make_policy
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.validation.agent_mapping import policy_config
-from ludus.models.byte_scales import Seen
-from ludus.models.devices import acting_on, named_device
+from ludus.models.byte_scales import LargestValues
+from ludus.models.devices import copy_for_acting, named_device
 from ludus.models.policy import Policy
 from ludus.sampling.multi_agent import EnvCopies, MatchBatches, MultiAgentSampler, MultiAgentSettings
 from ludus.sampling.sampler import Interruption
@@ -101,7 +101,7 @@ def _make_policies(
     central = config.multiagent.centralized_value
 
     @functools.cache
-    def largest_values() -> dict[str, Seen]:
+    def largest_values() -> dict[str, LargestValues]:
         return byte_scales.largest_seen_of_agents(
             lambda: make_match(env, config), assignment.agents, config.seed, central=central
         )
@@ -112,7 +112,7 @@ def _make_policies(
         scales = byte_scales.choose(observation_space, each[name], look, before, hooks.announce, name)
         bound = embedding_bound(before, name)
         policy = make_policy(observation_space, action_space, each[name], scales, central=central, embed_above=bound)
-        policies[name] = acting_on(policy, named_device(each[name].inference_device, "inference_device"))
+        policies[name] = copy_for_acting(policy, named_device(each[name].inference_device, "inference_device"))
     return policies
 
 

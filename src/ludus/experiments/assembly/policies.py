@@ -16,7 +16,7 @@ from ludus.errors import ConfigError
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.models.autoregressive_actions import Branch
 from ludus.models.categories import EMBED_ABOVE
-from ludus.models.centralized_critic import OWN, WHOLE
+from ludus.models.centralized_critic import OWN, STATE
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.process.host import usable_cores
@@ -60,9 +60,9 @@ def make_policy(
         byte_scales=scales,
         embed_above=embed_above,
     )
-    if not network.central and isinstance(observation_space, gym.spaces.Dict) and set(observation_space.spaces) == {OWN, WHOLE}:
+    if not network.central and isinstance(observation_space, gym.spaces.Dict) and set(observation_space.spaces) == {OWN, STATE}:
         log.warning(
-            "Observations are {%s, %s}, and the policy sees both. For the value alone: model.centralized_value.", OWN, WHOLE
+            "Observations are {%s, %s}, and the policy sees both. For the value alone: model.centralized_value.", OWN, STATE
         )
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(config.seed)

@@ -44,7 +44,7 @@ from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.resolve import Announce, ClusterOptions
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.process.workers.supervisor import Restart
 from ludus.sampling.sampler import VersionClock, segment_spec
 
@@ -187,13 +187,13 @@ def _cluster_nodes(
     return lambda plan, bell, logs: RayNodes(cluster, plan, bell, log_dir=logs, announce=announce)
 
 
-def newest_weights(pool: LocalPool) -> tuple[int, Mapping[str, Array]]:
+def newest_weights(pool: LocalVersionStore) -> tuple[int, Mapping[str, Array]]:
     """The newest version and its weights, not copied: the next update changes them."""
     policy, version = pool.newest(DEFAULT_MODEL)
     return version, {name: tensor.detach().cpu().numpy() for name, tensor in policy.state_dict().items()}
 
 
-def make_batches(sampling: Sampling, pool: LocalPool, config: AlgorithmConfig) -> BlockBatches:
+def make_batches(sampling: Sampling, pool: LocalVersionStore, config: AlgorithmConfig) -> BlockBatches:
     sampling.batches = BlockBatches(
         sampling,
         config.workers,

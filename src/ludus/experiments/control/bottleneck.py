@@ -1,4 +1,4 @@
-"""What limits the speed of a run: the learner, the workers, both in turn, or neither.
+"""Finds what limits the speed of a run: the learner, the workers, both in turn, or neither.
 
 `find_bottleneck` decides from measured shares of time and the policy lag; it does no I/O and has no state.
 """
@@ -16,7 +16,7 @@ _HIGH_LAG = 2.0
 """Updates. Workers that sample while the learner learns are one update behind, a segment that spans an update up to two."""
 
 
-class Limit(StrEnum):
+class Bottleneck(StrEnum):
     """What would have to be faster to make the run faster."""
 
     LEARNER = "the learner"
@@ -30,8 +30,8 @@ class Limit(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    limit: Limit
+class BottleneckFinding:
+    limit: Bottleneck
     reason: str
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Load:
         return self.sampling + self.blocked > 0
 
 
-def find_bottleneck(load: Load) -> Verdict | None:
+def find_bottleneck(load: Load) -> BottleneckFinding | None:
     """What limits the run, and why; None when the measurements do not show it.
 
     Waiting decides first: the side that waits more is not the limit. The lag decides only when neither side waits, because many
@@ -100,44 +100,47 @@ def find_bottleneck(load: Load) -> Verdict | None:
         return None
     waits, blocked = load.learner_wait, load.blocked
     if min(waits, blocked) >= _MUCH:
-        return Verdict(
-            Limit.TURNS,
+        return BottleneckFinding(
+            Bottleneck.TURNS,
             f"workers wait {percent(blocked)} of their time for the learner, and it {percent(waits)} for them; "
             "sampling: pipelined or async would overlap them",
         )
     if blocked >= _LITTLE and blocked >= waits:
-        return Verdict(Limit.LEARNER, f"workers wait for it {percent(blocked)} of their time")
+        return BottleneckFinding(Bottleneck.LEARNER, f"workers wait for it {percent(blocked)} of their time")
     if waits >= _LITTLE:
         return _find_in_workers(load)
     if load.lag >= _HIGH_LAG:
-        return Verdict(
-            Limit.LEARNER, f"it waits {percent(waits)} of its time, and its batches are {load.lag:.1f} updates old on average"
+        return BottleneckFinding(
+            Bottleneck.LEARNER,
+            f"it waits {percent(waits)} of its time, and its batches are {load.lag:.1f} updates old on average",
         )
-    return Verdict(Limit.BALANCED, f"workers are {percent(load.sampling)} busy, the learner waits {percent(waits)}")
+    return BottleneckFinding(
+        Bottleneck.BALANCED, f"workers are {percent(load.sampling)} busy, the learner waits {percent(waits)}"
+    )
 
 
-def _find_in_workers(load: Load) -> Verdict:
+def _find_in_workers(load: Load) -> BottleneckFinding:
     why = f"the learner waits {percent(load.learner_wait)} of its time"
     if load.sampling < 0.5:
-        where = Limit.NETWORK if load.nodes > 1 else Limit.MACHINE
-        return Verdict(where, f"workers are only {percent(load.sampling)} busy, and {why}")
+        where = Bottleneck.NETWORK if load.nodes > 1 else Bottleneck.MACHINE
+        return BottleneckFinding(where, f"workers are only {percent(load.sampling)} busy, and {why}")
     if load.environment >= load.policy:
-        return Verdict(Limit.ENVIRONMENTS, f"{percent(load.environment)} of the workers' time, and {why}")
-    return Verdict(Limit.POLICY, f"{percent(load.policy)} of the workers' time, and {why}")
+        return BottleneckFinding(Bottleneck.ENVIRONMENTS, f"{percent(load.environment)} of the workers' time, and {why}")
+    return BottleneckFinding(Bottleneck.POLICY, f"{percent(load.policy)} of the workers' time, and {why}")
 
 
-def _find_in_one_process(load: Load) -> Verdict | None:
+def _find_in_one_process(load: Load) -> BottleneckFinding | None:
     if load.learner_busy is None:
         return None
     if load.learner_busy >= 0.5:
-        return Verdict(Limit.LEARNER, f"{percent(load.learner_busy)} of the time")
-    return Verdict(Limit.SAMPLING, f"{percent(1 - load.learner_busy)} of the time")
+        return BottleneckFinding(Bottleneck.LEARNER, f"{percent(load.learner_busy)} of the time")
+    return BottleneckFinding(Bottleneck.SAMPLING, f"{percent(1 - load.learner_busy)} of the time")
 
 
 def describe_bottleneck(numbers: Numbers) -> str:
-    """The verdict for the metrics of a run as text; empty when there is none."""
-    verdict = find_bottleneck(Load.from_metrics(numbers))
-    return "" if verdict is None else str(verdict)
+    """The bottleneck in the metrics of a run as text; empty when they do not show one."""
+    finding = find_bottleneck(Load.from_metrics(numbers))
+    return "" if finding is None else str(finding)
 
 
 def percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""Callbacks of `ludus.train`: the user's code that is called while a run goes on, always in the process that called `ludus.train`."""
+"""Callbacks of `ludus.train`, and the optional methods of metrics sinks. Both run in the process that called `ludus.train`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """A run under way, as callbacks see it."""
+    """A run in progress, as callbacks see it."""
 
     def __init__(self) -> None:
         self.directory: Path | None = None
-        """Where the run is, or will be; set before `on_start`."""
+        """Directory of the run; set before `on_start`."""
         self.metrics: dict[str, float] = {}
-        """The newest value of every number that was reported."""
+        """The newest value of every reported metric."""
         self.stop_reason: str | None = None
 
     @property
@@ -34,9 +34,9 @@ class TrainingRun:
         return int(self.metrics.get("timesteps", 0))
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """End the run in order, as if one of its stop conditions held: a checkpoint is written, and `ludus.train` returns.
+        """End the run as if one of its stop conditions held: a checkpoint is written, and `ludus.train` returns.
 
-        It takes effect after the update under way; called in `on_start`, after the first one.
+        Takes effect after the current update; called in `on_start`, after the first one.
         """
         self.stop_reason = self.stop_reason or reason
 
@@ -49,7 +49,7 @@ class Callback:
     """
 
     def on_start(self, run: TrainingRun) -> None:
-        """The run is about to begin, and its configuration is right. An exception here prevents it."""
+        """The configuration is valid and the run is about to start. An exception here prevents it."""
 
     def on_report(self, run: TrainingRun, metrics: Mapping[str, float]) -> None:
         """An update was made (or some, see `min_time_s_per_iteration`). `metrics`: a line of metrics.jsonl."""
@@ -65,7 +65,7 @@ class Callback:
 
 
 ReportFunction = Callable[[TrainingRun, Mapping[str, float]], Any]
-"""A function in the place of a callback is its `on_report`."""
+"""A function given as a callback is called as its `on_report`."""
 
 
 class _OnReport(Callback):
@@ -76,12 +76,12 @@ class _OnReport(Callback):
         self._function(run, metrics)
 
 
-# -- what a training asks of its sinks --------------------------------------------------------------------------------------
+# -- optional methods of metrics sinks --------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class CheckpointListener(Protocol):
-    """A sink that wants to know of checkpoints."""
+    """A sink that is called with the name of each checkpoint."""
 
     def checkpoint_written(self, name: str) -> None: ...
 
@@ -95,7 +95,7 @@ class StopRequester(Protocol):
         ...
 
     def stops_in_order(self) -> bool:
-        """Whether the run counts as finished then; otherwise as interrupted."""
+        """Whether the run then counts as finished; otherwise as interrupted."""
         ...
 
 
@@ -140,7 +140,7 @@ def show_videos(sinks: Iterable[Sink], videos: Iterable[Path], timesteps: int) -
 
 
 def find_stop_request(sinks: Iterable[Sink]) -> tuple[str, bool] | None:
-    """(why, whether the run counts as finished) of the first sink that wants the run to end."""
+    """(reason, whether the run counts as finished) of the first sink that requests the end of the run."""
     for sink in sinks:
         if isinstance(sink, StopRequester) and (reason := sink.stop_requested()) is not None:
             return f"callback: {reason}", sink.stops_in_order()
@@ -148,7 +148,7 @@ def find_stop_request(sinks: Iterable[Sink]) -> tuple[str, bool] | None:
 
 
 class CallbackSink:
-    """Calls callbacks with what is reported. The first exception of one is kept and ends the run; `raise_error` raises it."""
+    """A metrics sink that calls callbacks. The first exception of one is kept and ends the run; `raise_error` raises it."""
 
     def __init__(self, callbacks: Iterable[Callback | ReportFunction]) -> None:
         """Raises UsageError."""
@@ -164,7 +164,7 @@ class CallbackSink:
 
     def write(self, numbers: Numbers) -> None:
         news = dict(numbers)
-        evaluated = "evaluation/episodes" in news  # of an earlier version, maybe: its counters are not those of now
+        evaluated = "evaluation/episodes" in news  # its version, and so its counters, may be older
         self.run.metrics |= {key: value for key, value in news.items() if not evaluated or "/" in key}
         self._call("on_evaluation" if evaluated else "on_report", news)
         self._is_reported = True
@@ -174,23 +174,23 @@ class CallbackSink:
         self._call("on_checkpoint", self.run.directory / FOLDER / name)
 
     def stop_requested(self) -> str | None:
-        """Not before the first report: until then there is nothing to keep."""
+        """None before the first report: until then there is nothing to keep."""
         return self.run.stop_reason if self._is_reported else None
 
     def stops_in_order(self) -> bool:
         return self.error is None
 
     def close(self) -> None:
-        """A sink is closed with the run; callbacks are told by `end`."""
+        """Sinks are closed with the run; `end` calls the callbacks."""
 
     def end(self, result: Result | None) -> None:
-        """Call every `on_end`. Raises the first exception of one, unless there is one already, which is more important."""
+        """Call every `on_end`. The first exception of one is kept, unless there is an earlier one."""
         if not self._is_started:
             return
         for callback in self._callbacks:
             try:
                 callback.on_end(self.run, result)
-            except Exception as error:
+            except Exception as error:  # of the user's code; the other callbacks are called all the same
                 if self.error is not None or result is None:
                     log.exception("%s.on_end failed", type(callback).__name__)
                 self.error = self.error or error
@@ -205,7 +205,7 @@ class CallbackSink:
                 return
             try:
                 getattr(callback, name)(self.run, value)
-            except Exception as error:  # kept until the run is saved; then the caller gets it
+            except Exception as error:  # of the user's code: raised after the run is saved
                 log.warning("%s.%s raised %r: the run ends", type(callback).__name__, name, error)
                 self.error = error
                 self.run.stop_reason = f"{type(callback).__name__}.{name} raised {type(error).__name__}"

@@ -16,7 +16,7 @@ from ludus.errors import Fenced, NotFound, StoreError, StoreUnavailable
 from ludus.experiments.control.experience_source import ExperienceSource
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.checkpoint import BestRecord
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.storage.base import Store
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class StoreRetry:
 class BestCheckpoint:
     """The mark of the best checkpoint. `pending` is one that is not written yet."""
 
-    def __init__(self, store: Store, pool: LocalPool) -> None:
+    def __init__(self, store: Store, pool: LocalVersionStore) -> None:
         self._store, self._pool = store, pool
         self.pending: BestRecord | None = None
         self.written: BestRecord | None = None  # as we wrote it: a trainer that was cut off may write another one later
@@ -118,7 +118,7 @@ class Checkpointer:
         self,
         trainer: Trainer,
         source: ExperienceSource,
-        pool: LocalPool,
+        pool: LocalVersionStore,
         store: Store,
         schedule: CheckpointSchedule,
         config: Mapping[str, Any],

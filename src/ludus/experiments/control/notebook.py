@@ -1,4 +1,4 @@
-"""Output of a training in a notebook: one line that is replaced, instead of hundreds below each other."""
+"""Output of a training in a notebook: one line that is updated in place."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def is_notebook() -> bool:
 
 
 def updating_output() -> UpdatingOutput:
-    """A place in the output of the cell that runs now. Only in a notebook."""
-    from IPython.display import HTML, display  # type: ignore[import-not-found, unused-ignore] # there is one in every notebook
+    """Output of the running cell of which each line replaces the last. Only in a notebook."""
+    from IPython.display import HTML, display  # type: ignore[import-not-found, unused-ignore] # every notebook has it
 
     handle: Any = None
 

@@ -1,4 +1,4 @@
-"""Who watches a training that Python code started: the progress display and the user's callbacks."""
+"""Progress display and callbacks of a training that was started from Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from ludus.experiments.control.callbacks import Callback, CallbackSink, ReportFunction
-from ludus.experiments.control.notebook import is_notebook, updating_output
 from ludus.experiments.result import Result
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Observers:
-    """Made by `observe_training`. `arguments` are those of `experiment.start` and `experiment.resume`."""
+    """Made by `observe_training`. `arguments` are those of `runner.train` and `runner.resume`."""
 
     def __init__(self, callbacks: CallbackSink, display: TrainingDisplay | None) -> None:
         self._callbacks = callbacks
@@ -36,7 +35,7 @@ class Observers:
 
 @contextlib.contextmanager
 def observe_training(callbacks: Sequence[Callback | ReportFunction], progress: bool | None) -> Iterator[Observers]:
-    """`progress` None: in a terminal and in a notebook. When the block fails, callbacks are told that there is no result."""
+    """`progress` None: show it in a terminal and in a notebook. When the block fails, `on_end` is called without a result."""
     sink = CallbackSink(callbacks)
     with contextlib.ExitStack() as stack:
         display = make_display(progress)
@@ -51,9 +50,11 @@ def observe_training(callbacks: Sequence[Callback | ReportFunction], progress: b
 
 
 def make_display(progress: bool | None) -> TrainingDisplay | None:
-    """On standard error, whose last line is replaced where that is possible; None: nothing is to be shown."""
+    """A display on standard error, redrawn in place where possible; None: nothing to show."""
     if progress is False:
         return None
+    from ludus.experiments.control.notebook import is_notebook, updating_output
+
     notebook = is_notebook()
     if not (notebook or progress or sys.stderr.isatty()):
         return None
@@ -65,4 +66,4 @@ def make_display(progress: bool | None) -> TrainingDisplay | None:
 
 
 def _print_to_stderr(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)  # noqa: T201 - for whoever asked for progress
+    print(sentence, file=sys.stderr, flush=True)  # noqa: T201 - part of the progress display

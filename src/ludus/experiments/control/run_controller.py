@@ -7,14 +7,13 @@ import logging
 from collections.abc import Callable
 
 from ludus.algorithms.trainer import Trainer
-from ludus.config.schema import StopConfig
 from ludus.errors import LudusError, StoreUnavailable
 from ludus.experiments.control.checkpointer import Checkpointer
 from ludus.experiments.control.evaluation_schedule import EvaluationSchedule
 from ludus.experiments.control.experience_source import ExperienceSource
 from ludus.experiments.control.metrics_reporter import MetricsReporter
-from ludus.experiments.control.stop_conditions import check_start, reached_condition
-from ludus.models.weights.version_store import LocalPool
+from ludus.experiments.control.stopping import StopConditions, reached_condition
+from ludus.models.weights.version_store import LocalVersionStore
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +27,15 @@ class RunController:
         self,
         trainer: Trainer,
         source: ExperienceSource,
-        pool: LocalPool,
+        pool: LocalVersionStore,
         reporter: MetricsReporter,
         checkpointer: Checkpointer,
         evaluations: EvaluationSchedule,
-        stop: StopConfig,
-        *,
-        least_iteration: tuple[int, float] = (0, 0.0),
-        start_timeout_s: float | None = None,
+        conditions: StopConditions,
     ) -> None:
-        """`least_iteration`: steps and seconds that a `training_iteration` takes at least. `start_timeout_s`: within which the
-        first step has to be sampled."""
         self._trainer, self._source, self._pool = trainer, source, pool
         self._reporter, self._checkpointer, self._evaluations = reporter, checkpointer, evaluations
-        self._stop, self._least_iteration, self._start_timeout_s = stop, least_iteration, start_timeout_s
-        self._iterations = trainer.progress.iterations
+        self._conditions, self._iterations = conditions, trainer.progress.iterations
         self.stopped_by: str | None = None
         """The stop condition that holds."""
 
@@ -75,16 +68,16 @@ class RunController:
         """
         progress = self._trainer.progress
         with contextlib.suppress(StoreUnavailable):  # reported when there is something to store
-            self._pool.look(_OWNER_CHECK_S)
+            self._pool.check_recently(_OWNER_CHECK_S)
         collected = self._evaluations.collect()
-        check_start(self._trainer.clock, self._source, self._start_timeout_s)
+        self._conditions.check_start(self._trainer.clock, self._source)
         if progress.iterations == self._iterations:
             return self._stop_at_time_limit() or collected
         self._iterations = progress.iterations
-        progress.count_training_iteration(*self._least_iteration)
-        if self._stop.training_iteration is not None:
+        progress.count_training_iteration(*self._conditions.least_iteration)
+        if self._conditions.stop.training_iteration is not None:
             self._trainer.metrics["training_iteration"] = progress.training_iteration
-        self.stopped_by = self.stopped_by or reached_condition(self._stop, progress)
+        self.stopped_by = self.stopped_by or reached_condition(self._conditions.stop, progress)
         if self.stopped_by or self._reporter.is_due(progress.time_s):
             self._reporter.report_update(self._trainer, self._source.metrics(), self._checkpointer.metrics())
         stored = due = self._is_checkpoint_due()

@@ -1,4 +1,4 @@
-"""Why a training ended, in words."""
+"""Why a training ended, as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REASONS = {
     "time_s": "time limit reached",
     "episode_return_mean": "target return reached",
 }
-"""Key of the stop condition → words."""
+"""Key of the stop condition → text."""
 
 _INTERRUPTED = "interrupted"
 _SIGNALS = {"SIGINT": "Ctrl-C"}

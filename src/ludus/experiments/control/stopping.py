@@ -1,24 +1,69 @@
-"""Stopping between two environment steps: on a signal, or when the time of the run is up."""
+"""Stopping of a run: its stop conditions, the time limit on its start, and interruption between two environment steps."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from ludus.algorithms.run_clock import RunClock
-from ludus.errors import Interrupted
+from ludus.algorithms.trainer import Progress
+from ludus.config.schema import StopConfig
+from ludus.errors import Interrupted, StartTimeout
+from ludus.experiments.control.experience_source import ExperienceSource, RemoteSampling
 from ludus.process.host import StopSignal
 
 FINAL_EVALUATION_S = 1.5
-"""An evaluation may exceed `time_s` by this much; then it is broken off."""
+"""An evaluation may exceed `time_s` by this much; then it is interrupted."""
+
+
+@dataclass(frozen=True)
+class StopConditions:
+    """When a run ends."""
+
+    stop: StopConfig
+    least_iteration: tuple[int, float] = (0, 0.0)
+    """Steps and seconds that a `training_iteration` takes at least."""
+    start_timeout_s: float | None = None
+    """Seconds within which the first step has to be sampled; None: no limit."""
+
+    def check_start(self, clock: RunClock, source: ExperienceSource) -> None:
+        """Start the clock with the first step of remote sampling. Raises StartTimeout when there is none in time."""
+        if clock.started or not isinstance(source, RemoteSampling):
+            return
+        if source.has_sampled():
+            clock.start()
+        elif self.start_timeout_s is not None and clock.startup_s >= self.start_timeout_s:
+            raise StartTimeout(
+                f"No step was sampled within {self.start_timeout_s:g} s of the start; waited for {source.awaited()}.",
+                "Nothing was learned; see the logs in the run's directory. config.start_timeout_s allows a longer start.",
+            )
+
+
+def reached_condition(stop: StopConfig, progress: Progress) -> str | None:
+    """The key of the first stop condition that holds."""
+    mean = progress.episode_return_mean
+    if stop.episode_return_mean is not None and not math.isnan(mean) and mean >= stop.episode_return_mean:
+        return "episode_return_mean"
+    if stop.timesteps is not None and progress.timesteps >= stop.timesteps:
+        return "timesteps"
+    if stop.iterations is not None and progress.iterations >= stop.iterations:
+        return "iterations"
+    if stop.training_iteration is not None and progress.training_iteration >= stop.training_iteration:
+        return "training_iteration"
+    if stop.episodes is not None and progress.episodes >= stop.episodes:
+        return "episodes"
+    if stop.time_s is not None and progress.time_s >= stop.time_s:
+        return "time_s"
+    return None
 
 
 class StopCheck:
-    """Whether a run has to stop now. Samplers and evaluations ask before every call of an environment.
+    """Whether a run has to stop now: because of a signal, or of its time limit. Checked before every call of an environment.
 
-    A call that is under way is waited for, but not for long if this is the main thread: inside `interruptible()` Interrupted is
-    raised in the middle of it.
+    A call in progress is waited for; in the main thread, inside `interruptible()`, Interrupted is soon raised in the middle of it.
     """
 
     def __init__(self, interrupted: Callable[[], bool], clock: RunClock) -> None:
@@ -26,7 +71,7 @@ class StopCheck:
         self._signal = interrupted if isinstance(interrupted, StopSignal) else None
 
     def before_step(self) -> None:
-        """Of training: starts the clock of the run. Raises Interrupted."""
+        """Before a step of training: start the clock of the run. Raises Interrupted."""
         if not self._clock.started:
             self._start()
         self.raise_if_due()

@@ -1,4 +1,4 @@
-"""What a training shows on the way: a table on a terminal, an occasional line everywhere else.
+"""Progress display of a training: a live table in a terminal, an occasional line elsewhere.
 
 Used by the `ludus` command and by the Python API. Everything below `TrainingDisplay` is a pure function of reported numbers.
 """
@@ -31,7 +31,7 @@ _UNITS = {"timesteps": "steps", "iterations": "iterations", "training_iteration"
 
 
 class TrainingDisplay:
-    """A metrics sink for people, and a context manager. The last state stays on the screen.
+    """A metrics sink that prints progress, and a context manager. The last state stays on the screen.
 
     `live`: redraw in place; None: when `stream` is a terminal. Not live, a line is printed every few seconds.
     """
@@ -69,19 +69,19 @@ class TrainingDisplay:
     def __exit__(self, *exc: object) -> None:
         if self._live is not None:
             live, self._live = self._live, None
-            self._written_at = math.inf  # the clock of what is left on the screen stands still
+            self._written_at = math.inf  # stop the clock of the last table
             live.stop()
         elif not self._is_printed:
             self._print_line()
 
     def begin(self, stop: StopConfig) -> None:
-        """What the progress is measured by."""
+        """Set the stop conditions that progress is measured by."""
         self._stop = stop
 
     def write(self, numbers: Numbers) -> None:
         if self._quiet:
             return
-        evaluated = "evaluation/episodes" in numbers  # it may be of an earlier version: its counters are not those of now
+        evaluated = "evaluation/episodes" in numbers  # its version, and so its counters, may be older
         news = {name: value for name, value in numbers.items() if not (evaluated and name in ("timesteps", "iterations"))}
         if evaluated:
             news["evaluation/timesteps"] = numbers.get("timesteps", math.nan)
@@ -93,12 +93,12 @@ class TrainingDisplay:
             self._curve.append(mean)
         now = self._clock()
         self._written_at, self._is_printed = now, False
-        # The last report is left to the end: an evaluation may follow, and the line is to be printed once, with it.
+        # The last report is printed at the end, once, with the evaluation that may follow it.
         if self._live is None and now - self._printed_at > _LINE_EVERY_S and not is_reached(self._stop, self._last):
             self._print_line()
 
     def close(self) -> None:
-        """Sinks are closed with the run; the screen is left by `__exit__`."""
+        """Does nothing: `__exit__` ends the display."""
 
     def line(self) -> str:
         """The newest numbers in one line."""
@@ -139,7 +139,7 @@ class RecentRates:
         counted = {name: numbers[name] for name in _COUNTERS if name in numbers}
         if "time_s" not in numbers or not counted:
             return
-        if self._points and numbers["time_s"] < self._points[-1][0]:  # a learner that started again from a checkpoint
+        if self._points and numbers["time_s"] < self._points[-1][0]:  # a learner that was restarted from a checkpoint
             self._points.clear()
         self._points.append((numbers["time_s"], counted))
         while len(self._points) > 2 and self._points[1][0] <= numbers["time_s"] - self._window_s:
@@ -170,8 +170,8 @@ def progress_towards_stop(
 ) -> StopProgress | None:
     """Towards the condition that will end the run first, as far as that can be estimated; None: it has none.
 
-    A target of the return is measured from `first_return`; it is shown only where nothing else ends the run, since nobody can say
-    when it will be reached.
+    A target return is measured from `first_return`; it counts only where nothing else ends the run, since the time until it is
+    reached cannot be estimated.
     """
     found = [_counted(key, getattr(stop, key), numbers, rates) for key in _COUNTERS if getattr(stop, key) is not None]
     if stop.time_s is not None:
@@ -305,7 +305,7 @@ def format_with_interval(mean: float, numbers: Mapping[str, float], name: str) -
 
 
 def wins(numbers: Numbers) -> str:
-    """Against whom how many of the last matches were won, and in brackets how many of an evaluation; each with its interval."""
+    """Share of won matches against each opponent, in parentheses that of the last evaluation, each with its interval."""
     met, judged = _opponents(numbers, _WINS), _opponents(numbers, _JUDGED)
     shown = []
     for who in dict.fromkeys((*met, *judged)):
@@ -321,7 +321,7 @@ def _share(numbers: Numbers, name: str) -> str:
 
 
 def is_zero_sum(numbers: Numbers) -> bool:
-    """Whether what one agent gains the others lose: the return of all of them is always 0 and says nothing."""
+    """Whether the game is zero-sum: the mean return of its agents is always 0."""
     return bool(numbers.get("zero_sum"))
 
 
@@ -353,7 +353,7 @@ def _opponents(numbers: Numbers, kind: str) -> list[str]:
 
 
 def match_results(numbers: Numbers) -> str:
-    """What else the last matches reported, in the mean: how long they took, and what became of heroes."""
+    """Means of the other results of the last matches, such as their length."""
     shown = [
         f"{name.removeprefix(_MATCH).replace('_', ' ')} {value:,.{1 if abs(value) < 100 else 0}f}"
         for name, value in numbers.items()

@@ -19,7 +19,7 @@ from ludus.experiments.evaluation.rollout import FRAMES, SoloPlayer, Stage
 from ludus.experiments.evaluation.rollout_file import written_to
 from ludus.experiments.evaluation.video import check_renders, write_video
 from ludus.experiments.runs.remote_runs import EVALUATION_VIDEO
-from ludus.models.centralized_critic import actor_of
+from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy
 from ludus.sampling.episode_runner import preserve_random_state
 
@@ -57,7 +57,7 @@ class VideoRecorder:
         try:
             self._policy.load_weights(weights)
             self._env = self._env or make_rendering(self._stage)
-            actor = actor_of(self._policy)
+            actor = actor_policy(self._policy)
             player = SoloPlayer(replace(self._stage, seed=seed), self._env, actor)
             for episode in range(self._stage.filmed):
                 path = self._videos / f"{EVALUATION_VIDEO}{iteration:06d}-episode-{episode + 1}.mp4"

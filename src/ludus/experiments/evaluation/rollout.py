@@ -51,7 +51,7 @@ from ludus.experiments.result import Result
 from ludus.experiments.runs.checkpoint import FOLDER, Checkpoint, open_checkpoint
 from ludus.experiments.runs.remote_runs import is_remote, write_cached_weights
 from ludus.experiments.runs.run_agent import RunAgent
-from ludus.models.centralized_critic import actor_of
+from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.process.workers.supervisor import Context
@@ -91,7 +91,7 @@ class Played:
     @property
     def interval(self) -> tuple[float, float]:
         """Bootstrapped 95 % interval of the mean."""
-        return statistics.interval(self.returns) if self.returns else (float("nan"), float("nan"))
+        return statistics.confidence_interval(self.returns) if self.returns else (float("nan"), float("nan"))
 
     def to_json(self) -> dict[str, Any]:
         numbers = np.asarray(self.returns) if self.returns else np.asarray([np.nan])
@@ -142,7 +142,7 @@ class Stage:
     luggage: Luggage = field(default_factory=Luggage)
 
     def policies(self) -> dict[str, Policy]:
-        return {name: actor_of(_policy(description, Path(weights))) for name, (description, weights) in self.models.items()}
+        return {name: actor_policy(_policy(description, Path(weights))) for name, (description, weights) in self.models.items()}
 
     def noise_seed(self, episode: int) -> int:
         """Far from the seeds of the environments, which are small numbers in a row."""

@@ -29,7 +29,7 @@ from ludus.models.networks import NetworkConfig
 from ludus.models.policy import PROBABILITIES, Policy, Weights
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import Claim, claims_after
-from ludus.storage.base import Guard, Store
+from ludus.storage.base import Store, WriteGuard
 from ludus.storage.safe_read import parse_json
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Checkpoint:
 
     def acting(self, model: str) -> tuple[dict[str, Any], Weights]:
         """Description and weights of a model for acting. Raises IncompatibleCheckpoint."""
-        return centralized_critic.plain(self._description(model), self.weights[model])
+        return centralized_critic.without_critic(self._description(model), self.weights[model])
 
     def restore(self, model: str, algorithm: Algorithm) -> None:
         """Put weights, optimizer and random state of `model` into a freshly built algorithm."""
@@ -118,7 +118,7 @@ def write(
     state: Mapping[str, Any],
     *,
     incarnations: Mapping[str, int] | None = None,
-    guard: Guard | None = None,
+    guard: WriteGuard | None = None,
 ) -> str:
     """Store a checkpoint under its iteration number and return its name. Never replaces an existing one.
 
@@ -233,7 +233,7 @@ def resume_origin(store: Store, before: Checkpoint | None) -> str | None:
 
 
 def check_newest(store: Store, begun_from: str | None) -> None:
-    """Raises Overtaken if there is a complete checkpoint, not of a fenced trainer, after the one from which a run starts."""
+    """Raises Overtaken if there is a complete checkpoint, not of a fenced trainer, is_after the one from which a run starts."""
     refresh_listing(store)
     for name in reversed(names(store)):
         if not is_after(name, begun_from):
@@ -258,7 +258,7 @@ def superseding_claim(state: Mapping[str, Any], name: str, claims: Callable[[str
     for model, entry in state.get("models", {}).items():
         number = entry.get("incarnation") if isinstance(entry, Mapping) else None
         for claim in claims(model, number) if isinstance(number, int) else ():
-            began = claim.said.get(BEGUN_FROM, name)
+            began = claim.content.get(BEGUN_FROM, name)
             if began is None or (isinstance(began, str) and _NAME.fullmatch(began) and _sort_key(name) > _sort_key(began)):
                 return claim
     return None
@@ -270,19 +270,19 @@ def is_superseded(store: Store, name: str) -> bool:
 
 
 def active_names(store: Store) -> list[str]:
-    """All checkpoints that are not superseded, oldest first, unreadable ones included. Reads the state of each."""
+    """All checkpoints that are not superseding_claim, oldest first, unreadable ones included. Reads the state of each."""
     return [name for name in names(store) if not is_superseded(store, name)]
 
 
 def is_after(name: str, begun_from: str | None) -> bool:
-    """Whether a checkpoint comes after the one from which a run started."""
+    """Whether a checkpoint comes is_after the one from which a run started."""
     return begun_from is None or _sort_key(name) > _sort_key(begun_from)
 
 
 def _skip_superseded(store: Store, name: str, state: Mapping[str, Any]) -> bool:
     claim = superseding_claim(state, name, functools.partial(claims_after, store))
     if claim is not None:
-        _warn_superseded(store.url, name, claim.who, claim.said.get(BEGUN_FROM) or "the beginning")
+        _warn_superseded(store.url, name, claim.who, claim.content.get(BEGUN_FROM) or "the beginning")
     return claim is not None
 
 
@@ -314,7 +314,7 @@ def _sort_key(name: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class BestRecord:
-    """Content of best.json. `by`: the metric of the score."""
+    """Content of read_best.json. `by`: the metric of the score."""
 
     checkpoint: str
     score: float
@@ -356,7 +356,7 @@ def best_score(store: Store) -> float:
 def apply_retention(
     store: Store, keep: int | None, fresh: str | None = None, *, spared: Collection[str] = (), surplus: Collection[str] = ()
 ) -> dict[str, dict[str, int]]:
-    """Delete all but the newest `keep`, the best and the `fresh` checkpoint; returns the deleted names with their versions by model.
+    """Delete all but the newest `keep`, the read_best and the `fresh` checkpoint; returns the deleted names with their versions by model.
 
     The fresh one need not have the highest number: a damaged one that resume skipped may follow it. `spared` ones are kept too;
     `surplus` ones are neither deleted nor counted.

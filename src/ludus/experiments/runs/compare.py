@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ludus.core.plugins import did_you_mean
-from ludus.core.statistics import Difference, difference, interval
+from ludus.core.statistics import Difference, confidence_interval, difference
 from ludus.errors import ConfigError, UsageError
 from ludus.experiments.runs.plot import Curve
 from ludus.experiments.runs.remote_runs import display_path, is_remote
@@ -62,15 +62,15 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 def read_all_settings(runs: Sequence[Path]) -> list[dict[str, Any]]:
     """Settings of every run. A key that the release of a run lacks gets the value that all others of its algorithm have."""
-    all_settings = [settings_of(run) for run in runs]
-    for algorithm in {one["run"] for one in all_settings}:
-        alike = [one for one in all_settings if one["run"] == algorithm]
+    read_all_settings = [settings_of(run) for run in runs]
+    for algorithm in {one["run"] for one in read_all_settings}:
+        alike = [one for one in read_all_settings if one["run"] == algorithm]
         for key in {key for one in alike for key in one}:
             present = {json.dumps(one[key]) for one in alike if key in one}
             if len(present) == 1:
                 for one in alike:
                     one.setdefault(key, json.loads(next(iter(present))))
-    return all_settings
+    return read_all_settings
 
 
 def defining_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,7 +370,7 @@ def _score(label: str, values: dict[str, float]) -> GroupScore:
     if not values:
         return GroupScore(label, 0, math.nan, math.nan, math.nan, math.nan, values)
     array = np.array(list(values.values()))
-    low, high = interval(array)
+    low, high = confidence_interval(array)
     std = float(array.std(ddof=1)) if len(array) > 1 else math.nan
     return GroupScore(label, len(array), float(array.mean()), low, high, std, values)
 

@@ -1,4 +1,4 @@
-"""Plots of learning curves: one line per run, or per group of seeds the runs, their mean and its interval."""
+"""Plots of learning read_curves: one line per run, or per group of seeds the runs, their mean and its interval."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ludus.core.metrics import read_jsonl
-from ludus.core.statistics import interval
+from ludus.core.statistics import confidence_interval
 from ludus.errors import NotFound, UsageError
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def read_curve(run: Path, metric: str = METRIC, over: str = "timesteps") -> Curv
 
 
 def read_curves(runs: Sequence[Path], metric: str = METRIC, over: str = "timesteps") -> list[Curve]:
-    """The curves of the runs that have the metric. Raises NotFound if none has."""
+    """The read_curves of the runs that have the metric. Raises NotFound if none has."""
     found = []
     for run in runs:
         try:
@@ -82,7 +82,7 @@ def confidence_band(y: Array) -> tuple[Array, Array]:
     """(low, high) of the mean of several runs at every point: 95 %, bootstrapped; for two runs their values."""
     if len(y) < 3:
         return y.min(axis=0), y.max(axis=0)
-    sides = np.array([interval(column, resamples=_RESAMPLES) for column in y.T])
+    sides = np.array([confidence_interval(column, resamples=_RESAMPLES) for column in y.T])
     return sides[:, 0], sides[:, 1]
 
 

@@ -25,8 +25,7 @@ from urllib.parse import parse_qsl, urlsplit
 from ludus.errors import NotFound, StoreError, StoreFull, UsageError
 from ludus.storage.base import STORES, Store, check_key, open_store
 from ludus.storage.local import LocalStore
-from ludus.storage.redact import redacted
-from ludus.storage.s3_url import Address, usual_endpoint
+from ludus.storage.redact import redact_passwords
 
 log = logging.getLogger(__name__)
 
@@ -131,12 +130,14 @@ def _split(url: str) -> tuple[str, str, str, str]:
     scheme, _, rest = url.partition("://")
     parts = urlsplit(f"//{rest}")
     if scheme.lower() == "s3":
-        Address.parse(url)  # has stricter checks for secrets
+        from ludus.storage.s3_url import S3Url
+
+        S3Url.parse(url)  # has stricter checks for secrets
     key = parts.path.strip("/")
     secrets = [parts.netloc, *(value for _, value in parse_qsl(parts.query))]
     if any("@" in part for part in secrets):
         raise UsageError(
-            f"{redacted(url)} contains a user or password.", "Pass credentials in the way of the store: docs/stores.md."
+            f"{redact_passwords(url)} contains a user or password.", "Pass credentials in the way of the store: docs/stores.md."
         )
     if not parts.netloc or parts.fragment:
         raise UsageError(f"{url} is not the URL of a run.", "Use s3://BUCKET/PREFIX.")
@@ -151,7 +152,11 @@ def _join_url(scheme: str, bucket: str, key: str, query: str) -> str:
 
 def _default_endpoint(scheme: str) -> str:
     """The configured S3 endpoint: two servers may have buckets of the same name."""
-    return (usual_endpoint(os.environ) or "") if scheme == "s3" else ""
+    if scheme != "s3":
+        return ""
+    from ludus.storage.s3_url import default_endpoint
+
+    return default_endpoint(os.environ) or ""
 
 
 def _url_of(directory: Path) -> str | None:

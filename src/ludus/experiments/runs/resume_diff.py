@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.config import schema as configs
+from ludus.config.overrides import remove_spellings
+from ludus.config.translation import translate_config, translate_experiment
 from ludus.errors import ConfigError
 from ludus.experiments.resolve import ClusterOptions, resolve
 from ludus.experiments.runs.remote_runs import display_path
@@ -50,12 +51,12 @@ def resume_changes(directory: Path, data: Mapping[str, Any], cluster: ClusterOpt
 
 def _with_workers_of(before: Mapping[str, Any], data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace `num_workers: auto` by the number that was chosen when the run started."""
-    given = configs.read_experiment(data).data
+    given = translate_experiment(data).data
     inner = given.get("config", {})
-    if not isinstance(inner, Mapping) or configs.read_config(inner).data.get("num_workers") != "auto":
+    if not isinstance(inner, Mapping) or translate_config(inner).data.get("num_workers") != "auto":
         return data
     chosen = dict(inner)
-    configs.give_way(chosen, "config", ["num_workers"])
+    remove_spellings(chosen, "config", ["num_workers"])
     return {**data, "config": chosen | {"num_workers": before["config"]["num_workers"]}}
 
 

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import ludus
-from ludus.config.schema import dump_yaml
 from ludus.core import trust
 from ludus.errors import AlreadyExists, ConfigError, Damaged, LudusError, NotFound, UsageError
 from ludus.experiments.runs import remote_runs
 from ludus.experiments.runs.remote_runs import directory_of, display_path, store_of
-from ludus.storage.base import Guard
+from ludus.io.yaml_documents import dump_yaml
+from ludus.storage.base import WriteGuard
 from ludus.storage.local import LocalStore
-from ludus.storage.redact import without_secrets
-from ludus.storage.safe_read import MOST_JSON_BYTES, parse_json, read_regular_file
+from ludus.storage.redact import redact_command
+from ludus.storage.safe_read import MAX_JSON_BYTES, parse_json, read_regular_file
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.store = store_of(directory)
-        self.guard: Guard | None = None
+        self.guard: WriteGuard | None = None
         """Raises Fenced if another process owns the run now; nothing more is written then."""
         self._postponed: tuple[Mapping[str, Any], dict[str, Any]] | None = None
         self._handler: logging.Handler | None = None
@@ -96,9 +96,9 @@ class Run:
         return self.directory / METRICS
 
     def config(self) -> dict[str, Any]:
-        from ludus.config.schema import load_experiments
+        from ludus.config.experiment_file import load_experiments
 
-        read_regular_file(self.directory / CONFIG, limit=MOST_JSON_BYTES)  # refuses a pipe, which would block
+        read_regular_file(self.directory / CONFIG, limit=MAX_JSON_BYTES)  # refuses a pipe, which would block
         loaded = load_experiments(self.directory / CONFIG)
         ((name, data),) = loaded.items()
         return {"name": name, **data}
@@ -246,7 +246,7 @@ def start_time(run: Path) -> float:
     """Start time from the metadata, since file times of a remote run are those of the last fetch."""
     with contextlib.suppress(OSError, Damaged, ValueError, KeyError, TypeError):
         return datetime.fromisoformat(
-            parse_json(read_regular_file(run / META, limit=MOST_JSON_BYTES), META)["started"]
+            parse_json(read_regular_file(run / META, limit=MAX_JSON_BYTES), META)["started"]
         ).timestamp()
     return 0.0
 
@@ -287,7 +287,7 @@ def _provenance() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "git_commit": _git_commit(),
         "id": uuid.uuid4().hex,  # distinguishes runs of the same name
-        "command": without_secrets(sys.argv),
+        "command": redact_command(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 

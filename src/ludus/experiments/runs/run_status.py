@@ -27,7 +27,7 @@ from ludus.experiments.runs.run_dir import CONFIG, META, METRICS
 from ludus.io.atomic_file import replace_json
 from ludus.process import procfs
 from ludus.process.identity import alive_since, start_ticks
-from ludus.storage.base import Guard
+from ludus.storage.base import WriteGuard
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class StatusWriter:
         directory: Path,
         read_fields: Callable[[], Mapping[str, Any]],
         every_s: float = WRITE_EVERY_S,
-        guard: Guard | None = None,
+        guard: WriteGuard | None = None,
     ) -> None:
         self._directory, self._read_fields, self._every_s, self._guard = directory, read_fields, every_s, guard
         self._since, self._who = now_text(), identity()

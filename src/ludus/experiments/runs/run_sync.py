@@ -13,7 +13,7 @@ from pathlib import Path
 from ludus.errors import Fenced, LudusError
 from ludus.experiments.runs import run_status
 from ludus.experiments.runs.remote_runs import MAX_FILE_BYTES, SYNC_OWNER_FILE, display_path, is_remote, store_of, synced_files
-from ludus.storage.base import Guard, Store
+from ludus.storage.base import Store, WriteGuard
 from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class RunSync:
         self,
         directory: Path,
         *,
-        guard: Guard | None = None,
+        guard: WriteGuard | None = None,
         mark: Callable[[], object] = lambda: None,
         every_s: float = SYNC_INTERVAL_S,
     ) -> None:

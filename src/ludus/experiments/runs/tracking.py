@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from ludus.config.schema import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig, experiment
+from ludus.config.schema import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig
+from ludus.config.validation import parse_experiment
 from ludus.core.backoff import Backoff
-from ludus.core.metrics import Csv, JsonLines, Numbers, Sink, TensorBoard, read_jsonl
+from ludus.core.metrics import CsvSink, JsonLinesSink, Numbers, Sink, TensorBoardSink, read_jsonl
 from ludus.errors import ConfigError, LudusError, MissingExtra
 from ludus.experiments.runs.remote_runs import EVALUATION_VIDEO
 from ludus.experiments.runs.run_dir import Run
@@ -120,9 +121,9 @@ def _check_installed(package: str, key: str, extra: str = "") -> None:
 def sinks_of(run: Run, e: ExperimentConfig, incarnation: int) -> list[Sink]:
     """The sinks of a run, its own record first. `e`: resolved, with a value for every key of `config`."""
     track = e.track
-    sinks: list[Sink] = [JsonLines(run.metrics_path, incarnation)]
+    sinks: list[Sink] = [JsonLinesSink(run.metrics_path, incarnation)]
     if track.csv:
-        sinks.append(Csv(run.directory / "metrics.csv", run.metrics_path, incarnation))
+        sinks.append(CsvSink(run.directory / "metrics.csv", run.metrics_path, incarnation))
     services = services_of(run, e)
     if services:
         sinks.append(_CurvePlot(run))
@@ -184,7 +185,7 @@ def attach_files(directory: Path, paths: Sequence[Path]) -> bool:
     """
     run = Run(directory)
     try:
-        services = services_of(run, experiment(run.config()))
+        services = services_of(run, parse_experiment(run.config()))
         if not services:
             return False
         rows = read_jsonl(run.metrics_path)
@@ -201,7 +202,7 @@ def attach_files(directory: Path, paths: Sequence[Path]) -> bool:
 
 
 def _add_to_tensorboard(directory: Path, paths: Sequence[Path], timesteps: int) -> None:
-    board = TensorBoard(directory)
+    board = TensorBoardSink(directory)
     for path in paths:
         data = path.read_bytes() if path.suffix.lower() in _IMAGE_SUFFIXES else _to_gif(path)
         board.picture(data, f"{path.parent.name}/{path.stem}", timesteps)
@@ -221,7 +222,7 @@ def _to_gif(video: Path) -> bytes:
     return done.stdout
 
 
-class VideoTensorBoard(TensorBoard):
+class VideoTensorBoard(TensorBoardSink):
     """TensorBoard events with videos."""
 
     def show_video(self, path: Path, name: str, timesteps: int) -> None:

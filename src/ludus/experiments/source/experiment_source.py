@@ -35,8 +35,10 @@ class Source:
 
 def source_of(file: Path | None, preset: str | None, level: str | None = None) -> Source | None:
     """What -f or -p names. Raises UsageError, ConfigError, NotFound."""
+    if file is None and preset is None:
+        return None
     from ludus.compat.coach import preset_file
-    from ludus.config import schema as configs
+    from ludus.config.experiment_file import load_experiments
     from ludus.experiments.source import preset_index
 
     if file is not None and str(file) in _TENSORFLOW and not file.exists():
@@ -49,9 +51,8 @@ def source_of(file: Path | None, preset: str | None, level: str | None = None) -
     if preset is not None and (preset.endswith((".yaml", ".yml")) or Path(preset).is_file()):
         file = Path(preset)
     if file is not None:
-        return _levelled(Source(configs.load_experiments(file), str(file), file.parent, file=file), level)
-    if preset is None:
-        return None
+        return _levelled(Source(load_experiments(file), str(file), file.parent, file=file), level)
+    assert preset is not None
     return Source(preset_index.experiments(preset, level), f"the preset {preset}", Path(), preset=True)
 
 
@@ -77,7 +78,8 @@ def experiments_from(
     say: Callable[[str], None] = log.warning,
 ) -> Experiments:
     """The experiments that the options describe: the file first, then --config, then single options, then -cp, then --set."""
-    from ludus.config import schema as configs
+    from ludus.config.overrides import apply_override
+    from ludus.config.translation import translate_experiment
 
     if isinstance(source, Path):
         source = source_of(source, None)
@@ -97,8 +99,8 @@ def experiments_from(
         _apply(data, top, stop, settings, config)
         _customize(data, custom)
         for assignment in overrides:
-            configs.override(data, assignment)
-        if "env" not in configs.read_experiment(data).data and source is None:
+            apply_override(data, assignment)
+        if "env" not in translate_experiment(data).data and source is None:
             raise UsageError("Which environment?", "ludus train CartPole-v1   or   ludus train -f experiment.yaml")
         if source is not None and source.preset and data.get("env") != env:
             data.pop("target", None)  # which says nothing of another environment
@@ -117,46 +119,47 @@ def _apply(
     settings: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> None:
-    from ludus.config import schema as configs
+    from ludus.config.overrides import remove_spellings
 
     given = {key: value for key, value in top.items() if value is not None}
-    configs.give_way(data, "", [*given, *(["stop"] if stop else [])])
+    remove_spellings(data, "", [*given, *(["stop"] if stop else [])])
     data |= given | ({"stop": dict(stop)} if stop else {})
     inner = data.get("config")
     if inner is None or isinstance(inner, dict):
         data["config"] = inner = dict(inner or {})
         for given_keys in (config, {key: value for key, value in settings.items() if value is not None}):
             more = _named_for(given_keys, data)
-            configs.give_way(inner, "config", more)
+            remove_spellings(inner, "config", more)
             inner.update(more)
 
 
 def _named_for(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """SB3's keys that mean one thing with PPO and another with DQN, by the name that they have for the algorithm of `data`."""
-    from ludus.config import schema as configs
     from ludus.config.aliases import rllib_keys, sb3_cleanrl
+    from ludus.config.translation import key_names, translate_experiment
     from ludus.experiments.validation import validate
 
-    run = configs.read_experiment(data).data.get("run", "PPO")
+    run = translate_experiment(data).data.get("run", "PPO")
     if not sb3_cleanrl.DEPENDING.keys() & settings.keys() or not isinstance(run, str):
         return dict(settings)
     try:
-        names = configs.names_of(validate.algorithm_of(run).Config)
+        names = key_names(validate.algorithm_of(run).Config)
     except UsageError:  # an unknown algorithm, which is said when the experiment is checked
         return dict(settings)
-    return {rllib_keys.name_for(key, names): value for key, value in settings.items()}
+    return {rllib_keys.resolve_name(key, names): value for key, value in settings.items()}
 
 
 def _customize(data: dict[str, Any], custom: Sequence[str]) -> None:
     if not custom:
         return
     from ludus.compat.coach.overrides import settings
-    from ludus.config import schema as configs
+    from ludus.config.overrides import set_value
+    from ludus.config.translation import translate_experiment
 
-    run = str(configs.read_experiment(data).data.get("run", "PPO"))
+    run = str(translate_experiment(data).data.get("run", "PPO"))
     for text in custom:
         for path, value in settings(text, run):
-            configs.assign(data, path, value, f"-cp {path}")
+            set_value(data, path, value, f"-cp {path}")
 
 
 def _batch_of(data: Mapping[str, Any]) -> Any:

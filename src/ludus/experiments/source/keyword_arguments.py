@@ -12,7 +12,6 @@ from ludus.config.schema import ExperimentConfig
 from ludus.envs.registry import EnvLike, env_name
 from ludus.errors import UsageError
 from ludus.experiments.source.experiment_source import experiments_from, source_of
-from ludus.models.custom.loader import look_in
 
 
 def training_data(
@@ -34,17 +33,23 @@ def training_data(
     ends = {**(stop or {}), **{key: beside.pop(key) for key in TOTALS if key in beside}}
     named = None if env is None else env_name(env)
     source = source_of(None if file is None else Path(file), preset, None if preset is None else named)
-    if source is None and named is None and not any(rllib_keys.present(rllib_keys.EXPERIMENT, key) == "env" for key in beside):
+    if (
+        source is None
+        and named is None
+        and not any(rllib_keys.canonical_name(rllib_keys.EXPERIMENT, key) == "env" for key in beside)
+    ):
         raise UsageError("Which environment?", 'ludus.train("CartPole-v1"), or a preset=… or file=… that names one.')
     found = experiments_from(source, experiment, name, {"env": named, "run": run, **beside}, ends, {}, config, [])
     if len(found) > 1:
         raise UsageError(f"{source} holds {len(found)} experiments: {', '.join(found)}.", "Say which: experiment=…")
     if source is not None:
-        look_in(source.parent)
+        from ludus.models.custom.loader import add_search_directory
+
+        add_search_directory(source.parent)
     ((called, data),) = found.items()
     return {"name": called, **data}
 
 
 def _belongs_beside_config(key: str) -> bool:
     top = rllib_keys.EXPERIMENT
-    return rllib_keys.present(top, key) in ExperimentConfig.model_fields or key in rllib_keys.TRANSLATED[top]
+    return rllib_keys.canonical_name(top, key) in ExperimentConfig.model_fields or key in rllib_keys.TRANSLATED[top]

@@ -12,8 +12,9 @@ from typing import Any
 
 from ludus.compat.coach import preset_names
 from ludus.compat.coach.preset_names import Missing
-from ludus.config import schema as configs
+from ludus.config.experiment_file import load_experiments
 from ludus.config.schema import TargetConfig
+from ludus.config.validation import parse_experiment
 from ludus.core.plugins import did_you_mean
 from ludus.errors import UnknownName
 
@@ -63,7 +64,7 @@ def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]
     """
     called = None if name in names() else preset_names.canonical(name)
     if called is None:
-        found = configs.load_experiments(preset(name))
+        found = load_experiments(preset(name))
         if level is not None:
             for data in found.values():
                 data["env"] = level
@@ -80,7 +81,7 @@ def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]
 def summary(name: str) -> Preset:
     """What a preset with a target says of itself. Raises UnknownName, ConfigError."""
     ((_, data),) = experiments(name).items()
-    checked = configs.experiment({"name": name, **data})
+    checked = parse_experiment({"name": name, **data})
     if checked.target is None:
         raise UnknownName(f"No result has been measured for {name} reaches.")
     return Preset(name, checked.description or "", checked.env, checked.run, checked.target)
@@ -104,7 +105,7 @@ def missing() -> dict[str, Missing]:
 
 
 def _experiment(name: str) -> dict[str, Any]:
-    ((_, data),) = configs.load_experiments(preset(name)).items()
+    ((_, data),) = load_experiments(preset(name)).items()
     return data
 
 

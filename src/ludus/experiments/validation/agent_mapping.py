@@ -10,8 +10,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ludus.config import schema as configs
 from ludus.config.schema import AlgorithmConfig, MultiAgentConfig
+from ludus.config.section import check_model_name
+from ludus.config.translation import canonical_config, nested_schema
+from ludus.config.validation import parse_algorithm_config
 from ludus.core import trust
 from ludus.core.plugins import did_you_mean, import_object
 from ludus.core.types import DEFAULT_MODEL
@@ -116,7 +118,7 @@ def map_agents(agents: Sequence[str], section: MultiAgentConfig) -> dict[str, st
     for agent, policy in mapping.items():
         if listed and policy not in listed:
             raise ConfigError(f"{_MAPPING} gives {agent!r} to {policy!r}, which is no policy.", did_you_mean(policy, listed))
-        configs.check_model_name(policy, _MAPPING)
+        check_model_name(policy, _MAPPING)
     idle = [policy for policy in listed if policy not in mapping.values()]
     if idle:
         played = ", ".join(f"{agent}: {policy}" for agent, policy in mapping.items())
@@ -189,7 +191,7 @@ def _check_policies_to_train(section: MultiAgentConfig) -> None:
 def policy_config(schema: type[AlgorithmConfig], config: AlgorithmConfig, policy: str) -> AlgorithmConfig:
     """Return the configuration of one policy: that of the run, with the keys in which the policy differs. Raises ConfigError."""
     assert config.multiagent is not None
-    where, own = f"config.multiagent.policies.{policy}", configs.canonical(config.multiagent.own_keys(policy))
+    where, own = f"config.multiagent.policies.{policy}", canonical_config(config.multiagent.own_keys(policy))
     common = sorted(AlgorithmConfig.model_fields.keys() - _POLICY_KEYS)
     for key in own:
         if key in common:
@@ -200,9 +202,9 @@ def policy_config(schema: type[AlgorithmConfig], config: AlgorithmConfig, policy
     base = config.model_dump(by_alias=True)
     for key, value in own.items():
         field = schema.model_fields.get(key)
-        if isinstance(value, Mapping) and field is not None and configs.schema_of(field.annotation) and base[key] is not None:
+        if isinstance(value, Mapping) and field is not None and nested_schema(field.annotation) and base[key] is not None:
             own[key] = {**base[key], **value}  # sections are merged key by key; any other value is replaced
     try:
-        return configs.algorithm_config(schema, {**base, "seed": seed, **own}, collated=True)
+        return parse_algorithm_config(schema, {**base, "seed": seed, **own}, collated=True)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}", error.hint) from error

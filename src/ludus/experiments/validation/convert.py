@@ -9,9 +9,12 @@ from typing import Any
 
 import yaml
 
-from ludus.config import schema as configs
-from ludus.config.aliases.rllib_keys import Refusal
+from ludus.config.aliases.rllib_keys import KeyNotice
 from ludus.config.problem import ConfigErrors
+from ludus.config.schema import AlgorithmConfig
+from ludus.config.search_values import has_search, is_search
+from ludus.config.translation import translate_config, translate_experiment
+from ludus.config.validation import parse_algorithm_config
 from ludus.envs.legacy_names import current_name
 from ludus.errors import ConfigError, UsageError
 from ludus.experiments.validation import iteration_units, validate
@@ -125,25 +128,25 @@ def _header(source: str, with_defaults: bool) -> Iterator[str]:
 
 
 def converted(name: str, data: Mapping[str, Any], *, with_defaults: bool = False) -> Converted:
-    top = configs.read_experiment({"name": name, **data})
+    top = translate_experiment({"name": name, **data})
     run = top.data.get("run", "PPO")
-    schema = validate.algorithm_of(run).Config if isinstance(run, str) else configs.AlgorithmConfig
+    schema = validate.algorithm_of(run).Config if isinstance(run, str) else AlgorithmConfig
     inner = top.data.get("config", {})
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config is {inner!r}: it is a section.")
-    below = configs.read_config(inner, schema)
-    if top.clashes or below.clashes:
-        raise ConfigErrors([*top.clashes, *below.clashes])
+    below = translate_config(inner, schema)
+    if top.conflicts or below.conflicts:
+        raise ConfigErrors([*top.conflicts, *below.conflicts])
     new = {key: value for key, value in top.data.items() if key not in ("name", "config")} | {"config": below.data}
     out = Converted(name, new)
-    out.notes = {path: f"was {old.rpartition('.')[2]}" for path, old in top.written.items()}
-    out.notes |= {f"config.{path}": f"was {old.rpartition('.')[2]}" for path, old in below.written.items()}
+    out.notes = {path: f"was {old.rpartition('.')[2]}" for path, old in top.spelled_as.items()}
+    out.notes |= {f"config.{path}": f"was {old.rpartition('.')[2]}" for path, old in below.spelled_as.items()}
     _name_environment(out)
-    for each in (*top.implied, *below.implied):
+    for each in (*top.redundant, *below.redundant):
         _drop(out, each, f"it {each.why}")
     for each in (*top.ignored, *below.ignored):
         _drop(out, each, each.why)
-    for each in (*top.refusals, *below.refusals):
+    for each in (*top.rejected, *below.rejected):
         _drop(out, each, f"it {each.why}")
         out.lost.append(str(each))
     if "max_worker_restarts" in below.data and "max_worker_restarts" not in inner:
@@ -158,15 +161,15 @@ def converted(name: str, data: Mapping[str, Any], *, with_defaults: bool = False
     return out
 
 
-def _tell_of_iterations(out: Converted, run: str, schema: type[configs.AlgorithmConfig]) -> None:
-    if configs.has_search(out.data):
+def _tell_of_iterations(out: Converted, run: str, schema: type[AlgorithmConfig]) -> None:
+    if has_search(out.data):
         return
     sentence = iteration_units.notice_of(run, schema, out.data, out.data["config"])
     if sentence is not None:
         out.dropped.setdefault("", []).append(sentence)
 
 
-def _drop(out: Converted, key: Refusal, why: str) -> None:
+def _drop(out: Converted, key: KeyNotice, why: str) -> None:
     """A comment, as a whole sentence, in place of a key."""
     section, _, name = _split(key.path)
     reason = why.rstrip(".").removesuffix(" Leave it out").rstrip(".")
@@ -202,10 +205,10 @@ def _add_defaults(out: Converted, defaults: Mapping[str, Any]) -> None:
             out.notes[f"config.{path}"] = "RLlib's default"
 
 
-def _fit_the_batch(out: Converted, schema: type[configs.AlgorithmConfig]) -> None:
+def _fit_the_batch(out: Converted, schema: type[AlgorithmConfig]) -> None:
     """RLlib collected whole fragments until there were at least `train_batch_size` steps."""
     config = out.data["config"]
-    if configs.has_search(config) or schema.replays:
+    if has_search(config) or schema.replays:
         return
     batch, steps = config.get("train_batch_size"), config.get("rollout_fragment_length")
     workers, envs = config.get("num_workers", 0), config.get("num_envs_per_worker", 1)
@@ -216,7 +219,7 @@ def _fit_the_batch(out: Converted, schema: type[configs.AlgorithmConfig]) -> Non
     ):
         return
     try:
-        made = configs.algorithm_config(schema, config)
+        made = parse_algorithm_config(schema, config)
     except ConfigError:
         return
     if made.train_batch_size != batch:
@@ -238,7 +241,7 @@ def _section(each: Converted, data: Mapping[str, Any], path: str, indent: str) -
     for key, value in data.items():
         here = f"{path}.{key}" if path else key
         note = f"  # {each.notes[here]}" if here in each.notes else ""
-        if isinstance(value, Mapping) and (value or here in each.dropped) and not configs.is_search(value):
+        if isinstance(value, Mapping) and (value or here in each.dropped) and not is_search(value):
             yield f"{indent}{_inline(key)}:{note}"
             yield from _section(each, value, here, indent + "  ")
         else:

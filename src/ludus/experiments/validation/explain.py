@@ -13,9 +13,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ludus.algorithms.base import config_schemas
-from ludus.config import schema as configs
 from ludus.config.aliases import rllib_keys
 from ludus.config.aliases.sb3_cleanrl import library_of
+from ludus.config.schema import ExternalConfig
+from ludus.config.translation import nested_schema, section_schemas
 from ludus.core.plugins import did_you_mean
 from ludus.errors import ConfigError
 
@@ -59,7 +60,7 @@ def catalogue() -> Mapping[str, Key]:
     """Path → key, section by section."""
     found: dict[str, Key] = {}
     algorithms = config_schemas()
-    for section, schema in configs.sections().items():
+    for section, schema in section_schemas().items():
         if section == rllib_keys.CONFIG:
             for name in dict.fromkeys(name for each in algorithms.values() for name in each.model_fields):
                 having = {run: each.model_fields[name] for run, each in algorithms.items() if name in each.model_fields}
@@ -67,16 +68,16 @@ def catalogue() -> Mapping[str, Key]:
                 found[key.path] = key
         else:
             found |= {key.path: key for key in _of_section(section, schema)}
-    found |= {key.path: key for key in _of_section(EXTERNAL_SECTION, configs.ExternalConfig)}
+    found |= {key.path: key for key in _of_section(EXTERNAL_SECTION, ExternalConfig)}
     return found
 
 
 def _of_section(section: str, schema: type[BaseModel]) -> Iterator[Key]:
     for name, field in schema.model_fields.items():
         yield _key(section, name, {"": field}, True)
-        below = configs.schema_of(field.annotation)
+        below = nested_schema(field.annotation)
         inside = f"{section}.{name}" if section else name
-        if below is not None and inside not in configs.sections():
+        if below is not None and inside not in section_schemas():
             yield from _of_section(inside, below)
 
 
@@ -86,7 +87,7 @@ def _key(section: str, name: str, having: Mapping[str, FieldInfo], everybody: bo
     values = {run: _default(each) for run, each in having.items()}
     agreed = {"": next(iter(values.values()))} if len(set(values.values())) == 1 else values
     aliases = {field.alias} if field.alias and field.alias != shown else set()
-    others = sorted({*rllib_keys.others(section, shown), *aliases, *_moved_to(section, shown)} - {"lambda_"})
+    others = sorted({*rllib_keys.other_spellings(section, shown), *aliases, *_moved_to(section, shown)} - {"lambda_"})
     path = f"{section}.{shown}" if section else shown
     description = field.description or ""
     if len({each.description for each in having.values()}) > 1:
@@ -180,7 +181,7 @@ def explain(asked: str) -> list[str]:
     reasons = _foreign(asked)
     if reasons:
         return reasons
-    instead = rllib_keys.elsewhere(asked)
+    instead = rllib_keys.suggest_algorithm(asked)
     if instead:
         return [instead]
     raise ConfigError(f"There is no key {asked!r}.", did_you_mean(asked.rpartition(".")[2], _all_names()))
@@ -234,7 +235,7 @@ def _foreign(asked: str) -> list[str]:
     if name in _READ and path in ("", "config"):
         return [f"config.{name}, a key of RLlib, is read: {_READ[name]}"]
     out = []
-    for section, table in rllib_keys.FOREIGN.items():
+    for section, table in rllib_keys.UNSUPPORTED.items():
         reason = table.get(asked if section == rllib_keys.STOP else name)
         if reason is not None and (not path or path in (section, section.removeprefix("config."))):
             where = f"{section}.{name}" if section else name
@@ -252,7 +253,7 @@ def _foreign(asked: str) -> list[str]:
 
 def _all_names() -> set[str]:
     names = {key.name for key in catalogue().values()} | {other for key in catalogue().values() for other in key.others}
-    return names | {name for table in rllib_keys.FOREIGN.values() for name in table}
+    return names | {name for table in rllib_keys.UNSUPPORTED.values() for name in table}
 
 
 def listed() -> Iterator[str]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from ludus.config import schema as configs
-from ludus.config.schema import ExternalConfig
+from ludus.config.schema import GAMECORE, ExternalConfig
 from ludus.core import spaces
 from ludus.errors import ConfigError
 
@@ -32,7 +31,7 @@ class GameSeats:
 
 def single_model_seats(experiment: Mapping[str, Any], model: str) -> dict[str, str]:
     """Seat → model, for an experiment with one model. Seats have names if its matches run on a gamecore server."""
-    declared = (experiment["config"].get("env_config") or {}).get("seats") if experiment["env"] == configs.GAMECORE else None
+    declared = (experiment["config"].get("env_config") or {}).get("seats") if experiment["env"] == GAMECORE else None
     return dict.fromkeys(declared or ("",), model)
 
 

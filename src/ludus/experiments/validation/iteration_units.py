@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ludus.config import schema as configs
 from ludus.config.schema import AlgorithmConfig, StopConfig
+from ludus.config.validation import parse_algorithm_config
 
 _IN_RLLIB: Mapping[str, str] = {"DQN": "1,000 steps or more", "APPO": "10 seconds or more", "IMPALA": "10 seconds or more"}
 """min_sample_timesteps_per_iteration and min_time_s_per_iteration of its defaults; PPO's iteration is one batch, as here."""
@@ -51,7 +51,7 @@ def notice_of(run: str, schema: type[AlgorithmConfig], experiment: Mapping[str, 
     keys = counted(experiment, config)
     if run not in _IN_RLLIB or not keys:
         return None
-    return notice(run, configs.algorithm_config(schema, config, collated=True), keys)  # whether a batch fits is no matter here
+    return notice(run, parse_algorithm_config(schema, config, collated=True), keys)  # whether a batch fits is no matter here
 
 
 def steps_of_update(config: AlgorithmConfig) -> int:

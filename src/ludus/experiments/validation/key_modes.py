@@ -10,9 +10,8 @@ import enum
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ludus.config import schema as configs
-from ludus.config.problem import Complaint
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.problem import ConfigProblem
+from ludus.config.schema import EXTERNAL, GAMECORE, AlgorithmConfig
 from ludus.envs.vector_env import row_info
 from ludus.transport.message_stream import EMBEDDED
 
@@ -31,7 +30,7 @@ class Mode(enum.Enum):
 
 
 def mode_of(env: str, memory: str, config: AlgorithmConfig, *, several: bool) -> Mode:
-    if env == configs.EXTERNAL:
+    if env == EXTERNAL:
         return Mode.EXTERNAL
     if several:
         return Mode.AGENTS
@@ -118,7 +117,9 @@ EVERYWHERE = frozenset(
 _OF_EVALUATION_WORKERS = frozenset({"max_worker_restarts", "worker_restart_backoff_s", "worker_hang_s"})
 
 
-def complaints_of(env: str, memory: str, config: AlgorithmConfig, given: Mapping[str, str], *, several: bool) -> list[Complaint]:
+def complaints_of(
+    env: str, memory: str, config: AlgorithmConfig, given: Mapping[str, str], *, several: bool
+) -> list[ConfigProblem]:
     """Keys without effect in the mode of this experiment. `given`: key → as it is written, of the keys that somebody set."""
     mode = mode_of(env, memory, config, several=several)
     found = []
@@ -127,11 +128,11 @@ def complaints_of(env: str, memory: str, config: AlgorithmConfig, given: Mapping
         if reason is None or is_default(config, key) or _is_used(key, config, mode):
             continue
         path = f"config.{written}"
-        found.append(Complaint(f"{path} has no effect with {mode.value}: {reason}. Leave it out.", path))
+        found.append(ConfigProblem(f"{path} has no effect with {mode.value}: {reason}. Leave it out.", path))
     if _divides_for_nobody(config) and "preprocess" in given:
         path = "config.preprocess.scale"
         found.append(
-            Complaint(f"{path} has no effect beside model.custom_model: a model of your own scales its observations.", path)
+            ConfigProblem(f"{path} has no effect beside model.custom_model: a model of your own scales its observations.", path)
         )
     return found
 
@@ -154,7 +155,7 @@ def _divides_for_nobody(config: AlgorithmConfig) -> bool:
 
 def refuse_idle_self_play(env: str, config: AlgorithmConfig) -> str | None:
     """Why `self_play` has no effect in an environment; None: it has, or nothing was set. Makes the environment to find out."""
-    if is_default(config, "self_play") or env in (configs.EXTERNAL, configs.GAMECORE):
+    if is_default(config, "self_play") or env in (EXTERNAL, GAMECORE):
         return None
     rows = row_info(env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
     if rows.has_opponents:
@@ -211,7 +212,7 @@ SWITCHED_OFF: Mapping[str, _Switch] = {
 """Key → why another key of the same experiment makes it useless, or None."""
 
 
-def notices_of(config: AlgorithmConfig, given: Mapping[str, Any], written: Mapping[str, str]) -> Iterator[Complaint]:
+def notices_of(config: AlgorithmConfig, given: Mapping[str, Any], written: Mapping[str, str]) -> Iterator[ConfigProblem]:
     """Of the keys that were given, those that another key switches off."""
     for key, switch in SWITCHED_OFF.items():
         section, _, inner = key.rpartition(".")
@@ -224,4 +225,4 @@ def notices_of(config: AlgorithmConfig, given: Mapping[str, Any], written: Mappi
         reason = switch(config)
         if reason is not None and getattr(owner, name) != default:
             path = f"config.{written.get(key, key)}"
-            yield Complaint(f"{path} has no effect: {reason}.", path)
+            yield ConfigProblem(f"{path} has no effect: {reason}.", path)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ludus.algorithms.base import ALGORITHMS, Algorithm, algorithm_class, config_schemas
-from ludus.config import schema as configs
-from ludus.config import search_space
 from ludus.config.aliases import rllib_keys
-from ludus.config.aliases.rllib_keys import Reading
-from ludus.config.problem import Complaint, ConfigErrors
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.aliases.rllib_keys import TranslatedSection
+from ludus.config.problem import ConfigErrors, ConfigProblem
+from ludus.config.schema import EXTERNAL, AlgorithmConfig
+from ludus.config.search_values import has_search, is_search
+from ludus.config.translation import translate_config, translate_experiment
+from ludus.config.validation import check_algorithm_config, check_experiment, parse_algorithm_config, parse_external_config
 from ludus.core import trust
 from ludus.envs.legacy_names import current_name
 from ludus.envs.vector_env import check_exists
@@ -40,7 +41,7 @@ def algorithm_of(run: str) -> type[Algorithm]:
     try:
         return algorithm_class(run)
     except UnknownName as error:
-        instead = rllib_keys.elsewhere(run)
+        instead = rllib_keys.suggest_algorithm(run)
         if not instead:
             raise
         raise UnknownName(instead, f"Known: {', '.join(ALGORITHMS)}.") from error
@@ -51,7 +52,7 @@ class ParsedExperiment:
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.data = data
-        self.reading = configs.read_experiment(data)
+        self.reading = translate_experiment(data)
         top = self.reading.data
         self.run, self.memory, self.config = top.get("run", "PPO"), top.get("memory", EMBEDDED), top.get("config", {})
         named = top.get("env")
@@ -68,21 +69,21 @@ class ParsedExperiment:
             return None
 
     @functools.cached_property
-    def config_reading(self) -> Reading:
+    def config_reading(self) -> TranslatedSection:
         """`config:` in current names; empty where it is no mapping."""
         given = self.config if isinstance(self.config, Mapping) else {}
-        return configs.read_config(given, self.schema or NO_SCHEMA)
+        return translate_config(given, self.schema or NO_SCHEMA)
 
     @functools.cached_property
     def is_multi_agent(self) -> bool:
         """Raises UsageError, EnvironmentFault."""
-        return self.env != configs.EXTERNAL and agent_mapping.is_multi_agent(self.env, self.config)
+        return self.env != EXTERNAL and agent_mapping.is_multi_agent(self.env, self.config)
 
     @functools.cached_property
     def is_collated(self) -> bool:
         """Whether a batch is made of any number of segments."""
         try:
-            return self.env == configs.EXTERNAL or self.is_multi_agent
+            return self.env == EXTERNAL or self.is_multi_agent
         except (UsageError, EnvironmentFault):
             return True
 
@@ -90,51 +91,53 @@ class ParsedExperiment:
     def algorithm_config(self) -> AlgorithmConfig:
         """Raises UsageError with all that is wrong with `config:`."""
         schema = algorithm_of(self.run).Config if self.schema is None else self.schema
-        return configs.check_algorithm_config(schema, self.config_reading, collated=self.is_collated, run=self.run, owners=owners)
+        return check_algorithm_config(schema, self.config_reading, collated=self.is_collated, run=self.run, owners=owners)
 
     def is_well_formed(self) -> bool:
         return isinstance(self.env, str) and isinstance(self.config, Mapping) and self.schema is not None
 
 
-def of_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[Complaint]:
+def of_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[ConfigProblem]:
     """Everything that can be said about one experiment. With search values in it: about every one of them.
 
     `env_too`: its environment must exist here.
     """
-    out: dict[Complaint, None] = {}
+    out: dict[ConfigProblem, None] = {}
+    from ludus.config import search_space
+
     try:
-        search_space.find(data)
+        search_space.find_searches(data)
     except ConfigError as error:
-        out[Complaint(str(error))] = None
+        out[ConfigProblem(str(error))] = None
     for variant in variants(data):
         out |= dict.fromkeys(_of_one(variant, env_too))
     return list(out)
 
 
-def notices_of(data: Mapping[str, Any]) -> list[Complaint]:
+def notices_of(data: Mapping[str, Any]) -> list[ConfigProblem]:
     """Notices about the keys of an experiment that are ignored or read as something else, for all its search values."""
-    out: dict[Complaint, None] = {}
+    out: dict[ConfigProblem, None] = {}
     for variant in variants(data):
         out |= dict.fromkeys(notices_of_parsed(ParsedExperiment(variant)))
-    if not configs.has_search(data):
+    if not has_search(data):
         return list(out)
-    inner = configs.read_experiment(data).data.get("config", {})
-    searched = configs.read_config(inner).notices() if isinstance(inner, Mapping) else []  # an ignored search is reported once
+    inner = translate_experiment(data).data.get("config", {})
+    searched = translate_config(inner).notices() if isinstance(inner, Mapping) else []  # an ignored search is reported once
     paths = {notice.path for notice in searched}
     return [*searched, *(notice for notice in out if notice.path not in paths)]
 
 
-def notices_of_parsed(parsed: ParsedExperiment) -> list[Complaint]:
+def notices_of_parsed(parsed: ParsedExperiment) -> list[ConfigProblem]:
     """The same for an experiment without search values."""
     notices = parsed.config_reading.notices()
-    notices += [Complaint(parsed.env_notice, "env")] if parsed.env_notice else []
+    notices += [ConfigProblem(parsed.env_notice, "env")] if parsed.env_notice else []
     notices += parsed.reading.notices()
     if parsed.is_well_formed():
         notices += _notices_of_values(parsed)
     return list(dict.fromkeys(notices))
 
 
-def _notices_of_values(parsed: ParsedExperiment) -> Iterator[Complaint]:
+def _notices_of_values(parsed: ParsedExperiment) -> Iterator[ConfigProblem]:
     try:
         config = parsed.algorithm_config
     except UsageError:
@@ -142,35 +145,35 @@ def _notices_of_values(parsed: ParsedExperiment) -> Iterator[Complaint]:
     reading = parsed.config_reading
     batch = reading.data.get("train_batch_size")
     if batch is not None and config.train_batch_size != batch:
-        name = f"config.{reading.written.get('train_batch_size', 'train_batch_size')}"
+        name = f"config.{reading.spelled_as.get('train_batch_size', 'train_batch_size')}"
         whole = f"fragments of {config.num_envs_per_worker} environments"
-        yield Complaint(f"{name} ({batch}) is rounded up to {config.train_batch_size}: whole {whole}, as in RLlib.", name)
-    yield from key_modes.notices_of(config, reading.data, reading.written)
+        yield ConfigProblem(f"{name} ({batch}) is rounded up to {config.train_batch_size}: whole {whole}, as in RLlib.", name)
+    yield from key_modes.notices_of(config, reading.data, reading.spelled_as)
 
 
 class _Found:
     """Collects what is raised by checks that do not depend on one another."""
 
     def __init__(self) -> None:
-        self.complaints: list[Complaint] = []
+        self.problems: list[ConfigProblem] = []
 
     def attempt(self, check: Callable[[], T], path: str = "") -> T | None:
         """The result of a check; None: it failed. `path`: the key that it is about, unless the error says so itself."""
         try:
             return check()
         except ConfigErrors as error:
-            self.complaints += error.complaints
+            self.problems += error.problems
         except (UsageError, EnvironmentFault) as error:
-            self.complaints += [Complaint(line, path) for line in str(error).splitlines()]
+            self.problems += [ConfigProblem(line, path) for line in str(error).splitlines()]
         return None
 
 
-def _of_one(data: Mapping[str, Any], env_too: bool) -> list[Complaint]:
+def _of_one(data: Mapping[str, Any], env_too: bool) -> list[ConfigProblem]:
     found = _Found()
     parsed = ParsedExperiment(data)
-    found.attempt(lambda: configs.check_experiment(parsed.reading))
+    found.attempt(lambda: check_experiment(parsed.reading))
     env, run, inner = parsed.env, parsed.run, parsed.config
-    called = env == configs.EXTERNAL
+    called = env == EXTERNAL
     several = False
     if isinstance(env, str) and isinstance(inner, Mapping) and not called:
         several = bool(found.attempt(lambda: agent_mapping.is_multi_agent(env, inner), "env"))
@@ -179,22 +182,22 @@ def _of_one(data: Mapping[str, Any], env_too: bool) -> list[Complaint]:
     algorithm = found.attempt(lambda: algorithm_of(run), "run") if isinstance(run, str) else None
     if isinstance(inner, Mapping):
         if algorithm is not None:
-            found.complaints += of_config(algorithm.Config, inner, collated=called or several, run=run)
-            if isinstance(env, str) and not found.complaints:
-                found.complaints += keys_without_effect(parsed, env_too=env_too)
+            found.problems += of_config(algorithm.Config, inner, collated=called or several, run=run)
+            if isinstance(env, str) and not found.problems:
+                found.problems += keys_without_effect(parsed, env_too=env_too)
         else:
-            found.complaints += _whatever_runs(inner, run, collated=called or several)
+            found.problems += _whatever_runs(inner, run, collated=called or several)
         if called and isinstance(inner.get("env_config"), Mapping):
-            found.attempt(lambda: configs.external_config(inner["env_config"]))
-    return list(dict.fromkeys(found.complaints))
+            found.attempt(lambda: parse_external_config(inner["env_config"]))
+    return list(dict.fromkeys(found.problems))
 
 
-def without_effect(data: Mapping[str, Any]) -> list[Complaint]:
+def without_effect(data: Mapping[str, Any]) -> list[ConfigProblem]:
     """Keys of one experiment that have no effect in its training mode; none if something else is wrong with it."""
     return keys_without_effect(ParsedExperiment(data))
 
 
-def keys_without_effect(parsed: ParsedExperiment, *, env_too: bool = True) -> list[Complaint]:
+def keys_without_effect(parsed: ParsedExperiment, *, env_too: bool = True) -> list[ConfigProblem]:
     """The same for a parsed experiment. `env_too`: its environment exists here and may be made."""
     if not parsed.is_well_formed():
         return []
@@ -203,48 +206,50 @@ def keys_without_effect(parsed: ParsedExperiment, *, env_too: bool = True) -> li
     except (UsageError, EnvironmentFault):
         return []  # reported by other checks
     reading = parsed.config_reading
-    given = {key: reading.written.get(key, key) for key in reading.data}
+    given = {key: reading.spelled_as.get(key, key) for key in reading.data}
     idle = key_modes.complaints_of(parsed.env, parsed.memory, config, given, several=several)
     if not idle and not several and env_too:
         found = _Found()
         reason = found.attempt(lambda: key_modes.refuse_idle_self_play(parsed.env, config))
-        idle += [Complaint(reason, "config.self_play")] if reason else []
+        idle += [ConfigProblem(reason, "config.self_play")] if reason else []
     return idle
 
 
 def of_config(
     schema: type[AlgorithmConfig], inner: Mapping[str, Any], *, collated: bool = False, run: str = ""
-) -> list[Complaint]:
+) -> list[ConfigProblem]:
     """What is wrong with `config:`. Keys with a wrong value are left out for a second look at how the others fit together."""
     first, second = _Found(), _Found()
     checked = first.attempt(
-        lambda: configs.algorithm_config(schema, inner, collated=collated, run=run, owners=owners), "config.train_batch_size"
+        lambda: parse_algorithm_config(schema, inner, collated=collated, run=run, owners=owners), "config.train_batch_size"
     )
     if checked is not None:
-        return [*first.complaints, *_minibatch_too_large(schema, inner, checked)]
-    wrong = {complaint.path.split(".")[1] for complaint in first.complaints if complaint.path.startswith("config.")}
-    names = {rllib_keys.present(rllib_keys.CONFIG, key) for key in wrong}
+        return [*first.problems, *_minibatch_too_large(schema, inner, checked)]
+    wrong = {complaint.path.split(".")[1] for complaint in first.problems if complaint.path.startswith("config.")}
+    names = {rllib_keys.canonical_name(rllib_keys.CONFIG, key) for key in wrong}
     rest = {key: value for key, value in inner.items() if key not in wrong}
     if names & _SHAPE or len(rest) == len(inner):
-        return first.complaints
-    checked = second.attempt(lambda: configs.algorithm_config(schema, rest, collated=collated), "config.train_batch_size")
+        return first.problems
+    checked = second.attempt(lambda: parse_algorithm_config(schema, rest, collated=collated), "config.train_batch_size")
     more = _minibatch_too_large(schema, rest, checked) if checked is not None and "minibatch_size" not in names else []
-    return [*first.complaints, *second.complaints, *more]
+    return [*first.problems, *second.problems, *more]
 
 
-def _minibatch_too_large(schema: type[AlgorithmConfig], inner: Mapping[str, Any], checked: AlgorithmConfig) -> list[Complaint]:
+def _minibatch_too_large(
+    schema: type[AlgorithmConfig], inner: Mapping[str, Any], checked: AlgorithmConfig
+) -> list[ConfigProblem]:
     """The default is no complaint: it is as much of the batch as there is. Nor is what a run has saved, which names every key."""
     size, batch = getattr(checked, "minibatch_size", None), checked.train_batch_size
-    reading = configs.read_config(inner, schema)
+    reading = translate_config(inner, schema)
     given = "minibatch_size" in reading.data and size != schema.model_fields["minibatch_size"].default
     if schema.replays or not given or not isinstance(size, int) or size <= batch:
         return []
-    name = f"config.{reading.written.get('minibatch_size', 'minibatch_size')}"
+    name = f"config.{reading.spelled_as.get('minibatch_size', 'minibatch_size')}"
     sentence = f"{name} is {size}, and a batch has {batch} steps (train_batch_size). Set it to {batch} or less."
-    return [Complaint(sentence, name)]
+    return [ConfigProblem(sentence, name)]
 
 
-def _whatever_runs(inner: Mapping[str, Any], run: Any, *, collated: bool) -> list[Complaint]:
+def _whatever_runs(inner: Mapping[str, Any], run: Any, *, collated: bool) -> list[ConfigProblem]:
     """What is wrong with `config:` when the algorithm is unknown: for the one that is probably meant, else for all of them."""
     known = config_schemas()
     near = difflib.get_close_matches(str(run).upper(), known, n=1, cutoff=0.6)
@@ -266,7 +271,7 @@ def variants(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _searched(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
     """Path → values, at least one, of which a sweep would try one."""
-    if configs.is_search(value):
+    if is_search(value):
         ((kind, given),) = value.items()
         listed = list(given) if isinstance(given, list) and given else [given]
         limits = listed[:1] if kind == "randn" else listed[:2]  # of a range the ends; the third number is its step
@@ -292,5 +297,5 @@ def trust_names(experiments: Mapping[str, Mapping[str, Any]]) -> None:
     """The user wrote these experiments: what they name may be imported, also under the name that an environment has today."""
     trust.allow(experiments)
     for data in experiments.values():
-        env = configs.read_experiment(data).data.get("env")
+        env = translate_experiment(data).data.get("env")
         trust.allow(current_name(env).name if isinstance(env, str) else None)

@@ -1,6 +1,6 @@
-"""The server as a process of its own, as `supervise.py` starts it: `python -m ludus.gamecore.server SETTINGS SOCKET READY`.
+"""Entry point of a server process started by `watchdog.py`: `python -m ludus.gamecore.server SETTINGS SOCKET READY`.
 
-Others use `ludus gamecore serve`.
+Users run `ludus gamecore serve` instead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ludus.gamecore.server.http.app import Settings, serve
 
 
 def main(words: list[str]) -> int:
-    told = logging.StreamHandler()  # the rest is in its log
-    told.setLevel(logging.WARNING)
-    logging.basicConfig(handlers=[told], format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()  # records of lower levels go to the server's log file
+    handler.setLevel(logging.WARNING)
+    logging.basicConfig(handlers=[handler], format="%(asctime)s %(levelname)s %(message)s")
     ready = int(words[2])
 
     def announce(host: str, port: int) -> None:

@@ -1,4 +1,4 @@
-"""From an entry of the catalogue and an order to a command with its environment. Pure: no process is started here."""
+"""Builds the command and environment of a game from its catalogue entry and a request. Pure: starts no process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.gamecore.server.catalogue import OPTION, Catalogue, Entry, filled, holes
-from ludus.gamecore.server.request import Order
+from ludus.gamecore.server.catalogue import OPTION, Catalogue, GameEntry, fill_placeholders, find_placeholders
+from ludus.gamecore.server.request import GameRequest
 
 CONFIG, RESULT, TOKEN = "LUDUS_GAME_CONFIG", "LUDUS_GAME_RESULT", "LUDUS_GAME_TOKEN_"
 STATES, SHARE = "LUDUS_GAME_STATES", "LUDUS_GAME_STATES_SHARE"
@@ -19,107 +19,107 @@ INHERITED = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
     *("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "NUMBA_CACHE_DIR"),
 )
-"""Of the server's environment; nothing else reaches a game, unless its entry says `inherit`."""
+"""Variables of the server's environment that games inherit; further ones are listed under `inherit` in the catalogue."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one game lives."""
+class GameDirectory:
+    """Directory of one game and its files."""
 
-    directory: Path
+    path: Path
 
     @property
     def config(self) -> Path:
-        return self.directory / "config.json"
+        return self.path / "config.json"
 
     @property
     def result(self) -> Path:
-        return self.directory / "result.json"
+        return self.path / "result.json"
 
     @property
     def log(self) -> Path:
-        return self.directory / "game.log"
+        return self.path / "game.log"
 
     @property
     def record(self) -> Path:
-        return self.directory / "record.json"
+        return self.path / "record.json"
 
     @property
     def prefix(self) -> Path:
-        """Of Wine, for games that need it."""
-        return self.directory / "wine"
+        """Wine prefix, for games that use Wine."""
+        return self.path / "wine"
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What `Games.start` is given."""
+class GameCommand:
+    """Arguments of `Games.start`."""
 
-    command: tuple[str, ...]
+    words: tuple[str, ...]
     environment: dict[str, str]
     directory: Path
 
 
-def launch(
+def build_command(
     catalogue: Catalogue,
-    order: Order,
-    place: Place,
+    request: GameRequest,
+    game_dir: GameDirectory,
     states: Path | None,
-    surroundings: Mapping[str, str],
+    base_environment: Mapping[str, str],
     free_port: Callable[[], int],
-) -> Launch:
-    """`states`: where the game may save some; `surroundings`: the server's own environment. `free_port` is asked only if one is used."""
-    entry = catalogue.games[order.game]
-    words = _words(entry, catalogue.base, surroundings)
-    used = holes((*words, *entry.environment.values()))
+) -> GameCommand:
+    """`states`: directory in which the game may save states; `base_environment`: the server's. `free_port` is called only if needed."""
+    entry = catalogue.games[request.game]
+    words = _command_words(entry, catalogue.base, base_environment)
+    used = find_placeholders((*words, *entry.environment.values()))
     values = {
         "python": sys.executable,
-        "runtime_id": order.runtime_id,
-        "directory": str(place.directory),
-        "config": str(place.config),
-        "result": str(place.result),
-        **{OPTION + name: _as_word(value) for name, value in order.options.items()},
+        "runtime_id": request.runtime_id,
+        "directory": str(game_dir.path),
+        "config": str(game_dir.config),
+        "result": str(game_dir.result),
+        **{OPTION + name: _to_word(value) for name, value in request.options.items()},
     }
     if "port" in used:
         values["port"] = str(free_port())
-    environment = {name: surroundings[name] for name in (*INHERITED, *entry.inherit) if name in surroundings}
-    environment["PYTHONUNBUFFERED"] = "1"  # else the last lines of a game that is killed are lost
+    environment = {name: base_environment[name] for name in (*INHERITED, *entry.inherit) if name in base_environment}
+    environment["PYTHONUNBUFFERED"] = "1"  # otherwise the last output of a killed game is lost
     if "wine" in words:
-        environment |= {"WINEPREFIX": str(place.prefix), "WINEDEBUG": "-all"}
+        environment |= {"WINEPREFIX": str(game_dir.prefix), "WINEDEBUG": "-all"}
     if "xvfb-run" in words:
-        environment["TMPDIR"] = str(place.directory)  # one that is stopped leaves a directory there
-    environment |= {name: filled(value, values) for name, value in entry.environment.items()}
-    environment |= {CONFIG: str(place.config), RESULT: str(place.result)}
+        environment["TMPDIR"] = str(game_dir.path)  # a stopped xvfb-run leaves a directory there
+    environment |= {name: fill_placeholders(value, values) for name, value in entry.environment.items()}
+    environment |= {CONFIG: str(game_dir.config), RESULT: str(game_dir.result)}
     if states is not None:
         environment[STATES] = str(states)
-        if order.plays_on and entry.states is not None:
+        if request.plays_several and entry.states is not None:
             environment[SHARE] = str(entry.states.ratio)
-    for index, camp in enumerate(order.camps):
+    for index, camp in enumerate(request.camps):
         if camp is not None and camp.token is not None:
             environment[f"{TOKEN}{index}"] = camp.token
-    directory = place.directory if entry.directory is None else catalogue.base / entry.directory
-    return Launch(tuple(filled(word, values) for word in words), environment, directory)
+    directory = game_dir.path if entry.directory is None else catalogue.base / entry.directory
+    return GameCommand(tuple(fill_placeholders(word, values) for word in words), environment, directory)
 
 
-def wrapped(entry: Entry, surroundings: Mapping[str, str]) -> bool:
-    """Whether anything stands before its command."""
-    return bool(entry.wrapper or _wine(entry, surroundings))
+def has_wrapper(entry: GameEntry, base_environment: Mapping[str, str]) -> bool:
+    """Whether a wrapper precedes the command."""
+    return bool(entry.wrapper or _wine(entry, base_environment))
 
 
-def uses_wine(entry: Entry, surroundings: Mapping[str, str]) -> bool:
-    return entry.uses_wine or bool(_wine(entry, surroundings))
+def uses_wine(entry: GameEntry, base_environment: Mapping[str, str]) -> bool:
+    return entry.uses_wine or bool(_wine(entry, base_environment))
 
 
-def _wine(entry: Entry, surroundings: Mapping[str, str]) -> tuple[str, ...]:
-    return ("wine",) if entry.windows and surroundings.get(USE_WINE) == "1" and not entry.uses_wine else ()
+def _wine(entry: GameEntry, base_environment: Mapping[str, str]) -> tuple[str, ...]:
+    return ("wine",) if entry.windows and base_environment.get(USE_WINE) == "1" and not entry.uses_wine else ()
 
 
-def _words(entry: Entry, base: Path, surroundings: Mapping[str, str]) -> tuple[str, ...]:
-    """Wrappers first, the program as it is found from the catalogue."""
+def _command_words(entry: GameEntry, base: Path, base_environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return wrappers, program (relative to the catalogue) and arguments."""
     program, *rest = entry.command
     if "/" in program and not program.startswith(("/", "{")):
         program = str(base / program)
-    return (*entry.wrapper, *_wine(entry, surroundings), program, *rest)
+    return (*entry.wrapper, *_wine(entry, base_environment), program, *rest)
 
 
-def _as_word(value: Any) -> str:
+def _to_word(value: Any) -> str:
     return ("true" if value else "false") if isinstance(value, bool) else str(value)

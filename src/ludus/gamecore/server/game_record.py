@@ -1,4 +1,4 @@
-"""One game of a server while it is looked after: its order, its process, as what it is to end."""
+"""The server's record of one running game: its request, its process and its requested end."""
 
 from __future__ import annotations
 
@@ -9,73 +9,83 @@ from pathlib import Path
 from typing import Any
 
 from ludus.errors import WorkerFailed
-from ludus.gamecore.server.catalogue import Entry
-from ludus.gamecore.server.command import Place
-from ludus.gamecore.server.game_status import State, Status
-from ludus.gamecore.server.request import Order
-from ludus.gamecore.server.resource_usage import Usage, usage
+from ludus.gamecore.server.catalogue import GameEntry
+from ludus.gamecore.server.command import GameDirectory
+from ludus.gamecore.server.game_status import GameStatus, State
+from ludus.gamecore.server.request import GameRequest
+from ludus.gamecore.server.resource_usage import ResourceUsage, process_tree_usage
 from ludus.io import rotating_log
 from ludus.process.commands.command import GameProcess
 
-GONE_S = 20.0
-"""A guard that has not spoken for so long after its game was to be gone will not any more."""
+EXIT_S = 20.0
+"""Time limit for the guard process to report the exit of a stopped game."""
 
 LAST_LINES = 20
 
 
-class Match:
-    """Belongs to the event loop of its hall, but for `seen` and `log_size`. Times are on the clock of the loop."""
+class GameRecord:
+    """Used on the event loop of its table, except `usage` and `log_size`. Times are on the clock of the loop."""
 
-    def __init__(self, order: Order, entry: Entry, place: Place, status: Status, start_from: Path | None, saves: bool) -> None:
-        self.order, self.entry, self.place, self.status = order, entry, place, status
-        self.start_from, self.saves = start_from, saves
-        self.is_fork = False
+    def __init__(
+        self,
+        request: GameRequest,
+        entry: GameEntry,
+        game_dir: GameDirectory,
+        status: GameStatus,
+        start_from: Path | None,
+        saves_states: bool,
+    ) -> None:
+        self.request, self.entry, self.game_dir, self.status = request, entry, game_dir, status
+        self.start_from, self.saves_states = start_from, saves_states
+        self.is_forked = False
         self.process: GameProcess | None = None
         self.began = asyncio.get_running_loop().time()
-        """When it was ordered; then: when its first process began."""
-        self.allowed_s = order.timeout_s or entry.limits.seconds
+        """Time of the request; later the start of the first process."""
+        self.time_limit_s = request.timeout_s or entry.limits.seconds
         self.deadline = math.inf
-        self.begun, self.over, self.wanted = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        """Its first process has begun or failed to; nothing of it is left; somebody wants its end."""
+        self.started, self.ended, self.stop_requested = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        """The first process has started or failed to; no process is left; an end was requested."""
         self.failure: WorkerFailed | None = None
-        self.asked: tuple[State, str] | None = None
-        """As what it is to end, and why."""
-        self.grace_s, self.gone_by = entry.grace_s, math.inf
-        self.quiet_size = 0
-        """Of its log, when this life began."""
+        self.requested_end: tuple[State, str] | None = None
+        """Final state and reason, once an end was requested."""
+        self.grace_s, self.kill_deadline = entry.grace_s, math.inf
+        self.initial_log_size = 0
+        """Size of the log when the current process started."""
 
-    def end(self, state: State, reason: str, grace_s: float) -> None:
-        """Ask its process to end; the first to ask says as what and why. A shorter grace replaces a longer."""
-        if self.asked is None:
-            self.asked, self.grace_s = (state, reason), grace_s
+    def request_end(self, state: State, reason: str, grace_s: float) -> None:
+        """Stop the process. The first call sets state and reason; later calls can only shorten the grace period."""
+        if self.requested_end is None:
+            self.requested_end, self.grace_s = (state, reason), grace_s
         self.grace_s = min(grace_s, self.grace_s)
-        self.gone_by = min(self.gone_by, asyncio.get_running_loop().time() + grace_s + GONE_S)
-        self.wanted.set()
+        self.kill_deadline = min(self.kill_deadline, asyncio.get_running_loop().time() + grace_s + EXIT_S)
+        self.stop_requested.set()
         if self.process is not None:
             self.process.ask_to_stop(grace_s)
 
-    def end_late(self) -> None:
-        self.end("timed-out", f"It ran for longer than {self.allowed_s:g} s.", self.entry.grace_s)
+    def request_timeout(self) -> None:
+        self.request_end("timed-out", f"It ran for longer than {self.time_limit_s:g} s.", self.entry.grace_s)
 
-    def live_again(self) -> None:
-        """Whatever was wanted of its last life is done."""
-        self.asked, self.gone_by = None, math.inf
-        self.wanted.clear()
+    def prepare_restart(self) -> None:
+        """Clear the requested end of the previous process."""
+        self.requested_end, self.kill_deadline = None, math.inf
+        self.stop_requested.clear()
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         if not self.status.is_over:
             self.status.seconds = round(asyncio.get_running_loop().time() - self.began, 3)
         return self.status.to_json()
 
-    def seen(self) -> Usage:
-        """What it uses now. Reads /proc."""
+    def usage(self) -> ResourceUsage:
+        """Measure current resource usage. Reads /proc."""
         process = self.process
-        return Usage() if process is None or not process.guard else usage(process.guard, shared=self.is_fork)
+        return (
+            ResourceUsage() if process is None or not process.guard else process_tree_usage(process.guard, shared=self.is_forked)
+        )
 
     def last_lines(self) -> list[str]:
-        return rotating_log.tail(self.place.log, LAST_LINES)
+        return rotating_log.tail(self.game_dir.log, LAST_LINES)
 
     def log_size(self) -> int:
         with contextlib.suppress(OSError):
-            return self.place.log.stat().st_size
+            return self.game_dir.log.stat().st_size
         return 0

@@ -1,4 +1,4 @@
-"""How a game fares, as callers are told, and what follows from the way in which it ended. Pure."""
+"""Status of a game, and the decision that follows from the exit of its process. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from ludus.core.backoff import exponential_delay
-from ludus.gamecore.server.catalogue import Restart
+from ludus.gamecore.server.catalogue import RestartPolicy
 
 State = Literal["starting", "running", "finished", "crashed", "stopped", "timed-out", "lost"]
 STATES: tuple[State, ...] = get_args(State)
@@ -16,8 +16,8 @@ MAX_BACKOFF_S = 60.0
 
 
 @dataclass
-class Status:
-    """Of one game, from its order until it is forgotten."""
+class GameStatus:
+    """Status of one game, as returned to callers and saved in its record."""
 
     runtime_id: str
     game: str
@@ -29,7 +29,7 @@ class Status:
     finished: float | None = None
     seconds: float = 0.0
     exit_code: int | None = None
-    """Of its process; negative for a signal."""
+    """Exit code of its process; negative for a signal."""
     reason: str = ""
     restarts: int = 0
     result: dict[str, Any] | None = None
@@ -50,11 +50,11 @@ class Status:
         return dict(vars(self))
 
     @classmethod
-    def from_json(cls, data: Any) -> Status:
-        """Raises ValueError for what is none."""
+    def from_json(cls, data: Any) -> GameStatus:
+        """Raises ValueError."""
         known = {one.name for one in fields(cls)}
         if not isinstance(data, dict) or data.get("state") not in STATES:
-            raise ValueError("it is no record of a game")
+            raise ValueError("it is not a record of a game")
         try:
             return cls(**{key: value for key, value in data.items() if key in known})
         except TypeError as error:
@@ -62,22 +62,26 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What becomes of a game whose process has ended. `again_s`: it is started again after so many seconds."""
+class EndDecision:
+    """What to do after the exit of a process. `again_s`: delay before a restart; None: no restart."""
 
     state: State
     reason: str
     again_s: float | None = None
 
 
-def verdict(code: int | None, said: str, asked: tuple[State, str] | None, restarts: int, policy: Restart) -> Verdict:
-    """`said`: how the process ended, in words; `asked`: as what it was to end, and why, if it did not end by itself."""
-    if asked is not None:
-        state, reason = asked
+def decide_end(
+    code: int | None, description: str, requested: tuple[State, str] | None, restarts: int, policy: RestartPolicy
+) -> EndDecision:
+    """`description`: how the process ended, in words; `requested`: state and reason of a requested end."""
+    if requested is not None:
+        state, reason = requested
     elif code == 0:
         state, reason = "finished", ""
     else:
-        state, reason = "crashed", said
+        state, reason = "crashed", description
     if state != "crashed" or policy.on == "never" or restarts >= policy.times:
-        return Verdict(state, reason)
-    return Verdict("starting", reason, exponential_delay(restarts + 1, policy.backoff_s, max(MAX_BACKOFF_S, policy.backoff_s)))
+        return EndDecision(state, reason)
+    return EndDecision(
+        "starting", reason, exponential_delay(restarts + 1, policy.backoff_s, max(MAX_BACKOFF_S, policy.backoff_s))
+    )

@@ -1,4 +1,7 @@
-"""All games of one server: started, watched, ended, started again, remembered. Every method belongs to one event loop."""
+"""The process table of a gamecore server: starts, watches, restarts and stops game processes, and keeps their results.
+
+All public methods run on one event loop; blocking work runs in two thread pools.
+"""
 
 from __future__ import annotations
 
@@ -19,207 +22,219 @@ from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 from ludus.errors import Refused, WorkerFailed
-from ludus.gamecore.server import state_dir as homes
+from ludus.gamecore.server import state_dir as state_dirs
 from ludus.gamecore.server.catalogue import Catalogue
-from ludus.gamecore.server.command import launch, uses_wine
-from ludus.gamecore.server.game_record import GONE_S, Match
-from ludus.gamecore.server.game_status import ALIVE, State, Status, Verdict, verdict
-from ludus.gamecore.server.launchers import Starters
-from ludus.gamecore.server.request import Order, shown
-from ludus.gamecore.server.resource_usage import Usage
-from ludus.gamecore.server.state_dir import Home
-from ludus.gamecore.server.task_results import Tasks
+from ludus.gamecore.server.command import build_command, uses_wine
+from ludus.gamecore.server.game_record import EXIT_S, GameRecord
+from ludus.gamecore.server.game_status import ALIVE, EndDecision, GameStatus, State, decide_end
+from ludus.gamecore.server.launchers import GameLaunchers
+from ludus.gamecore.server.request import GameRequest, quote
+from ludus.gamecore.server.resource_usage import ResourceUsage
+from ludus.gamecore.server.state_dir import StateDir
+from ludus.gamecore.server.task_results import TaskResults
 from ludus.process import identity
 from ludus.process.commands.command import GameExit, GameProcess
 
 log = logging.getLogger(__name__)
 
 SAMPLE_S, SAMPLE_SHARE = 2.0, 0.04
-"""How often games are looked at; with many of them less often, so that it takes no more than this part of the time."""
+"""Interval between measurements of resource usage, extended so that they take at most this share of the time."""
 
-ANSWER_S = 10.0
-_STARTS, _DISK = 8, 4
-"""Threads: a start takes some milliseconds, and up to ten seconds on a machine that is overloaded."""
+START_REPLY_S = 10.0
+_START_THREADS, _DISK_THREADS = 8, 4
+"""A start takes some milliseconds, and up to ten seconds on an overloaded machine."""
 
-_SOON_S, _FIRST_LINE_S, _LOOK_S = 0.1, 0.1, 5.0
+_PREPARE_S, _FIRST_LINE_S, _POLL_S = 0.1, 0.1, 5.0
 _PORTS = 1000
 _SEEDS = 1 << 31
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Of what a server holds."""
+class TableLimits:
+    """Maximum sizes of a process table."""
 
     games: int = 200
-    """At once."""
+    """Running games."""
     keep: int = 1000
-    """Games that are over, with their directories."""
+    """Finished games that are kept with their directories."""
     keep_bytes: int = 4_000_000_000
+    """Disk space of finished games."""
 
 
-class Hall:
-    """`surroundings`: the environment of which games inherit a part."""
+class ProcessTable:
+    """All running and finished games of one server."""
 
-    def __init__(self, catalogue: Catalogue, home: Home, bounds: Bounds, surroundings: Mapping[str, str] = os.environ) -> None:
-        self.catalogue, self.home, self.bounds = catalogue, home, bounds
-        self._surroundings = surroundings
-        self._matches: dict[str, Match] = {}
-        self._known: dict[str, Status] = {}
-        """Those that are over, the oldest first: also from earlier lives of the server."""
-        self._bytes: dict[str, int] = {}
-        self.tasks = Tasks(home.directory / "tasks.jsonl")
-        self._lives: set[asyncio.Task[None]] = set()
+    def __init__(
+        self, catalogue: Catalogue, state_dir: StateDir, limits: TableLimits, base_environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self.catalogue, self.state_dir, self.limits = catalogue, state_dir, limits
+        self._base_environment = base_environment
+        self._running: dict[str, GameRecord] = {}
+        self._finished: dict[str, GameStatus] = {}
+        """Oldest first; includes games of earlier server processes."""
+        self._sizes: dict[str, int] = {}
+        self.tasks = TaskResults(state_dir.directory / "tasks.jsonl")
+        self._tasks: set[asyncio.Task[None]] = set()
         self._ports: deque[int] = deque(maxlen=_PORTS)
         self._ports_lock = threading.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
-        """(game, what happened)."""
+        """Counts by (game, event)."""
         self._closing = False
-        self._starts = ThreadPoolExecutor(_STARTS, "gamecore-start")
-        self._disk = ThreadPoolExecutor(_DISK, "gamecore-disk")
-        self._starters: Starters | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._start_pool = ThreadPoolExecutor(_START_THREADS, "gamecore-start")
+        self._disk_pool = ThreadPoolExecutor(_DISK_THREADS, "gamecore-disk")
+        self._launchers: GameLaunchers | None = None
+        self._sampler: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Hall:
-        for status, size in await self._in(self._disk, self.home.load):
-            self._known[status.runtime_id], self._bytes[status.runtime_id] = status, size
+    async def __aenter__(self) -> ProcessTable:
+        for status, size in await self._run_in(self._disk_pool, self.state_dir.load):
+            self._finished[status.runtime_id], self._sizes[status.runtime_id] = status, size
             if status.state == "lost":
                 self.counts[status.game, "lost"] += 1
-        self._starters = Starters(self._surroundings, self.home.mark)  # after everything that has this mark is gone
-        await self._in(self._disk, self.tasks.load)
-        await self._in(self._disk, self.home.empty_trash)
-        self._watching = asyncio.create_task(self._watch_all())
+        self._launchers = GameLaunchers(
+            self._base_environment, self.state_dir.mark
+        )  # after all old processes with this mark were killed
+        await self._run_in(self._disk_pool, self.tasks.load)
+        await self._run_in(self._disk_pool, self.state_dir.empty_trash)
+        self._sampler = asyncio.create_task(self._sample_usage())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
     async def close(self, grace_s: float = 5.0) -> None:
-        """Stop all games and wait until nothing of them is left."""
+        """Stop all games and wait until their processes are gone."""
         if self._closing:
             return
         self._closing = True
-        for match in self.running:
-            match.end("stopped", "The server was ended.", min(grace_s, match.entry.grace_s))
-        if self._lives:
-            await asyncio.wait(self._lives, timeout=grace_s + GONE_S)
-        if self._watching is not None:
-            self._watching.cancel()
+        for record in self.running:
+            record.request_end("stopped", "The server was stopped.", min(grace_s, record.entry.grace_s))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s + EXIT_S)
+        if self._sampler is not None:
+            self._sampler.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._watching
-        if self._starters is not None:
-            await asyncio.to_thread(self._starters.close)
-        for pool in (self._starts, self._disk):
+                await self._sampler
+        if self._launchers is not None:
+            await asyncio.to_thread(self._launchers.close)
+        for pool in (self._start_pool, self._disk_pool):
             await asyncio.to_thread(pool.shutdown)
 
-    # -- what callers ask for
+    # -- requests of callers
 
     @property
     def is_closing(self) -> bool:
         return self._closing
 
     @property
-    def known(self) -> int:
-        """Games that are over and not forgotten."""
-        return len(self._known)
+    def finished(self) -> int:
+        """Number of finished games that are kept."""
+        return len(self._finished)
 
     @property
-    def running(self) -> list[Match]:
-        return [match for match in self._matches.values() if not match.status.is_over]
+    def running(self) -> list[GameRecord]:
+        return [record for record in self._running.values() if not record.status.is_over]
 
-    async def start(self, order: Order) -> tuple[Match, bool]:
-        """The game, and whether it was started for this order (else it runs already). Raises Refused."""
+    async def start(self, request: GameRequest) -> tuple[GameRecord, bool]:
+        """Start a game, or find it running. Returns its record and whether it was started now. Raises Refused."""
         state = None
-        if order.start_from is not None and order.runtime_id not in self._matches:
-            state = await self._in(self._disk, self.home.choose_state, order)
-        present = self._matches.get(order.runtime_id)
+        if request.start_from is not None and request.runtime_id not in self._running:
+            state = await self._run_in(self._disk_pool, self.state_dir.choose_state, request)
+        present = self._running.get(request.runtime_id)
         if present is not None:
-            if present.order != order:
+            if present.request != request:
                 raise Refused(
                     409,
                     "conflict",
-                    f"{order.runtime_id} runs already, and with another order.",
+                    f"{request.runtime_id} is already running with a different request.",
                     "Stop it first, or choose another runtime_id.",
                 )
-            await self._begun(present)
+            await self._wait_until_started(present)
             return present, False
-        match = self._admit(order, state)
-        life = asyncio.create_task(self._live(match))
-        self._lives.add(life)
-        life.add_done_callback(self._lives.discard)
-        await self._begun(match)
-        return match, True
+        record = self._admit(request, state)
+        life = asyncio.create_task(self._supervise(record))
+        self._tasks.add(life)
+        life.add_done_callback(self._tasks.discard)
+        await self._wait_until_started(record)
+        return record, True
 
     def status(self, runtime_id: str) -> dict[str, Any]:
         """Raises Refused."""
-        match = self._matches.get(runtime_id)
-        if match is not None:
-            return match.shown()
-        if runtime_id in self._known:
-            return self._known[runtime_id].to_json()
-        raise Refused(404, "unknown_id", f"There is no game {shown(runtime_id)}.", "It was never started, or it is forgotten.")
+        record = self._running.get(runtime_id)
+        if record is not None:
+            return record.to_json()
+        if runtime_id in self._finished:
+            return self._finished[runtime_id].to_json()
+        raise Refused(
+            404, "unknown_id", f"There is no game {quote(runtime_id)}.", "It was never started, or its record was removed."
+        )
 
     def exists(self, runtime_id: str) -> bool:
-        """Whether it runs, or is being started."""
-        return runtime_id in self._matches
+        """Whether the game is running or starting."""
+        return runtime_id in self._running
 
-    async def look(self, runtime_id: str) -> dict[str, Any]:
-        """Its status with what it uses and says now. Raises Refused."""
-        match = self._matches.get(runtime_id)
-        if match is not None and match.process is not None:
-            self._note(match, await self._in(self._disk, match.seen))
-            lines = await self._in(self._disk, match.last_lines)
-            if not match.status.is_over:
-                return {**match.shown(), "last_lines": lines}
+    async def refresh(self, runtime_id: str) -> dict[str, Any]:
+        """Return the status with current resource usage and output. Raises Refused."""
+        record = self._running.get(runtime_id)
+        if record is not None and record.process is not None:
+            self._record_usage(record, await self._run_in(self._disk_pool, record.usage))
+            lines = await self._run_in(self._disk_pool, record.last_lines)
+            if not record.status.is_over:
+                return {**record.to_json(), "last_lines": lines}
         return self.status(runtime_id)
 
-    def listed(self, state: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
-        """The oldest first; of their last lines only the very last."""
-        found = [*(status.to_json() for status in self._known.values()), *(match.shown() for match in self._matches.values())]
+    def list_games(self, state: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
+        """List statuses, oldest first, with the last line of output only."""
+        found = [
+            *(status.to_json() for status in self._finished.values()),
+            *(record.to_json() for record in self._running.values()),
+        ]
         chosen = [one for one in found if state in (None, one["state"]) and task_id in (None, one["task_id"])]
         return [{**one, "last_lines": one["last_lines"][-1:]} for one in chosen]
 
     async def wait(self, runtime_id: str, timeout_s: float) -> dict[str, Any]:
-        """Its status when it is over, or after so long. Raises Refused."""
-        match = self._matches.get(runtime_id)
-        if match is not None:
-            await _set_within(match.over, timeout_s)
-            if match.status.is_over:
-                return match.status.to_json()  # also if it was forgotten, or played again, meanwhile
+        """Wait for the end of a game or the time-out, and return its status. Raises Refused."""
+        record = self._running.get(runtime_id)
+        if record is not None:
+            await _wait_for(record.ended, timeout_s)
+            if record.status.is_over:
+                return record.status.to_json()  # even if it was removed or started again meanwhile
         return self.status(runtime_id)
 
     async def stop(self, runtime_id: str, grace_s: float | None = None) -> dict[str, Any]:
-        """Raises Refused for one that never was; one that is over is as it is."""
-        match = self._matches.get(runtime_id)
-        if match is None:
+        """Stop a running game and return its status. Raises Refused for an unknown id."""
+        record = self._running.get(runtime_id)
+        if record is None:
             return self.status(runtime_id)
-        grace_s = match.entry.grace_s if grace_s is None else grace_s
-        match.end("stopped", "It was stopped.", grace_s)
-        await _set_within(match.over, grace_s + GONE_S + 5.0)
-        return match.status.to_json()
+        grace_s = record.entry.grace_s if grace_s is None else grace_s
+        record.request_end("stopped", "It was stopped.", grace_s)
+        await _wait_for(record.ended, grace_s + EXIT_S + 5.0)
+        return record.status.to_json()
 
     async def log_lines(self, runtime_id: str, lines: int) -> list[str]:
         """Raises Refused."""
         self.status(runtime_id)
-        return await self._in(self._disk, homes.last_lines, self.home.place(runtime_id).log, lines)
+        return await self._run_in(self._disk_pool, state_dirs.last_lines, self.state_dir.game_dir(runtime_id).log, lines)
 
-    async def kept(self, runtime_id: str, what: str) -> tuple[BinaryIO, int]:
-        """What a game calls its `recording`, or its `video`, and its size. Raises Refused."""
+    async def open_artifact(self, runtime_id: str, what: str) -> tuple[BinaryIO, int]:
+        """Open the `recording` or `video` that a finished game left, and return its size. Raises Refused."""
         status = self.status(runtime_id)
         if status["state"] in ALIVE:
-            raise Refused(409, "conflict", f"Game {runtime_id} is not over, and has no {what} yet.", "Wait for its end.")
-        return await self._in(self._disk, homes.open_kept, self.home.place(runtime_id).directory, status.get("result"), what)
+            raise Refused(409, "conflict", f"Game {runtime_id} is still running and has no {what} yet.", "Wait for its end.")
+        return await self._run_in(
+            self._disk_pool, state_dirs.open_artifact, self.state_dir.game_dir(runtime_id).path, status.get("result"), what
+        )
 
     async def read(self, file: BinaryIO, size: int) -> bytes:
-        """The next part of a file, without holding up the games."""
-        return await self._in(self._disk, file.read, size)
+        """Read the next part of a file in a thread."""
+        return await self._run_in(self._disk_pool, file.read, size)
 
-    async def offered(self) -> dict[str, Any]:
-        """What can be asked for; not how it is started."""
-        alike = Counter(match.order.game for match in self.running)
+    async def describe_catalogue(self) -> dict[str, Any]:
+        """Describe the games that callers can start, without their commands."""
+        alike = Counter(record.request.game for record in self.running)
         found = {}
         for name, entry in self.catalogue.games.items():
-            saved = await self._in(self._disk, self.home.saved, name)
+            saved = await self._run_in(self._disk_pool, self.state_dir.saved_states, name)
             found[name] = {
                 "modes": list(entry.modes),
                 "options": {key: option.model_dump(exclude_none=True) for key, option in entry.options.items()},
@@ -229,278 +244,284 @@ class Hall:
             }
         return found
 
-    async def task(self, task_id: str) -> list[dict[str, Any]]:
-        """The games of a task that are over."""
-        return await self._in(self._disk, self.tasks.of, task_id)
+    async def task_results(self, task_id: str) -> list[dict[str, Any]]:
+        """Results of the finished games of a task."""
+        return await self._run_in(self._disk_pool, self.tasks.games_of, task_id)
 
-    async def forget_task(self, task_id: str | None) -> None:
-        """What is kept of the games of one task; None: of all."""
+    async def remove_task(self, task_id: str | None) -> None:
+        """Remove the results of one task; None: of all tasks."""
         self.tasks.remove(task_id)
-        await self._in(self._disk, self.tasks.write)
+        await self._run_in(self._disk_pool, self.tasks.write)
 
     async def forget(self, runtime_id: str) -> None:
-        """Raises Refused for one that runs."""
+        """Remove a finished game and its directory. Raises Refused if it is running."""
         self.status(runtime_id)
-        if runtime_id in self._matches:
-            raise Refused(409, "conflict", f"{runtime_id} still runs.", "Stop it first.")
-        self._drop(runtime_id)
-        await self._in(self._disk, self.home.empty_trash)
+        if runtime_id in self._running:
+            raise Refused(409, "conflict", f"{runtime_id} is still running.", "Stop it first.")
+        self._remove(runtime_id)
+        await self._run_in(self._disk_pool, self.state_dir.empty_trash)
 
     async def clear(self) -> int:
-        """Forget all that are over."""
-        gone = list(self._known)
+        """Remove all finished games; returns their number."""
+        gone = list(self._finished)
         for runtime_id in gone:
-            self._drop(runtime_id)
-        await self._in(self._disk, self.home.empty_trash)
+            self._remove(runtime_id)
+        await self._run_in(self._disk_pool, self.state_dir.empty_trash)
         return len(gone)
 
-    # -- one life after the other
+    # -- life cycle of a game
 
-    def _admit(self, order: Order, start_from: Path | None) -> Match:
+    def _admit(self, request: GameRequest, start_from: Path | None) -> GameRecord:
         running = self.running
-        entry = self.catalogue.games[order.game]
+        entry = self.catalogue.games[request.game]
         if self._closing:
-            raise Refused(503, "closing", "This server is being ended.", "Try another one.", 1)
-        if len(running) >= self.bounds.games:
-            raise Refused(503, "full", f"{len(running)} games run, and no more may (--max-games).", "Try again later.", 1)
-        alike = sum(match.order.game == order.game for match in running)
+            raise Refused(503, "closing", "This server is stopping.", "Try another one.", 1)
+        if len(running) >= self.limits.games:
+            raise Refused(503, "full", f"{len(running)} games are running, the limit (--max-games).", "Try again later.", 1)
+        alike = sum(record.request.game == request.game for record in running)
         if entry.limits.games is not None and alike >= entry.limits.games:
-            raise Refused(503, "full", f"{alike} games of {order.game} run, and no more may.", "Try again later.", 1)
-        seed = random.randrange(_SEEDS) if order.seed is None else order.seed  # noqa: S311
-        status = Status(
-            order.runtime_id,
-            order.game,
-            order.mode,
+            raise Refused(503, "full", f"{alike} games of {request.game} are running, their limit.", "Try again later.", 1)
+        seed = random.randrange(_SEEDS) if request.seed is None else request.seed  # noqa: S311
+        status = GameStatus(
+            request.runtime_id,
+            request.game,
+            request.mode,
             started=time.time(),
-            eval_mode=order.eval_mode,
-            task_id=order.task_id,
+            eval_mode=request.eval_mode,
+            task_id=request.task_id,
             seed=seed,
             start_from=start_from.name if start_from else None,
         )
-        share = 0.0 if entry.states is None or order.eval_mode else entry.states.ratio
-        saves = random.random() < (1.0 if share and order.plays_on else share)  # noqa: S311
-        match = Match(order, entry, self.home.place(order.runtime_id), status, start_from, saves)
-        self._known.pop(order.runtime_id, None)
-        self._bytes.pop(order.runtime_id, None)
-        self._matches[order.runtime_id] = match
-        return match
+        share = 0.0 if entry.states is None or request.eval_mode else entry.states.ratio
+        saves = random.random() < (1.0 if share and request.plays_several else share)  # noqa: S311
+        record = GameRecord(request, entry, self.state_dir.game_dir(request.runtime_id), status, start_from, saves)
+        self._finished.pop(request.runtime_id, None)
+        self._sizes.pop(request.runtime_id, None)
+        self._running[request.runtime_id] = record
+        return record
 
-    async def _begun(self, match: Match) -> None:
-        """Or not within ANSWER_S: then the caller is told that it is still starting. Raises Refused."""
-        await _set_within(match.begun, ANSWER_S)
-        if match.failure is not None:
-            raise Refused(500, "cannot_start", match.failure.message, "The log of the server says more.")
+    async def _wait_until_started(self, record: GameRecord) -> None:
+        """Wait up to START_REPLY_S; after that the reply is the status `starting`. Raises Refused if the start failed."""
+        await _wait_for(record.started, START_REPLY_S)
+        if record.failure is not None:
+            raise Refused(500, "cannot_start", record.failure.message, "See the log of the server.")
 
-    async def _live(self, match: Match) -> None:
-        """From its first start to its end."""
+    async def _supervise(self, record: GameRecord) -> None:
+        """Run a game from its first start to its end, with restarts."""
         try:
-            while (how := await self._one_life(match)) is not None:
-                await self._pause(match, how)
-        except Exception:  # whatever it is, nobody may wait for this game for ever
-            log.exception("%s: looking after it failed", match.status.runtime_id)
-            if match.process is not None:
-                match.process.ask_to_stop(0.0)
-            await self._finish(match, "crashed", "The server failed to look after it; see its log.")
+            while (decision := await self._run_once(record)) is not None:
+                await self._wait_before_restart(record, decision)
+        except Exception:  # a bug: end the game, so that callers do not wait for ever
+            log.exception("%s: supervising the game failed", record.status.runtime_id)
+            if record.process is not None:
+                record.process.ask_to_stop(0.0)
+            await self._finish(record, "crashed", "The server failed to supervise it; see the server's log.")
         finally:
-            match.begun.set()
+            record.started.set()
 
-    async def _one_life(self, match: Match) -> Verdict | None:
-        """None: it was the last. Else it is started again."""
-        status = match.status
+    async def _run_once(self, record: GameRecord) -> EndDecision | None:
+        """Run one process of a game. Returns the decision to restart it, or None after its end."""
+        status = record.status
         exited: asyncio.Future[GameExit] = asyncio.get_running_loop().create_future()
-        await self._get_ready(match)
-        if match.asked is not None:  # before there is anything to be ended
-            await self._finish(match, *match.asked)
+        await self._prepare(record)
+        if record.requested_end is not None:  # stopped before its process existed
+            await self._finish(record, *record.requested_end)
             return None
         try:
-            match.process = await self._in(self._starts, self._start, match, exited)
+            record.process = await self._run_in(self._start_pool, self._start, record, exited)
         except WorkerFailed as error:
             log.error("%s", error)
-            match.failure = error if not match.begun.is_set() else None
-            await self._finish(match, "crashed", error.message)
+            record.failure = error if not record.started.is_set() else None
+            await self._finish(record, "crashed", error.message)
             return None
-        ended = await self._watch(match, exited)
+        ended = await self._watch(record, exited)
         status.exit_code, status.last_lines = ended.code, list(ended.last_lines)
-        status.pid = match.process = None
-        how = verdict(ended.code, f"It {ended}.", match.asked, status.restarts, match.entry.restart)
+        status.pid = record.process = None
+        decision = decide_end(ended.code, f"It {ended}.", record.requested_end, status.restarts, record.entry.restart)
         if ended.left:
-            how = replace(how, reason=f"{how.reason} Processes {list(ended.left)} could not be killed.".strip())
-        if how.again_s is not None:
-            return how
-        await self._finish(match, how.state, how.reason)
+            decision = replace(decision, reason=f"{decision.reason} Processes {list(ended.left)} could not be killed.".strip())
+        if decision.again_s is not None:
+            return decision
+        await self._finish(record, decision.state, decision.reason)
         return None
 
-    async def _get_ready(self, match: Match) -> None:
-        """A module that is to be kept warm may take long to be imported; one may stop the game meanwhile."""
-        assert self._starters is not None
-        ready = asyncio.ensure_future(self._starters.ready(match.order.game, match.entry))
-        wanted = asyncio.ensure_future(match.wanted.wait())
+    async def _prepare(self, record: GameRecord) -> None:
+        """Wait for the import of a prefork module, which may take long; the game can be stopped meanwhile."""
+        assert self._launchers is not None
+        ready = asyncio.ensure_future(self._launchers.wait_until_warm(record.request.game, record.entry))
+        wanted = asyncio.ensure_future(record.stop_requested.wait())
         try:
-            done, _ = await asyncio.wait((ready, wanted), timeout=_SOON_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((ready, wanted), timeout=_PREPARE_S, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                match.status.reason = "The module that it is a fork of is being imported."
+                record.status.reason = "Waiting for the import of its prefork module."
             await asyncio.wait((ready, wanted), return_when=asyncio.FIRST_COMPLETED)
-            match.is_fork = ready.done() and ready.result()
+            record.is_forked = ready.done() and ready.result()
         finally:
             for waiting in (ready, wanted):
                 waiting.cancel()
 
-    def _start(self, match: Match, exited: asyncio.Future[GameExit]) -> GameProcess:
-        """In a thread: it blocks until the program runs."""
-        order, status, place = match.order, match.status, match.place
+    def _start(self, record: GameRecord, exited: asyncio.Future[GameExit]) -> GameProcess:
+        """Start the process. Runs in a thread; blocks until the program runs."""
+        request, status, game_dir = record.request, record.status, record.game_dir
         loop = exited.get_loop()
-        assert self._starters is not None
-        if match.begun.is_set():
+        assert self._launchers is not None
+        if record.started.is_set():
             with contextlib.suppress(OSError):
-                place.result.unlink()
+                game_dir.result.unlink()
         else:
             try:
-                config = order.config(status.seed, str(match.start_from) if match.start_from else None)
-                self.home.make(place, config, with_prefix=uses_wine(match.entry, self._surroundings))
+                config = request.game_config(status.seed, str(record.start_from) if record.start_from else None)
+                self.state_dir.create(game_dir, config, with_prefix=uses_wine(record.entry, self._base_environment))
             except OSError as error:
-                raise WorkerFailed(f"{place.directory} cannot be made: {error.strerror}.", "Is the disk full?") from error
-        states = self.home.states_of(order.game, order.kind) if match.saves else None
-        match.quiet_size = match.log_size()
-        self.home.save(status)  # before there is anything that could be lost
-        what = launch(self.catalogue, order, place, states, self._surroundings, self._free_port)
+                raise WorkerFailed(
+                    f"Cannot create {game_dir.path}: {error.strerror}.", "Check whether the disk is full."
+                ) from error
+        states = self.state_dir.states_dir(request.game, request.kind) if record.saves_states else None
+        record.initial_log_size = record.log_size()
+        self.state_dir.save(status)  # before the process starts, so that a killed server can find it
+        command = build_command(self.catalogue, request, game_dir, states, self._base_environment, self._free_port)
 
         def on_exit(game: GameProcess) -> None:
             assert game.exit is not None
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_settle, exited, game.exit)
+                loop.call_soon_threadsafe(_set_exit, exited, game.exit)
 
-        process = self._starters.start(order.game, match.entry, what, place, order.runtime_id, on_exit, warm=match.is_fork)
+        process = self._launchers.start(
+            request.game, record.entry, command, game_dir, request.runtime_id, on_exit, warm=record.is_forked
+        )
         status.pid = process.pid
-        loop.call_soon_threadsafe(self._has_begun, match, process)
+        loop.call_soon_threadsafe(self._on_started, record, process)
         began = {pid: since for pid in (process.pid, process.guard) if (since := identity.started(pid)) is not None}
-        self.home.save(status, began)
+        self.state_dir.save(status, began)
         return process
 
-    def _has_begun(self, match: Match, process: GameProcess) -> None:
-        first = not match.begun.is_set()
-        match.process = process
+    def _on_started(self, record: GameRecord, process: GameProcess) -> None:
+        first = not record.started.is_set()
+        record.process = process
         if first:
-            match.began = asyncio.get_running_loop().time()
-            match.deadline = match.began + match.allowed_s
-        if not match.status.is_over:
-            match.status.state = "starting" if match.entry.limits.start_s is not None else "running"
-            match.status.reason = ""
-        if match.asked is not None:  # while it was being started
-            process.ask_to_stop(match.grace_s)
-        match.begun.set()
+            record.began = asyncio.get_running_loop().time()
+            record.deadline = record.began + record.time_limit_s
+        if not record.status.is_over:
+            record.status.state = "starting" if record.entry.limits.start_s is not None else "running"
+            record.status.reason = ""
+        if record.requested_end is not None:  # stopped while it was starting
+            process.ask_to_stop(record.grace_s)
+        record.started.set()
         log.info(
-            "%s: %s %s, process %d", match.status.runtime_id, match.order.game, "begins" if first else "begins again", process.pid
+            "%s: %s %s, process %d",
+            record.status.runtime_id,
+            record.request.game,
+            "begins" if first else "begins again",
+            process.pid,
         )
-        self.counts[match.order.game, "started" if first else "restarted"] += 1
+        self.counts[record.request.game, "started" if first else "restarted"] += 1
 
-    async def _watch(self, match: Match, exited: asyncio.Future[GameExit]) -> GameExit:
-        """Until it has ended, by itself or because it took too long."""
-        loop, limits = asyncio.get_running_loop(), match.entry.limits
+    async def _watch(self, record: GameRecord, exited: asyncio.Future[GameExit]) -> GameExit:
+        """Wait for the exit of the process, and enforce its time limits."""
+        loop, limits = asyncio.get_running_loop(), record.entry.limits
         begun = loop.time()
         while not exited.done():
             now = loop.time()
-            if now >= match.gone_by:
+            if now >= record.kill_deadline:
                 return GameExit(None, killed=True)
-            due = [match.deadline if match.asked is None else match.gone_by, now + _LOOK_S]
-            if match.status.state == "starting":
+            due = [record.deadline if record.requested_end is None else record.kill_deadline, now + _POLL_S]
+            if record.status.state == "starting":
                 due.append(now + _FIRST_LINE_S)
-                if match.log_size() != match.quiet_size:
-                    match.status.state = "running"
-                elif limits.start_s is not None and now >= begun + limits.start_s and match.asked is None:
-                    match.end("crashed", f"It printed nothing within {limits.start_s:g} s of its start.", 0.0)
-            if now >= match.deadline and match.asked is None:
-                match.end_late()
+                if record.log_size() != record.initial_log_size:
+                    record.status.state = "running"
+                elif limits.start_s is not None and now >= begun + limits.start_s and record.requested_end is None:
+                    record.request_end("crashed", f"It printed nothing within {limits.start_s:g} s of its start.", 0.0)
+            if now >= record.deadline and record.requested_end is None:
+                record.request_timeout()
             await asyncio.wait([exited], timeout=max(0.0, min(due) - loop.time()))
         return exited.result()
 
-    async def _pause(self, match: Match, how: Verdict) -> None:
-        """Before its next life."""
-        status, seconds = match.status, how.again_s or 0.0
+    async def _wait_before_restart(self, record: GameRecord, decision: EndDecision) -> None:
+        """Wait for the back-off, or for a stop request."""
+        status, seconds = record.status, decision.again_s or 0.0
         status.state, status.restarts = "starting", status.restarts + 1
-        status.reason = f"{how.reason} It is started again in {seconds:g} s."
+        status.reason = f"{decision.reason} Restarting in {seconds:g} s."
         log.warning("%s: %s", status.runtime_id, status.reason)
-        match.live_again()
+        record.prepare_restart()
         loop = asyncio.get_running_loop()
-        await _set_within(match.wanted, min(seconds, max(0.0, match.deadline - loop.time())))
-        if match.asked is None and loop.time() >= match.deadline:
-            match.end_late()
+        await _wait_for(record.stop_requested, min(seconds, max(0.0, record.deadline - loop.time())))
+        if record.requested_end is None and loop.time() >= record.deadline:
+            record.request_timeout()
 
-    async def _finish(self, match: Match, state: State, reason: str) -> None:
-        """Written down before anybody is told: then the same id may be played again, in the same directory."""
-        seconds = round(asyncio.get_running_loop().time() - match.began, 3)
-        status = replace(match.status, state=state, reason=reason, pid=None, finished=time.time(), seconds=seconds)
-        size = await self._in(self._disk, self._file_away, match, status)
-        match.status = status
-        self._matches.pop(status.runtime_id, None)
-        self._known[status.runtime_id], self._bytes[status.runtime_id] = status, size
+    async def _finish(self, record: GameRecord, state: State, reason: str) -> None:
+        """Save the final status, then notify waiters: the same id and directory may be used again after that."""
+        seconds = round(asyncio.get_running_loop().time() - record.began, 3)
+        status = replace(record.status, state=state, reason=reason, pid=None, finished=time.time(), seconds=seconds)
+        size = await self._run_in(self._disk_pool, self._save_result, record, status)
+        record.status = status
+        self._running.pop(status.runtime_id, None)
+        self._finished[status.runtime_id], self._sizes[status.runtime_id] = status, size
         self.counts[status.game, state] += 1
         level = logging.WARNING if state in ("crashed", "timed-out") else logging.INFO
         log.log(level, "%s: %s", status.runtime_id, f"{state}: {status.reason}" if status.reason else state)
-        match.over.set()
-        match.begun.set()
-        self._forget_oldest()
-        if match.entry.states is not None:
-            await self._in(self._disk, self.home.prune_states, match.order.game, match.entry.states)
+        record.ended.set()
+        record.started.set()
+        self._evict_oldest()
+        if record.entry.states is not None:
+            await self._run_in(self._disk_pool, self.state_dir.prune_states, record.request.game, record.entry.states)
 
-    def _file_away(self, match: Match, status: Status) -> int:
-        """In a thread. Returns how many bytes there are of it."""
-        status.result, wrong = homes.read_result(match.place.result)
+    def _save_result(self, record: GameRecord, status: GameStatus) -> int:
+        """Read and save the result. Runs in a thread; returns the size of the game's directory."""
+        status.result, wrong = state_dirs.read_result(record.game_dir.result)
         status.reason = " ".join(filter(None, (status.reason, wrong)))
-        size = self.home.size(match.place)
-        if match.place.directory.exists():
-            self.home.save(status, size=size)
+        size = self.state_dir.size(record.game_dir)
+        if record.game_dir.path.exists():
+            self.state_dir.save(status, size=size)
         if status.task_id is not None:
             self.tasks.add(status)
             self.tasks.write()
         return size
 
-    def _forget_oldest(self) -> None:
-        total = sum(self._bytes.values())
-        for runtime_id in list(self._known):
-            if len(self._known) <= self.bounds.keep and total <= self.bounds.keep_bytes:
+    def _evict_oldest(self) -> None:
+        total = sum(self._sizes.values())
+        for runtime_id in list(self._finished):
+            if len(self._finished) <= self.limits.keep and total <= self.limits.keep_bytes:
                 return
-            total -= self._bytes.get(runtime_id, 0)
-            self._drop(runtime_id)
+            total -= self._sizes.get(runtime_id, 0)
+            self._remove(runtime_id)
 
-    def _drop(self, runtime_id: str) -> None:
-        self._known.pop(runtime_id, None)
-        self._bytes.pop(runtime_id, None)
-        self.home.discard(self.home.place(runtime_id))
+    def _remove(self, runtime_id: str) -> None:
+        self._finished.pop(runtime_id, None)
+        self._sizes.pop(runtime_id, None)
+        self.state_dir.discard(self.state_dir.game_dir(runtime_id))
 
-    # -- watching
+    # -- resource usage
 
-    async def _watch_all(self) -> None:
+    async def _sample_usage(self) -> None:
         loop, took = asyncio.get_running_loop(), 0.0
         while True:
             await asyncio.sleep(max(SAMPLE_S, took / SAMPLE_SHARE))
             began = loop.time()
             try:
-                for match, used in await self._in(self._disk, _seen, self.running):
-                    self._note(match, used)
+                for record, used in await self._run_in(self._disk_pool, _measure, self.running):
+                    self._record_usage(record, used)
                 took = loop.time() - began
-                await self._in(self._disk, self.home.empty_trash)
-            except Exception:  # the games go on
-                log.exception("looking at the games failed")
+                await self._run_in(self._disk_pool, self.state_dir.empty_trash)
+            except Exception:  # the games continue without measurements
+                log.exception("measuring the games failed")
 
-    def _note(self, match: Match, used: Usage) -> None:
-        status, limits = match.status, match.entry.limits
-        if status.is_over or match.process is None or not used.threads:
+    def _record_usage(self, record: GameRecord, used: ResourceUsage) -> None:
+        status, limits = record.status, record.entry.limits
+        if status.is_over or record.process is None or not used.threads:
             return
         status.cpu_s, status.memory_mb, status.threads = round(used.cpu_s, 2), round(used.memory_mb, 1), used.threads
-        if match.asked is not None:
+        if record.requested_end is not None:
             return
         if limits.memory_mb is not None and used.memory_mb > limits.memory_mb:
-            match.end("crashed", f"It used {used.memory_mb:,.0f} MB, and {limits.memory_mb:,} may be used.", 0.0)
+            record.request_end("crashed", f"It used {used.memory_mb:,.0f} MB; the limit is {limits.memory_mb:,}.", 0.0)
         elif limits.threads is not None and used.threads > limits.threads:
-            match.end("crashed", f"It had {used.threads:,} threads, and {limits.threads:,} are allowed.", 0.0)
+            record.request_end("crashed", f"It had {used.threads:,} threads; the limit is {limits.threads:,}.", 0.0)
 
-    # -- small things
-
-    async def _in(self, pool: ThreadPoolExecutor, function: Callable[..., _Found], *given: Any) -> _Found:
+    async def _run_in(self, pool: ThreadPoolExecutor, function: Callable[..., _Result], *given: Any) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *given)
 
     def _free_port(self) -> int:
-        """One that was free just now, and was not given to another game lately."""
+        """Return a free port that was not given to another game recently."""
         with self._ports_lock:
             for _ in range(_PORTS):
                 with socket.socket() as probe:
@@ -512,16 +533,16 @@ class Hall:
             return port
 
 
-def _seen(matches: list[Match]) -> list[tuple[Match, Usage]]:
-    return [(match, match.seen()) for match in matches]
+def _measure(records: list[GameRecord]) -> list[tuple[GameRecord, ResourceUsage]]:
+    return [(record, record.usage()) for record in records]
 
 
-def _settle(exited: asyncio.Future[GameExit], how: GameExit) -> None:
+def _set_exit(exited: asyncio.Future[GameExit], decision: GameExit) -> None:
     if not exited.done():
-        exited.set_result(how)
+        exited.set_result(decision)
 
 
-async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
+async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

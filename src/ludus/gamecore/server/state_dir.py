@@ -1,4 +1,4 @@
-"""Where a server keeps what it knows: one directory per game, saved states, its log. One server at a time."""
+"""State directory of a server: one directory per game, saved states, the server log. Locked by one server at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ludus.errors import Refused, UsageError
-from ludus.gamecore.server.catalogue import NAME, STATE_NAME, States
-from ludus.gamecore.server.command import CONFIG, Place
-from ludus.gamecore.server.game_status import Status
-from ludus.gamecore.server.request import ANY, Order, shown
+from ludus.gamecore.server.catalogue import NAME, STATE_NAME, StatePolicy
+from ludus.gamecore.server.command import CONFIG, GameDirectory
+from ludus.gamecore.server.game_status import GameStatus
+from ludus.gamecore.server.request import ANY, GameRequest, quote
 from ludus.io import rotating_log
 from ludus.io.atomic_file import replace_json
 from ludus.io.regular_files import open_regular, read_regular
@@ -32,29 +32,29 @@ log = logging.getLogger(__name__)
 PRIVATE = 0o700
 MAX_RESULT = 16_384
 MAX_LOG_BYTES = 1_000_000
-MAX_KEPT = 64_000_000
+MAX_ARTIFACT = 64_000_000
 _MAX_RECORD = 2_000_000
 _REAP_S = 10.0
 _REGISTRY = "system.reg"
-_KEPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,127}")
-_ASIDE_S = 3600.0
-"""A state that was begun so long ago and never got its name is nobody's."""
+_ARTIFACT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,127}")
+_INCOMPLETE_S = 3600.0
+"""Age after which an incomplete saved state is deleted."""
 
 
 def default_directory(port: int) -> Path:
-    """LUDUS_STATE_DIR, else XDG_STATE_HOME/ludus, else ~/.local/state/ludus; and below it one for each port."""
+    """gamecore/PORT below LUDUS_STATE_DIR, else XDG_STATE_HOME/ludus, else ~/.local/state/ludus."""
     own, shared = os.environ.get("LUDUS_STATE_DIR"), os.environ.get("XDG_STATE_HOME")
     if own:
         base = Path(own).absolute()
-    elif shared and Path(shared).is_absolute():  # the specification says to ignore others
+    elif shared and Path(shared).is_absolute():  # the XDG specification ignores relative paths
         base = Path(shared) / "ludus"
     else:
         base = Path.home() / ".local" / "state" / "ludus"
     return base / "gamecore" / str(port)
 
 
-class Home:
-    """The directory, locked for as long as this is open. Methods may wait for the disk; they may be called from any thread."""
+class StateDir:
+    """The directory, locked until `close`. Methods block on the disk and are thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
@@ -67,17 +67,17 @@ class Home:
                 path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             owner = self.directory.stat().st_uid
         except OSError as error:
-            raise UsageError(f"{self.directory} cannot be used: {error.strerror}.", "Choose another by --state-dir.") from error
+            raise UsageError(f"Cannot use {self.directory}: {error.strerror}.", "Choose another with --state-dir.") from error
         if owner != os.getuid():
-            raise UsageError(f"{self.directory} belongs to another user.", "Choose another by --state-dir.")
-        self._lock = _locked(self.directory / "lock")
-        for path in self._kept.iterdir():  # of a server that was killed between two renames
+            raise UsageError(f"{self.directory} belongs to another user.", "Choose another with --state-dir.")
+        self._lock = _lock_file(self.directory / "lock")
+        for path in self._kept.iterdir():  # left by a server that was killed between two renames
             os.rename(path, self._trash / uuid.uuid4().hex)
 
     def close(self) -> None:
         os.close(self._lock)
 
-    def __enter__(self) -> Home:
+    def __enter__(self) -> StateDir:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,35 +85,35 @@ class Home:
 
     @property
     def mark(self) -> str:
-        """What the paths of all configs of this home begin with."""
+        """Common prefix of all config paths of this directory."""
         return f"{self.games}{os.sep}"
 
     # -- games
 
-    def place(self, runtime_id: str) -> Place:
-        return Place(self.games / runtime_id)
+    def game_dir(self, runtime_id: str) -> GameDirectory:
+        return GameDirectory(self.games / runtime_id)
 
-    def make(self, place: Place, config: dict[str, Any], *, with_prefix: bool = False) -> None:
-        """Anew: what an earlier game of this id left is gone.
+    def create(self, game_dir: GameDirectory, config: dict[str, Any], *, with_prefix: bool = False) -> None:
+        """Create the directory of a game and remove that of an earlier game with this id.
 
-        `with_prefix`: but for its Wine prefix, which takes seconds to make and hundreds of megabytes. One without a registry was not
-        finished, or its server of Wine was killed before it wrote that down.
+        `with_prefix`: keep its Wine prefix, which takes seconds to create and hundreds of megabytes. A prefix without a registry is
+        incomplete and is not kept.
         """
-        kept = self._kept / place.directory.name  # not in the trash, which another thread may be emptying
-        if with_prefix and (place.prefix / _REGISTRY).is_file():
+        kept = self._kept / game_dir.path.name  # not in the trash, which another thread may be emptying
+        if with_prefix and (game_dir.prefix / _REGISTRY).is_file():
             with contextlib.suppress(OSError):
-                os.rename(place.prefix, kept)
-        self.discard(place)
-        place.directory.mkdir(mode=PRIVATE)
+                os.rename(game_dir.prefix, kept)
+        self.discard(game_dir)
+        game_dir.path.mkdir(mode=PRIVATE)
         with contextlib.suppress(FileNotFoundError):
-            os.rename(kept, place.prefix)
-        replace_json(place.config, config, mode=0o600)
+            os.rename(kept, game_dir.prefix)
+        replace_json(game_dir.config, config, mode=0o600)
 
-    def discard(self, place: Place) -> Path | None:
-        """Out of the way at once; `empty_trash` takes its time."""
+    def discard(self, game_dir: GameDirectory) -> Path | None:
+        """Move the directory of a game to the trash; `empty_trash` deletes it."""
         away = self._trash / uuid.uuid4().hex
         try:
-            os.rename(place.directory, away)
+            os.rename(game_dir.path, away)
         except FileNotFoundError:
             return None
         return away
@@ -122,65 +122,64 @@ class Home:
         for path in self._trash.iterdir():
             shutil.rmtree(path, ignore_errors=True)
 
-    def save(self, status: Status, processes: dict[int, str] | None = None, size: int = 0) -> None:
-        """`processes`: by number, with when they began; `size`: of its directory. A full disk costs the record, not the game."""
-        place = self.place(status.runtime_id)
+    def save(self, status: GameStatus, processes: dict[int, str] | None = None, size: int = 0) -> None:
+        """Write the record of a game. `processes`: start time by pid; `size`: of its directory. Only logs disk errors."""
+        game_dir = self.game_dir(status.runtime_id)
         record = {"status": status.to_json(), "processes": processes or {}, "bytes": size}
         try:
-            replace_json(place.record, record, mode=0o600)
+            replace_json(game_dir.record, record, mode=0o600)
         except OSError as error:
-            log.warning("the record of %s cannot be written: %s", status.runtime_id, error)
+            log.warning("cannot write the record of %s: %s", status.runtime_id, error)
 
-    def load(self) -> list[tuple[Status, int]]:
-        """All games that are known here, with the bytes of each, the oldest first. Those that ran are lost, and nothing of them
-        runs any more."""
-        found: list[tuple[Status, int]] = []
+    def load(self) -> list[tuple[GameStatus, int]]:
+        """Load all records with their sizes, oldest first. Games that were running become `lost`, and their processes are killed."""
+        found: list[tuple[GameStatus, int]] = []
         processes: dict[int, str] = {}
         for directory in self.games.iterdir():
-            place = Place(directory)
+            game_dir = GameDirectory(directory)
             try:
-                data = json.loads(read_regular(place.record, _MAX_RECORD))
-                status = Status.from_json(data["status"])
+                data = json.loads(read_regular(game_dir.record, _MAX_RECORD))
+                status = GameStatus.from_json(data["status"])
                 if status.runtime_id != directory.name or NAME.fullmatch(directory.name) is None:
                     raise ValueError("it is the record of another game")
                 began = {int(pid): str(since) for pid, since in data["processes"].items()}
                 size = int(data["bytes"])
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                log.warning("%s is no record of a game (%s) and is removed", place.record, error)
-                self.discard(place)
+                log.warning("%s is not a record of a game (%s): removing it", game_dir.record, error)
+                self.discard(game_dir)
                 continue
             if not status.is_over:
                 processes |= began
             found.append((status, size))
         self.reap(processes)
-        settled = [(status, size) if status.is_over else (status, self._lose(status)) for status, size in found]
-        return sorted(settled, key=lambda one: (one[0].finished or 0.0, one[0].started))
+        statuses = [(status, size) if status.is_over else (status, self._mark_lost(status)) for status, size in found]
+        return sorted(statuses, key=lambda one: (one[0].finished or 0.0, one[0].started))
 
-    def _lose(self, status: Status) -> int:
-        place = self.place(status.runtime_id)
+    def _mark_lost(self, status: GameStatus) -> int:
+        game_dir = self.game_dir(status.runtime_id)
         status.state, status.pid, status.finished = "lost", None, time.time()
         status.reason = "The server was killed while it ran."
-        status.last_lines = rotating_log.tail(place.log, 20)
-        size = self.size(place)
+        status.last_lines = rotating_log.tail(game_dir.log, 20)
+        size = self.size(game_dir)
         self.save(status, size=size)
         return size
 
     def reap(self, processes: dict[int, str]) -> None:
-        """End whatever a server that was killed left behind. Its guards do that; this is for when they were killed too."""
+        """Kill the processes that a killed server left behind, in case their guards were killed as well."""
         deadline = time.monotonic() + _REAP_S
-        while left := {*_alive(processes), *_marked(f"{CONFIG}={self.mark}")}:
+        while left := {*_list_alive(processes), *_list_marked(f"{CONFIG}={self.mark}")}:
             if time.monotonic() > deadline:
-                log.error("these processes of lost games could not be killed: %s", sorted(left))
+                log.error("cannot kill these processes of lost games: %s", sorted(left))
                 return
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)  # a killed process is gone when the kernel gets round to it, which nothing here can wait for
+            time.sleep(0.02)  # not our children, so there is nothing to wait on
 
-    def size(self, place: Place) -> int:
-        """Bytes of all that a game left in its directory."""
+    def size(self, game_dir: GameDirectory) -> int:
+        """Disk usage of a game's directory in bytes."""
         total = 0
-        for folder, _, names in os.walk(place.directory):
+        for folder, _, names in os.walk(game_dir.path):
             for name in names:
                 with contextlib.suppress(OSError):
                     total += os.lstat(os.path.join(folder, name)).st_blocks * 512  # noqa: PTH118
@@ -188,14 +187,14 @@ class Home:
 
     # -- saved states
 
-    def states_of(self, game: str, kind: str) -> Path:
-        """Of matches of one kind: a state of 1v1 is none for 3v3."""
+    def states_dir(self, game: str, kind: str) -> Path:
+        """Directory of the saved states of one kind of match, such as 1v1."""
         directory = self.states / game / kind
         directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         return directory
 
-    def saved(self, game: str, kind: str | None = None) -> list[Path]:
-        """The oldest first; of all kinds, if none is named."""
+    def saved_states(self, game: str, kind: str | None = None) -> list[Path]:
+        """Saved states, oldest first; of all kinds if `kind` is None."""
         found: list[tuple[float, Path]] = []
         for directory in self._kinds(game) if kind is None else [self.states / game / kind]:
             with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
@@ -210,23 +209,23 @@ class Home:
             return [path for path in (self.states / game).iterdir() if path.is_dir() and not path.is_symlink()]
         return []
 
-    def choose_state(self, order: Order) -> Path | None:
-        """As `start_from` says; None: it begins anew. Raises Refused if there is none of this name."""
-        name, which = order.start_from, f"{order.game} ({order.kind})"
-        saved = self.saved(order.game, order.kind)
+    def choose_state(self, request: GameRequest) -> Path | None:
+        """Return the state for `start_from`; None: a new match. Raises Refused if the named state does not exist."""
+        name, which = request.start_from, f"{request.game} ({request.kind})"
+        saved = self.saved_states(request.game, request.kind)
         if name is None:
             return None
         if name == ANY:
-            if saved or not order.must_resume:
+            if saved or not request.must_resume:
                 return random.choice(saved) if saved else None  # noqa: S311
-            raise Refused(404, "unknown_state", f"There is no saved state of {which}.", "Play matches that save some first.")
+            raise Refused(404, "unknown_state", f"There is no saved state of {which}.", "Play matches that save states first.")
         for path in saved:
             if path.name == name:
                 return path
-        raise Refused(404, "unknown_state", f"{which} has no saved state {shown(name)}.", "Name one that exists, or say any.")
+        raise Refused(404, "unknown_state", f"{which} has no saved state {quote(name)}.", "Name an existing one, or use any.")
 
-    def prune_states(self, game: str, keep: States) -> None:
-        saved = self.saved(game)
+    def prune_states(self, game: str, keep: StatePolicy) -> None:
+        saved = self.saved_states(game)
         room = keep.keep_mb * 1e6
         for count, path in enumerate(reversed(saved)):
             with contextlib.suppress(OSError):
@@ -235,46 +234,46 @@ class Home:
                     path.unlink()
         with contextlib.suppress(OSError):
             for path in [path for directory in self._kinds(game) for path in directory.iterdir()]:
-                if path.name.startswith(".") and time.time() - path.lstat().st_mtime > _ASIDE_S:
+                if path.name.startswith(".") and time.time() - path.lstat().st_mtime > _INCOMPLETE_S:
                     path.unlink()
 
 
 def read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """What a game wrote as its result, and what is wrong with it."""
+    """Return the result that a game wrote, or the reason why it cannot be read."""
     try:
         data = json.loads(read_regular(path, MAX_RESULT), parse_constant=_not_finite, parse_float=_finite)
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
-        return None, f"Its result cannot be read: {error}."
+        return None, f"Cannot read its result: {error}."
     return (data, "") if isinstance(data, dict) else (None, "Its result is not a JSON object.")
 
 
-def open_kept(directory: Path, result: object, what: str) -> tuple[BinaryIO, int]:
-    """A file that a game has left in its directory and names in its result, as its `recording` or its `video`; and its size. Raises Refused."""
+def open_artifact(directory: Path, result: object, what: str) -> tuple[BinaryIO, int]:
+    """Open the file that the result names as `recording` or `video`, and return its size. Raises Refused."""
     name = result.get(what) if isinstance(result, dict) else None
-    if not isinstance(name, str) or _KEPT.fullmatch(name) is None:
+    if not isinstance(name, str) or _ARTIFACT_NAME.fullmatch(name) is None:
         raise Refused(
             404, "no_file", f"The game names no {what} in its result.", f'{{"{what}": "FILE"}}: a file in its directory.'
         )
     try:
         file = open_regular(directory / name)
     except FileNotFoundError:
-        raise Refused(404, "no_file", f"The game has left no {name}.", "It is to be there before the result.") from None
+        raise Refused(404, "no_file", f"The game left no file {name}.", "A game writes it before its result.") from None
     except OSError as error:
-        raise Refused(404, "no_file", f"{name} cannot be read: {error.strerror or error}.") from None
+        raise Refused(404, "no_file", f"Cannot read {name}: {error.strerror or error}.") from None
     size = os.fstat(file.fileno()).st_size
-    if size > MAX_KEPT:
+    if size > MAX_ARTIFACT:
         file.close()
-        raise Refused(404, "no_file", f"{name} is larger than {MAX_KEPT:,} bytes.")
+        raise Refused(404, "no_file", f"{name} is larger than {MAX_ARTIFACT:,} bytes.")
     return file, size
 
 
 def last_lines(path: Path, lines: int) -> list[str]:
-    """Of a log with the one before it; at most MAX_LOG_BYTES of it."""
+    """Return the last lines of a rotated log, from at most MAX_LOG_BYTES."""
     data = b""
-    for place in (path, rotating_log.before(path)):
-        with contextlib.suppress(OSError), open_regular(place) as file:  # the game can put a link in its place
+    for game_dir in (path, rotating_log.previous_path(path)):
+        with contextlib.suppress(OSError), open_regular(game_dir) as file:  # the game can put a link in its game_dir
             room = MAX_LOG_BYTES - len(data)
             file.seek(max(0, file.seek(0, os.SEEK_END) - room))
             data = file.read(room) + data
@@ -292,7 +291,7 @@ def _not_finite(word: str) -> float:
     raise ValueError(f"{word} is not a number in JSON")
 
 
-def _locked(path: Path) -> int:
+def _lock_file(path: Path) -> int:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -300,19 +299,19 @@ def _locked(path: Path) -> int:
         holder = os.read(handle, 32).decode(errors="replace").strip()
         os.close(handle)
         raise UsageError(
-            f"Another gamecore server (process {holder or '?'}) uses {path.parent}.", "End it, or choose another --state-dir."
+            f"Another gamecore server (process {holder or '?'}) uses {path.parent}.", "Stop it, or choose another --state-dir."
         ) from error
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
     return handle
 
 
-def _alive(processes: dict[int, str]) -> list[int]:
+def _list_alive(processes: dict[int, str]) -> list[int]:
     found = [pid for pid, since in processes.items() if identity.alive(pid, since)]
     return [*found, *(below for pid in found for below in procfs.list_descendants(pid))]
 
 
-def _marked(mark: str) -> list[int]:
-    """Processes that were started as games of this home."""
-    # A killed process has no environment any more, also while nobody has taken its exit code.
+def _list_marked(mark: str) -> list[int]:
+    """Return the pids of processes started as games of this directory."""
+    # A killed process has no environment, even as a zombie.
     return [pid for pid in procfs.list_pids() if any(entry.startswith(mark) for entry in procfs.read_environment(pid))]

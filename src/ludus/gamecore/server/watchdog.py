@@ -1,6 +1,6 @@
-"""A small parent that starts the server again when it dies. It holds the listening socket, so that callers wait instead of being refused.
+"""Watchdog: a parent process that restarts the server when it dies, and holds the listening socket so that callers can wait.
 
-Like all who look after processes here it has one thread: the kernel's signal for a parent's death is bound to the thread that forked.
+Single-threaded, because the kernel binds the parent-death signal to the thread that forked.
 """
 
 from __future__ import annotations
@@ -27,62 +27,62 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.2, 30.0, 60.0
-"""A server that lived for STEADY_S was healthy: the next back-off begins anew."""
+"""The back-off starts again after a server has run for STEADY_S."""
 
-HOPELESS = 2
-"""The exit code of a server that was given something wrong: another one would fail alike."""
+USAGE_ERROR = 2
+"""Exit code of a server with wrong settings, which is not restarted."""
 
 STOP_S = 60.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
-def backoff_s(short_lives: int) -> float:
-    """Seconds until the next life, after so many short ones in a row (at least one)."""
-    return exponential_delay(short_lives, FIRST_BACKOFF_S, MAX_BACKOFF_S)
+def backoff_s(short_runs: int) -> float:
+    """Delay before a restart after this many consecutive short runs (at least one)."""
+    return exponential_delay(short_runs, FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
 
-def keep_going(settings: Settings, bound: socket.socket, announce: Announce | None) -> None:
-    """Until SIGTERM or SIGINT, or until a server ends by itself. Raises SystemExit with its code if that is not 0."""
+def supervise_server(settings: Settings, bound: socket.socket, announce: Announce | None) -> None:
+    """Run servers until SIGTERM, SIGINT or a normal exit. Raises SystemExit with the exit code if it is not 0."""
     host, port = bound.getsockname()[:2]
-    with _Ear((signal.SIGTERM, signal.SIGINT)) as ear:
-        short_lives = 0
+    with _SignalWaiter((signal.SIGTERM, signal.SIGINT)) as signals:
+        short_runs = 0
         while True:
             began = time.monotonic()
-            with _Life(settings.to_json(), bound) as life:
-                if life.begins(ear) and announce is not None:
+            with _ServerProcess(settings.to_json(), bound) as server:
+                if server.wait_until_ready(signals) and announce is not None:
                     announce(host, port)
                     announce = None
-                code = life.outlive(ear)
-            if ear.is_told() or code in (0, HOPELESS):
+                code = server.wait(signals)
+            if signals.stop_requested() or code in (0, USAGE_ERROR):
                 break
-            short_lives = 1 if time.monotonic() - began >= STEADY_S else short_lives + 1
-            pause = backoff_s(short_lives)
-            log.error("the gamecore server (process %d) ended with code %d and is started again in %g s", life.pid, code, pause)
-            if ear.wait_until_told(pause):
+            short_runs = 1 if time.monotonic() - began >= STEADY_S else short_runs + 1
+            pause = backoff_s(short_runs)
+            log.error("the gamecore server (process %d) exited with code %d; restarting in %g s", server.pid, code, pause)
+            if signals.wait_for_stop(pause):
                 return
     if code:
         raise SystemExit(code if code > 0 else 128 - code)
 
 
-class _Life:
-    """One server, from its start to its end."""
+class _ServerProcess:
+    """One server process."""
 
     def __init__(self, settings: str, bound: socket.socket) -> None:
         self._ready, ready = os.pipe()
         parent = os.getpid()
         try:
-            self._server = subprocess.Popen(  # noqa: S603 - this interpreter, with a program of ours
+            self._server = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
                 [sys.executable, "-P", "-m", "ludus.gamecore.server", settings, str(bound.fileno()), str(ready)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[bound.fileno(), ready],
-                start_new_session=True,  # Ctrl-C at a terminal is for us, and we tell it
-                preexec_fn=lambda: identity.end_with(parent, signal.SIGTERM),  # there are no threads here
+                start_new_session=True,  # Ctrl-C goes to the watchdog, which forwards it
+                preexec_fn=lambda: identity.end_with(parent, signal.SIGTERM),  # safe without threads
             )
         finally:
             os.close(ready)
         self.pid = self._server.pid
 
-    def __enter__(self) -> _Life:
+    def __enter__(self) -> _ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,54 +91,53 @@ class _Life:
             self._server.kill()
             self._server.wait(STOP_S)
 
-    def begins(self, ear: _Ear) -> bool:
-        """Wait until it serves. False: it has ended before, or we are to end."""
-        while not ear.is_told():
-            if ear.wait(STOP_S, self._ready):
+    def wait_until_ready(self, signals: _SignalWaiter) -> bool:
+        """Wait until the server listens. False: it has exited, or a stop was requested."""
+        while not signals.stop_requested():
+            if signals.wait(STOP_S, self._ready):
                 return os.read(self._ready, 1) == b"."
         return False
 
-    def outlive(self, ear: _Ear) -> int:
-        """Its exit code. Once we are asked to end so is it; it has STOP_S to stop its games."""
+    def wait(self, signals: _SignalWaiter) -> int:
+        """Wait for the exit and return its code. Forwards a stop request; the server has STOP_S to stop its games."""
         deadline = None
         while True:
-            is_told = ear.is_told()
-            if (code := self._server.poll()) is not None:  # an end after this makes `wait` return at once
+            stop_requested = signals.stop_requested()
+            if (code := self._server.poll()) is not None:  # a later exit makes `wait` return at once
                 return code
-            if is_told and deadline is None:
+            if stop_requested and deadline is None:
                 self._server.send_signal(signal.SIGTERM)
                 deadline = time.monotonic() + STOP_S
             if deadline is not None and time.monotonic() > deadline:
                 self._server.kill()
-            ear.wait(_LOOK_S)
+            signals.wait(_POLL_S)
 
 
-class _Ear:
-    """Signals that end us, and that of a child, as something to wait for."""
+class _SignalWaiter:
+    """Waits for stop signals and SIGCHLD."""
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
         self._signals = SignalQueue(*numbers, signal.SIGCHLD)
-        self._told = False
+        self._stop = False
 
-    def __enter__(self) -> _Ear:
+    def __enter__(self) -> _SignalWaiter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._signals.close()
 
-    def is_told(self) -> bool:
-        """To end."""
-        self._told |= any(number != signal.SIGCHLD for number in self._signals.take())
-        return self._told
+    def stop_requested(self) -> bool:
+        self._stop |= any(number != signal.SIGCHLD for number in self._signals.take())
+        return self._stop
 
     def wait(self, timeout_s: float, other: int | None = None) -> bool:
-        """Until a signal comes, or something can be read from `other`: then True."""
+        """Wait for a signal or for data on `other`; returns whether `other` is readable."""
         signals = self._signals.fileno()
         found = select.select([signals] if other is None else [signals, other], [], [], timeout_s)[0]
         return other in found
 
-    def wait_until_told(self, timeout_s: float) -> bool:
+    def wait_for_stop(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while not self.is_told() and (left := deadline - time.monotonic()) > 0:
+        while not self.stop_requested() and (left := deadline - time.monotonic()) > 0:
             self.wait(left)
-        return self._told
+        return self._stop

@@ -1,1 +1,1 @@
-"""What is wrong with a machine before a run finds out: looked at by one file for each subject, judged by pure functions beside it."""
+"""`ludus doctor`: checks whether a machine can run what a run needs. One module per subject inspects it; pure functions evaluate it."""

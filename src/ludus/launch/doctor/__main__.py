@@ -1,11 +1,10 @@
-"""The far side of `ludus doctor`: looks at this machine, for whoever started it over SSH or srun, and answers by lines.
+"""Agent of `ludus doctor` on another machine, started over SSH or srun. It checks this machine and answers with JSON lines:
 
     ← {"hello": {"host": …, "versions": {…}}}
     → {"clock": 1}                                   ← {"time": seconds since the epoch}
     → {"look": {…}, "environment": {…}}              ← {"finding": {…}} … {"end": how many, "token": its fingerprint}
 
-What is asked comes over the input, and so do secrets: neither is ever in a command line. Lines that are ours begin with a mark: modules
-and login scripts like to talk.
+Requests and secrets come on stdin, never on a command line. Answers start with a mark, because modules and login scripts may print too.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ import time
 from typing import Any
 
 from ludus.io import json_lines
-from ludus.launch.doctor.checks.versions import look_versions
-from ludus.launch.doctor.local_checks import Request, examine, this_machine
+from ludus.launch.doctor.checks.versions import inspect_versions
+from ludus.launch.doctor.local_checks import DoctorRequest, run_local_checks, this_machine
 from ludus.launch.doctor.remote_nodes import MARK
 
 
 def main() -> None:
-    _say({"hello": {"host": this_machine(), "versions": look_versions(), "python": sys.executable}})
+    _send({"hello": {"host": this_machine(), "versions": inspect_versions(), "python": sys.executable}})
     for line in sys.stdin:
         try:
-            asked = json_lines.decode(line)
+            request = json_lines.decode(line)
         except ValueError:
             continue
-        if "clock" in asked:
-            _say({"time": time.time()})
-        elif "look" in asked:
-            os.environ.update({str(name): str(value) for name, value in asked.get("environment", {}).items()})
-            examined = examine(Request.of(asked["look"]))
-            for finding in examined.findings:  # each on a line of its own: srun breaks long ones
-                _say({"finding": finding.to_json()})
-            _say({"end": len(examined.findings), "token": examined.token})
+        if "clock" in request:
+            _send({"time": time.time()})
+        elif "look" in request:
+            os.environ.update({str(name): str(value) for name, value in request.get("environment", {}).items()})
+            report = run_local_checks(DoctorRequest.of(request["look"]))
+            for finding in report.findings:  # one line each: srun breaks long lines
+                _send({"finding": finding.to_json()})
+            _send({"end": len(report.findings), "token": report.token})
     sys.stdout.flush()
-    os._exit(0)  # a look that hangs must not keep us
+    os._exit(0)  # without waiting for check threads that hang
 
 
-def _say(answer: dict[str, Any]) -> None:
+def _send(answer: dict[str, Any]) -> None:
     json_lines.write_marked(MARK, answer)
 
 

@@ -1,4 +1,4 @@
-"""What one look at one thing gave: a line of `ludus doctor`. Pure."""
+"""Result of one check of `ludus doctor`, with helpers to create and format it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from ludus.storage.redact import redacted
+from ludus.storage.redact import redact_passwords
 
 Status = Literal["ok", "warning", "failed", "skipped"]
-"""`failed`: a run as it was asked for will not work. `warning`: it may, but slowly, or not always. `skipped`: not looked at, or not needed."""
+"""`failed`: the requested run will not work. `warning`: it may be slow or unreliable. `skipped`: not checked, or not needed."""
 
 MARK = "***"
-_SHORT = 6
-"""What is shorter is no secret, and would be found everywhere."""
+_MIN_SECRET_CHARS = 6
+"""Shorter values are not redacted: they would match by chance."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """`fix`: a command, or a sentence; empty where there is nothing to do."""
+class DoctorFinding:
+    """`fix`: a command or a sentence; empty if there is nothing to do."""
 
     check: str
     status: Status
@@ -27,55 +27,47 @@ class Finding:
     fix: str = ""
     node: str = ""
 
-    def at(self, node: str) -> Finding:
+    def on_node(self, node: str) -> DoctorFinding:
         return replace(self, node=node)
 
     def to_json(self) -> dict[str, str]:
-        said = asdict(self)
-        return {key: said[key] for key in ("node", "check", "status", "found", "fix")}
+        fields = asdict(self)
+        return {key: fields[key] for key in ("node", "check", "status", "found", "fix")}
 
 
-def ok(check: str, found: str, fix: str = "") -> Finding:
-    return Finding(check, "ok", found, fix)
+def ok(check: str, found: str, fix: str = "") -> DoctorFinding:
+    return DoctorFinding(check, "ok", found, fix)
 
 
-def warning(check: str, found: str, fix: str) -> Finding:
-    return Finding(check, "warning", found, fix)
+def warning(check: str, found: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(check, "warning", found, fix)
 
 
-def failed(check: str, found: str, fix: str) -> Finding:
-    return Finding(check, "failed", found, fix)
+def failed(check: str, found: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(check, "failed", found, fix)
 
 
-def skipped(check: str, found: str, fix: str = "") -> Finding:
-    return Finding(check, "skipped", found, fix)
+def skipped(check: str, found: str, fix: str = "") -> DoctorFinding:
+    return DoctorFinding(check, "skipped", found, fix)
 
 
-def healthy(findings: Iterable[Finding]) -> bool:
-    """Warnings are allowed."""
+def is_healthy(findings: Iterable[DoctorFinding]) -> bool:
+    """Return whether nothing failed; warnings are allowed."""
     return all(finding.status != "failed" for finding in findings)
 
 
-def without_secrets(finding: Finding, secrets: Sequence[str]) -> Finding:
-    """The same, on one line, with whatever is secret left out: what programs of others say may contain anything."""
+def redact_secrets(finding: DoctorFinding, secrets: Sequence[str]) -> DoctorFinding:
+    """Replace secrets, which the output of other programs may contain, and join the text into one line."""
     return replace(finding, found=_clean(finding.found, secrets), fix=_clean(finding.fix, secrets))
 
 
 def _clean(text: str, secrets: Sequence[str]) -> str:
-    text = redacted(text)
+    text = redact_passwords(text)
     for secret in sorted(secrets, key=len, reverse=True):
-        if len(secret) >= _SHORT:
+        if len(secret) >= _MIN_SECRET_CHARS:
             text = text.replace(secret, MARK)
     return re.sub(r"[\x00-\x1f\x7f]+", " ", text).strip()
 
 
-def size(count: float) -> str:
-    """Bytes as people say them."""
-    for unit, scale in (("TB", 1 << 40), ("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}" if count < 100 * scale else f"{count / scale:,.0f} {unit}"
-    return f"{count:.0f} bytes"
-
-
-def several(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

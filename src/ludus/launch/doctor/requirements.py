@@ -1,7 +1,7 @@
-"""What a run will take from each machine, in numbers that can be compared with its limits. Pure; every sum is said in words.
+"""Estimates of the threads, files and memory that a run needs on each machine, with an explanation of each sum.
 
-The figures are rounded up from what was measured: CartPole with 2 workers on 2 cores has 14 threads (2 in each worker, which has 73 MB
-of its own), and a Ray beside it 145 more. An estimate before the run, not a bound.
+The figures are rounded up from measurements: CartPole with 2 workers on 2 cores has 14 threads, 2 of them in each worker of 73 MB;
+Ray adds 145 threads. These are estimates, not upper limits.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAIN_THREADS, WORKER_THREADS, RAY_THREADS, RAY_CORE_THREADS = 16, 4, 150, 24
-"""Of the driver and the learner, beside one for each core; of a worker, beside those of its game; of a Ray node's own processes, and of
-the idle worker that it keeps for each core."""
+"""Threads of driver and learner, plus one per core; of a worker, plus those of its game; of a Ray node, plus those of the idle worker
+that Ray keeps per core."""
 
 MAIN_FILES, WORKER_FILES, RAY_FILES = 64, 12, 400
-"""Open files: in the process that has most of them, a few for each worker."""
+"""Open files of the process that has most, plus some per worker."""
 
 MAIN_BYTES, WORKER_BYTES, RAY_BYTES, RAY_CORE_BYTES = 600 << 20, 150 << 20, 500 << 20, 60 << 20
-"""Of memory; workers share what they have in common, which is most of it."""
+"""Memory; workers share most of theirs."""
 
 RING_BYTES, RAY_STORE_BYTES, WEIGHTS_BYTES = 32 << 20, 512 << 20, 64 << 20
-"""Of shared memory: the ring of a worker, the store of a Ray that we start, the weights that all of them read."""
+"""Shared memory: the ring buffer of a worker, the object store of Ray, the weights."""
 
 RUN_BYTES, TEMP_BYTES, STATE_BYTES = 2 << 30, 1 << 30, 100 << 20
-"""Of free disk: checkpoints and logs of a run; sockets, Ray's logs and what is spilled; records and logs of jobs."""
+"""Free disk: checkpoints and logs of a run; sockets, logs and spilled objects of Ray; records and logs of jobs."""
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Of one machine. `game_threads`, `game_bytes`: of one game or environment, measured where one was tried. `cores`: that may be used."""
+class ResourceNeeds:
+    """Needs of a run on one machine. `game_threads`, `game_bytes`: of one environment, if measured. `cores`: usable cores."""
 
     workers: int
     cores: int
@@ -37,10 +37,10 @@ class Needs:
 
     @property
     def threads(self) -> int:
-        of_ray = RAY_THREADS + self.cores * RAY_CORE_THREADS if self.ray else 0
-        return MAIN_THREADS + self.cores + self.workers * self.threads_per_worker + of_ray
+        ray = RAY_THREADS + self.cores * RAY_CORE_THREADS if self.ray else 0
+        return MAIN_THREADS + self.cores + self.workers * self.threads_per_worker + ray
 
-    def threads_said(self) -> str:
+    def explain_threads(self) -> str:
         games = f" + {self.game_threads} of a game" if self.game_threads else ""
         parts = [f"{MAIN_THREADS} + {self.cores} cores", f"{self.workers} workers × {_each(str(WORKER_THREADS), games)}"]
         return _sum(
@@ -60,7 +60,7 @@ class Needs:
     def files(self) -> int:
         return MAIN_FILES + self.workers * WORKER_FILES + (RAY_FILES if self.ray else 0)
 
-    def files_said(self) -> str:
+    def explain_files(self) -> str:
         parts = [str(MAIN_FILES), f"{self.workers} workers × {WORKER_FILES}"]
         return _sum([*parts, *([f"{RAY_FILES} of Ray"] if self.ray else [])], f"{self.files:,}")
 
@@ -68,7 +68,7 @@ class Needs:
     def memory(self) -> int:
         return MAIN_BYTES + self.workers * self.memory_per_worker + (RAY_BYTES + self.cores * RAY_CORE_BYTES if self.ray else 0)
 
-    def memory_said(self) -> str:
+    def explain_memory(self) -> str:
         games = f" + {_mb(self.game_bytes)} of a game" if self.game_bytes else ""
         parts = [_mb(MAIN_BYTES), f"{self.workers} workers × {_each(_mb(WORKER_BYTES), games)}"]
         return _sum(
@@ -80,15 +80,15 @@ class Needs:
     def shared(self) -> int:
         return self.rings + self.store
 
-    def shared_said(self) -> str:
+    def explain_shared(self) -> str:
         return _sum([*self._ring_parts(), *([f"{_mb(self.store)} of Ray's store"] if self.ray else [])], _mb(self.shared))
 
     @property
     def rings(self) -> int:
-        """And the weights: what LUDUS_SHM moves."""
+        """Bytes of ring buffers and weights, whose directory LUDUS_SHM sets."""
         return WEIGHTS_BYTES + self.workers * RING_BYTES
 
-    def rings_said(self) -> str:
+    def explain_rings(self) -> str:
         return _sum(self._ring_parts(), _mb(self.rings))
 
     def _ring_parts(self) -> list[str]:
@@ -96,10 +96,10 @@ class Needs:
 
     @property
     def store(self) -> int:
-        """Which Ray has in /dev/shm, whatever LUDUS_SHM says."""
+        """Bytes of Ray's object store, which is always in /dev/shm."""
         return RAY_STORE_BYTES if self.ray else 0
 
-    def store_said(self) -> str:
+    def explain_store(self) -> str:
         return f"{_mb(self.store)} of Ray's store"
 
 

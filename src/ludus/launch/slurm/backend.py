@@ -1,7 +1,7 @@
-"""Jobs in the queue of a Slurm cluster. Each is a batch script that becomes the job's supervisor on the first of its nodes.
+"""Backend for Slurm. A job is a batch script that becomes the job's supervisor on the first of its nodes.
 
-Everything about a job is in its directory, which all nodes share; Slurm is asked for what nobody was left to write down. The
-processes of other nodes are started by `srun`, each behind a line to the supervisor (`member.py`).
+The state of a job is in its directory, on a file system that all nodes share. Slurm is queried for what no supervisor could record.
+Processes on other nodes are started by `srun`, through `launch/remote_process.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ludus.core.plugins import did_you_mean
@@ -25,128 +25,152 @@ from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFai
 from ludus.io.addresses import local_address
 from ludus.io.atomic_file import replace_json
 from ludus.launch import job_dir
-from ludus.launch.job import Job, JobStatus, checked
+from ludus.launch.job import Job, JobStatus, check_job
 from ludus.launch.job_dir import JobDirectory
-from ludus.launch.job_index import Shelf
+from ludus.launch.job_index import JobIndex
 from ludus.launch.slurm import commands
-from ludus.launch.slurm.commands import Queued
-from ludus.launch.slurm.sbatch import REACH, SCRIPT, SlurmGroup, SlurmSettings, options, overriding, script
+from ludus.launch.slurm.commands import QueueState
+from ludus.launch.slurm.sbatch import (
+    SCRIPT,
+    STARTER,
+    SlurmGroup,
+    SlurmSettings,
+    overriding_variables,
+    render_script,
+    salloc_options,
+)
 from ludus.process import identity
-from ludus.process.job_env import PORTS, Surroundings, free_block
+from ludus.process.job_env import PORTS, JobEnv, find_free_ports
 
-__all__ = ["SlurmGroup", "SlurmOrchestrator", "SlurmReach", "SlurmSettings", "conclusion", "exported"]
+__all__ = ["SlurmGroup", "SlurmOrchestrator", "SlurmSettings", "SlurmStarter", "batch_environment", "combine_status"]
 
-ASK_EVERY_S = 2.0
-"""Slurm is asked about a job at most so often while nothing about it changes: its controller serves everybody."""
+QUERY_INTERVAL_S = 2.0
+"""Minimum interval between queries about an unchanged job: all users share Slurm's controller."""
 
-_TICKET, _VERDICT, _AT_ONCE = "slurm.json", "verdict.json", "cancel-at-once"
+_SLURM_JOB, _END, _AT_ONCE = "slurm.json", "verdict.json", "cancel-at-once"
 _CANCELLED = 130
-_HANDED_OVER_S = 2 * commands.SUBMIT_S
-_KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
+_SUBMITTED_S = 2 * commands.SUBMIT_S
+_EXPORTED_SLURM = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
 
-_WAITS = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-_RUNS = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-_ENDS: Mapping[str, str] = {
+_WAITING_STATES = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_RUNNING_STATES = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+_END_REASONS: Mapping[str, str] = {
     "TIMEOUT": "its time limit was reached",
     "NODE_FAIL": "one of its nodes failed",
     "BOOT_FAIL": "one of its nodes could not be started",
-    "OUT_OF_MEMORY": "it used more memory than it had asked for",
-    "PREEMPTED": "a job of higher priority took its place",
+    "OUT_OF_MEMORY": "it used more memory than it had requested",
+    "PREEMPTED": "a job of higher priority preempted it",
     "DEADLINE": "its deadline was reached",
     "REVOKED": "another cluster has taken it",
 }
 
 
-class SlurmOrchestrator(Shelf):
-    """`directory`: on a file system that this machine and all nodes share."""
+class SlurmOrchestrator(JobIndex):
+    """`directory`: on a file system shared by this machine and all nodes."""
 
     kind = "Slurm"
 
     def __init__(self, directory: Path | None = None, settings: SlurmSettings | None = None) -> None:
-        super().__init__((directory or job_dir.state_home()) / "slurm")
+        super().__init__((directory or job_dir.state_dir()) / "slurm")
         self.settings = settings or SlurmSettings()
-        self._asked: dict[str, tuple[float, JobStatus, Queued | None]] = {}
+        self._queried: dict[str, tuple[float, JobStatus, QueueState | None]] = {}
         self._name: str | None = None
 
     def render(self, job: Job) -> dict[str, str]:
-        return {SCRIPT: script(checked(job), self.settings), job_dir.JOB: job_dir.write_job(job)}
+        return {SCRIPT: render_script(check_job(job), self.settings), job_dir.JOB: job_dir.job_to_json(job)}
 
     def submit(self, job: Job) -> str:
-        checked(job, os.environ)
+        check_job(job, os.environ)
         files = self.render(job)
-        place = self._create(job, files)
+        directory = self._create(job, files)
         try:
-            self._hide(place, job)
+            self._write_secrets(directory, job)
             cluster = self._cluster()
-            number = commands.submit(place.path, SCRIPT, exported(os.environ, job.secrets, overriding(files[SCRIPT])))
-        except BaseException:
-            shutil.rmtree(place.path, ignore_errors=True)
+            number = commands.submit(
+                directory.path, SCRIPT, batch_environment(os.environ, job.secrets, overriding_variables(files[SCRIPT]))
+            )
+        except BaseException:  # also an interrupt must not leave an incomplete job
+            shutil.rmtree(directory.path, ignore_errors=True)
             raise
-        _write_ticket(place, number, cluster=cluster)
-        return place.id
+        _write_slurm_job(directory, number, cluster=cluster)
+        return directory.id
 
     def list(self) -> list[JobStatus]:
-        """With one question to Slurm for all of them."""
-        open_ = [place for place in self._all() if not self._recorded(place).over and not _ticket(place).interactive]
-        open_ = [place for place in open_ if not self._elsewhere(_ticket(place))]
-        numbers = {place.id: number for place in open_ if (number := _ticket(place).number)}
-        queued, unheard = self._ask(list(numbers.values()))
-        for place in open_ if not unheard else ():
-            number = numbers.get(place.id, "")
-            self._asked[place.id] = (time.monotonic(), self._recorded(place), queued.get(number))
+        """Return all jobs, with one query to Slurm."""
+        unfinished = {each: _read_slurm_job(each) for each in self._directories() if not self._read_status(each).over}
+        numbers = {
+            directory: slurm_job.number
+            for directory, slurm_job in unfinished.items()
+            if not slurm_job.interactive and not self._other_cluster(slurm_job)
+        }
+        queued, error = self._query([number for number in numbers.values() if number])
+        for directory, number in numbers.items() if not error else ():
+            self._queried[directory.id] = (time.monotonic(), self._read_status(directory), queued.get(number))
         return super().list()
 
     def cancel(self, job_id: str, *, at_once: bool = False) -> None:
-        place = self._find(job_id)
-        self._asked.pop(place.id, None)
-        status = self._status(place)
+        directory = self._find(job_id)
+        self._queried.pop(directory.id, None)
+        status = self._status(directory)
         if status.over:
             return
-        ticket = _ticket(place)
-        if ticket.interactive:
-            self._interrupt(place, at_once)
+        slurm_job = _read_slurm_job(directory)
+        if slurm_job.interactive:
+            self._interrupt(directory, at_once)
             return
-        if not ticket.number:
-            raise WorkerFailed(f"The number that Slurm gave to {place.id} is not known yet.", "Try again in a moment.")
-        if cluster := self._elsewhere(ticket):
-            raise UsageError(f"The job {place.id} is in the queue of another cluster, {cluster}.", "Cancel it there.")
-        place.mark_cancelled()  # before anything else: should it be started just now, its script looks here
-        commands.cancel_waiting(ticket.number)
-        commands.signal(ticket.number, "QUIT" if at_once else "TERM")
+        if not slurm_job.number:
+            raise WorkerFailed(f"Slurm's number of the job {directory.id} is not known yet.", "Try again in a moment.")
+        if cluster := self._other_cluster(slurm_job):
+            raise UsageError(f"The job {directory.id} is in the queue of another cluster, {cluster}.", "Cancel it there.")
+        directory.request_cancel()  # first: the script checks the mark, should it start just now
+        commands.cancel_waiting(slurm_job.number)
+        commands.signal(slurm_job.number, "QUIT" if at_once else "TERM")
         if at_once:
-            asked_before = (place.path / _AT_ONCE).exists()
-            (place.path / _AT_ONCE).touch(mode=0o600)
-            if asked_before or status.state != "running":  # nobody listens
-                commands.cancel(ticket.number)
+            repeated = (directory.path / _AT_ONCE).exists()
+            (directory.path / _AT_ONCE).touch(mode=0o600)
+            if repeated or status.state != "running":  # no supervisor reacts to the signal
+                commands.cancel(slurm_job.number)
 
     # -- in an allocation
 
     def salloc_words(self, job: Job) -> tuple[str, ...]:
-        """What gets an allocation for the job; a command may follow, else it is a shell, in which `run_here` works."""
-        return ("salloc", *options(checked(job), self.settings))
+        """Return the command that requests an allocation for the job. A command may be appended; without one, salloc starts a shell."""
+        return ("salloc", *salloc_options(check_job(job), self.settings))
 
     def run_here(self, job: Job) -> int:
-        """Run it in the allocation that this process is in, until it is over; main's lines go to the output. Its exit code."""
+        """Run the job to its end in the current allocation and return its exit code. The output of main goes to stdout."""
         number = os.environ.get("SLURM_JOB_ID", "")
         if not number:
-            raise UsageError("This is no allocation of Slurm.", f"Get one first: {' '.join(self.salloc_words(job))}")
-        checked(job, os.environ)
-        place = self._create(job, self.render(job))
-        self._hide(place, job)
-        _write_ticket(place, number, interactive=True)
+            raise UsageError(
+                "This process is not in a Slurm allocation.", f"Request one first: {' '.join(self.salloc_words(job))}"
+            )
+        check_job(job, os.environ)
+        directory = self._create(job, self.render(job))
+        self._write_secrets(directory, job)
+        _write_slurm_job(directory, number, interactive=True)
         theirs, ours = os.pipe()
-        words = [sys.executable, "-P", "-m", "ludus.launch.supervisor", str(place.path), str(theirs), "--stay", "--reach", REACH]
+        words = [
+            sys.executable,
+            "-P",
+            "-m",
+            "ludus.launch.supervisor",
+            str(directory.path),
+            str(theirs),
+            "--stay",
+            "--starter",
+            STARTER,
+        ]
         environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-        with open(place.log("supervisor.out"), "ab") as said, open(ours, "wb"):
+        with open(directory.log("supervisor.out"), "ab") as log, open(ours, "wb"):
             supervisor = subprocess.Popen(  # noqa: S603
-                words, env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True, pass_fds=(theirs,)
+                words, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(theirs,)
             )
             os.close(theirs)
-            return self._attend(place, job, supervisor)
+            return self._follow_output(directory, job, supervisor)
 
-    def _attend(self, place: JobDirectory, job: Job, supervisor: subprocess.Popen[bytes]) -> int:
-        lines = self._lines(place, [f"{job.main}-0"], follow=True)
-        asked = False
+    def _follow_output(self, directory: JobDirectory, job: Job, supervisor: subprocess.Popen[bytes]) -> int:
+        lines = self._lines(directory, [f"{job.main}-0"], follow=True)
+        interrupted = False
         while True:
             try:
                 for line in lines:
@@ -154,120 +178,124 @@ class SlurmOrchestrator(Shelf):
                     sys.stdout.flush()
                 return supervisor.wait()
             except KeyboardInterrupt:
-                supervisor.send_signal(signal.SIGQUIT if asked else signal.SIGTERM)
-                asked = True
-                lines = self._lines(place, [], follow=True)  # an interrupted generator is at its end
+                supervisor.send_signal(signal.SIGQUIT if interrupted else signal.SIGTERM)
+                interrupted = True
+                lines = self._lines(directory, [], follow=True)  # an interrupted generator cannot be continued
 
-    def _interrupt(self, place: JobDirectory, at_once: bool) -> None:
-        found = place.read()
-        if not job_dir.is_here(found.machine):
-            raise UsageError(f"The job {place.id} was started by hand on {found.machine.split()[0]}.", "Interrupt it there.")
-        if found.supervisor is not None:
-            identity.send(found.supervisor.pid, found.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
+    def _interrupt(self, directory: JobDirectory, at_once: bool) -> None:
+        record = directory.read()
+        if not job_dir.is_this_machine(record.machine):
+            raise UsageError(f"The job {directory.id} runs interactively on {record.machine.split()[0]}.", "Interrupt it there.")
+        if record.supervisor is not None:
+            identity.send(record.supervisor.pid, record.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
 
-    # -- how they fare
+    # -- status
 
-    def _hide(self, place: JobDirectory, job: Job) -> None:
-        place.token()
+    def _write_secrets(self, directory: JobDirectory, job: Job) -> None:
+        directory.token()
         if job.secrets:
-            place.write_secrets({name: os.environ[name] for name in job.secrets})
+            directory.write_secrets({name: os.environ[name] for name in job.secrets})
 
     def _find(self, job_id: str) -> JobDirectory:
-        """By our name for it, or by Slurm's number."""
-        known = {place.id: place for place in self._all()}
+        """Find a job by its id or by Slurm's number."""
+        known = {directory.id: directory for directory in self._directories()}
         if job_id.isdigit():
             known |= {
-                ticket.number: place for place in known.values() if (ticket := _ticket(place)).number and not ticket.interactive
+                slurm_job.number: directory
+                for directory in known.values()
+                if (slurm_job := _read_slurm_job(directory)).number and not slurm_job.interactive
             }
         if job_id not in known:
             raise UnknownName(f"There is no job {job_id!r} of {self.kind} here.", did_you_mean(job_id, known))
         return known[job_id]
 
-    def _recorded(self, place: JobDirectory) -> JobStatus:
+    def _read_status(self, directory: JobDirectory) -> JobStatus:
         try:
-            return place.read().status
+            return directory.read().status
         except (Damaged, OSError) as error:
-            return JobStatus(place.id, place.id, "failed", 1, (), f"its record cannot be read: {error}", str(place.logs))
+            return JobStatus(
+                directory.id, directory.id, "failed", 1, (), f"its record cannot be read: {error}", str(directory.logs)
+            )
 
-    def _status(self, place: JobDirectory) -> JobStatus:
-        status = self._recorded(place)
+    def _status(self, directory: JobDirectory) -> JobStatus:
+        status = self._read_status(directory)
         if status.over:
             return status
-        ticket = _ticket(place)
-        if ticket.interactive:
-            return self._status_here(place, status)
-        if not ticket.number:
-            fresh = time.time() - status.submitted_at < _HANDED_OVER_S
-            return status if fresh or status.state == "running" else job_dir.failed(status, "it was never handed over to Slurm")
-        if cluster := self._elsewhere(ticket):
-            return replace(status, reason=f"it is in the queue of another cluster, {cluster}, which cannot be asked from here")
-        then, known, queued = self._asked.get(place.id, (-ASK_EVERY_S, None, None))
-        if known != status or time.monotonic() - then > ASK_EVERY_S:
-            found, unheard = self._ask([ticket.number])
-            if unheard:
-                return replace(status, reason=unheard)
-            queued = found.get(ticket.number)
-            self._asked[place.id] = (time.monotonic(), status, queued)
-        return self._judged(place, ticket.number, queued)
+        slurm_job = _read_slurm_job(directory)
+        if slurm_job.interactive:
+            return self._interactive_status(directory, status)
+        if not slurm_job.number:
+            fresh = time.time() - status.submitted_at < _SUBMITTED_S
+            return status if fresh or status.state == "running" else job_dir.as_failed(status, "it was never submitted to Slurm")
+        if cluster := self._other_cluster(slurm_job):
+            return replace(status, reason=f"it is in the queue of another cluster, {cluster}, which cannot be queried from here")
+        then, known, queued = self._queried.get(directory.id, (-QUERY_INTERVAL_S, None, None))
+        if known != status or time.monotonic() - then > QUERY_INTERVAL_S:
+            states, error = self._query([slurm_job.number])
+            if error:
+                return replace(status, reason=error)
+            queued = states.get(slurm_job.number)
+            self._queried[directory.id] = (time.monotonic(), status, queued)
+        return self._combine(directory, slurm_job.number, queued)
 
-    def _judged(self, place: JobDirectory, number: str, queued: Queued | None) -> JobStatus:
-        status = self._recorded(place)  # again: its end may have been written while Slurm was asked
+    def _combine(self, directory: JobDirectory, number: str, queued: QueueState | None) -> JobStatus:
+        status = self._read_status(directory)  # again: its end may have been written during the query
         if status.over:
             return status
-        if queued is None and (verdict := _verdict(place, status)) is not None:
-            return verdict
+        if queued is None and (end := _read_end(directory, status)) is not None:
+            return end
         code = None
         if queued is not None and queued.state == "FAILED":
             try:
                 code = commands.exit_code(number)
             except LudusError:
                 code = None
-        judged = conclusion(status, queued, code, place.is_marked())
-        if judged.over:
-            _write_verdict(place, judged)
-            place.clear()
-        return judged
+        combined = combine_status(status, queued, code, directory.cancel_requested())
+        if combined.over:
+            _write_end(directory, combined)
+            directory.clear()
+        return combined
 
-    def _status_here(self, place: JobDirectory, status: JobStatus) -> JobStatus:
-        found = place.read()
-        fresh = found.supervisor is None and time.time() - status.submitted_at < commands.ASK_S
-        if not job_dir.is_here(found.machine) or found.watched() or fresh:
+    def _interactive_status(self, directory: JobDirectory, status: JobStatus) -> JobStatus:
+        record = directory.read()
+        fresh = record.supervisor is None and time.time() - status.submitted_at < commands.QUERY_S
+        if not job_dir.is_this_machine(record.machine) or record.is_supervised() or fresh:
             return status
-        again = self._recorded(place)
-        return again if again.over else job_dir.failed(status, "its supervisor is gone")
+        again = self._read_status(directory)
+        return again if again.over else job_dir.as_failed(status, "its supervisor is gone")
 
-    def _elsewhere(self, ticket: _Ticket) -> str:
-        """The cluster that the job was submitted to, if it is not this one: homes are shared, and numbers mean another job here."""
-        return ticket.cluster if ticket.cluster and self._cluster() not in ("", ticket.cluster) else ""
+    def _other_cluster(self, slurm_job: _SlurmJob) -> str:
+        """Return the cluster of the job if it is not this one: clusters may share home directories, and then job numbers collide."""
+        return slurm_job.cluster if slurm_job.cluster and self._cluster() not in ("", slurm_job.cluster) else ""
 
     def _cluster(self) -> str:
-        """Asked once. Empty: it is not known, and jobs are taken for this one's."""
+        """Return the name of this cluster, from one query; "" if it is unknown, and then all jobs count as this cluster's."""
         if self._name is None:
             self._name = ""
             with contextlib.suppress(WorkerFailed, UsageError):
-                self._name = commands.cluster()
+                self._name = commands.cluster_name()
         return self._name
 
-    def _ask(self, numbers: Sequence[str]) -> tuple[dict[str, Queued], str]:
-        """And why Slurm could not be asked: then the records are all there is."""
+    def _query(self, numbers: Sequence[str]) -> tuple[dict[str, QueueState], str]:
+        """Return the states of jobs, and the error if Slurm could not be queried."""
         try:
             return commands.states(numbers), ""
         except (WorkerFailed, UsageError) as error:
             return {}, str(error)
 
 
-class SlurmReach:
-    """From the first node of an allocation (or from where `salloc` was called) to all of them, by `srun`."""
+class SlurmStarter:
+    """Starts processes on the nodes of an allocation by `srun`, from its first node or from where `salloc` was called."""
 
     def __init__(self, directory: JobDirectory, job: Job, environ: Mapping[str, str] | None = None) -> None:
         self._directory, self._job = directory, job
         self._environ = os.environ if environ is None else environ
         self._number = self._environ.get("SLURM_JOB_ID", "")
         if not self._number:
-            raise UsageError("There is no allocation of Slurm here: SLURM_JOB_ID is not set.")
-        if not _ticket(directory).number:
-            _write_ticket(directory, self._number, cluster=self._environ.get("SLURM_CLUSTER_NAME", ""))
-        self._nodes = allocated(self._environ)
+            raise UsageError("This process is not in a Slurm allocation: SLURM_JOB_ID is not set.")
+        if not _read_slurm_job(directory).number:
+            _write_slurm_job(directory, self._number, cluster=self._environ.get("SLURM_CLUSTER_NAME", ""))
+        self._nodes = allocated_nodes(self._environ)
         if len(self._nodes) < job.nodes:
             raise UsageError(
                 f"The job {job.name} needs {job.nodes} nodes, and the allocation {self._number} has {len(self._nodes)}."
@@ -275,104 +303,105 @@ class SlurmReach:
         self._nodes = self._nodes[: job.nodes]
         self._here = self._environ.get("SLURMD_NODENAME", "")
 
-    def surroundings(self) -> Surroundings:
+    def job_env(self) -> JobEnv:
         several = self._job.nodes > 1
-        port = free_block(self._directory.id, PORTS) if several else 0
+        port = find_free_ports(self._directory.id, PORTS) if several else 0
         token = self._directory.token() if several else None
-        return Surroundings(self._addresses(), 0, port, token, self._job.ray, self._job.wait_s)
+        return JobEnv(self._addresses(), 0, port, token, self._job.ray, self._job.wait_s)
 
-    def names(self) -> tuple[str, ...]:
+    def node_names(self) -> tuple[str, ...]:
         return tuple(name for _, name, _ in self._nodes)
 
-    def words(self, node: int, command: tuple[str, ...]) -> tuple[str, ...]:
+    def wrap_command(self, node: int, command: tuple[str, ...]) -> tuple[str, ...]:
         group, name, cpus = self._nodes[node]
         if node == 0 and name == self._here:
             return command
-        ours = (sys.executable, "-P", "-m", "ludus.launch.remote_process")
+        module = (sys.executable, "-P", "-m", "ludus.launch.remote_process")
         het = (f"--het-group={group}",) if group is not None else ()
-        bound = (f"--cpus-per-task={cpus}",) if cpus else ()  # else it would be one core of them
+        cores = (f"--cpus-per-task={cpus}",) if cpus else ()  # else srun binds it to one core
         srun = ("srun", "--quiet", f"--jobid={self._number}", *het, "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={name}",
-                *bound, "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0")  # fmt: skip
-        return (*ours, "near", *srun, *ours, "far", *command)
+                *cores, "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0")  # fmt: skip
+        return (*module, "relay", *srun, *module, "run", *command)
 
-    def goes_on(self) -> bool:
-        return not _ticket(self._directory).interactive  # nothing starts an allocation of salloc again
+    def restarts_job(self) -> bool:
+        return not _read_slurm_job(self._directory).interactive  # Slurm does not restart an allocation of salloc
 
     def requeue(self) -> str:
         return commands.requeue(self._number)
 
     def _addresses(self) -> tuple[str, ...]:
-        known = commands.addresses(self.names())
-        found = [_resolved(known.get(name, name)) for name in self.names()]
-        others = [address for address in found[1:] if not address.startswith("127.")]
-        if others and found[0].startswith("127."):  # a host that knows its own name as 127.0.1.1
-            found[0] = _seen_by(others[0]) or found[0]
-        return tuple(found)
+        known = commands.node_addresses(self.node_names())
+        addresses = [_resolve(known.get(name, name)) for name in self.node_names()]
+        others = [address for address in addresses[1:] if not address.startswith("127.")]
+        if others and addresses[0].startswith("127."):  # a host that resolves its own name to 127.0.1.1
+            addresses[0] = _address_towards(others[0]) or addresses[0]
+        return tuple(addresses)
 
 
 # -- values -------------------------------------------------------------------------------------------------------------
 
 
-def conclusion(status: JobStatus, queued: Queued | None, code: int | None, cancelled: bool) -> JobStatus:
-    """How a job fares whose record says that it is not over. `queued`: None when Slurm does not know it. `code`: of its script."""
-    if queued is not None and queued.state in _WAITS:
+def combine_status(status: JobStatus, queued: QueueState | None, code: int | None, cancelled: bool) -> JobStatus:
+    """Combine a recorded status that is not over with Slurm's state. `queued`: None if Slurm does not know the job. `code`: of its script."""
+    if queued is not None and queued.state in _WAITING_STATES:
         processes = tuple(replace(process, state="pending", pid=None, host="") for process in status.processes)
-        why = f"it waits: {queued.why}" if queued.why else "it waits"
+        why = f"waiting in the queue: {queued.why}" if queued.why else "waiting in the queue"
         return replace(status, state="pending", exit_code=None, processes=processes, reason=why)
-    if queued is not None and queued.state in _RUNS:
+    if queued is not None and queued.state in _RUNNING_STATES:
         return status if status.state == "running" or status.reason else replace(status, reason="it is being started")
     log = f"see {status.logs}/slurm-*.out"
-    ended = job_dir.failed(status, "")
+    ended = job_dir.as_failed(status, "")
     if cancelled or (queued is not None and queued.state == "CANCELLED"):
         return replace(ended, state="cancelled", exit_code=_CANCELLED, reason="it was cancelled")
     if queued is None:
         return replace(ended, reason=f"Slurm does not know it any more; {log}")
-    if queued.state in _ENDS:
-        return replace(ended, reason=_ENDS[queued.state])
-    if status.state == "pending" and status.reason:  # it was ended in order, and not queued again
+    if queued.state in _END_REASONS:
+        return replace(ended, reason=_END_REASONS[queued.state])
+    if status.state == "pending" and status.reason:  # it was interrupted and not queued again
         return replace(ended, exit_code=_CANCELLED, reason=status.reason)
     if queued.state == "COMPLETED" and status.state == "running":  # the end could not be written
         return replace(ended, state="succeeded", exit_code=0)
-    said = "" if code is None else f" with code {code}"
-    began = "" if status.state == "running" else " before anything of it was started"
-    return replace(ended, exit_code=code or 1, reason=f"its script ended{said}{began} ({queued.state}); {log}")
+    with_code = "" if code is None else f" with code {code}"
+    early = "" if status.state == "running" else " before any of its processes was started"
+    return replace(ended, exit_code=code or 1, reason=f"its script ended{with_code}{early} ({queued.state}); {log}")
 
 
-def exported(environ: Mapping[str, str], secrets: Sequence[str], unwanted: Collection[str] = ()) -> dict[str, str]:
-    """What sbatch, and so the job, is given: Slurm keeps it in files. Without secrets, whatever they are called, and without another job's."""
+def batch_environment(environ: Mapping[str, str], secrets: Sequence[str], unwanted: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment for sbatch, without secret values, also under other names: Slurm stores it in files. Variables of another
+    job are left out too."""
     hidden = [environ[name] for name in secrets if len(environ.get(name, "")) >= 8]
 
     def is_kept(name: str, value: str) -> bool:
         if name in secrets or name in unwanted or name == "LD_PRELOAD" or name.startswith("LUDUS_JOB_"):
             return False
-        if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in _KEPT_OF_SLURM:
+        if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in _EXPORTED_SLURM:
             return False
         return not any(secret in value for secret in hidden)
 
     return {name: value for name, value in environ.items() if is_kept(name, value)}
 
 
-def allocated(environ: Mapping[str, str]) -> list[tuple[int | None, str, int]]:
-    """Group (None where there is but one), name and cores of each node, the first group's first."""
+def allocated_nodes(environ: Mapping[str, str]) -> list[tuple[int | None, str, int]]:
+    """Return group (None if the job is not heterogeneous), name and cores of each node, in the order of the groups."""
     size = int(environ.get("SLURM_HET_SIZE") or 0)
     suffixes = [(group, f"_HET_GROUP_{group}") for group in range(size)] if size else [(None, "")]
     found: list[tuple[int | None, str, int]] = []
     for group, suffix in suffixes:
         names = commands.host_names(environ.get(f"SLURM_JOB_NODELIST{suffix}", ""))
-        cpus = counts(environ.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", ""))
+        cpus = parse_counts(environ.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", ""))
         found += [(group, name, cpus[i] if i < len(cpus) else 0) for i, name in enumerate(names)]
     return found
 
 
-def counts(text: str) -> list[int]:
-    """4(x2),8 → 4 4 8"""
+def parse_counts(text: str) -> list[int]:
+    """Expand Slurm's counts per node: "4(x2),8" → [4, 4, 8]."""
     found: list[int] = []
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         found += [int(number)] * int(times or 1)
     return found
 
 
-def _resolved(name: str) -> str:
+def _resolve(name: str) -> str:
     try:
         known = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -381,8 +410,8 @@ def _resolved(name: str) -> str:
     return str(found[0][4][0])
 
 
-def _seen_by(other: str) -> str:
-    """The address from which this machine would speak to the other."""
+def _address_towards(other: str) -> str:
+    """Return the local address of the route to another machine; "" if there is none."""
     try:
         return local_address(other, family=socket.AF_INET)
     except OSError:
@@ -392,36 +421,37 @@ def _seen_by(other: str) -> str:
 # -- files of a job -----------------------------------------------------------------------------------------------------
 
 
-class _Ticket:
-    """`cluster`: its name; empty: nobody knew."""
+@dataclass(frozen=True)
+class _SlurmJob:
+    """Content of slurm.json. `cluster`: its name; "" if unknown."""
 
-    def __init__(self, number: str = "", interactive: bool = False, cluster: str = "") -> None:
-        self.number, self.interactive, self.cluster = number, interactive, cluster
+    number: str = ""
+    interactive: bool = False
+    cluster: str = ""
 
 
-def _ticket(place: JobDirectory) -> _Ticket:
+def _read_slurm_job(directory: JobDirectory) -> _SlurmJob:
     try:
-        found = json.loads((place.path / _TICKET).read_text(encoding="utf-8"))
-        return _Ticket(str(found["number"]), bool(found["interactive"]), str(found.get("cluster", "")))
+        found = json.loads((directory.path / _SLURM_JOB).read_text(encoding="utf-8"))
+        return _SlurmJob(str(found["number"]), bool(found["interactive"]), str(found.get("cluster", "")))
     except (OSError, ValueError, KeyError, TypeError):
-        return _Ticket()
+        return _SlurmJob()
 
 
-def _write_ticket(place: JobDirectory, number: str, *, interactive: bool = False, cluster: str = "") -> None:
-    replace_json(place.path / _TICKET, {"number": number, "interactive": interactive, "cluster": cluster}, mode=0o600)
+def _write_slurm_job(directory: JobDirectory, number: str, *, interactive: bool = False, cluster: str = "") -> None:
+    replace_json(directory.path / _SLURM_JOB, {"number": number, "interactive": interactive, "cluster": cluster}, mode=0o600)
 
 
-def _verdict(place: JobDirectory, status: JobStatus) -> JobStatus | None:
-    """What Slurm said about its end, when it still knew."""
+def _read_end(directory: JobDirectory, status: JobStatus) -> JobStatus | None:
+    """Return the end of the job as Slurm reported it before it forgot the job."""
     try:
-        found = json.loads((place.path / _VERDICT).read_text(encoding="utf-8"))
-        return replace(job_dir.failed(status, str(found["reason"])), state=found["state"], exit_code=int(found["exit_code"]))
+        found = json.loads((directory.path / _END).read_text(encoding="utf-8"))
+        return replace(job_dir.as_failed(status, str(found["reason"])), state=found["state"], exit_code=int(found["exit_code"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write_verdict(place: JobDirectory, status: JobStatus) -> None:
-    """Not into the record, which is its supervisor's: on a file system of many machines his last word may arrive after Slurm's."""
-    replace_json(
-        place.path / _VERDICT, {"state": status.state, "exit_code": status.exit_code, "reason": status.reason}, mode=0o600
-    )
+def _write_end(directory: JobDirectory, status: JobStatus) -> None:
+    """Store the end reported by Slurm. status.json belongs to the supervisor, whose last write may arrive later on a shared file system."""
+    end = {"state": status.state, "exit_code": status.exit_code, "reason": status.reason}
+    replace_json(directory.path / _END, end, mode=0o600)

@@ -1,8 +1,8 @@
-"""What joins the parts of a job on several machines, so that no part outlives the job: `python -m ludus.launch.ssh.lifeline door|hold`.
+"""Ends the parts of a job on other machines with the first part: `python -m ludus.launch.ssh.lifeline serve|hold`.
 
-The *door* runs on the first node, as long as the job does. On every other node *hold* calls it and stays connected. When the door
-is asked to end, it says so to all of them, and they end too; when they are cut off, they call again, and give up after a while.
-Both prove that they know the job's token before anything else is said. Where the door is, and the token, is in the environment.
+*serve* runs on the first node as long as the job does. On every other node *hold* stays connected to it. When *serve* gets SIGTERM,
+it notifies all nodes, which end. A node that loses its connection reconnects, and ends when that fails for `--patience-s`.
+Both ends authenticate with the job's token. The address and the token are in the environment (`process/job_env.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from ludus.core.backoff import Backoff
 from ludus.errors import LudusError, UsageError
 from ludus.process.auth import GREETING_S, Guard, greet, keep_alive, read_token
-from ludus.process.job_env import TOKEN, Surroundings
+from ludus.process.job_env import TOKEN, JobEnv
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 120.0
 LINGER_S = 5.0
-"""How long a door that ends waits for nodes that have not come yet: a short job may be over before they are there."""
+"""How long an ending server waits for nodes that have not connected yet: a short job may end before they start."""
 
 _OVER = b"over\n"
 _CALL_S = 10.0
@@ -36,31 +36,31 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
 _LINE = 64
 
 
-class Door:
-    """`expected`: numbers of the nodes that shall hear of the end."""
+class LifelineServer:
+    """`expected`: numbers of the nodes to notify."""
 
     def __init__(self, token: bytes, expected: Sequence[int], linger_s: float = LINGER_S) -> None:
         self._guard, self._linger_s = Guard(token), linger_s
-        self._unheard = set(expected)
-        self._held: dict[asyncio.StreamWriter, int] = {}
+        self._unnotified = set(expected)
+        self._clients: dict[asyncio.StreamWriter, int] = {}
         self._over = asyncio.Event()
-        self._all_heard = asyncio.Event()
+        self._all_notified = asyncio.Event()
 
     def close(self) -> None:
-        """Have `serve` tell all, and return."""
+        """Make `serve` notify all nodes and return."""
         self._over.set()
 
     async def serve(self, listening: socket.socket) -> None:
         server = await asyncio.start_server(self._receive, sock=listening, limit=_LINE)
         try:
             await self._over.wait()
-            await asyncio.gather(*(self._tell(writer) for writer in list(self._held)))
-            if self._unheard:
-                await asyncio.wait_for(self._all_heard.wait(), self._linger_s)
+            await asyncio.gather(*(self._notify(writer) for writer in list(self._clients)))
+            if self._unnotified:
+                await asyncio.wait_for(self._all_notified.wait(), self._linger_s)
         except TimeoutError:
-            log.warning("the job is over, and these nodes were not reached: %s", ", ".join(map(str, sorted(self._unheard))))
+            log.warning("the job is over; nodes that could not be notified: %s", ", ".join(map(str, sorted(self._unnotified))))
         finally:
-            server.close()  # and not waited for: that would be for everyone who is connected, too
+            server.close()  # without wait_closed, which waits for all connections
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -69,76 +69,76 @@ class Door:
                 return
             async with asyncio.timeout(GREETING_S):
                 node = int(await reader.readline())
-            self._held[writer] = node
-            log.info("node %d is here", node)
+            self._clients[writer] = node
+            log.info("node %d connected", node)
             if self._over.is_set():
-                await self._tell(writer)
-            await reader.read(1)  # it has nothing more to say: this is its end
-            log.info("node %d is gone", node)
+                await self._notify(writer)
+            await reader.read(1)  # nodes send nothing more: this is the end of the connection
+            log.info("node %d disconnected", node)
         except (OSError, TimeoutError, ValueError) as error:
-            log.info("a connection is lost: %s", error or "it said nothing")
+            log.info("connection lost: %s", error or "no data")
         except asyncio.CancelledError:
-            pass  # the loop ends, and so does this; asyncio would complain of a handler that says so
+            pass  # the loop ends; asyncio would log a traceback
         finally:
-            self._held.pop(writer, None)
+            self._clients.pop(writer, None)
             writer.close()
 
-    async def _tell(self, writer: asyncio.StreamWriter) -> None:
-        node = self._held.get(writer)
+    async def _notify(self, writer: asyncio.StreamWriter) -> None:
+        node = self._clients.get(writer)
         try:
             writer.write(_OVER)
             await asyncio.wait_for(writer.drain(), _CALL_S)
         except (OSError, TimeoutError):
-            return  # it calls again, or is gone
-        self._unheard.discard(-1 if node is None else node)
-        if not self._unheard:
-            self._all_heard.set()
+            return  # it reconnects, or has ended
+        self._unnotified.discard(-1 if node is None else node)
+        if not self._unnotified:
+            self._all_notified.set()
 
 
 async def hold(
-    door: tuple[str, int], node: int, token: bytes, patience_s: float, clock: Callable[[], float] = time.monotonic
+    address: tuple[str, int], node: int, token: bytes, patience_s: float, clock: Callable[[], float] = time.monotonic
 ) -> bool:
-    """Until the door says that the job is over: True; or until it could not be reached for `patience_s`: False."""
-    parted, backoff = clock(), Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
+    """Stay connected until the server reports the end of the job (True), or cannot be reached for `patience_s` (False)."""
+    lost_at, backoff = clock(), Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
     while True:
         try:
-            if await _held(door, node, token):
+            if await _stay_connected(address, node, token):
                 return True
-            parted, why = clock(), "it hung up"
+            lost_at, why = clock(), "it closed the connection"
             backoff.reset()
-        except _Cut as cut:
-            parted, why = clock(), str(cut)
+        except _ConnectionLost as error:
+            lost_at, why = clock(), str(error)
             backoff.reset()
         except (LudusError, OSError, TimeoutError) as error:
             why = str(error) or "no answer"
-        left = parted + patience_s - clock()
+        left = lost_at + patience_s - clock()
         if left <= 0:
             log.error(
-                "the first node of this job, %s:%d, was not reached for %g s (%s): its part here ends", *door, patience_s, why
+                "no connection to the first node, %s:%d, for %g s (%s): the part on this node ends", *address, patience_s, why
             )
             return False
-        log.info("%s:%d is not reached: %s", *door, why)
+        log.info("no connection to %s:%d: %s", *address, why)
         await asyncio.sleep(min(backoff.next_delay(), left))
 
 
-class _Cut(Exception):
-    """A connection that was there is not any more."""
+class _ConnectionLost(Exception):
+    """An established connection broke."""
 
 
-async def _held(door: tuple[str, int], node: int, token: bytes) -> bool:
+async def _stay_connected(address: tuple[str, int], node: int, token: bytes) -> bool:
     async with asyncio.timeout(_CALL_S):
-        reader, writer = await asyncio.open_connection(*door, limit=_LINE)
+        reader, writer = await asyncio.open_connection(*address, limit=_LINE)
     try:
         keep_alive(writer.get_extra_info("socket"))
         async with asyncio.timeout(_CALL_S):
             await greet(reader, writer, token, "the first node of this job")
             writer.write(b"%d\n" % node)
             await writer.drain()
-        log.info("the first node of this job is reached at %s:%d", *door)
+        log.info("connected to the first node at %s:%d", *address)
         try:
             return await reader.readline() == _OVER
         except (OSError, ValueError) as error:
-            raise _Cut(str(error)) from error
+            raise _ConnectionLost(str(error)) from error
     finally:
         writer.close()
 
@@ -147,16 +147,16 @@ async def _held(door: tuple[str, int], node: int, token: bytes) -> bool:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """On the address by which others reach this node. One that others could not reach means: on all. Raises UsageError."""
+    """Listen on this node's address; on all addresses if its name resolves to loopback only. Raises UsageError."""
     try:
-        family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if _is_loopback(str(found[0])) and not _is_loopback(address):  # a machine may know its own name as 127.0.1.1
-            family, found = socket.AF_INET, ("", port)
-        return socket.create_server((str(found[0]), port), family=family)
+        family, *_, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if _is_loopback(str(resolved[0])) and not _is_loopback(address):  # a machine may resolve its own name to 127.0.1.1
+            family, resolved = socket.AF_INET, ("", port)
+        return socket.create_server((str(resolved[0]), port), family=family)
     except OSError as error:
         raise UsageError(
-            f"The door of this job cannot be opened at {address}:{port}: {error.strerror or error}.",
-            "Is it an address of this machine? Else set its `address` in the list of machines.",
+            f"The lifeline server cannot listen on {address}:{port}: {error.strerror or error}.",
+            "If this is not an address of this machine, set its `address` in the list of machines.",
         ) from error
 
 
@@ -167,32 +167,32 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-async def _keep_door(around: Surroundings, token: bytes) -> int:
-    door = Door(token, range(1, len(around.nodes)))
+async def _serve(job: JobEnv, token: bytes) -> int:
+    server = LifelineServer(token, range(1, len(job.nodes)))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, door.close)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # one may have come while we were not ready for it
-    with listen(*around.door) as listening:
-        await door.serve(listening)
+        loop.add_signal_handler(number, server.close)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by the parent; one may be pending
+    with listen(*job.lifeline_address) as listening:
+        await server.serve(listening)
     return 0
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tether", description=__doc__)
-    parser.add_argument("what", choices=("door", "hold"))
-    parser.add_argument("--patience-s", type=float, default=PATIENCE_S, help="until a part ends that cannot reach the first node")
-    parser.add_argument("--stay", action="store_true", help="have patience for ever")
-    asked = parser.parse_args(words)
+    parser = argparse.ArgumentParser(prog="python -m ludus.launch.ssh.lifeline", description=__doc__)
+    parser.add_argument("what", choices=("serve", "hold"))
+    parser.add_argument("--patience-s", type=float, default=PATIENCE_S, help="seconds without a connection before a part ends")
+    parser.add_argument("--stay", action="store_true", help="reconnect for ever")
+    args = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    around = Surroundings.of(os.environ)
-    if around is None or around.token_file is None or not around.port:
-        raise UsageError(f"This is no process of a job on several machines: {TOKEN} and others are not set.", "Jobs start it.")
-    token = read_token(around.token_file)
-    if asked.what == "door":
-        return asyncio.run(_keep_door(around, token))
-    patience_s = math.inf if asked.stay else asked.patience_s
-    return 0 if asyncio.run(hold(around.door, around.node, token, patience_s)) else 1
+    job = JobEnv.from_environ(os.environ)
+    if job is None or job.token_file is None or not job.port:
+        raise UsageError(f"This process belongs to no job on several machines: {TOKEN} is not set.", "Only jobs start it.")
+    token = read_token(job.token_file)
+    if args.what == "serve":
+        return asyncio.run(_serve(job, token))
+    patience_s = math.inf if args.stay else args.patience_s
+    return 0 if asyncio.run(hold(job.lifeline_address, job.node, token, patience_s)) else 1
 
 
 if __name__ == "__main__":

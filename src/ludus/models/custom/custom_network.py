@@ -1,4 +1,4 @@
-"""A network of the user's own, in the form in which a policy uses it.
+"""Adapter of a user's network to the interface of a policy.
 
     class CustomModel(nn.Module):
         def __init__(self, obs_space, action_space, num_outputs, model_config, name, **custom_model_config): ...
@@ -7,8 +7,7 @@
 
     recurrent:  initial_state(batch_size) → zeros [B, …];  forward(obs, state) → (outputs, value, state)
 
-The model always sees one dimension of rows; the adapter here flattens, unrolls over time, and sets the state back where an
-episode starts.
+The model always gets one batch dimension; the adapter flattens, unrolls over time, and resets the state where an episode starts.
 """
 
 from __future__ import annotations
@@ -27,48 +26,48 @@ from ludus.core.plugins import did_you_mean
 from ludus.core.spaces import array_spec
 from ludus.core.tree import Tree, leaves, map_tree
 from ludus.errors import ConfigError
-from ludus.models.custom.loader import find_class, told
+from ludus.models.custom.loader import find_class, user_code_error
 from ludus.models.networks import NetworkConfig, PolicyNetwork, RunningNorm, _chw, _pick, _plan, _replace
 
-GIVEN = ("obs_space", "action_space", "num_outputs", "model_config", "name")
-"""What every constructor is given, in this order, before the keywords of `custom_model_config`."""
+CONSTRUCTOR_ARGUMENTS = ("obs_space", "action_space", "num_outputs", "model_config", "name")
+"""Positional arguments of every constructor, in this order, before the keywords of `custom_model_config`."""
 
 _PLAIN = "def forward(self, obs): … return outputs, value"
 _RECURRENT = "def forward(self, obs, state): … return outputs, value, state"
 
 
-class Answer(NamedTuple):
-    """What a model said, as it said it."""
+class ModelOutput(NamedTuple):
+    """The unchecked output of a model."""
 
     outputs: Any
     value: Any
-    """None when it does not contain values."""
+    """None if the model returns no value."""
     state: tuple[Any, ...]
 
 
 class CustomNetwork(PolicyNetwork):
-    """Around the user's module, which is `self.model`. Raises ConfigError and UnknownName with the remedy."""
+    """Wraps the user's module `self.model`. Raises ConfigError and UnknownName with the remedy."""
 
     def __init__(
         self, observation_space: gym.Space[Any], action_space: gym.Space[Any], num_outputs: int, config: NetworkConfig
     ) -> None:
         super().__init__()
         assert config.custom_model is not None
-        self.shown = f"custom_model {config.custom_model}"
+        self.label = f"custom_model {config.custom_model}"
         if config.core is not None:
             raise ConfigError(
-                f"model.{'use_lstm' if config.core == 'lstm' else 'core'} is set beside custom_model {config.custom_model!r}.",
-                f"A model of your own has its recurrence inside: initial_state(batch_size), and {_RECURRENT}.",
+                f"model.{'use_lstm' if config.core == 'lstm' else 'core'} is set together with custom_model {config.custom_model!r}.",
+                f"A custom model implements its own recurrence: initial_state(batch_size), and {_RECURRENT}.",
             )
         if config.autoregressive:
             raise ConfigError(
-                f"model.autoregressive is set beside custom_model {config.custom_model!r}.",
-                "Leave one of them out: the parts of an action that a model of your own answers for are chosen each by itself.",
+                f"model.autoregressive is set together with custom_model {config.custom_model!r}.",
+                "Leave one of them out: a custom model chooses the parts of an action independently.",
             )
         if config.central:
             raise ConfigError(
-                f"centralized_value is set beside custom_model {config.custom_model!r}.",
-                "Leave one of them out: a model of your own sees what its agent sees.",
+                f"centralized_value is set together with custom_model {config.custom_model!r}.",
+                "Leave one of them out: a custom model gets the observation of its agent only.",
             )
         self.num_outputs = num_outputs
         self._specs = array_spec(observation_space)
@@ -77,21 +76,21 @@ class CustomNetwork(PolicyNetwork):
         self._categories = [
             (leaf.path, np.asarray(leaf.space.start)) for leaf in plan if leaf.kind == "onehot" and np.any(leaf.space.start)
         ]
-        pictures = [_chw(leaf.space.shape) for leaf in plan if leaf.kind == "image"]
-        self.pixels = sum(h * w for _, h, w in pictures)
+        images = [_chw(leaf.space.shape) for leaf in plan if leaf.kind == "image"]
+        self.pixels = sum(h * w for _, h, w in images)
         cls = find_class(config.custom_model)
         self.recurrent = _has(cls, "initial_state")
-        _check_methods(cls, self.shown, self.recurrent)
-        given = (observation_space, action_space, num_outputs, model_config_of(config, bool(pictures)), config.custom_model)
-        self.model = _constructed(cls, self.shown, given, config.custom_model_config)
-        self._lone = False
-        """Whether the state is one tensor, outside of a tuple."""
+        _check_methods(cls, self.label, self.recurrent)
+        given = (observation_space, action_space, num_outputs, model_config_of(config, bool(images)), config.custom_model)
+        self.model = _construct(cls, self.label, given, config.custom_model_config)
+        self._single_state = False
+        """Whether the state is a single tensor instead of a tuple."""
         if self.recurrent:
-            self._lone = isinstance(self._initial(1), Tensor)
+            self._single_state = isinstance(self._initial(1), Tensor)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in self.parameters()):
-            self._materialise()
+            self._initialize_lazy_layers()
 
-    # -- what a policy asks
+    # -- PolicyNetwork
 
     def normalise_observations(self) -> None:
         size = sum(leaf.size for leaf in self._vectors)
@@ -111,119 +110,123 @@ class CustomNetwork(PolicyNetwork):
     def forward(
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        seen, lead = self._flat(observation)
+        observation, lead = self._flat(observation)
         if 0 in lead:
             some = next(self.parameters())
             return some.new_zeros((*lead, self.num_outputs)), some.new_zeros(lead), state
-        seen = self._prepared(seen)
+        observation = self._prepare(observation)
         if not self.recurrent:
-            outputs, value, _ = self._decided(seen, ())
+            outputs, value, _ = self._decide(observation, ())
             return outputs.unflatten(0, lead), value.unflatten(0, lead), state
         assert first is not None
         rows = lead[1]
         steps = []
         for t, begins in enumerate(first):
-            state = tuple(torch.where(_beside(begins, part), 0.0, part) for part in state)
-            now = map_tree(lambda x, t=t: x[t * rows : (t + 1) * rows], seen)
-            outputs, value, state = self._decided(now, state)
+            state = tuple(torch.where(_broadcast_rows(begins, part), 0.0, part) for part in state)
+            now = map_tree(lambda x, t=t: x[t * rows : (t + 1) * rows], observation)
+            outputs, value, state = self._decide(now, state)
             steps.append((outputs, value))
         return torch.stack([o for o, _ in steps]), torch.stack([v for _, v in steps]), state
 
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        return self._decided(self._prepared(observation), state)
+        return self._decide(self._prepare(observation), state)
 
-    # -- what the model is shown
+    # -- what the model is label
 
     def _flat(self, observation: Tree) -> tuple[Tree, tuple[int, ...]]:
-        """All leading dimensions as one, and which they were."""
+        """Merge all leading dimensions into one; also return them."""
         spec, leaf = next(leaves(self._specs))[1], next(leaves(observation))[1]
         lead = tuple(leaf.shape[: leaf.ndim - len(spec.shape)])
         if len(lead) == 1:
             return observation, lead
         return map_tree(lambda x: x.flatten(0, len(lead) - 1), observation), lead
 
-    def _prepared(self, seen: Tree) -> Tree:
-        """Categories counted from 0, numbers normalised if they are to be."""
+    def _prepare(self, observation: Tree) -> Tree:
+        """Count categories from 0, and normalise numbers if configured."""
         for path, start in self._categories:
-            value = _pick(seen, path)
+            value = _pick(observation, path)
             shifted = value - torch.as_tensor(start, device=value.device)
-            seen = _replace(seen, path, shifted.clamp(min=0))  # padding is 0, whatever the first category is called
+            observation = _replace(observation, path, shifted.clamp(min=0))  # padding is 0, which may be below the first category
         if self.norm is None:
-            return seen
-        parts = self.norm(self._vector(seen)).split([leaf.size for leaf in self._vectors], dim=-1)
+            return observation
+        parts = self.norm(self._vector(observation)).split([leaf.size for leaf in self._vectors], dim=-1)
         for leaf, part in zip(self._vectors, parts, strict=True):
-            seen = _replace(seen, leaf.path, part.reshape(-1, *leaf.space.shape))
-        return seen
+            observation = _replace(observation, leaf.path, part.reshape(-1, *leaf.space.shape))
+        return observation
 
-    def _vector(self, seen: Tree) -> Tensor:
-        picked = [(_pick(seen, leaf.path), leaf.size) for leaf in self._vectors]
+    def _vector(self, observation: Tree) -> Tensor:
+        picked = [(_pick(observation, leaf.path), leaf.size) for leaf in self._vectors]
         return torch.cat([value.reshape(-1, size) for value, size in picked], dim=-1)
 
-    # -- what the model says
+    # -- outputs
 
     def _initial(self, rows: int) -> Any:
         try:
             return self.model.initial_state(rows)  # type: ignore[operator]
         except Exception as error:  # the user's code may raise anything
-            raise told(f"{self.shown}: initial_state({rows}) failed", error) from error
+            raise user_code_error(f"{self.label}: initial_state({rows}) failed", error) from error
 
-    def answer(self, seen: Tree, state: tuple[Tensor, ...]) -> Answer:
-        """One call of the model for N rows. Raises ConfigError when that is not the form of an answer."""
+    def call_model(self, observation: Tree, state: tuple[Tensor, ...]) -> ModelOutput:
+        """Call the model for N rows. Raises ConfigError if the output has the wrong form."""
         if not self.recurrent:
-            said = self.model(seen)
-            if isinstance(said, Tensor):
-                return Answer(said, self._own_value(), ())
-            if isinstance(said, (tuple, list)) and len(said) == 2:
-                return Answer(said[0], self._own_value() if _nothing(said[1]) else said[1], ())
-            raise ConfigError(f"{self.shown}: forward returned {_told(said)}.", f"It returns (outputs, value): {_PLAIN}")
-        said = self.model(seen, state[0] if self._lone else state)
-        if isinstance(said, (tuple, list)) and len(said) == 3:
-            return Answer(said[0], said[1], _tuple_of(said[2]))
-        if isinstance(said, (tuple, list)) and len(said) == 2 and _has(type(self.model), "value_function"):
-            return Answer(said[0], self._own_value(), _tuple_of(said[1]))
-        raise ConfigError(f"{self.shown}: forward returned {_told(said)}.", f"It returns (outputs, value, state): {_RECURRENT}")
+            output = self.model(observation)
+            if isinstance(output, Tensor):
+                return ModelOutput(output, self._value_function(), ())
+            if isinstance(output, (tuple, list)) and len(output) == 2:
+                return ModelOutput(output[0], self._value_function() if _is_empty(output[1]) else output[1], ())
+            raise ConfigError(
+                f"{self.label}: forward returned {_describe_type(output)}.", f"It returns (outputs, value): {_PLAIN}"
+            )
+        output = self.model(observation, state[0] if self._single_state else state)
+        if isinstance(output, (tuple, list)) and len(output) == 3:
+            return ModelOutput(output[0], output[1], _tuple_of(output[2]))
+        if isinstance(output, (tuple, list)) and len(output) == 2 and _has(type(self.model), "value_function"):
+            return ModelOutput(output[0], self._value_function(), _tuple_of(output[1]))
+        raise ConfigError(
+            f"{self.label}: forward returned {_describe_type(output)}.", f"It returns (outputs, value, state): {_RECURRENT}"
+        )
 
-    def _own_value(self) -> Any:
+    def _value_function(self) -> Any:
         return self.model.value_function() if _has(type(self.model), "value_function") else None  # type: ignore[operator]
 
-    def _decided(self, seen: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        said = self.answer(seen, state)
-        outputs: Tensor = said.outputs.float()
-        # A model of action values need not say more: a state is worth its best action.
-        value: Tensor = outputs.amax(dim=-1) if said.value is None else said.value.reshape(-1).float()
-        return outputs, value, tuple(part.float() for part in said.state)
+    def _decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        output = self.call_model(observation, state)
+        outputs: Tensor = output.outputs.float()
+        # A Q-network need not return a value: the state value is that of the best action.
+        value: Tensor = outputs.amax(dim=-1) if output.value is None else output.value.reshape(-1).float()
+        return outputs, value, tuple(part.float() for part in output.state)
 
-    def _materialise(self) -> None:
-        """Lazy layers take their sizes from the first observation they see."""
-        seen = map_tree(lambda spec: torch.from_numpy(spec.zeros(2)), self._specs)
+    def _initialize_lazy_layers(self) -> None:
+        """Lazy layers take their sizes from the first observation."""
+        observation = map_tree(lambda spec: torch.from_numpy(spec.zeros(2)), self._specs)
         try:
             with torch.no_grad():
-                self.answer(self._prepared(seen), self.initial_state(2))
+                self.call_model(self._prepare(observation), self.initial_state(2))
         except Exception as error:  # the user's code may raise anything
-            raise told(f"{self.shown}: forward failed", error) from error
+            raise user_code_error(f"{self.label}: forward failed", error) from error
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in self.parameters()):
-            raise ConfigError(f"{self.shown} has a lazy layer that forward does not use.", "Remove it.")
+            raise ConfigError(f"{self.label} has a lazy layer that forward does not use.", "Remove it.")
 
 
-def model_config_of(config: NetworkConfig, pictures: bool) -> dict[str, Any]:
-    """The `model:` section as a plain dict of the model's own, every key with its value."""
-    section = {key: _listed(value) for key, value in asdict(config).items()}
+def model_config_of(config: NetworkConfig, images: bool) -> dict[str, Any]:
+    """Return the `model:` section as a plain dict with all keys."""
+    section = {key: _to_lists(value) for key, value in asdict(config).items()}
     if section["fcnet_hiddens"] is None:
-        section["fcnet_hiddens"] = [512] if pictures else [64, 64]
+        section["fcnet_hiddens"] = [512] if images else [64, 64]
     if section["vf_share_layers"] is None:
-        section["vf_share_layers"] = pictures
+        section["vf_share_layers"] = images
     section["lstm_cell_size"], section["use_lstm"] = section.pop("cell_size"), False
     del section["central"], section["byte_scales"]
     return section
 
 
-def _listed(value: Any) -> Any:
+def _to_lists(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _listed(item) for key, item in value.items()}
-    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _to_lists(item) for key, item in value.items()}
+    return [_to_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _beside(begins: Tensor, part: Tensor) -> Tensor:
+def _broadcast_rows(begins: Tensor, part: Tensor) -> Tensor:
     return begins.reshape(-1, *(1 for _ in part.shape[1:]))
 
 
@@ -231,14 +234,14 @@ def _tuple_of(state: Any) -> tuple[Any, ...]:
     return tuple(state) if isinstance(state, (tuple, list)) else (state,)
 
 
-def _nothing(said: Any) -> bool:
-    return said is None or (isinstance(said, (list, tuple)) and not said)  # `outputs, []` is how others write it
+def _is_empty(output: Any) -> bool:
+    return output is None or (isinstance(output, (list, tuple)) and not output)  # RLlib models return `outputs, []`
 
 
-def _told(said: Any) -> str:
-    if isinstance(said, (tuple, list)):
-        return f"a {type(said).__name__} of {len(said)}"
-    return f"a {type(said).__name__}"
+def _describe_type(output: Any) -> str:
+    if isinstance(output, (tuple, list)):
+        return f"a {type(output).__name__} of {len(output)}"
+    return f"a {type(output).__name__}"
 
 
 # -- the class ----------------------------------------------------------------------------------------------------------
@@ -248,13 +251,13 @@ def _has(cls: type, method: str) -> bool:
     return callable(getattr(cls, method, None))
 
 
-def _check_methods(cls: type[nn.Module], shown: str, recurrent: bool) -> None:
-    """What can be seen without running anything: whether it is written for this contract or for another."""
+def _check_methods(cls: type[nn.Module], label: str, recurrent: bool) -> None:
+    """Check without running the model whether it is written for this interface or for another."""
     if cls.forward is nn.Module.forward:
-        raise ConfigError(f"{shown}: {cls.__name__} has no forward.", f"Write  {_PLAIN}")
+        raise ConfigError(f"{label}: {cls.__name__} has no forward.", f"Write  {_PLAIN}")
     if _has(cls, "get_initial_state") and not recurrent:
         raise ConfigError(
-            f"{shown}: {cls.__name__} has get_initial_state, which is never called.",
+            f"{label}: {cls.__name__} has get_initial_state, which is never called.",
             f"Write  def initial_state(self, batch_size): return torch.zeros(batch_size, …)  and  {_RECURRENT}",
         )
     wanted = _RECURRENT if recurrent else _PLAIN
@@ -265,7 +268,7 @@ def _check_methods(cls: type[nn.Module], shown: str, recurrent: bool) -> None:
     needed = [p.name for p in names if p.default is p.empty]
     if "input_dict" in needed or "seq_lens" in needed:
         raise ConfigError(
-            f"{shown}: forward({', '.join(needed)}) is the form of an RLlib ModelV2.",
+            f"{label}: forward({', '.join(needed)}) is the form of an RLlib ModelV2.",
             f'Write  {wanted}  (obs is what input_dict["obs"] was; without obs_flat, in the structure of obs_space)'
             + ("" if recurrent else "; if it is recurrent, also initial_state(batch_size)."),
         )
@@ -273,45 +276,45 @@ def _check_methods(cls: type[nn.Module], shown: str, recurrent: bool) -> None:
     variable = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(cls.forward).parameters.values())
     if len(needed) > taken or (len(names) < taken and not variable):
         why = "it has initial_state, so it is recurrent" if recurrent else "it has no initial_state, so it keeps no state"
-        raise ConfigError(f"{shown}: forward takes ({', '.join(p.name for p in names)}), and {why}.", f"Write  {wanted}")
+        raise ConfigError(f"{label}: forward takes ({', '.join(p.name for p in names)}), and {why}.", f"Write  {wanted}")
 
 
-def _constructed(cls: type[nn.Module], shown: str, given: tuple[Any, ...], keywords: Mapping[str, Any]) -> nn.Module:
-    _check_signature(cls, shown, keywords)
+def _construct(cls: type[nn.Module], label: str, given: tuple[Any, ...], keywords: Mapping[str, Any]) -> nn.Module:
+    _check_signature(cls, label, keywords)
     try:
-        model = cls(*given, **_listed(keywords))
+        model = cls(*given, **_to_lists(keywords))
     except Exception as error:  # the user's code may raise anything
         hint = "Call super().__init__() first." if "before Module.__init__() call" in str(error) else ""
-        raise told(f"{shown} cannot be built", error, hint) from error
+        raise user_code_error(f"{label} cannot be built", error, hint) from error
     if "_parameters" not in vars(model):
-        raise ConfigError(f"{shown}: __init__ does not call super().__init__().", "Call it first.")
+        raise ConfigError(f"{label}: __init__ does not call super().__init__().", "Call it first.")
     return model
 
 
-def _check_signature(cls: type[nn.Module], shown: str, keywords: Mapping[str, Any]) -> None:
-    """That the constructor takes what it will be given, said in terms of `custom_model_config`."""
-    whole = f"def __init__(self, {', '.join(GIVEN)}, **custom_model_config)"
+def _check_signature(cls: type[nn.Module], label: str, keywords: Mapping[str, Any]) -> None:
+    """Check that the constructor accepts its arguments, in terms of `custom_model_config`."""
+    whole = f"def __init__(self, {', '.join(CONSTRUCTOR_ARGUMENTS)}, **custom_model_config)"
     if cls.__init__ is nn.Module.__init__:
-        raise ConfigError(f"{shown}: {cls.__name__} has no __init__.", f"Write  {whole}")
+        raise ConfigError(f"{label}: {cls.__name__} has no __init__.", f"Write  {whole}")
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if len(positional) < len(GIVEN) and not takes_any:
-        raise ConfigError(f"{shown}: __init__ takes ({', '.join(p.name for p in positional)}).", f"Write  {whole}")
-    own = [p for p in parameters[len(GIVEN) :] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if len(positional) < len(CONSTRUCTOR_ARGUMENTS) and not takes_any:
+        raise ConfigError(f"{label}: __init__ takes ({', '.join(p.name for p in positional)}).", f"Write  {whole}")
+    own = [p for p in parameters[len(CONSTRUCTOR_ARGUMENTS) :] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in own if p.default is p.empty and p.name not in keywords]
     if missing:
         raise ConfigError(
-            f"{shown} needs {', '.join(map(repr, missing))}, which custom_model_config does not give.",
+            f"{label} needs {', '.join(map(repr, missing))}, which custom_model_config does not give.",
             f"Add  custom_model_config: {{{missing[0]}: …}}  or give it a default.",
         )
     for key in keywords:
-        if key in (*GIVEN, *(p.name for p in positional[: len(GIVEN)])):
-            raise ConfigError(f"custom_model_config.{key}: every model is given {key} anyway.", "Call yours another name.")
+        if key in (*CONSTRUCTOR_ARGUMENTS, *(p.name for p in positional[: len(CONSTRUCTOR_ARGUMENTS)])):
+            raise ConfigError(f"custom_model_config.{key}: every model gets {key} already.", "Use another name.")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     known = [p.name for p in own]
     for key in keywords:
         if key not in known:
-            near = did_you_mean(key, known) if known else f"Its __init__ takes nothing beyond {', '.join(GIVEN)}."
-            raise ConfigError(f"custom_model_config.{key} is not an argument of {shown}.", near)
+            near = did_you_mean(key, known) if known else f"Its __init__ takes nothing beyond {', '.join(CONSTRUCTOR_ARGUMENTS)}."
+            raise ConfigError(f"custom_model_config.{key} is not an argument of {label}.", near)

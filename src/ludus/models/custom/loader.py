@@ -1,7 +1,7 @@
-"""The class of a network of the user's own, found by its name: `customnet` is model/customnet.py, or `module:Class`.
+"""Lookup of a user's network class by name: `customnet` is model/customnet.py, or `module:Class`.
 
-A checkpoint holds that name and never code or a path. It may come from anybody, so a name is only ever looked up where the
-user keeps code (`trust`), is read before it is run, and yields a torch module or nothing.
+A checkpoint contains that name, never code or a path. It may come from an untrusted source, so a name is looked up only where the user
+keeps code (`trust`), the source is parsed before it is run, and the result must be a torch module.
 """
 
 from __future__ import annotations
@@ -31,92 +31,94 @@ from ludus.errors import ConfigError, UnknownName
 
 FOLDER, CLASS = "model", "CustomModel"
 VARIABLE = "LUDUS_MODEL_PATH"
-"""Directories with a `model/` in them, or that hold the files themselves, separated as in PATH."""
+"""Directories that contain `model/`, or the files themselves, separated as in PATH."""
 
 FINDABLE = f"Run it from the project's directory (the one that holds {FOLDER}/), or name that directory in {VARIABLE}."
 
 _FILE = re.compile(r"(?!__)[A-Za-z_]\w{0,99}", re.ASCII)
 _MODULE = re.compile(r"(__main__|(?!__)[A-Za-z_]\w*(\.(?!__)[A-Za-z_]\w*)*):(?!__)[A-Za-z_]\w*", re.ASCII)
-_MOST_BYTES = 1 << 20  # of one file, and of all files that go along with it
+_MAX_BYTES = 1 << 20  # of one file, and of all files of its directory together
 _PACKAGE = "ludus_models_"
 
 
 @dataclass(frozen=True)
-class Files:
-    """A file of `model/` and those beside it, as text: enough to run it where they are not."""
+class ModelFiles:
+    """A file of `model/` and its siblings as text, so that it can run on another machine."""
 
     name: str
     directory: str
     texts: Mapping[str, str]
-    """Name of a file, without .py → what it says."""
+    """File name without .py → source text."""
 
     @property
     def package(self) -> str:
-        """Of the modules that are made of them. Other texts are other modules: who edits a file gets what it says now."""
+        """Name of the package of these modules. It depends on the texts, so an edited file is a new module."""
         digest = hashlib.sha256(self.directory.encode())
         for stem in sorted(self.texts):
             digest.update(f"\0{stem}\0{self.texts[stem]}".encode())
         return _PACKAGE + digest.hexdigest()[:16]
 
-    def shown(self) -> str:
+    def label(self) -> str:
         return f"{Path(self.directory).name}/{self.name}.py"
 
 
-_carried: dict[str, Files] = {}
+_registered: dict[str, ModelFiles] = {}
 
 
-def carry(files: Files) -> None:
-    """From now on that name means these files in this process, wherever it runs: they came from where the run was started."""
-    _carried[files.name] = files
+def register_files(files: ModelFiles) -> None:
+    """Use these files for that name in this process; they come from the machine that started the run."""
+    _registered[files.name] = files
 
 
-def look_in(directory: Path) -> None:
-    """Have this process, and those that it starts, look for models there first: beside the file of an experiment, say."""
-    there = str(directory.resolve())
+def add_search_directory(directory: Path) -> None:
+    """Make this process and its children search models there first, for example next to an experiment file."""
+    resolved = str(directory.resolve())
     trust.add_project(directory)
-    os.environ[VARIABLE] = os.pathsep.join([there, *(entry for entry in _named_path() if entry != there)])
+    os.environ[VARIABLE] = os.pathsep.join([resolved, *(entry for entry in _search_path() if entry != resolved)])
 
 
 def find_class(name: str) -> type[nn.Module]:
-    """The class that `custom_model` names. Raises UnknownName with where it was looked for, ConfigError when it is none."""
+    """Return the class that `custom_model` names. Raises UnknownName with the searched places, ConfigError if it is not a model."""
     if ":" in name:
         check_name(name)
         trust.check(name, "model")
-        found, shown = _of_module(name), name
+        found, label = _load_from_module(name), name
     else:
         files = files_of(name)
-        shown = files.shown()
+        label = files.label()
         _check_text(files)
         found = getattr(_run(files), CLASS, None)
     if not isinstance(found, type) or not issubclass(found, nn.Module):
-        raise ConfigError(f"{shown}: {_named(found)} is not a torch.nn.Module.", f"Write  class {CLASS}(nn.Module):")
+        raise ConfigError(f"{label}: {_type_name(found)} is not a torch.nn.Module.", f"Write  class {CLASS}(nn.Module):")
     if found is nn.Module:
-        raise ConfigError(f"{shown}: that is torch.nn.Module itself.", f"Write  class {CLASS}(nn.Module):")
+        raise ConfigError(f"{label}: that is torch.nn.Module itself.", f"Write  class {CLASS}(nn.Module):")
     return found
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError for anything but the name of a file in `model/`, or `module:Class`."""
+    """Raise ConfigError for anything but the name of a file in `model/`, or `module:Class`."""
     if _FILE.fullmatch(name) or _MODULE.fullmatch(name):
         return
     stem = Path(name.replace("\\", "/")).name.removesuffix(".py")
     file = f"A file is named without its directory and .py: custom_model: {stem if _FILE.fullmatch(stem) else 'customnet'}"
-    raise ConfigError(f"model.custom_model is {name!r}, which names no model.", f"{file}; a class is module:Class.")
+    raise ConfigError(f"model.custom_model is {name!r}, which is not the name of a model.", f"{file}; a class is module:Class.")
 
 
-def _named(found: Any) -> str:
+def _type_name(found: Any) -> str:
     return found.__name__ if isinstance(found, type) else f"a {type(found).__name__}"
 
 
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
-def files_of(name: str) -> Files:
-    """The file that a plain name means, found by the rule. Raises UnknownName, ConfigError."""
+def files_of(name: str) -> ModelFiles:
+    """Return the files of a plain name. Raises UnknownName, ConfigError."""
     check_name(name)
-    if name in _carried:
-        return _carried[name]
-    named = {str(place) for root in _named_path() for place in (Path(root), Path(root) / FOLDER)}  # by the user
+    if name in _registered:
+        return _registered[name]
+    named = {
+        str(place) for root in _search_path() for place in (Path(root), Path(root) / FOLDER)
+    }  # named by the user, so trusted
     for directory in _directories():
         path = directory / f"{name}.py"
         if path.is_file():
@@ -125,46 +127,46 @@ def files_of(name: str) -> Files:
             return _read(name, path)
     known = {path.stem for place in _directories() for path in place.glob("*.py")}
     near = did_you_mean(name, [stem for stem in known if _FILE.fullmatch(stem)])
-    looked = ", ".join([*_named_path(), str(Path.cwd())])
+    looked = ", ".join([*_search_path(), str(Path.cwd())])
     raise UnknownName(f"There is no {FOLDER}/{name}.py in {looked} nor along sys.path.", f"{near} {FINDABLE}".strip())
 
 
 def _directories() -> list[Path]:
-    """Where files of models may be: what LUDUS_MODEL_PATH says, then `model/` here, then `model/` along Python's path."""
-    found = [place for root in _named_path() for place in (Path(root) / FOLDER, Path(root))]
+    """Search directories: LUDUS_MODEL_PATH, then `model/` here, then `model/` along Python's path."""
+    found = [place for root in _search_path() for place in (Path(root) / FOLDER, Path(root))]
     found += [Path(root) / FOLDER for root in ("", *(entry for entry in sys.path if isinstance(entry, str)))]
     return list(dict.fromkeys(path for path in found if path.is_dir()))
 
 
-def _named_path() -> list[str]:
+def _search_path() -> list[str]:
     return [entry for entry in os.environ.get(VARIABLE, "").split(os.pathsep) if entry]
 
 
-def _read(name: str, path: Path) -> Files:
-    """The file and, while they are small, those beside it, which it may import as `from .blocks import Block`."""
+def _read(name: str, path: Path) -> ModelFiles:
+    """Read the file and, up to the size limit, its siblings, which it may import as `from .blocks import Block`."""
     texts = {name: _text(path)}
-    room = _MOST_BYTES - len(texts[name])
+    remaining = _MAX_BYTES - len(texts[name])
     for other in sorted(path.parent.glob("*.py")):
-        if other.stem not in texts and other.is_file() and (room := room - other.stat().st_size) >= 0:
-            with contextlib.suppress(ConfigError):  # it need not matter; whoever imports it is told
+        if other.stem not in texts and other.is_file() and (remaining := remaining - other.stat().st_size) >= 0:
+            with contextlib.suppress(ConfigError):  # it may be unused; importing it reports the error
                 texts[other.stem] = _text(other)
-    return Files(name, str(path.parent.resolve()), texts)
+    return ModelFiles(name, str(path.parent.resolve()), texts)
 
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"{path.name} has more than {_MOST_BYTES} bytes; that is no model.", "Are weights in it?")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path.name} has more than {_MAX_BYTES} bytes, too many for a model.", "Keep weights out of it.")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read {path.parent.name}/{path.name}: {error}.") from error
 
 
-class _Texts(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Modules made of texts, as a package: the files of `model/` find each other wherever they are run."""
+class _SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports modules from source texts as a package, so that the files of `model/` find each other on any machine."""
 
     def __init__(self) -> None:
-        self.packages: dict[str, Files] = {}
+        self.packages: dict[str, ModelFiles] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -189,60 +191,60 @@ class _Texts(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         exec(code, module.__dict__)  # noqa: S102 - the user's own model
 
 
-_texts = _Texts()
+_finder = _SourceFinder()
 
 
-def _run(files: Files) -> ModuleType:
-    """The module of a file. Raises ConfigError with the line that is wrong."""
+def _run(files: ModelFiles) -> ModuleType:
+    """Import the module of a file. Raises ConfigError with the wrong line."""
     name = f"{files.package}.{files.name}"
     if name in sys.modules:
         return sys.modules[name]
-    _texts.packages[files.package] = files
-    if _texts not in sys.meta_path:
-        sys.meta_path.insert(0, _texts)  # before what looks for files: those may have been edited since
+    _finder.packages[files.package] = files
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)  # before the file finders: the files may have changed since
     root = str(Path(files.directory).parent)
     along = root not in sys.path
     if along:  # for `from model.blocks import Block`
         sys.path.append(root)
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # anything can be wrong in a file of the user's
-        raise told(f"{files.shown()} cannot be imported", error, "Correct the file.") from error
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        raise user_code_error(f"{files.label()} cannot be imported", error, "Correct the file.") from error
     finally:
         if along:
             sys.path.remove(root)
 
 
-def _check_text(files: Files) -> None:
-    """A file that has no such class is not run: a checkpoint may name any file there is."""
-    statements = _parsed(files.texts[files.name], files.shown())
-    if CLASS in {name for node in statements for name in _bound(node)}:
+def _check_text(files: ModelFiles) -> None:
+    """Do not run a file without such a class: a checkpoint may name any file."""
+    statements = _parse(files.texts[files.name], files.label())
+    if CLASS in {name for node in statements for name in _bound_names(node)}:
         return
     own = [node.name for node in statements if isinstance(node, ast.ClassDef) and node.bases]
     remedy = f"It has {', '.join(own)}: call the model {CLASS}." if own else f"Write  class {CLASS}(nn.Module):"
-    raise ConfigError(f"{files.shown()} has no class {CLASS}.", remedy)
+    raise ConfigError(f"{files.label()} has no class {CLASS}.", remedy)
 
 
-def _parsed(text: str, shown: str) -> list[ast.stmt]:
+def _parse(text: str, label: str) -> list[ast.stmt]:
     try:
         return ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # what Python's parser raises for rubbish
-        raise told(f"{shown} cannot be imported", error, "Correct the file.") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # raised by Python's parser for invalid text
+        raise user_code_error(f"{label} cannot be imported", error, "Correct the file.") from error
 
 
 # -- modules ------------------------------------------------------------------------------------------------------------
 
 
-def _of_module(path: str) -> Any:
-    """A module that is loaded already is only looked into; any other is read first, and imported if it has that name."""
+def _load_from_module(path: str) -> Any:
+    """Use a module that is already loaded; parse any other first, and import it only if it defines the name."""
     module_name, _, name = path.partition(":")
     module = sys.modules.get(module_name)
     if module is None:
         _check_source(module_name, name)
         try:
             module = importlib.import_module(module_name)
-        except (Exception, SystemExit) as error:  # the user's module may raise anything
-            raise told(f"{module_name!r} cannot be imported", error, "Correct it.") from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise user_code_error(f"{module_name!r} cannot be imported", error, "Correct it.") from error
     if not hasattr(module, name):
         near = did_you_mean(name, [n for n, item in vars(module).items() if inspect.isclass(item)])
         raise UnknownName(f"{module_name!r} has no class {name!r}.", near)
@@ -250,56 +252,56 @@ def _of_module(path: str) -> Any:
 
 
 def _check_source(module_name: str, name: str) -> None:
-    """Only what is Python text on the path and has the name is imported: a checkpoint may name any module there is."""
+    """Only a Python source file that defines the name is imported: a checkpoint may name any module."""
     top = module_name.partition(".")[0]
     if top in sys.stdlib_module_names or top in sys.builtin_module_names:
-        raise UnknownName(f"{module_name!r} is a module of Python itself and has no model.", "Name one of yours.")
+        raise UnknownName(f"{module_name!r} is part of the standard library and has no model.", "Name a module of yours.")
     path: Sequence[str] | None = None
     spec: importlib.machinery.ModuleSpec | None = None
     parts = module_name.split(".")
-    for i in range(len(parts)):  # not importlib.util.find_spec, which would import the packages around it
+    for i in range(len(parts)):  # not importlib.util.find_spec, which would import the parent packages
         spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: i + 1]), path)
         path = None if spec is None else spec.submodule_search_locations
         if spec is None or (path is None and i < len(parts) - 1):
             raise UnknownName(f"There is no module {module_name!r} (from {module_name}:{name}).", FINDABLE)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise UnknownName(f"{module_name!r} is not a Python file.", "Name the module in which the class stands.")
-    names = {found for node in _parsed(_text(Path(spec.origin)), repr(module_name)) for found in _bound(node)}
+        raise UnknownName(f"{module_name!r} is not a Python file.", "Name the module that defines the class.")
+    names = {found for node in _parse(_text(Path(spec.origin)), repr(module_name)) for found in _bound_names(node)}
     if name not in names:
         raise UnknownName(f"{module_name!r} has no class {name!r}.", did_you_mean(name, names))
 
 
-def _bound(node: ast.stmt) -> list[str]:
-    """Names of classes that a statement may bring into a module."""
+def _bound_names(node: ast.stmt) -> list[str]:
+    """Names of classes that a statement may define in a module."""
     if isinstance(node, ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.ImportFrom):
         return [alias.asname or alias.name for alias in node.names]
     if isinstance(node, (ast.If, ast.Try)):
         inner = [*node.body, *node.orelse, *(s for h in getattr(node, "handlers", []) for s in h.body)]
-        return [name for item in inner for name in _bound(item)]
+        return [name for item in inner for name in _bound_names(item)]
     if isinstance(node, ast.Assign):
         return [target.id for target in node.targets if isinstance(target, ast.Name)]
     return []
 
 
-# -- what the user's code raises ----------------------------------------------------------------------------------------
+# -- errors of the user's code ----------------------------------------------------------------------------------------
 
 
-def told(what: str, error: BaseException, hint: str = "") -> ConfigError:
-    """An error of the user's code in a sentence, with the line of theirs in which it came up."""
+def user_code_error(what: str, error: BaseException, hint: str = "") -> ConfigError:
+    """Describe an error of the user's code in one sentence, with the line of that code."""
     if isinstance(error, ConfigError):
         return error
     if isinstance(error, SyntaxError):
         return ConfigError(f"{what}: line {error.lineno}: {error.msg}.", hint)
     where = own_line(error)
-    said = str(error).strip().splitlines()
-    sentence = f"{what}: {where}{type(error).__name__}{': ' + said[0] if said else ''}"
+    message_lines = str(error).strip().splitlines()
+    sentence = f"{what}: {where}{type(error).__name__}{': ' + message_lines[0] if message_lines else ''}"
     return ConfigError(sentence if sentence.endswith((".", "!", "?")) else f"{sentence}.", hint)
 
 
 def own_line(error: BaseException) -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """Return the innermost line of the traceback outside torch and ludus."""
     ours = (str(Path(__file__).parents[2]), str(Path(nn.__file__).parents[1]))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*ours, "<")) and "importlib" not in frame.filename:

@@ -1,6 +1,6 @@
-"""Whether a network of the user's can be learned with, found out before a run begins: every complaint says what to change.
+"""Validation of a user's network before a run starts; every error tells what to change.
 
-The model is tried on random observations of its space, in copies of its own: the one that will learn is not touched.
+The model is tested on random observations of its space, in copies: the one that will learn is not touched.
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ from torch import Tensor, nn
 
 from ludus.core.tree import Tree, leaves, map_tree
 from ludus.errors import ConfigError
-from ludus.models.custom.custom_network import Answer, CustomNetwork
-from ludus.models.custom.loader import told
+from ludus.models.custom.custom_network import CustomNetwork, ModelOutput
+from ludus.models.custom.loader import user_code_error
 from ludus.models.export.parity import random_observations
 from ludus.models.policy import VALUES, Policy
 
 _ROWS = 5
-_STEPS = 3  # of a recurrent model
-_TRIES = 8  # batches, half of them with other weights, before a gradient is taken for always 0
-_MANY = 64  # rows of such a batch
-_CLOSE = 1e-4  # float32, sums in another order
+_STEPS = 3  # unroll for a recurrent model
+_TRIES = 8  # batches, half of them with perturbed weights, before a gradient counts as always 0
+_GRADIENT_ROWS = 64  # rows of such a batch
+_TOLERANCE = 1e-4  # float32 rounding
 _NORMS = "Use LayerNorm or GroupNorm; observation_filter: MeanStdFilter normalises what comes in."
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
 
 def check_custom(policy: Policy) -> None:
-    """Raises ConfigError with the remedy when the policy's own network cannot be learned with."""
+    """Raise ConfigError with the remedy if the policy's network cannot be trained."""
     network = policy.network
     assert isinstance(network, CustomNetwork)
     with torch.random.fork_rng(devices=[]):
-        one, other = _rebuilt(policy, 1), _rebuilt(policy, 2)
+        one, other = _rebuild(policy, 1), _rebuild(policy, 2)
         checks = _Checks(one, policy)
         checks.parameters()
         with torch.no_grad():
             first = checks.shapes()
             checks.repeatable(first)
-            checks.rows_apart(first)
+            checks.rows_independent(first)
             checks.modes_agree(first)
-            checks.same_elsewhere(first, other)
+            checks.rebuilt_equal(first, other)
         checks.gradients()
 
 
-def _rebuilt(policy: Policy, seed: int) -> CustomNetwork:
-    """As another process builds it: by the same name and arguments, then with these weights."""
+def _rebuild(policy: Policy, seed: int) -> CustomNetwork:
+    """Rebuild it as another process does: by the same name and arguments, then with these weights."""
     torch.manual_seed(seed)
     network = policy.network
     assert isinstance(network, CustomNetwork)
-    twin = Policy.from_description(policy.description()).network
-    assert isinstance(twin, CustomNetwork)
-    own, other = _sizes(network), _sizes(twin)
+    rebuilt = Policy.from_description(policy.description()).network
+    assert isinstance(rebuilt, CustomNetwork)
+    own, other = _sizes(network), _sizes(rebuilt)
     if own != other:
         differing = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         raise ConfigError(
-            f"{network.shown}, built a second time, is another network: {', '.join(differing[:3])}.",
+            f"{network.label}, built a second time, is another network: {', '.join(differing[:3])}.",
             "Sizes may depend on the arguments of __init__ alone.",
         )
-    twin.load_state_dict(network.state_dict())
-    return twin
+    rebuilt.load_state_dict(network.state_dict())
+    return rebuilt
 
 
 def _sizes(network: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -70,19 +70,19 @@ def _sizes(network: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 class _Checks:
-    """What is asked of a model, in an order in which each question can be answered."""
+    """The checks, in an order in which each builds on the previous ones."""
 
     def __init__(self, network: CustomNetwork, policy: Policy) -> None:
-        self.network, self.model, self.shown = network, network.model, network.shown
+        self.network, self.model, self.label = network, network.model, network.label
         self.values = policy.kind == VALUES
         self._space, self._rng = policy.observation_space, np.random.default_rng(0)
-        self.seen, self.others = self._observations(_ROWS), self._observations(_ROWS)
+        self.observation, self.other_observation = self._observations(_ROWS), self._observations(_ROWS)
 
     def _observations(self, rows: int) -> Tree:
-        return self.network._prepared(map_tree(torch.from_numpy, random_observations(self._space, rows, self._rng)))
+        return self.network._prepare(map_tree(torch.from_numpy, random_observations(self._space, rows, self._rng)))
 
     def fail(self, what: str, remedy: str) -> ConfigError:
-        return ConfigError(f"{self.shown}: {what}", remedy)
+        return ConfigError(f"{self.label}: {what}", remedy)
 
     # -- the module
 
@@ -103,35 +103,37 @@ class _Checks:
 
     # -- calls
 
-    def ask(self, seen: Tree, state: tuple[Tensor, ...], network: CustomNetwork | None = None) -> Answer:
+    def call(self, observation: Tree, state: tuple[Tensor, ...], network: CustomNetwork | None = None) -> ModelOutput:
         network = network or self.network
-        before = map_tree(Tensor.clone, (seen, state))
-        rows = len(next(leaves(seen))[1])
+        before = map_tree(Tensor.clone, (observation, state))
+        rows = len(next(leaves(observation))[1])
         try:
-            said = network.answer(seen, state)
-        except Exception as error:  # the user's code may raise anything
-            norms = self._of(_BATCH_NORMS)
+            output = network.call_model(observation, state)
+        except Exception as error:  # user code may raise anything
+            norms = self._modules_of_type(_BATCH_NORMS)
             hint = (
-                f"{', '.join(norms)} is a BatchNorm: {_NORMS}" if norms else f"Observations come as {_shapes(seen)}: rows first."
+                f"{', '.join(norms)} is a BatchNorm: {_NORMS}"
+                if norms
+                else f"Observations come as {_shapes(observation)}: rows first."
             )
-            raise told(f"{self.shown}: forward failed for a batch of {rows}", error, hint) from error
-        for (path, was), (_, now) in zip(leaves(before), leaves((seen, state)), strict=True):
+            raise user_code_error(f"{self.label}: forward failed for a batch of {rows}", error, hint) from error
+        for (path, was), (_, now) in zip(leaves(before), leaves((observation, state)), strict=True):
             if not torch.equal(was, now):
                 what = "the observation" if path.startswith("0") else "the state"
                 raise self.fail(
                     f"forward changes {what} it is given.", "Others read it, too: write x = x / 255, not x.div_(255) or x /= 255."
                 )
-        return said
+        return output
 
-    def unrolled(self, seen: Tree, network: CustomNetwork | None = None, steps: int = _STEPS) -> Answer:
-        """The last answer; a recurrent model sees the same observations several times."""
+    def unroll(self, observation: Tree, network: CustomNetwork | None = None, steps: int = _STEPS) -> ModelOutput:
+        """Return the last output; a recurrent model gets the same observations several times."""
         network = network or self.network
-        rows = len(next(leaves(seen))[1])
+        rows = len(next(leaves(observation))[1])
         state = self._initial(network, rows)
         for _ in range(steps if network.recurrent else 1):
-            said = self.ask(seen, state, network)
-            state = said.state
-        return said
+            output = self.call(observation, state, network)
+            state = output.state
+        return output
 
     def _initial(self, network: CustomNetwork, rows: int) -> tuple[Tensor, ...]:
         state = network.initial_state(rows) if network.recurrent else ()
@@ -155,40 +157,40 @@ class _Checks:
                 "Rows come first and the shape stays the same; nn.LSTM has them second: transpose(0, 1), or use nn.LSTMCell.",
             )
 
-    # -- questions
+    # -- checks
 
-    def shapes(self) -> Answer:
-        """Of what it says to a batch; returns that."""
-        said = self.ask(self.seen, self._initial(self.network, _ROWS))
-        self._check_tensor("outputs", said.outputs)
-        wanted, found = [_ROWS, self.network.num_outputs], list(said.outputs.shape)
+    def shapes(self) -> ModelOutput:
+        """Check the shapes of the outputs for a batch; return the output."""
+        output = self.call(self.observation, self._initial(self.network, _ROWS))
+        self._check_tensor("outputs", output.outputs)
+        wanted, found = [_ROWS, self.network.num_outputs], list(output.outputs.shape)
         if found != wanted:
-            swapped = isinstance(said.value, Tensor) and list(said.value.shape) == wanted
+            swapped = isinstance(output.value, Tensor) and list(output.value.shape) == wanted
             raise self.fail(
                 f"forward returned outputs of shape {found} for a batch of {_ROWS}, not {wanted}.",
                 "Return (outputs, value), in this order."
                 if swapped
                 else "End with nn.Linear(…, num_outputs); keep the rows first.",
             )
-        if said.value is None and not self.values:
+        if output.value is None and not self.values:
             raise self.fail(
                 "forward() returned no value estimate; this algorithm needs one.",
                 "Return (outputs, value), or add  def value_function(self): return the value of the last forward, [B].",
             )
-        if said.value is not None:
-            self._check_tensor("value", said.value)
-            if list(said.value.shape) not in ([_ROWS], [_ROWS, 1]):
+        if output.value is not None:
+            self._check_tensor("value", output.value)
+            if list(output.value.shape) not in ([_ROWS], [_ROWS, 1]):
                 raise self.fail(
-                    f"the value has shape {list(said.value.shape)} for a batch of {_ROWS}, not [{_ROWS}] or [{_ROWS}, 1].",
+                    f"the value has shape {list(output.value.shape)} for a batch of {_ROWS}, not [{_ROWS}] or [{_ROWS}, 1].",
                     "One number for each row: nn.Linear(…, 1).",
                 )
         if self.network.recurrent:
             before = self.network.initial_state(_ROWS)
-            if len(said.state) != len(before):
-                raise self.fail(f"forward returned {len(said.state)} states, initial_state {len(before)}.", "Return as many.")
-            for i, part in enumerate(said.state):
+            if len(output.state) != len(before):
+                raise self.fail(f"forward returned {len(output.state)} states, initial_state {len(before)}.", "Return as many.")
+            for i, part in enumerate(output.state):
                 self._check_state("forward", i, part, _ROWS, before[i])
-        return self.unrolled(self.seen)
+        return self.unroll(self.observation)
 
     def _check_tensor(self, what: str, found: Any) -> None:
         if not isinstance(found, Tensor):
@@ -204,17 +206,17 @@ class _Checks:
                 "Look for a division by 0, the log or root of what may be 0, or weights that were never set.",
             )
 
-    def repeatable(self, first: Answer) -> None:
-        """The same again gives the same, whatever was asked between."""
-        again = self.unrolled(self.seen)
+    def repeatable(self, first: ModelOutput) -> None:
+        """The same inputs give the same outputs, independent of calls in between."""
+        again = self.unroll(self.observation)
         if self._differ(first, again):
-            raise self._random_or_kept("the same observations, asked twice, get different answers")
-        self.unrolled(self.others)
-        if self._differ(first, self.unrolled(self.seen)):
-            raise self._random_or_kept("what it answers depends on what it was asked before")
+            raise self._not_repeatable_error("the same observations, asked twice, get different answers")
+        self.unroll(self.other_observation)
+        if self._differ(first, self.unroll(self.observation)):
+            raise self._not_repeatable_error("what it answers depends on what it was asked before")
 
-    def _random_or_kept(self, what: str) -> ConfigError:
-        dropouts = self._of(_DROPOUTS)
+    def _not_repeatable_error(self, what: str) -> ConfigError:
+        dropouts = self._modules_of_type(_DROPOUTS)
         if dropouts:
             return self.fail(
                 f"{what}: {', '.join(dropouts)} is Dropout.", "Remove it: acting and learning must agree on probabilities."
@@ -225,46 +227,46 @@ class _Checks:
             "initial_state(batch_size), and forward(obs, state) → (outputs, value, state).",
         )
 
-    def rows_apart(self, first: Answer) -> None:
-        """A row gets the same answer alone, in a pair, and among others."""
+    def rows_independent(self, first: ModelOutput) -> None:
+        """A row gives the same output alone, in a pair, and in a batch."""
         for begin, end in ((0, 1), (0, 2), (3, 5)):
-            part = self.unrolled(map_tree(lambda x, b=begin, e=end: x[b:e], self.seen))
+            part = self.unroll(map_tree(lambda x, b=begin, e=end: x[b:e], self.observation))
             if list(part.outputs.shape) != [end - begin, self.network.num_outputs]:
                 raise self.fail(
                     f"outputs have shape {list(part.outputs.shape)} for a batch of {end - begin}.",
                     "Keep the rows first, also when there is one: no squeeze() without a dimension.",
                 )
             if self._differ(first, part, slice(begin, end)):
-                norms = self._of(_BATCH_NORMS)
+                norms = self._modules_of_type(_BATCH_NORMS)
                 if norms:
-                    raise self.fail(f"a row's answer depends on the rows beside it: {', '.join(norms)} is a BatchNorm.", _NORMS)
+                    raise self.fail(f"a row's output depends on the other rows: {', '.join(norms)} is a BatchNorm.", _NORMS)
                 raise self.fail(
-                    "a row's answer depends on the rows beside it.",
+                    "a row's output depends on the other rows.",
                     "Compute along the dimensions after the first; no mean(0) or softmax(0).",
                 )
 
-    def modes_agree(self, first: Answer) -> None:
-        """It is learned in one mode and exported in the other."""
-        with _evaluating(self.network):
-            other = self.unrolled(self.seen)
+    def modes_agree(self, first: ModelOutput) -> None:
+        """Training and eval mode must agree: it is trained in one and served in the other."""
+        with _eval_mode(self.network):
+            other = self.unroll(self.observation)
         if self._differ(first, other):
-            named = self._of((*_BATCH_NORMS, *_DROPOUTS))
+            named = self._modules_of_type((*_BATCH_NORMS, *_DROPOUTS))
             raise self.fail(
                 f"after .eval() it answers differently{': ' + ', '.join(named) if named else ''}.",
                 "It is learned in one mode and served in the other: use layers that do not tell them apart.",
             )
 
-    def same_elsewhere(self, first: Answer, other: CustomNetwork) -> None:
-        """Built again and given the weights, it is the same: nothing that matters is outside of the weights."""
-        if self._differ(first, self.unrolled(self.seen, other)):
+    def rebuilt_equal(self, first: ModelOutput, other: CustomNetwork) -> None:
+        """Rebuilt with the same weights it gives the same outputs: nothing that matters is outside of the weights."""
+        if self._differ(first, self.unroll(self.observation, other)):
             raise self.fail(
                 "built again, with the same weights, it answers differently: something is not among its weights.",
                 "Layers in a list belong into nn.ModuleList; a tensor made in __init__ into register_buffer or nn.Parameter.",
             )
 
     def gradients(self) -> None:
-        """They reach whatever is to be learned."""
-        targets = self._targets(self.seen)
+        """Gradients reach all trainable parameters."""
+        targets = self._targets(self.observation)
         if not any(target.requires_grad for target in targets):
             raise self.fail(
                 "no gradient reaches its parameters.",
@@ -277,99 +279,102 @@ class _Checks:
                 )
         total = _total(targets)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._check_strays(total, named.values())
+        self._check_unregistered(total, named.values())
         found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-        missed = [name for name, grad in zip(named, found, strict=True) if grad is None]
-        if missed:
+        unreached = [name for name, grad in zip(named, found, strict=True) if grad is None]
+        if unreached:
             raise self.fail(
-                f"no gradient reaches {_some(missed)}.",
+                f"no gradient reaches {_some(unreached)}.",
                 "Use it in forward, remove it, or freeze it: requires_grad_(False).",
             )
-        wild = [name for name, grad in zip(named, found, strict=True) if grad is not None and not torch.isfinite(grad).all()]
-        if wild:
+        not_finite = [
+            name for name, grad in zip(named, found, strict=True) if grad is not None and not torch.isfinite(grad).all()
+        ]
+        if not_finite:
             raise self.fail(
-                f"the gradient of {_some(wild)} is not a number.", "A root or logarithm of 0? Add a small number inside."
+                f"the gradient of {_some(not_finite)} is not a number.", "A root or logarithm of 0? Add a small number inside."
             )
-        still = {name: named[name] for name, grad in zip(named, found, strict=True) if grad is not None and not grad.any()}
-        self._check_still(still)
+        zero = {name: named[name] for name, grad in zip(named, found, strict=True) if grad is not None and not grad.any()}
+        self._check_zero_gradients(zero)
 
-    def _targets(self, seen: Tree) -> list[Tensor]:
-        said = self.unrolled(seen)
-        return [said.outputs] if said.value is None else [said.outputs, said.value]
+    def _targets(self, observation: Tree) -> list[Tensor]:
+        output = self.unroll(observation)
+        return [output.outputs] if output.value is None else [output.outputs, output.value]
 
-    def _check_still(self, still: dict[str, nn.Parameter]) -> None:
-        """A gradient that was 0 once may be so by chance, or because a layer behind it begins as zeros, which is a good habit.
+    def _check_zero_gradients(self, zero: dict[str, nn.Parameter]) -> None:
+        """A gradient may be 0 by chance, or because a later layer is initialised with zeros.
 
-        So: many more observations, then with weights moved away from where they begin. The network is a copy, and this is
-        the last question.
+        So try many more observations, then perturbed weights. The network is a copy, and this is the last check.
         """
         for number in range(_TRIES):
-            if not still:
+            if not zero:
                 return
             if number >= _TRIES // 2:
-                self._move_weights()
-            found = torch.autograd.grad(_total(self._targets(self._observations(_MANY))), list(still.values()), allow_unused=True)
-            still = {name: p for (name, p), grad in zip(still.items(), found, strict=True) if grad is None or not grad.any()}
-        if still:
+                self._perturb_weights()
+            found = torch.autograd.grad(
+                _total(self._targets(self._observations(_GRADIENT_ROWS))), list(zero.values()), allow_unused=True
+            )
+            zero = {name: p for (name, p), grad in zip(zero.items(), found, strict=True) if grad is None or not grad.any()}
+        if zero:
             raise self.fail(
-                f"the gradient of {_some(list(still))} is always 0: it would never change.",
+                f"the gradient of {_some(list(zero))} is always 0: it would never change.",
                 "Is it multiplied by 0, rounded, compared, or behind a ReLU that is never above 0? "
                 "Else remove it, or freeze it: requires_grad_(False).",
             )
 
     @torch.no_grad()
-    def _move_weights(self) -> None:
+    def _perturb_weights(self) -> None:
         for parameter in self.model.parameters():
-            inputs = parameter[0].numel() if parameter.ndim > 1 else _MANY
+            inputs = parameter[0].numel() if parameter.ndim > 1 else _GRADIENT_ROWS
             parameter.add_(torch.randn_like(parameter) / inputs**0.5)
 
-    def _check_strays(self, total: Tensor, registered: Any) -> None:
-        """Whatever else a gradient reaches would never be learned, nor saved."""
+    def _check_unregistered(self, total: Tensor, registered: Any) -> None:
+        """Tensors that get a gradient but are not registered would never be trained or saved."""
         known = {id(parameter) for parameter in registered}
-        stray = next((leaf for leaf in _graph_leaves(total) if id(leaf) not in known), None)
-        if stray is not None:
+        unregistered = next((leaf for leaf in _graph_leaves(total) if id(leaf) not in known), None)
+        if unregistered is not None:
             raise self.fail(
-                f"a tensor of shape {list(stray.shape)} takes part and is not among its parameters.",
+                f"a tensor of shape {list(unregistered.shape)} takes part and is not among its parameters.",
                 "Layers in a list belong into nn.ModuleList, a lone tensor into nn.Parameter, and all are made in __init__.",
             )
 
-    # -- small parts
+    # -- helpers
 
-    def _of(self, kinds: tuple[type, ...]) -> list[str]:
+    def _modules_of_type(self, kinds: tuple[type, ...]) -> list[str]:
         return [name or type(module).__name__ for name, module in self.model.named_modules() if isinstance(module, kinds)]
 
     @staticmethod
-    def _differ(one: Answer, other: Answer, rows: slice = slice(None)) -> bool:
+    def _differ(one: ModelOutput, other: ModelOutput, rows: slice = slice(None)) -> bool:
         pairs = [(one.outputs, other.outputs), *zip(one.state, other.state, strict=True)]
         if one.value is not None:
             pairs.append((one.value, other.value))
         return any(
             mine[rows].shape != theirs.shape
-            or not torch.allclose(mine[rows], theirs, rtol=1e-3, atol=_CLOSE * (1 + float(mine.abs().max())))
+            or not torch.allclose(mine[rows], theirs, rtol=1e-3, atol=_TOLERANCE * (1 + float(mine.abs().max())))
             for mine, theirs in pairs
         )
 
 
 def _total(targets: Sequence[Tensor]) -> Tensor:
-    """One number in which every answer takes part."""
+    """One number that depends on every output."""
     return torch.stack([target.square().sum() + target.sum() for target in targets]).sum()
 
 
 def _graph_leaves(result: Tensor) -> Iterator[Tensor]:
-    """Tensors at which the gradient of a result would be collected."""
-    waiting, seen = [result.grad_fn], set()
+    """Yield the tensors at which the gradient of a result would accumulate."""
+    waiting, observation = [result.grad_fn], set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in observation:
             continue
-        seen.add(node)
+        observation.add(node)
         if hasattr(node, "variable"):
             yield node.variable
         waiting.extend(before for before, _ in node.next_functions)
 
 
 @contextlib.contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
+def _eval_mode(network: nn.Module) -> Iterator[None]:
     network.eval()
     try:
         yield
@@ -381,8 +386,8 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _shapes(seen: Tree) -> str:
-    return ", ".join(f"{path + ' ' if path else ''}{_dtype(leaf)}{list(leaf.shape)}" for path, leaf in leaves(seen))
+def _shapes(observation: Tree) -> str:
+    return ", ".join(f"{path + ' ' if path else ''}{_dtype(leaf)}{list(leaf.shape)}" for path, leaf in leaves(observation))
 
 
 def _some(names: Sequence[str]) -> str:

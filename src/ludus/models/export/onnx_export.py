@@ -1,7 +1,7 @@
-"""From PyTorch to ONNX: a policy as one graph, observation in and action out, or a user's own module.
+"""Export from PyTorch to ONNX: a policy as one graph from observation to action, or a user's module.
 
-The weights enter the tracer as inputs and become initialisers afterwards, under the names that they have in `state_dict`. So
-nothing about them is folded into the graph, and `with_weights` puts newer ones in without another trace.
+The weights are inputs of the tracer and become initialisers afterwards, under their `state_dict` names. So no weight is folded into
+the graph, and `with_weights` replaces them without another trace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ludus.models.weights import module_spec as modules
 EXTRA = "serve"
 OPSET, OLDEST_OPSET, NEWEST_OPSET = 18, 15, 22
 META = "ludus"
-"""The key of the model file's metadata under which the facts about it stand, as JSON."""
+"""Metadata key of the model file under which its facts are stored as JSON."""
 _NO_FUNCTION = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
 _EXAMPLE_ROWS = 3  # a batch of 0 or 1 would be taken for a constant
 
@@ -50,30 +50,30 @@ def require_onnx(what: str) -> tuple[Any, Any]:
 
 
 def named(prefix: str, tree: Tree) -> list[tuple[str, Any]]:
-    """(name in the graph, leaf): `observation`, or `observation.key` and so on for nested ones."""
+    """Return (name in the graph, leaf): `observation`, or `observation.key` and so on for nested trees."""
     return [(f"{prefix}.{path}" if path else prefix, leaf) for path, leaf in leaves(tree)]
 
 
-def regrown(like: Tree, flat: Iterator[Any]) -> Tree:
-    """A tree with the structure of `like`, whose leaves are the next ones of `flat` in the order of `tree.leaves`."""
+def unflatten_tree(like: Tree, flat: Iterator[Any]) -> Tree:
+    """Return a tree with the structure of `like`, whose leaves are taken from `flat` in the order of `tree.leaves`."""
     if isinstance(like, Mapping):
-        return {key: regrown(like[key], flat) for key in sorted(like)}
+        return {key: unflatten_tree(like[key], flat) for key in sorted(like)}
     if isinstance(like, tuple):
-        return tuple(regrown(item, flat) for item in like)
+        return tuple(unflatten_tree(item, flat) for item in like)
     return next(flat)
 
 
 # -- a policy -----------------------------------------------------------------------------------------------------------
 
 
-class _Deciding(nn.Module):
-    """One decision of a policy for N rows, without the dimension of time that learning needs."""
+class _PolicyStep(nn.Module):
+    """One decision of a policy for N rows, without a time dimension."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.network = policy.network
-        self.distribution = policy.distribution  # by this name: what it has learned is a weight like any other
-        self._worth, self._action_space = policy.worth, policy.action_space
+        self.distribution = policy.distribution  # the attribute name is part of its weight names
+        self._state_value, self._action_space = policy.state_value, policy.action_space
 
     def forward(self, observation: Tree, mask: Tensor | None, noise: Tensor | None, state: tuple[Tensor, ...]) -> dict[str, Tree]:
         logits, value, after = self.network.decide(observation, state)
@@ -82,7 +82,7 @@ class _Deciding(nn.Module):
             "action": _for_environment(self._action_space, chosen),
             "chosen": chosen,
             "log_prob": log_prob,
-            "value": self._worth(logits, value, mask),
+            "value": self._state_value(logits, value, mask),
             "logits": logits,
             "next_state": after,
         }
@@ -104,7 +104,7 @@ def _for_environment(space: gym.Space[Any], chosen: Tree) -> Tree:
         if space.is_bounded("both"):
             action = (0.5 * high + 0.5 * low) + chosen.clamp(-1.0, 1.0).to(low.dtype) * (0.5 * high - 0.5 * low)
         return torch.minimum(torch.maximum(action.to(low.dtype), low), high)  # rounding may leave the bounds
-    return chosen + 0  # an output of its own, not another name of `chosen`
+    return chosen + 0  # a separate output, not an alias of `chosen`
 
 
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
@@ -112,7 +112,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def policy_inputs(policy: Any) -> dict[str, ArraySpec]:
-    """The inputs of a policy's graph, by name and in order; shapes are per row."""
+    """Return the inputs of a policy's graph by name, in order; shapes are per row."""
     inputs = dict(named("observation", array_spec(policy.observation_space)))
     distribution = policy.distribution
     if distribution.mask_size:
@@ -125,16 +125,16 @@ def policy_inputs(policy: Any) -> dict[str, ArraySpec]:
 def export_policy(
     policy: Policy, *, opset: int = OPSET, name: str = "model", version: int = 0, trained: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The whole policy as the bytes of an ONNX file, which needs nothing else to be run. Raises UsageError, MissingExtra.
+    """Return the whole policy as the bytes of a self-contained ONNX file. Raises UsageError, MissingExtra.
 
-    `trained`: what a player has to know of its training, such as how often it decides; plain values.
+    `trained`: facts about the training that a player needs, such as its decision interval; JSON values.
     """
     inputs = policy_inputs(policy)
-    seen = array_spec(policy.observation_space)
+    observation_spec = array_spec(policy.observation_space)
     masks, noises = "mask" in inputs, "noise" in inputs
 
     def arguments(flat: Iterator[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        observation = regrown(seen, flat)
+        observation = unflatten_tree(observation_spec, flat)
         mask, noise = next(flat) if masks else None, next(flat) if noises else None
         return (observation, mask, noise, tuple(flat)), {}
 
@@ -151,23 +151,23 @@ def export_policy(
     example = {name: spec.zeros(_EXAMPLE_ROWS) for name, spec in inputs.items()}
     for path, (lowest, _) in spaces.categories(policy.observation_space).items():
         example[f"observation.{path}" if path else "observation"] += lowest
-    return _traced(_Deciding(policy), example, arguments, "", opset, facts)
+    return _trace(_PolicyStep(policy), example, arguments, "", opset, facts)
 
 
 # -- any module ---------------------------------------------------------------------------------------------------------
 
 
 def export_module(module: nn.Module, inputs: Mapping[str, Any], *, opset: int = OPSET, name: str = "model") -> bytes:
-    """A user's module with the declared inputs of `module.inputs_of`. Raises UsageError when it cannot be traced."""
+    """Export a user's module with the declared inputs of `module_spec.inputs_of`. Raises UsageError if it cannot be traced."""
     specs = dict(named("args", _argument_specs(inputs)[0])) | dict(named("kwargs", _argument_specs(inputs)[1]))
     example = {key: spec.zeros(_EXAMPLE_ROWS) for key, spec in specs.items()}
-    return _traced(module, example, arguments_of(inputs), "output", opset, {"kind": "module", "model": name})
+    return _trace(module, example, arguments_of(inputs), "output", opset, {"kind": "module", "model": name})
 
 
 def arguments_of(inputs: Mapping[str, Any]) -> Arguments:
-    """What makes (args, kwargs) of the flat inputs of a module's graph."""
+    """Return a function that makes (args, kwargs) from the flat inputs of a module's graph."""
     args, kwargs = _argument_specs(inputs)
-    return lambda flat: (regrown(args, flat), regrown(kwargs, flat))
+    return lambda flat: (unflatten_tree(args, flat), unflatten_tree(kwargs, flat))
 
 
 def _argument_specs(inputs: Mapping[str, Any]) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
@@ -187,8 +187,9 @@ def _specs(spec: Mapping[str, Any]) -> Tree:
 
 
 class _Flat(nn.Module):
-    """A module as a function of a flat list: its weights, then its inputs. It does not own the module, so that none of its
-    weights is taken for a constant."""
+    """A module as a function of a flat list: its weights, then its inputs. It does not own the module, so that no weight becomes a
+    constant.
+    """
 
     def __init__(self, call: Callable[..., Tree], weights: Sequence[str], arguments: Arguments) -> None:
         super().__init__()
@@ -202,7 +203,7 @@ class _Flat(nn.Module):
 
 
 def plain_outputs(outputs: Any, where: str = "") -> Tree:
-    """Tuples and dicts of tensors. Raises UsageError on anything else in a module's output."""
+    """Return tuples and dicts of tensors. Raises UsageError for any other output of a module."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping):
@@ -214,7 +215,7 @@ def plain_outputs(outputs: Any, where: str = "") -> Tree:
     )
 
 
-def _traced(
+def _trace(
     module: nn.Module,
     inputs: Mapping[str, Array],
     arguments: Arguments,
@@ -231,23 +232,23 @@ def _traced(
         weights = {key: value.detach() for key, value in module.state_dict().items()}
         clash = weights.keys() & inputs.keys()
         if clash:
-            raise UsageError(f"The module calls a weight {sorted(clash)[0]!r}, which is the name of an input.", "Rename it.")
+            raise UsageError(f"The weight {sorted(clash)[0]!r} of the module has the name of an input.", "Rename it.")
         example = [torch.from_numpy(value) for value in inputs.values()]
         with torch.no_grad():
             args, kwargs = arguments(iter(example))
             outputs = plain_outputs(module(*args, **kwargs))
-            call = functools.partial(torch.func.functional_call, module, tie_weights=False)  # each is an input of its own
+            call = functools.partial(torch.func.functional_call, module, tie_weights=False)  # every weight is a separate input
             flat = _Flat(call, list(weights), arguments).eval()
             names = [name if prefix or not path else path for path, name in _output_names(prefix, outputs)]
-            model = _proto(flat, weights, dict(zip(inputs, example, strict=True)), names)
+            model = _export_proto(flat, weights, dict(zip(inputs, example, strict=True)), names)
     finally:
         module.train(was_training)
-    _initialised(onnx, model, modules.weights_of(module))
-    _stripped(model)
-    known = {"ludus": ludus.__version__, "torch": torch.__version__, "opset": OPSET, "precision": "float32", **facts}
-    known["weights"] = {key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in weights.items()}
-    known["outputs"] = _skeleton(outputs)
-    onnx.helper.set_model_props(model, {META: json.dumps(known)})
+    _weights_to_initializers(onnx, model, modules.weights_of(module))
+    _strip_traces(model)
+    metadata = {"ludus": ludus.__version__, "torch": torch.__version__, "opset": OPSET, "precision": "float32", **facts}
+    metadata["weights"] = {key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in weights.items()}
+    metadata["outputs"] = _skeleton(outputs)
+    onnx.helper.set_model_props(model, {META: json.dumps(metadata)})
     model.producer_name, model.producer_version = "ludus", ludus.__version__
     onnx.checker.check_model(model)
     data = bytes(model.SerializeToString())
@@ -259,13 +260,13 @@ def _output_names(prefix: str, outputs: Tree) -> list[tuple[str, str]]:
 
 
 def _skeleton(outputs: Tree) -> Any:
-    """The structure of the outputs as plain values; a leaf is null."""
+    """The structure of the outputs as JSON values; a leaf is null."""
     if isinstance(outputs, Mapping):
         return {key: _skeleton(item) for key, item in outputs.items()}
     return [_skeleton(item) for item in outputs] if isinstance(outputs, tuple) else None
 
 
-def _proto(flat: nn.Module, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor], outputs: Sequence[str]) -> Any:
+def _export_proto(flat: nn.Module, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor], outputs: Sequence[str]) -> Any:
     batch = torch.export.Dim("batch", min=1)
     shapes = (*(None for _ in weights), *({0: batch} for _ in inputs))
     try:
@@ -282,13 +283,13 @@ def _proto(flat: nn.Module, weights: Mapping[str, Tensor], inputs: Mapping[str, 
                 dynamic_shapes=(shapes,),
             )
     except torch.onnx.errors.OnnxExporterError as error:
-        raise UsageError(*_why_not(error)) from error
+        raise UsageError(*_explain_failure(error)) from error
     assert program is not None
     return program.model_proto
 
 
-def _why_not(error: BaseException) -> tuple[str, str]:
-    """What kept a model from being traced, and what to do about it."""
+def _explain_failure(error: BaseException) -> tuple[str, str]:
+    """Return why a model cannot be traced, and the remedy."""
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
@@ -296,8 +297,8 @@ def _why_not(error: BaseException) -> tuple[str, str]:
     for link in chain:
         operator = _NO_FUNCTION.search(str(link))
         if operator:
-            said = f"This model cannot be written as ONNX: its operation {operator[1]} has no form there."
-            return said, "Use another one in forward, or serve the model with PyTorch: ludus serve --backend torch."
+            message = f"This model cannot be written as ONNX: its operation {operator[1]} has no ONNX equivalent."
+            return message, "Use another one in forward, or serve the model with PyTorch: ludus serve --backend torch."
     reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
     return (
         f"This model cannot be written as ONNX: {where}{reason}",
@@ -307,15 +308,15 @@ def _why_not(error: BaseException) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """The exporter tells its progress and other packages' deprecations to whoever listens."""
+    """Suppress progress output of the exporter and deprecation warnings of other packages."""
     names = ("torch.onnx", "torch.onnx._internal.exporter._registration", "onnxscript", "onnx_ir", "torch.fx", "torch.export")
     before = {name: logging.getLogger(name).level for name in names}
     root = logging.getLogger()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # it prints the graph of what it cannot trace
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # it prints the graph of a failed trace
         warnings.simplefilter("ignore")
         for name in names:
             logging.getLogger(name).setLevel(logging.ERROR)
-        root.addFilter(_is_error)  # the quantiser's advice; what others log through their own loggers does not pass here
+        root.addFilter(_is_error)  # advice of the quantiser on the root logger; other loggers are not affected
         try:
             yield
         finally:
@@ -328,20 +329,20 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def _initialised(onnx: Any, model: Any, weights: Mapping[str, Array]) -> None:
-    """The inputs that are weights become initialisers; those that the outputs do not depend on are left out."""
+def _weights_to_initializers(onnx: Any, model: Any, weights: Mapping[str, Array]) -> None:
+    """Turn weight inputs into initialisers; weights that no output depends on are dropped."""
     graph = model.graph
-    kept = [item for item in graph.input if item.name not in weights]
+    attributes = [item for item in graph.input if item.name not in weights]
     del graph.input[:]
-    graph.input.extend(kept)
+    graph.input.extend(attributes)
     used = {name for node in graph.node for name in node.input}
     for name, value in weights.items():
         if name in used:
             graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name))
 
 
-def _stripped(model: Any) -> None:
-    """Take out what the tracer noted about the place where it ran: stack traces with paths."""
+def _strip_traces(model: Any) -> None:
+    """Remove stack traces with local paths, which the tracer records."""
     model.doc_string = model.graph.doc_string = ""
     for item in (model.graph, *model.graph.node, *model.graph.input, *model.graph.output, *model.graph.value_info):
         del item.metadata_props[:]
@@ -356,11 +357,11 @@ def _stripped(model: Any) -> None:
 
 
 _WIDENED = frozenset(["Identity", "Where", "GreaterOrEqual", "LessOrEqual"])
-"""Operators that after opset 15 only learned more types."""
+"""Operators that only support more types since opset 15."""
 
 
 def at_opset(data: bytes, opset: int) -> bytes:
-    """The same model in another opset. Raises UsageError."""
+    """Return the same model in another opset. Raises UsageError."""
     onnx, _ = require_onnx("another opset")
     _check_opset(opset)
     model = _at_opset(onnx, onnx.load_from_string(data), opset)
@@ -387,34 +388,34 @@ def _at_opset(onnx: Any, model: Any, opset: int) -> Any:
 
 
 def _lower(onnx: Any, model: Any, opset: int) -> None:
-    """To an older opset, in place. The converter of the onnx package knows no way back for Split and some others."""
+    """Convert to an older opset, in place. The converter of the onnx package cannot downgrade Split and some others."""
     graph = model.graph
     constants = {item.name: onnx.numpy_helper.to_array(item) for item in graph.initializer}
     constants |= {n.output[0]: onnx.numpy_helper.to_array(n.attribute[0].t) for n in graph.node if n.op_type == "Constant"}
     for node in graph.node:
-        kept = list(node.attribute)
+        attributes = list(node.attribute)
         if onnx.defs.get_schema(node.op_type, OPSET).since_version <= opset:
             continue
         if node.op_type == "Split":
-            kept = [a for a in kept if a.name != "num_outputs"]
+            attributes = [a for a in attributes if a.name != "num_outputs"]
         elif node.op_type.startswith("Reduce") and (len(node.input) < 2 or node.input[1] in constants):
-            kept = [a for a in kept if a.name != "noop_with_empty_axes"]
+            attributes = [a for a in attributes if a.name != "noop_with_empty_axes"]
             if len(node.input) == 2:
-                kept.append(onnx.helper.make_attribute("axes", constants[node.input.pop()].tolist()))
+                attributes.append(onnx.helper.make_attribute("axes", constants[node.input.pop()].tolist()))
         elif node.op_type not in _WIDENED:
             raise UsageError(f"The operator {node.op_type} cannot be written for opset {opset}.", f"Use opset {OPSET} or newer.")
         del node.attribute[:]
-        node.attribute.extend(kept)
+        node.attribute.extend(attributes)
     for item in model.opset_import:
         if item.domain == "":
             item.version = opset
 
 
-# -- what stands in a file ----------------------------------------------------------------------------------------------
+# -- metadata and weights of a file ----------------------------------------------------------------------------------------------
 
 
 def facts_of(model: Any) -> dict[str, Any]:
-    """What `export_…` wrote into a loaded model. Raises UsageError when it was not exported by us."""
+    """Return what the exporter wrote into a loaded model. Raises UsageError if it was not exported by ludus."""
     for item in model.metadata_props:
         if item.key == META:
             return dict(json.loads(item.value))
@@ -422,7 +423,7 @@ def facts_of(model: Any) -> dict[str, Any]:
 
 
 def with_facts(data: bytes, **changes: Any) -> bytes:
-    """The same model with other facts about it."""
+    """Return the same model with changed facts."""
     onnx, _ = require_onnx("ONNX")
     model = onnx.load_from_string(data)
     onnx.helper.set_model_props(model, {META: json.dumps(facts_of(model) | changes)})
@@ -430,7 +431,7 @@ def with_facts(data: bytes, **changes: Any) -> bytes:
 
 
 def with_weights(data: bytes, weights: Mapping[str, Array], version: int | None = None) -> bytes:
-    """The same float32 graph with other weights. Raises IncompatibleCheckpoint when they are not those of this model."""
+    """Return the same float32 graph with other weights. Raises IncompatibleCheckpoint if they do not fit."""
     onnx, _ = require_onnx("ONNX")
     model = onnx.load_from_string(data)
     facts = facts_of(model)
@@ -451,18 +452,18 @@ def with_weights(data: bytes, weights: Mapping[str, Array], version: int | None 
 
 
 def without(data: bytes, outputs: Sequence[str]) -> bytes:
-    """The same model without these outputs and all that only they need. (onnxruntime computes a whole graph, asked or not.)"""
+    """Return the same model without these outputs and the nodes that only they need; onnxruntime always computes the whole graph."""
     onnx, _ = require_onnx("ONNX")
     model = onnx.load_from_string(data)
     graph = model.graph
-    kept = [item for item in graph.output if item.name not in outputs]
-    needed, nodes = {item.name for item in kept}, []
+    attributes = [item for item in graph.output if item.name not in outputs]
+    needed, nodes = {item.name for item in attributes}, []
     for node in reversed(graph.node):
         if needed & set(node.output):
             nodes.append(node)
             needed |= set(node.input)
     initializers = [item for item in graph.initializer if item.name in needed]
-    for field, items in (("output", kept), ("node", nodes[::-1]), ("initializer", initializers)):
+    for field, items in (("output", attributes), ("node", nodes[::-1]), ("initializer", initializers)):
         graph.ClearField(field)
         getattr(graph, field).extend(items)
     graph.ClearField("value_info")

@@ -1,11 +1,11 @@
-"""Does an exported model do what the model it was made from does? Thousands of decisions of both, compared.
+"""Verification of exported models: thousands of decisions of the export and the original are compared.
 
-A float32 model passes when no logit or recurrent state differs by more than 1e-4, no value or log-probability by more than 1e-3,
-and 99.9 % of the actions are equal; an int8 model when 99 % of the actions are equal. Where numbers are so large that float32
-itself is coarser, 2e-6 of the largest logit of the row is allowed, and 1e-3 of the value. Continuous actions are equal when they
-differ by no more than 0.01 % (int8: 2 %) of the range of the Box, or of themselves where it has no bounds.
+A float32 model passes if no logit or recurrent state differs by more than 1e-4, no value or log-probability by more than 1e-3, and
+99.9 % of the actions are equal; an int8 model if 99 % of the actions are equal. For large numbers, where float32 itself is coarser,
+2e-6 of the largest logit of the row is allowed, and 1e-3 of the value. Continuous actions are equal if they differ by at most 0.01 %
+(int8: 2 %) of the range of the Box, or of their size without bounds.
 
-No row of a batch may change the answers to another, however strange it is: they are different players.
+Rows of a batch belong to different players: no row may affect the outputs of another, even with extreme inputs.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ _ALLOWED = {
     "value": (1e-3, 1e-3),
     "log_prob": (1e-3, 1e-3),
 }
-"""What numbers may differ by: at least the first, more where the second times the largest of the row is more."""
+"""Tolerances: (absolute, relative to the largest number of the row)."""
 _SHARE = {"float32": 0.999, "int8": 0.99}
 _CONTINUOUS = {"float32": 1e-4, "int8": 0.02}
 INT8_ERROR = 0.05
-"""What the outputs of an int8 model may be off by, as a share of how much they vary (root mean squares)."""
+"""Maximum error of the outputs of an int8 model, relative to their spread (root mean squares)."""
 INT8_DRIFT = 0.25
-"""What the recurrent states of an int8 model may be off by after an unroll, likewise."""
-_UNBOUNDED = 1e6  # bounds beyond this mean that nobody knew any
-_STRANGE = (1e3, 1e6)
-"""Numbers that observations hold when something is wrong with a game."""
-_STRANGE_ROWS, _ALONE_ROWS = 4, 12  # of a batch
+"""Maximum error of the recurrent states of an int8 model after an unroll, likewise."""
+_UNBOUNDED = 1e6  # larger bounds count as unbounded
+_EXTREME = (1e3, 1e6)
+"""Extreme numbers in observations of a faulty game."""
+_EXTREME_ROWS, _ALONE_ROWS = 4, 12  # of a batch
 
 
 @dataclass
-class Report:
-    """What was compared, and what came of it."""
+class ParityReport:
+    """What was compared, and the result."""
 
     model: str
     version: int
@@ -69,27 +69,27 @@ class Report:
     random: int = 0
     """Decisions on observations drawn from the space."""
     recorded: int = 0
-    """Decisions on observations that were seen in play."""
+    """Decisions on recorded observations."""
     unrolled: int = 0
-    """Decisions in unrolls in which either side carries its own recurrent state."""
+    """Decisions in unrolls, in which each side carries its own recurrent state."""
     unroll_steps: int = 0
     alone: int = 0
-    """Rows that were asked alone and, once more, among strange ones."""
+    """Rows evaluated alone and again in a batch with extreme rows."""
     batch_sizes: list[int] = field(default_factory=list)
     max_logit_difference: float = 0.0
     max_value_difference: float = 0.0
     max_state_difference: float = 0.0
     max_log_prob_difference: float = 0.0
-    """Where the actions are equal."""
+    """For equal actions."""
     max_company_difference: float = 0.0
-    """Between a row alone and the same row among strange ones, in units of what is allowed."""
+    """Between a row alone and in a batch with extreme rows, in units of the tolerance."""
     state_drift: float = 0.0
-    """How far the recurrent states are off after an unroll, as a share of how much they vary."""
+    """Error of the recurrent states after an unroll, relative to their spread."""
     equal_actions: float = 0.0
-    """The share of decisions in which both chose the same."""
+    """Share of decisions with equal actions."""
     versions: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What whoever relies on this should know."""
+    """Remarks for users of the export."""
 
     @property
     def reason(self) -> str:
@@ -98,20 +98,20 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def refuse(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         self.passed = False
         self.reasons.append(reason)
 
 
-def artefact(policy: Policy, traced: bytes, *, int8: bool = False, recorded: Tree | None = None) -> tuple[bytes, Report]:
-    """What is made of a traced policy, and what its comparison with the original has shown: see whether it passed before use."""
+def artefact(policy: Policy, traced: bytes, *, int8: bool = False, recorded: Tree | None = None) -> tuple[bytes, ParityReport]:
+    """Return the model to ship and its comparison with the original; check `passed` before use."""
     model = quantize(traced, calibration_of(policy, recorded)) if int8 else traced
     return model, verify(policy, model, recorded)
 
 
-def verify(policy: Policy, model: bytes, recorded: Tree | None = None, seed: int = 0) -> Report:
+def verify(policy: Policy, model: bytes, recorded: Tree | None = None, seed: int = 0) -> ParityReport:
     """Compare an exported policy with its original; `recorded` are observations [N, …] from play. Raises Damaged, UsageError."""
-    tally = _tally(policy, model)
+    tally = _make_comparison(policy, model)
     report = tally.report
     generator = torch.Generator().manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -126,7 +126,7 @@ def verify(policy: Policy, model: bytes, recorded: Tree | None = None, seed: int
         chunk = map_tree(lambda x, at=start: x[at : at + BATCH_SIZES[-1]], recorded)
         for noise in (None, policy.draw_noise(_rows(chunk), generator)):
             report.recorded += tally.compare(chunk, _random_state(policy, _rows(chunk), rng), None, noise)
-    for size in _STRANGE:
+    for size in _EXTREME:
         report.random += _mix(policy, tally, size, rng)
     if policy.recurrent:
         _unroll(policy, tally, recorded, rng, generator)
@@ -135,41 +135,43 @@ def verify(policy: Policy, model: bytes, recorded: Tree | None = None, seed: int
 
 
 def independent(policy: Policy, model: bytes, seed: int = 0) -> list[str]:
-    """Reasons why the rows of a batch are not independent of each other, or not numbers; none: they are."""
-    tally, rng = _tally(policy, model), np.random.default_rng(seed)
-    for size in _STRANGE:
+    """Return reasons why the rows of a batch are not independent or not finite; empty if they are."""
+    tally, rng = _make_comparison(policy, model), np.random.default_rng(seed)
+    for size in _EXTREME:
         _mix(policy, tally, size, rng)
     tally.judge_rows()
     return tally.report.reasons
 
 
-def _tally(policy: Policy, model: bytes) -> _Tally:
+def _make_comparison(policy: Policy, model: bytes) -> _Comparison:
     exported = OnnxPolicy(model)
-    report = Report(
+    report = ParityReport(
         exported.model, exported.version, exported.precision, int(exported.facts["opset"]), versions=_versions()
     )  # fmt: skip
     policy.network.thaw()
-    return _Tally(policy, exported, report)
+    return _Comparison(policy, exported, report)
 
 
-def _mix(policy: Policy, tally: _Tally, size: float, rng: np.random.Generator) -> int:
-    """A batch with a few strange rows: the others are compared with the original, and all with themselves alone."""
+def _mix(policy: Policy, tally: _Comparison, size: float, rng: np.random.Generator) -> int:
+    """Compare a batch with a few extreme rows: the others with the original, and all with themselves alone."""
     rows = BATCH_SIZES[-1]
     observation, state = observations_for(policy, rows, rng), _random_state(policy, rows, rng)
     order = rng.permutation(rows)
-    strange, usual = order[:_STRANGE_ROWS], np.sort(order[_STRANGE_ROWS:])
-    observation = _made_strange(policy.observation_space, observation, strange, size)
+    extreme, usual = order[:_EXTREME_ROWS], np.sort(order[_EXTREME_ROWS:])
+    observation = _make_extreme(policy.observation_space, observation, extreme, size)
     count = tally.compare(observation, state, None, None, only=usual)
-    tally.company(observation, state, strange, usual[:_ALONE_ROWS])
+    tally.compare_alone(observation, state, extreme, usual[:_ALONE_ROWS])
     return count
 
 
-def _unroll(policy: Policy, tally: _Tally, recorded: Tree | None, rng: np.random.Generator, generator: torch.Generator) -> None:
-    """Each side from the initial state on with its own state, so that small differences may add up."""
+def _unroll(
+    policy: Policy, tally: _Comparison, recorded: Tree | None, rng: np.random.Generator, generator: torch.Generator
+) -> None:
+    """Unroll each side from the initial state with its own state, so that small differences may accumulate."""
     ours = theirs = tuple(spec.zeros(UNROLL_ROWS) for spec in policy.state_spec())
     seen = _rows(recorded)
     for step in range(UNROLL_STEPS):
-        if recorded is not None and seen >= UNROLL_STEPS:  # rows begin at different places of what was played, in its order
+        if recorded is not None and seen >= UNROLL_STEPS:  # rows start at different positions of the recording, in its order
             at = (step + np.arange(UNROLL_ROWS) * (seen // UNROLL_ROWS)) % seen
             observation = map_tree(lambda x, at=at: x[at], recorded)
         else:
@@ -178,30 +180,30 @@ def _unroll(policy: Policy, tally: _Tally, recorded: Tree | None, rng: np.random
         tally.report.unrolled += tally.compare(observation, ours, None, noise, theirs)
         ours, theirs = tally.states
     tally.report.unroll_steps = UNROLL_STEPS
-    tally.report.state_drift = max((_share_off(a, b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+    tally.report.state_drift = max((_relative_error(a, b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
 
 
-def _share_off(mine: Array, theirs: Array) -> float:
-    """Root mean square of the difference ÷ that of how much the rows vary."""
-    with np.errstate(all="ignore"):  # what is not a number is told by _finite
+def _relative_error(mine: Array, theirs: Array) -> float:
+    """Root mean square of the difference, divided by that of the spread of the rows."""
+    with np.errstate(all="ignore"):  # handled by _finite
         error, spread = np.sqrt(np.mean((mine - theirs) ** 2)), np.sqrt(np.mean((mine - mine.mean(axis=0)) ** 2))
         return _finite(error / (spread + 1e-12))
 
 
 def _without_hidden(*sides: Array) -> list[Array]:
-    """Logits, with 0 for options that all sides hide: the number that hides them says nothing, and dwarfs all that does."""
+    """Replace logits that all sides mask by 0: the mask constant would dominate every difference."""
     hidden = np.logical_and.reduce([side < MASKED / 2 for side in sides])
     return [np.where(hidden, np.float32(0), side) for side in sides]
 
 
-class _Tally:
-    """Asks both sides, and keeps what differed most."""
+class _Comparison:
+    """Evaluates both sides and keeps the largest differences."""
 
-    def __init__(self, policy: Policy, exported: OnnxPolicy, report: Report) -> None:
+    def __init__(self, policy: Policy, exported: OnnxPolicy, report: ParityReport) -> None:
         self._policy, self._exported, self.report = policy, exported, report
         self._equal = 0
         self._worst = dict.fromkeys(_ALLOWED, 0.0)
-        """The largest difference by kind, in units of what is allowed there."""
+        """The largest difference by kind, in units of the tolerance."""
         self._share = _CONTINUOUS[report.precision]
         self._widths = _widths(policy.action_space)
         self._not_numbers: set[str] = set()
@@ -216,14 +218,14 @@ class _Tally:
         other_state: tuple[Array, ...] | None = None,
         only: Array | None = None,
     ) -> int:
-        """Returns the number of decisions. `only`: these rows; of the others it is asked that they are numbers where ours are."""
+        """Return the number of decisions. `only`: compare these rows; the others only have to be finite where the original is."""
         mine = _outputs(self._policy, observation, state, mask, noise)
         theirs = self._exported.outputs(observation, state if other_state is None else other_state, mask, noise)
         if mine.keys() != theirs.keys() or any(
             mine[k].shape != theirs[k].shape or mine[k].dtype != theirs[k].dtype for k in mine
         ):
-            told = {key: [str(value.dtype), list(value.shape)] for key, value in theirs.items()}
-            self.report.refuse(f"The outputs have other names, types or shapes than the policy's: {told}.")
+            shown = {key: [str(value.dtype), list(value.shape)] for key, value in theirs.items()}
+            self.report.fail(f"The outputs have other names, types or shapes than the policy's: {shown}.")
             return 0
         names = [name for name in mine if name.startswith("next_state.")]
         for name in ("logits", "value", "log_prob", *names):
@@ -231,7 +233,7 @@ class _Tally:
                 self._not_numbers.add(name)
         if only is not None:
             mine, theirs = ({name: array[only] for name, array in side.items()} for side in (mine, theirs))
-        with np.errstate(all="ignore"):  # what is not a number is told, by _finite and by `judge`
+        with np.errstate(all="ignore"):  # handled by _finite and `judge`
             self._compare(mine, theirs, names)
         self.states = tuple(mine[name] for name in names), tuple(theirs[name] for name in names)
         return len(mine["log_prob"])
@@ -247,7 +249,7 @@ class _Tally:
         equal = np.ones(len(mine["log_prob"]), np.bool_)
         for name, width in self._widths.items():
             equal &= _same(mine[name], theirs[name], width, self._share)
-        if equal.any():  # of another action the probability is another
+        if equal.any():  # different actions have different probabilities
             apart = self._differ("log_prob", mine["log_prob"][equal], theirs["log_prob"][equal])
             report.max_log_prob_difference = max(report.max_log_prob_difference, apart)
         self._equal += int(equal.sum())
@@ -261,26 +263,26 @@ class _Tally:
         self._worst[kind] = max(self._worst[kind], _finite((apart / allowed).max()))
         return _finite(apart.max())
 
-    def company(self, observation: Tree, state: tuple[Array, ...], strange: Array, usual: Array) -> None:
-        """The same rows alone and among the others: what comes of a row must not depend on its company."""
+    def compare_alone(self, observation: Tree, state: tuple[Array, ...], extreme: Array, usual: Array) -> None:
+        """Evaluate rows alone and in the batch: the outputs of a row must not depend on the others."""
         together = self._exported.outputs(observation, state, None, None)
         kinds = {"logits": "logits", "value": "value"} | {f"next_state.{i}": "state" for i in range(len(state))}
-        for row in (*strange, *usual):
+        for row in (*extreme, *usual):
             one = slice(row, row + 1)
             parts = tuple(part[one] for part in state)
             alone = self._exported.outputs(map_tree(lambda x, one=one: x[one], observation), parts, None, None)
             for name, kind in kinds.items():
-                self._depends(kind, alone[name][0], together[name][row], together[name][usual], row in strange)
+                self._compare_row(kind, alone[name][0], together[name][row], together[name][usual], row in extreme)
             self.report.alone += 1
 
-    def _depends(self, kind: str, alone: Array, together: Array, usual: Array, strange: bool) -> None:
+    def _compare_row(self, kind: str, alone: Array, together: Array, usual: Array, extreme: bool) -> None:
         least, share = _ALLOWED[kind]
         if kind == "logits":
             (alone, together), (usual,) = _without_hidden(alone, together), _without_hidden(usual)
         with np.errstate(all="ignore"):
             if self.report.precision == "int8":  # a sum in another order may round to the next integer
-                least, share = max(least, INT8_ERROR * float(np.std(usual))), INT8_ERROR if strange else 0.0
-            elif strange:  # it is rounded where it is largest, and that may be inside the network
+                least, share = max(least, INT8_ERROR * float(np.std(usual))), INT8_ERROR if extreme else 0.0
+            elif extreme:  # intermediate values may be larger than the outputs, and are rounded accordingly
                 share = max(share, 1e-3)
             allowed = max(least, share * float(np.abs(alone).max(initial=0)))
             worst = _finite(np.abs(alone - together).max(initial=0) / allowed)
@@ -293,25 +295,27 @@ class _Tally:
         report.equal_actions = self._equal / report.decisions
         needed = _SHARE[report.precision]
         if report.equal_actions < needed:
-            report.refuse(f"Only {report.equal_actions:.3%} of the actions are equal; {needed:.1%} are needed.{self._excuse()}")
+            report.fail(
+                f"Only {report.equal_actions:.3%} of the actions are equal; {needed:.1%} are needed.{self._int8_advice()}"
+            )
         self.judge_rows()
         if report.precision == "float32":
             for kind, worst in self._worst.items():
                 if worst > 1:
-                    report.refuse(f"The {kind} differ by up to {worst:.3g} times what is allowed ({_ALLOWED[kind][0]:g}).")
+                    report.fail(f"The {kind} differ by up to {worst:.3g} times what is allowed ({_ALLOWED[kind][0]:g}).")
         elif report.state_drift > INT8_DRIFT:
-            told = f"{report.state_drift:.0%} of how much they vary; {INT8_DRIFT:.0%} are allowed"
-            report.refuse(f"After {report.unroll_steps} steps the states differ by {told}.")
+            shown = f"{report.state_drift:.0%} of how much they vary; {INT8_DRIFT:.0%} are allowed"
+            report.fail(f"After {report.unroll_steps} steps the states differ by {shown}.")
 
     def judge_rows(self) -> None:
         report = self.report
         for name in sorted(self._not_numbers):
-            report.refuse(f"The {name} are not always numbers.")
+            report.fail(f"The {name} are not always numbers.")
         if report.max_company_difference > 1:
-            told = f"{report.max_company_difference:.3g} times what is allowed"
-            report.refuse(f"The answers to an observation depend on the others in its batch, by up to {told}.")
+            shown = f"{report.max_company_difference:.3g} times what is allowed"
+            report.fail(f"The answers to an observation depend on the others in its batch, by up to {shown}.")
 
-    def _excuse(self) -> str:
+    def _int8_advice(self) -> str:
         if self.report.precision != "int8":
             return ""
         return (
@@ -320,14 +324,14 @@ class _Tally:
 
 
 def _outputs(policy: Policy, observation: Tree, state: tuple[Array, ...], mask: Bools | None, noise: Array | None) -> Feed:
-    """All that the graph gives, by PyTorch."""
+    """Compute all outputs of the graph with PyTorch."""
     with torch.inference_mode():
         tensors = map_tree(torch.from_numpy, observation)
         logits, value, after = policy._outputs(tensors, tuple(map(torch.from_numpy, state)), None)
         masks = None if mask is None else torch.from_numpy(mask)
         noises = None if noise is None else torch.from_numpy(noise)
         chosen, log_prob = policy.distribution.sample(logits, masks, noises)
-        value = policy.worth(logits, value, masks)
+        value = policy.state_value(logits, value, masks)
     kept = map_tree(Tensor.numpy, chosen)
     whole = {"log_prob": log_prob.numpy(), "value": value.numpy(), "logits": logits.numpy()}
     trees = {"action": policy.distribution.to_environment(kept), "chosen": kept, "next_state": tuple(s.numpy() for s in after)}
@@ -335,7 +339,7 @@ def _outputs(policy: Policy, observation: Tree, state: tuple[Array, ...], mask: 
 
 
 def _widths(space: gym.Space[Any]) -> dict[str, Array | None]:
-    """Name of each leaf of `action` and `chosen` → the ranges of its numbers, 0 where they have none; None: whole numbers."""
+    """Return name of each leaf of `action` and `chosen` → range of its numbers, 0 if unbounded; None for integers."""
     found: dict[str, Array | None] = {}
     for name, leaf in spaces.action_leaves(space):
         chosen = name.replace("action", "chosen", 1)
@@ -343,12 +347,12 @@ def _widths(space: gym.Space[Any]) -> dict[str, Array | None]:
         if isinstance(leaf, gym.spaces.Box):
             low, high = leaf.low.astype(np.float64), leaf.high.astype(np.float64)
             found[name] = np.where(_bounded(low, high), high - low, 0.0)
-            found[chosen] = np.where(leaf.bounded_below & leaf.bounded_above, 2.0, 0.0)  # it is scaled to -1 … 1
+            found[chosen] = np.where(leaf.bounded_below & leaf.bounded_above, 2.0, 0.0)  # scaled to -1 … 1
     return found
 
 
 def _bounded(low: Array, high: Array) -> Bools:
-    """Where bounds are meant. The largest number of a type is a way to say that there is none."""
+    """Return where bounds are meant: the largest number of a type is often used for "unbounded"."""
     return np.asarray((np.abs(low) < _UNBOUNDED) & (np.abs(high) < _UNBOUNDED))
 
 
@@ -362,7 +366,7 @@ def _same(mine: Array, theirs: Array, width: Array | None, share: float) -> Bool
 
 
 def _finite(value: Any) -> float:
-    """NaN counts as infinitely far away. JSON has no word for either."""
+    """Map NaN and infinity to the largest float32, because JSON has neither."""
     return float(value) if np.isfinite(value) else float(np.finfo(np.float32).max)
 
 
@@ -379,7 +383,7 @@ def _versions() -> dict[str, str]:
 
 
 def observations_for(policy: Policy, rows: int, rng: np.random.Generator) -> Tree:
-    """Random observations as a policy meets them: bytes that it takes for symbols are none larger than these."""
+    """Return random observations that fit the policy: symbol bytes stay within its byte scales."""
     drawn = random_observations(policy.observation_space, rows, rng)
     for path, divisor in policy.config.byte_scales:
         for found, part in leaves(drawn):
@@ -389,7 +393,7 @@ def observations_for(policy: Policy, rows: int, rng: np.random.Generator) -> Tre
 
 
 def random_observations(space: gym.Space[Any], rows: int, rng: np.random.Generator) -> Tree:
-    """Observations of a space: uniform within its bounds, normal where it has none."""
+    """Return random observations of a space: uniform within its bounds, normal without bounds."""
     if isinstance(space, gym.spaces.Dict):
         return {key: random_observations(item, rows, rng) for key, item in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple):
@@ -406,7 +410,7 @@ def random_observations(space: gym.Space[Any], rows: int, rng: np.random.Generat
 
 
 def _in_box(space: gym.spaces.Box, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    if space.dtype == np.uint8 and space.low.min() == 0 and space.high.max() == 255:  # pictures, which are many
+    if space.dtype == np.uint8 and space.low.min() == 0 and space.high.max() == 255:  # images: fast path
         return rng.integers(0, 256, shape, np.uint8)
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     known = _bounded(low, high)
@@ -415,17 +419,17 @@ def _in_box(space: gym.spaces.Box, shape: tuple[int, ...], rng: np.random.Genera
     return values if space.dtype is not None and space.dtype.kind == "f" else np.rint(values)
 
 
-def _made_strange(space: gym.Space[Any], observations: Tree, rows: Array, size: float) -> Tree:
-    """The same observations, where these rows hold numbers of this size, or the ends of what their type or bounds allow."""
+def _make_extreme(space: gym.Space[Any], observations: Tree, rows: Array, size: float) -> Tree:
+    """Fill these rows with numbers of this size, or with the limits of their type or bounds."""
     if isinstance(space, gym.spaces.Dict):
-        return {key: _made_strange(item, observations[key], rows, size) for key, item in space.spaces.items()}
+        return {key: _make_extreme(item, observations[key], rows, size) for key, item in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple):
-        return tuple(_made_strange(item, observations[i], rows, size) for i, item in enumerate(space.spaces))
+        return tuple(_make_extreme(item, observations[i], rows, size) for i, item in enumerate(space.spaces))
     if not isinstance(space, gym.spaces.Box):
         return observations
     changed: Array = observations.copy()
     signs = np.where(np.arange(len(rows)) % 2, -1.0, 1.0).reshape(-1, *(1 for _ in space.shape))
-    if changed.dtype.kind == "f":  # games send what is outside of the bounds, too
+    if changed.dtype.kind == "f":  # games may send values outside of the bounds
         changed[rows] = size * signs
     else:
         lowest, highest = spaces.dtype_bounds(changed.dtype)
@@ -434,7 +438,7 @@ def _made_strange(space: gym.Space[Any], observations: Tree, rows: Array, size: 
 
 
 def random_mask(space: gym.Space[Any], rows: int, rng: np.random.Generator) -> Bools | None:
-    """Masks that allow about half of the options, and at least one of each choice."""
+    """Return masks that allow about half of the options, and at least one of each choice."""
     size = spaces.mask_size(space)
     if not size:
         return None
@@ -449,7 +453,7 @@ def _random_state(policy: Policy, rows: int, rng: np.random.Generator) -> tuple[
 
 
 def calibration_of(policy: Policy, recorded: Tree | None = None, seed: int = 0, batches: int = 8, rows: int = 32) -> list[Feed]:
-    """Typical inputs for `quantize`: what was seen in play if there is enough of it, else random observations."""
+    """Return typical inputs for `quantize`: recorded observations if there are enough, else random ones."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(batches):
@@ -468,14 +472,14 @@ def calibration_of(policy: Policy, recorded: Tree | None = None, seed: int = 0, 
 
 
 def module_feeds(args: Sequence[Tree], kwargs: Mapping[str, Tree], seed: int = 0, batches: int = 16) -> list[Feed]:
-    """Batches around the examples of a module's inputs: fractions varied, bytes of pictures random, categories as they are."""
+    """Return batches around the examples of a module's inputs: floats varied, image bytes random, categories unchanged."""
     rng = np.random.default_rng(seed)
     examples = [*named("args", tuple(args)), *named("kwargs", dict(kwargs))]
     sizes = [1, 2, 3, 64, *rng.integers(1, 65, batches).tolist()][:batches]
-    return [{name: _varied(np.asarray(value), rows, rng) for name, value in examples} for rows in sizes]
+    return [{name: _vary(np.asarray(value), rows, rng) for name, value in examples} for rows in sizes]
 
 
-def _varied(example: Array, rows: int, rng: np.random.Generator) -> Array:
+def _vary(example: Array, rows: int, rng: np.random.Generator) -> Array:
     shape = (rows, *example.shape)
     if example.dtype.kind == "f":
         return (example + rng.normal(size=shape)).astype(example.dtype)
@@ -487,32 +491,31 @@ def _varied(example: Array, rows: int, rng: np.random.Generator) -> Array:
 
 
 def verify_module(module: nn.Module, model: bytes, feeds: Sequence[Feed], arguments: Arguments) -> list[str]:
-    """Reasons why the exported module does not do what the original does; none: it does. `arguments` as of `export.arguments_of`.
+    """Return reasons why the exported module differs from the original; empty if it does not. `arguments`: see `arguments_of`.
 
-    float32: no output differs by more than 1e-4; whole numbers are equal. int8: the differences are below 5 % of how much the
-    outputs vary.
+    float32: no output differs by more than 1e-4; integers are equal. int8: differences are below 5 % of the spread of the outputs.
     """
     exported, wrong = OnnxModule(model), []
-    eight = exported.facts["precision"] == "int8"
+    is_int8 = exported.facts["precision"] == "int8"
     for feed in feeds:
         with torch.inference_mode():
             args, kwargs = arguments(iter([torch.from_numpy(feed[name].copy()) for name in feed]))
             mine = dict(named("output", map_tree(Tensor.numpy, plain_outputs(module(*args, **kwargs)))))
         theirs = dict(named("output", exported({name: feed[name] for name in exported.inputs})))
-        wrong += list(_misfits(mine, theirs, eight))
+        wrong += list(_differences(mine, theirs, is_int8))
     return list(dict.fromkeys(wrong))
 
 
-def _misfits(mine: Mapping[str, Array], theirs: Mapping[str, Array], eight: bool) -> Iterator[str]:
+def _differences(mine: Mapping[str, Array], theirs: Mapping[str, Array], is_int8: bool) -> Iterator[str]:
     for name, ours in mine.items():
         other = theirs.get(name)
         if other is None or other.shape != ours.shape or other.dtype != ours.dtype:
-            told = "is missing" if other is None else f"is {other.dtype}{list(other.shape)}, not {ours.dtype}{list(ours.shape)}"
-            yield f"{name} {told}"
+            shown = "is missing" if other is None else f"is {other.dtype}{list(other.shape)}, not {ours.dtype}{list(ours.shape)}"
+            yield f"{name} {shown}"
         elif ours.dtype.kind != "f":
-            if not eight and not np.array_equal(ours, other):
+            if not is_int8 and not np.array_equal(ours, other):
                 yield f"{name}, whole numbers, differs"
-        elif eight:
+        elif is_int8:
             error, spread = np.sqrt(np.mean((ours - other) ** 2)), np.sqrt(np.mean((ours - ours.mean(axis=0)) ** 2))
             if len(ours) >= 16 and not error <= INT8_ERROR * spread + 1e-3:
                 yield f"{name} differs by more than {INT8_ERROR:.0%} of how much it varies"
@@ -521,8 +524,9 @@ def _misfits(mine: Mapping[str, Array], theirs: Mapping[str, Array], eight: bool
 
 
 def rounding_error(policy: Policy, model: bytes, seed: int = 0) -> float:
-    """How far the logits of an int8 policy are off, as a share of how much they vary. Unlike the share of equal actions this
-    also means something for a policy that has not been trained yet."""
+    """Return the error of the logits of an int8 policy relative to their spread. Unlike the share of equal actions this is also
+    meaningful for an untrained policy.
+    """
     exported, rng = OnnxPolicy(model), np.random.default_rng(seed)
     pairs = []
     for _ in range(8):
@@ -530,4 +534,4 @@ def rounding_error(policy: Policy, model: bytes, seed: int = 0) -> float:
         state = _random_state(policy, BATCH_SIZES[-1], rng)
         pairs.append((_outputs(policy, observation, state, None, None)["logits"], exported.logits(observation, state)))
     mine, theirs = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    return _share_off(*_without_hidden(mine, theirs))
+    return _relative_error(*_without_hidden(mine, theirs))

@@ -1,9 +1,9 @@
-"""From float32 to 8-bit integers: the large products of an exported model, rounded row by row.
+"""Quantisation of exported models to 8-bit integers, with a scale per row for the large matrix products.
 
-The rows of a batch belong to different players, so no row may change the answers of another. A range that is measured over the
-whole batch would: one observation of 1e6 makes the steps so coarse that all other rows become zero. So a row has a scale of its
-own, taken from its largest number, unless the range is known beforehand: behind a tanh or a sigmoid, or because it was measured
-on typical inputs (convolutions, whose own inputs are clipped to it).
+The rows of a batch belong to different players, so no row may affect the outputs of another. A range measured over the whole batch
+would: one observation of 1e6 makes the steps so coarse that all other rows become zero. So each row has its own scale, taken from its
+largest number, unless the range is known: after a tanh or a sigmoid, or because it was measured on typical inputs (convolutions,
+whose inputs are clipped to it).
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from ludus.core.tree import Array
 from ludus.errors import Damaged, UsageError
 from ludus.models.export.onnx_export import EXTRA, META, Feed, facts_of, quietly, require_onnx
 
-_AXES_ARE_INPUTS = 18  # from this opset on, of ReduceMax
-_LEAST = 1e-30  # the smallest step
+_AXES_ARE_INPUTS = 18  # of ReduceMax, from this opset on
+_MIN_STEP = 1e-30  # the smallest step
 
 Interval = tuple[float, float]
 
 
 def quantize(data: bytes, calibration: Sequence[Feed]) -> bytes:
-    """The same model with its large products in 8-bit integers; `calibration` is a few batches of typical inputs.
+    """Return the same model with its large products in 8-bit integers; `calibration` is a few batches of typical inputs.
 
-    What reads raw numbers and what writes an output stays float32: there the rounding would hurt and hardly save any time.
-    Weights are unsigned: signed ones overflow on CPUs without VNNI, unless they give up a bit, which doubles the error.
-    Raises UsageError when there is nothing to quantise, Damaged when weights are not numbers.
+    Layers that read raw inputs or write outputs stay float32: rounding would hurt there and save little time. Weights are unsigned,
+    because signed ones overflow on CPUs without VNNI unless they give up a bit, which doubles the error. Raises UsageError if there is
+    nothing to quantise, Damaged if weights are not finite.
     """
     onnx, _ = require_onnx("quantisation")
     model = onnx.load_from_string(data)
     facts = facts_of(model)
     _check_finite(onnx, model)
-    _take_gemms_apart(onnx, model)
+    _split_gemms(onnx, model)
     convolutions, products = _quantizable(model)
     if not convolutions and not products:
         raise UsageError("This model has no layer between its first and its last one that could be quantised.", "Use float32.")
     if convolutions:
-        model = _convolved(onnx, model, convolutions, calibration)
+        model = _quantize_convolutions(onnx, model, convolutions, calibration)
     if products:
-        _multiplied(onnx, model, frozenset(products))
+        _quantize_products(onnx, model, frozenset(products))
     onnx.helper.set_model_props(model, {META: json.dumps(facts | {"precision": "int8"})})
     model.producer_name, model.producer_version = "ludus", ludus.__version__
     return bytes(model.SerializeToString())
@@ -55,7 +55,7 @@ def quantize(data: bytes, calibration: Sequence[Feed]) -> bytes:
 def _check_finite(onnx: Any, model: Any) -> None:
     for item in model.graph.initializer:
         if item.data_type == onnx.TensorProto.FLOAT and not np.isfinite(onnx.numpy_helper.to_array(item)).all():
-            raise Damaged(f"The weights {item.name} hold what is not a number.")
+            raise Damaged(f"The weights {item.name} are not finite.")
 
 
 # -- which layers -------------------------------------------------------------------------------------------------------
@@ -64,11 +64,11 @@ def _check_finite(onnx: Any, model: Any) -> None:
 _PASSING = frozenset(
     ["Cast", "Concat", "Flatten", "Mul", "Sub", "Add", "Div", "Clip", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Equal"]
 )
-"""Operators that leave raw numbers raw."""
+"""Operators whose outputs are raw numbers if their inputs are."""
 
 
-def _take_gemms_apart(onnx: Any, model: Any) -> None:
-    """Gemm by constant weights → MatMul and Add, in place: there is an integer form of products alone."""
+def _split_gemms(onnx: Any, model: Any) -> None:
+    """Replace Gemm with constant weights by MatMul and Add, in place: only products have an integer form."""
     graph = model.graph
     constants = {item.name: item for item in graph.initializer}
     nodes = []
@@ -92,7 +92,7 @@ def _take_gemms_apart(onnx: Any, model: Any) -> None:
 
 
 def _quantizable(model: Any) -> tuple[list[str], list[str]]:
-    """Names of the convolutions (with their activations) and of the matrix products that are worth it."""
+    """Return the names of the convolutions (with activations) and of the matrix products to quantise."""
     graph = model.graph
     weights = {item.name for item in graph.initializer}
     raw = weights | {item.name for item in graph.input if not item.name.startswith("state.")}
@@ -114,8 +114,8 @@ def _quantizable(model: Any) -> tuple[list[str], list[str]]:
 # -- convolutions -------------------------------------------------------------------------------------------------------
 
 
-def _convolved(onnx: Any, model: Any, nodes: Sequence[str], calibration: Sequence[Feed]) -> Any:
-    """The model with these nodes in integers, whose ranges are those of the calibration."""
+def _quantize_convolutions(onnx: Any, model: Any, nodes: Sequence[str], calibration: Sequence[Feed]) -> Any:
+    """Quantise these nodes with the ranges of the calibration."""
     quantization = plugins.require("onnxruntime.quantization", EXTRA, "quantisation")
     with tempfile.TemporaryDirectory(prefix="ludus-int8-") as folder, quietly():
         path = Path(folder) / "model.onnx"
@@ -134,7 +134,7 @@ def _convolved(onnx: Any, model: Any, nodes: Sequence[str], calibration: Sequenc
 
 
 class _Calibration:
-    """Batches as the quantiser wants to be given them."""
+    """Calibration batches in the interface of the quantiser."""
 
     def __init__(self, model: Any, batches: Sequence[Feed]) -> None:
         names = {item.name for item in model.graph.input}
@@ -147,26 +147,26 @@ class _Calibration:
 # -- products -----------------------------------------------------------------------------------------------------------
 
 
-def _multiplied(onnx: Any, model: Any, products: Collection[str]) -> None:
-    """Put these products into integers, in place: rounded input by rounded weights, times the scales of both."""
+def _quantize_products(onnx: Any, model: Any, products: Collection[str]) -> None:
+    """Convert these products to integers, in place: rounded input times rounded weights, times the scales of both."""
     graph = model.graph
     weights = {item.name: item for item in graph.initializer}
     known = _intervals(onnx, graph)
-    writing = _Writing(onnx, graph, next(item.version for item in model.opset_import if item.domain == ""))
-    rounded: dict[str, _Rounded] = {}
+    writer = _GraphWriter(onnx, graph, next(item.version for item in model.opset_import if item.domain == ""))
+    quantize_input: dict[str, _QuantizedInput] = {}
     for node in graph.node:
         if node.name not in products:
-            writing.nodes.append(node)
+            writer.nodes.append(node)
             continue
         x, weight = node.input[0], onnx.numpy_helper.to_array(weights[node.input[1]])
-        if x not in rounded:  # several layers may read the same
-            rounded[x] = writing.rounded(x, known.get(x))
-        writing.product(node, rounded[x], weight)
-    _replace_nodes(graph, writing.nodes)
+        if x not in quantize_input:  # several layers may read the same input
+            quantize_input[x] = writer.quantize_input(x, known.get(x))
+        writer.product(node, quantize_input[x], weight)
+    _replace_nodes(graph, writer.nodes)
 
 
-class _Rounded(NamedTuple):
-    """An input of products in integers: number = step · (integer - zero), times the scale of its row where it has one."""
+class _QuantizedInput(NamedTuple):
+    """A quantised input: number = step · (integer − zero), times the scale of its row if it has one."""
 
     integers: str
     zero: str
@@ -174,17 +174,17 @@ class _Rounded(NamedTuple):
     row_scale: str | None
 
 
-class _Writing:
-    """Appends nodes and constants to a graph. All operators are of the ONNX standard, so that other runtimes know them too."""
+class _GraphWriter:
+    """Appends nodes and constants to a graph, using only standard ONNX operators."""
 
     def __init__(self, onnx: Any, graph: Any, opset: int) -> None:
         self._onnx, self._graph, self._opset = onnx, graph, opset
         self.nodes: list[Any] = []
 
-    def rounded(self, x: str, interval: Interval | None) -> _Rounded:
+    def quantize_input(self, x: str, interval: Interval | None) -> _QuantizedInput:
         if interval is not None and np.isfinite(interval).all():
             step, zero_point = _grid(interval)
-            return _Rounded(*self._quantized(x, x, step, zero_point), step, None)
+            return _QuantizedInput(*self._quantize_linear(x, x, step, zero_point), step, None)
         positive = interval is not None and interval[0] >= 0
         sizes = x if positive else self._node("Abs", [x], f"{x}.sizes")
         if self._opset < _AXES_ARE_INPUTS:
@@ -192,14 +192,14 @@ class _Writing:
         else:
             axes = self._constant(f"{x}.axes", np.array([-1], np.int64))
             scale = self._node("ReduceMax", [sizes, axes], f"{x}.scale", keepdims=1)
-        # A row of zeros divided by zero may become any integers: times its scale they are zero again.
+        # A row of zeros divided by zero may become any integers; times its scale they are zero again.
         share = self._node("Div", [x, scale], f"{x}.share")
         step, zero_point = _grid((0.0, 1.0) if positive else (-1.0, 1.0))
-        return _Rounded(*self._quantized(x, share, step, zero_point), step, scale)
+        return _QuantizedInput(*self._quantize_linear(x, share, step, zero_point), step, scale)
 
-    def product(self, node: Any, x: _Rounded, weight: Array) -> None:
+    def product(self, node: Any, x: _QuantizedInput, weight: Array) -> None:
         name = node.name
-        integers, steps, zeros = _columns(weight)
+        integers, steps, zeros = _quantize_columns(weight)
         weights = [self._constant(f"{name}.weights", integers), x.zero, self._constant(f"{name}.weight_zeros", zeros)]
         whole = self._node("MatMulInteger", [x.integers, *weights], f"{name}.whole")
         numbers = self._node("Cast", [whole], f"{name}.numbers", to=self._onnx.TensorProto.FLOAT)
@@ -209,7 +209,7 @@ class _Writing:
         else:
             self._node("Mul", [self._node("Mul", [numbers, steps_name], f"{name}.shares"), x.row_scale], node.output[0])
 
-    def _quantized(self, name: str, x: str, step: float, zero_point: int) -> tuple[str, str]:
+    def _quantize_linear(self, name: str, x: str, step: float, zero_point: int) -> tuple[str, str]:
         zero = self._constant(f"{name}.zero", np.uint8(zero_point))
         given = [x, self._constant(f"{name}.step", np.float32(step)), zero]
         return self._node("QuantizeLinear", given, f"{name}.integers"), zero
@@ -224,57 +224,64 @@ class _Writing:
 
 
 def _grid(interval: Interval) -> tuple[float, int]:
-    """(step, integer that stands for zero) of 8-bit integers over an interval that holds zero."""
+    """Return (step, zero point) of 8-bit integers over an interval that contains zero."""
     low, high = min(interval[0], 0.0), max(interval[1], 0.0)
-    if low == -high:  # zero and both ends exactly
-        return max(high, _LEAST) / 127, 128
+    if low == -high:  # represents zero and both ends exactly
+        return max(high, _MIN_STEP) / 127, 128
     step = (high - low) / 255
     return step, round(-low / step)
 
 
-def _columns(weight: Array) -> tuple[Array, Array, Array]:
-    """(integers, step of each column, zero of each column)."""
+def _quantize_columns(weight: Array) -> tuple[Array, Array, Array]:
+    """Return (integers, step of each column, zero point of each column)."""
     low, high = np.minimum(weight.min(axis=0), 0), np.maximum(weight.max(axis=0), 0)
-    steps = np.maximum((high - low).astype(np.float64) / 255, _LEAST)
+    steps = np.maximum((high - low).astype(np.float64) / 255, _MIN_STEP)
     zeros = np.rint(-low / steps)
     return np.clip(np.rint(weight / steps) + zeros, 0, 255).astype(np.uint8), steps, zeros.astype(np.uint8)
 
 
-_REACHES: Mapping[str, Interval] = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Relu": (0.0, np.inf)}
+_OUTPUT_RANGES: Mapping[str, Interval] = {
+    "Tanh": (-1.0, 1.0),
+    "Sigmoid": (0.0, 1.0),
+    "Softmax": (0.0, 1.0),
+    "Relu": (0.0, np.inf),
+}
 _RESHAPING = frozenset(["Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity"])
 
 
 def _intervals(onnx: Any, graph: Any) -> dict[str, Interval]:
-    """Tensor → what its numbers lie between whatever the inputs are, as far as that is easily seen."""
-    found = _walked(onnx, graph, {})
+    """Return tensor → bounds of its numbers for any input, as far as they are easily derived."""
+    intervals = _propagate_intervals(onnx, graph, {})
     outputs = {item.name for item in graph.output}
-    # A state is zero, or was an output of the step before.
+    # A state is zero, or an output of the previous step.
     states = {name: f"next_{name}" for name in (item.name for item in graph.input) if name.startswith("state.")}
-    return _walked(onnx, graph, {name: found[after] for name, after in states.items() if after in outputs & found.keys()})
+    return _propagate_intervals(
+        onnx, graph, {name: intervals[after] for name, after in states.items() if after in outputs & intervals.keys()}
+    )
 
 
-def _walked(onnx: Any, graph: Any, given: Mapping[str, Interval]) -> dict[str, Interval]:
+def _propagate_intervals(onnx: Any, graph: Any, given: Mapping[str, Interval]) -> dict[str, Interval]:
     constants = {item.name: item for item in graph.initializer}
-    found = dict(given)
+    intervals = dict(given)
     for node in graph.node:
-        sources = [found.get(name) for name in node.input]
-        if node.op_type in _REACHES:
-            found[node.output[0]] = _REACHES[node.op_type]
+        sources = [intervals.get(name) for name in node.input]
+        if node.op_type in _OUTPUT_RANGES:
+            intervals[node.output[0]] = _OUTPUT_RANGES[node.op_type]
         elif node.op_type in _RESHAPING and sources[0] is not None:
-            found[node.output[0]] = sources[0]
+            intervals[node.output[0]] = sources[0]
         elif node.op_type == "Mul" and sources[0] is not None and sources[1] is not None:
             ends = [a * b for a in sources[0] for b in sources[1]]
             if np.isfinite(ends).all():
-                found[node.output[0]] = min(ends), max(ends)
+                intervals[node.output[0]] = min(ends), max(ends)
         elif node.op_type == "DequantizeLinear" and len(node.input) == 3 and set(node.input[1:]) <= constants.keys():
             step, zero = (onnx.numpy_helper.to_array(constants[name]) for name in node.input[1:])
             if step.ndim == 0 and zero.dtype == np.uint8:
-                found[node.output[0]] = -float(step) * int(zero), float(step) * (255 - int(zero))
-    return found
+                intervals[node.output[0]] = -float(step) * int(zero), float(step) * (255 - int(zero))
+    return intervals
 
 
 def _replace_nodes(graph: Any, nodes: Sequence[Any]) -> None:
-    """Other nodes, and only the initialisers that these use."""
+    """Replace the nodes, and keep only the initialisers that they use."""
     used = {name for node in nodes for name in node.input}
     kept = [item for item in graph.initializer if item.name in used]
     for field, items in (("node", list(nodes)), ("initializer", kept)):

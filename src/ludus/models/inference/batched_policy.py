@@ -1,4 +1,4 @@
-"""Decisions for many seats at once: whatever sessions ask of one policy in one turn of the event loop is one forward pass."""
+"""Batched decisions for sessions: all requests to one policy in one turn of the event loop are one forward pass."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from ludus.core.spaces import mask_size
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Bools
-from ludus.models.inference.micro_batcher import Batcher
-from ludus.models.policy import Acted
+from ludus.models.inference.micro_batcher import MicroBatcher
+from ludus.models.policy import BatchDecision
 
 State = tuple[Array, ...]
 
 
 class ActingPolicy(Protocol):
-    """What a player needs of a policy: a `Policy`, or one that was exported."""
+    """What acting needs of a policy: a `Policy` or an exported one."""
 
     @property
     def observation_space(self) -> gym.Space[Any]: ...
@@ -32,45 +32,50 @@ class ActingPolicy(Protocol):
     def draw_noise(self, rows: int, generator: torch.Generator) -> Array: ...
     def act(
         self, observation: Tree, state: State = (), mask: Array | None = None, noise: Array | None = None
-    ) -> Acted: ...  # fmt: skip
+    ) -> BatchDecision: ...  # fmt: skip
 
 
-Player = TypeVar("Player", bound=ActingPolicy)
-Played_co = TypeVar("Played_co", bound=ActingPolicy, covariant=True)
+PolicyT = TypeVar("PolicyT", bound=ActingPolicy)
+PolicyT_co = TypeVar("PolicyT_co", bound=ActingPolicy, covariant=True)
 
 
-class PolicyFeed(Protocol[Played_co]):
-    def newest(self) -> tuple[Played_co, int]:
-        """The policy to act with now, and its version. Does not block."""
+class ActingPolicySource(Protocol[PolicyT_co]):
+    def newest(self) -> tuple[PolicyT_co, int]:
+        """Return the policy to act with now, and its version. Does not block."""
         ...
 
 
 class Decision(NamedTuple):
     action: Tree
-    """As the game takes it."""
+    """As the environment takes it."""
     chosen: Tree
-    """As the policy chose it, which is what is recorded."""
+    """As the policy chose it; this is recorded."""
     log_prob: float
     value: float
     state: State
     version: int
 
 
-class Asked(NamedTuple):
+class DecisionRequest(NamedTuple):
     observation: Tree
     state: State | None
     mask: Bools | None
     temperature: float
 
 
-class BatchedPolicy(Generic[Player]):
-    """A policy that answers sessions. Observations come as arrays of the policy's own dtypes and shapes, without a batch.
+class BatchedPolicy(Generic[PolicyT]):
+    """A policy that serves sessions. Observations are arrays with the policy's dtypes and shapes, without a batch dimension.
 
-    New weights are taken up between two batches, never inside one.
+    New weights are loaded between two batches, never within one.
     """
 
     def __init__(
-        self, source: PolicyFeed[Player], *, max_batch_size: int = 256, seed: int | None = None, deterministic: bool = False
+        self,
+        source: ActingPolicySource[PolicyT],
+        *,
+        max_batch_size: int = 256,
+        seed: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         self._source = source
         self._temperature = 0.0 if deterministic else 1.0
@@ -80,10 +85,10 @@ class BatchedPolicy(Generic[Player]):
         else:
             self.generator.manual_seed(seed)
         self._masks = mask_size(source.newest()[0].action_space)
-        self.batcher: Batcher[Asked, Decision] = Batcher(self._run, max_batch_size)
+        self.batcher: MicroBatcher[DecisionRequest, Decision] = MicroBatcher(self._run, max_batch_size)
 
     @property
-    def policy(self) -> Player:
+    def policy(self) -> PolicyT:
         return self._source.newest()[0]
 
     def decide(
@@ -93,23 +98,25 @@ class BatchedPolicy(Generic[Player]):
         mask: Bools | None = None,
         temperature: float | None = None,
     ) -> asyncio.Future[Decision]:
-        """`state` is that of the decision before, None at the start of an episode. On the event loop only.
+        """`state` is that of the previous decision, None at the start of an episode. Call on the event loop only.
 
-        `temperature`: 0 takes the most probable action, 1 draws as in training, more is wilder. By default as constructed.
+        `temperature`: 0 takes the most probable action, 1 samples as in training, higher values are more random. Default: as constructed.
         """
-        return self.batcher.submit(Asked(observation, state, mask, self._temperature if temperature is None else temperature))
+        return self.batcher.submit(
+            DecisionRequest(observation, state, mask, self._temperature if temperature is None else temperature)
+        )
 
-    def _run(self, rows: list[Asked]) -> list[Decision]:
+    def _run(self, rows: list[DecisionRequest]) -> list[Decision]:
         policy, version = self._source.newest()
         n = len(rows)
         observations, states, masks, temperatures = zip(*rows, strict=True)
         acted = policy.act(
-            _stacked(observations), self._states(policy, states), self._mask(masks), self._noise(policy, temperatures)
+            _stack(observations), self._states(policy, states), self._mask(masks), self._noise(policy, temperatures)
         )
-        # Copies, because a session keeps its state until its next tick: a row must not keep the whole batch alive.
+        # Copies: a session keeps its state until its next tick, and a view would keep the whole batch alive.
         after = list(zip(*([row.copy() for row in part] for part in acted.state), strict=True)) if acted.state else [()] * n
-        rows_of = (_rows(acted.action, n), _rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
-        return [Decision(*parts, version) for parts in zip(*rows_of, strict=True)]
+        columns = (_rows(acted.action, n), _rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
+        return [Decision(*parts, version) for parts in zip(*columns, strict=True)]
 
     def _noise(self, policy: ActingPolicy, temperatures: tuple[float, ...]) -> Array | None:
         if not any(temperatures):
@@ -137,7 +144,7 @@ class BatchedPolicy(Generic[Player]):
         return whole
 
 
-def _stacked(trees: tuple[Tree, ...]) -> Tree:
+def _stack(trees: tuple[Tree, ...]) -> Tree:
     first = trees[0]
     if isinstance(first, np.ndarray):
         return np.array(trees)
@@ -145,7 +152,7 @@ def _stacked(trees: tuple[Tree, ...]) -> Tree:
 
 
 def _rows(batch: Tree, n: int) -> list[Any]:
-    """The rows of a batched tree; they are views of it, and it is nobody else's."""
+    """Split a batched tree into rows, which are views of it."""
     if isinstance(batch, np.ndarray):
         return list(batch)
     return [map_tree(lambda x, row=row: x[row], batch) for row in range(n)]

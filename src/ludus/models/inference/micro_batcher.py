@@ -1,4 +1,4 @@
-"""Micro-batching: whatever many sessions ask for in one turn of the event loop is answered by one forward pass."""
+"""Micro-batching: all requests of one turn of the event loop are answered by one forward pass."""
 
 from __future__ import annotations
 
@@ -11,47 +11,46 @@ Row = TypeVar("Row")
 Out = TypeVar("Out")
 
 
-class Resumed(Protocol):
+class Resumable(Protocol):
     def resume(self) -> None: ...
 
 
-class Answer(asyncio.Future[Any]):
-    """The result of one row: a future that anyone may await.
+class BatchFuture(asyncio.Future[Any]):
+    """The result of one row: a future that any coroutine may await.
 
-    Who runs a coroutine by hand and finds it waiting for an Answer may set `waiter`: it is resumed the moment the batch is
-    done, without another turn of the loop.
+    Code that drives a coroutine by hand may set `waiter` when it waits for a BatchFuture: it is resumed as soon as the batch is done,
+    without another turn of the loop.
     """
 
-    waiter: Resumed | None = None
+    waiter: Resumable | None = None
 
 
-class Batcher(Generic[Row, Out]):
-    """Collects rows until the loop has handled every event that is ready, then runs them together.
+class MicroBatcher(Generic[Row, Out]):
+    """Collects rows until the loop has handled all ready events, then runs them together.
 
-    There is no timer: an idle server answers a lone request at once, a busy one waits as long as every turn of the loop
-    brings more rows. `run` gets a list that nobody else holds and returns one result per row; when it raises, every caller
-    gets that error.
+    There is no timer: an idle server answers a single request at once; a busy one waits while every turn of the loop brings more rows.
+    `run` owns the list that it gets and returns one result per row; if it raises, every caller gets that error.
     """
 
     def __init__(self, run: Callable[[list[Row]], Sequence[Out]], max_batch_size: int = 256) -> None:
         self._run, self._max = run, max_batch_size
         self._rows: list[Row] = []
-        self._waiting: list[Answer] = []
+        self._waiting: list[BatchFuture] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._looked = 0  # how many rows there were a turn ago
-        self._last = 0
+        self._rows_last_turn = 0  # number of rows one turn ago
+        self._last_batch_size = 0
         self.batches = self.answered = 0
         self.sizes = [0] * 32
-        """How many batches there were of below 2^k rows, and not below 2^(k-1) …"""
+        """Number of batches with 2^(k-1) ≤ rows < 2^k …"""
         self.seconds = [0.0] * 32
-        """… and how long they took."""
+        """… and their total time in seconds."""
 
     def submit(self, row: Row) -> asyncio.Future[Out]:
-        """On the event loop only. A caller that is cancelled leaves the batch unharmed."""
+        """Add a row; call on the event loop only. A cancelled caller does not affect the batch."""
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
-        answer = Answer(loop=loop)
+        answer = BatchFuture(loop=loop)
         if not self._rows:
             loop.call_soon(self._flush)
         self._rows.append(row)
@@ -59,25 +58,25 @@ class Batcher(Generic[Row, Out]):
         return answer
 
     def close(self) -> None:
-        """Let go of what runs the batches; nobody asks any more. (Else the two would keep each other alive.)"""
-        self._run = _closed
+        """Drop the reference to `run`, which breaks a reference cycle. No rows may be submitted afterwards."""
+        self._run = _raise_closed
 
     def _flush(self) -> None:
         rows, waiting = self._rows, self._waiting
         assert self._loop is not None
-        alone = len(rows) == 1 == self._last
-        if self._looked < len(rows) < self._max and not alone:
-            self._looked = len(rows)
+        alone = len(rows) == 1 == self._last_batch_size
+        if self._rows_last_turn < len(rows) < self._max and not alone:
+            self._rows_last_turn = len(rows)
             self._loop.call_soon(self._flush)
             return
-        self._looked = 0
+        self._rows_last_turn = 0
         if len(rows) > self._max:
             self._rows, self._waiting = rows[self._max :], waiting[self._max :]
             rows, waiting = rows[: self._max], waiting[: self._max]
             self._loop.call_soon(self._flush)
         else:
             self._rows, self._waiting = [], []
-        self._last = len(rows)
+        self._last_batch_size = len(rows)
         self.batches += 1
         self.answered += len(rows)
         began = time.perf_counter()
@@ -88,8 +87,8 @@ class Batcher(Generic[Row, Out]):
             self.seconds[size] += time.perf_counter() - began
             if len(results) != len(rows):
                 raise ValueError(f"A batch of {len(rows)} rows came back with {len(results)} results.")
-        except Exception as error:
-            if isinstance(error, StopIteration):  # which no future can carry
+        except Exception as error:  # passed on to every caller
+            if isinstance(error, StopIteration):  # a future cannot carry it
                 error = RuntimeError(f"The model raised {error!r}.")
             for answer in waiting:
                 if not answer.done():
@@ -104,5 +103,5 @@ class Batcher(Generic[Row, Out]):
                     answer.waiter.resume()
 
 
-def _closed(rows: list[Any]) -> Sequence[Any]:
-    raise RuntimeError("This model has been let go.")
+def _raise_closed(rows: list[Any]) -> Sequence[Any]:
+    raise RuntimeError("This model has been closed.")

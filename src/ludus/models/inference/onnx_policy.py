@@ -1,4 +1,4 @@
-"""Exported models, run by onnxruntime: a policy that acts like the one it was made from, and any module."""
+"""Exported models run by onnxruntime: policies and arbitrary modules."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from ludus.core import spaces
 from ludus.core.spaces import ArraySpec, array_spec
 from ludus.core.tree import Array, Tree
 from ludus.errors import Damaged, UsageError
-from ludus.models.distributions import Distribution, make_distribution, make_values
+from ludus.models.distributions import Distribution, make_distribution, make_q_distribution
 from ludus.models.export import onnx_export
-from ludus.models.export.onnx_export import Feed, named, regrown
-from ludus.models.policy import VALUES, Acted
+from ludus.models.export.onnx_export import Feed, named, unflatten_tree
+from ludus.models.policy import VALUES, BatchDecision
 
-_KEPT_SIZES = 256
-"""Batch sizes for which the inputs that nobody gave are kept at hand."""
+_MAX_CACHED_SIZES = 256
+"""Number of batch sizes whose default inputs are cached."""
 
 
-def session_of(data: bytes, threads: int = 1) -> Any:
-    """An onnxruntime session. Raises MissingExtra, Damaged."""
+def open_session(data: bytes, threads: int = 1) -> Any:
+    """Return an onnxruntime session. Raises MissingExtra, Damaged."""
     _, runtime = onnx_export.require_onnx("ONNX inference")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3  # it warns of things that it mends itself
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # cores are for the games
+    options.log_severity_level = 3  # it warns about problems that it fixes itself
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # leave the cores to the games
     try:
         return runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its exceptions have no common base that is public
+    except Exception as error:  # its exceptions have no public base class
         raise Damaged(f"onnxruntime cannot load this model: {str(error).strip().splitlines()[0]}") from error
 
 
-def facts_in(data: bytes) -> dict[str, Any]:
-    """What the exporter wrote into the file. Raises Damaged, UsageError."""
+def read_metadata(data: bytes) -> dict[str, Any]:
+    """Return the metadata written by the exporter. Raises Damaged, UsageError."""
     onnx, _ = onnx_export.require_onnx("ONNX inference")
     try:
         model = onnx.load_from_string(data)
-    except Exception as error:  # protobuf's DecodeError, which cannot be imported without protobuf
+    except Exception as error:  # protobuf.DecodeError, which is not importable here
         raise Damaged(f"These bytes are not an ONNX model: {error}.") from error
     return onnx_export.facts_of(model)
 
@@ -59,18 +59,18 @@ class OnnxPolicy:
     """An exported policy. Everything is batched: N rows first, as in `Policy.act`.
 
         policy = OnnxPolicy("agent.onnx")
-        acted = policy.act(observations)                            # the most probable actions
+        decision = policy.act(observations)                               # the most probable actions
         noise = policy.draw_noise(64, generator)
-        acted = policy.act(observations, acted.state, mask, noise)  # sampled ones
+        decision = policy.act(observations, decision.state, mask, noise)  # sampled actions
 
-    `value=False` leaves the value out of the computation, which halves it for networks of two towers; it is then 0, as with
-    `Network.freeze(values=False)`. Calls from several threads are safe.
+    `value=False` removes the value from the graph, which halves the time of two-tower networks; it is then 0, as with
+    `Network.freeze(values=False)`. Thread-safe.
     """
 
     def __init__(self, source: str | Path | bytes, *, threads: int = 1, value: bool = True) -> None:
         self._threads, self._value = threads, value
         self._data = read_model(source)
-        facts = facts_in(self._data)
+        facts = read_metadata(self._data)
         if facts.get("kind") != "policy":
             raise UsageError("This ONNX model is not a policy.", "Export a run of ludus, or a ludus Policy.")
         self.facts = facts
@@ -78,7 +78,7 @@ class OnnxPolicy:
         self.version = int(facts["version"])
         self._observation_space = spaces.from_json(facts["observation_space"])
         self._action_space = spaces.from_json(facts["action_space"])
-        make = make_values if facts.get("decides_by") == VALUES else make_distribution
+        make = make_q_distribution if facts.get("decides_by") == VALUES else make_distribution
         self.distribution: Distribution = make(self._action_space)
         self._state = tuple(ArraySpec(tuple(shape), np.dtype(np.float32)) for shape in facts["state"])
         self._specs = onnx_export.policy_inputs(self)
@@ -93,12 +93,12 @@ class OnnxPolicy:
             *(name for name, _ in named("next_state", self._state)),
             *(["value"] if value else []),
         ]
-        self._session = self._opened(self._data)
+        self._session = self._open_session(self._data)
 
-    def _opened(self, data: bytes) -> Any:
-        return session_of(data if self._value else onnx_export.without(data, ["value"]), self._threads)
+    def _open_session(self, data: bytes) -> Any:
+        return open_session(data if self._value else onnx_export.without(data, ["value"]), self._threads)
 
-    # -- what it is
+    # -- properties
 
     @property
     def observation_space(self) -> gym.Space[Any]:
@@ -135,7 +135,7 @@ class OnnxPolicy:
         state: tuple[Array, ...] = (),
         mask: Array | None = None,
         noise: Array | None = None,
-    ) -> Acted:
+    ) -> BatchDecision:
         """As `Policy.act`: arrays in, arrays out."""
         feed = self._feed(observation, state, mask, noise)
         flat = self._session.run(self._outputs, feed)
@@ -144,23 +144,23 @@ class OnnxPolicy:
         log_prob, rest = flat[2 * count], flat[2 * count + 1 :]
         value = rest.pop() if self._value else np.zeros_like(log_prob)
         if count == 1 and isinstance(self._actions, ArraySpec):
-            return Acted(actions[0], chosens[0], log_prob, value, tuple(rest))
-        action, chosen = (regrown(self._actions, iter(part)) for part in (actions, chosens))
-        return Acted(action, chosen, log_prob, value, tuple(rest))
+            return BatchDecision(actions[0], chosens[0], log_prob, value, tuple(rest))
+        action, chosen = (unflatten_tree(self._actions, iter(part)) for part in (actions, chosens))
+        return BatchDecision(action, chosen, log_prob, value, tuple(rest))
 
     def logits(self, observation: Tree, state: tuple[Array, ...] = ()) -> Array:
-        """The inputs of the distribution, before any mask: [N, outputs]."""
+        """The inputs of the distribution, before masking: [N, outputs]."""
         (logits,) = self._session.run(["logits"], self._feed(observation, state, None, None))
         return logits  # type: ignore[no-any-return]
 
     def outputs(self, observation: Tree, state: tuple[Array, ...], mask: Array | None, noise: Array | None) -> dict[str, Array]:
-        """Every output of the graph by its name."""
+        """All outputs of the graph by name."""
         names = [item.name for item in self._session.get_outputs()]
         return dict(zip(names, self._session.run(names, self._feed(observation, state, mask, noise)), strict=True))
 
     def _feed(self, observation: Tree, state: tuple[Array, ...], mask: Array | None, noise: Array | None) -> Feed:
         given: Feed = {"observation": observation} if self._single else dict(named("observation", observation))
-        feed = self._missing(len(next(iter(given.values())))) | given
+        feed = self._default_inputs(len(next(iter(given.values())))) | given
         if mask is not None and "mask" in feed:
             feed["mask"] = mask
         if noise is not None and "noise" in feed:
@@ -169,43 +169,43 @@ class OnnxPolicy:
             feed[f"state.{i}"] = part
         return feed
 
-    def _missing(self, rows: int) -> Feed:
-        """The inputs that need not be given: no mask, no noise, the state at the start of an episode."""
-        found = self._defaults.get(rows)
-        if found is None:
-            found = {name: spec.zeros(rows) for name, spec in self._specs.items() if not name.startswith("observation")}
-            if "mask" in found:
-                found["mask"] = np.ones_like(found["mask"])
-            if len(self._defaults) >= _KEPT_SIZES:
+    def _default_inputs(self, rows: int) -> Feed:
+        """Optional inputs: no mask, no noise, the initial state."""
+        defaults = self._defaults.get(rows)
+        if defaults is None:
+            defaults = {name: spec.zeros(rows) for name, spec in self._specs.items() if not name.startswith("observation")}
+            if "mask" in defaults:
+                defaults["mask"] = np.ones_like(defaults["mask"])
+            if len(self._defaults) >= _MAX_CACHED_SIZES:
                 self._defaults.clear()
-            self._defaults[rows] = found
-        return found
+            self._defaults[rows] = defaults
+        return defaults
 
     # -- weights
 
     def load_weights(self, weights: Mapping[str, Array], version: int | None = None) -> None:
-        """Act with these weights from the next call on. Raises IncompatibleCheckpoint; UsageError on an int8 model."""
+        """Use these weights from the next call on. Raises IncompatibleCheckpoint; UsageError for an int8 model."""
         data = onnx_export.with_weights(self._data, weights, version)
-        self._session, self._data = self._opened(data), data
+        self._session, self._data = self._open_session(data), data
         self.version = self.version if version is None else version
 
 
 class OnnxModule:
-    """Any exported module: called with the inputs of its graph by name, it returns outputs in the structure of its own."""
+    """An exported module: called with inputs by name, it returns outputs in the structure of the original."""
 
     def __init__(self, source: str | Path | bytes, threads: int = 1) -> None:
         data = read_model(source)
-        self.facts = facts_in(data)
-        self._session = session_of(data, threads)
-        self._structure = _tree_of(self.facts["outputs"])
+        self.facts = read_metadata(data)
+        self._session = open_session(data, threads)
+        self._structure = _unskeleton(self.facts["outputs"])
         self._names = [name for name, _ in named("output", self._structure)]
         self.inputs = [item.name for item in self._session.get_inputs()]
 
     def __call__(self, feed: Feed) -> Tree:
-        return regrown(self._structure, iter(self._session.run(self._names, feed)))
+        return unflatten_tree(self._structure, iter(self._session.run(self._names, feed)))
 
 
-def _tree_of(skeleton: Any) -> Tree:
+def _unskeleton(skeleton: Any) -> Tree:
     if isinstance(skeleton, dict):
-        return {key: _tree_of(item) for key, item in skeleton.items()}
-    return tuple(map(_tree_of, skeleton)) if isinstance(skeleton, list) else 0
+        return {key: _unskeleton(item) for key, item in skeleton.items()}
+    return tuple(map(_unskeleton, skeleton)) if isinstance(skeleton, list) else 0

@@ -1,6 +1,6 @@
-"""The models of one run: what each is, where its newest weights lie on this machine, which versions are kept durably.
+"""The models of one run: descriptions, newest weights on this machine, and durably kept versions.
 
-No sockets and no clock in here: the hub calls it, and passes the time.
+No sockets and no clock: the hub calls it and passes the time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ludus.core.plugins import did_you_mean
 from ludus.core.tree import Array
 from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, UnknownName, UsageError
 from ludus.models.weights import module_spec
-from ludus.models.weights.shared_weights import Board, mapped, stage
-from ludus.models.weights.version_store import Pool, stored_versions, stored_weights
+from ludus.models.weights.shared_weights import SharedWeights, map_weights, stage
+from ludus.models.weights.version_store import VersionStore, stored_versions, stored_weights
 from ludus.storage.base import Store
 from ludus.storage.safe_read import parse_json
 
@@ -27,16 +27,16 @@ _CLONE = re.compile(r"(?P<parent>.+)/clone-step-(?P<step>\d+)")
 
 @dataclass
 class _Model:
-    """One model of the run. A clone is frozen: it has one version for ever."""
+    """One model of the run. A clone is frozen: its version never changes."""
 
     plain: Mapping[str, Any]
-    board: Board
+    shared: SharedWeights
     frozen: bool = False
     interval: int | None = None
     keep: int | None = None
     kept: list[int] = field(default_factory=list)
     marked: tuple[int, float] = (0, 0.0)
-    """The version that was last chosen to be kept, and when."""
+    """The last version chosen to be kept, and when."""
     pending: dict[int, dict[str, Array]] = field(default_factory=dict)
     """Versions that are being written."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -46,41 +46,41 @@ class _Model:
         return dict(self.plain)
 
     def weights(self) -> dict[str, Array]:
-        return self.board.read()[1]
+        return self.shared.read()[1]
 
 
-class Registry:
-    """Makes, finds, publishes and clones models. Weights come and go as files staged in `staging`."""
+class ModelRegistry:
+    """Creates, finds, publishes and clones models. Weights are exchanged as files in `staging`."""
 
     def __init__(self, store: Store, boards: Path) -> None:
         self._store, self._boards = store, boards
         self.staging = boards / "staging"
         self.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._models: dict[str, _Model] = {}
-        self._pool: Pool[_Model] = Pool(store)
-        self._made = 0
+        self._pool: VersionStore[_Model] = VersionStore(store)
+        self._created = 0
 
     def names(self) -> list[str]:
-        """Of this run, also of its earlier lives."""
+        """Names of all models of this run, including earlier incarnations."""
         return sorted({*self._models, *self._store.list("models")})
 
     def versions(self) -> dict[str, int]:
-        return {name: model.board.version for name, model in self._models.items() if not model.frozen}
+        return {name: model.shared.version for name, model in self._models.items() if not model.frozen}
 
     def info(self, name: str) -> dict[str, Any]:
-        """What a process must know to use the model."""
+        """Return what a process needs to use the model."""
         model = self._models[name]
         return {
             "name": name,
             "description": dict(model.plain),
-            "board": str(model.board.directory),
+            "board": str(model.shared.directory),
             "frozen": model.frozen,
             "settings": dict(model.settings),
             "workers": list(model.workers),
         }
 
     def find(self, name: str, now: float) -> dict[str, Any] | None:
-        """The model, taken up from the store if an earlier life of the run made it; None when there is none."""
+        """Return the model, re-opened from the store if an earlier incarnation of the run created it; None if there is none."""
         if name not in self._models:
             clone = _CLONE.fullmatch(name)
             if clone:
@@ -102,16 +102,16 @@ class Registry:
         keep: int | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """A new model with the staged weights; an existing one of the same description goes on as it is.
+        """Create a model with the staged weights; an existing one with the same description is kept.
 
-        It is kept durably every `interval` versions (None: every ten minutes), and the `keep` newest of those stay (None: all).
-        `settings` are for whoever runs it, and mean nothing here. Raises UsageError when another model has the name and may not be overridden.
+        It is kept durably every `interval` versions (None: every ten minutes), with the `keep` newest of those retained (None: all).
+        `settings` are passed on to users of the model. Raises UsageError if another model has the name and must not be overridden.
         """
-        path = self._staged(staged)
+        path = self._staged_path(staged)
         try:
             known = self.find(check_name(name), now)
             if known is not None and not override:
-                self._check_same(name, description, mapped(path))
+                self._check_same(name, description, map_weights(path))
             else:
                 self._add(name, description, path, now)
         finally:
@@ -123,33 +123,33 @@ class Registry:
         return self.info(name)
 
     def publish(self, name: str, staged: str, step: int, now: float) -> int:
-        """The staged weights become the next version, or version `step`. Raises IncompatibleCheckpoint, UsageError, Fenced."""
-        path = self._staged(staged)
+        """Publish the staged weights as the next version, or as version `step`. Raises IncompatibleCheckpoint, UsageError, Fenced."""
+        path = self._staged_path(staged)
         try:
-            model = self._known(name)
+            model = self._get(name)
             if model.frozen:
                 raise UsageError(f"{name!r} is a clone: its weights never change.", "Publish to the model it was cloned from.")
-            module_spec.check_fit(module_spec.shapes_in(model.weights()), module_spec.shapes_in(mapped(path)))
+            module_spec.check_fit(module_spec.shapes_in(model.weights()), module_spec.shapes_in(map_weights(path)))
             version = self._pool.publish(name, None if step < 0 else step)
-            model.board.publish(version, path)
+            model.shared.publish(version, path)
         finally:
             path.unlink(missing_ok=True)
         return version
 
     def due(self, name: str, now: float) -> bool:
-        """Whether the newest version of a model should be kept."""
-        model = self._known(name)
+        """Return whether the newest version of a model should be kept."""
+        model = self._get(name)
         if model.frozen:
             return False
         version, at = model.marked
-        return now - at >= CHECKPOINT_S if model.interval is None else model.board.version - version >= model.interval
+        return now - at >= CHECKPOINT_S if model.interval is None else model.shared.version - version >= model.interval
 
-    def keeping(self, name: str, now: float) -> Callable[[], None]:
-        """What stores the version that is the newest now; it touches the disk, so it may be called in another thread."""
-        model = self._known(name)
-        version, weights = model.board.read()
+    def make_keep_task(self, name: str, now: float) -> Callable[[], None]:
+        """Return a function that stores the current newest version; it does disk I/O and may run in another thread."""
+        model = self._get(name)
+        version, weights = model.shared.read()
         before = model.marked
-        model.marked = version, now  # at once, so that it is not due again while the disk works
+        model.marked = version, now  # at once, so that it is not due again during the write
         model.pending[version] = weights
 
         def keep() -> None:
@@ -157,8 +157,8 @@ class Registry:
                 self._pool.put(name, version, lambda: weights)
                 if version not in model.kept:
                     model.kept.append(version)
-                self._retire(name, model)
-            except Exception:
+                self._delete_old_versions(name, model)
+            except Exception:  # restore the mark, then re-raise
                 model.marked = before
                 raise
             finally:
@@ -167,55 +167,55 @@ class Registry:
         return keep
 
     def clone(self, name: str, step: int, now: float) -> dict[str, Any]:
-        """A frozen copy of the nearest version at or below `step` that is kept, or of the newest (kept first) for -1."""
+        """Make a frozen copy of the nearest kept version at or below `step`, or of the newest (which is kept first) for -1."""
         if self.find(name, now) is None:
             raise UnknownName(f"There is no model {name!r}.", did_you_mean(name, self.names()))
         model = self._models[name]
         if model.frozen:
             raise UsageError(f"{name!r} is a clone already.")
-        newest = model.board.version
+        newest = model.shared.version
         candidates = sorted({v for v in self._kept(name) if 0 <= v <= step} | ({newest} if step < 0 or newest <= step else set()))
         if not candidates:
             raise NotFound(f"{name!r} has no version at or below {step}.", f"Kept: {self._kept(name)}, newest: {newest}.")
         if candidates[-1] == newest:
-            self.keeping(name, now)()
+            self.make_keep_task(name, now)()
         return self._add_clone(name, candidates[-1])
 
     def set_workers(self, name: str, workers: list[str]) -> None:
-        """Where the model's inference workers listen."""
-        self._known(name).workers = workers
+        """Set the addresses of the model's inference workers."""
+        self._get(name).workers = workers
 
     def close(self) -> None:
-        """Keep the newest weights of every model, and give unused numbers back."""
+        """Keep the newest weights of every model, and return unused version numbers."""
         for name, model in self._models.items():
-            if not model.frozen and model.board.version not in model.kept:
-                self.keeping(name, 0.0)()
+            if not model.frozen and model.shared.version not in model.kept:
+                self.make_keep_task(name, 0.0)()
         self._pool.close()
 
     # -- inside
 
-    def _known(self, name: str) -> _Model:
+    def _get(self, name: str) -> _Model:
         if name not in self._models:
             raise UnknownName(f"There is no model {name!r}.", did_you_mean(name, self.names()))
         return self._models[name]
 
-    def _staged(self, file: str) -> Path:
-        """A file name that a client sent: it may only name what was staged."""
+    def _staged_path(self, file: str) -> Path:
+        """Validate a file name sent by a client: it may only name a staged file."""
         if not re.fullmatch(r"aside-[0-9a-f]{32}", file):
             raise Damaged(f"{file!r} is not the name of a staged file.")
         return self.staging / file
 
-    def _board(self) -> Board:
-        self._made += 1
-        return Board(self._boards / f"{self._made:04d}")
+    def _make_shared_weights(self) -> SharedWeights:
+        self._created += 1
+        return SharedWeights(self._boards / f"{self._created:04d}")
 
     def _add(self, name: str, description: Mapping[str, Any], staged: Path, now: float) -> None:
-        model = self._models.get(name) or _Model(dict(description), self._board())
-        model.plain, model.kept = dict(description), []  # an overridden model is found at its old place
+        model = self._models.get(name) or _Model(dict(description), self._make_shared_weights())
+        model.plain, model.kept = dict(description), []  # an overridden model keeps its location
         self._pool.add(name, model)
-        model.board.publish(self._pool.newest(name)[1], staged)
+        model.shared.publish(self._pool.newest(name)[1], staged)
         self._models[name] = model
-        self.keeping(name, now)()
+        self.make_keep_task(name, now)()
 
     def _reopen(self, name: str, now: float) -> bool:
         versions = stored_versions(self._store, name)
@@ -227,11 +227,11 @@ class Registry:
             return False
         except ValueError as error:
             raise Damaged(f"models/{name}/model.json is damaged: {error}.") from error
-        model = _Model(plain, self._board(), kept=versions)
+        model = _Model(plain, self._make_shared_weights(), kept=versions)
         staged = stage(self.staging, stored_weights(self._store, name, versions[-1]))
         self._pool.add(name, model, above=versions[-1])
-        model.board.publish(self._pool.newest(name)[1], staged)
-        model.marked = model.board.version, now  # what it goes on from is kept already
+        model.shared.publish(self._pool.newest(name)[1], staged)
+        model.marked = model.shared.version, now  # the version that it continues from is already kept
         self._models[name] = model
         return True
 
@@ -254,14 +254,14 @@ class Registry:
     def _add_clone(self, parent: str, step: int) -> dict[str, Any]:
         name = f"{parent}/clone-step-{step}"
         if name not in self._models:
-            board, origin = self._board(), self._models[parent]
+            shared, origin = self._make_shared_weights(), self._models[parent]
             weights = origin.pending.get(step) or stored_weights(self._store, parent, step)
-            board.publish(step, stage(self.staging, weights))
-            self._models[name] = _Model(dict(origin.plain), board, frozen=True, settings=dict(origin.settings))
+            shared.publish(step, stage(self.staging, weights))
+            self._models[name] = _Model(dict(origin.plain), shared, frozen=True, settings=dict(origin.settings))
         return self.info(name)
 
-    def _retire(self, name: str, model: _Model) -> None:
-        """Forget old versions beyond the number to keep; one that a clone plays stays."""
+    def _delete_old_versions(self, name: str, model: _Model) -> None:
+        """Delete old versions beyond the number to keep; a version used by a clone stays."""
         if model.keep is None:
             return
         for version in sorted(model.kept)[: -model.keep]:
@@ -271,7 +271,7 @@ class Registry:
 
 
 def check_name(name: str) -> str:
-    """A name of a model or a buffer is also a file name. Raises UsageError."""
+    """Check the name of a model or buffer, which is also a file name. Raises UsageError."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not a plain name.", "Use letters, digits, and . _ + - inside.")
     return name

@@ -1,8 +1,8 @@
-"""A user's torch module as data: which class, built with which arguments, taking which inputs. That is all of `model.json`.
+"""Description of a user's torch module as data: class, arguments and inputs. This is the content of `model.json`.
 
 described = describe(AtariModel(), inputs=inputs_of((image,), {}))
-twin = build(described.description)          # in any process, with fresh weights
-load_weights(twin, weights_of(described.module))
+copy = build(described.description)          # in any process, with initial weights
+load_weights(copy, weights_of(described.module))
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _loading = threading.local()
 
 
 @dataclass(frozen=True)
-class Described:
-    """A module and the plain values from which another process builds its twin."""
+class DescribedModule:
+    """A module, and the JSON values from which another process rebuilds it."""
 
     module: nn.Module
     description: Description
@@ -48,11 +48,11 @@ def describe(
     kwargs: Mapping[str, Any] | None = None,
     inputs: Mapping[str, Any] | None = None,
     main_file: str | None = None,
-) -> Described:
+) -> DescribedModule:
     """Check that `model` (an instance, or a class with its arguments) can be rebuilt elsewhere, by rebuilding it here.
 
-    `main_file` is the script whose classes call their module `__main__`; by default the one that runs in this process.
-    Raises UsageError with the remedy.
+    `main_file`: the script whose classes have the module `__main__`; by default the one that runs in this process. Raises UsageError with
+    the remedy.
     """
     cls = model if isinstance(model, type) else type(model)
     if not issubclass(cls, nn.Module):
@@ -60,19 +60,19 @@ def describe(
             f"model={model!r} is not a torch module.", "Give a torch.nn.Module instance, or its class with model_args."
         )
     if hasattr(model, "description") and hasattr(cls, "from_description"):
-        return _self_described(model, cls, inputs)
+        return _describe_self(model, cls, inputs)
     plain_args, plain_kwargs = _plain("model_args", list(args)), _plain("model_kwargs", dict(kwargs or {}))
     path = _class_path(cls, main_file)
-    trust.allow(path)  # the caller handed over an object of it
+    trust.allow(path)  # the caller passed an object of this class
     description = {"class": path, "args": plain_args, "kwargs": plain_kwargs, "inputs": dict(inputs or {})}
-    twin = _called(cls, plain_args, plain_kwargs)
+    rebuilt = _construct(cls, plain_args, plain_kwargs)
     if isinstance(model, type):
-        return Described(twin, description)
-    _check_twin(model, twin, cls)
-    return Described(model, description)
+        return DescribedModule(rebuilt, description)
+    _check_rebuilt(model, rebuilt, cls)
+    return DescribedModule(model, description)
 
 
-def _self_described(model: Any, cls: type[nn.Module], inputs: Mapping[str, Any] | None) -> Described:
+def _describe_self(model: Any, cls: type[nn.Module], inputs: Mapping[str, Any] | None) -> DescribedModule:
     description = dict(model.description()) | ({"inputs": dict(inputs)} if inputs else {})
     trust.allow(str(description["class"]))
     if find_class(str(description["class"])) is not cls:
@@ -80,28 +80,28 @@ def _self_described(model: Any, cls: type[nn.Module], inputs: Mapping[str, Any] 
             f"{cls.__qualname__} describes itself as {description['class']!r}, which is another class.",
             "Override description() to name the subclass, or give a plain torch module.",
         )
-    _check_twin(model, build(description, cls), cls)
-    return Described(model, description)
+    _check_rebuilt(model, build(description, cls), cls)
+    return DescribedModule(model, description)
 
 
 def build(description: Mapping[str, Any], cls: type[nn.Module] | None = None) -> nn.Module:
-    """The module that a description names, with fresh weights; `cls` when the class is already at hand. Raises UsageError.
+    """Build the module of a description with initial weights; `cls` if the class is already known. Raises UsageError.
 
     The class is imported by the name in the description, which may come from a stored run. Raises Untrusted.
     """
-    found = find_class(str(description["class"])) if cls is None else cls
-    if not isinstance(found, type) or not issubclass(found, nn.Module):
+    module_class = find_class(str(description["class"])) if cls is None else cls
+    if not isinstance(module_class, type) or not issubclass(module_class, nn.Module):
         raise UsageError(f"{description['class']!r} is not a torch module class.")
-    if hasattr(found, "from_description"):
-        return cast(nn.Module, found.from_description(description))
-    return _called(found, description["args"], description["kwargs"])
+    if hasattr(module_class, "from_description"):
+        return cast(nn.Module, module_class.from_description(description))
+    return _construct(module_class, description["args"], description["kwargs"])
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two descriptions mean the same model. Inputs count only when both declare them."""
+    """Return whether two descriptions mean the same model. Inputs are compared only if both declare them."""
     a, b = dict(one), dict(other)
     first, second = a.pop("inputs", None), b.pop("inputs", None)
-    for each in (a, b):  # an earlier release may have written it
+    for each in (a, b):  # it may have been written by an earlier release
         each["class"] = current_name(str(each.get("class")))
     return bool(json.loads(json.dumps(a)) == json.loads(json.dumps(b)) and (not first or not second or first == second))
 
@@ -110,7 +110,7 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def find_class(path: str) -> Any:
-    """`"package.module:Class"`, or `"/where/script.py:Class"` for a class of a script. Raises UnknownName, UsageError."""
+    """Find `"package.module:Class"`, or `"/where/script.py:Class"` for a class of a script. Raises UnknownName, UsageError."""
     where, _, name = path.rpartition(":")
     if not where.endswith(".py"):
         return plugins.import_object(path, "model", _is_module_class)
@@ -118,7 +118,7 @@ def find_class(path: str) -> Any:
     main = sys.modules.get("__main__")
     if main is not None and main_script() == where and _attribute(main, name) is not None:
         return _attribute(main, name)
-    found = _attribute(_script(where), name)
+    found = _attribute(_load_script(where), name)
     if found is None:
         raise UnknownName(f"{where} has no class {name!r} (any more).", "Was it renamed since the model was made?")
     return found
@@ -129,13 +129,13 @@ def _is_module_class(found: Any, _: bool) -> bool:
 
 
 def main_script() -> str | None:
-    """The absolute path of the program that runs in this process, if it is a file."""
+    """Return the absolute path of the program that runs in this process, if it is a file."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return str(Path(file).resolve()) if file else None
 
 
 def forbid_while_loading(what: str) -> None:
-    """Raises UsageError while a script is imported only to find a class in it: launching belongs to the program alone."""
+    """Raise UsageError while a script is imported only to find a class in it."""
     script = getattr(_loading, "script", None)
     if script is not None:
         raise UsageError(
@@ -154,14 +154,16 @@ def _while_loading(script: str) -> Iterator[None]:
         _loading.script = before
 
 
-def _script(path: str) -> ModuleType:
-    """The script as a module under a name of its own; run once per process."""
+def _load_script(path: str) -> ModuleType:
+    """Import the script as a module with a generated name, once per process."""
     name = f"ludus_script_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise UnknownName(f"The script {path}, which has the model's class, is not there any more.", "Was it moved?")
+        raise UnknownName(
+            f"The script {path}, which has the model's class, no longer exists.", "Restore it, or give the model another class."
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -180,7 +182,7 @@ def _attribute(root: Any, path: str) -> Any:
 
 
 def _class_path(cls: type, main_file: str | None) -> str:
-    """How another process finds the class. Raises UsageError when it cannot."""
+    """Return how another process finds the class. Raises UsageError if it cannot."""
     name, module = cls.__qualname__, cls.__module__
     if "<" in name:
         raise UsageError(
@@ -207,7 +209,7 @@ def _class_path(cls: type, main_file: str | None) -> str:
 # -- building -----------------------------------------------------------------------------------------------------------
 
 
-def _called(cls: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> nn.Module:
+def _construct(cls: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> nn.Module:
     try:
         return cls(*args, **kwargs)
     except TypeError as error:
@@ -218,17 +220,17 @@ def _called(cls: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _plain(what: str, value: Any) -> Any:
-    """Tuples become lists; anything that JSON does not know is refused."""
+    """Convert tuples to lists; reject values that JSON cannot represent."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"{what} = {value!r} cannot be written down: {error}.", "Use numbers, strings, booleans, lists and dicts."
+            f"{what} = {value!r} cannot be stored as JSON: {error}.", "Use numbers, strings, booleans, lists and dicts."
         ) from error
 
 
-def _check_twin(model: nn.Module, twin: nn.Module, cls: type) -> None:
-    own, other = shapes_of(model), shapes_of(twin)
+def _check_rebuilt(model: nn.Module, rebuilt: nn.Module, cls: type) -> None:
+    own, other = shapes_of(model), shapes_of(rebuilt)
     if own != other:
         differing = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         raise UsageError(
@@ -243,7 +245,7 @@ Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """Name → (shape, dtype) of all parameters and buffers."""
+    """Return name → (shape, dtype) of all parameters and buffers."""
     return {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in _state(model).items()}
 
 
@@ -252,7 +254,7 @@ def shapes_in(weights: Mapping[str, Array]) -> Shapes:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """A copy of all parameters and buffers as NumPy arrays, by their names; of the module inside when it is wrapped.
+    """Copy all parameters and buffers to NumPy arrays by name; of the inner module if it is wrapped in DistributedDataParallel.
 
     weights = ludus.get_torch_model_weights(model)
     remote_model.publish_weights(weights)
@@ -261,24 +263,24 @@ def weights_of(model: nn.Module) -> Weights:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Copy weights into a module in place. Raises IncompatibleCheckpoint, and then has changed nothing."""
+    """Copy weights into a module in place. Raises IncompatibleCheckpoint without changing anything."""
     arrays = as_arrays(weights)
     check_fit(shapes_of(model), shapes_in(arrays))
     with torch.no_grad():
         for name, tensor in _state(model).items():
             if tensor.device.type == "cpu":
-                np.copyto(tensor.detach().numpy(), arrays[name])  # also from a read-only mapping
+                np.copyto(tensor.detach().numpy(), arrays[name])  # works from a read-only mapping too
             else:
                 tensor.copy_(torch.from_numpy(arrays[name].copy()))
 
 
 def as_arrays(weights: Mapping[str, Any]) -> Weights:
-    """Tensors among the values become arrays."""
+    """Convert tensors among the values to arrays."""
     return {name: w.detach().cpu().numpy() if isinstance(w, torch.Tensor) else np.asarray(w) for name, w in weights.items()}
 
 
 def check_fit(own: Shapes, given: Shapes) -> None:
-    """Raises IncompatibleCheckpoint when weights are not those of the model."""
+    """Raise IncompatibleCheckpoint if weights do not fit the model."""
     missing, extra = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if missing or extra:
         raise IncompatibleCheckpoint(f"The weights do not fit this model: missing {missing[:3]}, unexpected {extra[:3]}.")
@@ -303,7 +305,7 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def inputs_of(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> dict[str, Any]:
-    """Examples without a batch dimension → their shapes and dtypes as plain values."""
+    """Return shapes and dtypes of example inputs without a batch dimension, as JSON values."""
     return {"args": [_spec(arg, f"forward_args[{i}]") for i, arg in enumerate(args)]} | {
         "kwargs": {key: _spec(arg, f"forward_kwargs[{key!r}]") for key, arg in kwargs.items()}
     }
@@ -321,7 +323,7 @@ def _spec(tree: Tree, where: str) -> dict[str, Any]:
 
 
 def example_of(spec: Mapping[str, Any], *leading: int) -> Tree:
-    """Zeros as a spec describes them."""
+    """Return zeros with the shapes of a spec."""
     if "dict" in spec:
         return {key: example_of(item, *leading) for key, item in spec["dict"].items()}
     if "tuple" in spec:

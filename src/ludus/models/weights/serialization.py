@@ -1,4 +1,4 @@
-"""A model as bytes: safetensors for arrays, JSON for how to build it. Reading a policy runs no code but ours."""
+"""Models as bytes: safetensors for arrays, JSON for the description. Reading a policy runs no foreign code."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ POLICY = "ludus.models.policy:Policy"
 
 
 def encode_weights(weights: Mapping[str, Array], meta: Mapping[str, str] | None = None) -> bytes:
-    # An empty dict as metadata beside no arrays at all would be written as a header that cannot be read (safetensors 0.8.0).
+    # safetensors 0.8.0 writes an unreadable header for an empty metadata dict without arrays.
     return save({name: np.asarray(array, order="C") for name, array in weights.items()}, dict(meta) if meta else None)
 
 
 def decode_weights(data: bytes, where: str) -> tuple[Weights, dict[str, Any]]:
-    """Arrays and metadata. Raises Damaged."""
+    """Return arrays and metadata. Raises Damaged."""
     try:
         arrays = load(data)
         header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")], f"The header of {where}")
@@ -37,9 +37,9 @@ def decode_weights(data: bytes, where: str) -> tuple[Weights, dict[str, Any]]:
 
 
 def model_from(description: bytes | Mapping[str, Any], cls: type[nn.Module] | None = None) -> nn.Module:
-    """Build the model that a `model.json` describes, with fresh weights: a policy of ours, or the user's own module.
+    """Build the model of a `model.json` with initial weights: a built-in policy, or a user's module.
 
-    Raises Damaged when it is not a description; UsageError when the class cannot be found or built.
+    Raises Damaged if it is not a description; UsageError if the class cannot be found or built.
     """
     try:
         data = parse_json(description, "This model.json") if isinstance(description, bytes) else description
@@ -53,9 +53,9 @@ def model_from(description: bytes | Mapping[str, Any], cls: type[nn.Module] | No
 
 
 def check_description(data: Mapping[str, Any]) -> str | None:
-    """Whether this can describe a policy that fits into this machine; returns the name of its custom model. Raises Damaged.
+    """Check that the data describes a policy that fits into this machine; return the name of its custom model. Raises Damaged.
 
-    Nothing is imported, and no memory is taken for weights.
+    Nothing is imported, and no memory is allocated for weights.
     """
     try:
         if current_name(str(data["class"])) != POLICY:
@@ -65,16 +65,16 @@ def check_description(data: Mapping[str, Any]) -> str | None:
             raise Damaged(f"custom_model is {custom!r}")
         if custom is None:
             check_network_size(data)
-    except Exception as error:  # whatever our own constructors raise for values that none of them expects
+    except Exception as error:  # constructors raise any error for unexpected values
         raise Damaged(f"This model.json does not describe a policy: {str(error)[:500]}.") from error
     return custom
 
 
 def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
-    """The policy of a checkpoint or version. Raises Damaged, and IncompatibleCheckpoint when its custom model is not to be found.
+    """Build the policy of a checkpoint or version. Raises Damaged, and IncompatibleCheckpoint if its custom model is not found.
 
-    Only our own class is built: a checkpoint may come from anywhere, and importing what it names would run anybody's code. A
-    custom model that it names is looked for where the user keeps models (`custom_class`), and nowhere else.
+    Only the built-in class is built: a checkpoint may come from an untrusted source, and importing what it names would run foreign code.
+    A custom model is looked up only where the user keeps models (`models/custom/loader.py`).
     """
     data = parse_json(description, "This model.json") if isinstance(description, bytes) else description
     custom = check_description(data)
@@ -88,5 +88,5 @@ def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
         raise IncompatibleCheckpoint(f"It was made with the custom model {custom!r}. {error.message}", error.hint) from error
     except Exception as error:
         if custom is not None and not isinstance(error, (ValueError, KeyError, TypeError, LudusError)):
-            raise  # the user's own code
+            raise  # raised by the user's code
         raise Damaged(f"This model.json does not describe a policy: {str(error)[:500]}.") from error

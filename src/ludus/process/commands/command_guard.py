@@ -35,7 +35,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
-from ludus.io.rotating_log import MAX_BYTES, CountingLog
+from ludus.io.rotating_log import MAX_BYTES, DeduplicatingLog
 from ludus.process import identity, procfs
 from ludus.process.signals import SignalQueue
 
@@ -82,7 +82,7 @@ class Guard:
         self._killed = False
         self._began = self._ticked = time.monotonic()
         self._looks, self._threads = 0, 0
-        self._log = CountingLog(Path(order["log"]), order.get("log_bytes", MAX_BYTES))
+        self._log = DeduplicatingLog(Path(order["log"]), order.get("log_bytes", MAX_BYTES))
         self._game, self._pipe = self._fork(order, warm) if order["warm"] else self._execute(order)
         say(line, started=self._game, guard=os.getpid())
         os.set_blocking(self._pipe.fileno(), False)

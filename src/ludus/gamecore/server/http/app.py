@@ -1,9 +1,9 @@
-"""The gamecore server: games are started, watched and stopped over HTTP.
+"""The gamecore server: starts, watches and stops games over HTTP.
 
     serve(Settings(port=23432, games=Path("games.yaml")))           # until SIGTERM
     with running(Settings(port=0, state_dir=tmp)) as server: …      # in a thread; server.url
 
-What it answers is in `pages.py` and `v2.py`, who may ask in `http.py`, the games themselves are in `hall.py`.
+Endpoints are in `routes.py` and `routes_v2.py`, access control in `middleware.py`, the games in `process_table.py`.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from typing import TYPE_CHECKING, Any
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.gamecore.server import catalogue
-from ludus.gamecore.server.settings import HttpLimits, Settings
-from ludus.gamecore.server.state_dir import Home, default_directory
+from ludus.gamecore.server.settings import ServerLimits, Settings
+from ludus.gamecore.server.state_dir import StateDir, default_directory
 from ludus.gateway.auth import Caller
 from ludus.io.rotating_log import LogWriter
 
 if TYPE_CHECKING:
-    from ludus.gamecore.server.http.middleware import Clients
+    from ludus.gamecore.server.http.middleware import ConnectionRegistry
 
-__all__ = ["HttpLimits", "Running", "Settings", "running", "serve"]
+__all__ = ["RunningServer", "ServerLimits", "Settings", "running", "serve"]
 
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0
 _START_S, _END_S = 60.0, 60.0
 _BACKLOG = 1024
-_NONSENSE_PER_S = 2.0
+_WARNINGS_PER_S = 2.0
 Announce = Callable[[str, int], object]
 
 
 def serve(
     settings: Settings, *, supervise: bool = False, announce: Announce | None = None, listening: socket.socket | None = None
 ) -> None:
-    """Blocks until SIGTERM or SIGINT; then its games are stopped. Raises UsageError, ConfigError, MissingExtra before it listens.
+    """Serve until SIGTERM or SIGINT, then stop all games. Raises UsageError, ConfigError or MissingExtra before it listens.
 
-    `supervise`: in a process of its own that is started again when it dies; `listening`: a socket that is bound already.
+    `supervise`: run the server in a child process that is restarted when it dies; `listening`: an already bound socket.
     """
     settings.check()
     bound = listen(settings.host, settings.port) if listening is None else listening
     with contextlib.closing(bound):
         if supervise:
-            from ludus.gamecore.server.watchdog import keep_going
+            from ludus.gamecore.server.watchdog import supervise_server
 
-            keep_going(settings, bound, announce)
+            supervise_server(settings, bound, announce)
             return
-        with _opened(settings, bound) as home:
-            asyncio.run(_run(settings, bound, home, announce))
+        with _open_state_dir(settings, bound) as state_dir:
+            asyncio.run(_run(settings, bound, state_dir, announce))
 
 
-class Running:
-    """A server in a thread of this process."""
+class RunningServer:
+    """A server in a background thread of this process."""
 
     def __init__(self, settings: Settings) -> None:
         settings.check()
@@ -75,42 +75,42 @@ class Running:
 
     @property
     def url(self) -> str:
-        return f"http://{_bracketed(self.host)}:{self.port}"
+        return f"http://{_bracket_ipv6(self.host)}:{self.port}"
 
     def start(self) -> None:
         self._thread.start()
         if not self._ready.wait(_START_S):
-            raise WorkerFailed(f"The gamecore server at {self.url} did not begin within {_START_S:g} s.")
+            raise WorkerFailed(f"The gamecore server at {self.url} did not start within {_START_S:g} s.")
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            raise WorkerFailed(f"The gamecore server at {self.url} did not end within {_END_S:g} s.")
+            raise WorkerFailed(f"The gamecore server at {self.url} did not stop within {_END_S:g} s.")
         if self._error is not None:
             raise self._error
 
     def _main(self) -> None:
         try:
-            with contextlib.closing(self._bound), _opened(self._settings, self._bound) as home:
-                asyncio.run(self._run(home))
-        except BaseException as error:  # for whoever started the thread
+            with contextlib.closing(self._bound), _open_state_dir(self._settings, self._bound) as state_dir:
+                asyncio.run(self._run(state_dir))
+        except BaseException as error:  # raised again by `start` or `close`
             self._error = error
         finally:
             self._ready.set()
 
-    async def _run(self, home: Home) -> None:
+    async def _run(self, state_dir: StateDir) -> None:
         self._loop = asyncio.get_running_loop()
-        await _run(self._settings, self._bound, home, lambda host, port: self._ready.set(), self._stop)
+        await _run(self._settings, self._bound, state_dir, lambda host, port: self._ready.set(), self._stop)
 
 
 @contextlib.contextmanager
-def running(settings: Settings) -> Iterator[Running]:
-    server = Running(settings)
+def running(settings: Settings) -> Iterator[RunningServer]:
+    server = RunningServer(settings)
     server.start()
     try:
         yield server
@@ -124,7 +124,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, number)
     except OSError as error:
-        raise UsageError(f"{host} is no address of this machine: {error.strerror}.", "Use 127.0.0.1.") from error
+        raise UsageError(f"{host} is not an address of this machine: {error.strerror}.", "Use 127.0.0.1.") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
@@ -137,52 +137,52 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _opened(settings: Settings, bound: socket.socket) -> Iterator[Home]:
-    """Its directory, locked, and its log there."""
+def _open_state_dir(settings: Settings, bound: socket.socket) -> Iterator[StateDir]:
+    """Open and lock the state directory, and log to a file in it."""
     directory = default_directory(bound.getsockname()[1]) if settings.state_dir is None else settings.state_dir.expanduser()
-    with Home(directory) as home, _logging_to(home.log):
-        yield home
+    with StateDir(directory) as state_dir, _log_to_file(state_dir.log):
+        yield state_dir
 
 
 async def _run(
-    settings: Settings, bound: socket.socket, home: Home, announce: Announce | None, stop: asyncio.Event | None = None
+    settings: Settings, bound: socket.socket, state_dir: StateDir, announce: Announce | None, stop: asyncio.Event | None = None
 ) -> None:
-    from ludus.gamecore.server.http.middleware import Clients, Doorkeeper
-    from ludus.gamecore.server.http.routes import application
-    from ludus.gamecore.server.process_table import Bounds, Hall
+    from ludus.gamecore.server.http.middleware import AccessMiddleware, ConnectionRegistry
+    from ludus.gamecore.server.http.routes import build_app
+    from ludus.gamecore.server.process_table import ProcessTable, TableLimits
 
-    offered = catalogue.read(settings.games)
+    games = catalogue.read(settings.games)
     host, port = bound.getsockname()[:2]
     ended = asyncio.Event() if stop is None else stop
-    async with Hall(offered, home, Bounds(settings.max_games, settings.keep)) as hall:
+    async with ProcessTable(games, state_dir, TableLimits(settings.max_games, settings.keep)) as table:
         replies: Counter[int] = Counter()
-        limits = settings.affordable()
-        clients = Clients(limits, tokens=settings.token_file is not None)
-        app = Doorkeeper(application(hall, limits, replies), settings.token_file, limits, replies, clients)
+        limits = settings.affordable_limits()
+        clients = ConnectionRegistry(limits, tokens=settings.token_file is not None)
+        app = AccessMiddleware(build_app(table, limits, replies), settings.token_file, limits, replies, clients)
         server, started = _server(app, limits, clients)
         with _signals(ended, server):
             serving = asyncio.create_task(server.serve([bound]))
-            await _first(started.wait(), serving)
-            log.info("serving %s at %s:%d, process state in %s", ", ".join(offered.games), host, port, home.directory)
+            await _wait_or_fail(started.wait(), serving)
+            log.info("serving %s at %s:%d, process state in %s", ", ".join(games.games), host, port, state_dir.directory)
             if announce is not None:
                 announce(host, port)
-            await _first(ended.wait(), serving)
-            log.info("ending: %d games are stopped", len(hall.running))
-            await hall.close(STOP_S)
+            await _wait_or_fail(ended.wait(), serving)
+            log.info("stopping %d games", len(table.running))
+            await table.close(STOP_S)
             server.should_exit = True
             await serving
-    log.info("ended")
+    log.info("stopped")
 
 
-def _server(app: Any, limits: HttpLimits, clients: Clients) -> tuple[Any, asyncio.Event]:
+def _server(app: Any, limits: ServerLimits, clients: ConnectionRegistry) -> tuple[Any, asyncio.Event]:
     import uvicorn
 
-    from ludus.gamecore.server.http.middleware import connection
+    from ludus.gamecore.server.http.middleware import protocol_class
 
     started = asyncio.Event()
 
     class Server(uvicorn.Server):
-        """Signals are ours, and we are told when it listens."""
+        """Leaves signals to the caller, and sets `started` when it listens."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -194,7 +194,7 @@ def _server(app: Any, limits: HttpLimits, clients: Clients) -> tuple[Any, asynci
 
     config = uvicorn.Config(
         app,
-        http=connection(limits, clients),
+        http=protocol_class(limits, clients),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -207,8 +207,8 @@ def _server(app: Any, limits: HttpLimits, clients: Clients) -> tuple[Any, asynci
     return Server(config), started
 
 
-async def _first(awaited: Any, serving: asyncio.Task[None]) -> None:
-    """Until this happens; whatever ends the server meanwhile ends the wait."""
+async def _wait_or_fail(awaited: Any, serving: asyncio.Task[None]) -> None:
+    """Wait for `awaited` or the end of the server, whose exception is raised."""
     waiting = asyncio.ensure_future(awaited)
     try:
         await asyncio.wait({waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -220,19 +220,19 @@ async def _first(awaited: Any, serving: asyncio.Task[None]) -> None:
 
 @contextlib.contextmanager
 def _signals(ended: asyncio.Event, server: Any) -> Iterator[None]:
-    """The first asks games to end; a second one does not wait for connections any more."""
+    """The first signal stops the games; a second one closes connections at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
 
-    def heard() -> None:
+    def on_signal() -> None:
         server.force_exit = ended.is_set()
         ended.set()
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, heard)
+        loop.add_signal_handler(number, on_signal)
     try:
         yield
     finally:
@@ -241,7 +241,7 @@ def _signals(ended: asyncio.Event, server: Any) -> Iterator[None]:
 
 
 class _LogFile(logging.Handler):
-    """Bounded by its size, and by that of the one before it."""
+    """Writes to a rotating log file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(logging.INFO)
@@ -256,39 +256,39 @@ class _LogFile(logging.Handler):
         super().close()
 
 
-class _Seldom(logging.Filter):
-    """Whoever sends nonsense does not fill the log with it."""
+class _WarningRateLimit(logging.Filter):
+    """Limits the rate of warnings, so that invalid requests cannot fill the log."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._allowed = Caller("log", _NONSENSE_PER_S)
+        self._allowed = Caller("log", _WARNINGS_PER_S)
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno > logging.WARNING or self._allowed.allow(time.monotonic())
 
 
 @contextlib.contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
+def _log_to_file(path: Path) -> Iterator[None]:
     try:
         handler = _LogFile(path)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Choose another --state-dir.") from error
-    heard = [logging.getLogger(name) for name in ("ludus.gamecore.server", "ludus.game", "uvicorn.error")]
-    before = [logger.level for logger in heard]
-    for logger in heard:
+        raise UsageError(f"Cannot write {path}: {error.strerror}.", "Choose another --state-dir.") from error
+    loggers = [logging.getLogger(name) for name in ("ludus.gamecore.server", "ludus.process.commands", "uvicorn.error")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()) if logger.name != "uvicorn.error" else logging.WARNING)
-    seldom = _Seldom()
-    heard[-1].addFilter(seldom)
+    rate_limit = _WarningRateLimit()
+    loggers[-1].addFilter(rate_limit)
     try:
         yield
     finally:
-        heard[-1].removeFilter(seldom)
-        for logger, level in zip(heard, before, strict=True):
+        loggers[-1].removeFilter(rate_limit)
+        for logger, level in zip(loggers, before, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
         handler.close()
 
 
-def _bracketed(host: str) -> str:
+def _bracket_ipv6(host: str) -> str:
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""HTTP around the server's pages: who may ask, how much, and for how long; and every refusal is JSON."""
+"""HTTP middleware of the server: authentication, limits of size and time, JSON error replies."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ludus.errors import LudusError, Refused
-from ludus.gamecore.server.settings import HttpLimits
+from ludus.gamecore.server.settings import ServerLimits
 from ludus.gateway.auth import Caller, Tokens
 from ludus.gateway.connection_slots import ConnectionSlots
 from ludus.protocol.spec import REQUEST_ID_HEADER, error_body
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _TOKENS_S = 1.0
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
-TOLD_PER_S = 20.0
-"""Refusals that are told in the log; all of them are counted."""
+LOGGED_PER_S = 20.0
+"""Maximum rate of logged error replies; all of them are counted."""
 
 Address = tuple[str, int]
-KNOWN = "is_known"
-OPEN = frozenset({"/health"})
-"""Pages that need no token."""
+AUTHORIZED = "is_known"
+PUBLIC_PATHS = frozenset({"/health"})
+"""Paths that need no token."""
 
 
-class Connection(H11Protocol):
-    """uvicorn's, with bounds on how many there are and on how long one may take to say what it wants, and to read the answer."""
+class LimitedConnection(H11Protocol):
+    """uvicorn's h11 connection with a connection limit and an idle time limit."""
 
-    limits = HttpLimits()
-    clients: Clients
+    limits = ServerLimits()
+    clients: ConnectionRegistry
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._since, self._seen = self.loop.time(), self.cycle
+        self._idle_since, self._last_cycle = self.loop.time(), self.cycle
         self._address: Address = transport.get_extra_info("peername")[:2]
         if not self.clients.admit(self._address, transport):
             transport.abort()
             return
-        self._timer = self.loop.call_later(_LOOK_S, self._look)
+        self._timer = self.loop.call_later(_CHECK_S, self._check_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -63,24 +63,24 @@ class Connection(H11Protocol):
         if (timer := getattr(self, "_timer", None)) is not None:
             timer.cancel()
 
-    def _look(self) -> None:
+    def _check_idle(self) -> None:
         now = self.loop.time()
         busy = self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
-        if busy or self.cycle is not self._seen:
-            self._since, self._seen = now, self.cycle
+        if busy or self.cycle is not self._last_cycle:
+            self._idle_since, self._last_cycle = now, self.cycle
         idle_s = self.limits.idle_s
         if not self.clients.is_authorized(self._address):
             idle_s = min(idle_s, self.limits.unauthorized_idle_s)
-        if now - self._since > idle_s:
+        if now - self._idle_since > idle_s:
             self.transport.abort()
             return
-        self._timer = self.loop.call_later(_LOOK_S, self._look)
+        self._timer = self.loop.call_later(_CHECK_S, self._check_idle)
 
 
-class Clients:
-    """The connections of a server, by the address of their client. Those that sent a valid token are kept before all others."""
+class ConnectionRegistry:
+    """The connections of a server by client address; authorized ones are evicted last."""
 
-    def __init__(self, limits: HttpLimits, *, tokens: bool) -> None:
+    def __init__(self, limits: ServerLimits, *, tokens: bool) -> None:
         """`tokens`: whether clients must send one."""
         self._tokens = tokens
         self._slots: ConnectionSlots[Address] = ConnectionSlots(limits.connections, limits.connections_per_address)
@@ -108,21 +108,21 @@ class Clients:
         self._transports.pop(address, None)
 
 
-def connection(limits: HttpLimits, clients: Clients) -> type[Connection]:
-    return type("Connection", (Connection,), {"limits": limits, "clients": clients})
+def protocol_class(limits: ServerLimits, clients: ConnectionRegistry) -> type[LimitedConnection]:
+    return type("LimitedConnection", (LimitedConnection,), {"limits": limits, "clients": clients})
 
 
-class Doorkeeper:
-    """Looks at every request before the pages do."""
+class AccessMiddleware:
+    """ASGI middleware that checks the token, limits rates, and adds a request id."""
 
     def __init__(
-        self, app: ASGIApp, token_file: Path | None, limits: HttpLimits, replies: Counter[int], clients: Clients
+        self, app: ASGIApp, token_file: Path | None, limits: ServerLimits, replies: Counter[int], clients: ConnectionRegistry
     ) -> None:
-        self._app, self._file, self._limits, self._replies = app, token_file, limits, replies
+        self._app, self._token_file, self._limits, self._replies = app, token_file, limits, replies
         self._clients = clients
         self._tokens = Tokens.read(token_file) if token_file is not None else None
-        self._told = Caller("log", TOLD_PER_S)
-        self._looked, self._stamp = time.monotonic(), _stamp(token_file)
+        self._log_rate = Caller("log", LOGGED_PER_S)
+        self._checked_at, self._stamp = time.monotonic(), _file_stamp(token_file)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -131,9 +131,9 @@ class Doorkeeper:
         given = headers.get(REQUEST_ID_HEADER.lower(), b"").decode("latin-1")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
 
-        async def sent(message: Message) -> None:
+        async def send_reply(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._note(scope, message["status"], request_id)
+                self._count_reply(scope, message["status"], request_id)
                 message.setdefault("headers", []).append((REQUEST_ID_HEADER.encode(), request_id.encode()))
             async with asyncio.timeout(self._limits.send_s):
                 await send(message)
@@ -141,51 +141,51 @@ class Doorkeeper:
         try:
             if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
                 raise Refused(400, "authorization", "This request has two Authorization headers.", "Send one.")
-            known = self._admit(scope["path"], headers)
-            if known and scope.get("client"):
+            authorized = self._admit(scope["path"], headers)
+            if authorized and scope.get("client"):
                 self._clients.authorize(tuple(scope["client"]))
-            scope.setdefault("state", {})[KNOWN] = known
+            scope.setdefault("state", {})[AUTHORIZED] = authorized
         except Refused as refused:
-            await answer(refused)(scope, receive, sent)
+            await error_response(refused)(scope, receive, send_reply)
             return
-        await self._app(scope, receive, sent)
+        await self._app(scope, receive, send_reply)
 
     def _admit(self, path: str, headers: dict[str, bytes]) -> bool:
-        """Whether the caller may see everything; others see what is open. Raises Refused."""
+        """Return whether the caller is authorized; others may use public paths only. Raises Refused."""
         if self._tokens is None:
             _refuse_browsers(headers)
             return True
-        caller = self._current().caller(headers.get("authorization", b""))
-        if caller is None and path not in OPEN:
+        caller = self._reload_tokens().caller(headers.get("authorization", b""))
+        if caller is None and path not in PUBLIC_PATHS:
             raise Refused(401, "unauthorized", "The token is missing or wrong.", "Send Authorization: Bearer TOKEN.")
         if caller is not None and caller.rate and not caller.allow(time.monotonic()):
             raise Refused(429, "too_many_requests", "This token sends too many requests.", "Slow down.", 1 / caller.rate)
         return caller is not None
 
-    def _note(self, scope: Scope, status: int, request_id: str) -> None:
+    def _count_reply(self, scope: Scope, status: int, request_id: str) -> None:
         self._replies[status] += 1
-        if status >= 400 and self._told.allow(time.monotonic()):
+        if status >= 400 and self._log_rate.allow(time.monotonic()):
             peer = (scope.get("client") or ("?",))[0]
-            what = f"{scope['method'][:16]} {scope['path'][:128]!r}"
-            log.info("refused: %d for %s of %s (request %s)", status, what, peer, request_id)
+            target = f"{scope['method'][:16]} {scope['path'][:128]!r}"
+            log.info("refused: %d for %s from %s (request %s)", status, target, peer, request_id)
 
-    def _current(self) -> Tokens:
-        """The file is read again when it has changed; a file that is not right changes nothing."""
+    def _reload_tokens(self) -> Tokens:
+        """Reload the token file if it has changed; keep the current tokens if it is invalid."""
         assert self._tokens is not None
         now = time.monotonic()
-        if self._file is not None and now - self._looked > _TOKENS_S:
-            self._looked = now
-            stamp = _stamp(self._file)
+        if self._token_file is not None and now - self._checked_at > _TOKENS_S:
+            self._checked_at = now
+            stamp = _file_stamp(self._token_file)
             if stamp != self._stamp:
                 try:
-                    self._tokens, self._stamp = Tokens.read(self._file), stamp
+                    self._tokens, self._stamp = Tokens.read(self._token_file), stamp
                     self._clients.revoke_all()
                 except LudusError as error:
-                    log.warning("the tokens are as they were: %s", error)
+                    log.warning("cannot reload the tokens, keeping the previous ones: %s", error)
         return self._tokens
 
 
-def _stamp(path: Path | None) -> tuple[int, ...]:
+def _file_stamp(path: Path | None) -> tuple[int, ...]:
     with contextlib.suppress(OSError):
         if path is not None:
             found = os.stat(path.expanduser())  # noqa: PTH116
@@ -194,7 +194,7 @@ def _stamp(path: Path | None) -> tuple[int, ...]:
 
 
 def _refuse_browsers(headers: dict[str, bytes]) -> None:
-    """Without a token any web page that a user of this machine looks at could start games here. Programs send no Origin."""
+    """Refuse requests from web pages, which could start games on a server without a token. Programs send no Origin."""
     host = headers.get("host", b"").decode("latin-1")
     name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
     named = name.lower() not in ("", "localhost")
@@ -204,14 +204,14 @@ def _refuse_browsers(headers: dict[str, bytes]) -> None:
             named = False
     if named or "origin" in headers:
         raise Refused(
-            403, "browser", "This server has no token, and so it does not talk to web pages.", "Call it by its address."
+            403, "browser", "This server has no token, so it refuses requests from web pages.", "Call it by its IP address."
         )
 
 
-async def read_body(request: Request, limits: HttpLimits) -> bytes:
-    """Raises Refused for one that is too large or too slow."""
+async def read_body(request: Request, limits: ServerLimits) -> bytes:
+    """Read the body. Raises Refused if it is too large or too slow."""
     most = limits.body_bytes
-    too_large = Refused(413, "body", f"The body is larger than {most:,} bytes.", "Say less.")
+    too_large = Refused(413, "body", f"The body is larger than {most:,} bytes.", "Send less.")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and (len(declared) > 12 or int(declared) > most):
         raise too_large
@@ -226,12 +226,12 @@ async def read_body(request: Request, limits: HttpLimits) -> bytes:
     except TimeoutError as error:
         raise Refused(408, "slow", f"The body was not received within {limits.receive_s:g} s.", "Send it at once.") from error
     except ClientDisconnect as error:
-        raise Refused(400, "bad_request", "The caller went away.") from error
+        raise Refused(400, "bad_request", "The client disconnected.") from error
     return b"".join(parts)
 
 
-def answer(refused: Refused, **more: Any) -> Response:
-    """A refusal as JSON."""
+def error_response(refused: Refused, **more: Any) -> Response:
+    """Return a refusal as a JSON response with extra fields `more`."""
     body: bytes = error_body(refused)
     if more:
         body = json.dumps({**json.loads(body), **more}).encode()
@@ -239,26 +239,28 @@ def answer(refused: Refused, **more: Any) -> Response:
     if refused.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(refused.retry_after_s)))
     if refused.status in (401, 403, 408, 413):
-        headers["Connection"] = "close"  # what else it sends is not read
+        headers["Connection"] = "close"  # the rest of the request is not read
     return Response(body, refused.status, headers, "application/json")
 
 
 async def on_refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    return answer(error)
+    return error_response(error)
 
 
-async def on_http(request: Request, error: Exception) -> Response:
-    """What Starlette itself refuses."""
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Convert errors of Starlette's router."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        said = answer(
-            Refused(405, "method", f"{request.url.path[:128]} does not take {request.method[:16]}.", f"It takes {allowed}.")
+        response = error_response(
+            Refused(405, "method", f"{request.url.path[:128]} does not accept {request.method[:16]}.", f"It accepts {allowed}.")
         )
-        said.headers["Allow"] = allowed
-        return said
-    return answer(Refused(error.status_code, "not_found", f"There is no page {request.url.path[:128]}.", "See docs/gamecore.md."))
+        response.headers["Allow"] = allowed
+        return response
+    return error_response(
+        Refused(error.status_code, "not_found", f"There is no page {request.url.path[:128]}.", "See docs/gamecore.md.")
+    )
 
 
 async def on_error(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""What the server and its games use and do, for Prometheus."""
+"""Prometheus metrics of the server and its games."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ludus.gamecore.server.resource_usage import own
+from ludus.gamecore.server.resource_usage import own_usage
 
 if TYPE_CHECKING:
-    from ludus.gamecore.server.process_table import Hall
+    from ludus.gamecore.server.process_table import ProcessTable
 
 MEDIA = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -18,55 +18,55 @@ Sample = tuple[Mapping[str, str], float]
 Family = tuple[str, str, str, list[Sample]]
 
 
-def text(hall: Hall, replies: Mapping[int, int]) -> bytes:
+def render(table: ProcessTable, replies: Mapping[int, int]) -> bytes:
     lines: list[str] = []
-    for name, kind, told, samples in (*_families(hall), _of_replies(replies)):
-        lines += [f"# HELP {name} {told}", f"# TYPE {name} {kind}"]
+    for name, kind, help_text, samples in (*_families(table), _reply_family(replies)):
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
         lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in samples]
     return ("\n".join(lines) + "\n").encode()
 
 
-def _families(hall: Hall) -> Iterator[Family]:
-    running = hall.running
-    states = Counter((match.order.game, match.status.state) for match in running)
+def _families(table: ProcessTable) -> Iterator[Family]:
+    running = table.running
+    states = Counter((record.request.game, record.status.state) for record in running)
     yield "ludus_gamecore_games", "gauge", "Games that run.", [
-        ({"game": game, "state": state}, states[game, state]) for game in hall.catalogue.games for state in ("starting", "running")
+        ({"game": game, "state": state}, states[game, state]) for game in table.catalogue.games for state in ("starting", "running")
     ]  # fmt: skip
-    yield "ludus_gamecore_games_limit", "gauge", "Games that may run.", [({}, hall.bounds.games)]
-    events: list[Sample] = [({"game": game, "event": event}, count) for (game, event), count in sorted(hall.counts.items())]
+    yield "ludus_gamecore_games_limit", "gauge", "Games that may run.", [({}, table.limits.games)]
+    events: list[Sample] = [({"game": game, "event": event}, count) for (game, event), count in sorted(table.counts.items())]
     yield "ludus_gamecore_events_total", "counter", "What happened to games: started, restarted, and how they ended.", events
-    yield "ludus_gamecore_known_games", "gauge", "Games that are over and not forgotten.", [({}, hall.known)]
-    for name, kind, told, key in (
+    yield "ludus_gamecore_known_games", "gauge", "Games that are over and not forgotten.", [({}, table.finished)]
+    for name, kind, help_text, key in (
         ("ludus_gamecore_game_cpu_seconds_total", "counter", "Processor time of a game, its children included.", "cpu_s"),
         ("ludus_gamecore_game_memory_bytes", "gauge", "Memory of a game, its children included.", "memory_mb"),
         ("ludus_gamecore_game_threads", "gauge", "Threads of a game, its children included.", "threads"),
         ("ludus_gamecore_game_restarts", "gauge", "How often a game was started again.", "restarts"),
     ):
         scale = 1e6 if key == "memory_mb" else 1.0
-        yield name, kind, told, [
-            ({"runtime_id": match.status.runtime_id, "game": match.order.game}, getattr(match.status, key) * scale)
-            for match in running
+        yield name, kind, help_text, [
+            ({"runtime_id": record.status.runtime_id, "game": record.request.game}, getattr(record.status, key) * scale)
+            for record in running
         ]  # fmt: skip
     now = time.time()
     ages: list[Sample] = [
-        ({"runtime_id": match.status.runtime_id, "game": match.order.game}, round(now - match.status.started, 3))
-        for match in running
+        ({"runtime_id": record.status.runtime_id, "game": record.request.game}, round(now - record.status.started, 3))
+        for record in running
     ]
     yield "ludus_gamecore_game_seconds", "gauge", "How long a game has run.", ages
-    server, files = own()
+    server, files = own_usage()
     yield "ludus_gamecore_server_cpu_seconds_total", "counter", "Processor time of the server.", [({}, server.cpu_s)]
     yield "ludus_gamecore_server_memory_bytes", "gauge", "Memory of the server.", [({}, server.memory_mb * 1e6)]
     yield "ludus_gamecore_server_threads", "gauge", "Threads of the server.", [({}, server.threads)]
     yield "ludus_gamecore_server_open_files", "gauge", "Open files of the server.", [({}, files)]
 
 
-def _of_replies(replies: Mapping[int, int]) -> Family:
+def _reply_family(replies: Mapping[int, int]) -> Family:
     samples: list[Sample] = [({"status": str(status)}, count) for status, count in sorted(replies.items())]
     return "ludus_gamecore_requests_total", "counter", "Requests that were answered, by status.", samples
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    """Ids and names consist of letters, digits and a few signs: nothing needs to be escaped."""
+    """Format labels. Ids and names contain only letters, digits and '._-', so nothing is escaped."""
     inner = ",".join(f'{key}="{value}"' for key, value in labels.items())
     return f"{{{inner}}}" if inner else ""
 

@@ -1,4 +1,4 @@
-"""The older form of the server's pages, which clients of gamecore servers use: POST /v2/newGame, stopGame, exists, task…"""
+"""The older protocol of gamecore servers, for existing clients: POST /v2/newGame, stopGame, exists, task…"""
 
 from __future__ import annotations
 
@@ -10,95 +10,95 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ludus.errors import Refused
-from ludus.gamecore.server.http.middleware import answer, read_body
-from ludus.gamecore.server.process_table import Hall
-from ludus.gamecore.server.request import ANY, decoded, read_id, read_order, read_task, shown
-from ludus.gamecore.server.settings import HttpLimits
+from ludus.gamecore.server.http.middleware import error_response, read_body
+from ludus.gamecore.server.process_table import ProcessTable
+from ludus.gamecore.server.request import ANY, parse_id, parse_json, parse_request, parse_task_id, quote
+from ludus.gamecore.server.settings import ServerLimits
 
 FRESH = ("remote", "", None)
 RESUMING = ("repeat", "repeat_only", "remote_repeat")
-Verb = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
-def routes(hall: Hall, limits: HttpLimits) -> list[Route]:
-    verbs = V2(hall)
-    named: dict[str, Verb] = {
-        "newGame": verbs.new_game,
-        "stopGame": verbs.stop_game,
-        "exists": verbs.exists,
-        "taskList": verbs.task_list,
-        "taskDetail": verbs.task_detail,
-        "taskRemove": verbs.task_remove,
-        "taskClear": verbs.task_clear,
+def routes(table: ProcessTable, limits: ServerLimits) -> list[Route]:
+    handlers = RoutesV2(table)
+    by_name: dict[str, Handler] = {
+        "newGame": handlers.new_game,
+        "stopGame": handlers.stop_game,
+        "exists": handlers.exists,
+        "taskList": handlers.task_list,
+        "taskDetail": handlers.task_detail,
+        "taskRemove": handlers.task_remove,
+        "taskClear": handlers.task_clear,
     }
-    return [Route(f"/v2/{name}", _page(verb, limits), methods=["POST"]) for name, verb in named.items()]
+    return [Route(f"/v2/{name}", _page(handler, limits), methods=["POST"]) for name, handler in by_name.items()]
 
 
-def _page(verb: Verb, limits: HttpLimits) -> Callable[[Request], Awaitable[Response]]:
+def _page(handler: Handler, limits: ServerLimits) -> Callable[[Request], Awaitable[Response]]:
     async def page(request: Request) -> Response:
         try:
-            told = await verb(decoded(await read_body(request, limits)))
+            reply = await handler(parse_json(await read_body(request, limits)))
         except Refused as refused:
-            return answer(refused, code=refused.status, msg=str(refused))
-        return JSONResponse({"code": 0, "msg": "", **told})
+            return error_response(refused, code=refused.status, msg=str(refused))
+        return JSONResponse({"code": 0, "msg": "", **reply})
 
     return page
 
 
-class V2:
-    def __init__(self, hall: Hall) -> None:
-        self._hall = hall
+class RoutesV2:
+    def __init__(self, table: ProcessTable) -> None:
+        self._table = table
 
     async def new_game(self, data: dict[str, Any]) -> dict[str, Any]:
-        order = read_order(translated(data), self._hall.catalogue)
-        match, _ = await self._hall.start(order)
-        return {"data": match.shown()}
+        game_request = parse_request(to_game_request(data), self._table.catalogue)
+        record, _ = await self._table.start(game_request)
+        return {"data": record.to_json()}
 
     async def stop_game(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Also of one that never was: clients stop first, to be sure."""
-        runtime_id = read_id(data.get("runtime_id"))
-        return {"data": await self._hall.stop(runtime_id) if self._hall.exists(runtime_id) else {}}
+        """Stop a game; succeeds for unknown ids, because clients stop before they start."""
+        runtime_id = parse_id(data.get("runtime_id"))
+        return {"data": await self._table.stop(runtime_id) if self._table.exists(runtime_id) else {}}
 
     async def exists(self, data: dict[str, Any]) -> dict[str, Any]:
-        return {"exists": self._hall.exists(read_id(data.get("runtime_id")))}
+        return {"exists": self._table.exists(parse_id(data.get("runtime_id")))}
 
     async def task_list(self, data: dict[str, Any]) -> dict[str, Any]:
-        return {"data": {"task_ids": self._hall.tasks.ids()}}
+        return {"data": {"task_ids": self._table.tasks.ids()}}
 
     async def task_detail(self, data: dict[str, Any]) -> dict[str, Any]:
-        games = await self._hall.task(_task(data))
+        games = await self._table.task_results(_task(data))
         return {"data": {"game_states": [{**game, "Camp": _scores(game.get("result"))} for game in games]}}
 
     async def task_remove(self, data: dict[str, Any]) -> dict[str, Any]:
-        await self._hall.forget_task(_task(data))
+        await self._table.remove_task(_task(data))
         return {"data": {}}
 
     async def task_clear(self, data: dict[str, Any]) -> dict[str, Any]:
-        await self._hall.forget_task(None)
+        await self._table.remove_task(None)
         return {"data": {}}
 
 
 def _task(data: dict[str, Any]) -> str:
-    task_id = read_task(data.get("task_id"))
+    task_id = parse_task_id(data.get("task_id"))
     if task_id is None:
         raise Refused(400, "bad_request", "task_id is missing.")
     return task_id
 
 
 def _scores(result: Any) -> list[dict[str, int]]:
-    """1 for the camp that has won."""
+    """Score 1 for the winning camp, 0 for the others."""
     winner = result.get("winner") if isinstance(result, dict) else None
     camps = max(2, winner + 1) if isinstance(winner, int) and 0 <= winner < 16 else 2
     return [{"Score": int(camp == winner and not isinstance(winner, bool))} for camp in range(camps)]
 
 
-def translated(data: dict[str, Any]) -> dict[str, Any]:
-    """An order in the newer form. Raises Refused for what cannot be meant."""
+def to_game_request(data: dict[str, Any]) -> dict[str, Any]:
+    """Translate a request into the form of /v1. Raises Refused."""
     kind, config = data.get("simulator_type"), data.get("simulator_config")
     if kind not in (*FRESH, *RESUMING):
-        raise Refused(400, "bad_request", f"simulator_type is {shown(kind)}.", f"It is remote, {', '.join(RESUMING)}.")
+        raise Refused(400, "bad_request", f"simulator_type is {quote(kind)}.", f"It is remote, {', '.join(RESUMING)}.")
     if not isinstance(config, dict):
-        raise Refused(400, "bad_request", f"simulator_config is {shown(config)}: an object is expected.")
+        raise Refused(400, "bad_request", f"simulator_config is {quote(config)}: an object is expected.")
     heroes, camps = _camps(config.get("hero_conf"))
     frames = config.get("max_frame_num")
     unlimited = isinstance(frames, int) and not isinstance(frames, bool) and frames <= 0
@@ -116,46 +116,46 @@ def translated(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _camps(value: Any) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any] | None]]:
-    """From one list of heroes to one list per camp. The first hero of a camp says who plays it, the others refer to him.
+    """Split the list of heroes into two camps of equal size.
 
-    Heroes of a camp without an actor all say nothing: then the list is two camps of one size.
+    The first hero of a camp names its actor, and the others refer to that hero; a camp without an actor names none.
     """
     if not isinstance(value, list) or not value or len(value) % 2 or not all(isinstance(hero, dict) for hero in value):
-        raise Refused(400, "bad_request", f"hero_conf is {shown(value)}: a list of the heroes of both camps is expected.")
+        raise Refused(400, "bad_request", f"hero_conf is {quote(value)}: a list of the heroes of both camps is expected.")
     half = len(value) // 2
     heroes: list[list[dict[str, Any]]] = []
     camps: list[dict[str, Any] | None] = []
-    for camp, listed in enumerate((value[:half], value[half:])):
+    for camp, camp_heroes in enumerate((value[:half], value[half:])):
         heroes.append(
-            [{key: hero[key] for key in ("hero_id", "skill_id", "symbol") if hero.get(key) is not None} for hero in listed]
+            [{key: hero[key] for key in ("hero_id", "skill_id", "symbol") if hero.get(key) is not None} for hero in camp_heroes]
         )
-        for index, hero in enumerate(listed):
+        for index, hero in enumerate(camp_heroes):
             where = f"hero_conf[{camp * half + index}].request_info"
-            asked = _actor(hero.get("request_info") or {}, where, camp * half)
+            actor = _actor(hero.get("request_info") or {}, where, camp * half)
             if index == 0:
-                camps.append(asked)
-            elif asked not in (None, camps[camp]):
+                camps.append(actor)
+            elif actor not in (None, camps[camp]):
                 raise Refused(
-                    400, "bad_request", f"{where} names another actor than the first hero of its camp.", "One plays a camp."
+                    400, "bad_request", f"{where} names another actor than the first hero of its camp.", "Use one actor per camp."
                 )
     return heroes, camps
 
 
 def _actor(info: Any, where: str, first: int) -> dict[str, Any] | None:
     if not isinstance(info, dict) or not info.keys() <= {"ip", "port", "timeout", "request_id"}:
-        raise Refused(400, "bad_request", f"{where} is {shown(info)}.", "It is {}, {ip, port, timeout} or {request_id}.")
+        raise Refused(400, "bad_request", f"{where} is {quote(info)}.", "It is {}, {ip, port, timeout} or {request_id}.")
     if "request_id" in info:
         if info["request_id"] != first or isinstance(info["request_id"], bool):
             raise Refused(
-                400, "bad_request", f"{where}.request_id is {shown(info['request_id'])}.", f"It is {first} in this camp."
+                400, "bad_request", f"{where}.request_id is {quote(info['request_id'])}.", f"It is {first} in this camp."
             )
         return None
     if not info.get("ip") or not info.get("port"):
         return None
     port, timeout = info["port"], info.get("timeout", 30_000)
     if not isinstance(info["ip"], str) or isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65_536:
-        raise Refused(400, "bad_request", f"{where} is {shown(info)}: ip and port are meant.")
+        raise Refused(400, "bad_request", f"{where} is {quote(info)}: ip and port are meant.")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
-        raise Refused(400, "bad_request", f"{where}.timeout is {shown(timeout)}: milliseconds are meant.")
+        raise Refused(400, "bad_request", f"{where}.timeout is {quote(timeout)}: milliseconds are meant.")
     host = f"[{info['ip']}]" if ":" in info["ip"] else info["ip"]
     return {"address": f"{host}:{port}", "timeout_s": timeout / 1000}

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ludus.core.plugins import did_you_mean
-from ludus.core.statistics import wilson
+from ludus.core.statistics import wilson_interval
 from ludus.errors import ConfigError
 from ludus.games.arena.bots.bots import SCRIPTS
 from ludus.games.arena.engine.heroes import HEROES, IDS
@@ -63,7 +63,7 @@ class Standing:
     @property
     def bounds(self) -> tuple[float, float]:
         """Of the rate: 95 %."""
-        return wilson(self.won, self.games, _SURE)
+        return wilson_interval(self.won, self.games, _SURE)
 
     @property
     def median_s(self) -> float:

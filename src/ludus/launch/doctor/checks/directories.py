@@ -1,4 +1,4 @@
-"""Directories that a run writes to: whether it may, how much room there is, and on what kind of file system they are."""
+"""Checks the directories that a run writes to: permissions, free space and type of file system."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.launch.doctor.finding import Finding, failed, ok, size, warning
+from ludus.core.formatting import format_bytes
+from ludus.launch.doctor.finding import DoctorFinding, failed, ok, warning
 from ludus.launch.doctor.requirements import RUN_BYTES, STATE_BYTES, TEMP_BYTES
-from ludus.launch.job_dir import state_home
+from ludus.launch.job_dir import state_dir
 
 NETWORK = (
     "nfs",
@@ -29,15 +30,15 @@ NETWORK = (
     "panfs",
     "orangefs",
 )
-"""File systems of several machines; so is whatever is mounted by FUSE, mostly."""
+"""Network file systems; those mounted by FUSE count as well."""
 
-_LONGEST = 60
-"""Of the path of the temporary directory: that of a unix socket below it may have about 100 bytes."""
+_MAX_PATH = 60
+"""Maximum path length of the temporary directory: Unix socket paths below it are limited to about 100 bytes."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """`path`: the nearest directory of it that exists. `why`: it cannot be written to. `kind`: of its file system."""
+class DirectoryStatus:
+    """`path`: the nearest existing parent of `asked`. `why`: the reason it is not writable. `kind`: type of its file system."""
 
     asked: str
     path: str
@@ -53,32 +54,32 @@ class Place:
         return self.kind in NETWORK or self.kind.startswith("fuse")
 
 
-def look_place(asked: Path) -> Place:
-    """A file is written there and removed again."""
+def inspect_directory(asked: Path) -> DirectoryStatus:
+    """Inspect a directory; a file is written there and deleted."""
     there = next((path for path in (asked.absolute(), *asked.absolute().parents) if path.exists()), Path("/"))
     stat = os.statvfs(there)
     inodes = stat.f_favail if stat.f_files else None
     about = there.stat()
     ours = not hasattr(os, "getuid") or about.st_uid == os.getuid()
-    return Place(
+    return DirectoryStatus(
         str(asked),
         str(there),
         stat.f_bavail * stat.f_frsize,
         inodes,
-        kind_of(there),
-        _refused(there),
+        filesystem_type(there),
+        _write_error(there),
         about.st_mode & 0o7777,
         ours,
     )
 
 
-def _refused(directory: Path) -> str:
+def _write_error(directory: Path) -> str:
     if not directory.is_dir():
         return "it is not a directory"
     probe = directory / f".ludus-doctor-{uuid.uuid4().hex}"
     try:
         with open(probe, "xb") as file:
-            file.write(b"?" * 4096)  # an empty file can be made on a full disk
+            file.write(b"?" * 4096)  # a full disk still takes empty files
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -89,8 +90,8 @@ def _refused(directory: Path) -> str:
     return ""
 
 
-def kind_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Of the file system that the path is on; empty where the system does not say."""
+def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the type of the file system of a path; "" if unknown."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
         here = str(path.resolve())
@@ -100,46 +101,48 @@ def kind_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     for line in lines:
         before, _, after = line.partition(" - ")
         point = before.split()[4].replace("\\040", " ")
-        if (here == point or here.startswith(point.rstrip("/") + "/")) and len(point) >= best:  # the last one lies on top
+        if (here == point or here.startswith(point.rstrip("/") + "/")) and len(point) >= best:  # the last mount covers the others
             best, kind = len(point), after.split()[0]
     return kind
 
 
 def directory_of(what: str, local_dir: str) -> Path:
-    return {"runs": Path(local_dir), "temp": Path(tempfile.gettempdir()), "state": state_home()}[what]
+    return {"runs": Path(local_dir), "temp": Path(tempfile.gettempdir()), "state": state_dir()}[what]
 
 
 _NEEDED = {"runs": RUN_BYTES, "temp": TEMP_BYTES, "state": STATE_BYTES}
 _CHECKS = {"runs": "disk for runs", "temp": "disk for temporary files", "state": "records of jobs"}
-_MOVE = {"runs": "--local-dir DIR", "temp": "export TMPDIR=DIR", "state": "export LUDUS_STATE_DIR=DIR"}
+_MOVE_OPTION = {"runs": "--local-dir DIR", "temp": "export TMPDIR=DIR", "state": "export LUDUS_STATE_DIR=DIR"}
 _INODES = 10_000
 
 
-def judge_place(what: str, place: Place, *, shared: bool = False) -> Finding:
-    """`what`: runs, temp or state. `shared`: all nodes must see the same (records of Slurm jobs are read on other machines)."""
-    check, move = _CHECKS[what], f"{_MOVE[what]} elsewhere"
-    kind = f" ({place.kind})" if place.kind else ""
-    said = f"{place.asked}: {size(place.free)} free{kind}"
-    if place.why:
-        return failed(check, f"{place.asked} cannot be written to: {place.why}", f"{move}.")
-    if place.free < _NEEDED[what] // 10:
-        return failed(check, f"{said}; at least {size(_NEEDED[what])} should be", f"Free some room, or {move}.")
-    if place.inodes is not None and place.inodes < _INODES:
-        return failed(check, f"{said}, and room for {place.inodes:,} more files", f"Remove files, or {move}.")
-    if place.free < _NEEDED[what]:
-        return warning(check, f"{said}; at least {size(_NEEDED[what])} should be", f"Free some room, or {move}.")
-    if what == "state" and not place.ours:
+def check_directory(what: str, status: DirectoryStatus, *, shared: bool = False) -> DoctorFinding:
+    """`what`: runs, temp or state. `shared`: all nodes must share the directory, as for the records of Slurm jobs."""
+    check, move = _CHECKS[what], f"{_MOVE_OPTION[what]} elsewhere"
+    kind = f" ({status.kind})" if status.kind else ""
+    text = f"{status.asked}: {format_bytes(status.free)} free{kind}"
+    if status.why:
+        return failed(check, f"{status.asked} cannot be written to: {status.why}", f"{move}.")
+    if status.free < _NEEDED[what] // 10:
+        return failed(check, f"{text}; at least {format_bytes(_NEEDED[what])} should be", f"Free some room, or {move}.")
+    if status.inodes is not None and status.inodes < _INODES:
+        return failed(check, f"{text}, and room for {status.inodes:,} more files", f"Remove files, or {move}.")
+    if status.free < _NEEDED[what]:
+        return warning(check, f"{text}; at least {format_bytes(_NEEDED[what])} should be", f"Free some room, or {move}.")
+    if what == "state" and not status.ours:
         return (
-            failed(check, f"{place.path} belongs to another user", f"{move}.") if place.path == place.asked else ok(check, said)
+            failed(check, f"{status.path} belongs to another user", f"{move}.")
+            if status.path == status.asked
+            else ok(check, text)
         )
-    if what == "state" and shared and place.kind and not place.network:
+    if what == "state" and shared and status.kind and not status.network:
         return warning(
             check,
-            f"{said}; it may not be the same on the nodes",
-            f"If they do not share it, {_MOVE[what]} on a shared file system.",
+            f"{text}; it may not be the same on the nodes",
+            f"If they do not share it, {_MOVE_OPTION[what]} on a shared file system.",
         )
-    if what == "temp" and place.network:
-        return warning(check, f"{said}: sockets and many small files are slow there, or impossible", f"{move}, on a local disk.")
-    if what == "temp" and len(os.fsencode(place.asked)) > _LONGEST:
-        return warning(check, f"{said}; the name is too long for sockets below it", "export TMPDIR=/tmp")
-    return ok(check, said)
+    if what == "temp" and status.network:
+        return warning(check, f"{text}: sockets and many small files are slow there, or impossible", f"{move}, on a local disk.")
+    if what == "temp" and len(os.fsencode(status.asked)) > _MAX_PATH:
+        return warning(check, f"{text}; the name is too long for sockets below it", "export TMPDIR=/tmp")
+    return ok(check, text)

@@ -1,4 +1,4 @@
-"""Cores, memory, shared memory, open files, threads: what the machine, the container and the shell allow, against what a run needs."""
+"""Compares the cores, memory, open files and threads that machine, container and shell allow with the needs of a run."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ import os
 import re
 import resource
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.launch.doctor.finding import Finding, failed, ok, several, size, warning
-from ludus.launch.doctor.requirements import Needs
-
-UNLIMITED = 1 << 60
-"""Kernels say it in several ways, all of them above this."""
+from ludus.core.formatting import format_bytes
+from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, ok, warning
+from ludus.launch.doctor.requirements import ResourceNeeds
+from ludus.process.cgroups import UNLIMITED, Cgroups, Memory, read_number
 
 SHM = "LUDUS_SHM"
-"""The variable that moves rings and weights (distributed/hub/server.py)."""
+"""Variable with the directory of ring buffers and weights (distributed/hub/server.py)."""
 
-_SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written to
-_SHM_LEAST = 256 << 20
-"""With less free, rings are in the temporary directory instead (distributed/hub/server.py)."""
+_SHM = Path("/dev/shm")  # noqa: S108 - inspected, not written to
+_SHM_MIN = 256 << 20
+"""With less free space, ring buffers are put into the temporary directory (distributed/hub/server.py)."""
 
-_MAPS_LEAST = 65_530
-_ROOM = 1.25
+_MAPS_MIN = 65_530
+_MARGIN = 1.25
 
 
-# -- looking --------------------------------------------------------------------------------------------------------------
+# -- inspection -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Cores:
-    """`quota`: cores' worth of time that the cgroup gives; None: all."""
+class CpuLimits:
+    """`quota`: CPU time that the cgroup allows, in cores; None: no limit."""
 
     present: int
     usable: int
@@ -44,29 +43,15 @@ class Cores:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """`limit`, `used`: of the tightest cgroup that this process is in; None where there is none."""
-
-    total: int
-    available: int
-    limit: int | None = None
-    used: int = 0
-
-    @property
-    def free(self) -> int:
-        return self.available if self.limit is None else min(self.available, max(0, self.limit - self.used))
-
-
-@dataclass(frozen=True)
-class Shared:
+class SharedMemory:
     total: int
     free: int
     writable: bool = True
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A limit that threads, or processes, count against. `used`: of them now. `raise_`: how it is raised."""
+class ThreadLimit:
+    """A limit for threads or processes. `used`: their present number. `raise_`: how to raise the limit."""
 
     name: str
     limit: int
@@ -79,73 +64,24 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Threads:
-    bounds: tuple[Bound, ...]
+class ThreadLimits:
+    bounds: tuple[ThreadLimit, ...]
     maps: int = UNLIMITED
 
 
 @dataclass(frozen=True)
-class Files:
+class OpenFileLimits:
     soft: int
     hard: int
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The cgroups that this process is in, as directories, by controller; `""` is version 2. Innermost first."""
-
-    directories: dict[str, tuple[Path, ...]] = field(default_factory=dict)
-
-    def numbers(self, controller: str, old: str, new: str) -> Iterator[tuple[int, Path]]:
-        """What the files of that name say, from the inside out; no limit is left out."""
-        for version, name in ((controller, old), ("", new)):
-            for directory in self.directories.get(version, ()):
-                with contextlib.suppress(OSError, ValueError):
-                    value = int((directory / name).read_text().split()[0])
-                    if value < UNLIMITED:
-                        yield value, directory
-
-
-def look_groups(proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")) -> Groups:
-    found: dict[str, tuple[Path, ...]] = {}
-    try:
-        lines = (proc / "cgroup").read_text().splitlines()
-    except OSError:
-        return Groups()
-    for line in lines:
-        _, names, inner = line.split(":", 2)
-        for name in names.split(",") if names else [""]:
-            base = _mounted(root, name)
-            if base is not None:
-                found[name] = tuple(_upwards(base, inner))
-    return Groups(found)
-
-
-def _mounted(root: Path, name: str) -> Path | None:
-    if name:
-        return root / name if (root / name).is_dir() else None
-    return next((base for base in (root, root / "unified") if (base / "cgroup.controllers").exists()), None)
-
-
-def _upwards(base: Path, inner: str) -> Iterator[Path]:
-    """In a container its own group may be mounted as the root: then the path that the kernel says is not there."""
-    here = base / inner.strip("/")
-    if not here.is_dir():
-        here = base
-    while True:
-        yield here
-        if here == base:
-            return
-        here = here.parent
-
-
-def look_cores(groups: Groups) -> Cores:
+def inspect_cores(groups: Cgroups) -> CpuLimits:
     affinity = getattr(os, "sched_getaffinity", None)
     present = os.cpu_count() or 1
-    return Cores(present, len(affinity(0)) if affinity else present, _quota(groups))
+    return CpuLimits(present, len(affinity(0)) if affinity else present, _quota(groups))
 
 
-def _quota(groups: Groups) -> float | None:
+def _quota(groups: Cgroups) -> float | None:
     found = []
     for directory in groups.directories.get("", ()):
         with contextlib.suppress(OSError, ValueError):
@@ -159,62 +95,40 @@ def _quota(groups: Groups) -> float | None:
     return min(found, default=None)
 
 
-def look_memory(groups: Groups, meminfo: Path = Path("/proc/meminfo")) -> Memory | None:
-    """None where the system does not say."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
-    limit, used = None, 0
-    for most, directory in groups.numbers("memory", "memory.limit_in_bytes", "memory.max"):
-        now = _used(directory)
-        if limit is None or most - now < limit - used:
-            limit, used = most, now
-    return Memory(total, available, limit, used)
-
-
-def _used(directory: Path) -> int:
-    """Without what the kernel would give back at once."""
-    used = _number(directory / "memory.usage_in_bytes") or _number(directory / "memory.current") or 0
-    with contextlib.suppress(OSError):
-        found = re.search(r"^(?:total_)?inactive_file (\d+)$", (directory / "memory.stat").read_text(), re.MULTILINE)
-        used -= int(found[1]) if found else 0
-    return max(0, used)
-
-
-def look_shared(path: Path = _SHM) -> Shared | None:
+def inspect_shared_memory(path: Path = _SHM) -> SharedMemory | None:
     try:
         stat = os.statvfs(path)
     except OSError:
         return None
-    return Shared(stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize, os.access(path, os.W_OK))
+    return SharedMemory(stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize, os.access(path, os.W_OK))
 
 
-def look_files() -> Files:
+def inspect_files() -> OpenFileLimits:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Files(*(UNLIMITED if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
+    return OpenFileLimits(*(UNLIMITED if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
 
 
-def look_threads(groups: Groups) -> Threads:
+def inspect_threads(groups: Cgroups) -> ThreadLimits:
     bounds = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # the superuser is not held to it
-        mine = sum(_threads_of(os.getuid()))
-        bounds.append(Bound("ulimit -u", soft, mine, "ulimit -u unlimited, or nproc in /etc/security/limits.conf"))
+    if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # it does not apply to root
+        mine = sum(_user_threads(os.getuid()))
+        bounds.append(ThreadLimit("ulimit -u", soft, mine, "ulimit -u unlimited, or nproc in /etc/security/limits.conf"))
     for allowed, directory in groups.numbers("pids", "pids.max", "pids.max"):
-        now = _number(directory / "pids.current") or 0
-        bounds.append(Bound("cgroup pids.max", allowed, now, "TasksMax= of the service, --pids-limit of the container"))
-    everybody = _everybody()
+        now = read_number(directory / "pids.current") or 0
+        bounds.append(ThreadLimit("cgroup pids.max", allowed, now, "TasksMax= of the service, --pids-limit of the container"))
+    machine_threads = _machine_threads()
     for name, path in (("kernel.threads-max", "threads-max"), ("kernel.pid_max", "pid_max")):
-        if (most := _number(Path("/proc/sys/kernel") / path)) is not None:
+        if (most := read_number(Path("/proc/sys/kernel") / path)) is not None:
             bounds.append(
-                Bound(name, most, everybody, f"sysctl -w {name}={max(4_194_304 if path == 'pid_max' else 0, 2 * most)}")
+                ThreadLimit(
+                    name, most, machine_threads, f"sysctl -w {name}={max(4_194_304 if path == 'pid_max' else 0, 2 * most)}"
+                )
             )
-    return Threads(tuple(bounds), _number(Path("/proc/sys/vm/max_map_count")) or UNLIMITED)
+    return ThreadLimits(tuple(bounds), read_number(Path("/proc/sys/vm/max_map_count")) or UNLIMITED)
 
 
-def _threads_of(user: int) -> Iterator[int]:
+def _user_threads(user: int) -> Iterator[int]:
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
             text = status.read_text(errors="replace")
@@ -223,148 +137,144 @@ def _threads_of(user: int) -> Iterator[int]:
                 yield int(count[1])
 
 
-def _everybody() -> int:
-    """Threads of the whole machine."""
+def _machine_threads() -> int:
+    """Return the number of threads of the whole machine."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
     return 0
 
 
-def _number(path: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text())
-    return None
+# -- checks ---------------------------------------------------------------------------------------------------------------
 
 
-# -- judging --------------------------------------------------------------------------------------------------------------
-
-
-def judge_cores(cores: Cores, needs: Needs, environ: Mapping[str, str]) -> Finding:
-    said = several(cores.present, "core")
+def check_cores(cores: CpuLimits, needs: ResourceNeeds, environ: Mapping[str, str]) -> DoctorFinding:
+    text = format_count(cores.present, "core")
     if cores.usable != cores.present:
-        said += f", {cores.usable} of them for this process (affinity)"
+        text += f", {cores.usable} of them for this process (affinity)"
     if cores.quota is not None:
-        said += f", time for {cores.quota:g} (cgroup quota)"
+        text += f", time for {cores.quota:g} (cgroup quota)"
     if needs.workers > 2 * cores.whole:
         return warning(
             "cpu",
-            f"{said}; {several(needs.workers, 'worker')} would share them",
+            f"{text}; {format_count(needs.workers, 'worker')} would share them",
             f"--num-workers {max(1, cores.whole - 1)}, or more cores.",
         )
     held = environ.get("OMP_NUM_THREADS", "").isdigit() and int(environ["OMP_NUM_THREADS"]) <= cores.whole
     if cores.quota is not None and cores.quota < cores.usable and not held:
-        # Libraries count cores, not time: each starts as many threads, which are then held up together.
-        return warning("cpu", said, f"export OMP_NUM_THREADS={cores.whole}")
-    return ok("cpu", said)
+        # Libraries start a thread per core regardless of the quota, and all of them are throttled.
+        return warning("cpu", text, f"export OMP_NUM_THREADS={cores.whole}")
+    return ok("cpu", text)
 
 
-def judge_memory(memory: Memory | None, needs: Needs) -> Finding:
+def check_memory(memory: Memory | None, needs: ResourceNeeds) -> DoctorFinding:
     if memory is None:
-        return Finding("memory", "skipped", "this system does not say how much there is")
-    said = f"{size(memory.total)}, {size(memory.available)} available"
+        return DoctorFinding("memory", "skipped", "this system does not report it")
+    text = f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
     if memory.limit is not None and memory.limit < memory.total:
-        said += f"; the cgroup allows {size(memory.limit)}, {size(memory.used)} of it used"
-    said += f"; needed {needs.memory_said()}"
+        text += f"; the cgroup allows {format_bytes(memory.limit)}, {format_bytes(memory.used)} of it used"
+    text += f"; needed {needs.explain_memory()}"
     if memory.free < needs.memory:
         fewer = max(0, needs.workers - -(-(needs.memory - memory.free) // max(1, needs.memory_per_worker)))
         remedy = f"--num-workers {fewer}" if fewer else "A machine, or a job, with more memory"
-        return failed("memory", said, f"{remedy}; in Slurm --mem, in containers --memory.")
-    if memory.free < _ROOM * needs.memory:
-        return warning("memory", said, "It is enough, with little to spare: watch it, or have fewer workers.")
-    return ok("memory", said)
+        return failed("memory", text, f"{remedy}; in Slurm --mem, in containers --memory.")
+    if memory.free < _MARGIN * needs.memory:
+        return warning("memory", text, "It is just enough: watch it, or use fewer workers.")
+    return ok("memory", text)
 
 
-def shared_findings(environ: Mapping[str, str], needs: Needs) -> list[Finding]:
-    """Where the run will have it: in /dev/shm, but for rings and weights that LUDUS_SHM moves elsewhere."""
+def check_all_shared_memory(environ: Mapping[str, str], needs: ResourceNeeds) -> list[DoctorFinding]:
+    """Check /dev/shm, and the directory of LUDUS_SHM if that is set."""
     if SHM not in environ:
-        return [judge_shared(look_shared(), needs)]
-    found = [judge_moved(environ[SHM], look_shared(Path(environ[SHM])), needs)]
-    return [*found, judge_store(look_shared(), needs)] if needs.ray else found
+        return [check_shared_memory(inspect_shared_memory(), needs)]
+    found = [check_moved_memory(environ[SHM], inspect_shared_memory(Path(environ[SHM])), needs)]
+    return [*found, check_store(inspect_shared_memory(), needs)] if needs.ray else found
 
 
-def judge_moved(directory: str, shared: Shared | None, needs: Needs) -> Finding:
-    """Nothing is used in its place: whoever names a directory gets that one."""
-    other = f"Set {SHM} to a directory of yours that is there, or unset it."
+def check_moved_memory(directory: str, shared: SharedMemory | None, needs: ResourceNeeds) -> DoctorFinding:
+    """Check the directory of LUDUS_SHM, for which there is no fallback."""
+    other = f"Set {SHM} to an existing writable directory, or unset it."
     if shared is None or not shared.writable:
-        return failed("shared memory", f"{SHM}={directory}: {'there is none' if shared is None else 'it is not writable'}", other)
-    said = f"{SHM}={directory}: {size(shared.total)}, {size(shared.free)} free; needed {needs.rings_said()}"
+        return failed(
+            "shared memory", f"{SHM}={directory}: {'it does not exist' if shared is None else 'it is not writable'}", other
+        )
+    text = f"{SHM}={directory}: {format_bytes(shared.total)}, {format_bytes(shared.free)} free; needed {needs.explain_rings()}"
     if shared.free < needs.rings:
-        return failed("shared memory", said, f"Set {SHM} to a directory with more room, or unset it.")
-    return ok("shared memory", said)
+        return failed("shared memory", text, f"Set {SHM} to a directory with more room, or unset it.")
+    return ok("shared memory", text)
 
 
-def judge_store(shared: Shared | None, needs: Needs) -> Finding:
-    check, wanted = "shared memory of Ray", needs.store_said()
+def check_store(shared: SharedMemory | None, needs: ResourceNeeds) -> DoctorFinding:
+    check, wanted = "shared memory of Ray", needs.explain_store()
     if shared is None or not shared.writable:
-        what = "there is none" if shared is None else "it is not writable"
+        what = "it does not exist" if shared is None else "it is not writable"
         return warning(
             check, f"{_SHM}: {what}; Ray's store goes to a disk, which is slower", "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
         )
-    said = f"{_SHM}: {size(shared.total)}, {size(shared.free)} free; needed {wanted}"
-    return ok(check, said) if shared.free >= needs.store else failed(check, said, _bigger(needs.store))
+    text = f"{_SHM}: {format_bytes(shared.total)}, {format_bytes(shared.free)} free; needed {wanted}"
+    return ok(check, text) if shared.free >= needs.store else failed(check, text, _enlarge_command(needs.store))
 
 
-def judge_shared(shared: Shared | None, needs: Needs) -> Finding:
+def check_shared_memory(shared: SharedMemory | None, needs: ResourceNeeds) -> DoctorFinding:
     if shared is None or not shared.writable:
-        what = "there is none" if shared is None else "it is not writable"
+        what = "it does not exist" if shared is None else "it is not writable"
         return warning(
             "shared memory",
             f"{_SHM}: {what}; rings go to the temporary directory, which is slower",
             "mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
         )
-    said = f"{_SHM}: {size(shared.total)}, {size(shared.free)} free; needed {needs.shared_said()}"
-    bigger = _bigger(needs.shared)
-    if shared.free < _SHM_LEAST:
-        return warning("shared memory", f"{said}; with so little, rings go to the temporary directory, which is slower", bigger)
+    text = f"{_SHM}: {format_bytes(shared.total)}, {format_bytes(shared.free)} free; needed {needs.explain_shared()}"
+    bigger = _enlarge_command(needs.shared)
+    if shared.free < _SHM_MIN:
+        return warning("shared memory", f"{text}; with so little, rings go to the temporary directory, which is slower", bigger)
     if shared.free < needs.shared:
-        return failed("shared memory", said, f"{bigger}; or set {SHM} to a directory with more room.")
-    return ok("shared memory", said)
+        return failed("shared memory", text, f"{bigger}; or set {SHM} to a directory with more room.")
+    return ok("shared memory", text)
 
 
-def _bigger(count: int) -> str:
+def _enlarge_command(count: int) -> str:
     rounded = -(-2 * count // (1 << 30))
     return f"mount -o remount,size={rounded}G /dev/shm; in containers --shm-size={rounded}g"
 
 
-def judge_files(files: Files, needs: Needs) -> Finding:
-    said = f"{_limit(files.soft)} (hard {_limit(files.hard)}); needed {needs.files_said()}"
+def check_files(files: OpenFileLimits, needs: ResourceNeeds) -> DoctorFinding:
+    text = f"{_limit(files.soft)} (hard {_limit(files.hard)}); needed {needs.explain_files()}"
     if files.soft >= needs.files:
-        return ok("open files", said)
+        return ok("open files", text)
     wanted = max(needs.files, 4096)
     if files.hard >= needs.files:
-        return failed("open files", said, f"ulimit -n {min(files.hard, wanted)}")
+        return failed("open files", text, f"ulimit -n {min(files.hard, wanted)}")
     return failed(
-        "open files", said, f"nofile {wanted} in /etc/security/limits.conf, or LimitNOFILE= of the service; then log in anew."
+        "open files", text, f"nofile {wanted} in /etc/security/limits.conf, or LimitNOFILE= of the service; then log in anew."
     )
 
 
-def judge_threads(threads: Threads, needs: Needs) -> Finding:
-    said = f"needed {needs.threads_said()}"
+def check_threads(threads: ThreadLimits, needs: ResourceNeeds) -> DoctorFinding:
+    text = f"needed {needs.explain_threads()}"
     if not threads.bounds:
-        return ok("threads", f"no limit; {said}")
+        return ok("threads", f"no limit; {text}")
     worst = min(threads.bounds, key=lambda bound: bound.left)
-    said = f"{worst.name} {_limit(worst.limit)}, {worst.used:,} in use; {said}"
+    text = f"{worst.name} {_limit(worst.limit)}, {worst.used:,} in use; {text}"
     if worst.left < needs.threads:
         per = max(1, needs.threads_per_worker)
         fewer = needs.workers - -(-(needs.threads - worst.left) // per)
         remedy = f"{worst.raise_}; or --num-workers {fewer}" if fewer > 0 else worst.raise_
-        return failed("threads", said, remedy)
-    if worst.left < _ROOM * needs.threads:
-        return warning("threads", said, f"It is enough, with little to spare: {worst.raise_}")
-    return ok("threads", said)
+        return failed("threads", text, remedy)
+    if worst.left < _MARGIN * needs.threads:
+        return warning("threads", text, f"It is just enough: {worst.raise_}")
+    return ok("threads", text)
 
 
-def judge_maps(threads: Threads, needs: Needs) -> Finding:
-    """A thread has two mappings for its stack; libraries have some hundreds."""
+def check_maps(threads: ThreadLimits, needs: ResourceNeeds) -> DoctorFinding:
+    """Each thread needs two memory mappings for its stack; libraries need some hundreds."""
     needed = 2_000 + 2 * max(needs.game_threads, needs.cores)
-    said = (
+    text = (
         f"vm.max_map_count {_limit(threads.maps)}; needed 2,000 + 2 × {max(needs.game_threads, needs.cores)} threads = {needed:,}"
     )
     if threads.maps < needed:
-        return failed("mappings", said, f"sysctl -w vm.max_map_count={_MAPS_LEAST}")
-    if threads.maps < _MAPS_LEAST:
-        return warning("mappings", said, f"Less than Linux has by default: sysctl -w vm.max_map_count={_MAPS_LEAST}")
-    return ok("mappings", said)
+        return failed("mappings", text, f"sysctl -w vm.max_map_count={_MAPS_MIN}")
+    if threads.maps < _MAPS_MIN:
+        return warning("mappings", text, f"Less than Linux has by default: sysctl -w vm.max_map_count={_MAPS_MIN}")
+    return ok("mappings", text)
 
 
 def _limit(value: int) -> str:

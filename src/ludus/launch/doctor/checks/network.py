@@ -1,4 +1,4 @@
-"""Ports, the clock, and proxies."""
+"""Checks ports, clocks and proxies."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ludus.errors import LudusError
-from ludus.launch.doctor.finding import Finding, failed, ok, skipped, warning
-from ludus.process.job_env import FIRST_PORT, LAST_PORT, PORTS, Surroundings, free_block, is_free
+from ludus.launch.doctor.finding import DoctorFinding, failed, ok, skipped, warning
+from ludus.process.job_env import FIRST_PORT, LAST_PORT, PORTS, JobEnv, find_free_ports, is_port_free
 
 SKEW_S, SKEW_FAILED_S = 1.0, 60.0
-"""Clocks that differ by more: logs are out of order and leases end early; tokens and S3's signatures are refused at some minutes."""
+"""Clock differences above the first disorder logs and shorten leases; above the second, tokens and S3 signatures are soon rejected."""
 
 
 @dataclass(frozen=True)
-class Ports:
-    """`asked`: those that were named, and whether each is free. `block`: the first of `size` free ones in a row; None: there are none."""
+class PortStatus:
+    """`asked`: whether each requested port is free. `block`: first of `size` consecutive free ports; None: there are none."""
 
     asked: Mapping[int, bool]
     block: int | None
@@ -28,40 +28,40 @@ class Ports:
     ephemeral: tuple[int, int] | None = None
 
 
-def look_ports(asked: Sequence[int], size: int = PORTS) -> Ports:
+def inspect_ports(asked: Sequence[int], size: int = PORTS) -> PortStatus:
     block = None
     with contextlib.suppress(LudusError):
-        block = free_block(f"doctor-{os.getpid()}", size)
+        block = find_free_ports(f"doctor-{os.getpid()}", size)
     ephemeral = None
     with contextlib.suppress(OSError, ValueError):
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
         ephemeral = low, high
-    return Ports({port: is_free(port) for port in asked}, block, size, ephemeral)
+    return PortStatus({port: is_port_free(port) for port in asked}, block, size, ephemeral)
 
 
-def ports_of(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """Those that the job which this process belongs to will listen on here."""
-    surroundings = Surroundings.of(environ)
-    if surroundings is None or surroundings.node or not surroundings.port:
+def job_ports(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the ports that this process's job will use on this machine."""
+    job = JobEnv.from_environ(environ)
+    if job is None or job.node or not job.port:
         return ()
-    return tuple(range(surroundings.port, surroundings.port + PORTS))
+    return tuple(range(job.port, job.port + PORTS))
 
 
-def judge_ports(ports: Ports) -> Finding:
+def check_ports(ports: PortStatus) -> DoctorFinding:
     taken = sorted(port for port, free in ports.asked.items() if not free)
     if taken:
         return failed(
             "ports",
-            f"somebody listens on {', '.join(map(str, taken))}",
-            f"`ss -ltnp sport = :{taken[0]}` shows who; end it, or choose another port.",
+            f"in use: {', '.join(map(str, taken))}",
+            f"`ss -ltnp sport = :{taken[0]}` shows the process; stop it, or choose another port.",
         )
     if ports.block is None:
         return failed(
             "ports",
             f"no {ports.size} ports in a row are free between {FIRST_PORT} and {LAST_PORT}",
-            "`ss -ltn` shows who listens.",
+            "`ss -ltn` shows the ports in use.",
         )
-    said = (
+    text = (
         f"{', '.join(map(str, sorted(ports.asked)))} free"
         if ports.asked
         else f"a block of {ports.size} is free between {FIRST_PORT} and {LAST_PORT}"
@@ -69,15 +69,15 @@ def judge_ports(ports: Ports) -> Finding:
     if ports.ephemeral is not None and ports.ephemeral[0] < LAST_PORT:
         low, high = ports.ephemeral
         return warning(
-            "ports", f"{said}; outgoing connections use {low} to {high}, so one may be in the way of a listener",
+            "ports", f"{text}; outgoing connections use {low} to {high}, which may take the port of a listener",
             "sysctl -w net.ipv4.ip_local_port_range='32768 60999'",
         )  # fmt: skip
-    return ok("ports", said)
+    return ok("ports", text)
 
 
 @dataclass(frozen=True)
-class Tick:
-    """One question for the time: when it was asked and answered here, and what the other clock said. Seconds since the epoch."""
+class ClockSample:
+    """One reading of another machine's clock: local times of request and answer, and its time. Seconds since the epoch."""
 
     asked: float
     answered: float
@@ -89,18 +89,18 @@ class Tick:
 
     @property
     def skew(self) -> float:
-        """How far the other clock is ahead, known to half of the round trip."""
+        """How far the other clock is ahead, accurate to half of the round trip."""
         return self.told - (self.asked + self.answered) / 2
 
 
-def judge_clock(ticks: Sequence[Tick]) -> Finding:
-    """By the quickest of them."""
-    if not ticks:
-        return skipped("clock", "nobody told the time")
-    best = min(ticks, key=lambda tick: tick.trip)
+def check_clock(samples: Sequence[ClockSample]) -> DoctorFinding:
+    """Evaluate the sample with the shortest round trip."""
+    if not samples:
+        return skipped("clock", "the time was not reported")
+    best = min(samples, key=lambda sample: sample.trip)
     sure = best.trip / 2
     apart = f"{abs(best.skew):.3f} s {'ahead of' if best.skew > 0 else 'behind'} this machine, give or take {sure:.3f} s"
-    remedy = "Have all machines ask one time server: systemctl enable --now systemd-timesyncd (or chrony)."
+    remedy = "Synchronize all machines with one time server: systemctl enable --now systemd-timesyncd (or chrony)."
     if abs(best.skew) - sure > SKEW_FAILED_S:
         return failed("clock", apart, remedy)
     if abs(best.skew) - sure > SKEW_S:
@@ -111,37 +111,37 @@ def judge_clock(ticks: Sequence[Tick]) -> Finding:
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "grpc_proxy", "GRPC_PROXY")
 
 
-def judge_proxies(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> Finding | None:
-    """A proxy cannot reach this machine's loopback, nor the other nodes; and some clients ask it all the same."""
-    set_ = [name for name in PROXIES if environ.get(name)]
-    if not set_:
+def check_proxies(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> DoctorFinding | None:
+    """Check that no_proxy excludes loopback and the nodes, which a proxy cannot reach. None: there is no proxy."""
+    variables = [name for name in PROXIES if environ.get(name)]
+    if not variables:
         return None
     parts = [part.strip() for part in (environ.get("no_proxy") or environ.get("NO_PROXY") or "").split(",")]
-    spared = {part.lstrip("*.") for part in parts}
-    missing = [host for host in ("localhost", "127.0.0.1", *nodes) if host not in spared and not _covered(host, spared)]
+    excluded = {part.lstrip("*.") for part in parts}
+    missing = [host for host in ("localhost", "127.0.0.1", *nodes) if host not in excluded and not _is_excluded(host, excluded)]
     if not missing or "*" in parts:
-        return ok("proxy", f"{', '.join(set_)} set; this machine and the nodes are spared (no_proxy)")
+        return ok("proxy", f"{', '.join(variables)} set; no_proxy excludes this machine and the nodes")
     hosts = ",".join(dict.fromkeys(["localhost", "127.0.0.1", *missing]))
     return warning(
         "proxy",
-        f"{', '.join(set_)} set ({_host(environ[set_[0]])}), and not spared: {', '.join(missing)}",
+        f"{', '.join(variables)} set ({_host(environ[variables[0]])}), and no_proxy does not exclude {', '.join(missing)}",
         f'export no_proxy="{hosts},$no_proxy"',
     )
 
 
-def _covered(host: str, spared: set[str]) -> bool:
+def _is_excluded(host: str, excluded: set[str]) -> bool:
     with contextlib.suppress(OSError):
         number = int.from_bytes(socket.inet_aton(host), "big")
-        for part in spared:
+        for part in excluded:
             network, slash, bits = part.partition("/")
             with contextlib.suppress(OSError, ValueError):
                 if slash and not (number ^ int.from_bytes(socket.inet_aton(network), "big")) >> (32 - int(bits)):
                     return True
-    return any(part and host.endswith(f".{part}") for part in spared)
+    return any(part and host.endswith(f".{part}") for part in excluded)
 
 
 def _host(url: str) -> str:
-    """Of a proxy; it may have a password before it."""
+    """Return the host of a proxy URL, without user and password."""
     with contextlib.suppress(ValueError):
         return urlsplit(url if "://" in url else f"//{url}").hostname or "?"
     return "?"

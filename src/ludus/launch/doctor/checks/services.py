@@ -1,4 +1,4 @@
-"""Redis and stores: reached, written to, read back, and left as they were. All of it on keys of our own that nobody else has."""
+"""Checks Redis servers and stores: connect, write, read back, delete. All keys are unique to the check."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ludus.errors import AlreadyExists, ExchangeUnavailable, LudusError, StoreError
-from ludus.launch.doctor.checks.directories import kind_of
-from ludus.launch.doctor.finding import Finding, failed, ok, warning
+from ludus.launch.doctor.checks.directories import filesystem_type
+from ludus.launch.doctor.finding import DoctorFinding, failed, ok, warning
 from ludus.ray_cluster.cluster import environment
 from ludus.storage.base import open_store
-from ludus.transport.message_stream import PASSWORD, open_exchange, split_password
+from ludus.transport.message_stream import PASSWORD, open_message_stream, split_password
 
 T = TypeVar("T")
 
 _REDIS_S = 3.0
-_TRIES = 5
-_IMPATIENT = {"LUDUS_S3_CONNECT_TIMEOUT_S": "2", "LUDUS_S3_TIMEOUT_S": "5", "LUDUS_S3_RETRIES": "1", "LUDUS_S3_RETRY_S": "3"}
-"""Of a store on S3: a run waits much longer, and who asks a doctor does not. What the environment says goes before."""
+_ROUND_TRIPS = 5
+_S3_TIMEOUTS = {"LUDUS_S3_CONNECT_TIMEOUT_S": "2", "LUDUS_S3_TIMEOUT_S": "5", "LUDUS_S3_RETRIES": "1", "LUDUS_S3_RETRY_S": "3"}
+"""Time-outs of S3, shorter than those of a run; the environment overrides them."""
 
 SLOW_REDIS_S, SLOW_STORE_S = 0.02, 1.0
 _PAYLOAD = b"ludus doctor " * 1000
 
 
 @dataclass(frozen=True)
-class Service:
-    """What trying it gave. `seconds`: of each thing that was done, in that order. `why`: and then this happened."""
+class ServiceProbe:
+    """Result of a probe. `seconds`: duration of each completed step. `why`: the failure after them."""
 
-    shown: str
+    label: str
     seconds: Mapping[str, float]
     why: str = ""
     fix: str = ""
@@ -45,120 +45,125 @@ class Service:
 # -- Redis ----------------------------------------------------------------------------------------------------------------
 
 
-def look_redis(url: str) -> Service:
-    """By the exchange that a fleet uses, on a channel of its own, which is removed again."""
-    shown, took = shown_address(url), dict[str, float]()
+def inspect_redis(url: str) -> ServiceProbe:
+    """Probe the message exchange of a fleet, on a unique channel that is deleted."""
+    label, durations = redact_url(url), dict[str, float]()
     try:
-        exchange = open_exchange(url, f"doctor-{uuid.uuid4().hex}", 4)
+        exchange = open_message_stream(url, f"doctor-{uuid.uuid4().hex}", 4)
         with contextlib.closing(exchange):
             try:
-                took["connect"] = _timed(lambda: exchange.read("hello"))[0]
-                took["write"], pushed = _timed(lambda: exchange.push(_PAYLOAD, _REDIS_S))
+                durations["connect"] = _measure(lambda: exchange.read("hello"))[0]
+                durations["write"], pushed = _measure(lambda: exchange.push(_PAYLOAD, _REDIS_S))
                 if not pushed:
-                    return Service(
-                        shown, took, "it takes nothing more: it has no memory left (maxmemory)", "Raise maxmemory, or empty it."
+                    return ServiceProbe(
+                        label, durations, "it rejects writes: its memory is full (maxmemory)", "Raise maxmemory, or empty it."
                     )
-                took["read"], deliveries = _timed(lambda: exchange.pull(1, _REDIS_S))
+                durations["read"], deliveries = _measure(lambda: exchange.pull(1, _REDIS_S))
                 if [bytes(delivery.data) for delivery in deliveries] != [_PAYLOAD]:
-                    return Service(shown, took, "what was written did not come back", "Is it a Redis of version 6.2 or later?")
+                    return ServiceProbe(label, durations, "what was written did not come back", "Use Redis 6.2 or later.")
                 exchange.acknowledge([delivery.id for delivery in deliveries])
-                took["round trip"] = min(_timed(lambda: exchange.read("hello"))[0] for _ in range(_TRIES))
+                durations["round trip"] = min(_measure(lambda: exchange.read("hello"))[0] for _ in range(_ROUND_TRIPS))
             finally:
                 with contextlib.suppress(LudusError):
                     exchange.drop()
     except LudusError as error:
         remedy = "Is it running, and is its port open for this machine?" if isinstance(error, ExchangeUnavailable) else ""
-        return Service(shown, took, error.message.rstrip("."), error.hint or remedy)
-    return Service(shown, took)
+        return ServiceProbe(label, durations, error.message.rstrip("."), error.hint or remedy)
+    return ServiceProbe(label, durations)
 
 
-def judge_redis(service: Service) -> Finding:
+def check_redis(service: ServiceProbe) -> DoctorFinding:
     if service.why:
-        return failed("memory server", f"{service.shown}: {service.why}", service.fix or "See docs/fleets.md.")
+        return failed("memory server", f"{service.label}: {service.why}", service.fix or "See docs/fleets.md.")
     trip = service.seconds["round trip"]
-    said = f"{service.shown}: written, read back and removed; {_ms(trip)} for a round trip"
+    text = f"{service.label}: written, read back and removed; {_ms(trip)} for a round trip"
     if trip > SLOW_REDIS_S:
-        return warning("memory server", said, "It is far away, or busy: put it near the learner.")
-    return ok("memory server", said)
+        return warning("memory server", text, "It is far away or busy: move it near the learner.")
+    return ok("memory server", text)
 
 
 # -- stores ---------------------------------------------------------------------------------------------------------------
 
 
-def look_store(place: str) -> Service:
-    """A file and a bundle are written, read back, refused where they exist, and deleted."""
-    shown, took = shown_address(place), dict[str, float]()
+def inspect_store(location: str) -> ServiceProbe:
+    """Probe a store: write, read back, create exclusively and delete a file and a bundle."""
+    label, durations = redact_url(location), dict[str, float]()
     key = f".doctor-{uuid.uuid4().hex}"
-    before = _missing(place)
+    before = _missing_directories(location)
     try:
-        with environment({name: os.environ.get(name, value) for name, value in _IMPATIENT.items()}):
-            store = open_store(place)
+        with environment({name: os.environ.get(name, value) for name, value in _S3_TIMEOUTS.items()}):
+            store = open_store(location)
         try:
-            took["write"], _ = _timed(lambda: store.put(f"{key}/value", _PAYLOAD))
-            took["read"], read = _timed(lambda: store.get(f"{key}/value"))
+            durations["write"], _ = _measure(lambda: store.put(f"{key}/value", _PAYLOAD))
+            durations["read"], read = _measure(lambda: store.get(f"{key}/value"))
             if read != _PAYLOAD:
-                return Service(
-                    shown, took, "what was written did not come back", "The store is not to be trusted: use another one."
+                return ServiceProbe(
+                    label, durations, "what was written did not come back", "The store is not reliable: use another one."
                 )
-            took["create"], _ = _timed(lambda: store.put(f"{key}/once", b"1", overwrite=False))
+            durations["create"], _ = _measure(lambda: store.put(f"{key}/once", b"1", overwrite=False))
             try:
                 store.put(f"{key}/once", b"2", overwrite=False)
             except AlreadyExists:
                 pass
             else:
-                why = "two writers can both create the same file: two trainers could destroy each other's run there"
-                return Service(shown, took, why, "Use a store that heeds conditional writes: docs/stores.md names some.")
-            took["bundle"], _ = _timed(lambda: store.put_bundle(f"{key}/bundle", {"a": _PAYLOAD}))
+                why = "two writers can create the same file: two trainers could overwrite each other's run"
+                return ServiceProbe(label, durations, why, "Use a store with conditional writes: see docs/stores.md.")
+            durations["bundle"], _ = _measure(lambda: store.put_bundle(f"{key}/bundle", {"a": _PAYLOAD}))
             if store.get_bundle(f"{key}/bundle") != {"a": _PAYLOAD}:
-                return Service(shown, took, "a bundle did not come back as it was written", "The store is not to be trusted.")
+                return ServiceProbe(
+                    label,
+                    durations,
+                    "a bundle did not come back as it was written",
+                    "The store is not reliable: use another one.",
+                )
         finally:
             with contextlib.suppress(StoreError):
-                took["delete"], _ = _timed(lambda: store.delete(key))
+                durations["delete"], _ = _measure(lambda: store.delete(key))
     except LudusError as error:
-        return Service(shown, took, error.message.rstrip("."), error.hint)
+        return ServiceProbe(label, durations, error.message.rstrip("."), error.hint)
     finally:
-        _remove(before)
-    note = "" if "://" in place and not place.startswith(("file://", "nfs://")) else kind_of(_path(place))
-    return Service(shown, took, note=note)
+        _remove_empty(before)
+    note = "" if "://" in location and not location.startswith(("file://", "nfs://")) else filesystem_type(_path(location))
+    return ServiceProbe(label, durations, note=note)
 
 
-def judge_store(service: Service) -> Finding:
+def check_store(service: ServiceProbe) -> DoctorFinding:
     if service.why:
         return failed(
-            "store", f"{service.shown}: {service.why}", service.fix or "Is it there, and may we write to it? See docs/stores.md."
+            "store", f"{service.label}: {service.why}", service.fix or "Check that it exists and is writable. See docs/stores.md."
         )
     times = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in service.seconds.items())
-    said = f"{service.shown}{f' ({service.note})' if service.note else ''}: written, read back and removed ({times})"
+    text = f"{service.label}{f' ({service.note})' if service.note else ''}: written, read back and removed ({times})"
     if max(service.seconds.get(name, 0.0) for name in ("write", "read", "create")) > SLOW_STORE_S:
         return warning(
-            "store", said, "It is slow: checkpoints will take a multiple of that. Checkpoint less often, or use another store."
+            "store", text, "It is slow: checkpoints will take a multiple of that. Checkpoint less often, or use another store."
         )
-    return ok("store", said)
+    return ok("store", text)
 
 
-def _path(place: str) -> Path:
-    return Path(place.partition("://")[2] if "://" in place else place)
+def _path(location: str) -> Path:
+    return Path(location.partition("://")[2] if "://" in location else location)
 
 
-def _missing(place: str) -> list[Path]:
-    """Directories that would be made for it, the innermost first."""
-    if "://" in place and not place.startswith(("file://", "nfs://")):
+def _missing_directories(location: str) -> list[Path]:
+    """Return the directories that the store would create, the innermost first."""
+    if "://" in location and not location.startswith(("file://", "nfs://")):
         return []
-    path = _path(place).absolute()
+    path = _path(location).absolute()
     return [each for each in (path, *path.parents) if not each.exists()]
 
 
-def _remove(directories: list[Path]) -> None:
+def _remove_empty(directories: list[Path]) -> None:
     for directory in directories:
-        with contextlib.suppress(OSError):  # never one with something in it
+        with contextlib.suppress(OSError):  # it is not empty
             directory.rmdir()
 
 
 # -- both -----------------------------------------------------------------------------------------------------------------
 
 
-def secrets_of(environ: Mapping[str, str], *urls: str) -> list[str]:
-    """Whatever must not be shown: passwords in addresses, and what is in variables that are made for secrets."""
+def find_secrets(environ: Mapping[str, str], *urls: str) -> list[str]:
+    """Return the passwords in URLs and the values of variables with names of secrets, which must not be shown."""
     found = [value for name, value in environ.items() if value and re.search(r"PASSWORD|SECRET|TOKEN$|API_KEY|ACCESS_KEY", name)]
     for url in urls:
         with contextlib.suppress(LudusError, ValueError):
@@ -170,8 +175,8 @@ def secrets_of(environ: Mapping[str, str], *urls: str) -> list[str]:
     return found
 
 
-def shown_address(url: str) -> str:
-    """Without user, password and options."""
+def redact_url(url: str) -> str:
+    """Return a URL without user, password and query."""
     if "://" not in url:
         return url
     scheme, _, rest = url.partition("://")
@@ -179,13 +184,13 @@ def shown_address(url: str) -> str:
 
 
 def secret_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """Names of variables that another machine needs to reach the same services."""
+    """Yield the names of variables that another machine needs to use the same services."""
     for name in environ:
         if name == PASSWORD or name.startswith(("AWS_", "LUDUS_S3_")):
             yield name
 
 
-def _timed(action: Callable[[], T]) -> tuple[float, T]:
+def _measure(action: Callable[[], T]) -> tuple[float, T]:
     start = time.perf_counter()
     result = action()
     return time.perf_counter() - start, result

@@ -1,0 +1,183 @@
+"""Evaluations by other processes, while training goes on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ludus.config.schema import AlgorithmConfig
+from ludus.core.tree import Array
+from ludus.core.types import DEFAULT_MODEL
+from ludus.distributed.code_bundle import Luggage
+from ludus.envs.vector_env import Environments
+from ludus.envs.wrappers import wrapper_names
+from ludus.errors import LudusError
+from ludus.experiments.evaluation.evaluation import Course, Notice, warn_of_cuts
+from ludus.experiments.evaluation.evaluation_video import Recorded, VideoRecorder
+from ludus.experiments.runs.checkpoint import FOLDER
+from ludus.experiments.runs.remote_runs import store_of
+from ludus.models.weights import serialization
+from ludus.process.workers.supervisor import Context, Restart
+from ludus.process.workers.task_pool import Errands
+from ludus.sampling.episode_runner import Score
+
+log = logging.getLogger(__name__)
+
+
+def make_evaluation_workers(
+    course: Course, config: AlgorithmConfig, directory: Path, interrupted: Callable[[], bool], notice: Notice
+) -> EvaluationWorkers:
+    """`directory`: of the run. `notice` is called once if videos cannot be recorded."""
+    bundle = Luggage.of(course.env, *wrapper_names(config.wrappers), models=[config.model.custom_model])
+    restart = Restart(config.max_worker_restarts, config.worker_restart_backoff_s)
+    pool = WorkerSettings(config.evaluation_num_workers, config.worker_hang_s, restart)
+    return EvaluationWorkers(course, bundle, directory, pool, interrupted, notice)
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    workers: int
+    hang_s: float
+    restart: Restart
+
+
+class EvaluationWorkers:
+    """Other processes play the versions that were checkpointed; whoever trains looks now and then whether they are done."""
+
+    def __init__(
+        self,
+        course: Course,
+        bundle: Luggage,
+        directory: Path,
+        pool: WorkerSettings,
+        interrupted: Callable[[], bool],
+        notice: Notice = log.warning,
+    ) -> None:
+        """`notice` is called once if videos cannot be recorded."""
+        self._course, self._bundle, self._directory, self._pool = course, bundle, directory, pool
+        self.interrupted, self._notice = interrupted, notice
+        self._records = bool(course.videos)
+        self._workers = min(pool.workers, course.groups)
+        self._errands: Errands | None = None
+        self._numbers = itertools.count(1)
+        self._iteration: int | None = None
+        self._open: dict[int, int] = {}  # errand → first row
+        self._parts: dict[int, Score] = {}
+        self._error: LudusError | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._iteration is not None
+
+    @property
+    def pids(self) -> list[int]:
+        return [] if self._errands is None else self._errands.pids
+
+    def begin(self, iteration: int, checkpoint: str) -> None:
+        """Have that checkpoint played. Returns at once; nothing else may be under way."""
+        if self._errands is None:
+            logs = self._directory / "logs" / "evaluation"
+            self._errands = Errands(
+                "evaluation", Player, self._course, self._bundle,
+                workers=self._workers, hang_s=self._pool.hang_s, restart=self._pool.restart, log_dir=logs, preload=("torch", __name__),
+            )  # fmt: skip
+        self._iteration, self._parts, self._error = iteration, {}, None
+        where = {"run": str(self._directory.absolute()), "checkpoint": checkpoint}
+        edges = (np.linspace(0, self._course.groups, self._workers + 1).astype(int) * self._course.group).tolist()
+        for first, end in itertools.pairwise(edges):
+            number = next(self._numbers)
+            self._open[number] = first
+            seed = self._course.seed_of(iteration)
+            video = iteration if first == 0 and self._records else None
+            self._errands.give(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
+
+    def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
+        """(iteration, score) when all of it has been played, None before; no score: it failed, which has been said."""
+        if self._iteration is None or self._errands is None:
+            return None
+        for done in self._errands.take(timeout_s):
+            first = self._open.pop(done.number)
+            if done.error is not None:
+                self._error = done.error
+            else:
+                played = done.answer
+                results = {name: tuple(both) for name, both in played["results"].items()}
+                returns, lengths, sides = (tuple(played[name]) for name in ("returns", "lengths", "sides"))
+                videos = tuple(map(Path, played["videos"]))
+                self._parts[first] = Score(returns, lengths, cut=played["cut"], results=results, sides=sides, videos=videos)
+                if played["problem"] is not None:
+                    self._records = False
+                    self._notice(played["problem"])
+        if self._open:
+            return None
+        iteration, self._iteration = self._iteration, None
+        if self._error is not None:
+            log.warning("the evaluation of iteration %d failed: %s", iteration, self._error)
+            return iteration, None
+        parts = [self._parts[first] for first in sorted(self._parts)]
+        returns, lengths, sides = (
+            tuple(itertools.chain(*values)) for values in zip(*((p.returns, p.lengths, p.sides) for p in parts), strict=True)
+        )
+        told = {name: _added([part.results[name] for part in parts]) for name in parts[0].results}
+        cut = sum(part.cut for part in parts)
+        score = Score(returns, lengths, cut=cut, results=told, sides=sides, videos=parts[0].videos)
+        warn_of_cuts(score, self._course.env)
+        return iteration, score
+
+    def close(self) -> None:
+        if self._errands is not None:
+            self._errands.close()
+
+
+def _added(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return sum(total for total, _ in pairs), sum(count for _, count in pairs)
+
+
+class Player:
+    """What a worker does: load the weights of a checkpoint and play its share."""
+
+    def __init__(self, context: Context, course: Course, bundle: Luggage) -> None:
+        torch.set_num_threads(1)
+        bundle.unpack()
+        self._context, self._course, self._policy = context, course, course.policy()
+        self._environments: dict[int, Environments] = {}  # by how many rows; shares differ by one
+        self._recorder: VideoRecorder | None = None
+
+    def __call__(self, errand: Mapping[str, Any]) -> dict[str, Any]:
+        key, name = f"{FOLDER}/{errand['checkpoint']}", f"{DEFAULT_MODEL}.safetensors"
+        weights = store_of(Path(errand["run"])).get_file(key, name)
+        decoded = serialization.decode_weights(weights, f"{key}/{name}")[0]
+        self._policy.load_weights(decoded)
+        score = self._course.play(self._policy, self._rows(errand["rows"]), errand["seed"], errand["first"], self._turned)
+        lists = {"returns": score.returns, "lengths": score.lengths, "sides": score.sides}
+        recorded = Recorded() if errand["video"] is None else self._record(errand, decoded)
+        videos = {"videos": [str(path) for path in recorded.paths], "problem": recorded.problem}
+        return {**lists, **videos, "cut": score.cut, "results": dict(score.results)}
+
+    def _record(self, errand: Mapping[str, Any], weights: Mapping[str, Array]) -> Recorded:
+        if self._recorder is None:
+            self._recorder = self._course.recorder(Path(errand["run"]), self._context.beat)
+        return Recorded() if self._recorder is None else self._recorder.record(weights, errand["video"], errand["seed"])
+
+    def _rows(self, rows: int) -> Environments:
+        if rows not in self._environments:
+            self._environments[rows] = self._course.environments(rows)
+            self._environments[rows].beat = self._context.beat
+        return self._environments[rows]
+
+    def _turned(self) -> bool:
+        self._context.beat()
+        return False
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+        for environments in self._environments.values():
+            environments.close()
