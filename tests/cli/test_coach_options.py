@@ -15,7 +15,7 @@ from ludus.cli.main import app
 from ludus.cli.training import coach_options, train
 from ludus.errors import UsageError
 from ludus.experiments.resolve import resolve
-from ludus.experiments.source.experiment_source import experiments_from, source_of
+from ludus.experiments.source.experiment_source import experiments_from, read_source
 from ludus.launch.job import Job, JobStatus
 from tests.cli.calling import Call
 
@@ -149,7 +149,7 @@ def test_a_python_file_is_a_preset(call: Call, tmp_path: Path) -> None:
 
 def described(preset: str, **settings: Any) -> tuple[dict[str, Any], list[str]]:
     said: list[str] = []
-    source = source_of(None, preset)
+    source = read_source(None, preset)
     ((_, data),) = experiments_from(source, None, None, {}, {}, settings, {}, [], say=said.append).items()
     return data, said
 
@@ -171,7 +171,7 @@ def test_a_batch_that_somebody_asked_for_is_not_changed() -> None:
 
 
 def test_set_comes_after_a_custom_parameter_which_comes_after_single_options() -> None:
-    source = source_of(None, "cartpole")
+    source = read_source(None, "cartpole")
     ((_, data),) = experiments_from(
         source, None, None, {}, {"iterations": 1}, {"seed": 1, "lr": 1.0}, {}, ["lr=3"], custom=["lr=2; seed=2"]
     ).items()
@@ -180,7 +180,7 @@ def test_set_comes_after_a_custom_parameter_which_comes_after_single_options() -
 
 def test_a_target_is_not_that_of_another_environment() -> None:
     for custom, top in ((["env_params.level='Acrobot-v1'"], {}), ([], {"env": "Acrobot-v1"})):
-        source = source_of(None, "CartPole_ClippedPPO")
+        source = read_source(None, "CartPole_ClippedPPO")
         ((_, data),) = experiments_from(source, None, None, top, {}, {}, {}, [], custom=custom).items()
         assert (data["env"], "target" in data) == ("Acrobot-v1", False)
         assert coach_options.solved_at(data) == -100, "what Gymnasium says of it"

@@ -103,12 +103,12 @@ def test_every_other_spelling_leads_to_its_key() -> None:
     for section, table in rllib_keys.RENAMED.items():
         for old, new in table.items():
             if old != "lambda_":
-                assert any(key.name == new for key in explain._named(old)), f"{section}: {old}"
+                assert any(key.name == new for key in explain._find_keys(old)), f"{section}: {old}"
 
 
 def test_the_page_of_keys_is_what_the_schemas_say() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert explain.filled(page) == page, "docs/config.md is outdated: run  python scripts/config_page.py"
+    assert explain.fill_tables(page) == page, "docs/config.md is outdated: run  python scripts/config_page.py"
     shown = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     assert {key.name for key in explain.catalogue().values()} <= shown
 
@@ -218,7 +218,7 @@ def test_an_old_file_becomes_one_in_present_names_that_means_the_same(file: Path
     new: dict[str, Any] = yaml.safe_load(convert(old, file.name, with_defaults=with_defaults).text)
     assert list(new) == list(old)
     for name, data in new.items():
-        assert validate.of_experiment({"name": name, **data}, env_too=False) == []
+        assert validate.validate_experiment({"name": name, **data}, env_too=False) == []
         read = translate_experiment(data)
         inner = translate_config(data["config"], validate.algorithm_of(data["run"]).Config)
         assert not read.spelled_as, "there is no old name any more"

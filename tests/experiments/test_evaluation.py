@@ -23,7 +23,7 @@ from ludus.core.metrics import CsvSink, JsonLinesSink, Numbers, read_jsonl
 from ludus.distributed.code_bundle import Luggage
 from ludus.errors import ConfigError
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.evaluation.evaluation import Course, Evaluation
+from ludus.experiments.evaluation.evaluation import Evaluation, EvaluationPlan
 from ludus.experiments.evaluation.evaluation_workers import EvaluationWorkers, WorkerSettings
 from ludus.experiments.runs import checkpoint
 from ludus.models.networks import NetworkConfig
@@ -128,10 +128,10 @@ def test_an_environment_that_never_ends_is_evaluated_all_the_same(
 # -- in other processes -------------------------------------------------------------------------------------------------
 
 
-def a_course(env: str, env_config: dict[str, Any], episodes: int, explore: bool = True) -> Course:
+def a_course(env: str, env_config: dict[str, Any], episodes: int, explore: bool = True) -> EvaluationPlan:
     torch.manual_seed(0)
     policy = Policy(Walk().observation_space, Walk().action_space, NetworkConfig(fcnet_hiddens=(16,)))
-    return Course(
+    return EvaluationPlan(
         env=env, env_config=env_config, preprocess=PreprocessConfig(), wrappers=(), description=policy.description(),
         duration=episodes, by_steps=False, explore=explore, seed=3, forgiving=False, device="cpu",
     )  # fmt: skip

@@ -14,7 +14,7 @@ from ludus.algorithms.run_clock import RunClock
 from ludus.core.metrics import read_jsonl
 from ludus.distributed.code_bundle import Luggage
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.evaluation.evaluation import Course, Evaluation
+from ludus.experiments.evaluation.evaluation import Evaluation, EvaluationPlan
 from ludus.experiments.evaluation.evaluation_workers import EvaluationWorkers, WorkerSettings
 from ludus.experiments.runs.remote_runs import synced_files
 from ludus.models.weights import serialization
@@ -187,5 +187,5 @@ def test_a_tracked_run_shows_its_videos_as_one_series(tmp_path: Path, monkeypatc
     assert not [key for row in told.history for key in row if key.startswith("videos/")], "none is delivered twice"
 
 
-def _course_with_videos(videos: int, **env_config: Any) -> Course:
+def _course_with_videos(videos: int, **env_config: Any) -> EvaluationPlan:
     return replace(a_course(WALK, env_config, 4, explore=False), videos=videos)

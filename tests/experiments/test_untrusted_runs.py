@@ -144,7 +144,7 @@ NAMES = {
 
 
 def play(run: Path) -> None:
-    *_, stage = rollout.stage_of(run)
+    *_, stage = rollout.rollout_spec(run)
     rollout.make_player(stage).close()
 
 
@@ -256,7 +256,7 @@ def test_with_consent_it_is_imported(trusting: str, run: Path, mark: Path) -> No
     if trusting == "--trust":
         trust.allow_everything()
     with pytest.raises(LudusError):  # it makes nothing that could be played
-        rollout.make_player(rollout.stage_of(run, env=f"{FOREIGN}:make" if trusting == "named" else None)[2])
+        rollout.make_player(rollout.rollout_spec(run, env=f"{FOREIGN}:make" if trusting == "named" else None)[2])
     assert mark.exists()
 
 

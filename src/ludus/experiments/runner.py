@@ -67,7 +67,7 @@ def train(
     `on_directory` is called with the directory of the run before it is created. Raises UsageError before anything starts.
     """
     parsed = ParsedExperiment(data)
-    notices = validate.notices_of(data) if has_search(data) else validate.notices_of_parsed(parsed)
+    notices = validate.find_notices(data) if has_search(data) else validate.find_parsed_notices(parsed)
     if idle := validate.keys_without_effect(parsed):
         raise ConfigErrors(idle)
     parsed = choose_num_workers(parsed, announce, cluster)
@@ -141,8 +141,8 @@ def _check_tracking(resolved: ResolvedExperiment, announce: Announce | None) -> 
 
 def _announce_iterations(resolved: ResolvedExperiment, announce: Announce) -> None:
     e = resolved.experiment
-    keys = iteration_units.counted(e.model_dump(include={"stop", "checkpoint_freq"}), e.config)
-    notice = iteration_units.notice(e.run, resolved.config, keys)
+    keys = iteration_units.iteration_keys(e.model_dump(include={"stop", "checkpoint_freq"}), e.config)
+    notice = iteration_units.iteration_notice(e.run, resolved.config, keys)
     if notice is not None:
         announce(notice)
 

@@ -28,7 +28,7 @@ from ludus.envs.pettingzoo import AgentSpaces, MatchStep, MultiAgentMatch, make_
 from ludus.envs.video_writer import FrameProgress, VideoWriter
 from ludus.envs.wrappers import WrapperList
 from ludus.errors import EnvironmentFault, UsageError
-from ludus.experiments.evaluation.rollout_file import Ledger, Part, StepLog
+from ludus.experiments.evaluation.rollout_file import AgentStepWriter, EpisodeSteps, RolloutFile
 from ludus.experiments.evaluation.video import check_rgb, frame_rate
 from ludus.experiments.model_choice import agents_of
 from ludus.io.atomic_file import path_for_replace
@@ -171,7 +171,7 @@ class EnvMatchRecording:
 
     def write(self, path: Path) -> Path:
         path = path.with_suffix(".npz")
-        with StepLog(path, save_info=False) as steps:
+        with RolloutFile(path, save_info=False) as steps:
             steps.extend(self.steps)
             steps.write()
         return path
@@ -225,7 +225,7 @@ class _LiveMatch:
         """Rewards of agents that left without having acted, in all matches of this slot. They count for the agent."""
         self.steps = 0
         self.open_files = contextlib.ExitStack()
-        self.ledger: Ledger | None = None
+        self.ledger: AgentStepWriter | None = None
         self.steps_dir: Path | None = None
 
     def begin(self, pairing: Pairing, agents: Sequence[str], scratch_dir: Path | None) -> None:
@@ -235,7 +235,9 @@ class _LiveMatch:
         self.returns, self.decisions = dict.fromkeys(agents, 0.0), dict.fromkeys(agents, 0)
         if scratch_dir is not None:
             self.steps_dir = scratch_dir / str(pairing.number)
-            self.ledger = Ledger(self.open_files.enter_context(Part(self.steps_dir, save_info=False)), pairing.number, agents)
+            self.ledger = AgentStepWriter(
+                self.open_files.enter_context(EpisodeSteps(self.steps_dir, save_info=False)), pairing.number, agents
+            )
 
     def note(self, actions: Mapping[str, Any], after_step: MatchStep) -> None:
         step = step_of(self.steps, _observations(self.last_step), actions, after_step)
@@ -249,7 +251,7 @@ class _LiveMatch:
             self.unacted_rewards += left.agent not in self.acted and left.reward != 0
             self.acted.discard(left.agent)
         if self.ledger is not None:
-            self.ledger.note(step)
+            self.ledger.add(step)
             self.actions.append(actions)
         self.last_step, self.steps = after_step, self.steps + 1
 

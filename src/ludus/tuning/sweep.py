@@ -347,7 +347,7 @@ def run_sweep(experiments: Mapping[str, Mapping[str, Any]], options: SweepOption
         raise UsageError("There is no experiment to sweep over.")
     for sweep in sweeps:
         _check_free(sweep.directory)
-    for sentence in dict.fromkeys(notice for data in experiments.values() for notice in validate.notices_of(data)):
+    for sentence in dict.fromkeys(notice for data in experiments.values() for notice in validate.find_notices(data)):
         options.say(sentence)
     return _run(sweeps, options)
 

@@ -93,7 +93,7 @@ def learner(
     train.log_at(2 if debug else verbose)
     voice = train.Voice(quiet, json_)
     memory = _without_password(memory, password_file, voice)
-    source = train.source_of(file, preset, level)
+    source = train.read_source(file, preset, level)
     if source is not None:
         from ludus.models.custom.loader import add_search_directory
 

@@ -135,7 +135,7 @@ def _checked(words: Sequence[str]) -> tuple[str, ...]:
     from ludus.experiments.validation import validate
 
     found = training_of(words).experiments
-    wrong = [line for name, data in found.items() for line in validate.of_experiment({"name": name, **data})]
+    wrong = [line for name, data in found.items() for line in validate.validate_experiment({"name": name, **data})]
     if wrong:
         raise ConfigError("\n".join(wrong))
     return tuple(str(data.get("env")) if name == UNNAMED else name for name, data in found.items())
@@ -155,7 +155,7 @@ def training_of(words: Sequence[str]) -> Training:
     workers = train.workers_of(given["num_workers"], given["num_cpus"])
     if given["resume"] not in (None, train.NEWEST):
         return Training(workers or "of the run", given["num_learners"] or 1)  # it goes on as it began
-    source = train.source_of(given["file"], given["preset"], given["level"])
+    source = train.read_source(given["file"], given["preset"], given["level"])
     settings = {"num_workers": workers, "num_learners": given["num_learners"]}
     named = train.environment_of(given["env"], given["env_option"], None)
     found = train.experiments_from(

@@ -15,7 +15,7 @@ from ludus.cli.training import options as o
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
-    from ludus.experiments.evaluation.rollout import Played, Told
+    from ludus.experiments.evaluation.rollout import EpisodeResult, RolloutResult
 
 
 def rollout(
@@ -71,7 +71,7 @@ def rollout(
         say("--use-shelve: not needed; steps go to disk as they come, and end in one .npz", to_stderr=True)
     if no_render:
         say("--no-render: nothing is shown on a screen; --video films without one", to_stderr=True)
-    directory, name, stage = rollouts.stage_of(
+    directory, name, stage = rollouts.rollout_spec(
         checkpoint,
         env=env,
         env_config=_settings(config),
@@ -88,8 +88,8 @@ def rollout(
     filmed = (video_dir or directory / "videos") / f"{label}{'-grid' * video_grid}.mp4" if video or video_grid or depth else None
     watch = _Watch(episodes, track_progress, json_)
     with DeferredProgressBar("writing the video", "frames", quiet=json_) as bar:
-        files = rollouts.Files(steps_file, filmed, video_grid, bar.update)
-        played = rollouts.rollout(stage, episodes, max_steps=steps, workers=num_workers, watch=watch, files=files)
+        files = rollouts.RolloutFiles(steps_file, filmed, video_grid, bar.update)
+        played = rollouts.rollout(stage, episodes, max_steps=steps, workers=num_workers, on_episode=watch, files=files)
     result = played.to_json() | _stored(played)
     _show(played, result, steps, json_)
     if depth and played.video:
@@ -107,7 +107,7 @@ def rollout(
         print(json.dumps(result), flush=True)
 
 
-def _stored(played: Played) -> dict[str, str]:
+def _stored(played: RolloutResult) -> dict[str, str]:
     """The files where they belong: of a run on a store, there."""
     from ludus.experiments.runs.remote_runs import upload
 
@@ -122,19 +122,19 @@ class _Watch:
         self._episodes, self._progress, self._to_stderr = episodes, progress, to_stderr
         self._steps = 0
 
-    def __call__(self, episode: int, told: Told) -> None:
+    def __call__(self, episode: int, told: EpisodeResult) -> None:
         from ludus.cli.output import say
 
         self._steps += told.length
         if told.over:
             by_agent = "".join(f"  {agent} {gained:.2f}" for agent, gained in told.agents.items())
-            line = f"episode {episode:>3}  return {told.gained:>10.2f}  length {told.length:>6}{by_agent}"
+            line = f"episode {episode:>3}  return {told.total_return:>10.2f}  length {told.length:>6}{by_agent}"
             say(line, to_stderr=self._to_stderr)
         if self._progress:
             say(f"{episode + 1} of {self._episodes} episodes, {self._steps:,} steps", to_stderr=True)
 
 
-def _show(played: Played, r: dict[str, Any], steps: int | None, to_stderr: bool) -> None:
+def _show(played: RolloutResult, r: dict[str, Any], steps: int | None, to_stderr: bool) -> None:
     from ludus.cli.output import say
 
     if played.cut:

@@ -87,7 +87,7 @@ def check_experiments(experiments: Experiments, file: Path | None = None) -> Che
     places = None if file is None else Places(file)
     out = Checked([], [])
     for name, data in experiments.items():
-        for found, target in ((errors_of(name, data), out.errors), (validate.notices_of({"name": name, **data}), out.notices)):
+        for found, target in ((errors_of(name, data), out.errors), (validate.find_notices({"name": name, **data}), out.notices)):
             target += _located(found, name, data, places, len(experiments) > 1)
     return out
 
@@ -109,7 +109,7 @@ def require_no_complaints(experiments: Experiments, file: Path | None = None) ->
     wrong = [
         line
         for name, data in experiments.items()
-        for line in _located(validate.of_experiment({"name": name, **data}), name, data, places, len(experiments) > 1)
+        for line in _located(validate.validate_experiment({"name": name, **data}), name, data, places, len(experiments) > 1)
     ]
     if wrong:
         raise ConfigError("\n".join(wrong))
@@ -131,7 +131,7 @@ def located_errors(name: str, data: Mapping[str, Any], file: Path | None) -> Ite
 def errors_of(name: str, data: Mapping[str, Any]) -> list[ConfigProblem]:
     """Everything that would keep an experiment from starting on this machine."""
     whole = {"name": name, **data}
-    found = validate.of_experiment(whole)
+    found = validate.validate_experiment(whole)
     if found:
         return found
     try:

@@ -19,9 +19,9 @@ from ludus.cli.help import HelpCommand
 from ludus.cli.training import coach_options, presets
 from ludus.cli.training import options as o
 from ludus.errors import LudusError, UsageError
-from ludus.experiments.source.experiment_source import Experiments, Source
+from ludus.experiments.source.experiment_source import Experiments, ExperimentSource
 from ludus.experiments.source.experiment_source import experiments_from as experiments_from
-from ludus.experiments.source.experiment_source import source_of as source_of
+from ludus.experiments.source.experiment_source import read_source as read_source
 
 if TYPE_CHECKING:
     from ludus.experiments.resolve import ClusterOptions
@@ -150,7 +150,7 @@ def train(
         raise UsageError(f"--resume continues a run, and --restore {restore} begins a new one.", "Keep one.")
     named = environment_of(env, env_option, level if preset is None and file is None else None)
     top["env"] = named
-    source = source_of(file, preset, level or (named if preset is not None else None))
+    source = read_source(file, preset, level or (named if preset is not None else None))
     changes = [*(f"track.{name}={'true' if name == 'csv' else '{}'}" for name in track or []), *asked.overrides()]
     found = experiments_from(
         source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), [*changes, *(set_ or [])],
@@ -179,7 +179,7 @@ def environment_of(env: str | None, option: str | None, level: str | None) -> st
 def fleet(
     ctx: typer.Context,
     found: Experiments,
-    source: Source | None,
+    source: ExperimentSource | None,
     changes: Sequence[str],
     name: str | None,
     workers: int | str | None,
@@ -330,7 +330,7 @@ class Starter:
     """The options that say what is trained."""
     note: JobResumeFile | None = None
 
-    def run_all(self, experiments: Experiments, source: Source | None, resources: Mapping[str, Any]) -> None:
+    def run_all(self, experiments: Experiments, source: ExperimentSource | None, resources: Mapping[str, Any]) -> None:
         """One that fails is reported, and the others are run all the same; an interruption ends them all."""
         if source is not None:
             from ludus.models.custom.loader import add_search_directory
@@ -363,7 +363,7 @@ class Starter:
                 break
         self.conclude(results, failed, several=several)
 
-    def _check(self, experiments: Experiments, source: Source | None) -> None:
+    def _check(self, experiments: Experiments, source: ExperimentSource | None) -> None:
         """All of them before the first begins."""
         from ludus.cli.training.config_check import require_no_complaints
 

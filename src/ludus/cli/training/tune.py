@@ -95,7 +95,7 @@ def tune(
     ray_object_store_memory: o.RayMemory = None,
 ) -> None:
     """Sweep over seeds and hyper-parameters; Ctrl-C saves all trials, --resume continues."""
-    from ludus.cli.training.train import experiments_from, log_at, mapping_of, note_of_job, source_of
+    from ludus.cli.training.train import experiments_from, log_at, mapping_of, note_of_job, read_source
     from ludus.config.overrides import parse_stop_values
 
     log_at(2 if debug else 0)
@@ -126,7 +126,7 @@ def tune(
         return
     if retry_failed:
         raise UsageError("--retry-failed is for a sweep that has failed trials.", "Add --resume DIR.")
-    source = source_of(file, preset, level)
+    source = read_source(file, preset, level)
     if source is not None:
         from ludus.models.custom.loader import add_search_directory
 

@@ -17,7 +17,7 @@ _TENSORFLOW = ("tensorflow", "mxnet")
 
 
 @dataclass(frozen=True)
-class Source:
+class ExperimentSource:
     """Experiments that have been read, unchecked."""
 
     experiments: Experiments
@@ -33,7 +33,7 @@ class Source:
         return self.shown
 
 
-def source_of(file: Path | None, preset: str | None, level: str | None = None) -> Source | None:
+def read_source(file: Path | None, preset: str | None, level: str | None = None) -> ExperimentSource | None:
     """What -f or -p names. Raises UsageError, ConfigError, NotFound."""
     if file is None and preset is None:
         return None
@@ -47,16 +47,16 @@ def source_of(file: Path | None, preset: str | None, level: str | None = None) -
         raise UsageError(f"-f {file} and -p {preset} both name an experiment.", "Keep one.")
     if preset is not None and preset_file.split(preset) is not None:
         path, found = preset_file.load(preset)
-        return _levelled(Source(found, str(path), path.parent), level)
+        return _with_level(ExperimentSource(found, str(path), path.parent), level)
     if preset is not None and (preset.endswith((".yaml", ".yml")) or Path(preset).is_file()):
         file = Path(preset)
     if file is not None:
-        return _levelled(Source(load_experiments(file), str(file), file.parent, file=file), level)
+        return _with_level(ExperimentSource(load_experiments(file), str(file), file.parent, file=file), level)
     assert preset is not None
-    return Source(preset_index.experiments(preset, level), f"the preset {preset}", Path(), preset=True)
+    return ExperimentSource(preset_index.experiments(preset, level), f"the preset {preset}", Path(), preset=True)
 
 
-def _levelled(source: Source, level: str | None) -> Source:
+def _with_level(source: ExperimentSource, level: str | None) -> ExperimentSource:
     if level is not None:
         for data in source.experiments.values():
             data.pop("environment", None)
@@ -65,7 +65,7 @@ def _levelled(source: Source, level: str | None) -> Source:
 
 
 def experiments_from(
-    source: Source | Path | None,
+    source: ExperimentSource | Path | None,
     one: str | None,
     called: str | None,
     top: Mapping[str, Any],
@@ -82,7 +82,7 @@ def experiments_from(
     from ludus.config.translation import translate_experiment
 
     if isinstance(source, Path):
-        source = source_of(source, None)
+        source = read_source(source, None)
     found: Experiments = dict(source.experiments) if source is not None else {called or "default": {}}
     if one is not None:
         if one not in found:
@@ -105,7 +105,7 @@ def experiments_from(
         if source is not None and source.preset and data.get("env") != env:
             data.pop("target", None)  # which says nothing of another environment
         if source is not None and source.preset and _batch_of(data) == before:
-            _fit(data, source, say)
+            _round_batch(data, source, say)
     from ludus.experiments.validation.validate import trust_names
 
     trust_names(found)
@@ -128,12 +128,12 @@ def _apply(
     if inner is None or isinstance(inner, dict):
         data["config"] = inner = dict(inner or {})
         for given_keys in (config, {key: value for key, value in settings.items() if value is not None}):
-            more = _named_for(given_keys, data)
+            more = _canonical_keys(given_keys, data)
             remove_spellings(inner, "config", more)
             inner.update(more)
 
 
-def _named_for(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def _canonical_keys(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """SB3's keys that mean one thing with PPO and another with DQN, by the name that they have for the algorithm of `data`."""
     from ludus.config.aliases import rllib_keys, sb3_cleanrl
     from ludus.config.translation import key_names, translate_experiment
@@ -167,7 +167,7 @@ def _batch_of(data: Mapping[str, Any]) -> Any:
     return inner.get("train_batch_size") if isinstance(inner, Mapping) else None
 
 
-def _fit(data: dict[str, Any], source: Source, say: Callable[[str], None]) -> None:
+def _round_batch(data: dict[str, Any], source: ExperimentSource, say: Callable[[str], None]) -> None:
     """A preset was written for one process: with more workers its batch is the nearest that they can make up together."""
     inner = data["config"]
     workers, batch = inner.get("num_workers"), inner.get("train_batch_size")

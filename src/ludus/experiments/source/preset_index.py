@@ -31,7 +31,7 @@ class Preset:
 
 
 @dataclass(frozen=True)
-class Synonym:
+class CoachPreset:
     """A name of Coach."""
 
     name: str
@@ -60,7 +60,7 @@ def preset(name: str) -> Path:
 def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]]:
     """What is trained under this name, ours or Coach's, by its name; unchecked. `level`: which environment.
 
-    Raises UnknownName with the reason and the nearest, UsageError when the level is missing or is none of its levels.
+    Raises UnknownName with the reason and the nearest, UsageError when the level is missing or not one of its levels.
     """
     called = None if name in names() else preset_names.canonical(name)
     if called is None:
@@ -78,7 +78,7 @@ def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]
     return {called: preset_names.experiment(called, entry, level, needed)}
 
 
-def summary(name: str) -> Preset:
+def read_summary(name: str) -> Preset:
     """What a preset with a target says of itself. Raises UnknownName, ConfigError."""
     ((_, data),) = experiments(name).items()
     checked = parse_experiment({"name": name, **data})
@@ -87,19 +87,19 @@ def summary(name: str) -> Preset:
     return Preset(name, checked.description or "", checked.env, checked.run, checked.target)
 
 
-def synonyms() -> list[Synonym]:
+def coach_presets() -> list[CoachPreset]:
     """The names of Coach under which something is trained."""
-    return [_synonym(name) for name in preset_names.names()]
+    return [_coach_preset(name) for name in preset_names.names()]
 
 
-def _synonym(name: str) -> Synonym:
+def _coach_preset(name: str) -> CoachPreset:
     entry = preset_names.FAMILIAR[name]
     data = experiments(name, next(iter(entry.levels), None))[name]
     target = None if entry.levels or "target" not in data else TargetConfig.model_validate(data["target"])
-    return Synonym(name, entry.preset, data["run"], tuple(entry.levels), target)
+    return CoachPreset(name, entry.preset, data["run"], tuple(entry.levels), target)
 
 
-def missing() -> dict[str, Missing]:
+def unsupported_coach_presets() -> dict[str, Missing]:
     """The names of Coach under which nothing can be trained."""
     return dict(preset_names.MISSING)
 

@@ -13,7 +13,7 @@ from ludus.core import spaces, trust
 from ludus.envs.vector_env import make_one
 from ludus.errors import AlreadyExists, StoreFull, UsageError
 
-OWN = "environment:Catch"
+OWN_ENV = "environment:Catch"
 _FILES = {
     "environment.py": "environment.py.txt",
     "model/customnet.py": "customnet.py.txt",
@@ -30,14 +30,14 @@ def scaffold(directory: Path, env: str | None = None) -> list[Path]:
     Raises AlreadyExists, StoreFull, and UsageError of some kind when there is no such environment, or none that fits.
     """
     if env is not None:
-        _check(env)
+        _check_env(env)
     wanted = [name for name in _FILES if env is None or name != "environment.py"]
     there = [name for name in wanted if (directory / name).exists()]
     if there:
         raise AlreadyExists(f"{directory} has {', '.join(there)} already.", "Name a new directory; nothing was written.")
     words = {
         "name": re.sub(r"[^\w.+-]", "-", directory.resolve().name, flags=re.ASCII).strip("._+-") or "project",
-        "env": env or OWN,
+        "env": env or OWN_ENV,
         "timesteps": "1000000" if env else "50000",
         "environment_row": "" if env else _ROW,
     }
@@ -56,7 +56,7 @@ def scaffold(directory: Path, env: str | None = None) -> list[Path]:
     return written
 
 
-def _check(env: str) -> None:
+def _check_env(env: str) -> None:
     """The model that is written takes arrays of numbers."""
     trust.allow(env)
     made = make_one(env)
