@@ -38,7 +38,7 @@ def flat_run(directory: Path, value: float, **settings: Any) -> Path:
     return made(directory, {100 * i: value for i in range(1, 11)}, **settings)
 
 
-# -- read_curves -------------------------------------------------------------------------------------------------------------
+# -- curves -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_common_grid_is_where_all_curves_have_values_and_joins_points_by_straight_lines() -> None:
@@ -169,7 +169,7 @@ def test_environments_are_never_compared_with_each_other(tmp_path: Path) -> None
         assert all(len({compare.settings_of(c.run)["env"] for c in group.curves}) == 1 for group in groups)
         result = compare_groups(groups)
         assert all(("A-v0" in v.a or "B-v0" not in v.a) and "B-v0" not in v.b for v in result.differences)
-        assert "2 environments; groups are compare_groups only within one of them" in result.notes
+        assert "2 environments; groups are compared only within one of them" in result.notes
     assert list(labels(runs, "lr")) == ["A-v0, lr=0.001", "A-v0, lr=0.0001", "B-v0, lr=0.001"]
     assert [(v.a, v.b) for v in compare_groups(group_runs(read_curves(runs))).differences] == [
         ("A-v0, lr=0.0001", "A-v0, lr=0.001")

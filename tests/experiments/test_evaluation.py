@@ -110,7 +110,7 @@ def test_opponents_from_the_past_are_refused_at_the_start_and_not_at_the_first_e
 
 
 def test_an_environment_for_evaluations_with_other_spaces_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"evaluation_config.env_config makes another environment of .*Walk.*\(6,\)"):
+    with pytest.raises(ConfigError, match=r"evaluation_config.env_config changes the spaces of .*Walk.*\(6,\)"):
         train(tmp_path / "run", env=WALK, evaluation_config={"env_config": {"seen": 6}})
 
 

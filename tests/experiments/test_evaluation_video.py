@@ -136,7 +136,7 @@ def test_a_renderer_that_fails_in_a_worker_is_noticed_once(tmp_path: Path) -> No
         assert len(score.returns) == 4
     players.close()
     assert len(notices) == 1
-    assert "float32[64, 80, 1], which is not an RGB picture" in notices[0]
+    assert "float32[64, 80, 1], which is not an RGB image" in notices[0]
 
 
 def test_videos_of_evaluations_go_to_the_store_of_a_run_and_other_videos_do_not(tmp_path: Path) -> None:

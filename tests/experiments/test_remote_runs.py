@@ -513,7 +513,7 @@ def _fence_if(taken: bool) -> None:
 def test_a_file_that_is_too_long_is_named_and_keeps_no_other_back(
     elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(carriers, "MOST_BYTES", 10)
+    monkeypatch.setattr(carriers, "MAX_FILE_BYTES", 10)
     with RunSync(elsewhere.here) as sync:
         elsewhere.write("1\n")
         sync.upload_now()
@@ -529,7 +529,7 @@ def test_a_file_that_is_too_long_is_named_and_keeps_no_other_back(
 
 
 def test_a_long_file_is_carried_less_often(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carriers, "BYTES_PER_S", 10)
+    monkeypatch.setattr(carriers, "MAX_BYTES_PER_S", 10)
     elsewhere.write("1234567890\n" * 100)
     elsewhere.write("{}", "status.json")
     with RunSync(elsewhere.here, every_s=0.01) as sync:

@@ -84,7 +84,7 @@ def test_a_secret_in_a_config_is_refused_and_not_repeated(section: dict[str, Any
 
 def test_online_without_a_key_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     data = small.data() | {"track": {"wandb": {"mode": "online"}}}
-    with pytest.raises(ConfigError, match=r"no key of Weights & Biases.*wandb login.*offline"):
+    with pytest.raises(ConfigError, match=r"no Weights & Biases key.*wandb login.*offline"):
         runner.train(data, local_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
@@ -208,7 +208,7 @@ def test_a_service_that_never_answers_is_left_behind_and_what_it_missed_is_count
         sink.write(_numbers(i))
     assert service.tried.acquire(timeout=30), "some are under way, and stay there"
     sink.close()
-    assert "7 reports were not delivered; it has not finished" in caplog.text
+    assert "7 reports were not delivered; it did not finish" in caplog.text
     service.may_go_on.set()
 
 

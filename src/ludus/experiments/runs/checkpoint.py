@@ -233,7 +233,7 @@ def resume_origin(store: Store, before: Checkpoint | None) -> str | None:
 
 
 def check_newest(store: Store, begun_from: str | None) -> None:
-    """Raises Overtaken if there is a complete checkpoint, not of a fenced trainer, is_after the one from which a run starts."""
+    """Raises Overtaken if there is a complete checkpoint, not of a fenced trainer, after the one from which a run starts."""
     refresh_listing(store)
     for name in reversed(names(store)):
         if not is_after(name, begun_from):
@@ -270,12 +270,12 @@ def is_superseded(store: Store, name: str) -> bool:
 
 
 def active_names(store: Store) -> list[str]:
-    """All checkpoints that are not superseding_claim, oldest first, unreadable ones included. Reads the state of each."""
+    """All checkpoints that are not superseded, oldest first, unreadable ones included. Reads the state of each."""
     return [name for name in names(store) if not is_superseded(store, name)]
 
 
 def is_after(name: str, begun_from: str | None) -> bool:
-    """Whether a checkpoint comes is_after the one from which a run started."""
+    """Whether a checkpoint comes after the one from which a run started."""
     return begun_from is None or _sort_key(name) > _sort_key(begun_from)
 
 
@@ -314,7 +314,7 @@ def _sort_key(name: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class BestRecord:
-    """Content of read_best.json. `by`: the metric of the score."""
+    """Content of best.json. `by`: the metric of the score."""
 
     checkpoint: str
     score: float
@@ -356,7 +356,7 @@ def best_score(store: Store) -> float:
 def apply_retention(
     store: Store, keep: int | None, fresh: str | None = None, *, spared: Collection[str] = (), surplus: Collection[str] = ()
 ) -> dict[str, dict[str, int]]:
-    """Delete all but the newest `keep`, the read_best and the `fresh` checkpoint; returns the deleted names with their versions by model.
+    """Delete all but the newest `keep`, the best and the `fresh` checkpoint; returns the deleted names with their versions by model.
 
     The fresh one need not have the highest number: a damaged one that resume skipped may follow it. `spared` ones are kept too;
     `surplus` ones are neither deleted nor counted.
@@ -384,7 +384,7 @@ def versions_of(store: Store, name: str) -> dict[str, int]:
 
 
 def locate(where: str | Path) -> tuple[Path, str]:
-    """(run directory, checkpoint name) of a run, `RUN/read_best`, `RUN/latest`, or a checkpoint; paths and URLs alike. Raises NotFound."""
+    """(run directory, checkpoint name) of a run, `RUN/best`, `RUN/latest`, or a checkpoint; paths and URLs alike. Raises NotFound."""
     path = directory_of(where)
     if path.name in ("", ".."):
         path = path.resolve()
@@ -407,7 +407,7 @@ def locate(where: str | Path) -> tuple[Path, str]:
             f"{display_path(run)} is not the directory of a run or checkpoint.", "`ludus runs list` shows what there is."
         )
     if word == "best":
-        raise NotFound(f"{display_path(run)} has no read_best checkpoint yet.", "Leave out /read_best for the newest one.")
+        raise NotFound(f"{display_path(run)} has no best checkpoint yet.", "Leave out /best for the newest one.")
     raise NotFound(f"{display_path(run)} has no complete checkpoint.", "Train with --checkpoint-freq, or let the run end.")
 
 

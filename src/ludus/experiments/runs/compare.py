@@ -248,7 +248,7 @@ _RETURNS = {
 
 
 def describe_values(metric: str, at: str) -> str:
-    """What number of each run is compare_groups."""
+    """Describes the compared value of each run."""
     when = {"last": "mean of the last tenth of each run", "best": "best value of each run"}.get(
         at, f"mean of the tenth before {at}"
     )
@@ -356,7 +356,7 @@ def compare_groups(
                 f"the runs{of} end at different points ({min(ends):,.0f} to {max(ends):,.0f}); --at {min(ends):.0f} compares all at one"
             )
     if len(by_env) > 1:
-        notes.append(f"{len(by_env)} environments; groups are compare_groups only within one of them")
+        notes.append(f"{len(by_env)} environments; groups are compared only within one of them")
     pairs = [(a, b) for scores in by_env.values() for a, b in itertools.combinations(scores, 2)]
     return Comparison([s for scores in by_env.values() for s in scores], _test_pairs(pairs, alpha), notes)
 

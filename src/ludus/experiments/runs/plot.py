@@ -1,4 +1,4 @@
-"""Plots of learning read_curves: one line per run, or per group of seeds the runs, their mean and its interval."""
+"""Plots of learning curves: one line per run, or per group of seeds the runs, their mean and its interval."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_curve(run: Path, metric: str = METRIC, over: str = "timesteps") -> Curv
 
 
 def read_curves(runs: Sequence[Path], metric: str = METRIC, over: str = "timesteps") -> list[Curve]:
-    """The read_curves of the runs that have the metric. Raises NotFound if none has."""
+    """The curves of the runs that have the metric. Raises NotFound if none has."""
     found = []
     for run in runs:
         try:
@@ -70,7 +70,7 @@ def smooth(y: Array, weight: float) -> Array:
 
 
 def align_curves(group: Sequence[Curve], smoothing: float = 0.0, points: int = _POINTS) -> tuple[Array, Array]:
-    """(x [points], y [runs, points]): every read_curve at the same places, where all of them have values. Empty: nowhere."""
+    """(x [points], y [runs, points]): every curve at the same points, where all of them have values. Empty: nowhere."""
     low, high = max(c.x[0] for c in group), min(c.x[-1] for c in group)
     if low > high:
         return np.empty(0), np.empty((len(group), 0))

@@ -111,7 +111,7 @@ def convert(experiments: Mapping[str, Mapping[str, Any]], source: str, *, with_d
     if wrong:
         raise ConfigError("\n".join(wrong), "Correct these first: nothing can be said about what was meant.")
     text = "\n".join([*_header(source, with_defaults), *(line for each in out for line in _render(each))]) + "\n"
-    for name, data in parse_yaml(text, "the convert_experiment file").items():  # what we write is read by the same rules
+    for name, data in parse_yaml(text, "the converted file").items():  # what we write is read by the same rules
         left = validate.validate_experiment({"name": name, **data}, env_too=False)
         if left:
             raise ConfigErrors(left)
@@ -120,7 +120,7 @@ def convert(experiments: Mapping[str, Mapping[str, Any]], source: str, *, with_d
 
 
 def _header(source: str, with_defaults: bool) -> Iterator[str]:
-    yield f"# ConvertedExperiment from {source}, whose comments are not carried over."
+    yield f"# Converted from {source}, whose comments are not carried over."
     if with_defaults:
         yield "# Where it said nothing, RLlib's defaults are written out."
     else:
