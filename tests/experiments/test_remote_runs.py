@@ -290,7 +290,7 @@ def test_a_sweep_on_a_store_is_refused_with_the_reason(boxes: Path) -> None:
     with pytest.raises(UsageError, match="a store cannot be one"):
         ludus.tune(config={"env": "CartPole-v1"}, num_samples=2, local_dir="box://shelf/sweeps")
     with pytest.raises(UsageError, match="a store cannot be one"):
-        sweep.opened(directory_of("box://shelf/sweeps/default"))
+        sweep.open_sweep(directory_of("box://shelf/sweeps/default"))
 
 
 # -- what is in the cache -----------------------------------------------------------------------------------------------

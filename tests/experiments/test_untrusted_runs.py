@@ -166,8 +166,8 @@ def resume_sweep(run: Path) -> None:
     data = next(iter(parse_yaml((run / CONFIG).read_text(), CONFIG).values()))
     plain = {"format": tuning.FORMAT, "name": "swept", "experiment": data, "trials": [{"name": "a", "values": []}], "ended": {}}
     LocalStore(run).put(tuning.STATE, json.dumps(plain).encode())
-    sweep = tuning.opened(run)
-    tuning._luggage(sweep, sweep.left(retry_failed=False))
+    sweep = tuning.open_sweep(run)
+    tuning._code_bundles(sweep, sweep.left(retry_failed=False))
     wrappers.load_wrappers(data["config"].get("wrappers") or ())  # as the process of the trial does
 
 

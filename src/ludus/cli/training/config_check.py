@@ -136,7 +136,7 @@ def errors_of(name: str, data: Mapping[str, Any]) -> list[ConfigProblem]:
         return found
     try:
         if search_space.is_sweep(whole):
-            sweep.plan(name, data)
+            sweep.plan_sweep(name, data)
         else:
             resolve(_with_a_number_of_workers(whole))
     except ConfigErrors as error:

@@ -21,7 +21,7 @@ from ludus.errors import UsageError
 if TYPE_CHECKING:
     from ludus.cli.training.train import Starter
     from ludus.experiments.runs.job_resume import JobResumeFile
-    from ludus.tuning.messages import Event
+    from ludus.tuning.messages import TrialEvent
     from ludus.tuning.report import SweepResult
 
 _REDRAW_S = 0.2
@@ -337,7 +337,7 @@ class Board:
         if not self._quiet and self._stream.isatty():  # the first trial takes a while to start
             self._draw(True)
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: TrialEvent) -> None:
         before = self._seen.get(event.name, ("", {}))[1]
         word = {"started": "running", "reported": "running", "retried": "again"}.get(event.kind, event.kind)
         self._seen[event.name] = (word, {**before, **event.numbers})

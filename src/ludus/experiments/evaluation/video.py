@@ -163,7 +163,7 @@ def write_grid(
     progress: FrameProgress | None = None,
 ) -> Path | None:
     """Episodes side by side, each with its number and return so far; those that have ended stay on their last picture, dimmed,
-    with all that they total_return (`returns`)."""
+    with their final return (`returns`)."""
     running: list[Iterator[tuple[Array, float]] | None] = [read_frames(episode) for episode in episodes]
     cells: list[Array | None] = [None] * len(episodes)
     latest: dict[int, tuple[Array, float]] = {}
