@@ -24,8 +24,8 @@ import numpy as np
 
 from bench.train import RESULTS, Row, provenance, spread
 from ludus.core.types import Ints32
-from ludus.games.arena.bots.bots import SCRIPTS
-from ludus.games.arena.bots.round_robin import PAIRS, Standing, ladder, round_robin
+from ludus.games.arena.bots.bots import BOTS
+from ludus.games.arena.bots.round_robin import PAIRS, PairResult, play_hero_pairs, play_pairs
 from ludus.games.arena.engine.geometry import distance
 from ludus.games.arena.engine.jit import inner, kernel
 from ludus.games.arena.engine.layout import ALIVE, CAMP, SEEN, X, Y
@@ -47,7 +47,7 @@ UNCOMPILED_S = 600.0
 # -- the ladder -------------------------------------------------------------------------------------------------------
 
 
-def ladder_table(standings: Sequence[Standing]) -> str:
+def ladder_table(standings: Sequence[PairResult]) -> str:
     lines = [
         "| | mode | games | won | lost | time up | won, % [95 %] | goal | median length, s [quartiles] |",
         "|---|---|---:|---:|---:|---:|---:|---|---:|",
@@ -79,9 +79,9 @@ def run_ladder(games: int, seed: int) -> bool:
     standings = []
     for size in SIZES:
         for pair in PAIRS:
-            standings += ladder(games, size, seed, (pair,))
+            standings += play_pairs(games, size, seed, (pair,))
             print(json.dumps(standings[-1].row()), flush=True)
-    found = round_robin(max(2, games // 10), seed)
+    found = play_hero_pairs(max(2, games // 10), seed)
     head = provenance()
     page = (
         f"# The ladder of the Arena's scripts\n\n{head['date']}, commit {head['commit']}, {head['cpu']}\n\n"
@@ -151,9 +151,9 @@ def part(matches: int, seconds: float, function: Callable[[Ints32, Ints32], None
     """Microseconds for each match: nearest enemies in the middle of a 3v3."""
     arena = Arena(3, matches)
     arena.reset(range(matches))
-    who = np.full((matches, 6), SCRIPTS.index("medium"), np.int8)
+    who = np.full((matches, 6), BOTS.index("medium"), np.int8)
     for _ in range(150):
-        arena.step(arena.script(who))
+        arena.step(arena.bot_actions(who))
     out = np.zeros((matches, arena.slots), np.int32)
     function(arena.units, out)
     done, began, used = 0, time.process_time(), 0.0
@@ -168,9 +168,9 @@ def agree() -> None:
     """Both forms find targets at the same distance: what is compared is the same work."""
     arena = Arena(3, 8)
     arena.reset(range(8))
-    who = np.full((8, 6), SCRIPTS.index("medium"), np.int8)
+    who = np.full((8, 6), BOTS.index("medium"), np.int8)
     for _ in range(150):
-        arena.step(arena.script(who))
+        arena.step(arena.bot_actions(who))
     found = [np.zeros((8, arena.slots), np.int32) for _ in range(2)]
     nearest_compiled(arena.units, found[0])
     nearest_numpy(arena.units, found[1])
@@ -252,9 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="Results of fewer than 5 are not kept.")
     parser.add_argument("--seconds", type=float, default=2.0, help="Of CPU for each measurement.")
     args = parser.parse_args(argv)
-    if not args.ladder and not args.speed:
+    if not args.play_pairs and not args.speed:
         parser.error("--ladder, --speed, or both")
-    reached = [run_ladder(args.games, args.seed)] if args.ladder else []
+    reached = [run_ladder(args.games, args.seed)] if args.play_pairs else []
     reached += [run_speed(args.rounds, args.seconds)] if args.speed else []
     return int(not all(reached))
 

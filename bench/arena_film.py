@@ -36,14 +36,14 @@ def record(path: Path, seed: int) -> None:
 def render(recording: Path, first_s: float, last_s: float) -> dict[str, float]:
     """In this process."""
     from ludus.games.arena.engine.recording import read_recording
-    from ludus.games.arena.render.video import film
+    from ludus.games.arena.render.video import write_video
 
     found = read_recording(recording)
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "film.mp4"
-        film(found, out, first_s=first_s, last_s=first_s + _WARM_S)
+        write_video(found, out, first_s=first_s, last_s=first_s + _WARM_S)
         cpu, began = _cpu_s(), time.perf_counter()
-        frames = film(found, out, first_s=first_s, last_s=last_s)
+        frames = write_video(found, out, first_s=first_s, last_s=last_s)
         took, used = time.perf_counter() - began, _cpu_s() - cpu
         return {"frames": frames, "fps": frames / took, "cpu_ms": used / frames * 1e3, "mb": out.stat().st_size / 1e6}
 

@@ -24,7 +24,7 @@ import uvloop
 
 from bench.transport import keep
 from ludus.distributed.gateway_workers import bind
-from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.host.match import read_plan
 from ludus.games.arena.main import play, prepare
 from ludus.gateway.actor import Actor
@@ -129,7 +129,7 @@ def through_http(mode: str, matches: int, frames: int = 1500) -> Row:
 def _played(mode: str, matches: int, frames: int, url: str) -> list[dict[str, Any]]:
     camps = [{"url": url}, {"url": url}]
     config = {"mode": mode, "camps": camps, "max_frames": frames}
-    plans = [read_plan(config | {"runtime_id": f"bench-{i}", "seed": i}, (None, None), SCRIPTS) for i in range(matches)]
+    plans = [read_plan(config | {"runtime_id": f"bench-{i}", "seed": i}, (None, None), BOTS) for i in range(matches)]
     return play(plans)[1]
 
 

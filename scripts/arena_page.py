@@ -244,8 +244,8 @@ def _numbers() -> Iterator[str]:
     yield f"| fountain radius around the base | {_metres(rules.FOUNTAIN)} |"
     yield f"| the fountain heals after, without damage from a hero | {_seconds(rules.FOUNTAIN_AFTER)} |"
     yield f"| maximum level; maximum number of items | {rules.MAX_LEVEL}; {rules.MAX_ITEMS} |"
-    yield f"| experience from level n to n + 1 | {rules.needed(0)} + {rules.needed(1) - rules.needed(0)} n |"
-    yield f"| price of item n | {rules.price(0)} + {rules.price(1) - rules.price(0)} (n − 1) gold |"
+    yield f"| experience from level n to n + 1 | {rules.experience_needed(0)} + {rules.experience_needed(1) - rules.experience_needed(0)} n |"
+    yield f"| price of item n | {rules.item_price(0)} + {rules.item_price(1) - rules.item_price(0)} (n − 1) gold |"
     yield f"| radius in which heroes share experience | {_metres(rules.EXPERIENCE)} |"
     sights = ", ".join(_metres(far) for far in (rules.SIGHT, rules.TOWER_SIGHT, rules.CREEP_SIGHT))
     yield f"| sight range of heroes, buildings, creeps | {sights} |"

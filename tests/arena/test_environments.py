@@ -189,7 +189,7 @@ def test_the_pace_and_the_length_of_a_match_may_be_set() -> None:
         ({"lineup": "mage"}, "lineup is 'mage'"),
         ({"lineup": [["mage"]]}, "does not fit 1v1"),
         ({"lineup": [["mage"], ["wizard"]]}, "no hero 'wizard'"),
-        ({"seconds": 0}, "match of 0 seconds"),
+        ({"seconds": 0}, "match is 0 seconds"),
         ({"every": 99}, "every 99 ticks"),
         ({"weights": {"golds": 1}}, "no part 'golds'.*gold"),
         ({"render_mode": "human"}, "no render_mode 'human'"),

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from ludus.errors import ConfigError
-from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.engine.heroes import row_of
 from ludus.games.arena.engine.layout import ALIVE, CORE, HP, TICK, WINNER, structure_slot
 from ludus.games.arena.engine.observations import FEATURES, SCALARS
@@ -132,12 +132,12 @@ def test_matches_repeat_moments_of_earlier_ones() -> None:
     env = ArenaVectorEnv(16, opponent="self", repeat=1.0, seconds=20)
     env.reset(seed=0)
     played(env, 400)
-    states = env.seats._repeats
+    states = env.seats._mid_game_starts
     assert states is not None
-    assert len(states._kept) > 5
+    assert len(states._recent) > 5
     env.seats.begin()
     assert (env.seats.arena.match[:, TICK] > 0).all()
-    assert {env.seats.arena.save(m) for m in range(env.seats.arena.matches)} <= set(states._kept)
+    assert {env.seats.arena.save(m) for m in range(env.seats.arena.matches)} <= set(states._recent)
 
 
 def test_matches_begin_at_saved_states(tmp_path: Path) -> None:
@@ -167,12 +167,12 @@ def test_states_of_matches_that_are_over_are_none_to_begin_at(tmp_path: Path) ->
     source.reset(seed=5)
     played(source, 3)
     write_state(tmp_path / "late", source.seats.arena.save(0))
-    with pytest.raises(ConfigError, match="over, or beyond 2 s"):
+    with pytest.raises(ConfigError, match="finished matches, or later than 2 s"):
         ArenaVectorEnv(1, opponent="easy", states=str(tmp_path), repeat=1.0, seconds=2)
     fell(source, 0, camp=1)
     played(source, 1)
     write_state(tmp_path / "late", source.seats.arena.save(0))
-    with pytest.raises(ConfigError, match="over, or beyond"):
+    with pytest.raises(ConfigError, match="finished matches, or later than"):
         ArenaVectorEnv(1, opponent="easy", states=str(tmp_path), repeat=1.0)
 
 
@@ -181,7 +181,7 @@ def test_states_of_matches_that_are_over_are_none_to_begin_at(tmp_path: Path) ->
     [
         ({"repeat": 1.5}, "repeat is 1.5"),
         ({"states": "."}, "repeat is 0"),
-        ({"states": "/no/such/place", "repeat": 0.5}, "no directory"),
+        ({"states": "/no/such/place", "repeat": 0.5}, "not a directory"),
         ({"weights": {"gold": [[0, 1], [0, 2]]}}, "weight of gold"),
         ({"weights": {"gold": []}}, "weight of gold"),
         ({"weights": {"gold": [[0, 1, 2]]}}, "weight of gold"),
@@ -232,11 +232,11 @@ def test_of_several_scripts_those_are_met_that_matches_are_even_with() -> None:
     for _ in range(800):
         _, _, terminated, truncated, _ = env.step(idle)
         ended = np.flatnonzero(terminated | truncated)
-        easy = env.seats.script_of[ended] == SCRIPTS.index("easy")
+        easy = env.seats.bot_of[ended] == BOTS.index("easy")
         env.seats.arena.match[ended[easy][::2], WINNER] = env.seats.hero_of[ended[easy][::2]]
-    met = [SCRIPTS[int(script)] for script in env.seats.script_of]
+    met = [BOTS[int(script)] for script in env.seats.bot_of]
     assert met.count("easy") >= 20, met
-    assert env.seats.rivals.probabilities[0, 1] < 0.2
+    assert env.seats.opponents.probabilities[0, 1] < 0.2
 
 
 def test_of_several_line_ups_those_play_that_lose() -> None:
@@ -256,4 +256,4 @@ def test_of_several_line_ups_those_play_that_lose() -> None:
         chosen = ended[own()[ended] == strong]
         env.seats.arena.match[chosen, WINNER] = env.seats.hero_of[chosen]
     assert np.count_nonzero(own() == strong) <= 10
-    assert env.seats.rivals.probabilities[0, 0] < 0.2
+    assert env.seats.opponents.probabilities[0, 0] < 0.2

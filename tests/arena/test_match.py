@@ -283,7 +283,7 @@ def test_numbers_that_would_lead_a_kernel_astray_are_refused(field: int, value: 
     arena = Arena()
     arena.reset([0])
     arena.units[0, field, 0] = value
-    with pytest.raises(ConfigError, match="no match comes to"):
+    with pytest.raises(ConfigError, match="no match can reach"):
         arena.load(0, arena.save(0))
 
 
@@ -292,7 +292,7 @@ def test_a_match_that_cannot_be_is_refused(field: int, value: int) -> None:
     arena = Arena()
     arena.reset([0])
     arena.match[0, field] = value
-    with pytest.raises(ConfigError, match="no match comes to"):
+    with pytest.raises(ConfigError, match="no match can reach"):
         arena.load(0, arena.save(0))
 
 

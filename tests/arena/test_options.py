@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from ludus.errors import ConfigError
-from ludus.games.arena.bots.bots import SCRIPTS
-from ludus.games.arena.host.match import Match, Plan, read_options, read_plan
-from ludus.games.arena.host.match_host import Host
-from ludus.games.arena.main import arena_for
+from ludus.games.arena.bots.bots import BOTS
+from ludus.games.arena.host.match import HostedMatch, MatchPlan, read_options, read_plan
+from ludus.games.arena.host.match_host import MatchHost
+from ludus.games.arena.main import create_arena
 
 ACTOR = {"url": "http://127.0.0.1:9"}
 
 
-def plan(camps: list[Any], **options: Any) -> Plan:
-    return read_plan({"runtime_id": "m", "mode": "3v3", "camps": camps, "options": options}, ["token", "token"], SCRIPTS)
+def plan(camps: list[Any], **options: Any) -> MatchPlan:
+    return read_plan({"runtime_id": "m", "mode": "3v3", "camps": camps, "options": options}, ["token", "token"], BOTS)
 
 
 def test_weights_are_options_of_their_own() -> None:
-    read = read_options({"weight_gold": 2, "weight_win": -1.5, "zero_sum": False, "every": 5}, SCRIPTS)
+    read = read_options({"weight_gold": 2, "weight_win": -1.5, "zero_sum": False, "every": 5}, BOTS)
     assert (dict(read.weights), read.zero_sum, read.every) == ({"gold": 2.0, "win": -1.5}, False, 5)
 
 
@@ -39,7 +39,7 @@ def test_weights_are_options_of_their_own() -> None:
 )
 def test_what_is_no_option_is_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_options(given, SCRIPTS)
+        read_options(given, BOTS)
 
 
 @pytest.mark.parametrize(
@@ -56,5 +56,5 @@ def test_one_session_plays_the_match_where_one_actor_plays_both_camps(
     camps: list[Any], sessions: str, seats: list[list[str]]
 ) -> None:
     made = plan(camps, sessions=sessions)
-    host = Host(arena_for([made]), [Match(made, SCRIPTS)])
-    assert [list(line.seats.values()) for line in host._lines] == seats
+    host = MatchHost(create_arena([made]), [HostedMatch(made, BOTS)])
+    assert [list(line.seats.values()) for line in host._links] == seats

@@ -19,7 +19,7 @@ from ludus.games.arena.engine.layout import BUTTONS, HEADS
 from ludus.games.arena.engine.observations import ENTITY_FEATURES, SCALAR_FEATURES
 from ludus.games.arena.engine.settings import PARTS, USUAL
 from ludus.games.arena.env.gym_env import ArenaVectorEnv
-from ludus.games.arena.env.seats import Options, action_space, observation_space
+from ludus.games.arena.env.seats import ArenaOptions, action_space, observation_space
 from ludus.games.arena.host import match
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_buttons_and_parts_of_an_action_are_named_as_they_are() -> None:
 
 def test_every_keyword_of_the_environments_is_explained() -> None:
     explained = set(re.findall(r"`(\w+)`", TEXT.split("| keyword | |")[1].split("\n\n")[0]))
-    keywords = {field.name for field in fields(Options)} | {"render_mode", "render_width"}
+    keywords = {field.name for field in fields(ArenaOptions)} | {"render_mode", "render_width"}
     assert keywords - {"mode"} <= explained, keywords - explained
 
 
@@ -53,7 +53,7 @@ def test_every_option_of_the_process_is_explained_and_offered_by_the_server() ->
     )
     weights = {f"weight_{part}" for part in PARTS}
     assert explained | weights == set(catalogue.read().games["arena"].options)
-    assert explained - weights == match.Options.__dataclass_fields__.keys() - {"weights"}
+    assert explained - weights == match.HostOptions.__dataclass_fields__.keys() - {"weights"}
 
 
 def test_every_command_on_the_page_exists() -> None:

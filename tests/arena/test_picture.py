@@ -12,12 +12,12 @@ from PIL import Image
 from ludus.core.tree import Array
 from ludus.core.types import Ints32
 from ludus.errors import UsageError
-from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.engine import layout
 from ludus.games.arena.engine.layout import ALIVE, HP, SEEN, X, Y, creep_slot, structure_slot
 from ludus.games.arena.engine.vector import Arena
 from ludus.games.arena.render.bands import DirtyTiles
-from ludus.games.arena.render.renderer import SMALL, Painter, png, save_png
+from ludus.games.arena.render.renderer import SMALL, Renderer, png, save_png
 from ludus.games.arena.render.yuv import Yuv420
 from tests.arena.recorded import play
 
@@ -40,8 +40,8 @@ def state(arena: Arena) -> State:
 
 
 @pytest.fixture(scope="module")
-def small() -> Painter:
-    return Painter(THREE, SMALL)
+def small() -> Renderer:
+    return Renderer(THREE, SMALL)
 
 
 def changed(before: Array, after: Array) -> Array:
@@ -51,21 +51,21 @@ def changed(before: Array, after: Array) -> Array:
 
 def test_a_picture_is_rgb_and_its_size_is_even() -> None:
     for width, shape in ((1280, (720, 1280)), (SMALL, (272, 640)), (321, (136, 320))):
-        painter = Painter(1, width)
+        renderer = Renderer(1, width)
         arena = Arena(1)
         arena.reset([0])
-        picture = painter.rgb(arena.units[0], arena.match[0])
-        assert picture.shape == (*shape, 3) == (painter.height, painter.width, 3)
+        picture = renderer.rgb(arena.units[0], arena.match[0])
+        assert picture.shape == (*shape, 3) == (renderer.height, renderer.width, 3)
         assert picture.dtype == np.uint8
 
 
-def test_the_same_state_is_the_same_picture(state: State, small: Painter) -> None:
+def test_the_same_state_is_the_same_picture(state: State, small: Renderer) -> None:
     first = small.rgb(*state)
     other = state[0].copy()
     other[X, 0] += 9_000
     small.rgb(other, state[1])  # what was painted in between leaves no trace
     assert np.array_equal(first, small.rgb(*state))
-    assert np.array_equal(first, Painter(THREE, SMALL).rgb(*state))
+    assert np.array_equal(first, Renderer(THREE, SMALL).rgb(*state))
 
 
 @pytest.mark.parametrize(("width", "camp"), [(1280, None), (SMALL, None), (960, 1)])
@@ -73,22 +73,22 @@ def test_what_is_repainted_in_part_is_what_would_be_painted_anew(width: int, cam
     """Whatever moved, fell, was cast or died since the last picture."""
     arena = Arena(THREE, 1)
     arena.reset([5])
-    painter = Painter(THREE, width, camp=camp)
-    scripts = np.full((1, 2 * THREE), SCRIPTS.index("hard"), np.int8)
+    renderer = Renderer(THREE, width, camp=camp)
+    scripts = np.full((1, 2 * THREE), BOTS.index("hard"), np.int8)
     for number in range(132):
-        arena.step(arena.script(scripts))
-        boxes = painter.update(arena.units[0], arena.match[0]) if number % 12 == 0 else None
+        arena.step(arena.bot_actions(scripts))
+        boxes = renderer.update(arena.units[0], arena.match[0]) if number % 12 == 0 else None
         if number in (90, 131):
-            before = painter.frame.copy()
-            boxes = painter.update(arena.units[0], arena.match[0])
-            fresh = Painter(THREE, width, camp=camp).rgb(arena.units[0], arena.match[0])
-            assert np.array_equal(painter.frame, fresh)
+            before = renderer.frame.copy()
+            boxes = renderer.update(arena.units[0], arena.match[0])
+            fresh = Renderer(THREE, width, camp=camp).rgb(arena.units[0], arena.match[0])
+            assert np.array_equal(renderer.frame, fresh)
             for left, top, right, bottom in boxes:
                 before[top:bottom, left:right] = fresh[top:bottom, left:right]
             assert np.array_equal(before, fresh), "all that changed is in the boxes"
 
 
-def test_a_picture_in_planes_is_what_is_seen(state: State, small: Painter) -> None:
+def test_a_picture_in_planes_is_what_is_seen(state: State, small: Renderer) -> None:
     picture = small.rgb(*state)
     planes = Yuv420(small.height, small.width)
     planes.update(picture, [(0, 0, small.width, small.height)])
@@ -116,13 +116,13 @@ def test_tiles_that_were_painted_on_are_covered_and_no_others() -> None:
 def test_long_names_leave_the_score_alone(state: State) -> None:
     long = "Blue · Arena_1v1_PPO-20261118-003131-a1b2c3d4-with-a-very-long-name-of-its-directory"
     for width, height in ((1280, 62), (SMALL, 29)):
-        plain, named = (Painter(THREE, width, names=names).rgb(*state)[:height] for names in (("a", "b"), (long, long)))
+        plain, named = (Renderer(THREE, width, names=names).rgb(*state)[:height] for names in (("a", "b"), (long, long)))
         columns = changed(plain, named)[:, 1] / width
         assert columns.size
         assert ((columns < 0.35) | (columns > 0.65)).all()
 
 
-def test_painting_changes_nothing_in_the_match(state: State, small: Painter) -> None:
+def test_painting_changes_nothing_in_the_match(state: State, small: Renderer) -> None:
     before = state[0].copy(), state[1].copy()
     small.rgb(*state)
     assert np.array_equal(state[0], before[0])
@@ -131,8 +131,8 @@ def test_painting_changes_nothing_in_the_match(state: State, small: Painter) -> 
 
 def test_everybody_is_seen_where_he_stands(state: State) -> None:
     units, match = state
-    painter = Painter(THREE, 960)
-    painter.rgb(units, match)
+    renderer = Renderer(THREE, 960)
+    renderer.rgb(units, match)
     places = {
         "hero": 0,
         "creep": creep_slot(THREE, 1, 0),
@@ -141,12 +141,12 @@ def test_everybody_is_seen_where_he_stands(state: State) -> None:
     }
     for slot in places.values():
         assert units[ALIVE, slot]
-    whole = painter.rgb(units, match)
+    whole = renderer.rgb(units, match)
     for name, slot in places.items():
         gone = units.copy()
         gone[ALIVE, slot] = 0
         gone[X, slot], gone[Y, slot] = (50_000, 34_000) if name in ("hero", "creep") else (gone[X, slot], gone[Y, slot])
-        rows, columns = changed(whole, painter.rgb(gone, match)).T
+        rows, columns = changed(whole, renderer.rgb(gone, match)).T
         scale = 960 / 103_200
         column = (units[X, slot] + 1_600) * scale
         row = (units[Y, slot] + 1_600) * scale + 62 * 960 / 1280
@@ -154,7 +154,7 @@ def test_everybody_is_seen_where_he_stands(state: State) -> None:
         assert near.sum() > 20, name
 
 
-def test_what_happens_is_seen(state: State, small: Painter) -> None:
+def test_what_happens_is_seen(state: State, small: Renderer) -> None:
     units, match = state
     plain = small.rgb(units, match)
     fields = {
@@ -184,7 +184,7 @@ def test_what_happens_is_seen(state: State, small: Painter) -> None:
             assert len(changed(pictures[a], pictures[b])) > 8, f"{a} and {b} look the same"
 
 
-def test_how_it_ended_is_said(state: State, small: Painter) -> None:
+def test_how_it_ended_is_said(state: State, small: Renderer) -> None:
     ends = []
     for winner in (-1, 0, 1):
         match = state[1].copy()
@@ -202,8 +202,8 @@ def test_a_camp_sees_nothing_of_what_is_hidden(width: int, state: State) -> None
     hidden = [3, 5, creep_slot(size, 1, 0), creep_slot(size, 1, 1)]
     units[SEEN, hidden] = 0
     units[SEEN, 4] = 1
-    painter = Painter(size, width, camp=0)
-    before = painter.rgb(units, match)
+    renderer = Renderer(size, width, camp=0)
+    before = renderer.rgb(units, match)
     random = np.random.default_rng(0)
     for slot in hidden:
         units[X, slot], units[Y, slot] = units[X, 0] + random.integers(300), units[Y, 0]  # right beside one who is seen
@@ -215,14 +215,14 @@ def test_a_camp_sees_nothing_of_what_is_hidden(width: int, state: State) -> None
         units[[layout.CAST, layout.CAST_LEFT, layout.CAST_X, layout.CAST_Y], slot] = (3, 2, units[X, 0], units[Y, 0])
     units[[layout.GOLD, layout.EARNED, layout.XP], 4] += 77  # nor into the purse of one who is seen
     units[layout.COOLDOWN_1 : layout.COOLDOWN_HEAL + 1, 4] = 600
-    assert np.array_equal(painter.rgb(units, match), before)
-    assert len(changed(Painter(size, width).rgb(units, match), before)) > 500
+    assert np.array_equal(renderer.rgb(units, match), before)
+    assert len(changed(Renderer(size, width).rgb(units, match), before)) > 500
     units[SEEN, 3] = 1
-    assert len(changed(painter.rgb(units, match), before)) > 100
+    assert len(changed(renderer.rgb(units, match), before)) > 100
 
 
 def test_each_camp_has_its_own_fog(state: State) -> None:
-    pictures = [Painter(THREE, SMALL, camp=camp).rgb(*state).astype(np.int64) for camp in (0, 1)]
+    pictures = [Renderer(THREE, SMALL, camp=camp).rgb(*state).astype(np.int64) for camp in (0, 1)]
     left, right = slice(0, 213), slice(427, 640)
     field = slice(60, 260)
     assert pictures[0][field, left].sum() > 1.2 * pictures[1][field, left].sum()
@@ -234,15 +234,15 @@ def test_matches_of_all_sizes_have_room(size: int) -> None:
     """Whoever is hurt, it is seen in a panel of his own."""
     arena = Arena(size)
     arena.reset([1])
-    painter = Painter(size, 960, names=("one", "other"))
-    picture = painter.rgb(arena.units[0], arena.match[0])
+    renderer = Renderer(size, 960, names=("one", "other"))
+    picture = renderer.rgb(arena.units[0], arena.match[0])
     arena.units[0, HP, : 2 * size] //= 2
-    rows, columns = changed(picture, painter.rgb(arena.units[0], arena.match[0])).T
+    rows, columns = changed(picture, renderer.rgb(arena.units[0], arena.match[0])).T
     panels = np.unique(columns[rows > 420] * 2 * size // 960)
     assert panels.tolist() == list(range(2 * size))
 
 
-def test_a_png_holds_the_picture_without_loss(state: State, small: Painter, tmp_path: Path) -> None:
+def test_a_png_holds_the_picture_without_loss(state: State, small: Renderer, tmp_path: Path) -> None:
     image = small.paint(*state)
     path = save_png(image, tmp_path / "pictures" / "one.png")
     with Image.open(path) as found:
@@ -253,13 +253,13 @@ def test_a_png_holds_the_picture_without_loss(state: State, small: Painter, tmp_
 
 def test_what_cannot_be_painted_is_said(arena: Arena) -> None:
     with pytest.raises(UsageError, match="no camp 2"):
-        Painter(1, camp=2)
+        Renderer(1, camp=2)
     with pytest.raises(UsageError, match="10 pixels wide"):
-        Painter(1, 10)
+        Renderer(1, 10)
     with pytest.raises(UsageError, match="not one match of 1 against 1"):
-        Painter(1, 160).rgb(arena.units[0], arena.match[0])
+        Renderer(1, 160).rgb(arena.units[0], arena.match[0])
     with pytest.raises(UsageError, match="not one match of 3 against 3"):
-        Painter(3, 160).rgb(arena.units, arena.match)
+        Renderer(3, 160).rgb(arena.units, arena.match)
 
 
 def test_a_state_from_a_file_cannot_ask_for_more_than_a_picture_holds(arena: Arena) -> None:
@@ -276,4 +276,4 @@ def test_a_state_from_a_file_cannot_ask_for_more_than_a_picture_holds(arena: Are
     other.units[0] = units
     other.load(0, other.save(0))
     for camp in (None, 0):
-        assert Painter(THREE, 320, camp=camp).rgb(other.units[0], other.match[0]).shape == (136, 320, 3)
+        assert Renderer(THREE, 320, camp=camp).rgb(other.units[0], other.match[0]).shape == (136, 320, 3)

@@ -25,19 +25,19 @@ import pytest
 
 from ludus.core.spaces import ACTION_MASK
 from ludus.errors import ConfigError, NotFound, Refused, UsageError
-from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.engine.recording import read_recording, verify
 from ludus.games.arena.engine.saved_state import write_state
 from ludus.games.arena.engine.settings import Rewards
 from ludus.games.arena.engine.vector import Arena
 from ludus.games.arena.env.seats import action_space, observation_space
-from ludus.games.arena.host.codec import Form, options_of, refusal
-from ludus.games.arena.host.match import Match, Plan, Remote, Rule, read_plan
-from ludus.games.arena.host.match_host import Host
-from ludus.games.arena.main import arena_for, main, play
+from ludus.games.arena.host.codec import BodyCodec, explain_refusal, options_of
+from ludus.games.arena.host.match import ActorCamp, BotCamp, HostedMatch, MatchPlan, read_plan
+from ludus.games.arena.host.match_host import MatchHost
+from ludus.games.arena.main import create_arena, main, play
 from ludus.gateway.actor import Actor
 from ludus.gateway.builtin_actor import BuiltinActor
-from tests.gateway.scripted import Table, tiny_policy
+from tests.gateway.scripted import RecordedSeat, tiny_policy
 from tests.local_servers import gateway
 
 LIMIT_S = 20.0
@@ -90,16 +90,16 @@ def bots(answer: Callable[[Bot, int], Any] | None = None) -> type[Bot]:
     return Made
 
 
-def plan(*urls: str | None, **more: Any) -> Plan:
+def plan(*urls: str | None, **more: Any) -> MatchPlan:
     """Of a short match; camps without an address are played by the rule."""
     options = more.pop("options", {})
     timeout_s = more.pop("timeout_s", LIMIT_S)
     camps = [None if url is None else {"url": url, "timeout_s": timeout_s} for url in urls]
     config = {"runtime_id": "r1", "mode": "1v1", "seed": 3, "max_frames": FRAMES, "camps": camps, "options": options}
-    return read_plan(config | more, (None, None), SCRIPTS)
+    return read_plan(config | more, (None, None), BOTS)
 
 
-def played(one: Plan, **more: Any) -> dict[str, Any]:
+def played(one: MatchPlan, **more: Any) -> dict[str, Any]:
     went = play([one], **more)
     assert not went.stopped
     (result,) = went.results
@@ -244,7 +244,7 @@ def test_a_match_whose_actor_thinks_stands_still_while_the_others_go_on() -> Non
         ([further("r2", options={"sparse": True})], "sparse"),
         ([further("r2", options=3)], "options"),
         ([further("r2", options={"rule": "godlike"})], "godlike"),
-        ([further("r2"), further("r3"), further("r4")], "All 2 places are taken"),
+        ([further("r2"), further("r3"), further("r4")], "All 2 slots are taken"),
     ],
 )
 def test_a_further_match_that_cannot_be_played_is_told_in_the_log_and_the_others_go_on(
@@ -253,7 +253,7 @@ def test_a_further_match_that_cannot_be_played_is_told_in_the_log_and_the_others
     with gateway(handing({"r1": {"start": given}})) as server:
         went = play([plan(server.url, None, options={"together": 2})])
     assert went.matches == went.completed == (2 if len(given) > 1 else 1)
-    assert any("a further match is not played" in line and why in line for line in caplog.messages)
+    assert any("further match rejected" in line and why in line for line in caplog.messages)
 
 
 def test_rewards_of_a_process_are_those_of_its_latest_match() -> None:
@@ -261,7 +261,7 @@ def test_rewards_of_a_process_are_those_of_its_latest_match() -> None:
     made = handing({"r1": {"start": [weighed]}})
     with gateway(made) as server:
         plain = plan(server.url, None, options={"together": 2, "weight_gold": 2.0, "zero_sum": False})
-        host = Host(arena_for([plain]), [Match(plain, SCRIPTS)])
+        host = MatchHost(create_arena([plain]), [HostedMatch(plain, BOTS)])
         asyncio.run(host.run())
     assert host.played == 2
     assert host.arena.rewards == Rewards({"gold": 2.0, "health": -3.0}, team_spirit=0.5, zero_sum=False)
@@ -310,7 +310,7 @@ def test_nobody_hands_over_a_match_to_a_process_that_plays_one() -> None:
 def test_a_wrong_order_is_refused_by_name(wrong: Any, named: str) -> None:
     config = {"mode": "1v1", **wrong} if isinstance(wrong, Mapping) else wrong
     with pytest.raises(ConfigError, match=named):
-        read_plan(config, (None, None), SCRIPTS)
+        read_plan(config, (None, None), BOTS)
 
 
 def test_an_order_is_read_as_the_server_writes_it() -> None:
@@ -329,9 +329,9 @@ def test_an_order_is_read_as_the_server_writes_it() -> None:
         "start_from": None,
         "options": {"rule": "hard", "format": "raw"},
     }
-    made = read_plan(config, (None, "secret"), SCRIPTS)
+    made = read_plan(config, (None, "secret"), BOTS)
     assert (made.size, made.seed, made.eval_mode, made.max_ticks) == (3, 1 << 40, True, None)
-    assert made.camps == (Rule("hard"), Remote("http://10.0.0.5:8000", 2.0, "secret"))
+    assert made.camps == (BotCamp("hard"), ActorCamp("http://10.0.0.5:8000", 2.0, "secret"))
     assert "secret" not in repr(made)
     assert made.options.sessions == "hero"
 
@@ -386,7 +386,7 @@ def test_rewards_are_told_with_the_next_tick_and_none_is_lost() -> None:
     assert len(bot.ticks) < 300  # it has died, and was not asked meanwhile
     for _ in range(300):
         arena.observe()
-        actions[:] = arena.script(np.array([[-1, SCRIPTS.index("medium")]], np.int8))
+        actions[:] = arena.bot_actions(np.array([[-1, BOTS.index("medium")]], np.int8))
         actions[0, 0] = (1, 0, 0, 0) if arena.units[0, 0, 0] else NOTHING
         arena.step(actions)
         total += float(arena.reward[0, 0])
@@ -399,13 +399,13 @@ def test_rewards_are_told_with_the_next_tick_and_none_is_lost() -> None:
 def test_the_built_in_actor_plays_and_records_without_any_code(form: str, mode: str) -> None:
     arena = Arena(mode)
     seen = {name: part for name, part in observation_space(arena.size).spaces.items() if name != ACTION_MASK}
-    table = Table(tiny_policy(gym.spaces.Dict(seen), action_space(arena.size)), 64)
+    recorded_seat = RecordedSeat(tiny_policy(gym.spaces.Dict(seen), action_space(arena.size)), 64)
     lone = form == "raw"
-    seats = {"" if lone else f"hero_{i}": table.seat for i in range(1 if lone else arena.size)}
+    seats = {"" if lone else f"hero_{i}": recorded_seat.seat for i in range(1 if lone else arena.size)}
     with gateway(lambda: BuiltinActor(seats)) as server:
         result = played(plan(server.url, None, mode=mode, options={"format": form, "lenient": True}))
     assert (result["lost"], result["late"], result["garbled"]) == ({}, 0, 0)
-    recorded = sum(int(segments.valid.sum()) for segments in table.recorded())
+    recorded = sum(int(segments.valid.sum()) for segments in recorded_seat.segments())
     assert recorded == arena.size * FRAMES // 3
 
 
@@ -414,7 +414,7 @@ def test_a_base_that_falls_ends_the_match_for_good(tmp_path: Path) -> None:
     arena.reset([3])
     while not arena.over[0]:
         before.append(arena.save(0))
-        arena.step(arena.script(np.array([[-1, SCRIPTS.index("hard")]])))
+        arena.step(arena.bot_actions(np.array([[-1, BOTS.index("hard")]])))
     made = bots()
     saved = write_state(tmp_path / "late", before[0])
     with gateway(made) as server:
@@ -461,8 +461,8 @@ def test_an_illegal_action_is_refused_with_the_mask_and_the_match_goes_on(caplog
 def test_a_refusal_lists_the_targets_of_the_button() -> None:
     mask, targets = np.zeros(8 + 16 + 16 + 32, np.bool_), np.zeros((3, 32), np.bool_)
     mask[[0, 2]] = targets[0, [4, 9]] = targets[1, 7] = True
-    assert refusal((2, 0, 0, 7), mask, targets).endswith("Allowed: what: nothing, attack; target of 'attack': 4, 9.")
-    assert refusal((3, 0, 0, 7), mask, targets).endswith("'skill 1' is not allowed now. Allowed: what: nothing, attack.")
+    assert explain_refusal((2, 0, 0, 7), mask, targets).endswith("Allowed: what: nothing, attack; target of 'attack': 4, 9.")
+    assert explain_refusal((3, 0, 0, 7), mask, targets).endswith("'skill 1' is not allowed now. Allowed: what: nothing, attack.")
 
 
 GARBAGE: dict[str, Any] = {
@@ -501,7 +501,7 @@ def test_garbled_replies_are_counted_and_told_and_the_match_goes_on() -> None:
 
 @pytest.mark.parametrize("kind", ["msgpack", "json", "raw"])
 def test_no_reply_whatever_makes_an_action_that_is_none(kind: Any) -> None:
-    form, rng = Form(kind, options_of(32)), np.random.default_rng(0)
+    form, rng = BodyCodec(kind, options_of(32)), np.random.default_rng(0)
     asked = {"hero_0": 0}
     for size in range(200):
         noise = rng.bytes(size)
@@ -665,8 +665,8 @@ def test_an_actor_that_fails_again_and_again_is_gone() -> None:
 
 
 def test_an_actor_of_other_spaces_is_gone_at_once_and_says_why() -> None:
-    table = Table(tiny_policy())
-    with gateway(lambda: BuiltinActor({"hero_0": table.seat})) as server:
+    recorded_seat = RecordedSeat(tiny_policy())
+    with gateway(lambda: BuiltinActor({"hero_0": recorded_seat.seat})) as server:
         result = played(plan(server.url, None))
     assert "422 observation" in result["lost"]["0"]
     assert result["completed"]
@@ -764,7 +764,7 @@ def test_matches_are_stopped_also_while_their_actors_think() -> None:
             reached.release()
             await asyncio.sleep(LIMIT_S)
 
-    async def stopped(host: Host) -> None:
+    async def stopped(host: MatchHost) -> None:
         playing = asyncio.ensure_future(host.run())
         for _ in range(2):
             await asyncio.to_thread(reached.acquire)
@@ -773,7 +773,7 @@ def test_matches_are_stopped_also_while_their_actors_think() -> None:
 
     with gateway(bots(answer)) as server:
         plans = [replace(plan(server.url, None, max_frames=3000), runtime_id=name) for name in ("r1", "r2", "r3")]
-        host = Host(arena_for(plans), [Match(one, SCRIPTS) for one in plans])
+        host = MatchHost(create_arena(plans), [HostedMatch(one, BOTS) for one in plans])
         asyncio.run(stopped(host))
     assert host.stopped
     assert (host.played, host.completed) == (3, 0)

@@ -21,7 +21,7 @@ from ludus.games.arena.engine.recording import Recorder, Recording, pack, read_r
 from ludus.games.arena.engine.saved_state import read_state, write_state
 from ludus.games.arena.engine.settings import ArenaSettings
 from ludus.games.arena.engine.vector import Arena
-from ludus.games.arena.render.video import between, film, resampled, state_at, ticks
+from ludus.games.arena.render.video import interpolate, resample, state_at, ticks, write_video
 from tests.arena.recorded import play, recorded
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -68,7 +68,7 @@ def test_each_of_several_matches_is_recorded_by_itself() -> None:
     play(arena, 60, recorders)
     hashes = [arena.hash(m) for m in range(3)]
     assert len(set(hashes)) == 3
-    assert [verify(recorder.finished()) for recorder in recorders] == hashes
+    assert [verify(recorder.recording()) for recorder in recorders] == hashes
 
 
 def test_it_knows_who_played_and_how_it_ended(file: Path) -> None:
@@ -98,7 +98,7 @@ def test_settings_of_the_match_and_lenience_are_kept() -> None:
     arena.match[0, LIMIT] = 101  # as a game process does that is told how many frames it may take
     recorder = Recorder(arena)
     play(arena, 40, [recorder])
-    found = recorder.finished()
+    found = recorder.recording()
     assert arena.over[0]
     assert (found.limit, found.every, found.lenient, found.start) == (101, 5, True, None)
     assert len(found.decisions) == 21  # and none after the end
@@ -125,7 +125,7 @@ def test_one_decision_that_was_changed_is_noticed(file: Path) -> None:
     found = read_recording(file)
     changed = found.decisions.copy()
     changed[3, 0] = (1, 4, 0, 0)
-    with pytest.raises(Damaged, match="goes another way: before decision 50 of 120"):
+    with pytest.raises(Damaged, match="replay differs: before decision 50 of 120"):
         verify(dataclasses.replace(found, decisions=changed))
 
 
@@ -172,11 +172,11 @@ def test_other_files_are_told_apart(file: Path, tmp_path: Path) -> None:
 
 def resealed(file: Path, tmp_path: Path, change: dict[str, Any], parts: dict[int, bytes] | None = None) -> Path:
     """A file whose checksum is right and whose content was made up."""
-    header, content = checksummed_file.read_sealed(file, recording.KIND, "")
+    header, content = checksummed_file.read_file(file, recording.KIND, "")
     for at, part in (parts or {}).items():
         content[at] = part
     path = tmp_path / "forged.arena"
-    path.write_bytes(checksummed_file.seal(recording.KIND, header | change, content))
+    path.write_bytes(checksummed_file.encode_file(recording.KIND, header | change, content))
     return path
 
 
@@ -215,14 +215,14 @@ def test_a_beginning_that_no_match_comes_to_is_refused(file: Path, tmp_path: Pat
     state = bytearray(read_recording(file).begin().save(0))
     state[-4:] = b"\xff" * 4
     state[28:32] = (99).to_bytes(4, "little")  # the first number of the match
-    with pytest.raises(Damaged, match="begins from a state that cannot be"):
+    with pytest.raises(Damaged, match="starts from an invalid state"):
         read_recording(resealed(file, tmp_path, {"saved": True}, {0: bytes(state[:-8])}))
 
 
 def test_decisions_that_are_nonsense_harm_nobody(file: Path, tmp_path: Path) -> None:
     wild = np.random.default_rng(0).integers(-128, 128, 120 * 6 * 4).astype(np.int8).tobytes()
     found = read_recording(resealed(file, tmp_path, {}, {1: wild}))
-    with pytest.raises(Damaged, match="goes another way"):
+    with pytest.raises(Damaged, match="replay differs"):
         verify(found)
 
 
@@ -232,8 +232,8 @@ def test_a_part_that_unpacks_to_more_than_it_says_is_not_unpacked(tmp_path: Path
     body = recording.KIND + len(text).to_bytes(4, "little") + text + bomb
     path = tmp_path / "bomb.arena"
     path.write_bytes(body + checksummed_file._digest(body))
-    with pytest.raises(Damaged, match="another length than it says"):
-        checksummed_file.read_sealed(path, recording.KIND, "")
+    with pytest.raises(Damaged, match="length does not match its header"):
+        checksummed_file.read_file(path, recording.KIND, "")
 
 
 def test_control_characters_in_names_do_not_reach_a_terminal(file: Path, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[:-30] + whole[-29:])
     with pytest.raises(Damaged, match="checksum"):
         read_state(path)
-    path.write_bytes(checksummed_file.seal(states.KIND, {}, [b"LudusArenaState\0" + bytes(40)]))
+    path.write_bytes(checksummed_file.encode_file(states.KIND, {}, [b"LudusArenaState\0" + bytes(40)]))
     with pytest.raises(ConfigError, match=r"state: The state was saved under rules 0"):
         read_state(path)
     with pytest.raises(ConfigError):
@@ -297,7 +297,7 @@ def test_between_two_ticks_everybody_is_on_the_way(file: Path) -> None:
     before, after = states[150], states[151]
     walkers = np.flatnonzero((before[0][X] != after[0][X]) & (before[0][ALIVE] == 1) & (after[0][ALIVE] == 1))
     assert len(walkers) > 3
-    half, _ = between(before, after, 0.5)
+    half, _ = interpolate(before, after, 0.5)
     assert np.abs(2 * half[[X, Y]] - before[0][[X, Y]] - after[0][[X, Y]]).max() <= 1
     others = [field for field in range(layout.FIELDS) if field not in (X, Y)]
     assert np.array_equal(half[others], before[0][others])
@@ -308,17 +308,17 @@ def test_whoever_jumps_far_or_dies_is_not_seen_on_the_way(file: Path) -> None:
     jumped = after[0].copy()
     jumped[X, 0] = before[0][X, 0] + 40_000
     jumped[ALIVE, 1] = 0
-    half, _ = between(before, (jumped, after[1]), 0.5)
+    half, _ = interpolate(before, (jumped, after[1]), 0.5)
     assert np.array_equal(half[[X, Y], :2], before[0][[X, Y], :2])
 
 
 def test_a_film_twice_as_fast_takes_half_the_pictures(file: Path) -> None:
     states = list(ticks(read_recording(file)))
-    slow = list(resampled(iter(states), 0.5))
-    fast = list(resampled(iter(states), 2.0))
+    slow = list(resample(iter(states), 0.5))
+    fast = list(resample(iter(states), 2.0))
     assert [int(match[TICK]) for _, match in slow] == [*(tick // 2 for tick in range(720)), 360]
     assert [int(match[TICK]) for _, match in fast] == list(range(0, 361, 2))
-    part = [int(match[TICK]) for _, match in resampled(iter(states), 5.0, 2.0, 4.0)]
+    part = [int(match[TICK]) for _, match in resample(iter(states), 5.0, 2.0, 4.0)]
     assert part == [30, 35, 40, 45, 50, 55, 60]
 
 
@@ -328,7 +328,7 @@ def test_a_film_is_written_whole(file: Path, tmp_path: Path) -> None:
     def progress(done: int, total: int | None) -> None:
         told.append((done, total))
 
-    frames = film(
+    frames = write_video(
         read_recording(file), tmp_path / "film.mp4", width=160, fps=10, speed=8, first_s=5, last_s=13, progress=progress
     )
     with imageio.get_reader(tmp_path / "film.mp4") as reader:
@@ -342,29 +342,29 @@ def test_a_film_is_written_whole(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"speed": 0}, "0 times the speed"),
-        ({"speed": float("nan")}, "nan times"),
-        ({"fps": 0}, "0 pictures a second"),
+        ({"speed": 0}, "video is 0"),
+        ({"speed": float("nan")}, "video is nan"),
+        ({"fps": 0}, "0 frames per second"),
         ({"camp": 2}, "no camp 2"),
         ({"width": 10}, "10 pixels wide"),
-        ({"first_s": 1000.0, "width": 160}, "nothing from 1000 s on"),
+        ({"first_s": 1000.0, "width": 160}, "no frames after 1000 s"),
     ],
 )
 def test_a_film_that_cannot_be_is_not_begun(options: dict[str, Any], said: str, file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=said):
-        film(read_recording(file), tmp_path / "film.mp4", **options)
+        write_video(read_recording(file), tmp_path / "film.mp4", **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_film_is_called_mp4(file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"Call it film\.mp4"):
-        film(read_recording(file), tmp_path / "film.gif")
+        write_video(read_recording(file), tmp_path / "film.gif")
 
 
 def test_a_film_of_a_later_part_shows_the_same_states(file: Path) -> None:
     recording = read_recording(file)
-    whole = resampled(ticks(recording), 0.5, 7.1, 8.3)
-    part = resampled(ticks(recording, math.floor(7.1 * 15) - 1), 0.5, 7.1, 8.3)
+    whole = resample(ticks(recording), 0.5, 7.1, 8.3)
+    part = resample(ticks(recording, math.floor(7.1 * 15) - 1), 0.5, 7.1, 8.3)
     for (units, match), (other_units, other_match) in zip(whole, part, strict=True):
         assert np.array_equal(units, other_units)
         assert np.array_equal(match, other_match)
@@ -373,8 +373,8 @@ def test_a_film_of_a_later_part_shows_the_same_states(file: Path) -> None:
 def test_a_replay_that_goes_another_way_makes_no_film(file: Path, tmp_path: Path) -> None:
     found = read_recording(file)
     forged: Recording = dataclasses.replace(found, hashes=[bytes(16), *found.hashes[1:]])
-    with pytest.raises(LudusError, match="another way"):
-        film(forged, tmp_path / "film.mp4", width=160)
+    with pytest.raises(LudusError, match="replay differs"):
+        write_video(forged, tmp_path / "film.mp4", width=160)
     assert list(tmp_path.iterdir()) == []
 
 

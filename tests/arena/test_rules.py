@@ -439,7 +439,7 @@ def test_a_level_adds_what_the_table_says_and_what_was_lacking_still_lacks(hero:
     known = next(h for h in HEROES if h is hero)
     scene = Scene(lineup=((known.id,), (known.id,)))
     scene.put(0, MIDDLE, hp=known.hp - 100, mana=known.mana - 50)
-    scene.units[XP, 0] = rules.needed(1) + rules.needed(2) + 5
+    scene.units[XP, 0] = rules.experience_needed(1) + rules.experience_needed(2) + 5
     scene.play()
     assert scene.get(LEVEL, 0) == 3
     assert scene.get(XP, 0) == 5
@@ -461,7 +461,7 @@ def test_gold_buys_items_at_the_fountain_and_nowhere_else() -> None:
     known = HEROES[0]
     scene = Scene(lineup=((known.id,), (known.id,)))
     scene.put(0, MIDDLE)
-    gold = rules.price(0) + rules.price(1) + 7
+    gold = rules.item_price(0) + rules.item_price(1) + 7
     scene.units[GOLD, 0] = gold
     scene.play()
     assert (scene.get(ITEMS, 0), scene.get(GOLD, 0)) == (0, gold)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.games.arena.bots.round_robin import ladder
+from ludus.games.arena.bots.round_robin import play_pairs
 from ludus.games.arena.engine.settings import ArenaSettings
 from tests.cli.calling import Call, one_line
 
@@ -15,7 +15,7 @@ SHORT = ("--games", "4", "--seconds", "200", "--lineup", "random", "--seed", "9"
 
 
 def test_programs_get_one_object_and_its_numbers_are_those_of_the_ladder(call: Call) -> None:
-    (standing,) = ladder(4, 1, 9, (("hard", "easy"),), ArenaSettings(seconds=200))
+    (standing,) = play_pairs(4, 1, 9, (("hard", "easy"),), ArenaSettings(seconds=200))
     said = call("battle", "rule:hard", "rule:easy", *SHORT, "--json")
     assert said.code == 0
     assert len(said.out.splitlines()) == 1

@@ -612,7 +612,7 @@ def test_options_that_change_nothing_here_are_taken_with_a_notice(call: Call, co
     said = call("rollout", counting, "--episodes", "2", "--use-shelve", "--no-render", "--track-progress", "--json")
     assert said.code == 0
     assert said.json["episodes"] == 2
-    assert re.search(r"--use-shelve: not needed.*--no-render: nothing is shown", said.err, re.DOTALL)
+    assert re.search(r"--use-shelve changes nothing.*--no-render changes nothing", said.err, re.DOTALL)
     assert re.search(r"1 of 2 episodes, 5 steps.*2 of 2 episodes, 10 steps", said.err, re.DOTALL)
 
 

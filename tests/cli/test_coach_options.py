@@ -76,17 +76,17 @@ def test_short_and_long_options_are_understood_beside_those_that_there_were(word
 
 
 def test_every_option_that_is_spoken_of_is_one() -> None:
-    for name in [*coach_options.names(coach_options.NOTED), *coach_options.names(coach_options.REFUSED)]:
-        assert parsed(train_command(), name)["noted" if name in coach_options.names(coach_options.NOTED) else "refused"] is True
+    for name in [*coach_options.names(coach_options.IGNORED), *coach_options.names(coach_options.UNSUPPORTED)]:
+        assert parsed(train_command(), name)["noted" if name in coach_options.names(coach_options.IGNORED) else "refused"] is True
 
 
 def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Path) -> None:
     said = call("train", "CartPole-v1", *SMALL, "--stop", "iterations=1", "-ep", tmp_path, "-tb", "--no_summary", "-dcp", "x.ini")
     assert said.code == 0
-    assert "-tb changes nothing: numbers always go to TensorBoard" in said.out
+    assert "-tb changes nothing: metrics are always written for TensorBoard" in said.out
     assert "--no_summary changes nothing" in said.out
     assert "--tensorboard" not in said.out
-    assert "-dcp x.ini changes nothing: it is for -dc." in said.out
+    assert "-dcp x.ini changes nothing without -dc." in said.out
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Pa
     [
         (["--play"], "--play is not here"),
         (["-p", "CartPole_DQN", "--evaluate", "100"], "ludus rollout RUN --episodes 20"),
-        (["-r", "-p", "CartPole_DQN"], "-r is not here: training is not rendered"),
+        (["-r", "-p", "CartPole_DQN"], "-r is not supported: training is not rendered"),
         (["-p", "CartPole_DQN", "-crf", "x"], "a checkpoint is a directory here"),
         (["-f", "tensorflow", "-p", "CartPole_DQN"], "networks are always PyTorch's"),
-        (["-p", "CartPole_A3C"], "CartPole_A3C is not here"),
+        (["-p", "CartPole_A3C"], "CartPole_A3C is not supported"),
         (["-p", "Mujoco_ClippedPPO"], "which? -lvl hopper"),
         (["-p", "CartPole_DQN", "-cp", "gama=1"], "Did you mean 'gamma'"),
         (["-p", "nofile.py"], "There is no file nofile.py"),
@@ -235,16 +235,16 @@ def test_a_fleet_is_told_the_same_experiment(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--resume"], "--resume newest cannot stand beside -dc: rerun the same command"),
-        (["-crd", "x"], "--restore x cannot stand beside -dc"),
-        (["--local-dir", "x"], "--local-dir x cannot stand beside -dc: the location of the run is set in the -dcp file"),
-        (["--address", "local"], "its workers need no Ray"),
-        (["--num-samples", "2"], "it trains one run"),
-        (["--set", "memory=redis://:hush@host"], "--set memory cannot stand beside -dc"),
-        (["-cp", "lr=1; memory='redis://:hush@host'"], "-cp memory cannot stand beside -dc"),
-        (["--set", "track.mlflow.tracking_uri=http://me:hush@host"], "a password in a URL"),
-        (["-cp", "num_workers=2"], "-cp num_workers cannot stand beside -dc: the number of workers is set by -n"),
-        (["--set", "config.num_rollout_workers=2"], "cannot stand beside -dc: the number of workers is set by -n"),
+        (["--resume"], "--resume newest cannot be combined with -dc: rerun the same command"),
+        (["-crd", "x"], "--restore x cannot be combined with -dc"),
+        (["--local-dir", "x"], "--local-dir x cannot be combined with -dc: the location of the run is set in the -dcp file"),
+        (["--address", "local"], "the workers of a fleet do not use Ray"),
+        (["--num-samples", "2"], "a fleet trains one run"),
+        (["--set", "memory=redis://:hush@host"], "--set memory cannot be combined with -dc"),
+        (["-cp", "lr=1; memory='redis://:hush@host'"], "-cp memory cannot be combined with -dc"),
+        (["--set", "track.mlflow.tracking_uri=http://me:hush@host"], "a URL with a password"),
+        (["-cp", "num_workers=2"], "-cp num_workers cannot be combined with -dc: the number of workers is set by -n"),
+        (["--set", "config.num_rollout_workers=2"], "cannot be combined with -dc: the number of workers is set by -n"),
     ],
 )
 def test_what_a_fleet_cannot_have_is_refused(call: Call, words: list[str], message: str) -> None:
@@ -281,7 +281,7 @@ def test_all_roles_look_for_models_beside_the_file(call: Call, tmp_path: Path, m
 
 
 def test_a_fleet_has_a_worker() -> None:
-    assert [coach_options.workers_of_fleet(number) for number in (None, 1, 3)] == [1, 1, 3]
+    assert [coach_options.fleet_workers(number) for number in (None, 1, 3)] == [1, 1, 3]
     for wrong in (0, "auto"):
-        with pytest.raises(UsageError, match=rf"-n {wrong}: a fleet has 1 worker or more"):
-            coach_options.workers_of_fleet(wrong)
+        with pytest.raises(UsageError, match=rf"-n {wrong}: a fleet needs at least 1 worker"):
+            coach_options.fleet_workers(wrong)

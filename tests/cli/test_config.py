@@ -263,7 +263,7 @@ def test_a_conversion_that_drops_what_changes_the_experiment_fails(call: Call, t
     new = tmp_path / "new.yaml"
     said = call("config", "convert", write(tmp_path / "old.yaml", {"x": soft}), "-o", new)
     assert said.code == 1
-    assert "is another experiment than" in said.err
+    assert "differs from the experiment in" in said.err
     assert "config.exploration_config" in said.err
     assert "log_level" not in said.err
     assert call("config", "check", new).code == 0, "what is left is written, and can be trained"
@@ -317,7 +317,7 @@ def test_a_file_is_written_once_and_never_over_another(call: Call, tmp_path: Pat
     assert call("config", "check", new).code == 0
     again = call("config", "convert", OLD[0], "-o", new)
     assert again.code == 2
-    assert "is already there" in one_line(again)
+    assert "already exists" in one_line(again)
     assert new.read_bytes() == before
 
 
@@ -432,7 +432,7 @@ def test_a_run_that_is_continued_takes_over_its_stop_and_its_checkpoints_and_not
 def test_a_run_with_a_name_of_its_own_is_found_again(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", {"one": tiny()})
     words = ["train", "-f", file, "--project", tmp_path / "mine", "--trial", "first", "--json", "--resume"]
-    assert "a new one begins" in call(*words).err
+    assert "holds no run to resume: starting a new one" in call(*words).err
     assert "is finished" in call(*words).err
     assert call(*words, "--stop", "iterations=2").json["run_dir"] == str(tmp_path / "mine" / "first")
 
@@ -500,7 +500,7 @@ def test_options_without_meaning_are_said_to_change_nothing(call: Call, tmp_path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ray-num-nodes", "2"], "nodes that are only emulated"),
+        (["--ray-num-nodes", "2"], "emulated nodes have no more cores"),
         (["--upload-dir", "s3://bucket"], "--upload-dir s3://bucket: runs are not copied"),
         (["--checkpoint-score-attr", "min-loss"], "--checkpoint-score-attr min-loss chooses the best checkpoint"),
         (["--num-cpus", "3", "--num-workers", "2"], "--num-cpus is 3 and --num-workers is 2; they mean the same"),
@@ -532,7 +532,7 @@ def test_temporary_files_go_where_the_option_says(call: Call, tmp_path: Path) ->
 
 def test_cores_for_experience_are_workers(tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", {"one": {"env": "X", "config": {"num_env_runners": 2, "lr": 1}}})
-    assert train.workers_of(None, 35) == train.workers_of("35", 35) == 35
+    assert train.parse_workers(None, 35) == train.parse_workers("35", 35) == 35
     found = train.experiments_from(file, None, None, {}, {}, {"num_workers": 35}, {}, [])
     assert found == {"one": {"env": "X", "config": {"lr": 1, "num_workers": 35}}}
 
@@ -563,4 +563,4 @@ def test_several_samples_or_searched_values_make_a_sweep(data: dict[str, Any], e
     ],
 )
 def test_resume_may_stand_alone(words: list[str], expected: list[str]) -> None:
-    assert train.with_newest(words) == expected
+    assert train.add_resume_value(words) == expected

@@ -18,14 +18,14 @@ import pytest
 from ludus.cli.clusters import fleet
 from ludus.cli.training.distributed import (
     GRACE_S,
-    LIVES,
     LUDUS,
+    MAX_FAILURES,
     MODELS,
-    Patience,
+    RestartFailures,
+    cancel_on_signals,
     check_place,
     fleet_job,
-    interrupting,
-    news,
+    new_restarts,
     use_credentials,
 )
 from ludus.compat.coach.fleet_ini import FleetFile, read_fleet_file
@@ -64,7 +64,7 @@ until ask ping 2>/dev/null | grep -q PONG; do sleep 0.05; done
 
 @contextmanager
 def door(
-    tmp_path: Path, learner: str, *words: str, worker: str = "exec sleep 600", lives: int = LIVES, as_json: bool = False
+    tmp_path: Path, learner: str, *words: str, worker: str = "exec sleep 600", lives: int = MAX_FAILURES, as_json: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
     script = f"""
 import sys
@@ -72,7 +72,7 @@ from pathlib import Path
 import typer
 from ludus.cli.training import distributed
 distributed.LUDUS = ("sh", "-c", {STAND_IN.replace("WORKER", worker) + learner!r}, "ludus")
-distributed.LIVES = {lives}
+distributed.MAX_FAILURES = {lives}
 config_path = Path({str(tmp_path / "dist.ini")!r})
 try:
     distributed.run_distributed(arguments={list(words)!r}, name="trial", workers=2, config_path=config_path, as_json={as_json})
@@ -130,7 +130,7 @@ exit 7
     assert "redis-server" in (directory / "commands").read_text()
     found = [said for said in shown.splitlines() if said.startswith(str(directory))]
     assert found == [f"{directory}/scratch/redis/redis.conf"], "the password is in sight"
-    assert f"the logs of all are in {status.logs}" in told
+    assert f"all logs are in {status.logs}" in told
     for sentence in ("Redis Streams", "2 workers", f"the run is {tmp_path}/runs/trial", "failed: learner-0 ended with code 7"):
         assert sentence in told
     assert {path.name for path in Path(status.logs).iterdir()} == {
@@ -155,7 +155,7 @@ sleep 1.5
         shown, told = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "still it" in shown
-    assert "memory-0 ended with code 137 and is started again (1); its log: " in told
+    assert "memory-0 ended with code 137 and is restarted (1); its log: " in told
 
 
 @needs_redis
@@ -177,7 +177,7 @@ def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_pat
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=60)
         assert process.returncode == 130
-        assert "the learner was ended before it had saved (code 137); there is no checkpoint" in told
+        assert "the learner ended before it saved a checkpoint (code 137); there is no checkpoint" in told
         assert [status.exit_code for status in jobs(tmp_path).list()] == [130, 137]
 
 
@@ -194,7 +194,7 @@ def test_it_ends_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
 def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interrupting(jobs(tmp_path), "trial"):
+        with cancel_on_signals(jobs(tmp_path), "trial"):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert callable(signal.getsignal(signal.SIGTERM))
     finally:
@@ -296,7 +296,7 @@ def test_credentials_under_their_older_names_are_found() -> None:
     environ = {"ACCESS_KEY_ID": "id", "SECRET_ACCESS_KEY": "hush"}
     use_credentials(s3, environ, said.append)
     assert (environ["AWS_ACCESS_KEY_ID"], environ["AWS_SECRET_ACCESS_KEY"]) == ("id", "hush")
-    assert said == ["ACCESS_KEY_ID is taken for AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY is taken for AWS_SECRET_ACCESS_KEY"]
+    assert said == ["ACCESS_KEY_ID is used as AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY is used as AWS_SECRET_ACCESS_KEY"]
     environ = {"ACCESS_KEY_ID": "older", "AWS_ACCESS_KEY_ID": "newer"}
     use_credentials(s3, environ)
     assert environ["AWS_ACCESS_KEY_ID"] == "newer"
@@ -305,7 +305,7 @@ def test_credentials_under_their_older_names_are_found() -> None:
 def test_what_a_process_said_last_is_said_with_it(tmp_path: Path) -> None:
     (tmp_path / "worker-0.log").write_text("x" * 10_000 + "\nfirst\nno such server\n\n")
     status = JobStatus("id", "trial", "running", processes=(ProcessStatus("worker", 0, "waiting", 2),), logs=str(tmp_path))
-    (sentence,) = news(status, {})
+    (sentence,) = new_restarts(status, {})
     assert sentence.endswith(f"its log: {tmp_path}/worker-0.log: no such server")
 
 
@@ -313,15 +313,15 @@ def test_what_happened_to_processes_is_said_once() -> None:
     known: dict[str, int] = {}
 
     def at(*processes: ProcessStatus) -> list[str]:
-        return list(news(JobStatus("id", "trial", "running", processes=processes, logs="/logs"), known))
+        return list(new_restarts(JobStatus("id", "trial", "running", processes=processes, logs="/logs"), known))
 
     assert at(ProcessStatus("worker", 0, "running"), ProcessStatus("worker", 1, "pending")) == []
     waits = ProcessStatus("worker", 0, "waiting", 1)
-    assert at(waits) == ["worker-0 ended with code 1 and is started again (1); its log: /logs/worker-0.log"]
+    assert at(waits) == ["worker-0 ended with code 1 and is restarted (1); its log: /logs/worker-0.log"]
     assert at(waits) == []
     assert at(ProcessStatus("worker", 0, "running", 1, restarts=1)) == []
     assert at(ProcessStatus("worker", 0, "running", 137, restarts=3)) == [
-        "worker-0 ended with code 137 and is started again (3); its log: /logs/worker-0.log"
+        "worker-0 ended with code 137 and is restarted (3); its log: /logs/worker-0.log"
     ]
     assert at(ProcessStatus("worker", 2, "waiting", 0)) == []
     assert at(ProcessStatus("worker", 1, "ended", 0), ProcessStatus("learner", 0, "ended", 130)) == []
@@ -358,7 +358,7 @@ def test_a_word_that_is_a_secret_by_chance_is_no_secret(monkeypatch: pytest.Monk
     assert local.secrets == ()
     assert check_job(local, os.environ) == local
     remote = read_fleet_file("[ludus]\nredis_url = redis://host\ndata_store = s3\ns3_bucket_name = games")
-    with pytest.raises(UsageError, match=r"AWS_ACCESS_KEY_ID is in the command.*choose another"):
+    with pytest.raises(UsageError, match=r"AWS_ACCESS_KEY_ID is in the command.*coincidence, change"):
         check_job(fleet_job(remote, "a-longer-test", [], 1, 1), os.environ)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
@@ -376,27 +376,29 @@ def test_a_fleet_does_not_hide_the_runs_of_an_experiment(tmp_path: Path) -> None
     with door(tmp_path, "exit 0") as process:
         _, told = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert f"{place} holds 1 run that no fleet began, and a fleet's run would take their place. Choose another -e." in told
+    assert f"{place} holds 1 run that no fleet created, and the run of this fleet would hide them. Choose another -e." in told
     assert jobs(tmp_path).list() == []
 
 
 def test_patience_ends_when_all_workers_fail_in_a_row_or_the_memory_does() -> None:
-    def after(patience: Patience, now: float, **ends: tuple[int, int]) -> str:
+    def after(patience: RestartFailures, now: float, **ends: tuple[int, int]) -> str:
         processes = tuple(
             ProcessStatus(name.partition("_")[0], int(name.partition("_")[2]), "running", code, restarts)
             for name, (restarts, code) in ends.items()
         )
-        return patience.lost(JobStatus("id", "trial", "running", processes=processes, logs="/logs"), now)
+        return patience.update(JobStatus("id", "trial", "running", processes=processes, logs="/logs"), now)
 
-    patience = Patience()
-    assert after(patience, 0, worker_0=(LIVES, 2), worker_1=(LIVES - 1, 2)) == ""
-    assert "each worker ended with code 2" in after(patience, 1, worker_0=(LIVES, 2), worker_1=(LIVES, 2))
-    assert after(patience, 2 + STEADY_S, worker_0=(LIVES, 2), worker_1=(LIVES + 1, 2)) == "", "one has been working for long"
-    assert after(Patience(), 0, worker_0=(99, 1)) == "", "it may be the network"
-    assert after(Patience(), 0, worker_0=(99, 0)) == "", "it finds the run finished"
-    memory = Patience()
-    assert after(memory, 0, worker_0=(0, 0), memory_0=(LIVES - 1, 1)) == ""
-    assert "memory-0 ended with code 1" in after(memory, 0, worker_0=(0, 0), memory_0=(LIVES, 1))
+    patience = RestartFailures()
+    assert after(patience, 0, worker_0=(MAX_FAILURES, 2), worker_1=(MAX_FAILURES - 1, 2)) == ""
+    assert "each worker ended with code 2" in after(patience, 1, worker_0=(MAX_FAILURES, 2), worker_1=(MAX_FAILURES, 2))
+    assert after(patience, 2 + STEADY_S, worker_0=(MAX_FAILURES, 2), worker_1=(MAX_FAILURES + 1, 2)) == "", (
+        "one has been working for long"
+    )
+    assert after(RestartFailures(), 0, worker_0=(99, 1)) == "", "it may be the network"
+    assert after(RestartFailures(), 0, worker_0=(99, 0)) == "", "it finds the run finished"
+    memory = RestartFailures()
+    assert after(memory, 0, worker_0=(0, 0), memory_0=(MAX_FAILURES - 1, 1)) == ""
+    assert "memory-0 ended with code 1" in after(memory, 0, worker_0=(0, 0), memory_0=(MAX_FAILURES, 1))
 
 
 # -- a run that is there ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
-from ludus.cli.serving.fake import Sample, game_line, server_line, usage
+from ludus.cli.serving.fake import TrafficSample, game_line, server_line, usage
 from ludus.errors import Refused, UsageError
 from ludus.gateway.server import GatewaySettings
 from ludus.protocol.client import Client
@@ -118,8 +118,10 @@ def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:
 # -- the numbers
 
 
-def at(seconds: float, **totals: Any) -> Sample:
-    return Sample(seconds, totals.pop("requests", 0), totals.pop("bytes_in", 0), 0, totals.pop("cpu_s", 0.0), 5_000_000, **totals)
+def at(seconds: float, **totals: Any) -> TrafficSample:
+    return TrafficSample(
+        seconds, totals.pop("requests", 0), totals.pop("bytes_in", 0), 0, totals.pop("cpu_s", 0.0), 5_000_000, **totals
+    )
 
 
 def test_a_line_tells_what_happened_since_the_line_before() -> None:
@@ -136,7 +138,7 @@ def test_a_line_tells_what_happened_since_the_line_before() -> None:
 
 def test_errors_are_refusals_by_word_and_sessions_that_ended_badly() -> None:
     health = {"sessions": 3, "requests": 9, "silent": 2, "failed": 0, "ended": 5, "refused_before": {"session": 1}}
-    sample = Sample.of((1, 2, 3), [health, health, {}], [])
+    sample = TrafficSample.of((1, 2, 3), [health, health, {}], [])
     assert (sample.sessions, sample.errors) == (6, {"silent": 4, "session": 2})
 
 

@@ -107,7 +107,7 @@ def test_two_scripts_play_a_match_that_can_be_replayed(call: Call, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--camps", "hard"], "does not name two scripts"),
+        (["--camps", "hard"], "does not name two scripted bots"),
         (["--camps", "hard,mediun"], "medium"),
         (["--mode", "2v3"], "no mode '2v3'"),
         (["--heroes", "Ember"], "does not fit 1v1"),
@@ -133,7 +133,7 @@ def test_the_table_of_a_match_fits_into_a_terminal_of_80_columns() -> None:
     numbers = {"level": 10, "kills": 4, "deaths": 1, "assists": 8, "last hits": 12, "gold": 12_780, "damage": 18_428}
     row = {"camp": "Blue", "hero": "Bulwark"} | numbers | {"to buildings": 2_045, "healed": 13_183}
     out = io.StringIO()
-    games._table([row], Console(file=out, force_terminal=True, color_system=None, width=80))
+    games._print_table([row], Console(file=out, force_terminal=True, color_system=None, width=80))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert max(map(len, lines)) <= 80
     assert [line.split() for line in lines if line.startswith("Blue")] == [

@@ -82,7 +82,7 @@ def test_old_ones_are_shown_on_demand(
     ids = [status.id for status in local.list()]  # those of one second are in any order
     said = call("jobs", "list")
     assert [line.split()[0] for line in said.out.splitlines()[1:]] == ids[-1:]
-    assert "2 older ones are not shown" in one_line(said)
+    assert "2 older jobs are hidden" in one_line(said)
     assert [line.split()[0] for line in call("jobs", "list", "--all").out.splitlines()[1:]] == ids
 
 
@@ -177,8 +177,8 @@ class Away(LocalOrchestrator):
 
 def test_who_cannot_be_asked_does_not_hide_the_jobs_of_others(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     job_id = submit("exit 0")
-    jobs.remember("tests.cli.test_jobs:Away")
-    jobs.remember("no.such.module:Class")
+    jobs.add_orchestrator("tests.cli.test_jobs:Away")
+    jobs.add_orchestrator("no.such.module:Class")
     said = call("jobs", "list")
     assert job_id in said.out
     assert "left out: squeue did not answer" in one_line(said)
@@ -218,7 +218,7 @@ def test_orchestrators_of_ones_own_that_fail_do_not_hide_the_jobs_of_others(
         "tests.cli.test_jobs:Unsound": "RuntimeError: a surprise.",
     }
     for name in wrong:
-        jobs.remember(name)
+        jobs.add_orchestrator(name)
     listed = call("jobs", "list", "--json")
     assert (listed.code, [job["id"] for job in listed.json]) == (0, [job_id])
     assert len(lines(listed)) == len(wrong)
@@ -347,7 +347,7 @@ def test_cancelling_asks_and_now_kills(call: Call, local: LocalOrchestrator, sub
     assert local.status(killed).exit_code == 137
     said = call("jobs", "cancel", killed, asked)
     assert said.code == 0
-    assert said.err.count("is over already") == 2
+    assert said.err.count("is already over") == 2
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 77])
@@ -414,19 +414,19 @@ def test_a_backend_that_is_away_for_a_moment_is_waited_for(
 ) -> None:
     job_id = submit("exit 4")
     first = ended(local, job_id)
-    status = jobs.await_end(jobs.Found("shaky", Shaky(), first), 30.0)
+    status = jobs.wait_for_end(jobs.JobHandle("shaky", Shaky(), first), 30.0)
     assert status is not None
     assert status.exit_code == 4
-    assert capsys.readouterr().err.count("cannot be asked at the moment: The network is away.") == 1
-    monkeypatch.setattr(jobs, "_AWAY_S", 0.0)
+    assert capsys.readouterr().err.count("cannot be queried at the moment: The network is away.") == 1
+    monkeypatch.setattr(jobs, "_UNREACHABLE_S", 0.0)
     with pytest.raises(WorkerFailed):
-        jobs.await_end(jobs.Found("away", Away(), first), 30.0)
+        jobs.wait_for_end(jobs.JobHandle("away", Away(), first), 30.0)
 
 
 def test_what_is_remembered_is_this_users_own_and_once(local: LocalOrchestrator, tmp_path: Path) -> None:
     for name in ("mine:Orchestrator", "local", "mine:Orchestrator", "yours:Orchestrator"):
-        jobs.remember(name)
-    assert jobs.remembered() == ["mine:Orchestrator", "yours:Orchestrator"]
+        jobs.add_orchestrator(name)
+    assert jobs.known_orchestrators() == ["mine:Orchestrator", "yours:Orchestrator"]
     assert json.dumps(sorted(path.name for path in (tmp_path / "state").iterdir())) == '["orchestrators"]'
 
 
@@ -437,7 +437,7 @@ def test_of_a_job_of_this_machine_there_is_nothing_to_mend(call: Call, submit: S
     job_id = submit("sleep 600")
     said = call("jobs", "mend", job_id)
     assert said.code == 2
-    assert f"{job_id} runs on local, where there is nothing to mend. It is for jobs by SSH." in one_line(said)
+    assert f"{job_id} runs on local, which does not support mend. Use it for SSH jobs." in one_line(said)
 
 
 class Mending(LocalOrchestrator):
@@ -455,5 +455,5 @@ def test_what_was_started_again_is_said(call: Call, submit: Submit) -> None:
     job_id = submit("sleep 600")
     mended = call("jobs", "mend", "trial", "--on", "tests.cli.test_jobs:Mending")
     assert mended.code == 0
-    assert f"{job_id} is started again on 10.0.0.3, which had {job_id}, 10.0.0.4" in one_line(mended)
-    assert f"nothing is missing of {job_id}" in one_line(call("jobs", "mend", job_id, "--on", "tests.cli.test_jobs:Whole"))
+    assert f"{job_id} is restarted on 10.0.0.3, which had {job_id}, 10.0.0.4" in one_line(mended)
+    assert f"{job_id} has no missing processes" in one_line(call("jobs", "mend", job_id, "--on", "tests.cli.test_jobs:Whole"))

@@ -121,7 +121,7 @@ def test_a_life_that_was_killed_before_its_run_was_there_is_followed_by_one_that
     (tmp_path / "job" / "note").write_text(json.dumps({"default": str(place)}))
     said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
     assert said.code == 0, said.err
-    assert f"{place}, which {tmp_path / 'job' / 'note'} names, holds no run: starting a new one" in said.err
+    assert f"{place}, named in {tmp_path / 'job' / 'note'}, holds no run: starting a new one" in said.err
     assert said.json["run_dir"] == str(place)
     assert note() == {"default": str(place)}
 
@@ -132,7 +132,7 @@ def test_a_note_that_is_damaged_is_ignored_with_a_word(call: Call, note: Callabl
     (tmp_path / "job" / "note").write_text(foreign)
     said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
     assert said.code == 0, said.err
-    assert f"what {tmp_path / 'job' / 'note'} says is ignored: it is not the resume file of a job" in said.err
+    assert f"{tmp_path / 'job' / 'note'} is ignored: it is not the note of a job" in said.err
     assert note() == {"default": said.json["run_dir"]}
 
 
@@ -142,7 +142,7 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(call: Call, note: Calla
     note()
     said = call(TRAIN[0], "tests.environments:make_count", *TRAIN[2:], *few)
     assert said.code == 0, said.err
-    assert f"says is ignored: {other} is another experiment's" in said.err
+    assert f"is ignored: {other} belongs to another experiment" in said.err
     assert note() == {"default": said.json["run_dir"]} != {"default": other}
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from ludus.cli import log_tail
-from ludus.cli.log_tail import Ahead, tailed
+from ludus.cli.log_tail import LineReader, tail_lines
 from ludus.errors import WorkerFailed
 
 WAIT_S = 30.0
 
 
-def whose(line: str) -> str:
+def process_of(line: str) -> str:
     return line.partition(":")[0]
 
 
@@ -27,7 +27,7 @@ def following(before: list[str], gate: threading.Event, after: list[str]) -> Ite
 
 def test_the_last_lines_are_shown_and_then_all_that_come() -> None:
     gate = threading.Event()
-    lines = tailed(following(["a:1", "a:2", "a:3"], gate, ["a:4", "a:5", "a:6"]), 2, {"a": 3}, whose, WAIT_S)
+    lines = tail_lines(following(["a:1", "a:2", "a:3"], gate, ["a:4", "a:5", "a:6"]), 2, {"a": 3}, process_of, WAIT_S)
     assert [next(lines), next(lines)] == ["a:2", "a:3"]
     gate.set()
     assert list(lines) == ["a:4", "a:5", "a:6"]
@@ -35,7 +35,7 @@ def test_the_last_lines_are_shown_and_then_all_that_come() -> None:
 
 def test_when_fewer_are_left_than_were_counted_nothing_that_comes_is_taken_for_them() -> None:
     gate = threading.Event()
-    lines = tailed(following(["a:8", "a:9"], gate, [f"a:{n}" for n in range(10, 30)]), 1, {"a": 9}, whose, 0.2)
+    lines = tail_lines(following(["a:8", "a:9"], gate, [f"a:{n}" for n in range(10, 30)]), 1, {"a": 9}, process_of, 0.2)
     assert next(lines) == "a:9"
     gate.set()
     assert list(lines) == [f"a:{n}" for n in range(10, 30)]
@@ -43,8 +43,8 @@ def test_when_fewer_are_left_than_were_counted_nothing_that_comes_is_taken_for_t
 
 def test_what_comes_from_one_process_is_kept_while_the_old_lines_of_another_are_read() -> None:
     log = ["a:old", "a:new 1", "a:new 2", "b:old 1", "b:old 2", "b:new"]
-    assert list(tailed(iter(log), 1, {"a": 1, "b": 2}, whose, WAIT_S)) == ["b:old 2", "a:new 1", "a:new 2", "b:new"]
-    assert list(tailed(iter(log), 0, {"a": 1, "b": 2}, whose, WAIT_S)) == ["a:new 1", "a:new 2", "b:new"]
+    assert list(tail_lines(iter(log), 1, {"a": 1, "b": 2}, process_of, WAIT_S)) == ["b:old 2", "a:new 1", "a:new 2", "b:new"]
+    assert list(tail_lines(iter(log), 0, {"a": 1, "b": 2}, process_of, WAIT_S)) == ["a:new 1", "a:new 2", "b:new"]
 
 
 @pytest.mark.parametrize("counted", [1, 2, 9])
@@ -53,14 +53,14 @@ def test_what_was_read_is_shown_before_what_went_wrong(counted: int) -> None:
         yield from ("a:1", "a:2")
         raise WorkerFailed("The connection is gone.")
 
-    lines = tailed(breaks(), 5, {"a": counted}, whose, WAIT_S)
+    lines = tail_lines(breaks(), 5, {"a": counted}, process_of, WAIT_S)
     assert [next(lines), next(lines)] == ["a:1", "a:2"]
     with pytest.raises(WorkerFailed, match="gone"):
         next(lines)
 
 
 def test_no_more_is_read_ahead_than_somebody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_tail, "_AHEAD", 3)
+    monkeypatch.setattr(log_tail, "_MAX_BUFFERED", 3)
     taken = threading.Event()
     given: list[int] = []
 
@@ -71,11 +71,11 @@ def test_no_more_is_read_ahead_than_somebody_takes(monkeypatch: pytest.MonkeyPat
                 taken.set()
             yield str(n)
 
-    with Ahead(endless()) as ahead:
+    with LineReader(endless()) as reader:
         assert taken.wait(WAIT_S)
         assert len(given) == 4
         found: list[str] = []
         while len(found) < 20:
-            found += ahead.take(WAIT_S)
+            found += reader.take(WAIT_S)
             assert len(given) <= len(found) + 4
         assert found == [str(n) for n in range(len(found))]

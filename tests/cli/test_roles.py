@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ludus.cli.clusters import cluster, learner, roles
-from ludus.cli.clusters.actor import address_of, host_of, is_set, number_of
+from ludus.cli.clusters.actor import is_enabled, parse_host, parse_server, worker_count
 from ludus.errors import UnknownName, UsageError
 from ludus.launch import roles as jobs
 from ludus.launch.hostfile import MachineRole, load_hostfile
@@ -53,8 +53,11 @@ START = ("start", "--iplist", "learner.iplist")
         (("learner", *START), "nothing to train"),
         (("learner", *START, "CartPole-v1"), "Add --num-workers N: the sum of ACTOR_NUM"),
         (("learner", *START, "CartPole-v1", "--num-workers", "0"), "number of workers of the learner is not given"),
-        (("learner", *START, "CartPole-v1", "-n", "2", "--address", "x:1"), "--address: the run has a Ray of its own"),
-        (("learner", *START, "CartPole-v1", "-n", "2", "-dc"), "-dc: its workers come by `ludus actor start`"),
+        (
+            ("learner", *START, "CartPole-v1", "-n", "2", "--address", "x:1"),
+            "--address is not supported: `ludus learner` starts its own Ray cluster",
+        ),
+        (("learner", *START, "CartPole-v1", "-n", "2", "-dc"), "-dc is not supported: `ludus actor start` starts the workers"),
         (("learner", *START, "CartPole-v1", "-n", "2", "--set", "config.gama=1"), "gamma"),
         (("learner", *START, "CartPole-v9", "-n", "2"), "CartPole-v9"),
         (
@@ -71,7 +74,7 @@ START = ("start", "--iplist", "learner.iplist")
         (("actor", "start", "--iplist", "far.iplist"), "which the machines of a run share, does not exist"),
         (
             ("actor", "start", "--iplist", "far.iplist", "--no-model-pool"),
-            "--no-model-pool is for a machine that the learner runs on",
+            "--no-model-pool works only on the machine of the learner",
         ),
         (("actor", *START, "--gamecore", "nowhere"), "'nowhere' is not the address of a gamecore server"),
         (("learner", "stop", "--port", "1"), ""),
@@ -100,8 +103,8 @@ def test_workers_that_have_a_gamecore_server_have_an_agent_of_their_own(call: Ca
     try:
         said = call("actor", *START, *words)
         assert said.code == 0, said.err
-        assert "whose games reach this machine as 127.0.0.1" in said.out
-        assert "have an agent of their own, with a copy of the weights" in said.out
+        assert "its games reach this machine as 127.0.0.1" in said.out
+        assert "keep their own copy of the weights" in said.out
         assert "RUN/logs/sampler" not in said.out, "the learner's own workers know nothing of a gamecore server"
     finally:
         assert call("actor", "stop", "--all").code == 0
@@ -120,7 +123,7 @@ def test_a_port_that_somebody_has_is_told(call: Call) -> None:
         port = taken.getsockname()[1]
         said = call("learner", *START, "CartPole-v1", "-n", "2", "--port", str(port))
     assert said.code == 2
-    assert f"Port {port} of this machine is in use. Choose another one with --port" in said.err
+    assert f"Port {port} of this machine is in use. Choose another --port" in said.err
     assert LocalOrchestrator().list() == []
 
 
@@ -137,7 +140,7 @@ def test_where_nothing_was_started_there_is_nothing_to_show(call: Call) -> None:
     said = call("learner", "status")
     assert (said.code, said.err) == (1, "no learner was started here\n")
     assert call("actor", "status", "--json").json == []
-    assert "There is no cluster that was brought up from here" in one_line(call("cluster", "status"))
+    assert "No cluster was started from this machine" in one_line(call("cluster", "status"))
     assert "There is no cluster 'x'" in one_line(call("cluster", "down", "x"))
 
 
@@ -168,7 +171,7 @@ FILE = "cartpole:\n  env: CartPole-v1\n  config: {num_workers: 3, num_learners: 
 )
 def test_the_number_of_workers_is_found_wherever_it_is_said(words: list[str], workers: object, learners: int | None) -> None:
     Path("x.yaml").write_text(FILE)
-    assert learner.training_of(words)[:2] == (workers, learners)
+    assert learner.parse_training(words)[:2] == (workers, learners)
 
 
 # -- variables of shell scripts ---------------------------------------------------------------------------------------------
@@ -185,49 +188,49 @@ def test_the_number_of_workers_is_found_wherever_it_is_said(words: list[str], wo
     ],
 )
 def test_the_number_of_actors(option: int | None, environ: Mapping[str, str], listed: int, number: int) -> None:
-    assert number_of(option, environ, listed) == number
+    assert worker_count(option, environ, listed) == number
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "six", "6.0", "99999", "1" * 5000])
 def test_what_is_no_number_of_actors(text: str) -> None:
-    with pytest.raises(UsageError, match=r"ACTOR_NUM=.* is no number of workers"):
-        number_of(None, {"ACTOR_NUM": text}, 0)
+    with pytest.raises(UsageError, match=r"ACTOR_NUM=.* is not a valid number of workers"):
+        worker_count(None, {"ACTOR_NUM": text}, 0)
 
 
 @pytest.mark.parametrize("text", ["10.0.0.5:23432", "node1:1", "[fe80::1]:23432", ""])
 def test_the_address_of_a_gamecore_server(text: str) -> None:
-    assert address_of(f" {text} ") == text
+    assert parse_server(f" {text} ") == text
 
 
 @pytest.mark.parametrize("text", ["node1", ":1", "node1:", "node1:0", "node1:65536", "a b:1", "node1:" + "1" * 5000])
 def test_what_is_no_address_of_a_gamecore_server(text: str) -> None:
     with pytest.raises(UsageError, match="is not the address of a gamecore server"):
-        address_of(text)
+        parse_server(text)
 
 
 @pytest.mark.parametrize(("text", "host"), [("", ""), (" node1 ", "node1"), ("10.0.0.7", "10.0.0.7"), ("[fd00::1]", "fd00::1")])
 def test_by_what_games_reach_the_actors(text: str, host: str) -> None:
-    assert host_of(text) == host
+    assert parse_host(text) == host
 
 
 @pytest.mark.parametrize("text", ["10.0.0.7:8000", "http://node1", "node 1", "me@node1", "[fd00::1]:8000", "[fd00::1"])
 def test_what_is_no_name_of_this_machine(text: str) -> None:
     with pytest.raises(UsageError, match=r"is not a name or address.*no port"):
-        host_of(text)
+        parse_host(text)
 
 
 @pytest.mark.parametrize(("text", "meant"), [("1", True), ("true", True), ("0", False), ("", False), ("No", False)])
 def test_a_switch_of_a_script(text: str, meant: bool) -> None:
-    assert is_set("NO_MODEL_POOL", {"NO_MODEL_POOL": text}) is meant
+    assert is_enabled("NO_MODEL_POOL", {"NO_MODEL_POOL": text}) is meant
     with pytest.raises(UsageError, match="X=perhaps is neither 1 nor 0"):
-        is_set("X", {"X": "perhaps"})
+        is_enabled("X", {"X": "perhaps"})
 
 
 def test_what_would_lead_processes_astray_is_dropped_and_said() -> None:
     environ = {"LD_PRELOAD": "x.so", "RAY_ADDRESS": "h:1", "ip_head": "", "PATH": "p"}
-    assert roles.clean(environ) == [
-        "LD_PRELOAD=x.so is dropped for the processes of this run",
-        "RAY_ADDRESS=h:1 is dropped for the processes of this run",
+    assert roles.clean_environment(environ) == [
+        "LD_PRELOAD=x.so is removed for the processes of this run",
+        "RAY_ADDRESS=h:1 is removed for the processes of this run",
     ]
     assert environ == {"ip_head": "", "PATH": "p"}
 
@@ -257,18 +260,18 @@ def test_a_second_start_ends_the_first_of_the_same_run_and_no_other(
 ) -> None:
     others = [orchestrator.submit(sleeping("actor", "10.0.0.2:7000")), orchestrator.submit(sleeping("learner", "10.0.0.2:9610"))]
     others += [orchestrator.submit(sleeping("actor", ""))]  # somebody's job that happens to be called so
-    first = roles.begin(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
+    first = roles.start_role(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
     assert first.state == "running"
     assert "stop actor: none of this run is running here" in capsys.readouterr().out
-    second = roles.begin(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
+    second = roles.start_role(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
     assert f"{first.id} has ended" in capsys.readouterr().out
     assert orchestrator.status(first.id).state == "cancelled"
     assert [orchestrator.status(job).state for job in (*others, second.id)] == ["running"] * 4
-    assert [status.id for status in roles.mine(orchestrator, "actor")] == [others[0], second.id]
+    assert [status.id for status in roles.find_roles(orchestrator, "actor")] == [others[0], second.id]
     with pytest.raises(UsageError, match=r"There are 2 actors here: .*Choose one: --iplist FILE or --port PORT; or --all"):
         roles.stop("actor", roles.RunSelector(), False, False)
     roles.stop("actor", roles.RunSelector(port=7000), False, False)
-    assert [status.id for status in roles.mine(orchestrator, "actor")] == [second.id]
+    assert [status.id for status in roles.find_roles(orchestrator, "actor")] == [second.id]
 
 
 @pytest.mark.parametrize("part", ["learner", "actor"])
@@ -282,7 +285,7 @@ def test_stop_and_status_take_the_same_list_as_start(call: Call, orchestrator: L
     assert "--iplist FILE" in one_line(call(part, "stop", "--node", "0"))
     stopped = call(part, "stop", *of_list)
     assert (stopped.code, f"{ours} has ended" in stopped.out) == (0, True)
-    assert [status.id for status in roles.mine(orchestrator, part)] == [elsewhere]
+    assert [status.id for status in roles.find_roles(orchestrator, part)] == [elsewhere]
     assert "none is running here for head 127.0.0.1" in call(part, "stop", *of_list).out
     assert "missing cannot be read" in one_line(call(part, "stop", "--iplist", "missing"))
 
@@ -297,16 +300,16 @@ def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_t
     def subject(directory: str, *experiments: str) -> Job:
         return sleeping("learner", PLACE, jobs.TrainingTask(directory, experiments))
 
-    first = roles.begin(subject("/a", "cartpole"), orchestrator, "learner")
+    first = roles.start_role(subject("/a", "cartpole"), orchestrator, "learner")
     for other in (subject("/b", "cartpole"), subject("/a", "pong"), subject("/a", "cartpole", "pong")):
         with pytest.raises(UsageError) as caught:
-            roles.begin(other, orchestrator, "learner")
-        assert f"Another training is at {PLACE}: {first.id}, which trains cartpole in /a; this is" in str(caught.value)
+            roles.start_role(other, orchestrator, "learner")
+        assert f"Another training uses {PLACE}: {first.id}, which trains cartpole in /a; this one trains" in str(caught.value)
         assert "another --port" in str(caught.value)
-        assert "ludus learner stop --port 9610, or --replace here" in str(caught.value)
-    assert [status.id for status in roles.mine(orchestrator, "learner")] == [first.id]
-    second = roles.begin(subject("/a"), orchestrator, "learner")  # --resume RUN
-    third = roles.begin(subject("/b", "pong"), orchestrator, "learner", replaces=True)
+        assert "ludus learner stop --port 9610, or add --replace" in str(caught.value)
+    assert [status.id for status in roles.find_roles(orchestrator, "learner")] == [first.id]
+    second = roles.start_role(subject("/a"), orchestrator, "learner")  # --resume RUN
+    third = roles.start_role(subject("/b", "pong"), orchestrator, "learner", replaces=True)
     assert [orchestrator.status(each.id).state for each in (first, second, third)] == ["cancelled", "cancelled", "running"]
 
 
@@ -315,15 +318,15 @@ def test_of_starts_at_the_same_time_one_goes_on_and_the_next_ends_what_it_began(
         """Somebody else begins just when it does."""
 
         def submit(self, job: Job) -> str:
-            with pytest.raises(UsageError, match=r"Another start of the actor at 10\.0\.0\.2:9610 has been under way"):
-                roles.begin(job, LocalOrchestrator(), "actor", turn_s=0.2)
+            with pytest.raises(UsageError, match=r"Another start of the actor at 10\.0\.0\.2:9610 is in progress"):
+                roles.start_role(job, LocalOrchestrator(), "actor", lock_s=0.2)
             return super().submit(job)
 
-    first = roles.begin(sleeping("actor", PLACE), Hurried(), "actor")
-    assert [status.id for status in roles.mine(orchestrator, "actor")] == [first.id]
+    first = roles.start_role(sleeping("actor", PLACE), Hurried(), "actor")
+    assert [status.id for status in roles.find_roles(orchestrator, "actor")] == [first.id]
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda _: roles.begin(sleeping("actor", PLACE), orchestrator, "actor"), range(2)))
-    (left,) = roles.mine(orchestrator, "actor")
+        both = list(pool.map(lambda _: roles.start_role(sleeping("actor", PLACE), orchestrator, "actor"), range(2)))
+    (left,) = roles.find_roles(orchestrator, "actor")
     assert left.id in {status.id for status in both}
 
 
@@ -331,10 +334,10 @@ def test_a_start_waits_for_no_other_role_or_port(orchestrator: LocalOrchestrator
     with ExitStack() as stack:
         others: list[tuple[MachineRole, str]] = [("actor", PLACE), ("learner", PLACE), ("actor", "10.0.0.2:7000")]
         for part, place in others:
-            stack.enter_context(roles.turn(orchestrator, part, place, 0.0))
-        with pytest.raises(UsageError, match="under way"):
-            stack.enter_context(roles.turn(orchestrator, "actor", PLACE, 0.0))
-    with roles.turn(orchestrator, "actor", PLACE, 0.0):  # given back
+            stack.enter_context(roles.start_lock(orchestrator, part, place, 0.0))
+        with pytest.raises(UsageError, match="in progress"):
+            stack.enter_context(roles.start_lock(orchestrator, "actor", PLACE, 0.0))
+    with roles.start_lock(orchestrator, "actor", PLACE, 0.0):  # given back
         assert [path.name.split("-")[:2] for path in (orchestrator.directory.parent / "roles").glob("actor-9*")] == [
             ["actor", "9610"]
         ]
@@ -351,7 +354,7 @@ def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> No
         ("Acrobot-v1", "-n", "2"): ("Acrobot-v1",),
         ("--resume", "somewhere"): (),
     }
-    found = {words: jobs.TrainingTask.of(learner._learning(listed, meeting, words, 0, 9.0)[0]) for words in trained}
+    found = {words: jobs.TrainingTask.of(learner._head_job(listed, meeting, words, 0, 9.0)[0]) for words in trained}
     assert found == {words: jobs.TrainingTask(str(tmp_path), names) for words, names in trained.items()}
 
 
@@ -382,7 +385,7 @@ def test_status_shows_the_run_and_where_its_workers_are(call: Call, tmp_path: Pa
         assert told[0]["nodes"] == [{"name": "h1", "workers": 2, "ready": 1}, {"name": "h2", "workers": 1, "ready": 1}]
         said = call("learner", "status")
         assert said.code == 0
-        assert "workers on h1: 1 of 2 at work" in said.out
+        assert "workers on h1: 1 of 2 ready" in said.out
         assert str(run) in said.out
     finally:
         orchestrator.cancel(job_id, at_once=True)
@@ -393,8 +396,8 @@ def test_status_shows_the_run_and_where_its_workers_are(call: Call, tmp_path: Pa
 # -- clusters ---------------------------------------------------------------------------------------------------------------
 
 
-def standing(name: str, job_id: str, token: str = "") -> cluster.Standing:
-    found = cluster.Standing(name, job_id)
+def make_record(name: str, job_id: str, token: str = "") -> cluster.ClusterRecord:
+    found = cluster.ClusterRecord(name, job_id)
     found.write(cluster.JOB, job_id)
     if token:
         found.write(cluster.TOKEN, token)
@@ -402,16 +405,16 @@ def standing(name: str, job_id: str, token: str = "") -> cluster.Standing:
 
 
 def test_a_cluster_is_remembered_with_its_token_for_its_owner_alone(tmp_path: Path) -> None:
-    games = standing("games", "games-20261116-1-ab", "secret" * 10)
-    assert cluster.find("games") == cluster.chosen(None) == cluster.chosen("games") == games
+    games = make_record("games", "games-20261116-1-ab", "secret" * 10)
+    assert cluster.find("games") == cluster.choose_cluster(None) == cluster.choose_cluster("games") == games
     assert games.token == tmp_path / "state" / "clusters" / "games" / "token"
     assert stat.S_IMODE(games.token.stat().st_mode) == 0o600
     assert stat.S_IMODE(games.directory.stat().st_mode) == 0o700
-    standing("other", "other-1")
-    with pytest.raises(UsageError, match=r"There are 2 clusters: games, other. Say which one"):
-        cluster.chosen(None)
+    make_record("other", "other-1")
+    with pytest.raises(UsageError, match=r"There are 2 clusters: games, other. Pass the name"):
+        cluster.choose_cluster(None)
     with pytest.raises(UnknownName, match=r"There is no cluster 'gmaes'.*Did you mean 'games'"):
-        cluster.chosen("gmaes")
+        cluster.choose_cluster("gmaes")
     games.remove()
     assert cluster.find("games") is None
     assert not games.directory.exists()
@@ -424,7 +427,7 @@ def test_a_path_is_not_the_name_of_a_cluster_and_what_others_have_put_there_is_t
     (tmp_path / "x" / "job").write_text("hi")
     for name in (str(tmp_path / "x"), "../../x"):
         assert f"There is no cluster {name!r}" in one_line(call("cluster", "down", name))
-    games = standing("games", "games-1")
+    games = make_record("games", "games-1")
     (games.directory / "notes").touch()
     assert "the cluster games is down" in call("cluster", "down", "games").out
     assert [path.name for path in games.directory.iterdir()] == ["notes"]
@@ -461,7 +464,7 @@ def sleepy(ssh: Path) -> Path:
 
 def test_a_cluster_whose_head_could_not_be_told_is_not_forgotten(call: Call, ssh: Path) -> None:
     with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
-        games = standing("games", there.submit(sleeping("games", "")))
+        games = make_record("games", there.submit(sleeping("games", "")))
     (ssh.parent / "refuse").touch()
     said = call("cluster", "down")
     assert said.code == 1
@@ -480,7 +483,7 @@ def test_a_cluster_whose_head_could_not_be_told_is_not_forgotten(call: Call, ssh
 
 def test_a_cluster_whose_head_is_gone_for_good_can_be_forgotten(call: Call, ssh: Path) -> None:
     with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
-        standing("games", there.submit(sleeping("games", "")))
+        make_record("games", there.submit(sleeping("games", "")))
     (ssh.parent / "refuse").touch()
     assert call("cluster", "down", "--forget").code == 0
     assert cluster.find("games") is None

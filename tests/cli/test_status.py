@@ -226,7 +226,7 @@ def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path:
     assert ["0", "here", "ready", "12", "1,234", "81%", "–", "–", "–", "0"] in rows
     assert any(row[:4] == ["1", "far", "waiting", "–"] and row[-3:] == ["IndexError:", "[/bold]", "x[3]"] for row in rows)
     assert "sampler 92 % busy, learner waits 3 % · lag 0.8 (max 2) · 2 workers, 1 restart" in text
-    assert "4 blocks wait for the learner" in text
+    assert "4 segments wait for the learner" in text
     assert "here (2 cores), far (1 core)" in text
     assert "limit" in text
 

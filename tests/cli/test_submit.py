@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cli.clusters.submit import allocating
+from ludus.cli.clusters.submit import salloc_command
 from ludus.errors import WorkerFailed
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import find_runs
@@ -197,9 +197,9 @@ def test_what_was_shown_is_what_is_written(call: Call, here: Path) -> None:
         (["--on", "slrum", "--", "train", "x"], "Did you mean 'slurm'?"),
         (["--env", "COLOUR", "--", "train", "x"], "--secret COLOUR"),
         (["--secret", "NOT_SET", "--", "train", "x"], "needs the secret NOT_SET"),
-        (["--interactive", "--", "train", "x"], "--interactive is for an allocation of Slurm"),
+        (["--interactive", "--", "train", "x"], "--interactive needs Slurm"),
         (["--nodes", "0", "--", "train", "x"], "nodes"),
-        (["--identity=~no-such-user/id", "--", "train", "x"], "~no-such-user/id is in the home of a user that is not known"),
+        (["--identity=~no-such-user/id", "--", "train", "x"], "~no-such-user/id is in the home directory of a user unknown"),
         (["-f", "nowhere.yaml", "--", "train", "x"], "nowhere.yaml cannot be read"),
     ],
 )
@@ -258,7 +258,7 @@ def test_a_key_that_is_named_here_is_found_from_elsewhere(call: Call, here: Path
 def test_an_allocation_is_asked_for_and_this_command_runs_in_it(password: tuple[str, ...]) -> None:
     words = ["submit", "--redis-password", SECRET, "--interactive", "--dry-run", "--", "train", "x", *password]
     ludus = [sys.executable, "-P", "-m", "ludus.cli.main"]
-    assert allocating(["salloc", "--nodes=2"], words) == [
+    assert salloc_command(["salloc", "--nodes=2"], words) == [
         "salloc",
         "--nodes=2",
         *ludus,
@@ -290,7 +290,7 @@ def test_without_slurm_it_is_said_what_is_missing(call: Call, here: Path, monkey
 MINE = """
 import os
 from pathlib import Path
-from ludus.cli.clusters.submit import allocating
+from ludus.cli.clusters.submit import salloc_command
 from ludus.launch.job import JobStatus
 from ludus.launch.local import LocalOrchestrator
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from ludus.cli.training import tune
-from ludus.cli.training.tune import Board
+from ludus.cli.training.tune import SweepDisplay
 from ludus.tuning.messages import TrialEvent
 
 
@@ -17,12 +17,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def hear(board: Board, name: str, kind: str, numbers: Mapping[str, float] = {}, error: str = "") -> None:
-    board.hear(TrialEvent(name, kind, dict(numbers), {}, error))
+def hear(board: SweepDisplay, name: str, kind: str, numbers: Mapping[str, float] = {}, error: str = "") -> None:
+    board.on_event(TrialEvent(name, kind, dict(numbers), {}, error))
 
 
 def test_a_trial_that_ends_is_counted_among_all_trials_of_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    with Board(quiet=False, to_stderr=False) as board:
+    with SweepDisplay(quiet=False, to_stderr=False) as board:
         board.begin(1, 4)
         hear(board, "t001", "started")
         hear(board, "t001", "ended", {"timesteps": 5000.0, "episode_return_mean": 0.0333})
@@ -35,7 +35,7 @@ def test_a_trial_that_ends_is_counted_among_all_trials_of_the_sweep(capsys: pyte
 def test_the_occasional_line_says_how_many_are_done_failed_and_running(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Board(quiet=False, to_stderr=False) as board:
+    with SweepDisplay(quiet=False, to_stderr=False) as board:
         board.begin(0, 8)
         hear(board, "t000", "ended")
         hear(board, "t001", "failed")
@@ -46,7 +46,7 @@ def test_the_occasional_line_says_how_many_are_done_failed_and_running(
 
 
 def test_trials_of_an_earlier_sweep_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    with Board(quiet=False, to_stderr=False) as board:
+    with SweepDisplay(quiet=False, to_stderr=False) as board:
         board.begin(0, 2)
         hear(board, "t000", "ended")
         board.begin(0, 3)
@@ -57,7 +57,7 @@ def test_trials_of_an_earlier_sweep_are_not_counted(capsys: pytest.CaptureFixtur
 def test_a_terminal_shows_it_below_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr("sys.stdout", screen)
-    with Board(quiet=False, to_stderr=False) as board:
+    with SweepDisplay(quiet=False, to_stderr=False) as board:
         board.begin(0, 3)
         assert "0 of 3 trials done" in screen.getvalue()
         hear(board, "t000", "ended")

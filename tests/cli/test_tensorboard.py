@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ludus.cli.evaluation import tensorboard
-from ludus.cli.evaluation.tensorboard import Forwarding, announcement
+from ludus.cli.evaluation.tensorboard import SshTunnel, announcement
 from ludus.experiments.runs import remote_runs
 from ludus.process import identity, procfs
 from tests.cli.calling import Call, one_line
@@ -59,11 +59,11 @@ def get(url: str) -> bytes:
     ],
 )
 def test_the_line_for_ssh_leads_to_where_we_are(environ: dict[str, str], line: str) -> None:
-    assert Forwarding.of(environ).line(6009) == line
+    assert SshTunnel.of(environ).line(6009) == line
 
 
 def test_only_what_listens_on_loopback_needs_to_be_forwarded() -> None:
-    there = Forwarding("anna", "gpu3")
+    there = SshTunnel("anna", "gpu3")
     said = announcement("runs", "127.0.0.1", 6007, there)
     assert "http://127.0.0.1:6007/" in said
     assert "\n  ssh -N -L 6006:127.0.0.1:6007 anna@gpu3\n" in said
@@ -130,14 +130,14 @@ def test_of_a_run_on_a_store_copies_are_shown_and_kept_up_to_date(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "cache"))
-    monkeypatch.setattr(tensorboard, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(tensorboard, "_REFRESH_S", 0.05)
     place, _, query = s3_url.partition("?")
     where = f"{place}/runs/first?{query}"
     store = remote_runs.store_of(remote_runs.directory_of(where))
     store.put("config.yaml", b"name: first\n")
     store.put("events.out.tfevents.1.here", b"one")
     store.put("metrics.jsonl", b"")
-    with tensorboard.shown_directory(f"{place}/runs?{query}") as shown:
+    with tensorboard.event_directory(f"{place}/runs?{query}") as shown:
         copy = shown / "first" / "events.out.tfevents.1.here"
         assert copy.read_bytes() == b"one"
         with open(copy, "rb") as read:  # as TensorBoard does, which never opens it again

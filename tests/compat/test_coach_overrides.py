@@ -20,7 +20,7 @@ from ludus.experiments.validation.explain import catalogue
 
 
 def meant(text: str, run: str = "PPO") -> dict[str, Any]:
-    return dict(overrides.settings(text, run))
+    return dict(overrides.translate_assignments(text, run))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_whatever_coach_calls_by_a_name_is_a_key_of_ours() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("lr", r"'lr' is no assignment"),
+        ("lr", r"'lr' is not an assignment"),
         ("lr=", r"lr= has no value"),
         ("=3", r"'' is not the name of a key"),
         ("l r=3", r"'l r' is not the name of a key"),
@@ -104,14 +104,14 @@ def test_whatever_coach_calls_by_a_name_is_a_key_of_ours() -> None:
         ("gama=0.9", r"no key 'gama'\. Did you mean 'gamma'"),
         ("discount=0.9", r"no key 'discount'\. Did you mean 'agent_params\.algorithm\.discount'"),
         ("config.gama=0.9", r"no key 'config\.gama'"),
-        ("agent_params.algorithm.discont=0.9", r"Coach calls 'agent_params\.algorithm\.discont'\. Did you mean 'agent_params\.algorithm\.discount'"),
+        ("agent_params.algorithm.discont=0.9", r"Coach's key 'agent_params\.algorithm\.discont' has no equivalent\. Did you mean 'agent_params\.algorithm\.discount'"),
         ("agent_params.network_wrappers['actor'].learning_rate=1", r"Did you mean 'agent_params\.network_wrappers\.main\.learning_rate'"),
         ("agent_params.network_wrappers['main'].optimizer_type='RMSProp'", r"is Adam here"),
         ("gamma=EnvironmentSteps(3)", r"it is a number\. Write  gamma=3"),
         ("heatup_steps=TrainingSteps(3)", r"EnvironmentSteps\(…\) or EnvironmentEpisodes\(…\)"),
         ("improve_steps=EnvironmentSteps(0)", r"above 0"),
         ("visualization_parameters.render=True", r"ludus rollout RUN --video"),
-        ("x" * 30_000, r"characters; that is no list of settings"),
+        ("x" * 30_000, r"characters; the maximum is"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_with_the_nearest(text: str, words: str) -> None:

@@ -37,7 +37,7 @@ def test_a_function_makes_one_and_a_mapping_of_several_has_their_names(tmp_path:
     assert sys.path == before
 
 
-def test_a_function_may_import_what_lies_beside_it_when_it_is_called(tmp_path: Path) -> None:
+def test_a_function_may_import_modules_of_its_directory_when_called(tmp_path: Path) -> None:
     written(tmp_path, "LR = 0.25", "beside_the_function.py")
     path = written(
         tmp_path, "def preset():\n    from beside_the_function import LR\n    return {'env': 'A', 'config': {'lr': LR}}\n"
@@ -51,21 +51,21 @@ def test_a_function_may_import_what_lies_beside_it_when_it_is_called(tmp_path: P
         ("preset = {", "", r"mine\.py is not Python: line 1"),
         ("x = 1\nraise ValueError('no luck')", "", r"mine\.py raised ValueError: no luck \(line 2\)"),
         ("import not_there_at_all", "", r"needs 'not_there_at_all', which is not installed"),
-        ("from rl_coach.agents import x\n", "", r"builds a preset of Coach"),
-        ("graph_manager = 1", "", r"builds a preset of Coach"),
+        ("from rl_coach.agents import x\n", "", r"builds a preset from classes of Coach"),
+        ("graph_manager = 1", "", r"builds a preset from classes of Coach"),
         ("presets = {}", "", r"has no 'preset'\. Did you mean 'presets'"),
         ("preset = 3", "", r":preset is a value of the type int"),
         ("class preset: pass", "", r":preset is a class"),
         ("def preset(a, b=1): pass", "", r":preset needs a; it is called without arguments"),
         ("def preset(): return [1]", "", r":preset\(\) returned a value of the type list"),
         ("def preset():\n    return 1 / 0", "", r":preset\(\) raised ZeroDivisionError: division by zero \(line 2\)"),
-        ("preset = {'env': print}", "", r"cannot be written down.*'module:Name'"),
-        ("preset = {'config': {'lr': float('nan')}}", "", r"cannot be written down"),
+        ("preset = {'env': print}", "", r"cannot be saved as JSON.*'module:Name'"),
+        ("preset = {'config': {'lr': float('nan')}}", "", r"cannot be saved as JSON"),
         ("preset = {}", ":", r"is not of the form path\.py:object"),
         ("preset = {}", ":a.b", r"is not of the form path\.py:object"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, suffix: str, words: str) -> None:
+def test_errors_in_a_file_are_reported(tmp_path: Path, text: str, suffix: str, words: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(UsageError, match=words):
         preset_file.load(f"{path}{suffix}")
@@ -79,6 +79,6 @@ def test_a_directory_may_be_called_like_a_file(tmp_path: Path) -> None:
     assert preset_file.split(str(tmp_path / "agents.py.d" / "x.yaml")) is None
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"There is no file .*none\.py"):
         preset_file.load(str(tmp_path / "none.py"))

@@ -82,7 +82,7 @@ def test_hundreds_of_names_are_known() -> None:
 
 
 @pytest.mark.parametrize("section", list(rllib_keys.UNSUPPORTED))
-def test_a_key_without_meaning_says_why_and_what_to_do(section: str) -> None:
+def test_an_unsupported_key_has_a_reason_and_a_remedy(section: str) -> None:
     for key, reason in rllib_keys.UNSUPPORTED[section].items():
         assert 15 < len(reason.why) < 160, key
         assert reason.why.endswith("."), key
@@ -97,7 +97,7 @@ def test_every_name_stands_in_one_table(section: str) -> None:
     assert not set(rllib_keys.TRANSLATED[section]) & tables[0]
 
 
-def test_what_is_renamed_becomes_a_key_that_somebody_has() -> None:
+def test_renamed_keys_become_keys_of_a_schema() -> None:
     for section, table in rllib_keys.RENAMED.items():
         having = list(SCHEMAS.values()) if section == "config" else [section_schemas()[section]]
         for name in table.values():
@@ -228,7 +228,7 @@ def test_a_schedule_of_coach_is_read_as_ours(run: str, old: dict[str, Any], new:
         ("TrainingSteps(9)", {"iterations": 9}),
     ],
 )
-def test_improve_steps_says_when_the_training_ends(value: Any, stop: dict[str, int]) -> None:
+def test_improve_steps_sets_the_end_of_the_training(value: Any, stop: dict[str, int]) -> None:
     checked = parse_experiment({"env": "A", "improve_steps": value})
     assert checked.stop.model_dump(exclude_none=True) == stop
 
@@ -303,11 +303,11 @@ def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words:
         ("PPO", {"model": {"lstm_cell_size": 0}}, r"config\.model\.lstm_cell_size is 0"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said_about_the_key_as_it_was_written(run: str, data: dict[str, Any], words: str) -> None:
+def test_errors_name_the_key_as_it_was_written(run: str, data: dict[str, Any], words: str) -> None:
     assert re.search(words, said(run, data)), said(run, data)
 
 
-def test_a_value_that_says_the_same_is_not_taken_for_another_that_is_equal_to_it() -> None:
+def test_values_that_match_the_default_are_compared_by_type() -> None:
     assert not said("PPO", {"num_gpus_per_worker": 0})
     assert not said("PPO", {"num_gpus_per_worker": 0.0})
     assert noticed("PPO", {"num_cpus_per_worker": True}), "true is no number of cores"
@@ -450,7 +450,7 @@ def test_an_old_way_to_write_an_experiment_is_read_as_the_present_one(old: dict[
         ({"target": {"return_men": 3, "timesteps": 1}}, r"Unknown key 'target\.return_men'\. Did you mean 'return_mean'"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_an_experiment_is_said(data: dict[str, Any], words: str) -> None:
+def test_errors_in_an_experiment_are_reported(data: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_experiment({"env": "x", **data})
     assert re.search(words, str(caught.value)), str(caught.value)
@@ -462,7 +462,7 @@ def test_an_algorithm_of_rllib_that_is_not_here_is_named_with_the_nearest(run: s
         validate.algorithm_of(run)
 
 
-def test_an_algorithm_that_nobody_knows_is_unknown() -> None:
+def test_an_unknown_algorithm_is_an_error() -> None:
     with pytest.raises(UsageError, match="Unknown algorithm 'PPPO'"):
         validate.algorithm_of("PPPO")
 
@@ -524,7 +524,7 @@ def test_keys_of_any_algorithm_are_no_complaint_when_the_algorithm_is_unknown() 
     assert [complaint.path for complaint in found] == ["run"]
 
 
-def test_a_minibatch_larger_than_its_batch_is_a_complaint_beside_others() -> None:
+def test_a_minibatch_larger_than_its_batch_is_reported_with_other_problems() -> None:
     data = {"env": "CartPole-v1", "config": {"sgd_minibatch_size": 4000, "train_batch_size": 1024, "gama": 1}}
     found = validate.validate_experiment(data)
     assert {complaint.path for complaint in found} == {"config.sgd_minibatch_size", "config.gama"}

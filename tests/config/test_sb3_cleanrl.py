@@ -75,7 +75,7 @@ def test_the_arguments_of_other_libraries_mean_what_they_meant(run: str, theirs:
     assert read(run, theirs) == read(run, ours)
 
 
-def test_the_weight_of_the_value_is_halved_only_where_cleanrl_keys_stand_beside_it() -> None:
+def test_the_value_weight_is_halved_only_with_other_cleanrl_keys() -> None:
     """CleanRL weighs half of the squared error, SB3 all of it."""
     assert read("PPO", {"vf_coef": 0.5}) == read("PPO", {"vf_loss_coeff": 0.5})
     assert read("PPO", {"vf_coef": 0.5, "update_epochs": 4}) == read("PPO", {"vf_loss_coeff": 0.25, "num_epochs": 4})
@@ -94,7 +94,7 @@ def test_the_weight_of_the_value_is_halved_only_where_cleanrl_keys_stand_beside_
         ("PPO", {"policy_kwargs": {"net_arch": {"pi": [64], "vf": [32]}}}, "model.fcnet_hiddens"),
         ("PPO", {"policy_kwargs": {"features_extractor_class": object}}, "custom_model"),
         ("PPO", {"policy": "MlpLstmPolicy"}, "model.use_lstm"),
-        ("PPO", {"total_timesteps": 1000}, r"beside config, or is written  stop: \{timesteps"),
+        ("PPO", {"total_timesteps": 1000}, r"next to config, or is written  stop: \{timesteps"),
         ("PPO", {"device": "cuda"}, "learner_device"),
         ("DQN", {"exploration_fraction": 0.1}, "epsilon"),
         ("DQN", {"start_e": 1}, "epsilon"),

@@ -77,7 +77,7 @@ def test_what_is_not_there_is_named_with_its_neighbours(path: str, message: str)
 
 
 @pytest.mark.parametrize("file", ["my_game", "absent_game"])
-def test_a_module_that_lacks_a_package_is_told_from_a_missing_module(modules: Path, file: str) -> None:
+def test_a_module_with_a_missing_dependency_differs_from_a_missing_module(modules: Path, file: str) -> None:
     (modules / f"{file}.py").write_text("import absent\n")
     with pytest.raises(MissingExtra, match=r"needs the package 'absent'\. pip install absent"):
         plugins.load_object(f"{file}:Game")
@@ -108,3 +108,7 @@ def test_a_missing_dependency_names_its_extra() -> None:
     assert plugins.require("numpy", "maths", "Sums") is np
     with pytest.raises(MissingExtra, match=r"Sums needs the package 'absent'. pip install 'ludus\[maths\]'"):
         plugins.require("absent", "maths", "Sums")
+
+
+def test_class_names_of_earlier_releases_are_found() -> None:
+    assert plugins.load_object("ludus.cluster.slurm:SlurmReach").__name__ == "SlurmStarter"

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from ludus.errors import UsageError
-from ludus.games.doom.duel import Rules
-from ludus.games.doom.engine import PRESSES, Seen
-from ludus.games.doom.launch_spec import Briefing, Camp, write_result
-from ludus.games.doom.player import ScriptPlayer
+from ludus.games.doom.duel import DuelRules
+from ludus.games.doom.engine import PRESSES, PlayerView
+from ludus.games.doom.launch_spec import ActorAddress, LaunchSpec, write_result
+from ludus.games.doom.player import BotPlayer
 
 
 def told(directory: Path, **config: Any) -> dict[str, str]:
@@ -28,8 +28,8 @@ def told(directory: Path, **config: Any) -> dict[str, str]:
 
 def test_a_briefing_is_read_from_the_environment(tmp_path: Path) -> None:
     environment = told(tmp_path, camps=[None, {"url": "http://10.0.0.5:8000", "timeout_s": 2.5}], eval_mode=True, max_frames=90)
-    found = Briefing.from_environment(environment | {"LUDUS_GAME_TOKEN_0": "other", "LUDUS_GAME_TOKEN_1": "secret"})
-    assert found.camps == (None, Camp("http://10.0.0.5:8000", 2.5, "secret"))
+    found = LaunchSpec.from_environment(environment | {"LUDUS_GAME_TOKEN_0": "other", "LUDUS_GAME_TOKEN_1": "secret"})
+    assert found.camps == (None, ActorAddress("http://10.0.0.5:8000", 2.5, "secret"))
     assert (found.runtime_id, found.seed, found.max_frames, found.eval_mode) == ("m1", 7, 90, True)
     assert (found.directory, found.result) == (tmp_path, tmp_path / "result.json")
     assert "secret" not in repr(found)
@@ -39,20 +39,20 @@ def test_a_briefing_is_read_from_the_environment(tmp_path: Path) -> None:
 def test_a_briefing_that_cannot_be_used_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=r"config\.json"):
-        Briefing.from_environment({"LUDUS_GAME_CONFIG": str(tmp_path / "config.json")})
+        LaunchSpec.from_environment({"LUDUS_GAME_CONFIG": str(tmp_path / "config.json")})
 
 
 def test_without_a_briefing_the_variable_is_named() -> None:
     with pytest.raises(UsageError, match="LUDUS_GAME_CONFIG"):
-        Briefing.from_environment({})
+        LaunchSpec.from_environment({})
 
 
 def test_the_shorter_of_both_limits_counts(tmp_path: Path) -> None:
-    def rules(**config: Any) -> Rules:
-        return Rules.of(Briefing.from_environment(told(tmp_path, **config)))
+    def rules(**config: Any) -> DuelRules:
+        return DuelRules.of(LaunchSpec.from_environment(told(tmp_path, **config)))
 
-    assert rules() == Rules(tics=120 * 35, frags=0, frame_skip=4)
-    assert rules(options={"seconds": 2, "frags": 5, "frame_skip": 1}) == Rules(70, 5, 1)
+    assert rules() == DuelRules(tics=120 * 35, frags=0, frame_skip=4)
+    assert rules(options={"seconds": 2, "frags": 5, "frame_skip": 1}) == DuelRules(70, 5, 1)
     assert rules(options={"seconds": 2}, max_frames=30).tics == 30
     assert rules(options={"seconds": 2}, max_frames=3000).tics == 70
 
@@ -60,7 +60,7 @@ def test_the_shorter_of_both_limits_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"seconds": "long"}, {"frags": -1}, {"frame_skip": 0}])
 def test_rules_that_make_no_match_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        Rules.of(Briefing.from_environment(told(tmp_path, options=options)))
+        DuelRules.of(LaunchSpec.from_environment(told(tmp_path, options=options)))
 
 
 def test_every_action_presses_what_it_says() -> None:
@@ -69,13 +69,13 @@ def test_every_action_presses_what_it_says() -> None:
     assert pressed == [set(), {left}, {right}, {fire}, {left, fire}, {right, fire}]
 
 
-def seen(enemy: float | None) -> Seen:
-    return Seen(np.zeros((84, 84, 1), np.uint8), (0, 0), False, enemy)
+def view(enemy: float | None) -> PlayerView:
+    return PlayerView(np.zeros((84, 84, 1), np.uint8), (0, 0), False, enemy)
 
 
 @pytest.mark.parametrize(("enemy", "most"), [(-0.5, {1}), (0.5, {2}), (0.0, {3}), (0.06, {5}), (-0.06, {4})])
 def test_the_script_steps_in_front_of_the_other_one_and_fires(enemy: float, most: set[int]) -> None:
-    chosen = [ScriptPlayer(seed).act(seen(enemy), 0.0) for seed in range(200)]
+    chosen = [BotPlayer(seed).act(view(enemy), 0.0) for seed in range(200)]
     meant = sum(action in most for action in chosen)
     assert meant > 100, "most of the time"
     assert set(chosen) - most <= {1, 2}, "else it evades"
@@ -83,8 +83,8 @@ def test_the_script_steps_in_front_of_the_other_one_and_fires(enemy: float, most
 
 def test_the_script_plays_the_same_from_the_same_seed() -> None:
     def played(seed: int) -> list[int]:
-        player = ScriptPlayer(seed)
-        return [player.act(seen(None if n % 3 else 0.1), 0.0) for n in range(50)]
+        player = BotPlayer(seed)
+        return [player.act(view(None if n % 3 else 0.1), 0.0) for n in range(50)]
 
     assert played(3) == played(3) != played(4)
 

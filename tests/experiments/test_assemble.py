@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ludus.config import schema as configs
+from ludus.config.aliases import rllib_keys
 from ludus.errors import LudusError
 from ludus.experiments import runner
 from ludus.experiments.assembly.assemble import assemble_of, assemble_run
@@ -80,15 +80,14 @@ def test_a_run_whose_components_have_nothing_to_do_fails_instead_of_hanging(
             parts.controller.run()
 
 
-def test_the_config_is_read_once_between_start_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[str] = []
-    for name in ("read_experiment", "read_config"):
-        original = getattr(configs, name)
+def test_the_config_is_translated_once_between_start_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections: list[str] = []
+    translate = rllib_keys.translate_section
 
-        def count(*args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
-            reads.append(name)
-            return original(*args, **options)
+    def count(section: str, *args: Any) -> Any:
+        sections.append(section)
+        return translate(section, *args)
 
-        monkeypatch.setattr(configs, name, count)
+    monkeypatch.setattr(rllib_keys, "translate_section", count)
     runner.train(small.data(1), local_dir=tmp_path)
-    assert sorted(reads) == ["read_config", "read_experiment"]
+    assert (sections.count(rllib_keys.EXPERIMENT), sections.count(rllib_keys.CONFIG)) == (1, 1)

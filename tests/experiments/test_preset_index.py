@@ -68,10 +68,10 @@ def test_presets_are_listed_and_shown_on_the_command_line(tmp_path: Path) -> Non
     listed = json.loads(CliRunner().invoke(presets.app, ["list", "--json"]).output)
     ours = {item["name"] for item in listed if "description" in item}
     assert ours == set(preset_index.names())
-    assert {item["name"] for item in listed if "missing" not in item} == ours | set(preset_names.FAMILIAR)
-    assert {item["name"] for item in listed} == ours | set(preset_names.FAMILIAR) | set(preset_names.MISSING)
+    assert {item["name"] for item in listed if "missing" not in item} == ours | set(preset_names.COACH_PRESETS)
+    assert {item["name"] for item in listed} == ours | set(preset_names.COACH_PRESETS) | set(preset_names.UNSUPPORTED_PRESETS)
     table = CliRunner().invoke(presets.app, ["list"], env={"COLUMNS": "200"})
-    assert all(name in table.output for name in [*preset_index.names(), *preset_names.FAMILIAR])
+    assert all(name in table.output for name in [*preset_index.names(), *preset_names.COACH_PRESETS])
     shown = CliRunner().invoke(presets.app, ["show", "hybrid"])
     copied = tmp_path / "mine.yaml"
     copied.write_text(shown.output)
@@ -97,10 +97,10 @@ Mujoco_TD3 Pendulum_HAC Starcraft_CollectMinerals_A3C Starcraft_CollectMinerals_
 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_every_name_of_coach_is_trained_or_says_what_comes_nearest(name: str) -> None:
-    entry = preset_names.found(name)
+    entry = preset_names.find_preset(name)
     assert entry is not None
-    if isinstance(entry, preset_names.Missing):
-        with pytest.raises(UnknownName, match=rf"{name} is not here: .*\. Nearest is ") as raised:
+    if isinstance(entry, preset_names.UnsupportedPreset):
+        with pytest.raises(UnknownName, match=rf"{name} is not supported: .*\. Nearest is ") as raised:
             preset_index.experiments(name)
         for words in re.findall(r"-p (\S+?),?(?: -lvl (\S+?))?(?:[,. ]|$)", str(raised.value)):
             assert preset_index.experiments(words[0], words[1] or None), "what comes nearest is there"
@@ -109,9 +109,9 @@ def test_every_name_of_coach_is_trained_or_says_what_comes_nearest(name: str) ->
         assert preset_index.experiments(name.lower(), level) == preset_index.experiments(name, level), "in whatever case"
 
 
-@pytest.mark.parametrize("name", preset_names.names())
+@pytest.mark.parametrize("name", preset_names.supported_names())
 def test_what_is_trained_under_a_name_of_coach_could_start_now(name: str) -> None:
-    entry = preset_names.FAMILIAR[name]
+    entry = preset_names.COACH_PRESETS[name]
     ((key, data),) = preset_index.experiments(name, next(iter(entry.levels), None)).items()
     assert key == name
     for module, family in (("ale_py", "Atari"), ("vizdoom", "Doom"), ("mujoco", "Mujoco")):

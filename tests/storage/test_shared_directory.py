@@ -178,7 +178,7 @@ def test_an_owner_is_cut_off_at_once_by_another_machine_although_its_lists_are_s
 
 
 @pytest.mark.system
-def test_whoever_takes_a_run_over_sees_what_was_written_a_moment_ago(usual: list[Mount]) -> None:
+def test_a_new_owner_of_a_run_sees_the_latest_writes(usual: list[Mount]) -> None:
     here, there = (LocalStore(root) for root in _here(usual))
     here.put_bundle("checkpoints/000001", FILES)
     assert there.list("checkpoints") == ["000001"]
@@ -217,7 +217,7 @@ def test_a_mount_whose_server_is_gone_is_a_store_that_is_away_and_comes_back() -
 
 
 @pytest.mark.system
-def test_after_an_unmount_nothing_is_written_below_the_mount_point_and_nobody_is_called_fenced() -> None:
+def test_after_an_unmount_nothing_is_written_below_the_mount_point_and_no_writer_is_fenced() -> None:
     with sshfs_mounts(1) as mounts:
         (root,) = _here(mounts)
         pool = LocalVersionStore(LocalStore(root), {checkpoint.BEGUN_FROM: None})

@@ -160,7 +160,7 @@ def test_in_an_allocation_a_job_runs_in_the_foreground(rig: SlurmRig, tmp_path: 
     )
     slurm = SlurmOrchestrator(tmp_path / "state")
     asked = Job("byhand", (main("true"),), "main", nodes=2)
-    with pytest.raises(UsageError, match=r"no allocation.*salloc --job-name=byhand --nodes=2"):
+    with pytest.raises(UsageError, match=r"not in a Slurm allocation.*salloc --job-name=byhand --nodes=2"):
         slurm.run_here(asked)
     words = [*slurm.salloc_words(asked), sys.executable, str(script)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
@@ -178,7 +178,7 @@ def test_what_waits_says_why_and_can_be_cancelled_by_its_number(orchestrator: Sl
     slurm = SlurmOrchestrator(orchestrator.directory.parent, SlurmSettings(extra=("--begin=now+1hour",)))
     job_id = slurm.submit(job(main("true")))
     status = slurm.status(job_id)
-    assert (status.state, status.reason) == ("pending", "it waits: BeginTime")
+    assert (status.state, status.reason) == ("pending", "waiting in the queue: BeginTime")
     (number,) = rig.jobs()
     assert slurm.status(number).id == job_id
     slurm.cancel(number)
@@ -229,7 +229,7 @@ def test_a_setup_that_fails_is_a_failed_job_that_says_where_to_look(orchestrator
     job_id = slurm.submit(job(main("true")))
     status = ended(slurm, job_id)
     assert (status.state, status.exit_code) == ("failed", 9)
-    assert "before anything of it was started" in status.reason
+    assert "before any of its processes was started" in status.reason
     (said,) = (slurm.directory / job_id / "logs").glob("slurm-*.out")
     assert said.read_text() == "no such module\n"
 

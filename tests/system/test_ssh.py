@@ -110,7 +110,7 @@ def test_processes_run_where_they_belong_and_know_it(rig: ssh_rig.SshRig, three:
     ]
     assert sorted(three.logs(job_id)) == [f"{name}: {name[-1]} here" for name in sorted(nodes)]
     assert list(three.logs(job_id, role="main")) == ["0 here"]
-    assert any("node 2 is here" in line for line in three.logs(job_id, inner=True))
+    assert any("node 2 connected" in line for line in three.logs(job_id, inner=True))
 
 
 def test_the_others_serve_until_main_has_saved(three: SshOrchestrator, shared: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_machine_that_is_not_as_it_should_be_is_named_with_the_remedy(rig: ssh
 
 def test_another_version_of_ludus_is_refused(rig: ssh_rig.SshRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ludus, "__version__", "9.9")
-    with rig.orchestrator(tmp_path, 2) as orchestrator, pytest.raises(UsageError, match=r"has Ludus .*, and here is 9\.9"):
+    with rig.orchestrator(tmp_path, 2) as orchestrator, pytest.raises(UsageError, match=r"has Ludus .*, and this machine 9\.9"):
         orchestrator.submit(Job("trial", (main("true"),), "main", nodes=2))
 
 

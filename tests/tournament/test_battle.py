@@ -24,8 +24,8 @@ from ludus.experiments.runs import remote_runs
 from ludus.gamecore.server import state_dir
 from ludus.gamecore.server.http.app import RunningServer, running
 from ludus.gamecore.server.settings import Settings
-from ludus.games.arena.bots.bots import SCRIPTS
-from ludus.games.arena.bots.round_robin import ladder
+from ludus.games.arena.bots.bots import BOTS
+from ludus.games.arena.bots.round_robin import play_pairs
 from ludus.games.arena.engine.recording import read_recording, verify
 from ludus.games.arena.engine.settings import ArenaSettings
 from ludus.games.arena.engine.vector import Arena
@@ -89,7 +89,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("size", "games", "seconds"), [(1, 20, 300), (3, 6, 200)])
 def test_scripts_fare_as_on_the_ladder(size: int, games: int, seconds: int) -> None:
     settings = ArenaSettings(seconds=seconds)
-    (standing,) = ladder(games, size, 9, (("hard", "medium"),), settings)
+    (standing,) = play_pairs(games, size, 9, (("hard", "medium"),), settings)
     result = battle(HARD, MEDIUM, BattleSettings(games, mode=f"{size}v{size}", lineups="random", seconds=seconds, seed=9))
     assert (result.won, result.lost, result.drawn) == (standing.won, standing.lost, standing.drawn)
     assert result.interval == standing.bounds
@@ -117,7 +117,7 @@ def _alone(policy: Policy, pairing: Pairing, seconds: int) -> Arena:
     arena = Arena(1, 1, ArenaSettings(seconds=seconds), lenient=True)
     arena.reset([pairing.seed])
     agent, state, me = TrainedAgent(policy), None, pairing.a_camp
-    who = np.full((1, 2), SCRIPTS.index("medium"), np.int8)
+    who = np.full((1, 2), BOTS.index("medium"), np.int8)
     who[0, me] = -1
     while not arena.over[0]:
         arena.observe()
@@ -126,7 +126,7 @@ def _alone(policy: Policy, pairing: Pairing, seconds: int) -> Arena:
             "scalars": arena.scalars[0, me],
             "target_mask": arena.target_mask[0, me].view(np.int8),
         }
-        orders = arena.script(who)
+        orders = arena.bot_actions(who)
         orders[0, me], state = agent.act(seen, state, arena.mask[0, me])
         arena.step(orders)
     return arena

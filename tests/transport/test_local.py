@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ludus.errors import UnknownName
-from ludus.testing.memory_contract import ROWS, SPEC, MakeMemory, MemoryContract, reserved, sign
+from ludus.testing.memory_contract import ROWS, SPEC, MakeMemory, MemoryContract, reserve_block, sign
 from ludus.transport.base import make_memory
 from ludus.transport.local import LocalMemory
 
@@ -19,7 +19,7 @@ class TestLocalMemory(MemoryContract):
 
 def test_a_block_is_handed_over_without_a_copy() -> None:
     memory = LocalMemory(SPEC, ROWS, 1)
-    written = sign(reserved(memory), 1)
+    written = sign(reserve_block(memory), 1)
     memory.commit(written)
     taken = memory.take(0)
     assert taken is written
@@ -29,13 +29,13 @@ def test_a_block_is_handed_over_without_a_copy() -> None:
 
 def test_views_of_a_block_are_kept_with_it() -> None:
     memory = LocalMemory(SPEC, ROWS, 1)
-    block = reserved(memory)
+    block = reserve_block(memory)
     block.cache["view"] = view = block.reward[0]
     memory.commit(block)
     taken = memory.take(0)
     assert taken is not None
     memory.release(taken)
-    again = reserved(memory)
+    again = reserve_block(memory)
     assert again.cache["view"] is view
     assert np.shares_memory(view, again.reward)
 

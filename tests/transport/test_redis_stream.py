@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ludus.errors import ExchangeUnavailable, UnknownName, UsageError
-from ludus.testing.exchange_contract import Call, ExchangeContract, MakeExchange, contents, pulled
+from ludus.testing.exchange_contract import Call, ExchangeContract, MakeExchange, contents, pull_all
 from ludus.testing.memory_contract import ROWS, SPEC, sign, signature
 from ludus.transport.message_stream import PASSWORD, MessageStream, open_message_stream
 from ludus.transport.redis_stream import RedisMessageStream, _ConnectionLost, _ErrorReply
@@ -132,8 +132,8 @@ def test_a_server_that_is_killed_often_loses_nothing_that_it_took(server: RedisS
 def test_what_a_process_that_was_killed_had_in_hand_comes_to_the_next(shared: RedisServer) -> None:
     channel = uuid.uuid4().hex
     script = (
-        "import sys, time; from ludus.transport.message_stream import open_exchange\n"
-        "got = open_exchange(sys.argv[1], sys.argv[2], 10).pull(2, 30)\n"
+        "import sys, time; from ludus.transport.message_stream import open_message_stream\n"
+        "got = open_message_stream(sys.argv[1], sys.argv[2], 10).pull(2, 30)\n"
         "print(len(got), flush=True); time.sleep(600)"
     )
     with closing(opened(shared.full_url, channel)) as exchange:
@@ -146,7 +146,7 @@ def test_what_a_process_that_was_killed_had_in_hand_comes_to_the_next(shared: Re
             assert reader.stdout.readline() == b"2\n"
             reader.send_signal(signal.SIGKILL)
         assert exchange.reclaim(0) == 2
-        assert contents(pulled(exchange, 3)) == [b"0", b"1", b"2"]
+        assert contents(pull_all(exchange, 3)) == [b"0", b"1", b"2"]
 
 
 def test_a_server_that_lost_its_data_is_used_as_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,7 +164,7 @@ def test_a_server_that_lost_its_data_is_used_as_a_new_one(tmp_path: Path, caplog
         assert "has lost its data" in caplog.text
         one.acknowledge([held.id])
         assert other.push(b"new", WAIT_S), "the room that it had filled is empty"
-        assert contents(pulled(one, 1)) == [b"new"]
+        assert contents(pull_all(one, 1)) == [b"new"]
 
 
 def test_a_reader_that_waits_when_the_data_is_lost_goes_on_waiting(server: RedisServer) -> None:
@@ -269,7 +269,7 @@ def test_a_line_that_is_cut_anywhere_loses_nothing(shared: RedisServer, way: str
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_is_not_redis_is_told_so() -> None:
+def test_a_server_that_is_not_redis_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -323,7 +323,7 @@ def test_the_password_is_taken_from_the_environment(shared: RedisServer, monkeyp
         opened(shared.url.replace("://", "://player@"))
 
 
-def test_a_user_who_may_not_is_told_what_he_needs(shared: RedisServer) -> None:
+def test_a_user_without_permission_gets_the_needed_acl(shared: RedisServer) -> None:
     with closing(shared.client()) as admin:
         admin.execute_command("ACL", "SETUSER", "guest", "on", ">guestpw", "~other:*", "+@all")
     error = refusal(shared.url.replace("://", "://guest:guestpw@"))
@@ -378,7 +378,7 @@ def test_over_tls_the_certificate_is_checked(tmp_path: Path) -> None:
         large = os.urandom(3_000_000)
         with closing(opened(server.player_url)) as writer, closing(opened(server.full_url)) as reader:
             assert writer.push([b"head", large, b"tail"], WAIT_S)
-            assert contents(pulled(reader, 1)) == [b"head" + large + b"tail"]
+            assert contents(pull_all(reader, 1)) == [b"head" + large + b"tail"]
         untrusting = server.full_url.partition("?")[0]
         assert "not trusted" in refusal(untrusting).message
         assert "does not exist" in refusal(f"{untrusting}?ssl_ca_certs=/nowhere/ca.crt").message
@@ -398,7 +398,7 @@ def test_a_server_without_memory_counts_as_full(server: RedisServer, caplog: pyt
         assert len(caplog.records) == 1
         with pytest.raises(ExchangeUnavailable, match="no memory left"):
             exchange.post("key", b"value")
-        (held,) = pulled(exchange, 1)  # reading is what makes room
+        (held,) = pull_all(exchange, 1)  # reading is what makes room
         exchange.acknowledge([held.id])
         assert exchange.push(b"small", WAIT_S)
         admin.config_set("maxmemory", 0)
@@ -437,16 +437,16 @@ def test_a_server_that_only_reads_for_now_is_waited_for(server: RedisServer) -> 
         waiting = Call(lambda: exchange.push(b"2", WAIT_S))
         admin.execute_command("REPLICAOF", "NO", "ONE")
         assert waiting.result() is True
-        assert b"2" in contents(pulled(exchange, exchange.waiting()))
+        assert b"2" in contents(pull_all(exchange, exchange.waiting()))
 
 
-def test_a_message_that_nobody_would_send_is_not_kept(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_above_the_size_limit_is_skipped(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.transport.redis_stream._MAX_BULK", 10_000)
     channel = uuid.uuid4().hex
     with closing(opened(shared.full_url, channel)) as exchange:
         for size in (10, 10_001, 9_000, 100_000, 20):
             exchange.push(bytes(size), 0)
-        assert [len(data) for data in contents(pulled(exchange, 5))] == [10, 0, 9_000, 0, 20]
+        assert [len(data) for data in contents(pull_all(exchange, 5))] == [10, 0, 9_000, 0, 20]
 
 
 def test_what_another_program_put_into_the_stream_is_delivered_as_nothing(shared: RedisServer) -> None:
@@ -454,7 +454,7 @@ def test_what_another_program_put_into_the_stream_is_delivered_as_nothing(shared
     with closing(opened(shared.full_url, channel)) as exchange, closing(shared.client()) as admin:
         admin.xadd(f"ludus:{{{channel}}}:messages", {"who": "somebody", "what": "else"})
         exchange.push(b"ours", 0)
-        assert contents(pulled(exchange, 2)) == [b"", b"ours"]
+        assert contents(pull_all(exchange, 2)) == [b"", b"ours"]
 
 
 # -- tidy ---------------------------------------------------------------------------------------------------------------
@@ -498,5 +498,5 @@ def test_acknowledged_messages_take_up_no_memory(shared: RedisServer) -> None:
             for size in (100, 10_000):
                 for _ in range(100):
                     exchange.push(bytes(size), 0)
-            exchange.acknowledge([delivery.id for delivery in pulled(exchange, 200)])
+            exchange.acknowledge([delivery.id for delivery in pull_all(exchange, 200)])
         assert admin.memory_usage(f"ludus:{{{channel}}}:messages") < 10_000

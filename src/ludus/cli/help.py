@@ -1,4 +1,4 @@
-"""Help pages: compact option tables, and options for other systems' scripts shown by `--help-all` alone."""
+"""Help pages with compact option tables; options for other systems' scripts appear only with `--help-all`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPATIBILITY = "Compatibility with RLlib and Coach"
 HELP_ALL = "--help-all"
 
 _SHOW_ALL = "ludus.help_all"
-_OTHER_NAMES = frozenset({"--config-file", "--name-env", "--ray-address"})
+_OTHER_NAMES = frozenset({"--config-file", "--name-env", "--ray-address", "--monitor"})
 """Second names of options, for scripts of other systems."""
 
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT", "Path": "PATH"}
@@ -36,8 +36,8 @@ class HelpCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        shown_all, params = ctx.meta.get(_SHOW_ALL, False), self.params
-        self.params = [_compact(param, keep_names=shown_all) for param in params if shown_all or not _is_compatibility(param)]
+        show_all, params = ctx.meta.get(_SHOW_ALL, False), self.params
+        self.params = [_compact(param, keep_names=show_all) for param in params if show_all or not _is_compatibility(param)]
         try:
             super().format_help(ctx, formatter)
         finally:
@@ -65,7 +65,7 @@ def _compact(param: Any, keep_names: bool) -> Any:
         compact.metavar = ""
     elif param.metavar is None:
         compact.metavar = _METAVARS.get(_type_name(param))
-    if hasattr(param, "min"):  # Typer would print the range beside the type
+    if hasattr(param, "min"):  # otherwise Typer prints the range next to the type
         vars(compact).update(min=None, max=None)
     names = param.opts if keep_names else [name for name in param.opts if not _is_second_name(name)]
     compact.opts = names if any(name.startswith("--") for name in names) else param.opts
@@ -73,10 +73,10 @@ def _compact(param: Any, keep_names: bool) -> Any:
 
 
 def _type_name(param: Any) -> str:
-    """`int`, `float`, `str`, `Path`; '' where this version of Typer does not tell."""
+    """`int`, `float`, `str`, `Path`; '' if this version of Typer does not provide it."""
     return str(param.bare_type()) if hasattr(param, "bare_type") else ""
 
 
 def _is_second_name(name: str) -> bool:
-    """Whether a name is that of another system: `--snake_case`, or a single dash before several letters."""
+    """Whether another system uses this name: `--snake_case`, or a single dash before several letters."""
     return name in _OTHER_NAMES or "_" in name or (not name.startswith("--") and len(name) > 2)

@@ -1,4 +1,4 @@
-"""A job as an argument: the shell completes ids and short names. Give `complete_job` to `typer.Argument`."""
+"""Shell completion of arguments that name a job, by id or short name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 LAST = "last"
 _DIRECTORIES = {"jobs": "local", "ssh": "ssh", "slurm": "slurm"}
-"""Below the state directory → the target whose jobs are in it."""
+"""Folder of the state directory → the launcher whose jobs are in it."""
 
 
 class RecordedJob(NamedTuple):
@@ -19,7 +19,7 @@ class RecordedJob(NamedTuple):
 
 
 def complete_job(incomplete: str) -> list[tuple[str, str]]:
-    """As `autocompletion`: `last`, names of jobs and ids, the newest first. Only reads files here: a queue would take seconds to answer."""
+    """Complete `last`, job names and ids, newest first. Reads only local files, because querying a queue takes seconds."""
     newest_first = sorted(_recorded_jobs(), reverse=True)
     found = {LAST: newest_first[0].id} if newest_first else {}
     for job in newest_first:

@@ -1,4 +1,4 @@
-"""The last lines of what is followed, then those that come: all of one reading, so that none is lost between the two."""
+"""`tail -n N -f` for the log of a job: the last lines and the new ones come from one iterator, so that none is lost between."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
-_AHEAD = 100_000
-"""Lines that are read before somebody takes them, at most."""
-_LOOK_S = 1.0
+_MAX_BUFFERED = 100_000
+"""Lines read ahead of the consumer, at most."""
+_POLL_S = 1.0
 
 
-def tailed(
-    lines: Iterator[str], tail: int, there: Mapping[str, int], whose: Callable[[str], str], within_s: float
+def tail_lines(
+    lines: Iterator[str], tail: int, existing: Mapping[str, int], process_of: Callable[[str], str], within_s: float
 ) -> Iterator[str]:
-    """The last `tail` of those that are there already, then all that come, each once. `lines` may block, and is read in a thread.
+    """Yield the last `tail` of the existing lines, then every new one. `lines` may block and is read in a thread.
 
-    `there`: how many each process had written a moment ago. A log that has turned since has fewer left, and a last line may have no
-    end yet; so after `within_s` what was read by then is taken for what was there. Too early means that more are shown than were
-    asked for; what comes after the first that is shown is never left out.
+    `existing`: process name -> number of lines it had written when they were counted. A log that was rotated since then has
+    fewer, and its last line may be incomplete; so after `within_s` seconds the lines read so far count as the existing ones.
+    If that is too early, more than `tail` old lines are shown; no line after the first one shown is ever left out.
     """
     last: deque[str] = deque(maxlen=tail)
     new: list[str] = []
-    left, missing = Counter(there), sum(there.values())
+    left, missing = Counter(existing), sum(existing.values())
     deadline = time.monotonic() + within_s
-    with Ahead(lines) as ahead:
-        while missing > 0 and not ahead.over and (wait_s := deadline - time.monotonic()) > 0:
-            for line in ahead.take(wait_s):
-                name = whose(line)
+    with LineReader(lines) as reader:
+        while missing > 0 and not reader.over and (wait_s := deadline - time.monotonic()) > 0:
+            for line in reader.take(wait_s):
+                name = process_of(line)
                 if left[name] > 0:
                     left[name] -= 1
                     missing -= 1
@@ -38,23 +38,23 @@ def tailed(
                     new.append(line)
         yield from last
         yield from new
-        while not ahead.over:
-            yield from ahead.take(_LOOK_S)
-        ahead.finish()
+        while not reader.over:
+            yield from reader.take(_POLL_S)
+        reader.raise_error()
 
 
-class Ahead:
-    """Reads an iterator that blocks in a thread, so that whoever waits for the next may do so for a limited time."""
+class LineReader:
+    """Reads a blocking iterator in a thread, so that the consumer can wait with a time limit."""
 
     def __init__(self, lines: Iterator[str]) -> None:
         self._lines: list[str] = []
         self._error: Exception | None = None
         self._ended = self._closed = False
         self._changed = threading.Condition()
-        # A daemon: nobody can interrupt an iterator that waits, and the command that was interrupted ends.
+        # A daemon thread: a blocked iterator cannot be interrupted and must not keep the command from exiting.
         threading.Thread(target=self._read, args=(lines,), name="ludus-lines", daemon=True).start()
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> LineReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -64,20 +64,20 @@ class Ahead:
 
     @property
     def over(self) -> bool:
-        """There are no more to take, and none will come."""
+        """Whether the iterator has ended and all its lines were taken."""
         with self._changed:
             return self._ended and not self._lines
 
     def take(self, timeout_s: float) -> list[str]:
-        """Those that have come; waits for the first. None: the time is up, or it is over."""
+        """Wait for the next lines and return them; an empty list after `timeout_s` or at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._ended, timeout_s)
             taken, self._lines = self._lines, []
             self._changed.notify_all()
         return taken
 
-    def finish(self) -> None:
-        """Raises what the iterator has raised."""
+    def raise_error(self) -> None:
+        """Raise the exception with which the iterator ended, if any."""
         if self._error is not None:
             raise self._error
 
@@ -85,13 +85,13 @@ class Ahead:
         try:
             for line in lines:
                 with self._changed:
-                    while len(self._lines) >= _AHEAD and not self._closed:
-                        self._changed.wait(_LOOK_S)
+                    while len(self._lines) >= _MAX_BUFFERED and not self._closed:
+                        self._changed.wait(_POLL_S)
                     if self._closed:
                         return
                     self._lines.append(line)
                     self._changed.notify_all()
-        except Exception as error:  # whatever it is, it is the reader's, who gets it
+        except Exception as error:  # re-raised in the consumer's thread by `raise_error`
             self._error = error
         finally:
             with self._changed:

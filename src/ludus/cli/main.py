@@ -1,4 +1,4 @@
-"""The `ludus` command. Nothing heavy is imported before a command needs it, so that --help answers at once."""
+"""The `ludus` command. Heavy modules are imported inside the commands, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ app.command("new", rich_help_panel=TOOLS)(new.new)
 app.command("demo", rich_help_panel=TOOLS)(demo.demo)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"ludus {ludus.__version__}")
         raise typer.Exit
 
@@ -68,25 +68,25 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Before and after a training, which has its own way to stop."""
+def _handle_signal(number: int, frame: FrameType | None) -> None:
+    """Stop the command on SIGINT or SIGTERM. Training installs its own handlers while it runs."""
     os.write(2, f"ludus: Interrupted ({signal.Signals(number).name}).\n".encode())
     while frame is not None:
         if frame.f_globals.get("__name__") == "importlib._bootstrap":
-            # NumPy and PyTorch swallow what is raised while they are imported, and go on half made; nothing has begun yet.
+            # NumPy and PyTorch swallow exceptions during their import and continue half initialised; nothing was started yet.
             os._exit(130)
         frame = frame.f_back
     raise KeyboardInterrupt
 
 
-def _stands_in_a_run() -> bool:
-    """Then what lies here may be anybody's, and is no place to import from."""
+def _is_cwd_in_run() -> bool:
+    """Whether the working directory is in a run directory, whose files may be untrusted and must not be imported."""
     try:
         return trust.is_in_run(Path.cwd())
     except OSError:  # the working directory was removed
@@ -94,18 +94,18 @@ def _stands_in_a_run() -> bool:
 
 
 def main() -> None:
-    """Exit codes: 0 finished, 1 failed, 2 wrong usage or config, 130 interrupted."""
-    # Idle OpenMP threads would spin on a core that environments and gradient threads need; read when torch is loaded.
+    """Run the command line. Exit codes: 0 finished, 1 failed, 2 wrong usage or config, 130 interrupted."""
+    # Idle OpenMP threads would spin on a core that environments and gradient threads need; torch reads this on import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):  # without a real stderr
-        # A game whose library crashes in this process takes it along: then stderr has at least the line of Python.
+        # A native library of a game that crashes also ends this process; faulthandler prints the Python stack.
         faulthandler.enable()
-    signal.signal(signal.SIGINT, _interrupted)
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGINT, _handle_signal)
+    signal.signal(signal.SIGTERM, _handle_signal)
     debug = "--debug" in sys.argv or bool(os.environ.get("LUDUS_DEBUG"))
-    if "" not in sys.path and not _stands_in_a_run():
-        sys.path.insert(0, "")  # `module:function` is looked for here too, as with `python -m`
-    trust.allow([word.rpartition("=")[2] for word in sys.argv[1:] if "://" in word])  # a store or memory of the user's own
+    if "" not in sys.path and not _is_cwd_in_run():
+        sys.path.insert(0, "")  # `module:function` is imported from here too, as with `python -m`
+    trust.allow([word.rpartition("=")[2] for word in sys.argv[1:] if "://" in word])  # URLs that the user typed
     try:
         app()
     except LudusError as error:
@@ -115,10 +115,10 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of our output exited, e.g. `head`
         sys.stderr.close()
         sys.exit(1)
-    except Exception as error:
+    except Exception as error:  # last resort: a one-line error instead of a traceback
         if debug:
             raise
         print(f"ludus: unexpected {type(error).__name__}: {error} (set LUDUS_DEBUG=1 for the traceback)", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What commands print, and commands as they can be typed on this machine."""
+"""Helpers for the messages that commands print."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def say(text: str, *, to_stderr: bool = False) -> None:
     print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
-def here(command: str) -> str:
-    """A command as it can be typed now: with its path when its folder is not on PATH."""
+def runnable(command: str) -> str:
+    """The command to type on this machine: with its path if its directory is not on PATH."""
     if shutil.which(command):
         return command
-    beside = Path(sys.argv[0]).parent / command
-    return str(beside) if beside.exists() else command
+    sibling = Path(sys.argv[0]).parent / command
+    return str(sibling) if sibling.exists() else command

@@ -1,4 +1,4 @@
-"""Progress of an operation that handles N of M things: a bar on a terminal, an occasional line everywhere else."""
+"""Progress of an operation with N of M items: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TextIO
 from ludus.core.formatting import format_duration, format_number
 
 LINE_EVERY_S = 10.0
-"""Time between two lines where there is no terminal; an operation that is shorter prints none."""
+"""Seconds between two lines without a terminal; a shorter operation prints none."""
 
 
 class ProgressBar:
     """A context manager: `with ProgressBar("rendering", 300, "frames") as progress: … progress.advance()`.
 
-    `total` None: not known; then only what is done and the time are shown. Written to stderr, so that results on stdout stay
-    parseable. `update` and `advance` are cheap and may be called for every item, from any thread.
+    `total` is None while it is unknown; then the count and the time are shown. Writes to stderr, so that results on stdout
+    stay parseable. `update` and `advance` are cheap and may be called for every item, from any thread.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class ProgressBar:
     def __exit__(self, *exc: object) -> None:
         if self._rich is not None:
             self._rich.stop()
-        elif self._printed > self._began:  # there were lines: the last one says how it ended
+        elif self._printed > self._began:  # lines were printed: add one with the final count
             self._print_line(self._clock())
 
     def advance(self, number: int = 1) -> None:
         self.update(self._done + number)
 
     def update(self, done: int, total: int | None = None) -> None:
-        """`done` in all so far. `total`: when it becomes known, or has changed."""
+        """Set the number of items done so far, and `total` once it is known or has changed."""
         self._done = done
         self._total = self._total if total is None else total
         if self._rich is not None:
@@ -76,7 +76,7 @@ class ProgressBar:
 
 
 class DeferredProgressBar:
-    """A ProgressBar that appears with its first update, for the last part of an operation that prints something else before."""
+    """A ProgressBar that appears with its first update, for operations that print other lines first."""
 
     def __init__(self, action: str, unit: str = "", *, quiet: bool = False) -> None:
         self._action, self._unit, self._quiet = action, unit, quiet
@@ -102,7 +102,7 @@ def progress_line(action: str, counted: str, done: int, total: int | None, took_
 
 
 def pace(done: int, total: int | None, took_s: float) -> str:
-    """The time that has passed, and what is left of it or how fast it goes: `12 s, about 18 s left`."""
+    """The elapsed time, with the remaining time or the speed: `12 s, about 18 s left`."""
     parts = [format_duration(took_s)]
     if total and 0 < done < total:
         parts.append(f"about {format_duration(took_s / done * (total - done))} left")
@@ -117,7 +117,7 @@ def _rich_progress(stream: TextIO, bounded: bool) -> Any:
     from rich.text import Text
 
     class Pace(ProgressColumn):
-        """Drawn anew while nothing is done, too, so that the time goes on."""
+        """Redrawn on every refresh, so that the elapsed time advances without updates."""
 
         def render(self, task: Task) -> Text:
             total = None if task.total is None else int(task.total)

@@ -1,4 +1,4 @@
-"""A run as an argument: short names are resolved, and the shell completes them. Give both to `typer.Argument` or `typer.Option`."""
+"""Callbacks for arguments that name a run: `run_place` resolves short names, `complete_run` completes them in the shell."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def run_place(value: str | None) -> str | None:
-    """As `callback`: `last`, an experiment's name or the end of a run's name becomes the path of the run."""
+    """Resolve `last`, an experiment's name or the end of a run's name to the path of the run. Used as `callback`."""
     from ludus.experiments.runs.run_names import resolve_run
 
     return None if value is None else resolve_run(value)
 
 
 def run_places(values: list[str] | None) -> list[str] | None:
-    """The same for an argument that takes several. `NAME=RUN` and directories with runs stay what they are."""
+    """`run_place` for an argument with several values. Keeps the NAME of `NAME=RUN`, and directories with runs."""
     from ludus.experiments.runs.run_names import resolve_run
 
     if values is None:
@@ -24,7 +24,7 @@ def run_places(values: list[str] | None) -> list[str] | None:
 
 
 def complete_run(incomplete: str) -> list[tuple[str, str]]:
-    """As `autocompletion`: short names and directories."""
+    """Complete short names and directories. Used as `autocompletion`."""
     return [*_short_names(incomplete), *_directories(incomplete)]
 
 
@@ -40,11 +40,11 @@ def _short_names(incomplete: str) -> Iterator[tuple[str, str]]:
 def _directories(incomplete: str) -> Iterator[tuple[str, str]]:
     above = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent).expanduser()
     begin = "" if incomplete.endswith("/") else Path(incomplete).name
-    shown = incomplete.removesuffix(begin)
+    prefix = incomplete.removesuffix(begin)
     try:
         entries = sorted(above.iterdir())
     except OSError:
         return
     for path in entries:
         if path.name.startswith(begin) and (begin.startswith(".") or not path.name.startswith(".")) and path.is_dir():
-            yield f"{shown}{path.name}/", ""
+            yield f"{prefix}{path.name}/", ""

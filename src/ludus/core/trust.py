@@ -108,7 +108,7 @@ def note_run(directory: Path) -> None:
 
 def is_allowed(name: str) -> bool:
     """Whether the user gave the name, or trusts all names."""
-    allowed = _allowed()
+    allowed = _allowed_names()
     return name in allowed or EVERYTHING in allowed
 
 
@@ -116,17 +116,17 @@ def trusted_names(*names: str) -> tuple[str, ...]:
     """Return what a process of this run on another machine may import: names that the user gave, and those of `names` that are
     in the user's project here."""
     own = {name for name in names if ":" in name and is_in_project(name.partition(":")[0])}
-    return tuple(sorted(_allowed() | own))
+    return tuple(sorted(_allowed_names() | own))
 
 
 def adopt(names: Iterable[str]) -> None:
     """Trust names, as returned by `trusted_names` in the process that started this one."""
-    fresh = set(names) - _allowed()
+    fresh = set(names) - _allowed_names()
     if fresh:
-        os.environ[VARIABLE] = ",".join(sorted(_allowed() | fresh))
+        os.environ[VARIABLE] = ",".join(sorted(_allowed_names() | fresh))
 
 
-def _allowed() -> set[str]:
+def _allowed_names() -> set[str]:
     return {entry.strip() for entry in re.split(r"[,\n]", os.environ.get(VARIABLE, "")) if entry.strip()}
 
 

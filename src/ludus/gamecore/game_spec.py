@@ -139,11 +139,11 @@ def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, An
     from ludus.games.arena.host.match_host import HERO_TABLE
 
     rest = {"opponent": SELF, **keywords}
-    unknown = set(rest) - set(seats.Options.__dataclass_fields__)
+    unknown = set(rest) - set(seats.ArenaOptions.__dataclass_fields__)
     if unknown:
         name = min(unknown)
-        raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, [*seats.Options.__dataclass_fields__, *KEYS]))
-    arena = seats.Options(mode=mode or "1v1", **rest)
+        raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, [*seats.ArenaOptions.__dataclass_fields__, *KEYS]))
+    arena = seats.ArenaOptions(mode=mode or "1v1", **rest)
     if arena.states is not None:
         raise ConfigError(f"states is {arena.states!r}.", "Remove it: a gamecore server uses its own saved states with `repeat`.")
     size, settings = arena.size, arena.settings()
@@ -177,7 +177,7 @@ def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, An
         seats=tuple(f"hero_{i}" for i in range(size)),
         joint_seats=tuple(f"{camp}_{i}" for camp in seats.CAMPS for i in range(size)),
         opponent_shares=_shares_by_kind(arena.shares),
-        opponent_sampler=arena.rivals(),
+        opponent_sampler=arena.opponents(),
         lineups=arena.lineups(),
         side=arena.camp(),
         opponents=tuple(kind.removeprefix(RULE) for kind in arena.shares if kind != SELF),

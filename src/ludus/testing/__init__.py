@@ -1,3 +1,3 @@
-"""For the tests of those who extend Ludus: contract suites of backends, and the check of a model."""
+"""Test helpers for extensions of Ludus: contract suites for backends, and a check of custom models."""
 
 from ludus.testing.model_check import check_model as check_model

@@ -1,11 +1,11 @@
-"""What every exchange must do. A backend, ours or yours, is right when it passes this suite:
+"""Contract suite for message streams. A backend is correct if it passes:
 
 class TestMyExchange(ExchangeContract):
     @pytest.fixture
     def make(self) -> MakeExchange:
-        return lambda channel, room: MyExchange("scheme://…", channel, room)      # an end of that channel, empty at first
+        return lambda channel, room: MyStream("scheme://…", channel, room)      # a client of an empty channel
 
-All ends are closed by the suite. Each is used by one thread at a time, as everywhere.
+The suite closes all clients. Each is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ExchangeContract:
 
     @pytest.fixture
     def opened(self, make: MakeExchange) -> Iterator[Open]:
-        """Ends of channels that are new to this test."""
+        """Return a factory of clients of new channels."""
         with contextlib.ExitStack() as stack:
             prefix = f"{time.time_ns():x}"
 
@@ -55,14 +55,14 @@ class ExchangeContract:
         sent = [b"", b"\r\n$5\r\n*1\r\n", bytes(range(256)) * 5, b"last"]
         for message in sent:
             assert writer.push(message, 0)
-        assert contents(pulled(reader, len(sent))) == sent
+        assert contents(pull_all(reader, len(sent))) == sent
 
     def test_the_pieces_of_a_message_are_joined(self, opened: Open) -> None:
         writer, reader = opened(), opened()
         large = bytearray(range(256)) * 8192
         assert writer.push([b"head", memoryview(large)[100:-100], b"", bytearray(b"tail")], _WAIT_S)
         large[:] = bytes(len(large))  # once pushed, the buffer is the writer's again
-        (got,) = contents(pulled(reader, 1))
+        (got,) = contents(pull_all(reader, 1))
         assert got == b"head" + (bytes(range(256)) * 8192)[100:-100] + b"tail"
 
     def test_messages_of_every_size_come_one_after_the_other(self, opened: Open) -> None:
@@ -73,15 +73,15 @@ class ExchangeContract:
         for turn in range(3):
             for size in sizes:
                 assert writer.push(bytes([turn + size % 251]) * size, 0)
-            got = pulled(reader, len(sizes))
+            got = pull_all(reader, len(sizes))
             assert contents(got) == [bytes([turn + size % 251]) * size for size in sizes]
             reader.acknowledge([delivery.id for delivery in got])
 
-    def test_what_was_pushed_before_anybody_read_is_there(self, opened: Open) -> None:
+    def test_messages_pushed_before_the_first_read_are_delivered(self, opened: Open) -> None:
         writer = opened()
         writer.push(b"early", 0)
         writer.close()
-        assert contents(pulled(opened(), 1)) == [b"early"]
+        assert contents(pull_all(opened(), 1)) == [b"early"]
 
     def test_an_empty_exchange_gives_nothing(self, opened: Open) -> None:
         reader, began = opened(), time.monotonic()
@@ -90,7 +90,7 @@ class ExchangeContract:
         assert time.monotonic() - began < _LATE_S
         assert reader.waiting() == 0
 
-    def test_no_more_are_pulled_than_were_asked_for_and_nobody_waits_for_more(self, opened: Open) -> None:
+    def test_at_most_the_requested_messages_are_pulled_without_waiting_for_more(self, opened: Open) -> None:
         writer, reader = opened(), opened()
         for number in range(5):
             writer.push(b"%d" % number, 0)
@@ -99,7 +99,7 @@ class ExchangeContract:
         assert contents(reader.pull(100, _WAIT_S)) == [b"2", b"3", b"4"]
         assert time.monotonic() - began < _LATE_S
 
-    def test_whoever_waits_for_a_message_gets_it_when_it_is_pushed(self, opened: Open) -> None:
+    def test_a_waiting_reader_gets_a_message_when_it_is_pushed(self, opened: Open) -> None:
         writer, reader = opened(), opened()
         waiting = Call(lambda: contents(reader.pull(10, _WAIT_S)))
         writer.push(b"at last", 0)
@@ -114,22 +114,22 @@ class ExchangeContract:
         assert not writer.push(b"3", 0)
         assert not writer.push(b"3", _SHORT_S)
         assert writer.waiting() == 2, "what was refused is there all the same"
-        first, second = pulled(reader, 2)
+        first, second = pull_all(reader, 2)
         assert not writer.push(b"3", 0), "what was pulled but not acknowledged still takes up its room"
         reader.acknowledge([first.id])
         assert writer.push(b"3", _WAIT_S)
         assert not writer.push(b"4", 0)
         reader.acknowledge([second.id])
-        assert contents(pulled(reader, 1)) == [b"3"]
+        assert contents(pull_all(reader, 1)) == [b"3"]
 
-    def test_whoever_waits_for_room_gets_it_when_a_message_is_acknowledged(self, opened: Open) -> None:
+    def test_a_waiting_writer_gets_room_when_a_message_is_acknowledged(self, opened: Open) -> None:
         writer, reader = opened("a", 1), opened("a", 1)
         writer.push(b"1", 0)
-        (first,) = pulled(reader, 1)
+        (first,) = pull_all(reader, 1)
         waiting = Call(lambda: writer.push(b"2", _WAIT_S))
         reader.acknowledge([first.id])
         assert waiting.result() is True
-        assert contents(pulled(reader, 1)) == [b"2"]
+        assert contents(pull_all(reader, 1)) == [b"2"]
 
     def test_many_writers_overrun_the_room_by_one_each_at_most(self, opened: Open) -> None:
         writers = [opened("a", 5) for _ in range(4)]
@@ -147,7 +147,7 @@ class ExchangeContract:
         for number in range(3):
             exchange.push(b"%d" % number, 0)
         assert exchange.waiting() == 3
-        first, second = pulled(exchange, 2)
+        first, second = pull_all(exchange, 2)
         assert exchange.waiting() == 3
         exchange.acknowledge([first.id, second.id])
         assert exchange.waiting() == 1
@@ -158,7 +158,7 @@ class ExchangeContract:
         writer, one, two = opened(), opened(), opened()
         for number in range(6):
             writer.push(b"%d" % number, 0)
-        first, second = pulled(one, 3), pulled(two, 3)
+        first, second = pull_all(one, 3), pull_all(two, 3)
         assert contents(first) + contents(second) == [b"%d" % number for number in range(6)]
         assert one.pull(10, 0) == two.pull(10, 0) == []
 
@@ -166,19 +166,19 @@ class ExchangeContract:
         writer, dead = opened(), opened()
         for number in range(5):
             writer.push(b"%d" % number, 0)
-        done, *_ = pulled(dead, 3)
+        done, *_ = pull_all(dead, 3)
         dead.acknowledge([done.id])
         dead.close()
         heir = opened()
         assert heir.reclaim(0) == 2
-        assert contents(pulled(heir, 4)) == [b"1", b"2", b"3", b"4"], "the old ones first, then the new"
+        assert contents(pull_all(heir, 4)) == [b"1", b"2", b"3", b"4"], "the old ones first, then the new"
         assert heir.pull(10, 0) == []
 
     def test_what_was_reclaimed_is_delivered_in_portions_and_can_be_acknowledged(self, opened: Open) -> None:
         writer, dead, heir = opened(), opened(), opened()
         for number in range(7):
             writer.push(b"%d" % number, 0)
-        pulled(dead, 7)
+        pull_all(dead, 7)
         assert heir.reclaim(0) == 7
         got = list[bytes]()
         while portion := heir.pull(3, 0):
@@ -192,15 +192,15 @@ class ExchangeContract:
     def test_a_message_that_came_again_comes_a_third_time_if_need_be(self, opened: Open) -> None:
         writer, readers = opened(), [opened() for _ in range(3)]
         writer.push(b"stubborn", 0)
-        assert contents(pulled(readers[0], 1)) == [b"stubborn"]
+        assert contents(pull_all(readers[0], 1)) == [b"stubborn"]
         for reader in readers[1:]:
             assert reader.reclaim(0) == 1
-            assert contents(pulled(reader, 1)) == [b"stubborn"]
+            assert contents(pull_all(reader, 1)) == [b"stubborn"]
 
     def test_what_was_acknowledged_never_comes_again(self, opened: Open) -> None:
         writer, reader = opened(), opened()
         writer.push(b"1", 0)
-        (delivery,) = pulled(reader, 1)
+        (delivery,) = pull_all(reader, 1)
         reader.acknowledge([delivery.id])
         reader.acknowledge([delivery.id])  # again: no effect
         reader.acknowledge([])
@@ -210,7 +210,7 @@ class ExchangeContract:
     def test_nothing_is_taken_from_a_reader_that_was_not_idle_for_so_long(self, opened: Open) -> None:
         writer, reader, other = opened(), opened(), opened()
         writer.push(b"1", 0)
-        (delivery,) = pulled(reader, 1)
+        (delivery,) = pull_all(reader, 1)
         assert other.reclaim(3600) == 0
         assert other.pull(10, 0) == []
         reader.acknowledge([delivery.id])
@@ -218,17 +218,17 @@ class ExchangeContract:
     def test_a_reader_does_not_reclaim_what_it_has_in_hand(self, opened: Open) -> None:
         writer, reader = opened(), opened()
         writer.push(b"1", 0)
-        pulled(reader, 1)
+        pull_all(reader, 1)
         assert reader.reclaim(0) == 0
         assert reader.pull(10, 0) == []
 
     def test_what_was_reclaimed_from_a_reader_before_it_saw_it_comes_only_once(self, opened: Open) -> None:
         writer, dead, slow, quick = opened(), opened(), opened(), opened()
         writer.push(b"1", 0)
-        pulled(dead, 1)
+        pull_all(dead, 1)
         assert slow.reclaim(0) == 1
         assert quick.reclaim(0) == 1
-        assert contents(pulled(quick, 1)) == [b"1"]
+        assert contents(pull_all(quick, 1)) == [b"1"]
         assert slow.pull(10, 0) == []
 
     def test_many_writers_and_readers_lose_and_double_nothing(self, opened: Open) -> None:
@@ -331,14 +331,14 @@ class ExchangeContract:
         writer.push(b"1", 0)
         writer.push(b"2", 0)
         writer.post("key", b"", rank=9)
-        (held,) = pulled(reader, 1)
+        (held,) = pull_all(reader, 1)
         writer.drop()
         assert (writer.waiting(), writer.posted("")) == (0, {})
         assert reader.pull(10, 0) == []
         reader.acknowledge([held.id])
         assert writer.push(b"3", 0)
         assert writer.push(b"4", 0)
-        assert contents(pulled(reader, 2)) == [b"3", b"4"]
+        assert contents(pull_all(reader, 2)) == [b"3", b"4"]
         assert reader.post("key", b"", rank=1)
 
     def test_closing_one_end_leaves_the_others(self, opened: Open) -> None:
@@ -347,7 +347,7 @@ class ExchangeContract:
         one.post("key", b"value")
         one.close()
         one.close()
-        assert contents(pulled(other, 1)) == [b"1"]
+        assert contents(pull_all(other, 1)) == [b"1"]
         assert other.read("key") == b"value"
 
 
@@ -355,8 +355,8 @@ def contents(deliveries: list[Delivery]) -> list[bytes]:
     return [bytes(delivery.data) for delivery in deliveries]
 
 
-def pulled(exchange: MessageStream, count: int) -> list[Delivery]:
-    """So many, in however many portions they come."""
+def pull_all(exchange: MessageStream, count: int) -> list[Delivery]:
+    """Pull `count` messages, in any number of calls."""
     found = list[Delivery]()
     end = time.monotonic() + _WAIT_S
     while len(found) < count:
@@ -367,7 +367,7 @@ def pulled(exchange: MessageStream, count: int) -> list[Delivery]:
 
 
 class Call:
-    """A call in a thread of its own, with what it returned or raised."""
+    """A call in a separate thread, with its result or exception."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._value: Any = None

@@ -1,4 +1,4 @@
-"""What every memory must do. A backend, ours or yours, is right when it passes this suite:
+"""Contract suite for memories. A backend is correct if it passes:
 
 class TestMyMemory(MemoryContract):
     @pytest.fixture
@@ -36,7 +36,7 @@ SPEC = SegmentSpec(
     model="left",
     results=("won", "seconds"),
 )
-"""A bit of everything that a transport must carry."""
+"""Spec with all kinds of arrays that a transport must carry."""
 
 _WAIT_S = 60.0  # how long a test waits for what must happen; never reached when it does
 _SHORT_S = 0.02
@@ -58,7 +58,7 @@ class MemoryContract:
 
     def test_the_order_is_that_of_the_commits_not_of_the_reservations(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 2)
-        one, two = reserved(memory), reserved(memory)
+        one, two = reserve_block(memory), reserve_block(memory)
         sign(one, 1)
         sign(two, 2)
         memory.commit(two)
@@ -66,7 +66,7 @@ class MemoryContract:
         assert [read(memory), read(memory)] == [2, 1]
 
     def test_a_block_has_the_shape_that_was_asked_for(self, make: MakeMemory) -> None:
-        block = reserved(make(SPEC, ROWS, 1))
+        block = reserve_block(make(SPEC, ROWS, 1))
         expected = Segments.empty(SPEC, ROWS)
         assert block.rows == ROWS
         assert block.spec == SPEC
@@ -76,7 +76,7 @@ class MemoryContract:
     def test_a_full_memory_pushes_back(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 2)
         write(memory, 1)
-        held = reserved(memory)
+        held = reserve_block(memory)
         assert memory.reserve(0) is None
         assert memory.reserve(_SHORT_S) is None
         memory.commit(sign(held, 2))
@@ -90,7 +90,7 @@ class MemoryContract:
 
     def test_an_abandoned_block_is_free_again_and_never_seen_by_a_reader(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
-        block = sign(reserved(memory), 1)
+        block = sign(reserve_block(memory), 1)
         memory.abandon(block)
         assert memory.take(0) is None
         write(memory, 2)
@@ -102,13 +102,13 @@ class MemoryContract:
         memory = make(SPEC, ROWS, 2)
         assert memory.take(0) is None
         assert memory.take(_SHORT_S) is None
-        block = reserved(memory)
+        block = reserve_block(memory)
         assert memory.take(0) is None, "a block that is still being written cannot be taken"
         memory.commit(sign(block, 7))
         assert read(memory) == 7
         assert memory.take(0) is None
 
-    def test_whoever_waits_for_room_gets_it_when_a_block_is_released(self, make: MakeMemory) -> None:
+    def test_a_waiting_writer_gets_room_when_a_block_is_released(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
         write(memory, 1)
         taken = memory.take(0)
@@ -117,7 +117,7 @@ class MemoryContract:
         memory.release(taken)
         assert waiting.result() is not None
 
-    def test_whoever_waits_for_a_block_gets_it_when_it_is_committed(self, make: MakeMemory) -> None:
+    def test_a_waiting_reader_gets_a_block_when_it_is_committed(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
         waiting = _Call(lambda: read(memory, _WAIT_S))
         write(memory, 5)
@@ -127,17 +127,17 @@ class MemoryContract:
 
     def test_reserved_blocks_do_not_overlap(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 3)
-        blocks = [sign(reserved(memory), i) for i in range(3)]
+        blocks = [sign(reserve_block(memory), i) for i in range(3)]
         assert [signature(block) for block in blocks] == [0, 1, 2]
 
-    def test_a_taken_block_is_nobody_elses(self, make: MakeMemory) -> None:
+    def test_a_taken_block_is_not_given_to_another_reader(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 3)
         write(memory, 1)
         write(memory, 2)
         first, second = memory.take(0), memory.take(0)
         assert first is not None
         assert second is not None
-        sign(reserved(memory), 3)
+        sign(reserve_block(memory), 3)
         assert (signature(first), signature(second)) == (1, 2), "a writer was given a block that is being read"
         assert memory.take(0) is None
 
@@ -147,9 +147,9 @@ class MemoryContract:
             write(memory, i)
             assert read(memory) == i
 
-    def test_a_block_of_somebody_else_is_refused(self, make: MakeMemory) -> None:
+    def test_a_block_of_another_memory_is_rejected(self, make: MakeMemory) -> None:
         memory, other = make(SPEC, ROWS, 1), make(SPEC, ROWS, 1)
-        for foreign in (Segments.empty(SPEC, ROWS), reserved(other)):
+        for foreign in (Segments.empty(SPEC, ROWS), reserve_block(other)):
             with pytest.raises(ValueError, match="block"):
                 memory.commit(foreign)
             with pytest.raises(ValueError, match="block"):
@@ -160,7 +160,7 @@ class MemoryContract:
 
     def test_a_block_can_be_given_back_only_once_and_only_by_its_holder(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 2)
-        block = sign(reserved(memory), 1)
+        block = sign(reserve_block(memory), 1)
         with pytest.raises(ValueError, match="block"):
             memory.release(block)  # reserved, not taken
         memory.commit(block)
@@ -181,7 +181,7 @@ class MemoryContract:
     def test_everything_inside_a_block_arrives(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
         for seed in range(2):  # the second time in a used block
-            block = reserved(memory)
+            block = reserve_block(memory)
             _fill(block, seed)
             sent = map_tree(np.copy, block.arrays())
             finals = block.finals
@@ -196,18 +196,18 @@ class MemoryContract:
 
     def test_a_fresh_reservation_holds_no_final_observations(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
-        block = reserved(memory)
+        block = reserve_block(memory)
         block.finals = 2
         memory.commit(block)
         memory.release(_present(memory.take(0)))
-        assert reserved(memory).finals == 0
+        assert reserve_block(memory).finals == 0
 
     # -- closing
 
-    def test_closing_wakes_whoever_waits(self, make: MakeMemory) -> None:
+    def test_closing_wakes_waiting_threads(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
         takers = [_Call(lambda: memory.take(_WAIT_S)) for _ in range(2)]
-        reserved(memory)
+        reserve_block(memory)
         reservers = [_Call(lambda: memory.reserve(_WAIT_S)) for _ in range(2)]
         memory.close()
         for call in (*takers, *reservers):
@@ -292,7 +292,7 @@ class MemoryContract:
 
 
 def sign(block: Segments, number: int) -> Segments:
-    """Write a number all over a block."""
+    """Write a number into all arrays of a block."""
     block.reward[:] = number
     block.version[:] = number
     block.observation["vector"][:] = number
@@ -300,13 +300,13 @@ def sign(block: Segments, number: int) -> Segments:
 
 
 def signature(block: Segments) -> int:
-    """The number that `sign` wrote; fails when two writers were in one block."""
+    """Return the number that `sign` wrote; fails if two writers wrote to the block."""
     numbers = {int(n) for array in (block.reward, block.version, block.observation["vector"]) for n in np.unique(array)}
     assert len(numbers) == 1, f"a block holds parts of several: {numbers}"
     return numbers.pop()
 
 
-def reserved(memory: Memory) -> Segments:
+def reserve_block(memory: Memory) -> Segments:
     return _present(memory.reserve(_WAIT_S))
 
 
@@ -341,7 +341,7 @@ def _counts(memory: Memory) -> dict[str, int]:
 
 
 class _Call:
-    """A call in a thread of its own, with what it returned or raised."""
+    """A call in a separate thread, with its result or exception."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._value: Any = None

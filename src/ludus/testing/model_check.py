@@ -1,4 +1,4 @@
-"""What a network of your own must do, for your tests: the same check that every run makes before it begins."""
+"""Check of a custom model for your tests; every run makes the same check at its start."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def check_model(
     values: bool = False,
     **model_config: Any,
 ) -> Policy:
-    """Raise UsageError, saying what to change, unless the model can be learned with; returns a policy that plays with it.
+    """Raise UsageError with the remedy unless the model can be trained; return a policy with it.
 
-    `model`: as `custom_model` names it, or the class. `env`: an environment, its name, or (observation_space, action_space).
-    `values`: for DQN, where outputs are action values. `model_config`: further keys of the `model:` section.
+    `model`: a value of `custom_model`, or the class. `env`: an environment, its name, or (observation_space, action_space).
+    `values`: for DQN, whose outputs are action values. `model_config`: other keys of the `model:` section.
 
     def test_the_model_can_be_learned_with():
         check_model("customnet", "CartPole-v1", {"hidden": 64})

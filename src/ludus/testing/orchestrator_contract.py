@@ -1,11 +1,11 @@
-"""What every orchestrator must do. A backend, ours or yours, is right when it passes this suite:
+"""Contract suite for orchestrators. A backend is correct if it passes:
 
 class TestMyOrchestrator(OrchestratorContract):
     @pytest.fixture
     def orchestrator(self) -> Orchestrator:
         return MyOrchestrator(...)             # with no jobs yet
 
-Jobs are lines of `sh`, and leave their marks in a directory that all machines of the backend share (fixture `shared`).
+Jobs are `sh` commands that write files to a directory shared by all machines of the backend (fixture `shared`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STILL_S = 0.2  # how long nothing must happen
 _SECRET = "horse-battery-staple"  # noqa: S105
 
 BEATING = "while :; do echo . >> $0; sleep 0.05; done"
-"""Goes on for ever, and shows that it does in the file that is its first argument."""
+"""Runs forever, and appends to the file that is its first argument."""
 
 
 class OrchestratorContract:
@@ -46,11 +46,11 @@ class OrchestratorContract:
             ended(orchestrator, status.id)
 
     def again(self, orchestrator: Orchestrator) -> Orchestrator:
-        """The same orchestrator as another process would open it."""
+        """Return the same orchestrator as opened by another process."""
         return orchestrator
 
     def traces(self, orchestrator: Orchestrator, job_id: str) -> Iterable[Path]:
-        """All files that the backend wrote for a job: secrets are looked for in them."""
+        """Return all files that the backend wrote for a job, which are searched for secrets."""
         return []
 
     # -- to the end
@@ -324,7 +324,7 @@ def until(happened: Callable[[], bool], timeout_s: float | None = None) -> None:
 
 
 def is_still(path: Path) -> bool:
-    """Whether nobody writes to it: nothing can be waited for that does not happen."""
+    """Whether a file stays unchanged for a while."""
     before = path.read_bytes()
     time.sleep(_STILL_S)
     return path.read_bytes() == before

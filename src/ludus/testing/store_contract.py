@@ -1,4 +1,4 @@
-"""What every store must do. A backend, ours or yours, is right when it passes this suite:
+"""Contract suite for stores. A backend is correct if it passes:
 
 class TestMyStore(StoreContract):
     @pytest.fixture
@@ -7,7 +7,7 @@ class TestMyStore(StoreContract):
 
     def damage(self, store, key, name, data):  # behind the store's back
         ...
-    def abandon(self, store, key, files):      # what a writer leaves that dies in the middle
+    def abandon(self, store, key, files):      # leave an unfinished write of a killed process
         ...
 """
 
@@ -27,23 +27,23 @@ WRITERS = 16
 _WAIT_S = 60.0
 
 ESCAPES = ["..", "../x", "a/../../x", "a/..", "/x", "/", "\\x", "a\\..\\x", "a\0b", "", ".", "./x", "a//b", "a/"]
-"""Keys that would leave the store, or that two systems would read differently."""
+"""Keys that refer to files outside of the store, or that systems interpret differently."""
 
 
 class StoreContract:
     writers = WRITERS
-    """How many write at once in a race. A server whose locks are slow may do with fewer."""
+    """Number of concurrent writers in a race; fewer for servers with slow locks."""
 
     @pytest.fixture
     def store(self) -> Store:
         raise NotImplementedError("Override the fixture `store`: an empty store of the kind to be tested.")
 
     def damage(self, store: Store, key: str, name: str, data: bytes | None) -> None:
-        """Behind the store's back, give the file `name` of the bundle `key` other bytes, or remove it when `data` is None."""
+        """Without using the store, overwrite the file `name` of the bundle `key`, or remove it if `data` is None."""
         raise NotImplementedError("Override `damage`.")
 
     def abandon(self, store: Store, key: str, files: Mapping[str, bytes]) -> None:
-        """Leave in the store whatever a writer leaves that is killed just before `put_bundle(key, files)` is done."""
+        """Leave in the store what a writer leaves when it is killed just before the end of `put_bundle(key, files)`."""
         raise NotImplementedError("Override `abandon`.")
 
     def test_its_address_is_one_line_without_secrets(self, store: Store) -> None:
@@ -223,7 +223,7 @@ class StoreContract:
         assert store.get("checkpoints/deep/er") == b"1"
 
     def _abandon_beside(self, store: Store, key: str) -> None:
-        """Also where there is a bundle: this writer had begun before that was there."""
+        """Also for a key with a bundle: this writer began before the bundle was complete."""
         finished = store.get_bundle(key) if key.rpartition("/")[2] in store.list(key.rpartition("/")[0]) else None
         if finished is not None:
             store.delete(key)
@@ -405,7 +405,7 @@ class StoreContract:
 
 
 def _race(writers: int, act: Callable[[int], None]) -> list[int]:
-    """Let many threads act at once; the numbers of those who did not meet AlreadyExists. Any other error is raised here."""
+    """Run many threads at once; return the numbers of those without AlreadyExists. Other errors are raised."""
     ready = threading.Barrier(writers)
     won: list[int] = []
     failed: list[BaseException] = []

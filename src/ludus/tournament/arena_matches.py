@@ -22,7 +22,7 @@ from ludus.core.plugins import did_you_mean
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.envs.video_writer import FrameProgress
 from ludus.errors import IncompatibleCheckpoint, UsageError
-from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.bots.round_robin import draw_lineup
 from ludus.games.arena.engine.heroes import HEROES
 from ludus.games.arena.engine.layout import (
@@ -47,7 +47,7 @@ from ludus.games.arena.engine.layout import (
 from ludus.games.arena.engine.recording import Recorder, Recording, write_recording
 from ludus.games.arena.engine.settings import MAX_SIZE, SECONDS, rows_of, size_of
 from ludus.games.arena.engine.vector import Arena
-from ludus.games.arena.env.seats import Options, Seats, action_space, observation_space
+from ludus.games.arena.env.seats import ArenaOptions, Seats, action_space, observation_space
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
 from ludus.tournament.contestants import RULE, Contestant, ScriptedContestant, TrainedContestant
@@ -116,11 +116,11 @@ def schedule_matches(settings: BattleSettings, size: int) -> list[Pairing]:
 
 def check_contestant(one: Contestant, size: int) -> None:
     """Raises UsageError, IncompatibleCheckpoint."""
-    if isinstance(one, ScriptedContestant) and one.name not in SCRIPTS:
+    if isinstance(one, ScriptedContestant) and one.name not in BOTS:
         message = (
             f"There is no built-in player {one.name!r}." if one.name else f"The Arena needs the name of a player after {RULE!r}."
         )
-        raise UsageError(message, did_you_mean(f"{RULE}:{one.name}", [f"{RULE}:{name}" for name in SCRIPTS]))
+        raise UsageError(message, did_you_mean(f"{RULE}:{one.name}", [f"{RULE}:{name}" for name in BOTS]))
     if isinstance(one, TrainedContestant) and one.several:
         raise UsageError(f"{one.label} has the models {', '.join(one.several)}.", "Choose one: --model-a, --model-b.")
     if isinstance(one, TrainedContestant) and (mismatch := find_mismatch(one.policy, size)):
@@ -218,10 +218,10 @@ class ArenaRecording:
         return write_recording(path.with_suffix(RECORDING_SUFFIX), self.recording)
 
     def write_video(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
-        from ludus.games.arena.render.video import film
+        from ludus.games.arena.render.video import write_video
 
         path = path.with_suffix(".mp4")
-        film(self.recording, path, speed=VIDEO_SPEED if speed is None else speed, progress=progress)
+        write_video(self.recording, path, speed=VIDEO_SPEED if speed is None else speed, progress=progress)
         return path
 
     def discard(self) -> None:
@@ -249,7 +249,7 @@ class ArenaStage:
         self._records = records
         self._matches = min(max_parallel, settings.games)
         seated = [who for who, one in enumerate(contestants) if isinstance(one, TrainedContestant)]
-        options = Options(mode=size, opponent="self", side=0, every=every, seconds=settings.seconds or SECONDS)
+        options = ArenaOptions(mode=size, opponent="self", side=0, every=every, seconds=settings.seconds or SECONDS)
         self._seats = Seats(options, [range(len(seated) * size)] * self._matches)
         self._arena: Arena = self._seats.arena
         rows = np.arange(self._matches * len(seated) * size).reshape(self._matches, len(seated), size)
@@ -307,14 +307,14 @@ class ArenaStage:
                 seated = self._policies[who]
                 self._seats.hero_of[seated.rows[m]] = np.arange(first, first + size)
                 seated.begin(m, noise_seed(pairing.seed, who))
-            self._scripts[m, first : first + size] = SCRIPTS.index(one.name) if isinstance(one, ScriptedContestant) else -1
+            self._scripts[m, first : first + size] = BOTS.index(one.name) if isinstance(one, ScriptedContestant) else -1
         if self._records:
             labels = [one.label for one in self._contestants]
             self._recorders[m] = Recorder(self._arena, m, labels[:: -1 if pairing.a_camp else 1])
 
     def _decide(self, live: Array) -> None:
         arena, seats = self._arena, self._seats
-        orders = arena.script(self._scripts)
+        orders = arena.bot_actions(self._scripts)
         if self._policies:
             observed = seats.observe()
             mask = spaces.flat_mask(observed[spaces.ACTION_MASK], action_space(self._size), seats.rows)
@@ -358,7 +358,7 @@ class ArenaStage:
 
 
 def _finish_recording(recorder: Recorder, pairing: Pairing) -> ArenaRecording:
-    recording = recorder.finished()
+    recording = recorder.recording()
     return ArenaRecording(replace(recording, result=recording.result | {"game": pairing.number}))
 
 

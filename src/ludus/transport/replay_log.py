@@ -1,7 +1,7 @@
-"""The replay log: segments of live matches in files, in the form in which a learner's memory gets them.
+"""Replay log: segments of served matches in files, from which a learner's memory can be filled.
 
-A file is a magic line and records, of which the first describes the rest. A record is its length, its checksum, a checksum of
-these two, and the bytes: whatever a killed process leaves half-written is recognised and left out by whoever reads.
+A file is a magic line and records; the first record describes the others. A record is its length, its checksum, a checksum of
+these two, and the data, so that readers detect and skip the partial record of a killed process.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ _MAGIC = b"LUDUSLOG1\n"
 _HEAD = struct.Struct("<II")  # length and checksum of a record
 _CHECK = struct.Struct("<I")  # checksum of that
 _HEAD_BYTES = _HEAD.size + _CHECK.size
-_TURN_BYTES = 8 << 20  # that are encoded and written at once: bounds what the writer holds besides its queue
-_GATHER_S = 0.2  # segments are written a few times a second, not one by one
-_LOCK_S = 5.0  # for other processes to write their turn
-_FILES = 64  # into how many files the whole is cut, roughly
+_BATCH_BYTES = 8 << 20  # maximum that is encoded and written at once
+_GATHER_S = 0.2  # interval of writes
+_LOCK_S = 5.0  # time limit for the lock of the directory
+_FILES = 64  # approximate number of files at the limit
 
 
-# -- writing: the side of the event loop ---------------------------------------------------------------------------------
+# -- writing: the event loop's side --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ReplayLogStats:
     written: int = 0
-    """Segments that are in files."""
+    """Segments in files."""
     dropped: int = 0
-    """Segments that are not: the queue was full, the directory at its bound, or the disk refused."""
+    """Segments lost because the queue was full, the directory at its limit, or a write failed."""
     waiting: int = 0
     bytes: int = 0
-    """Written by this room."""
+    """Written by this writer."""
     state: str = "recording"
-    """Or "full" (the directory is at its bound), or "failing" (the disk refused); both are left when there is room again."""
+    """Or "full" (the directory is at its limit) or "failing" (write error), until writing succeeds again."""
 
 
 class ReplayLogWriter:
-    """Takes segments from whoever plays, on one event loop, without ever blocking it: a thread encodes and writes.
+    """SegmentWriter for one event loop that never blocks it: a thread encodes and writes.
 
-    What does not fit into the queue, the directory's bound or the disk is dropped and counted. The bound holds for all files
-    of the directory, whoever wrote them; nothing is ever deleted.
+    Segments that exceed the queue, the limit of the directory or the disk are dropped and counted. The limit applies to all
+    files of the directory, also of other writers; files are never deleted.
     """
 
     def __init__(
@@ -83,16 +83,17 @@ class ReplayLogWriter:
         open_bytes: int = 1 << 30,
         retry_s: float = 10.0,
     ) -> None:
-        """`temperature`: at which actions are drawn, where `at` says nothing else. `file_bytes`: 0 = as the limit suggests.
+        """`temperature`: default sampling temperature of the actions (see `at`). `file_bytes`: 0 = derived from the limit.
 
-        `open_bytes`: of all blocks that are being filled; beyond it `reserve` gives None. `retry_s`: after the disk refused.
+        `open_bytes`: limit for all blocks that are being filled; beyond it `reserve` returns None. `retry_s`: delay after a
+        write error.
         """
         self._spec, self._temperature, self._retry_s = spec, temperature, retry_s
         self._files = _LogFiles(Path(directory), spec, temperature, limit_bytes, file_bytes or _file_bytes(limit_bytes))
         self._queue_bytes = queue_bytes
         self._block_bytes = Segments.empty(spec, 1).nbytes
-        self._may_be_open = max(1, open_bytes // self._block_bytes)
-        self._open: WeakValueDictionary[int, Segments] = WeakValueDictionary()  # weak: an agent may be lost with its session
+        self._max_open = max(1, open_bytes // self._block_bytes)
+        self._open: WeakValueDictionary[int, Segments] = WeakValueDictionary()  # weak: a session may end without abandon()
         self._queue: deque[tuple[Segments, float, int]] = deque()
         self._bytes = self._unwritten = 0
         self._changed = threading.Condition()
@@ -103,12 +104,12 @@ class ReplayLogWriter:
         self._thread.start()
 
     def at(self, temperature: float) -> SegmentWriter:
-        """The same room for sessions whose actions are drawn at another temperature; their segments say so."""
+        """Return a writer for sessions with another sampling temperature, which is stored with their segments."""
         return self if temperature == self._temperature else _TemperatureWriter(self, temperature)
 
     def reserve(self, timeout_s: float) -> Segments | None:
-        """Never waits. None once closed, or while the open blocks take up all the memory that they may."""
-        if self._closed or len(self._open) >= self._may_be_open:
+        """Never waits. Returns None when closed, or while open blocks use all memory that they may use."""
+        if self._closed or len(self._open) >= self._max_open:
             return None
         block = Segments.empty(self._spec, 1)
         self._open[id(block)] = block
@@ -119,7 +120,7 @@ class ReplayLogWriter:
 
     def commit_at(self, segments: Segments, temperature: float) -> None:
         self._give_back(segments, "committed")
-        size = self._block_bytes * (segments.steps + 1) // (self._spec.steps + 1)  # of memory that was ever written to
+        size = self._block_bytes * (segments.steps + 1) // (self._spec.steps + 1)  # of the touched memory
         with self._changed:
             if self._closed or (self._unwritten and self._bytes + size > self._queue_bytes):
                 self._dropped += 1
@@ -127,7 +128,7 @@ class ReplayLogWriter:
             self._queue.append((segments, temperature, size))
             self._unwritten += 1
             before, self._bytes = self._bytes, self._bytes + size
-            if len(self._queue) == 1 or before < _TURN_BYTES <= self._bytes:
+            if len(self._queue) == 1 or before < _BATCH_BYTES <= self._bytes:
                 self._changed.notify_all()
 
     def abandon(self, segments: Segments) -> None:
@@ -142,7 +143,7 @@ class ReplayLogWriter:
             return ReplayLogStats(self._files.written, self._dropped, self._unwritten, self._files.bytes, self._state)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what waits, as far as the time suffices; the rest counts as dropped. Later commits are dropped, too."""
+        """Write waiting segments within the time limit, and drop the rest. Later commits are dropped too."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -163,11 +164,11 @@ class ReplayLogWriter:
     # -- the thread
 
     def _write(self) -> None:
-        while turn := self._next():
+        while batch := self._next_batch():
             before = self._files.written
             state, why = "recording", ""
             try:
-                records = [record for record in map(self._encoded, turn) if record is not None]
+                records = [record for record in map(self._encode, batch) if record is not None]
                 if self._files.write(records) < len(records):
                     state, why = (
                         "full",
@@ -175,37 +176,37 @@ class ReplayLogWriter:
                     )
             except OSError as error:
                 state, why = "failing", f"{error.strerror or error}: {self._files.directory}"
-            self._turn_over(turn, self._files.written - before, state, why)
-        with contextlib.suppress(OSError):  # what is in the file is there; there is nobody left to tell
+            self._finish_batch(batch, self._files.written - before, state, why)
+        with contextlib.suppress(OSError):  # only the final sync failed
             self._files.finish()
 
-    def _next(self) -> list[tuple[Segments, float, int]]:
-        """The segments of one turn; none: it is over."""
+    def _next_batch(self) -> list[tuple[Segments, float, int]]:
+        """Wait for the segments of the next write; an empty list when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             pause, full = (self._retry_s, False) if self._state == "failing" else (_GATHER_S, True)
-            self._changed.wait_for(lambda: self._closed or (full and self._bytes >= _TURN_BYTES), pause)
-            turn: list[tuple[Segments, float, int]] = []
+            self._changed.wait_for(lambda: self._closed or (full and self._bytes >= _BATCH_BYTES), pause)
+            batch: list[tuple[Segments, float, int]] = []
             size = 0
-            while self._queue and (not turn or size + self._queue[0][2] <= _TURN_BYTES):
-                turn.append(self._queue.popleft())
-                size += turn[-1][2]
-            return turn
+            while self._queue and (not batch or size + self._queue[0][2] <= _BATCH_BYTES):
+                batch.append(self._queue.popleft())
+                size += batch[-1][2]
+            return batch
 
-    def _encoded(self, item: tuple[Segments, float, int]) -> bytes | None:
+    def _encode(self, item: tuple[Segments, float, int]) -> bytes | None:
         segments, temperature = item[0].trim(), item[1]
         meta = {"steps": segments.spec.steps, "finals": segments.finals, "temperature": temperature}
         try:
             return _frame(encode(segments.arrays(), meta))
-        except (TypeError, ValueError):  # of a dtype that has no wire format, say: the thread outlives it, the segment does not
-            log.exception("replay log: a segment cannot be written")
+        except (TypeError, ValueError):  # such as a dtype without wire format: drop the segment, keep the thread
+            log.exception("replay log: a segment cannot be encoded")
             return None
 
-    def _turn_over(self, turn: Sequence[tuple[Segments, float, int]], written: int, state: str, why: str) -> None:
+    def _finish_batch(self, batch: Sequence[tuple[Segments, float, int]], written: int, state: str, why: str) -> None:
         with self._changed:
-            self._dropped += len(turn) - written
-            self._unwritten -= len(turn)
-            self._bytes -= sum(size for _, _, size in turn)
+            self._dropped += len(batch) - written
+            self._unwritten -= len(batch)
+            self._bytes -= sum(size for _, _, size in batch)
             changed, self._state = state != self._state, state
         if changed and why:
             log.warning("replay log: segments are dropped: %s", why)
@@ -214,22 +215,22 @@ class ReplayLogWriter:
 
 
 class _TemperatureWriter:
-    """A room whose segments were drawn at one temperature."""
+    """A view of a ReplayLogWriter with another temperature."""
 
-    def __init__(self, room: ReplayLogWriter, temperature: float) -> None:
-        self._room, self._temperature = room, temperature
+    def __init__(self, writer: ReplayLogWriter, temperature: float) -> None:
+        self._writer, self._temperature = writer, temperature
 
     def reserve(self, timeout_s: float) -> Segments | None:
-        return self._room.reserve(timeout_s)
+        return self._writer.reserve(timeout_s)
 
     def commit(self, segments: Segments) -> None:
-        self._room.commit_at(segments, self._temperature)
+        self._writer.commit_at(segments, self._temperature)
 
     def abandon(self, segments: Segments) -> None:
-        self._room.abandon(segments)
+        self._writer.abandon(segments)
 
 
-# -- writing: the side of the disk ---------------------------------------------------------------------------------------
+# -- writing: files ------------------------------------------------------------------------------------------------------
 
 
 def _file_bytes(limit_bytes: int) -> int:
@@ -237,7 +238,7 @@ def _file_bytes(limit_bytes: int) -> int:
 
 
 class _LogFiles:
-    """The files that one room writes, one after the other, within a bound that all writers of the directory share."""
+    """The files of one writer, within a limit that all writers of the directory share."""
 
     def __init__(self, directory: Path, spec: SegmentSpec, temperature: float, limit_bytes: int, file_bytes: int) -> None:
         self.directory, self.limit_bytes = directory, limit_bytes
@@ -249,9 +250,9 @@ class _LogFiles:
         self.written = self.bytes = 0
 
     def write(self, records: Sequence[bytes]) -> int:
-        """Append as many as the bound allows, in order; how many those were.
+        """Append as many records as the limit allows, in order; return their number.
 
-        Raises OSError; what had been written before is intact, `written` has counted it, and the next call begins a new file.
+        Raises OSError; records written before are intact and counted in `written`, and the next call begins a new file.
         """
         before, waiting = self.written, deque(records)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -260,7 +261,7 @@ class _LogFiles:
             while waiting:
                 if self._file is not None and (self._gone() or self._size + len(waiting[0]) > self._file_bytes):
                     self.finish()
-                parts = [self._opening()] if self._file is None else []
+                parts = [self._file_header()] if self._file is None else []
                 size = sum(map(len, parts))
                 first = True
                 while waiting and size + len(waiting[0]) <= left:
@@ -270,20 +271,20 @@ class _LogFiles:
                     size += len(waiting[0])
                     parts.append(waiting.popleft())
                 if first:
-                    break  # the bound
+                    break  # at the limit
                 self._append(b"".join(parts), len(parts) - (self._file is None))
                 left -= size
         return self.written - before
 
     def finish(self) -> None:
-        """The file is complete."""
+        """Complete the current file."""
         file, self._file, self._size = self._file, None, 0
         if file is not None:
             with file:
                 os.fsync(file.fileno())
 
-    def _opening(self) -> bytes:
-        """What a file begins with: enough to read the rest anywhere."""
+    def _file_header(self) -> bytes:
+        """Return the start of a file, with the spec of its segments."""
         about = {
             "format": 1,
             "model": self._spec.model,
@@ -301,10 +302,10 @@ class _LogFiles:
                 rest = rest[file.write(rest) :]
         except OSError:
             self._file = None
-            with file, contextlib.suppress(OSError):  # readers recognise a torn end; without it the file is tidier
+            with file, contextlib.suppress(OSError):  # readers would skip a partial record too
                 file.truncate(self._size)
                 if not self._size:
-                    self._path.unlink()  # ours, made a moment ago and empty
+                    self._path.unlink()  # new and empty
             self._size = 0
             raise
         self._size += len(data)
@@ -312,7 +313,7 @@ class _LogFiles:
         self.written += records
 
     def _open(self) -> BinaryIO:
-        """Names sort by time. They are fresh even where hosts share the directory."""
+        """Create the next file. Names sort by time, and are unique among hosts that share the directory."""
         name = re.sub(r"[^\w.-]", "_", self._spec.model)[:80]
         made = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         for number in self._numbers:
@@ -322,7 +323,7 @@ class _LogFiles:
         raise AssertionError("numbers do not end")
 
     def _gone(self) -> bool:
-        """Somebody has moved the file away; what we wrote into it from now on might be lost."""
+        """Whether the file was moved or deleted."""
         assert self._file is not None
         try:
             return not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
@@ -331,21 +332,21 @@ class _LogFiles:
 
 
 def used_bytes(directory: Path | str) -> int:
-    """Bytes of all recordings in a directory."""
+    """Return the size of all recordings in a directory."""
     total = 0
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.endswith(SUFFIX):
-                with contextlib.suppress(FileNotFoundError):  # moved away while we look
+                with contextlib.suppress(FileNotFoundError):  # moved meanwhile
                     total += entry.stat().st_size
     return total
 
 
 @contextlib.contextmanager
 def _lock_directory(directory: Path) -> Iterator[None]:
-    """One writer at a time, over all processes, so that together they keep to the bound. Given up by the dead at once.
+    """Lock the directory among all writers, so that they keep the limit together. The lock ends with the process.
 
-    Raises OSError when somebody takes too long. On file systems without locks the bound is approximate.
+    Raises OSError on time-out. On file systems without locks the limit is approximate.
     """
     if sys.platform == "win32":
         yield
@@ -375,11 +376,11 @@ def _frame(data: bytes) -> bytes:
     return head + _CHECK.pack(zlib.crc32(head)) + data
 
 
-# -- what a file says of itself ------------------------------------------------------------------------------------------
+# -- the spec in a file --------------------------------------------------------------------------------------------------
 
 
 def spec_to_plain(spec: SegmentSpec) -> dict[str, object]:
-    """A specification as plain values; `spec_from_plain` makes an equal one."""
+    """Return a spec as plain values for `spec_from_plain`."""
     trees = {name: _tree_to_plain(getattr(spec, name)) for name in ("observation", "action", "state")}
     numbers = {name: getattr(spec, name) for name in ("steps", "mask_size", "state_every", "finals")}
     return {**trees, **numbers, "model": spec.model, "results": list(spec.results)}
@@ -428,19 +429,19 @@ def _tree_from_plain(plain: Tree) -> Tree:
 
 @dataclass
 class ReadCounts:
-    """What was found, and what was left out."""
+    """Numbers of files and segments that were read or skipped."""
 
     files: int = 0
     segments: int = 0
     steps: int = 0
     torn: int = 0
-    """Files that end in the middle of a record: their writer was killed, or still writes."""
+    """Files with a partial record at the end: their writer was killed, or is still writing."""
     damaged: int = 0
-    """Records, or files from some point on, whose bytes are not what was written."""
+    """Damaged records, or files that are damaged from some point on."""
     unfit: int = 0
-    """Segments of another model or shape, or drawn at another temperature, than what was asked for."""
+    """Segments of another model, shape or temperature."""
     full: bool = False
-    """`fill` has stopped before the end: the memory had no room."""
+    """Whether `fill` stopped early because the memory had no room."""
 
 
 class ReplayRecord(NamedTuple):
@@ -449,9 +450,10 @@ class ReplayRecord(NamedTuple):
 
 
 def read_recorded(where: Path | str, *, temperature: float | None = None, counts: ReadCounts | None = None) -> Iterator[Segments]:
-    """All segments of a file, or of the files of a directory in the order of their names. Their arrays cannot be written to.
+    """Yield the segments of a file, or of all files of a directory in the order of their names. Arrays are read-only.
 
-    `temperature`: only what was drawn at this one. Damaged parts are left out, logged and counted in `counts`. Raises NotFound.
+    `temperature`: only segments that were sampled at this one. Damaged parts are skipped, logged and counted in `counts`. Raises
+    NotFound.
     """
     counts = ReadCounts() if counts is None else counts
     for path in list_recordings(where):
@@ -465,7 +467,7 @@ def read_recorded(where: Path | str, *, temperature: float | None = None, counts
 
 
 def check_writable(directory: Path | str) -> None:
-    """Whether recordings can be put there; the directory is made. Raises UsageError."""
+    """Create the directory, and raise UsageError unless it is writable."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -476,7 +478,7 @@ def check_writable(directory: Path | str) -> None:
 
 
 def list_recordings(where: Path | str) -> list[Path]:
-    """The files of a directory, or the one file. Raises NotFound."""
+    """Return the files of a directory, or the one file. Raises NotFound."""
     where = Path(where)
     if where.is_dir():
         return sorted(path for path in where.iterdir() if path.suffix == SUFFIX and path.is_file())
@@ -486,18 +488,18 @@ def list_recordings(where: Path | str) -> list[Path]:
 
 
 def read_file(path: Path, counts: ReadCounts) -> Iterator[ReplayRecord]:
-    """Everything that is whole in one file."""
+    """Yield all intact records of one file."""
     counts.files += 1
     try:
         with path.open("rb") as file:
             yield from _read_records(file, counts)
     except (Damaged, OSError) as error:
         counts.damaged += 1
-        log.warning("replay log: %s is left out from here on: %s", path, error)
+        log.warning("replay log: skipping the rest of %s: %s", path, error)
 
 
 def _read_records(file: BinaryIO, counts: ReadCounts) -> Iterator[ReplayRecord]:
-    size = os.fstat(file.fileno()).st_size  # of now: what is appended while we read may be half there
+    size = os.fstat(file.fileno()).st_size  # records appended while we read may be partial
     magic = file.read(len(_MAGIC))
     if magic != _MAGIC[: len(magic)]:
         raise Damaged("It is not a recording, or one of a newer version.")
@@ -506,23 +508,23 @@ def _read_records(file: BinaryIO, counts: ReadCounts) -> Iterator[ReplayRecord]:
         head = file.read(_HEAD_BYTES)
         length, checksum = _HEAD.unpack(head[: _HEAD.size])
         if zlib.crc32(head[: _HEAD.size]) != _CHECK.unpack(head[_HEAD.size :])[0]:
-            raise Damaged(f"The record at byte {file.tell() - _HEAD_BYTES} does not say how long it is.")
+            raise Damaged(f"The header of the record at byte {file.tell() - _HEAD_BYTES} is damaged.")
         if length > size - file.tell():
             break
         data = file.read(length)
-        sound = zlib.crc32(data) == checksum
+        intact = zlib.crc32(data) == checksum
         if spec is None:
-            if not sound:
-                raise Damaged("What it says of itself is damaged.")
+            if not intact:
+                raise Damaged("Its description is damaged.")
             spec = _parse_spec(data)
             continue
         try:
-            if not sound:
+            if not intact:
                 raise Damaged("Its checksum is wrong.")
             recorded = _parse_record(spec, data)
         except Damaged as error:
             counts.damaged += 1
-            log.warning("replay log: a record of %s is left out: %s", file.name, error)
+            log.warning("replay log: skipping a record of %s: %s", file.name, error)
         else:
             yield recorded
     else:
@@ -536,16 +538,16 @@ def _parse_spec(data: bytes) -> SegmentSpec:
         about = msgpack.unpackb(data)
         return spec_from_plain(about["spec"])
     except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
-        raise Damaged(f"What it says of itself is malformed: {error}.") from error
+        raise Damaged(f"Its description is malformed: {error}.") from error
 
 
 def _parse_record(spec: SegmentSpec, data: bytes) -> ReplayRecord:
     arrays, meta = decode(data)
     try:
         spec = replace(spec, steps=int(meta["steps"]))
-        template = Segments.empty(replace(spec, steps=0, finals=0), 0)  # nothing is allocated before it is believed
+        template = Segments.empty(replace(spec, steps=0, finals=0), 0)  # empty: sizes in the file are not validated yet
         segments = replace(template, spec=spec, finals=int(meta["finals"]), **arrays)
-        if "results" not in arrays:  # it was written before episodes had any
+        if "results" not in arrays:  # files of earlier releases
             segments.results = np.zeros((segments.rows, 0, 2), np.float32)
         _check(segments, template)
         return ReplayRecord(segments, float(meta["temperature"]))
@@ -554,7 +556,7 @@ def _parse_record(spec: SegmentSpec, data: bytes) -> ReplayRecord:
 
 
 def _check(segments: Segments, template: Segments) -> None:
-    """Every array has the shape and dtype that the specification asks for. Raises ValueError."""
+    """Raise ValueError unless every array has the shape and dtype of the spec."""
     spec, rows = segments.spec, segments.rows
     lead = {
         **dict.fromkeys(OVER_STEPS, (spec.steps, rows)),
@@ -578,19 +580,18 @@ def _check(segments: Segments, template: Segments) -> None:
         raise ValueError(f"{segments.finals} final observations in room for {spec.finals}")
 
 
-# -- learning from it ----------------------------------------------------------------------------------------------------
+# -- filling a memory ----------------------------------------------------------------------------------------------------
 
 
 def fill(memory: SegmentWriter, where: Path | str, *, temperature: float | None = 1.0, timeout_s: float = 60.0) -> ReadCounts:
-    """Put recorded segments into a memory, whose blocks must have one row and be at least as long as what was recorded.
+    """Write recorded segments to a memory, whose blocks must have one row and be at least as long as the segments.
 
-    Stops when the memory has no room for `timeout_s`. Left out is what is of another model or shape and, unless `temperature`
-    is None, what was drawn at another temperature: the log-probabilities of a segment are those of temperature 1, so to
-    most algorithms its actions would look as if the policy had chosen them so.
+    Stops when the memory has no room for `timeout_s`. Skips segments of another model or shape, and of another temperature unless
+    `temperature` is None: the log-probabilities in a segment are those of temperature 1, which would be wrong for its actions.
     """
     counts = ReadCounts()
     block: Segments | None = None
-    left_out = 0
+    skipped = 0
     for segments in read_recorded(where, temperature=temperature, counts=counts):
         if block is None:
             block = memory.reserve(timeout_s)
@@ -600,7 +601,7 @@ def fill(memory: SegmentWriter, where: Path | str, *, temperature: float | None 
             counts.steps -= segments.steps
             break
         if not _fits(segments, block):
-            left_out += 1
+            skipped += 1
             counts.segments -= 1
             counts.steps -= segments.steps
             continue
@@ -609,9 +610,9 @@ def fill(memory: SegmentWriter, where: Path | str, *, temperature: float | None 
         block = None
     if block is not None:
         memory.abandon(block)
-    counts.unfit += left_out
+    counts.unfit += skipped
     if counts.unfit:
-        log.warning("replay log: %d segments of %s are of another model, shape or temperature", counts.unfit, where)
+        log.warning("replay log: skipped %d segments of %s with another model, shape or temperature", counts.unfit, where)
     return counts
 
 

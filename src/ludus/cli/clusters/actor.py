@@ -1,4 +1,4 @@
-"""`ludus actor`: a machine that plays for a learner elsewhere, started by hand; as many of them as there are, at any time."""
+"""`ludus actor`: start, stop and show the sampling workers of this machine, which join the learner of `ludus learner`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ GAMECORE = "GAMECORE_SERVER_ADDR"
 ADVERTISE = "LUDUS_ADVERTISE"
 NUMBERS = ("ACTOR_NUM", "CPU_NUM")
 NO_POOL = ("NO_MODEL_POOL", "NO_ACTOR_MODEL_POOL")
-_MOST = 4096
+_MAX_WORKERS = 4096
 
-_Num = Annotated[
+_NumWorkers = Annotated[
     int | None,
-    typer.Option("--num", min=1, max=_MOST, help="Number of workers on this machine, usually one per core. [ACTOR_NUM, CPU_NUM]"),
+    typer.Option(
+        "--num", min=1, max=_MAX_WORKERS, help="Number of workers on this machine, usually one per core. [ACTOR_NUM, CPU_NUM]"
+    ),
 ]
 _Gamecore = Annotated[
     str | None,
@@ -39,16 +41,14 @@ _Advertise = Annotated[
 ]
 _NoPool = Annotated[
     bool,
-    typer.Option(
-        "--no-model-pool", help="The learner runs on this machine: read its weights from shared memory. [NO_MODEL_POOL=1]"
-    ),
+    typer.Option("--no-model-pool", help="Read weights from the shared memory of a learner on this machine. [NO_MODEL_POOL=1]"),
 ]
 
 
 @app.command()
 def start(
     iplist: r.IpList,
-    num: _Num = None,
+    num: _NumWorkers = None,
     gamecore: _Gamecore = None,
     advertise: _Advertise = None,
     no_model_pool: _NoPool = False,
@@ -66,34 +66,36 @@ def start(
     listed = load_hostfile(iplist)
     here = find_local_address(listed, os.environ, node, required=False)
     in_list = listed.entries[here.node].actors if here.node is not None else 0
-    count = number_of(num, os.environ, in_list)
-    server = address_of(gamecore or os.environ.get(GAMECORE, ""))
-    host = host_of(advertise or os.environ.get(ADVERTISE, ""))
-    shares = no_model_pool or any(is_set(name, os.environ) for name in NO_POOL)
+    count = worker_count(num, os.environ, in_list)
+    server = parse_server(gamecore or os.environ.get(GAMECORE, ""))
+    host = parse_host(advertise or os.environ.get(ADVERTISE, ""))
+    shares = no_model_pool or any(is_enabled(name, os.environ) for name in NO_POOL)
     if shares and here.address != here.head:
         raise UsageError(
-            f"--no-model-pool is for a machine that the learner runs on, and that is {here.head}; this is {here.address}.",
+            f"--no-model-pool works only on the machine of the learner, {here.head}; this is {here.address}.",
             "Leave it out (unset NO_MODEL_POOL and NO_ACTOR_MODEL_POOL).",
         )
-    meeting = r.meeting_of(here, port, token_file, log_dir)
-    roles.ensure_token(meeting.token_file, listed, create=here.node == 0)  # beside the learner it may be the first
+    rendezvous = r.make_rendezvous(here, port, token_file, log_dir)
+    roles.ensure_token(
+        rendezvous.token_file, listed, create=here.node == 0
+    )  # on the first machine it may start before the learner
     r.show_list(listed, here, port)
-    for notice in r.clean(os.environ):
+    for notice in r.clean_environment(os.environ):
         r.say(notice)
     r.say(f"actor_num: {count}")
     if server:
-        r.say(f"gamecore server: {server}" + (f", whose games reach this machine as {host}" if host else ""))
-    if shares and (server or host):  # the learner's own workers would know nothing of either
-        r.say("these workers have an agent of their own, with a copy of the weights, because of their gamecore server")
+        r.say(f"gamecore server: {server}" + (f"; its games reach this machine as {host}" if host else ""))
+    if shares and (server or host):  # workers run by the learner would not get these settings
+        r.say("these workers keep their own copy of the weights, because they use a gamecore server")
         shares = False
     share = roles.NodeContribution(count, gamecore=server, advertise=host, share_weights=shares)
-    job = roles.joining_job("actor", listed, meeting, os.environ, share)
-    status = r.begin(job, LocalOrchestrator(), "actor")
+    job = roles.joining_job("actor", listed, rendezvous, os.environ, share)
+    status = r.start_role(job, LocalOrchestrator(), "actor")
     r.say(f"{status.id} is {status.state}")
     if shares:
-        r.say("logs of the workers, which the learner runs itself: RUN/logs/sampler")
+        r.say("the learner runs these workers; their logs: RUN/logs/sampler")
     else:
-        r.say(f"logs: {meeting.logs / 'actor'}/actor_*.log, one for each worker once the learner has given it work")
+        r.say(f"logs: {rendezvous.logs / 'actor'}/actor_*.log, one per worker, created when the learner starts it")
 
 
 @app.command()
@@ -114,14 +116,14 @@ def status(iplist: r.RunList = None, node: r.Node = None, port: r.OnlyPort = Non
     r.show_status("actor", r.select_runs(iplist, node, port), as_json)
 
 
-def number_of(option: int | None, environ: Mapping[str, str], listed: int) -> int:
-    """The option, else what a variable says, else the list, else a worker for each core that may be used here. Raises UsageError."""
+def worker_count(option: int | None, environ: Mapping[str, str], listed: int) -> int:
+    """The number of workers from the option, else a variable, else the list, else the usable cores. Raises UsageError."""
     if option is not None:
         return option
     for name in NUMBERS:
         if text := environ.get(name, "").strip():
-            if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:9]) <= _MOST:
-                raise UsageError(f"{name}={text} is no number of workers.", f"It is a number from 1 to {_MOST}.")
+            if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:9]) <= _MAX_WORKERS:
+                raise UsageError(f"{name}={text} is not a valid number of workers.", f"Use a number from 1 to {_MAX_WORKERS}.")
             return int(text)
     if listed:
         return listed
@@ -130,24 +132,24 @@ def number_of(option: int | None, environ: Mapping[str, str], listed: int) -> in
     return usable_cores()
 
 
-def address_of(text: str) -> str:
-    """HOST:PORT of a server, or nothing. Raises UsageError."""
+def parse_server(text: str) -> str:
+    """Check the HOST:PORT of a server, or an empty string. Raises UsageError."""
     text = text.strip()
     if not text:
         return ""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port[:9]) < 1 << 16 or any(c.isspace() for c in host):
-        raise UsageError(f"{text!r} is not the address of a gamecore server.", "It is HOST:PORT, for example 10.0.0.5:23432.")
+        raise UsageError(f"{text!r} is not the address of a gamecore server.", "Use HOST:PORT, for example 10.0.0.5:23432.")
     return text
 
 
-def host_of(text: str) -> str:
-    """A name or address without a port, or nothing. Raises UsageError."""
+def parse_host(text: str) -> str:
+    """Check a host name or address without port, or an empty string. Raises UsageError."""
     host = text.strip()
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if any(c.isspace() or c in "/@[]" for c in host) or (":" in host and not _is_address(host)):
         raise UsageError(
-            f"{text!r} is not a name or address of this machine.", "It has no port, which is chosen here: --advertise 10.0.0.7."
+            f"{text!r} is not a name or address of this machine.", "Use a host without a port: --advertise 10.0.0.7."
         )
     return host
 
@@ -160,8 +162,8 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def is_set(name: str, environ: Mapping[str, str]) -> bool:
-    """As shell scripts have it: 1 means yes. Raises UsageError for what could be either."""
+def is_enabled(name: str, environ: Mapping[str, str]) -> bool:
+    """Parse a flag of the environment: 1, true, yes or on. Raises UsageError for an unknown value."""
     text = environ.get(name, "").strip().lower()
     if text in ("1", "true", "yes", "on"):
         return True

@@ -1,4 +1,4 @@
-"""`ludus cluster`: a Ray over a list of machines that are reached by SSH; it stands until it is taken down."""
+"""`ludus cluster`: start, show and stop a Ray cluster on a list of machines reached by SSH."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from ludus.launch.ssh.connection import SshNode, SshSettings
     from ludus.ray_cluster.membership import Resident
 
-app = HelpApp(help="Manage a standing Ray cluster over SSH: up, status, down.", no_args_is_help=True)
+app = HelpApp(help="Start, show and stop a Ray cluster over SSH.", no_args_is_help=True)
+
+_SSH, _RAY = "SSH and machines", "Ray"
 
 NAME = "cluster"
 FOLDER, JOB, TOKEN = "clusters", "job", "token"
@@ -37,13 +39,22 @@ _ASK_S = 60.0
 _PAUSE_S = 1.0
 
 _Name = Annotated[str, typer.Option("--name", help="Name of the cluster; several can exist.")]
-_Which = Annotated[
+_ClusterName = Annotated[
     str | None, typer.Argument(metavar="[NAME]", help="Name of the cluster, if there are several.", show_default=False)
 ]
-_Identity = Annotated[Path | None, typer.Option("--identity", metavar="FILE", help="Private SSH key.", show_default=False)]
+_Identity = Annotated[
+    Path | None,
+    typer.Option("--identity", metavar="FILE", help="Private SSH key.", show_default=False, rich_help_panel=_SSH),
+]
 _KnownHosts = Annotated[
     Path | None,
-    typer.Option("--known-hosts", metavar="FILE", help="Known-hosts file to use instead of your own.", show_default=False),
+    typer.Option(
+        "--known-hosts",
+        metavar="FILE",
+        help="Known-hosts file to use instead of your own.",
+        show_default=False,
+        rich_help_panel=_SSH,
+    ),
 ]
 _Python = Annotated[
     str,
@@ -52,30 +63,53 @@ _Python = Annotated[
         metavar="PATH",
         help="Python interpreter with Ludus on the machines. Default: the path of this one.",
         show_default=False,
+        rich_help_panel=_SSH,
     ),
 ]
 _Setup = Annotated[
     list[str] | None,
     typer.Option(
-        "--setup", metavar="LINE", help="Shell line to run first, such as `module load …`; repeatable.", show_default=False
+        "--setup",
+        metavar="LINE",
+        help="Shell line to run first, such as `module load …`; repeatable.",
+        show_default=False,
+        rich_help_panel=_SSH,
     ),
 ]
 _Workdir = Annotated[
     str,
     typer.Option(
-        "--workdir", metavar="DIR", help="Working directory on the machines. Default: the home directory.", show_default=False
+        "--workdir",
+        metavar="DIR",
+        help="Working directory on the machines. Default: the home directory.",
+        show_default=False,
+        rich_help_panel=_SSH,
     ),
 ]
 _Cpus = Annotated[
     int | None,
-    typer.Option("--cpus", min=0, help="Cores of each machine for workers. Default: all.", show_default=False),
+    typer.Option(
+        "--cpus", min=0, help="Cores of each machine for workers. Default: all.", show_default=False, rich_help_panel=_RAY
+    ),
 ]
 _Port = Annotated[
     int | None,
-    typer.Option("--port", min=1024, max=65533, help="Port of the head. Default: a free one.", show_default=False),
+    typer.Option(
+        "--port",
+        min=1024,
+        max=65533,
+        help="Port of the head. Default: a free one.",
+        show_default=False,
+        rich_help_panel=_RAY,
+    ),
 ]
 _Forget = Annotated[bool, typer.Option("--forget", help="Succeed even if the head does not answer because it is gone for good.")]
-_Wait = Annotated[float, typer.Option("--wait", min=0, metavar="SECONDS", help="Seconds to wait until all machines have joined.")]
+_Wait = Annotated[
+    float,
+    typer.Option(
+        "--wait", min=0, metavar="SECONDS", help="Seconds to wait until all machines have joined.", rich_help_panel=_RAY
+    ),
+]
 
 
 @app.command()
@@ -100,27 +134,27 @@ def up(
     settings = SshSettings(listed.nodes, absolute(identity), absolute(known_hosts), python, tuple(setup or ()), workdir)
     job = cluster_job(name, listed, cpus=cpus, port=port, wait_s=max(wait, 1.0), python=python)
     with SshOrchestrator(settings=settings) as orchestrator:
-        standing = find(name)
-        if standing is None or not _mended(orchestrator, standing, listed):
+        record = find(name)
+        if record is None or not _restart_missing(orchestrator, record, listed):
             say(f"starting Ray on {len(listed.nodes)} machines: {', '.join(node.host for node in listed.nodes)}")
-            standing = Standing(name, orchestrator.submit(job))
-            _remember(orchestrator, standing)
-        if not standing.token.exists():
-            standing.write(TOKEN, _token(_settings(orchestrator, standing), standing.id))
-        missing = _gathered(orchestrator, standing, time.monotonic() + wait)
-        _explain(orchestrator, standing)
+            record = ClusterRecord(name, orchestrator.submit(job))
+            _write_record(orchestrator, record)
+        if not record.token.exists():
+            record.write(TOKEN, _fetch_token(_settings(orchestrator, record), record.id))
+        missing = _wait_for_nodes(orchestrator, record, time.monotonic() + wait)
+        _print_usage(orchestrator, record)
     if missing:
         raise WorkerFailed(f"Not in the cluster after {wait:g} s: {', '.join(missing)}.", f"See: ludus cluster status {name}")
 
 
 @app.command()
-def status(name: _Which = None, as_json: AsJson = False) -> None:
+def status(name: _ClusterName = None, as_json: AsJson = False) -> None:
     """Show each machine: whether it is in the cluster, since when, and its cores. Exit code 1 if machines were lost."""
     from ludus.launch.ssh.backend import SshOrchestrator
 
-    standing = chosen(name)
+    record = choose_cluster(name)
     with SshOrchestrator() as orchestrator:
-        page = _page(orchestrator, standing)
+        page = _page(orchestrator, record)
     if as_json:
         print(json.dumps(page))
     else:
@@ -130,56 +164,54 @@ def status(name: _Which = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def down(name: _Which = None, forget: _Forget = False) -> None:
+def down(name: _ClusterName = None, forget: _Forget = False) -> None:
     """Stop what `up` started on all machines, and nothing else. Exit code 1 if the head could not be reached."""
     from ludus.launch.job import wait
     from ludus.launch.ssh.backend import SshOrchestrator
 
-    standing = chosen(name)
+    record = choose_cluster(name)
     with SshOrchestrator() as orchestrator:
         try:
             try:
-                orchestrator.cancel(standing.id)
-            except (
-                WorkerFailed
-            ) as error:  # it is cancelled as far as that can be; others than the first machine end by themselves
+                orchestrator.cancel(record.id)
+            except WorkerFailed as error:  # unreachable machines; all but the head stop by themselves
                 say(str(error))
-            wait(orchestrator, standing.id, _DOWN_S)
-            if not forget and (head := _silent_head(orchestrator, standing)):
+            wait(orchestrator, record.id, _DOWN_S)
+            if not forget and (head := _unreachable_head(orchestrator, record)):
                 raise WorkerFailed(
-                    f"The cluster {standing.name} may still be up: its first machine, {head}, does not answer.",
-                    f"Try again when it is back; if it never will be: ludus cluster down {standing.name} --forget",
+                    f"The cluster {record.name} may still be up: its first machine, {head}, does not answer.",
+                    f"Try again when it is back; if it is gone for good: ludus cluster down {record.name} --forget",
                 )
         except UnknownName:
-            say(f"nothing is known of {standing.id} any more")
-    standing.remove()
-    say(f"the cluster {standing.name} is down")
+            say(f"the job {record.id} no longer exists")
+    record.remove()
+    say(f"the cluster {record.name} is down")
 
 
-# -- what stands ----------------------------------------------------------------------------------------------------------
+# -- cluster records ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A cluster that was brought up from this machine, by this user."""
+class ClusterRecord:
+    """A cluster that this user started from this machine: its name and the id of its job."""
 
     name: str
     id: str
 
     @property
     def directory(self) -> Path:
-        return _home() / self.name
+        return _records_dir() / self.name
 
     @property
     def token(self) -> Path:
         return self.directory / TOKEN
 
     def write(self, name: str, text: str) -> None:
-        """JOB or TOKEN. The first is what makes it known; the other can be asked for again. Raises OSError, UsageError."""
+        """Write the file JOB, which registers the cluster, or TOKEN, which can be fetched again. Raises OSError, UsageError."""
         from ludus.io.atomic_file import replace_file
         from ludus.launch.job_dir import make_private
 
-        for directory in (_home().parent, _home(), self.directory):
+        for directory in (_records_dir().parent, _records_dir(), self.directory):
             make_private(directory)
         replace_file(self.directory / name, text, mode=0o600)
 
@@ -188,212 +220,213 @@ class Standing:
 
         for path in (*self.directory.glob(f"{TEMPORARY}*"), self.token, self.directory / JOB):
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # somebody has put something else there, which is theirs
+        with suppress(OSError):  # keeps a directory with foreign files
             self.directory.rmdir()
 
 
-def find(name: str) -> Standing | None:
-    """By its name alone: a path is none."""
-    if name in _known():
+def find(name: str) -> ClusterRecord | None:
+    """The cluster with this name, or None. Paths are not accepted."""
+    if name in _cluster_names():
         with suppress(OSError):
-            return Standing(name, (_home() / name / JOB).read_text(encoding="utf-8").strip())
+            return ClusterRecord(name, (_records_dir() / name / JOB).read_text(encoding="utf-8").strip())
     return None
 
 
-def _known() -> list[str]:
-    return sorted(path.parent.name for path in _home().glob(f"*/{JOB}"))
+def _cluster_names() -> list[str]:
+    return sorted(path.parent.name for path in _records_dir().glob(f"*/{JOB}"))
 
 
-def chosen(name: str | None) -> Standing:
-    """Raises UnknownName."""
+def choose_cluster(name: str | None) -> ClusterRecord:
+    """The named cluster, or the only one. Raises UnknownName, UsageError."""
     from ludus.core.plugins import did_you_mean
 
-    known = _known()
+    known = _cluster_names()
     if name is None and len(known) > 1:
-        raise UsageError(f"There are {len(known)} clusters: {', '.join(known)}.", "Say which one.")
+        raise UsageError(f"There are {len(known)} clusters: {', '.join(known)}.", "Pass the name of one.")
     found = find(name if name is not None else known[0]) if name is not None or known else None
     if found is None:
         called = f"cluster {name!r}" if name is not None else "cluster"
-        raise UnknownName(f"There is no {called} that was brought up from here.", did_you_mean(name or "", known))
+        raise UnknownName(f"No {called} was started from this machine.", did_you_mean(name or "", known))
     return found
 
 
-def _home() -> Path:
+def _records_dir() -> Path:
     from ludus.launch.job_dir import state_dir
 
     return state_dir() / FOLDER
 
 
-# -- bringing it up -------------------------------------------------------------------------------------------------------
+# -- starting -------------------------------------------------------------------------------------------------------------
 
 
-def _remember(orchestrator: SshOrchestrator, standing: Standing) -> None:
-    """At once: what nobody knows of nobody can take down."""
+def _write_record(orchestrator: SshOrchestrator, record: ClusterRecord) -> None:
+    """Write the record right after the submission; cancel the job if that fails, because `down` could not find it."""
     try:
-        standing.write(JOB, standing.id)
-    except BaseException:  # also ^C
+        record.write(JOB, record.id)
+    except BaseException:  # including KeyboardInterrupt
         with suppress(LudusError):
-            orchestrator.cancel(standing.id)
+            orchestrator.cancel(record.id)
         raise
 
 
-def _silent_head(orchestrator: SshOrchestrator, standing: Standing) -> str:
-    """Its first machine, when that did not answer last time. What runs there needs no other machine to go on."""
+def _unreachable_head(orchestrator: SshOrchestrator, record: ClusterRecord) -> str:
+    """The host of the head if it did not answer the last query, else an empty string. Its processes may still run."""
     from ludus.launch.ssh.backend import SshJobDir
 
-    entry = SshJobDir(orchestrator.directory / standing.id)
-    with suppress(OSError):  # forgotten
+    entry = SshJobDir(orchestrator.directory / record.id)
+    with suppress(OSError):  # the job was removed
         head = entry.settings().nodes[0].host
         return head if head in entry.known().silent else ""
     return ""
 
 
-def _mended(orchestrator: SshOrchestrator, standing: Standing, listed: Hostfile) -> bool:
-    """Start again what is missing of it; False: nothing of it is left. Raises UsageError where it stands on other machines."""
+def _restart_missing(orchestrator: SshOrchestrator, record: ClusterRecord, listed: Hostfile) -> bool:
+    """Restart missing nodes of a running cluster; False if it has ended. Raises UsageError if it runs on other machines."""
     try:
-        over = orchestrator.status(standing.id).over
+        over = orchestrator.status(record.id).over
     except UnknownName:
         over = True
-    if over and (head := _silent_head(orchestrator, standing)):
+    if over and (head := _unreachable_head(orchestrator, record)):
         raise WorkerFailed(
-            f"The cluster {standing.name} was to be taken down, and may still be up: its first machine, {head}, does not answer.",
-            f"When it is back, or if it never will be: ludus cluster down {standing.name} (--forget); or give the new one another --name.",
+            f"The cluster {record.name} was stopped but may still be up: its first machine, {head}, does not answer.",
+            f"Run ludus cluster down {record.name} when the machine is back, or with --forget if it is gone for good; "
+            "or give the new cluster another --name.",
         )
     if over:
-        say(f"the cluster {standing.name} ran before and has ended: starting it again")
-        standing.remove()
+        say(f"the cluster {record.name} has ended: starting it again")
+        record.remove()
         return False
-    there = _settings(orchestrator, standing).nodes
+    there = _settings(orchestrator, record).nodes
     if there != listed.nodes:
         raise UsageError(
-            f"The cluster {standing.name} stands on {', '.join(node.host for node in there)}, and {listed.source} says otherwise.",
-            f"Take it down first (ludus cluster down {standing.name}), or give the new one another --name.",
+            f"The cluster {record.name} runs on {', '.join(node.host for node in there)}, which differs from {listed.source}.",
+            f"Stop it first (ludus cluster down {record.name}), or give the new one another --name.",
         )
-    mended = orchestrator.mend(standing.id)
-    say(f"started again on {', '.join(mended)}" if mended else f"the cluster {standing.name} is up already")
+    restarted = orchestrator.mend(record.id)
+    say(f"restarted on {', '.join(restarted)}" if restarted else f"the cluster {record.name} is already up")
     return True
 
 
-def _token(settings: SshSettings, job_id: str) -> str:
-    """From the head, which has it."""
+def _fetch_token(settings: SshSettings, job_id: str) -> str:
+    """Fetch the token of the cluster from its head."""
     from ludus.launch.ssh.connection import AgentConnection
 
     deadline = time.monotonic() + _ASK_S
-    with closing(AgentConnection(settings, 0)) as talk:
-        talk.await_hello()
-        return str(talk.request({"verb": "token", "job": job_id, "node": 0}, deadline)["token"])
+    with closing(AgentConnection(settings, 0)) as connection:
+        connection.await_hello()
+        return str(connection.request({"verb": "token", "job": job_id, "node": 0}, deadline)["token"])
 
 
-def _gathered(orchestrator: SshOrchestrator, standing: Standing, deadline: float) -> list[str]:
-    """Wait until all machines are in it; those that are not by then."""
+def _wait_for_nodes(orchestrator: SshOrchestrator, record: ClusterRecord, deadline: float) -> list[str]:
+    """Wait until all machines have joined; returns the hosts that are missing at the deadline."""
     while True:
-        status = orchestrator.status(standing.id)
+        status = orchestrator.status(record.id)
         if status.over:
-            raise WorkerFailed(f"The cluster {standing.name} has ended: {status.reason or status.state}.", f"Logs: {status.logs}")
-        settings = _settings(orchestrator, standing)
+            raise WorkerFailed(f"The cluster {record.name} has ended: {status.reason or status.state}.", f"Logs: {status.logs}")
+        settings = _settings(orchestrator, record)
         residents: Sequence[Resident] = ()
-        with suppress(Unreachable):  # it is not up yet
-            residents = _census(orchestrator, standing, status)
-        missing = [node.host for node in settings.nodes if not _resident_of(node, residents, alive=True)]
+        with suppress(Unreachable):  # the head is not up yet
+            residents = _query_nodes(orchestrator, record, status)
+        missing = [node.host for node in settings.nodes if not _find_node(node, residents, alive=True)]
         if not missing or time.monotonic() > deadline:
             return missing
         time.sleep(_PAUSE_S)
 
 
-def _explain(orchestrator: SshOrchestrator, standing: Standing) -> None:
-    status, settings = orchestrator.status(standing.id), _settings(orchestrator, standing)
+def _print_usage(orchestrator: SshOrchestrator, record: ClusterRecord) -> None:
+    status, settings = orchestrator.status(record.id), _settings(orchestrator, record)
     head = settings.nodes[0]
     login = shlex.join(
         ["ssh", *(["-p", str(head.port)] if head.port != 22 else []), f"{head.user}@{head.host}" if head.user else head.host]
     )
     say(
-        f"the cluster {standing.name} is at {_address(orchestrator, standing)}; train on one of its machines, for example the first:"
+        f"the cluster {record.name} is up at {_address(orchestrator, record)}; train on one of its machines, for example the first:"
     )
     print(f"  {login}")
-    print(f"  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(_token_there(status, head))}")
-    print(f"  ludus train CartPole-v1 --num-workers 4 --address {_address(orchestrator, standing)}")
-    print(f"its token is in {standing.token} too; take the cluster down with: ludus cluster down {standing.name}", flush=True)
+    print(f"  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(_remote_token_path(status, head))}")
+    print(f"  ludus train CartPole-v1 --num-workers 4 --address {_address(orchestrator, record)}")
+    print(f"a copy of its token is in {record.token}; stop the cluster with: ludus cluster down {record.name}", flush=True)
 
 
-# -- looking at it --------------------------------------------------------------------------------------------------------
+# -- status ---------------------------------------------------------------------------------------------------------------
 
 
-def _settings(orchestrator: SshOrchestrator, standing: Standing) -> SshSettings:
+def _settings(orchestrator: SshOrchestrator, record: ClusterRecord) -> SshSettings:
     from ludus.launch.ssh.backend import SshJobDir
 
-    return SshJobDir(orchestrator.directory / standing.id).settings()
+    return SshJobDir(orchestrator.directory / record.id).settings()
 
 
-def _address(orchestrator: SshOrchestrator, standing: Standing) -> str:
+def _address(orchestrator: SshOrchestrator, record: ClusterRecord) -> str:
     from ludus.launch.ssh.backend import SshJobDir
     from ludus.process.job_env import PORT
 
-    entry = SshJobDir(orchestrator.directory / standing.id)
+    entry = SshJobDir(orchestrator.directory / record.id)
     port = entry.job().roles[0].environment.get(PORT) or entry.port()
     return f"{entry.settings().nodes[0].node_address}:{port}"
 
 
-def _token_there(status: JobStatus, head: SshNode) -> str:
-    """Where the head has the token: beside the job's directory there."""
+def _remote_token_path(status: JobStatus, head: SshNode) -> str:
+    """The path of the token on the head, next to the job's directory."""
     return str(Path(status.logs.removeprefix(f"{head.host}:")).parents[2] / TOKEN)
 
 
-def _census(orchestrator: SshOrchestrator, standing: Standing, status: JobStatus) -> list[Resident]:
-    """Asked of the head on its own machine: its port need not be open for this one. Raises Unreachable."""
+def _query_nodes(orchestrator: SshOrchestrator, record: ClusterRecord, status: JobStatus) -> list[Resident]:
+    """Query the Ray nodes over SSH on the head, whose port may be closed to this machine. Raises Unreachable."""
     from ludus.launch.ssh.connection import ssh_words
     from ludus.ray_cluster import membership
 
-    settings, address = _settings(orchestrator, standing), _address(orchestrator, standing)
+    settings, address = _settings(orchestrator, record), _address(orchestrator, record)
     if not status.logs:
-        raise Unreachable(f"{settings.nodes[0].host} has not said yet where it runs.")
-    asked = membership.words(address, _token_there(status, settings.nodes[0]))
+        raise Unreachable(f"{settings.nodes[0].host} has not reported its job directory yet.")
+    arguments = membership.words(address, _remote_token_path(status, settings.nodes[0]))
     try:
-        words = ssh_words(settings, 0, "ludus.ray_cluster.membership", *asked)
+        words = ssh_words(settings, 0, "ludus.ray_cluster.membership", *arguments)
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unreachable(f"{settings.nodes[0].host} did not answer: {error}.") from error
     return membership.read(done.stdout.decode(errors="replace"), address)
 
 
-def _page(orchestrator: SshOrchestrator, standing: Standing) -> dict[str, Any]:
-    status, settings = orchestrator.status(standing.id), _settings(orchestrator, standing)
+def _page(orchestrator: SshOrchestrator, record: ClusterRecord) -> dict[str, Any]:
+    status, settings = orchestrator.status(record.id), _settings(orchestrator, record)
     trouble, residents = "", list[Any]()
     try:
-        residents = [] if status.over else _census(orchestrator, standing, status)
+        residents = [] if status.over else _query_nodes(orchestrator, record, status)
     except LudusError as error:
         trouble = str(error)
     nodes = []
     for index, node in enumerate(settings.nodes):
-        process = _process_of(orchestrator, standing, status, index)
-        living, dead = (_resident_of(node, residents, alive=alive) for alive in (True, False))
-        shown = living or dead
+        process = _process_of(orchestrator, record, status, index)
+        living, dead = (_find_node(node, residents, alive=alive) for alive in (True, False))
+        latest = living or dead
         nodes.append(
             {
                 "node": index,
                 "host": node.host,
                 "address": node.node_address,
                 "up": living is not None,
-                "cores": shown.cores if shown else 0,
+                "cores": latest.cores if latest else 0,
                 "since": (living.since if living else dead.until if dead else 0.0) or None,
                 "why": "" if living else (dead.why if dead else "") or _state(process),
                 "process": asdict(process) if process else None,
             }
         )
     return {
-        "name": standing.name, "id": standing.id, "state": status.state, "reason": status.reason, "trouble": trouble,
-        "address": _address(orchestrator, standing), "logs": status.logs, "nodes": nodes,
+        "name": record.name, "id": record.id, "state": status.state, "reason": status.reason, "trouble": trouble,
+        "address": _address(orchestrator, record), "logs": status.logs, "nodes": nodes,
     }  # fmt: skip
 
 
-def _process_of(orchestrator: SshOrchestrator, standing: Standing, status: JobStatus, node: int) -> ProcessStatus | None:
+def _process_of(orchestrator: SshOrchestrator, record: ClusterRecord, status: JobStatus, node: int) -> ProcessStatus | None:
     from ludus.launch.ssh.backend import SshJobDir
 
-    roles = {role.name: role for role in SshJobDir(orchestrator.directory / standing.id).job().roles}
+    roles = {role.name: role for role in SshJobDir(orchestrator.directory / record.id).job().roles}
     return next((each for each in status.processes if roles[each.role].node(each.index) == node), None)
 
 
-def _resident_of(node: SshNode, residents: Sequence[Resident], *, alive: bool) -> Resident | None:
-    """The latest of its lives in the cluster."""
+def _find_node(node: SshNode, residents: Sequence[Resident], *, alive: bool) -> Resident | None:
+    """The latest Ray node of a machine that is alive, or that has left."""
     from ludus.launch.local_address import HostNetwork
 
     names = {node.node_address, node.host}
@@ -416,8 +449,8 @@ def _print(page: dict[str, Any]) -> None:
     print(f"{page['name']}  {page['state']}{why}  (Ray at {page['address']}, job {page['id']})")
     for node in page["nodes"]:
         since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(node["since"])) if node["since"] else ""
-        said = f"up{since}, {node['cores']} cores" if node["up"] else f"DOWN{since}: {node['why']}"
-        print(f"  {node['node']}  {node['host']:<20} {said}")
+        state = f"up{since}, {node['cores']} cores" if node["up"] else f"DOWN{since}: {node['why']}"
+        print(f"  {node['node']}  {node['host']:<20} {state}")
     if page["trouble"]:
         print(f"  {page['trouble']}", file=sys.stderr)
     print(f"  logs: ludus jobs logs {page['id']}")

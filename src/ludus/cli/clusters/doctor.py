@@ -1,4 +1,4 @@
-"""`ludus doctor`: what is wrong with the machines, before a run finds out."""
+"""`ludus doctor`: check machines before a run is started on them."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ if TYPE_CHECKING:
     from ludus.launch.cluster_file import ClusterConfig
     from ludus.launch.doctor.finding import DoctorFinding
 
+_MACHINES, _RUN = "Machines", "Run"
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+
+
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 def doctor(
     on: Annotated[
-        str | None, typer.Option(metavar="local|ssh|slurm", help="Where the run will be started. [default: local]")
+        str | None,
+        _option(_MACHINES, "Launcher with which the run will be started. [default: local]", metavar="local|ssh|slurm"),
     ] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Cluster file, as for `ludus submit`.")] = None,
+    file: Annotated[Path | None, _option(_MACHINES, "Cluster file, as for `ludus submit`.", "--file", "-f")] = None,
     iplist: Annotated[
-        Path | None, typer.Option(help="List of machines to check over SSH, one `ip user port slots` per line.")
+        Path | None, _option(_MACHINES, "List of machines to check over SSH, one `ip user port slots` per line.")
     ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="URL", help="Check that this Redis server can be reached and written to.")
-    ] = None,
+    memory: Annotated[str | None, _option(_RUN, "Redis server that must be reachable and writable.", metavar="URL")] = None,
     store: Annotated[
         str | None,
-        typer.Option(metavar="PLACE", help="Check that this store (a directory, s3://…) can be reached and written to."),
+        _option(_RUN, "Store (a directory, s3://…) that must be reachable and writable.", metavar="PLACE"),
     ] = None,
     num_workers: Annotated[
-        int | None, typer.Option(min=0, help="Workers of the run, on all machines together. [default: one per core]")
+        int | None, _option(_RUN, "Workers of the run, on all machines together. [default: one per core]", min=0)
     ] = None,
     env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Create, reset and step this environment, and count its threads.")
+        str | None, _option(_RUN, "Environment to create, reset and step; its threads are counted.", metavar="NAME")
     ] = None,
-    game: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Check that this game executable could run, without running it.")
-    ] = None,
-    local_dir: Annotated[Path, typer.Option(help="Directory for runs.")] = Path("runs"),
-    port: Annotated[list[int] | None, typer.Option(min=1, max=65535, help="Port that must be free; repeatable.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of a Slurm job, or number of listed machines to use.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
+    game: Annotated[str | None, _option(_RUN, "Game executable that must be able to run; it is not run.", metavar="PATH")] = None,
+    local_dir: Annotated[Path, _option(_RUN, "Directory for runs.")] = Path("runs"),
+    port: Annotated[list[int] | None, _option(_RUN, "Port that must be free; repeatable.", min=1, max=65535)] = None,
+    nodes: Annotated[int | None, _option(_MACHINES, "Nodes of a Slurm job, or number of listed machines to use.", min=1)] = None,
+    partition: Annotated[str | None, _option(_MACHINES, "Slurm partition.")] = None,
     time: Annotated[
         str | None,
-        typer.Option(
-            help="Slurm: time limit of the run; outside an allocation, one of this length is requested to check the nodes."
-        ),
+        _option(_MACHINES, "Slurm time limit of the run; outside an allocation, one of this length is requested for the check."),
     ] = None,
-    identity: Annotated[Path | None, typer.Option(help="SSH: private key.")] = None,
-    known_hosts: Annotated[Path | None, typer.Option(help="SSH: known-hosts file.")] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Time limit for each remote machine, in seconds.")] = 90.0,
+    identity: Annotated[Path | None, _option(_MACHINES, "Private SSH key.")] = None,
+    known_hosts: Annotated[Path | None, _option(_MACHINES, "SSH known-hosts file.")] = None,
+    timeout: Annotated[float, _option(_MACHINES, "Time limit for each remote machine, in seconds.", min=1.0)] = 90.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of {node, check, status, found, fix}.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Run only checks that need no other program and no server.")] = False,
 ) -> None:
@@ -62,7 +62,7 @@ def doctor(
     from ludus.errors import UsageError
 
     if sys.platform == "win32":
-        raise UsageError("`ludus doctor` looks at Linux and macOS.", "Runs on one Windows machine need none.")
+        raise UsageError("`ludus doctor` supports Linux and macOS only.", "A run on a single Windows machine needs no check.")
     from ludus.launch.doctor.finding import is_healthy
     from ludus.launch.doctor.local_checks import DoctorRequest
     from ludus.launch.doctor.runner import DoctorRun, run_in_allocation
@@ -75,7 +75,7 @@ def doctor(
         "on": on, "iplist": iplist, "nodes": nodes, "partition": partition, "time": time, "identity": identity, "known_hosts": known_hosts,
     }  # fmt: skip
     target = _target(file, options)
-    if target is not None and target.on == "slurm" and time is not None and not quick and _outside():
+    if target is not None and target.on == "slurm" and time is not None and not quick and _needs_allocation():
         again = {
             **options, "file": file, "memory": memory, "store": store, "num-workers": num_workers, "env": env, "game": game,
             "local-dir": local_dir, "port": port, "timeout": timeout,
@@ -92,7 +92,7 @@ def doctor(
 
 
 def _target(file: Path | None, options: dict[str, Any]) -> ClusterConfig | None:
-    """None: this machine, and nothing of clusters has to be imported."""
+    """The cluster to check; None for this machine, which needs no import of cluster modules."""
     if file is None and options["iplist"] is None and options["on"] in (None, "local"):
         return None
     from ludus.launch.cluster_file import ClusterConfig, load_cluster_file
@@ -104,7 +104,7 @@ def _target(file: Path | None, options: dict[str, Any]) -> ClusterConfig | None:
 
 
 def _words(options: Mapping[str, Any]) -> list[str]:
-    """The same command, spelt anew from what was understood: however it was typed."""
+    """The options as a command line, to run the same command in an allocation."""
     found = []
     for name, value in options.items():
         for each in value if isinstance(value, list) else [value] * (value is not None):
@@ -112,7 +112,7 @@ def _words(options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _outside() -> bool:
+def _needs_allocation() -> bool:
     from ludus.launch.doctor.runner import ALLOCATION, IN_ALLOCATION
 
     return not os.environ.get(ALLOCATION) and not os.environ.get(IN_ALLOCATION)
@@ -136,5 +136,5 @@ def _print(found: Sequence[DoctorFinding]) -> None:
             line.append(f"  → {finding.fix}", style="cyan" if finding.status != "skipped" else "dim")
         console.print(line)
     counts = {status: sum(finding.status == status for finding in found) for status in _COLOURS}
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    console.print(Text("healthy" if not counts["failed"] else "not healthy", style="bold"), Text(f"({said})"))
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    console.print(Text("healthy" if not counts["failed"] else "not healthy", style="bold"), Text(f"({summary})"))

@@ -1,4 +1,4 @@
-"""`ludus fleet`: a learner, and workers that reach it through a memory and a store alone, from wherever they are."""
+"""`ludus fleet`: a learner and workers on machines that share only Redis and a store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Memory = Annotated[
     str,
     typer.Option(
         metavar="URL",
-        help=f"redis://HOST:PORT/DB, redis://USER@HOST:PORT/DB, rediss://…, or module:Class. Its password: {PASSWORD}.",
+        help=f"Redis server: redis://[USER@]HOST:PORT/DB, rediss://…, or module:Class. Password: {PASSWORD}.",
         show_default=False,
     ),
 ]
@@ -47,12 +47,10 @@ _Workers = Annotated[
 _Num = Annotated[int, typer.Option("-n", "--num", min=1, help="Number of worker processes on this machine.")]
 _OnlyEnv = Annotated[
     str | None,
-    typer.Option(
-        "--env", help="Only run this environment: refuse a run whose settings in the store name another one.", show_default=False
-    ),
+    typer.Option("--env", help="Environment to accept; a run in the store with another one is refused.", show_default=False),
 ]
 _Compression = Annotated[str, typer.Option(help="Compression of segments: none, lz4 or zstd.")]
-_WhenFull = Annotated[str, typer.Option(help="When the learner falls behind: wait, or drop segments and count them.")]
+_WhenFull = Annotated[str, typer.Option(help="Action when the learner falls behind: wait, or drop segments.")]
 
 
 @app.command()
@@ -91,8 +89,8 @@ def learner(
     from ludus.experiments.runs.run_dir import CONFIG
 
     train.log_at(2 if debug else verbose)
-    voice = train.Voice(quiet, json_)
-    memory = _without_password(memory, password_file, voice)
+    printer = train.Printer(quiet, json_)
+    memory = _export_password(memory, password_file, printer)
     source = train.read_source(file, preset, level)
     if source is not None:
         from ludus.models.custom.loader import add_search_directory
@@ -104,10 +102,10 @@ def learner(
     }  # fmt: skip
     settings = {"num_workers": num_workers, "num_envs_per_worker": num_envs, "num_gpus": num_gpus, "seed": seed}
     stops = parse_stop_values(stop or [])
-    given = (experiment, experiment_name, top, stops, settings, train.mapping_of("--config", config), set_ or [])
+    given = (experiment, experiment_name, top, stops, settings, train.parse_mapping("--config", config), set_ or [])
     directory = remote_runs.directory_of(store)
     remote_runs.fetch(directory)
-    starter = train.Starter(voice, (None, None, None))
+    runner = train.ExperimentRunner(printer, (None, None, None))
     began = (directory / CONFIG).exists()
     if began and source is None and top["env"] is None:
         from ludus.experiments.runs.run_dir import Run
@@ -116,29 +114,31 @@ def learner(
         others = {f"--{key.replace('_', '-')}": value for key, value in options.items()}
         if ignored := [name for name, value in others.items() if value is not None]:
             raise UsageError(
-                f"{store} already holds a run, which is resumed with its own settings; {', '.join(ignored)} cannot be changed.",
+                f"{store} already holds a run, which keeps its settings; {', '.join(ignored)} cannot be changed.",
                 "Name the environment or the file to see what differs, or leave the option out.",
             )
         data = {**Run.open(directory).config(), "memory": memory, **({"stop": stops} if stops else {})}
         name = str(data.pop("name"))
     else:
-        found = train.experiments_from(source, *given, custom=custom_parameter or (), say=voice)
+        found = train.experiments_from(source, *given, custom=custom_parameter or (), say=printer)
         if len(found) > 1:
             raise UsageError(f"{source} holds {len(found)} experiments, and a fleet trains one.", "Add --experiment.")
         ((name, data),) = found.items()
     if train.is_sweep(data):
         raise UsageError("This experiment is a sweep, and a fleet trains one run.", "Give every key one value.")
     if began:
-        result = starter.continue_(directory, {"name": name, **data})
-        if result is None:  # whoever still waits for it may not have heard
+        result = runner.continue_run(directory, {"name": name, **data})
+        if result is None:  # workers that still wait may have missed the end of the run
             from ludus.distributed.redis.messages import END
 
             remote_runs.store_of(directory).put(END, b"")
             if json_:
                 print(json.dumps(stored_result(directory).to_json()), flush=True)
     else:
-        result = starter.shown(lambda experiment, told: experiment.train({"name": name, **data}, place=store, **told))
-    starter.conclude({name: result})
+        result = runner.run_with_display(
+            lambda experiment, common: experiment.train({"name": name, **data}, place=store, **common)
+        )
+    runner.conclude({name: result})
 
 
 @app.command()
@@ -159,8 +159,8 @@ def worker(
     from ludus.cli.training import train
 
     train.log_at(2 if debug else verbose)
-    voice = train.Voice(quiet, False)
-    memory = _without_password(memory, password_file, voice)
+    printer = train.Printer(quiet, False)
+    memory = _export_password(memory, password_file, printer)
     if compression not in ("none", "lz4", "zstd"):
         raise UsageError(f"--compression {compression} is not none, lz4 or zstd.")
     if when_full not in ("wait", "drop"):
@@ -169,8 +169,8 @@ def worker(
     from ludus.transport.message_stream import check_url
 
     check_url(memory)
-    ended = run_workers(memory, store, num, compression, when_full, env, announce=voice)
-    voice("the run is over" if ended == "over" else "stopped")
+    ended = run_workers(memory, store, num, compression, when_full, env, announce=printer)
+    printer("the run is over" if ended == "over" else "stopped")
 
 
 @app.command()
@@ -181,22 +181,22 @@ def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -
     from ludus.storage.base import open_store
     from ludus.transport.message_stream import open_message_stream
 
-    memory = _without_password(memory, password_file, train.Voice(False, False))
+    memory = _export_password(memory, password_file, train.Printer(False, False))
     try:
         channel = channel_of(open_store(store))
     except NotFound:
-        raise UsageError(f"{store} holds no run with a fleet.") from None
+        raise UsageError(f"{store} holds no run of a fleet.") from None
     exchange = open_message_stream(memory, channel, 1)
     try:
         left = exchange.waiting()
         exchange.drop()
     finally:
         exchange.close()
-    print(f"removed {left} segments and the notices of {store}")
+    print(f"deleted {left} segments and the status messages of {store}")
 
 
 def stored_result(directory: Path) -> Result:
-    """Of a run that is finished, as it was said when it ended; without an agent."""
+    """The result of a finished run, read from its directory; without an agent."""
     from ludus.core.metrics import read_jsonl
     from ludus.experiments.result import Result
     from ludus.experiments.runs import checkpoint, remote_runs, run_status
@@ -205,12 +205,12 @@ def stored_result(directory: Path) -> Result:
     metrics = {name: float(value) for name, value in (rows[-1] if rows else {}).items() if isinstance(value, (int, float))}
     name = checkpoint.newest_name(remote_runs.store_of(directory))
     why = run_status.read_status(directory, fetched=True).status.get("stopped_by", "finished")
-    nobody = cast(Any, None)  # it is not played
-    return Result(directory, directory / checkpoint.FOLDER / name if name else None, why, metrics, nobody)
+    no_agent = cast(Any, None)
+    return Result(directory, directory / checkpoint.FOLDER / name if name else None, why, metrics, no_agent)
 
 
-def _without_password(memory: str, file: Path | None, say: Callable[[str], None]) -> str:
-    """The URL without its password, which goes to where this process and its children look for it."""
+def _export_password(memory: str, file: Path | None, say: Callable[[str], None]) -> str:
+    """Move the password from the URL or the file to the environment of this process and its children; returns the URL."""
     if file is not None:
         try:
             os.environ[PASSWORD] = file.read_text(encoding="utf-8").strip()
@@ -220,5 +220,5 @@ def _without_password(memory: str, file: Path | None, say: Callable[[str], None]
     trust.allow(memory)
     if password is not None:
         os.environ[PASSWORD] = password
-        say(f"a password on the command line is seen by everyone on this machine; {PASSWORD} or --memory-password-file is not")
+        say(f"all users of this machine can see a password on the command line; use {PASSWORD} or --memory-password-file")
     return memory

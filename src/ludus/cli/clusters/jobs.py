@@ -1,4 +1,4 @@
-"""`ludus jobs`: what was submitted, wherever that was to, and how it fares."""
+"""`ludus jobs`: list the jobs of all launchers, print their logs, wait for them, cancel them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 app = HelpApp(help="List jobs of `ludus submit`, read their logs, wait for them, cancel them.", no_args_is_help=True)
 
 TIMED_OUT = 124
-"""Exit code of `wait --timeout` for a job that is not over by then, as of timeout(1): no training ends with it."""
+"""Exit code of `wait --timeout` for a job that is not over by then, as of timeout(1); no training exits with it."""
 
 _SHORTEST_SUFFIX = 3
 _MAINS = ("main", "learner")
 _RECENT, _LAST_LINES = 10, 15
-_FIRST_LOOK_S, _LOOK_S, _LOOK_FAR_S = 0.1, 0.5, 3.0
-_AWAY_S = 1800.0
-"""A backend that could not be asked for so long is not waited for any longer."""
+_FIRST_POLL_S, _POLL_S, _REMOTE_POLL_S = 0.1, 0.5, 3.0
+_UNREACHABLE_S = 1800.0
+"""Seconds after which waiting for an unreachable backend ends."""
 
 _CANCEL_S = 900.0
 _READ_S = 2.0
-"""What a job had written is read in this, and in twice the time that it took to count it; or is not there any more."""
+"""Time limit for reading the existing lines of a log, in addition to twice the time that counting them took."""
 
 _COLOURS = {"pending": "yellow", "running": "green", "succeeded": "green", "cancelled": "yellow", "failed": "red"}
 
@@ -54,7 +54,7 @@ _Id = Annotated[
 ]
 _On = Annotated[
     str | None,
-    typer.Option("--on", metavar="NAME|module:Class", help="Look only at this kind of job. Default: all.", show_default=False),
+    typer.Option("--on", metavar="NAME|module:Class", help="Launcher whose jobs to consider. Default: all.", show_default=False),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
@@ -71,16 +71,16 @@ def list_jobs(
     found = all_jobs(on)
     over = [job for job in found if job.status.over]
     hidden = [] if everything else over[: max(0, len(over) - _RECENT)]
-    shown = [job for job in found if job not in hidden]
+    visible = [job for job in found if job not in hidden]
     if as_json:
-        print(json.dumps([job.to_json() for job in shown]))
+        print(json.dumps([job.to_json() for job in visible]))
         return
-    if shown:
-        _console().print(_table(shown, time.time()))
+    if visible:
+        _console().print(_table(visible, time.time()))
     if hidden:
-        print(f"ludus: {len(hidden)} older ones are not shown; --all shows them", file=sys.stderr)
+        print(f"ludus: {len(hidden)} older jobs are hidden; --all shows them", file=sys.stderr)
     if not found:
-        print("ludus: no jobs; `ludus submit -- train CartPole-v1` makes one", file=sys.stderr)
+        print("ludus: no jobs; `ludus submit -- train CartPole-v1` submits one", file=sys.stderr)
 
 
 @app.command()
@@ -97,7 +97,7 @@ def status(job_id: _Id, on: _On = None, as_json: _Json = False) -> None:
 def logs(
     job_id: _Id,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job is over; Ctrl-C stops following.")] = False,
-    role: Annotated[str | None, typer.Option(metavar="ROLE", help="Show only these processes.", show_default=False)] = None,
+    role: Annotated[str | None, typer.Option(metavar="ROLE", help="Role of the processes to show.", show_default=False)] = None,
     tail: Annotated[
         int | None, typer.Option("--tail", "-n", min=0, help="Start with the last N lines.", show_default=False)
     ] = None,
@@ -116,22 +116,22 @@ def logs(
 def cancel(
     job_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Jobs, as for `status`.", autocompletion=complete_job)],
     now: Annotated[bool, typer.Option("--now", help="Kill at once, without a checkpoint.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is over.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the jobs are over.")] = False,
     on: _On = None,
 ) -> None:
     """Cancel a job: the training saves a checkpoint, then all its processes end."""
-    asked = [find(job_id, on) for job_id in job_ids]
-    for found in asked:
+    jobs = [find(job_id, on) for job_id in job_ids]
+    for found in jobs:
         if found.status.over:
-            say(f"{found.id} is over already: {_ended(found.status)}")
+            say(f"{found.id} is already over: {_describe_end(found.status)}")
             continue
         found.orchestrator.cancel(found.id, at_once=now)
-        say(f"{found.id} {'is being killed' if now else 'is asked to end'}")
-    for found in asked if wait else ():
-        ended = await_end(found, _CANCEL_S)
+        say(f"{found.id} is being {'killed' if now else 'cancelled'}")
+    for found in jobs if wait else ():
+        ended = wait_for_end(found, _CANCEL_S)
         if ended is None:
             raise LudusError(f"The job {found.id} is not over after {_CANCEL_S:g} s.", "Try --now.")
-        say(f"{found.id}: {_ended(ended)}")
+        say(f"{found.id}: {_describe_end(ended)}")
 
 
 @app.command()
@@ -139,13 +139,13 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     on: _On = None,
 ) -> None:
-    """Remove the records and logs of jobs that are over. Their runs stay; asks first."""
+    """Delete the records and logs of jobs that are over, after a prompt. Their runs are kept."""
     found = [job for job in all_jobs(on) if job.status.over and hasattr(job.orchestrator, "remove")]
     if not found:
         say("no job is over: nothing to clean")
         return
     for job in found:
-        print(f"{job.id}  {_ended(job.status)}")
+        print(f"{job.id}  {_describe_end(job.status)}")
     if not yes:
         typer.confirm(f"Remove the records and logs of {len(found)} jobs?", abort=True)
     for job in found:
@@ -157,11 +157,11 @@ def clean(
 def mend(job_id: _Id, on: _On = None) -> None:
     """Restart the processes that an SSH job lost with a machine that is back. Slurm does this by itself."""
     found = find(job_id, on)
-    started = getattr(found.orchestrator, "mend", None)
-    if started is None:
-        raise UsageError(f"{found.id} runs on {found.on}, where there is nothing to mend.", "It is for jobs by SSH.")
-    hosts = started(found.id)
-    say(f"{found.id} is started again on {', '.join(hosts)}" if hosts else f"nothing is missing of {found.id}")
+    restart = getattr(found.orchestrator, "mend", None)
+    if restart is None:
+        raise UsageError(f"{found.id} runs on {found.on}, which does not support mend.", "Use it for SSH jobs.")
+    hosts = restart(found.id)
+    say(f"{found.id} is restarted on {', '.join(hosts)}" if hosts else f"{found.id} has no missing processes")
 
 
 @app.command()
@@ -182,21 +182,21 @@ def wait(
     """Wait until a job is over. The exit code is that of the training."""
     found = find(job_id, on)
     with detached_by_interrupt(found.id):
-        ended = await_end(found, math.inf if timeout is None else timeout)
+        ended = wait_for_end(found, math.inf if timeout is None else timeout)
     if ended is None:
         say(f"{found.id} is not over after {timeout:g} s")
         raise typer.Exit(TIMED_OUT)
     if as_json:
-        print(json.dumps(Found(found.on, found.orchestrator, ended).to_json()))
-    raise typer.Exit(conclude(Found(found.on, found.orchestrator, ended), last_lines=not as_json))
+        print(json.dumps(JobHandle(found.on, found.orchestrator, ended).to_json()))
+    raise typer.Exit(conclude(JobHandle(found.on, found.orchestrator, ended), last_lines=not as_json))
 
 
 # -- finding ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Found:
-    """A job, and who has it."""
+class JobHandle:
+    """The status of a job, with the orchestrator that runs it."""
 
     on: str
     orchestrator: Orchestrator
@@ -208,12 +208,12 @@ class Found:
 
     @property
     def runs(self) -> dict[str, str]:
-        """Experiment → where its run or sweep is, of those that the job has begun, as far as that can be seen from this machine."""
+        """Experiment → place of its run or sweep, for those that the job has started; empty if the job is on another machine."""
         from ludus.experiments.runs.job_resume import JobResumeFile
         from ludus.launch.job_dir import RUN
 
         place = Path(self.status.logs).parent
-        if not place.is_absolute() or place.name != self.id:  # on another machine; or of somebody who does it differently
+        if not place.is_absolute() or place.name != self.id:  # on another machine, or a user's orchestrator with other paths
             return {}
         return JobResumeFile.read(place / RUN).locations
 
@@ -221,35 +221,38 @@ class Found:
         return {"on": self.on, **asdict(self.status), "runs": self.runs}
 
 
-def find(word: str, on: str | None = None) -> Found:
-    """The job of this id, of Slurm's number, or the only one whose id begins so. Raises UnknownName; LudusError of who could not be asked."""
+def find(word: str, on: str | None = None) -> JobHandle:
+    """Find a job by id, Slurm number, short name or a unique prefix of its id.
+
+    Raises UnknownName, or the error of a backend that could not be queried.
+    """
     troubles: list[LudusError] = []
     backends = list(orchestrators(on))
     for name, orchestrator in backends:
         try:
-            with _of_ones_own(name):
-                return Found(name, orchestrator, orchestrator.status(word))
+            with _wrap_user_errors(name):
+                return JobHandle(name, orchestrator, orchestrator.status(word))
         except UnknownName:
             continue
-        except LudusError as error:  # it knows the job, and cannot say how it fares; or does not know whether it knows it
+        except LudusError as error:  # the backend cannot be queried; another one may have the job
             troubles.append(error)
-    known = sorted((job for job in _listed(backends, troubles) if word), key=lambda job: (job.status.submitted_at, job.id))
-    if (meant := _by_short_name(word, known)) is not None:
-        return meant
-    begun = [job for job in known if job.id.startswith(word)]
-    if len(begun) == 1:
-        return begun[0]
-    if begun:
+    known = sorted((job for job in _list_all(backends, troubles) if word), key=lambda job: (job.status.submitted_at, job.id))
+    if (named := _by_short_name(word, known)) is not None:
+        return named
+    matching = [job for job in known if job.id.startswith(word)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
         raise UnknownName(
-            f"{len(begun)} jobs begin with {word!r}.", f"Say more of it: {', '.join(job.id for job in begun[-5:])}."
+            f"{len(matching)} jobs begin with {word!r}.", f"Use a longer prefix: {', '.join(job.id for job in matching[-5:])}."
         )
     if troubles:
         raise troubles[0]
     raise UnknownName(f"There is no job {word!r}.", _nearest(word, [job.id for job in known]))
 
 
-def _by_short_name(word: str, known: Sequence[Found]) -> Found | None:
-    """`last`; the newest job of this name or experiment; or the only one whose id ends so. `known`: oldest first."""
+def _by_short_name(word: str, known: Sequence[JobHandle]) -> JobHandle | None:
+    """`last`, the newest job of this name or experiment, or the only one whose id ends with `word`. `known`: oldest first."""
     named = known if word == LAST else [job for job in known if word == job.status.name or word in job.runs]
     if named:
         return named[-1]
@@ -257,94 +260,94 @@ def _by_short_name(word: str, known: Sequence[Found]) -> Found | None:
     return ending[0] if len(ending) == 1 else None
 
 
-def all_jobs(on: str | None = None) -> list[Found]:
-    """The oldest first. Who cannot be asked is left out, and that is said."""
+def all_jobs(on: str | None = None) -> list[JobHandle]:
+    """All jobs, oldest first. A backend that cannot be queried is skipped with a message."""
     troubles: list[LudusError] = []
-    found = list(_listed(list(orchestrators(on)), troubles))
+    found = list(_list_all(list(orchestrators(on)), troubles))
     for error in troubles:
         say(f"left out: {error}")
     return sorted(found, key=lambda job: (job.status.submitted_at, job.id))
 
 
 def orchestrators(on: str | None = None) -> Iterator[tuple[str, Orchestrator]]:
-    """All that may have jobs of this user. One that cannot be opened here has none, unless it was asked for by name."""
+    """The orchestrators that may have jobs of this user, or only `on`. Those that cannot be opened on this machine are skipped."""
     from ludus.launch.job import ORCHESTRATORS, open_orchestrator
 
     if on is not None:
-        with _of_ones_own(on):
-            opened = open_orchestrator(on)
-        yield on, opened
+        with _wrap_user_errors(on):
+            orchestrator = open_orchestrator(on)
+        yield on, orchestrator
         return
     for name in ORCHESTRATORS:
         with suppress(UsageError):
             yield name, open_orchestrator(name)
-    for name in remembered():
+    for name in known_orchestrators():
         try:
-            with _of_ones_own(name):
-                opened = open_orchestrator(name)
-        except (UnknownName, MissingExtra):  # it cannot be imported from this directory
+            with _wrap_user_errors(name):
+                orchestrator = open_orchestrator(name)
+        except (UnknownName, MissingExtra):  # not importable from this directory
             continue
         except LudusError as error:
             say(f"left out: {error}")
             continue
-        yield name, opened
+        yield name, orchestrator
 
 
-def _listed(backends: Sequence[tuple[str, Orchestrator]], troubles: list[LudusError]) -> Iterator[Found]:
+def _list_all(backends: Sequence[tuple[str, Orchestrator]], troubles: list[LudusError]) -> Iterator[JobHandle]:
     for name, orchestrator in backends:
         try:
-            with _of_ones_own(name):
+            with _wrap_user_errors(name):
                 listed = orchestrator.list()
         except LudusError as error:
             troubles.append(error)
             continue
-        yield from (Found(name, orchestrator, status) for status in listed)
+        yield from (JobHandle(name, orchestrator, status) for status in listed)
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
     from ludus.core.plugins import did_you_mean
 
-    return did_you_mean(word, known[-50:]) or "`ludus jobs list` shows those that there are."
+    return did_you_mean(word, known[-50:]) or "`ludus jobs list` lists all jobs."
 
 
-# -- orchestrators of the user's own --------------------------------------------------------------------------------------
+# -- orchestrators of the user (module:Class) -----------------------------------------------------------------------------
 
 
 @contextmanager
-def _of_ones_own(name: str) -> Iterator[None]:
-    """What the user's code raises, which may be anything, is no end of what is asked about all other jobs. Raises WorkerFailed for it."""
+def _wrap_user_errors(name: str) -> Iterator[None]:
+    """Turn any exception of a user's orchestrator into WorkerFailed, so that commands can still use the other ones."""
     try:
         yield
     except (UnknownName, MissingExtra, WorkerFailed):
         raise
-    except Exception as error:
+    except Exception as error:  # user code may raise anything
         if ":" not in name:
-            raise  # ours: a bug, which is not to be hidden
+            raise  # a bug of a built-in orchestrator must not be hidden
         reason = error.message if isinstance(error, LudusError) else f"{type(error).__name__}: {error}."
         raise WorkerFailed(
-            f"The orchestrator {name} failed: {reason}", "`--on local` looks at the jobs of this machine only."
+            f"The orchestrator {name} failed: {reason}", "`--on local` selects only the jobs of this machine."
         ) from error
 
 
-def remember(name: str) -> None:
-    """So that its jobs are found later without saying whose they are."""
+def add_orchestrator(name: str) -> None:
+    """Store the name of a user's orchestrator, so that `ludus jobs` finds its jobs without --on."""
     from ludus.io.atomic_file import replace_file
     from ludus.launch import job_dir
     from ludus.launch.job import ORCHESTRATORS
 
-    known = remembered()
+    known = known_orchestrators()
     if name in ORCHESTRATORS or name in known:
         return
     home = job_dir.make_private(job_dir.state_dir())
     replace_file(home / "orchestrators", "".join(f"{line}\n" for line in (*known, name)))
 
 
-def remembered() -> list[str]:
+def known_orchestrators() -> list[str]:
     from ludus.launch import job_dir
 
     try:
         path = job_dir.state_dir() / "orchestrators"
-        if path.stat().st_uid != os.getuid():  # names of modules that are imported: only this user's own word counts
+        if path.stat().st_uid != os.getuid():  # these modules are imported: trust only a file of this user
             return []
         return [line for line in path.read_text(encoding="utf-8").splitlines() if ":" in line]
     except (OSError, ValueError):
@@ -354,24 +357,24 @@ def remembered() -> list[str]:
 # -- waiting ------------------------------------------------------------------------------------------------------------
 
 
-def await_end(found: Found, timeout_s: float) -> JobStatus | None:
-    """Its status when it is over; None if it is not by then. Raises LudusError when nobody could be asked for half an hour."""
+def wait_for_end(found: JobHandle, timeout_s: float) -> JobStatus | None:
+    """Wait until a job is over and return its status; None after `timeout_s`. Raises LudusError if its backend stays unreachable."""
     deadline = time.monotonic() + timeout_s
-    polls = Backoff(_FIRST_LOOK_S, _LOOK_S if found.on == "local" else _LOOK_FAR_S, factor=1.2)
-    away: float | None = None
+    polls = Backoff(_FIRST_POLL_S, _POLL_S if found.on == "local" else _REMOTE_POLL_S, factor=1.2)
+    unreachable_since: float | None = None
     while True:
         try:
             status = found.orchestrator.status(found.id)
-            away = None
+            unreachable_since = None
             if status.over:
                 return status
         except UsageError:
             raise
-        except LudusError as error:  # a network or a queue that is away for a moment is no end of the job
-            if away is None:
-                say(f"{found.on} cannot be asked at the moment: {error}")
-                away = time.monotonic()
-            elif time.monotonic() - away > _AWAY_S:
+        except LudusError as error:  # a network or a queue may be unavailable for a while
+            if unreachable_since is None:
+                say(f"{found.on} cannot be queried at the moment: {error}")
+                unreachable_since = time.monotonic()
+            elif time.monotonic() - unreachable_since > _UNREACHABLE_S:
                 raise
         left = deadline - time.monotonic()
         if left <= 0:
@@ -379,16 +382,16 @@ def await_end(found: Found, timeout_s: float) -> JobStatus | None:
         time.sleep(min(polls.next_delay(), left))
 
 
-def conclude(found: Found, *, last_lines: bool) -> int:
-    """Say why it did not succeed, if so, with the last that its main role wrote; its exit code."""
+def conclude(found: JobHandle, *, last_lines: bool) -> int:
+    """Return the exit code of a job; print why it did not succeed, with the last log lines of its main role."""
     status = found.status
     if status.state != "succeeded":
-        say(f"{found.id}: {_ended(status)}")
+        say(f"{found.id}: {_describe_end(status)}")
         if last_lines and status.state == "failed":
-            with suppress(LudusError):  # the logs may be out of reach; how it ended is known
+            with suppress(LudusError):  # the logs may be unreachable
                 for line in _lines(found, main_role(status), False, _LAST_LINES):
                     print(f"  {line}", file=sys.stderr)
-            print(f"  all of it: ludus jobs logs {found.id}", file=sys.stderr)
+            print(f"  full log: ludus jobs logs {found.id}", file=sys.stderr)
     return 1 if status.exit_code is None else status.exit_code
 
 
@@ -403,7 +406,7 @@ def detached_by_interrupt(job_id: str) -> Iterator[None]:
 
 
 def main_role(status: JobStatus) -> str | None:
-    """The one whose exit code is the job's, as far as that can be told; None: any of them."""
+    """The role whose exit code is that of the job; None if it cannot be determined."""
     roles = list(dict.fromkeys(process.role for process in status.processes))
     if len(roles) == 1:
         return roles[0]
@@ -413,38 +416,38 @@ def main_role(status: JobStatus) -> str | None:
 # -- logs ---------------------------------------------------------------------------------------------------------------
 
 
-def _lines(found: Found, role: str | None, follow: bool, tail: int | None) -> Iterator[str]:
-    """`tail`: only so many of those that are there already. To follow, one reading gives them and what comes; another only counts."""
+def _lines(found: JobHandle, role: str | None, follow: bool, tail: int | None) -> Iterator[str]:
+    """The log lines of a job. With `tail` only the last ones of those that exist; with `follow` also the new ones."""
     if tail is None:
         yield from found.orchestrator.logs(found.id, role=role, follow=follow)
         return
     if not follow:
         yield from deque(found.orchestrator.logs(found.id, role=role, follow=False), maxlen=tail)
         return
-    from ludus.cli.log_tail import tailed
+    from ludus.cli.log_tail import tail_lines
 
     names = [process.name for process in found.status.processes if role in (None, process.role)]
 
-    def whose(line: str) -> str:
+    def process_of(line: str) -> str:
         name = line.partition(": ")[0]
         return name if len(names) > 1 and name in names else ""
 
     began = time.monotonic()
-    there = Counter(map(whose, found.orchestrator.logs(found.id, role=role, follow=False)))
+    existing = Counter(map(process_of, found.orchestrator.logs(found.id, role=role, follow=False)))
     took_s = time.monotonic() - began
-    yield from tailed(
-        found.orchestrator.logs(found.id, role=role, follow=True), tail, there, whose, within_s=_READ_S + 2 * took_s
+    yield from tail_lines(
+        found.orchestrator.logs(found.id, role=role, follow=True), tail, existing, process_of, within_s=_READ_S + 2 * took_s
     )
 
 
-# -- as people read it --------------------------------------------------------------------------------------------------
+# -- output -------------------------------------------------------------------------------------------------------------
 
 
 def say(sentence: str) -> None:
     print(f"ludus: {sentence}", file=sys.stderr, flush=True)
 
 
-def _ended(status: JobStatus) -> str:
+def _describe_end(status: JobStatus) -> str:
     code = f" with code {status.exit_code}"
     if status.exit_code is None or code in status.reason:
         code = ""
@@ -462,11 +465,11 @@ def _console() -> Any:
     from rich.console import Console
 
     console = Console()
-    # Piped, nothing is squeezed or coloured: an id that is cut cannot be copied.
+    # In a pipe nothing is truncated or coloured, so that ids can be copied.
     return console if console.is_terminal else Console(width=10_000, soft_wrap=True)
 
 
-def _table(jobs: Sequence[Found], now: float) -> RenderableType:
+def _table(jobs: Sequence[JobHandle], now: float) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -489,7 +492,7 @@ def _hosts(status: JobStatus) -> str:
     return ", ".join(dict.fromkeys(process.host for process in status.processes if process.host))
 
 
-def _page(found: Found, now: float) -> RenderableType:
+def _page(found: JobHandle, now: float) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

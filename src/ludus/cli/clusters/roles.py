@@ -1,4 +1,4 @@
-"""What `ludus learner` and `ludus actor` share: a role of this machine is started, replaced, looked at and ended."""
+"""Shared role of `ludus learner` and `ludus actor`: start, replace, show and stop a role on this machine."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from ludus.launch.roles import Rendezvous
 
 PORT = 9610
-"""As `cluster.roles.PORT`, which is not imported before a command needs it."""
+"""Same as `ludus.launch.roles.PORT`, which is imported only by commands that need it."""
 
 LOG_DIR = "LOG_DIR"
-_STRAY = ("LD_PRELOAD", "RAY_ADDRESS", "ip_head")
-"""What else is in the environment and would lead our processes astray."""
+_REMOVED_VARIABLES = ("LD_PRELOAD", "RAY_ADDRESS", "ip_head")
+"""Environment variables that would misdirect the processes of a run."""
 
 _BEGIN_S = 5.0
-_LOOK_S = 0.1
-_TURN_S = 600.0
-"""Longer than an earlier role may take to save what it has, and the next one to start."""
+_POLL_S = 0.1
+_LOCK_S = 600.0
+"""Longer than the previous role takes to save its checkpoint and the new one to start."""
 
 IpList = Annotated[
     Path,
@@ -67,14 +67,14 @@ LogDir = Annotated[
 ]
 RunList = Annotated[
     Path | None,
-    typer.Option("--iplist", metavar="FILE", help="Only the run of this list, the same FILE as for `start`.", show_default=False),
+    typer.Option("--iplist", metavar="FILE", help="List of machines of the run, as given to `start`.", show_default=False),
 ]
-OnlyPort = Annotated[int | None, typer.Option("--port", metavar="PORT", help="Only the run with this port.", show_default=False)]
-All = Annotated[bool, typer.Option("--all", help="All runs of this machine.")]
+OnlyPort = Annotated[int | None, typer.Option("--port", metavar="PORT", help="Port of the run.", show_default=False)]
+All = Annotated[bool, typer.Option("--all", help="Stop all runs of this machine.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Stop another training of this machine that uses the port.")]
 AtOnce = Annotated[bool, typer.Option("--at-once", help="Kill at once, without a checkpoint.")]
 Machines = Annotated[
-    bool, typer.Option("--nodes", help="Also ask the Ray head which machines are or were in the cluster; takes some seconds.")
+    bool, typer.Option("--nodes", help="List the machines that are or were in the Ray cluster; takes some seconds.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
@@ -83,15 +83,17 @@ def say(sentence: str) -> None:
     print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {sentence}", flush=True)
 
 
-# -- before anything is started -------------------------------------------------------------------------------------------
+# -- preparation -------------------------------------------------------------------------------------------
 
 
-def clean(environ: MutableMapping[str, str]) -> list[str]:
-    """Take out of the environment what is not meant for the processes of a run; says what."""
-    return [f"{name}={environ.pop(name)} is dropped for the processes of this run" for name in _STRAY if environ.get(name)]
+def clean_environment(environ: MutableMapping[str, str]) -> list[str]:
+    """Remove variables that would misdirect the processes of a run; returns a notice for each."""
+    return [
+        f"{name}={environ.pop(name)} is removed for the processes of this run" for name in _REMOVED_VARIABLES if environ.get(name)
+    ]
 
 
-def meeting_of(here: LocalAddress, port: int, token: Path | None, logs: Path | None) -> Rendezvous:
+def make_rendezvous(here: LocalAddress, port: int, token: Path | None, logs: Path | None) -> Rendezvous:
     from ludus.launch.roles import Rendezvous, check_family, token_path
 
     check_family(here.head, here.address)
@@ -100,13 +102,13 @@ def meeting_of(here: LocalAddress, port: int, token: Path | None, logs: Path | N
 
 
 def show_list(listed: Hostfile, here: LocalAddress, port: int) -> None:
-    """As people know it from such lists."""
+    """Print the list of machines in the format of comparable launch scripts."""
     from ludus.launch.local_address import INTERFACE
 
     say("parse ip list")
     for index, node in enumerate(listed.nodes):
-        mine = "  <- this machine" if index == here.node else ""
-        print(f"{index}: {node.host} {node.user or '-'} {node.port} {node.slots}{mine}", flush=True)
+        marker = "  <- this machine" if index == here.node else ""
+        print(f"{index}: {node.host} {node.user or '-'} {node.port} {node.slots}{marker}", flush=True)
     say(f"node_list: {','.join(f'{node.host}:{node.slots}' for node in listed.nodes)}")
     say(f"node_num: {len(listed.nodes)}")
     if os.environ.get(INTERFACE):
@@ -114,12 +116,12 @@ def show_list(listed: Hostfile, here: LocalAddress, port: int) -> None:
     say(f"head: {here.head}:{port}; this machine: {here.address}")
 
 
-# -- which run is meant ---------------------------------------------------------------------------------------------------
+# -- selecting runs ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RunSelector:
-    """Selects runs by the address and the port of their head, as `Rendezvous.address` has them; None: any."""
+    """Selects runs by the address and port of their head, as in `Rendezvous.address`; None matches any."""
 
     head: str | None = None
     port: int | None = None
@@ -130,16 +132,16 @@ class RunSelector:
 
     @property
     def suffix(self) -> str:
-        """For the end of a sentence about these runs; empty for all of them."""
+        """Suffix for messages about these runs; empty for all runs."""
         named = [f"{name} {value}" for name, value in (("head", self.head), ("port", self.port)) if value is not None]
         return f" for {' and '.join(named)}" if named else ""
 
 
 def select_runs(iplist: Path | None, node: int | None, port: int | None) -> RunSelector:
-    """The runs that `start` with the same options would have begun. Raises UsageError and ConfigError for a list as `start` does."""
+    """The runs that `start` creates with the same options. Raises UsageError and ConfigError for a bad list, as `start` does."""
     if iplist is None:
         if node is not None:
-            raise UsageError(f"--node {node} is the number of a machine in a list.", "Name the list, too: --iplist FILE.")
+            raise UsageError(f"--node {node} is the index of a machine in a list.", "Add the list: --iplist FILE.")
         return RunSelector(None, port)
     from ludus.launch.hostfile import load_hostfile
     from ludus.launch.local_address import find_local_address
@@ -150,78 +152,78 @@ def select_runs(iplist: Path | None, node: int | None, port: int | None) -> RunS
 # -- starting and ending --------------------------------------------------------------------------------------------------
 
 
-def mine(
-    orchestrator: LocalOrchestrator, part: MachineRole, runs: RunSelector = RunSelector(), *, over: bool = False
+def find_roles(
+    orchestrator: LocalOrchestrator, role: MachineRole, runs: RunSelector = RunSelector(), *, over: bool = False
 ) -> list[JobStatus]:
-    """Roles of that kind that were started on this machine and run; with `over`, also those that do not any more. Oldest first."""
+    """The running roles of a kind that were started on this machine, oldest first; with `over`, also those that have ended."""
     from ludus.launch.job_dir import JobDirectory, is_this_machine
 
     found = []
     for status in orchestrator.list():
-        if status.name == part and status.place and runs.matches(status.place) and (over or not status.over):
-            with suppress(LudusError, OSError):  # forgotten meanwhile
+        if status.name == role and status.place and runs.matches(status.place) and (over or not status.over):
+            with suppress(LudusError, OSError):  # removed meanwhile
                 if is_this_machine(JobDirectory(orchestrator.directory / status.id).read().machine):
                     found.append(status)
     return found
 
 
-def begin(
-    job: Job, orchestrator: LocalOrchestrator, part: MachineRole, *, replaces: bool = False, turn_s: float = _TURN_S
+def start_role(
+    job: Job, orchestrator: LocalOrchestrator, role: MachineRole, *, replaces: bool = False, lock_s: float = _LOCK_S
 ) -> JobStatus:
-    """End this run's earlier role here, if there is one, and start this one; one start after the other. Raises UsageError, WorkerFailed.
+    """Start a role, after stopping the previous one of the same run on this machine. Raises UsageError, WorkerFailed.
 
-    `replaces`: end it also when it is another run's.
+    Concurrent starts wait for each other. `replaces`: also stop a role of another run at the same place.
     """
-    with turn(orchestrator, part, job.place, turn_s):
-        earlier = [status for status in mine(orchestrator, part) if status.place == job.place]
+    with start_lock(orchestrator, role, job.place, lock_s):
+        previous = [status for status in find_roles(orchestrator, role) if status.place == job.place]
         if not replaces:
-            for status in earlier:
-                _check_run(job, orchestrator, status)
-        say(f"stop {part}" if earlier else f"stop {part}: none of this run is running here")
-        for status in earlier:
-            end(orchestrator, status)
-        if part == "learner":
+            for status in previous:
+                _check_same_run(job, orchestrator, status)
+        say(f"stop {role}" if previous else f"stop {role}: none of this run is running here")
+        for status in previous:
+            stop_role(orchestrator, status)
+        if role == "learner":
             _check_ports(job)
-        say(f"start {part}")
+        say(f"start {role}")
         job_id = orchestrator.submit(job)
         deadline = time.monotonic() + _BEGIN_S
         while (status := orchestrator.status(job_id)).state == "pending" and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return status
 
 
 @contextmanager
-def turn(orchestrator: LocalOrchestrator, part: MachineRole, place: str, within_s: float) -> Iterator[None]:
-    """Of those on this machine who start that role with that port, one at a time. Raises UsageError when it takes others too long.
+def start_lock(orchestrator: LocalOrchestrator, role: MachineRole, place: str, within_s: float) -> Iterator[None]:
+    """Hold a lock, so that only one process of this machine at a time starts the role with this port. Raises UsageError on time-out.
 
-    The system forgets a lock with whoever had it. The name of the machine is in the file's: homes are shared.
+    The lock ends with its process. The file name contains the host name, because home directories may be shared.
     """
     from ludus.launch.job_dir import hostname, make_private
 
     folder = make_private(make_private(orchestrator.directory.parent) / "roles")
-    path = folder / f"{part}-{place.rpartition(':')[2]}-{hostname()}.lock"
+    path = folder / f"{role}-{place.rpartition(':')[2]}-{hostname()}.lock"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.", "Set LUDUS_STATE_DIR to another directory.") from error
     try:
-        deadline, told = time.monotonic() + within_s, False
-        while not _is_ours(lock, path):
+        deadline, waiting_announced = time.monotonic() + within_s, False
+        while not _try_lock(lock, path):
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"Another start of the {part} at {place} has been under way on this machine for {within_s:g} s.",
-                    f"Look at it: ludus {part} status.",
+                    f"Another start of the {role} at {place} is in progress on this machine; waited {within_s:g} s for it.",
+                    f"Check it: ludus {role} status.",
                 )
-            if not told:
-                say(f"another start of this {part} is under way: waiting for it")
-                told = True
-            time.sleep(_LOOK_S)
+            if not waiting_announced:
+                say(f"another start of this {role} is in progress: waiting for it")
+                waiting_announced = True
+            time.sleep(_POLL_S)
         yield
     finally:
         os.close(lock)
 
 
-def _is_ours(lock: int, path: Path) -> bool:
+def _try_lock(lock: int, path: Path) -> bool:
     import fcntl
 
     try:
@@ -235,27 +237,27 @@ def _is_ours(lock: int, path: Path) -> bool:
     return True
 
 
-def _check_run(job: Job, orchestrator: LocalOrchestrator, earlier: JobStatus) -> None:
-    """A training is ended by a start of the same one; by another only when that is wanted. Raises UsageError."""
+def _check_same_run(job: Job, orchestrator: LocalOrchestrator, earlier: JobStatus) -> None:
+    """Raise UsageError if the running role belongs to another training, which must not be stopped without --replace."""
     from ludus.launch.job_dir import JobDirectory
     from ludus.launch.roles import TrainingTask
 
     ours = TrainingTask.of(job)
     try:
         theirs = TrainingTask.of(JobDirectory(orchestrator.directory / earlier.id).job())
-    except Damaged:  # whose it is cannot be said any more
+    except Damaged:  # its training cannot be determined
         return
     if ours is None or theirs is None or ours.is_same_run(theirs):
         return
     raise UsageError(
-        f"Another training is at {job.place}: {earlier.id}, which trains {theirs}; this is {ours}.",
-        f"Give this one another --port, on all its machines; or end that one: ludus learner stop --port {job.place.rpartition(':')[2]}, "
-        "or --replace here.",
+        f"Another training uses {job.place}: {earlier.id}, which trains {theirs}; this one trains {ours}.",
+        "Use another --port on all machines of this one; or stop the other one: "
+        f"ludus learner stop --port {job.place.rpartition(':')[2]}, or add --replace.",
     )
 
 
-def end(orchestrator: LocalOrchestrator, status: JobStatus, *, at_once: bool = False) -> None:
-    """Returns when nothing of it runs any more."""
+def stop_role(orchestrator: LocalOrchestrator, status: JobStatus, *, at_once: bool = False) -> None:
+    """Cancel a role and wait until all its processes have ended."""
     from ludus.launch.job import wait
     from ludus.launch.roles import GRACE_S
 
@@ -264,23 +266,23 @@ def end(orchestrator: LocalOrchestrator, status: JobStatus, *, at_once: bool = F
     say(f"{status.id} has ended")
 
 
-def stop(part: MachineRole, runs: RunSelector, everything: bool, at_once: bool) -> None:
+def stop(role: MachineRole, runs: RunSelector, everything: bool, at_once: bool) -> None:
     from ludus.launch.local import LocalOrchestrator
 
     orchestrator = LocalOrchestrator()
-    running = mine(orchestrator, part, runs)
+    running = find_roles(orchestrator, role, runs)
     if len(running) > 1 and not everything:
         places = ", ".join(f"{status.id} ({status.place})" for status in running)
         raise UsageError(
-            f"There are {len(running)} {part}s here: {places}.", "Choose one: --iplist FILE or --port PORT; or --all."
+            f"There are {len(running)} {role}s here: {places}.", "Choose one: --iplist FILE or --port PORT; or --all."
         )
-    say(f"stop {part}" if running else f"stop {part}: none is running here{runs.suffix}")
+    say(f"stop {role}" if running else f"stop {role}: none is running here{runs.suffix}")
     for status in running:
-        end(orchestrator, status, at_once=at_once)
+        stop_role(orchestrator, status, at_once=at_once)
 
 
 def _check_ports(job: Job) -> None:
-    """Somebody else's service is not a head of ours. Asked after our own earlier one has ended."""
+    """Raise UsageError if another service uses a port of the head. Called after the previous role has ended."""
     from ludus.process.job_env import PORTS, JobEnv, is_port_free
 
     around = JobEnv.from_environ(job.roles[0].environment)
@@ -290,66 +292,66 @@ def _check_ports(job: Job) -> None:
         if not is_port_free(port):
             raise UsageError(
                 f"Port {port} of this machine is in use.",
-                "Choose another one with --port, the same on all machines (the two after it must be free, too).",
+                "Choose another --port, the same on all machines; the next two ports must be free as well.",
             )
 
 
-# -- looking --------------------------------------------------------------------------------------------------------------
+# -- status ---------------------------------------------------------------------------------------------------------------
 
 
-def show_status(part: MachineRole, runs: RunSelector, as_json: bool, *, machines: bool = False) -> None:
-    """Of what runs here; of what ran last, if nothing does. Exit code 1: nothing does. `machines`: and who is in its Ray."""
+def show_status(role: MachineRole, runs: RunSelector, as_json: bool, *, machines: bool = False) -> None:
+    """Print the roles that run here, or the last one that ran. Raises typer.Exit(1) if none runs. `machines`: add its Ray nodes."""
     from ludus.launch.local import LocalOrchestrator
 
     orchestrator = LocalOrchestrator()
-    running = mine(orchestrator, part, runs)
-    shown = running or mine(orchestrator, part, runs, over=True)[-1:]
-    told = [_told(status) for status in shown]
+    running = find_roles(orchestrator, role, runs)
+    found = running or find_roles(orchestrator, role, runs, over=True)[-1:]
+    pages = [_status_json(status) for status in found]
     if machines:
-        for status, each in zip(shown, told, strict=True):
+        for status, each in zip(found, pages, strict=True):
             each["machines"], each["trouble"] = [], ""
             try:
                 each["machines"] = [] if status.over else _machines_of(orchestrator, status)
-            except LudusError as error:  # that the head does not answer is one of the things to be seen
+            except LudusError as error:  # an unreachable head is part of the status
                 each["trouble"] = str(error)
     if as_json:
-        print(json.dumps(told))
-    elif not shown:
-        print(f"no {part} was started here{runs.suffix}", file=sys.stderr)
+        print(json.dumps(pages))
+    elif not found:
+        print(f"no {role} was started here{runs.suffix}", file=sys.stderr)
     else:
-        for status, each in zip(shown, told, strict=True):
+        for status, each in zip(found, pages, strict=True):
             _print(status, each)
     if not running:
         raise typer.Exit(1)
 
 
-def _told(status: JobStatus) -> dict[str, Any]:
+def _status_json(status: JobStatus) -> dict[str, Any]:
     return {**asdict(status), "run": _run_of(status), "nodes": _nodes_of(status)}
 
 
-def _print(status: JobStatus, told: dict[str, Any]) -> None:
+def _print(status: JobStatus, page: dict[str, Any]) -> None:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.submitted_at))
     why = f": {status.reason}" if status.reason else ""
     print(f"{status.id}  {status.state}{why}  (started {since}, head {status.place})")
     for process in status.processes:
-        again = f", started again {process.restarts} times" if process.restarts else ""
+        again = f", restarted {process.restarts} times" if process.restarts else ""
         code = f", last ended with {process.exit_code}" if process.exit_code is not None else ""
         print(f"  {process.name:<8} {process.state}{code}{again}")
-    for node in told["nodes"]:
-        print(f"  workers on {node['name']}: {node['ready']} of {node['workers']} at work")
-    for machine in told.get("machines", ()):
+    for node in page["nodes"]:
+        print(f"  workers on {node['name']}: {node['ready']} of {node['workers']} ready")
+    for machine in page.get("machines", ()):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(machine["until"] or machine["since"]))
-        fares = f"LOST since {when}: {machine['why']}" if machine["until"] else f"up since {when}, {machine['cores']} cores"
-        print(f"  {machine['host']} ({machine['address']}): {fares}")
-    if told["run"]:
-        print(f"  run      {told['run']}")
+        state = f"LOST since {when}: {machine['why']}" if machine["until"] else f"up since {when}, {machine['cores']} cores"
+        print(f"  {machine['host']} ({machine['address']}): {state}")
+    if page["run"]:
+        print(f"  run      {page['run']}")
     print(f"  logs     {status.logs}")
-    if told.get("trouble"):
-        print(f"  {told['trouble']}", file=sys.stderr)
+    if page.get("trouble"):
+        print(f"  {page['trouble']}", file=sys.stderr)
 
 
 def _run_of(status: JobStatus) -> str:
-    """Which run its training has begun."""
+    """The place of the run that the training has created; empty if there is none yet."""
     from ludus.launch.job_dir import RUN
 
     with suppress(OSError, ValueError):  # none yet
@@ -360,7 +362,7 @@ def _run_of(status: JobStatus) -> str:
 
 
 def _machines_of(orchestrator: LocalOrchestrator, status: JobStatus) -> list[dict[str, Any]]:
-    """Those that are in its Ray; and those that were, and are not back. Raises Unreachable."""
+    """The live nodes of its Ray cluster, then those that left and are not back. Raises Unreachable."""
     from ludus.launch.job_dir import JobDirectory
     from ludus.process.job_env import TOKEN
     from ludus.ray_cluster import membership
@@ -373,11 +375,11 @@ def _machines_of(orchestrator: LocalOrchestrator, status: JobStatus) -> list[dic
 
 
 def _nodes_of(status: JobStatus) -> list[dict[str, Any]]:
-    """Where its workers are, as the run itself says; none when it cannot be seen from here."""
+    """The nodes of its workers, from the run's status file; empty if the run is not readable from here."""
     run = _run_of(status)
     if not run or "://" in run or status.over:
         return []
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # it is being written, or another version's
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # being written, or of another version
         sampling = json.loads((Path(run) / "status.json").read_text(encoding="utf-8")).get("sampling", {})
         workers = sampling.get("workers", [])
         return [

@@ -1,4 +1,4 @@
-"""`ludus submit`: any `ludus` command as a job, on this machine, on a list of machines, or in a queue."""
+"""`ludus submit`: run any `ludus` command as a job on this machine, over SSH or with Slurm."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.cli.clusters import jobs
+from ludus.cli.help import COMPATIBILITY
 from ludus.errors import LudusError, UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
     from ludus.launch.slurm.backend import SlurmOrchestrator
 
 SETTINGS = {"allow_interspersed_args": False}
-"""From the first word of the command on, options are its own, also where `--` was forgotten."""
+"""Options after the first word belong to the submitted command, even without `--`."""
 
-_SLURM, _SSH, _ALL, _SAID = "Slurm", "SSH", "The job", "What is said"
+_JOB, _MACHINES, _SSH, _SLURM, _OUTPUT = "Job", "Machines", "SSH", "Slurm", "Output"
 
 Say = Callable[[str], None]
 
 
-def _of(panel: str, *names: str, metavar: str | None = None, help: str) -> Any:  # noqa: A002 - the name of Typer
+def _option(panel: str, *names: str, metavar: str | None = None, help: str) -> Any:  # noqa: A002 - as in Typer
     return typer.Option(*names, metavar=metavar, help=help, show_default=False, rich_help_panel=panel)
 
 
@@ -42,69 +43,85 @@ def submit(
     ] = None,
     on: Annotated[
         str | None,
-        _of(_ALL, "--on", metavar="local|ssh|slurm|module:Class", help="Launcher: local, ssh or slurm. Default: local."),
+        _option(_JOB, "--on", metavar="local|ssh|slurm|module:Class", help="Launcher of the job. Default: local."),
     ] = None,
     file: Annotated[
-        Path | None, _of(_ALL, "-f", "--file", help="Cluster file with these settings; options on the command line override it.")
+        Path | None,
+        _option(_JOB, "-f", "--file", help="Cluster file with these settings; options on the command line override it."),
     ] = None,
-    name: Annotated[str | None, _of(_ALL, "--name", help="Prefix of the job id.")] = None,
-    nodes: Annotated[int | None, _of(_ALL, "--nodes", "-N", help="Number of machines; train and tune use all of them.")] = None,
-    min_nodes: Annotated[int | None, _of(_ALL, "--min-nodes", help="Machines to start with. Default: all.")] = None,
-    learner_nodes: Annotated[int | None, _of(_ALL, "--learner-nodes", help="Machines with a learner. Default: 1.")] = None,
-    wait_s: Annotated[float | None, _of(_ALL, "--wait-s", help="Seconds to wait for the machines. Default: 300.")] = None,
-    cpus: Annotated[int | None, _of(_ALL, "--cpus", help="Cores to use on each machine.")] = None,
-    gpus: Annotated[int | None, _of(_ALL, "--gpus", help="GPUs of each machine.")] = None,
+    name: Annotated[str | None, _option(_JOB, "--name", help="Prefix of the job id.")] = None,
     env: Annotated[
         list[str] | None,
-        _of(_ALL, "--env", metavar="NAME=VALUE", help="Environment variable of the job's processes; repeatable."),
+        _option(_JOB, "--env", metavar="NAME=VALUE", help="Environment variable of the job's processes; repeatable."),
     ] = None,
     secret: Annotated[
         list[str] | None,
-        _of(_ALL, "--secret", metavar="NAME", help="Variable to pass on from here, never written to a file; repeatable."),
+        _option(_JOB, "--secret", metavar="NAME", help="Variable to pass on from here, never written to a file; repeatable."),
+    ] = None,
+    grace_s: Annotated[float | None, _option(_JOB, "--grace-s", help="Seconds to shut down after SIGTERM. Default: 60.")] = None,
+    nodes: Annotated[
+        int | None, _option(_MACHINES, "--nodes", "-N", help="Number of machines; train and tune use all of them.")
+    ] = None,
+    cpus: Annotated[int | None, _option(_MACHINES, "--cpus", help="Cores to use on each machine.")] = None,
+    gpus: Annotated[int | None, _option(_MACHINES, "--gpus", help="GPUs of each machine.")] = None,
+    min_nodes: Annotated[int | None, _option(_MACHINES, "--min-nodes", help="Machines to start with. Default: all.")] = None,
+    learner_nodes: Annotated[
+        int | None, _option(_MACHINES, "--learner-nodes", help="Machines with a learner. Default: 1.")
+    ] = None,
+    wait_s: Annotated[
+        float | None, _option(_MACHINES, "--wait-s", help="Seconds to wait for the machines. Default: 300.")
     ] = None,
     setup: Annotated[
         list[str] | None,
-        _of(_ALL, "--setup", metavar="LINE", help="Shell line to run first, such as `module load …`; repeatable."),
+        _option(_MACHINES, "--setup", metavar="LINE", help="Shell line to run first, such as `module load …`; repeatable."),
     ] = None,
-    python: Annotated[str | None, _of(_ALL, "--python", help="Python interpreter on the machines.")] = None,
-    workdir: Annotated[str | None, _of(_ALL, "--workdir", metavar="DIR", help="Working directory on the machines.")] = None,
-    grace_s: Annotated[float | None, _of(_ALL, "--grace-s", help="Seconds to shut down after SIGTERM. Default: 60.")] = None,
+    python: Annotated[str | None, _option(_MACHINES, "--python", help="Python interpreter on the machines.")] = None,
+    workdir: Annotated[
+        str | None, _option(_MACHINES, "--workdir", metavar="DIR", help="Working directory on the machines.")
+    ] = None,
     iplist: Annotated[
-        Path | None, _of(_SSH, "--iplist", metavar="FILE", help="List of machines, one `ip user port slots` per line, or YAML.")
+        Path | None,
+        _option(_SSH, "--iplist", metavar="FILE", help="List of machines, one `ip user port slots` per line, or YAML."),
     ] = None,
-    identity: Annotated[Path | None, _of(_SSH, "--identity", metavar="FILE", help="Private SSH key.")] = None,
-    known_hosts: Annotated[Path | None, _of(_SSH, "--known-hosts", metavar="FILE", help="Known-hosts file.")] = None,
+    identity: Annotated[Path | None, _option(_SSH, "--identity", metavar="FILE", help="Private SSH key.")] = None,
+    known_hosts: Annotated[Path | None, _option(_SSH, "--known-hosts", metavar="FILE", help="Known-hosts file.")] = None,
     copy: Annotated[
         list[Path] | None,
-        _of(_SSH, "--copy", metavar="PATH", help="File or directory to copy to the working directory first; repeatable."),
+        _option(_SSH, "--copy", metavar="PATH", help="File or directory to copy to the working directory first; repeatable."),
     ] = None,
     time: Annotated[
         str | None,
-        _of(_SLURM, "--time", "-t", metavar="[D-]HH:MM:SS", help="Slurm time limit; the job then continues in a new allocation."),
+        _option(
+            _SLURM, "--time", "-t", metavar="[D-]HH:MM:SS", help="Slurm time limit; the job then continues in a new allocation."
+        ),
     ] = None,
-    memory: Annotated[str | None, _of(_SLURM, "--memory", metavar="SIZE", help="Memory per node, e.g. 32G.")] = None,
-    account: Annotated[str | None, _of(_SLURM, "--account", "-A", help="Slurm account to charge.")] = None,
-    partition: Annotated[str | None, _of(_SLURM, "--partition", "-p", help="Slurm partition.")] = None,
-    qos: Annotated[str | None, _of(_SLURM, "--qos", help="Quality of service.")] = None,
-    constraint: Annotated[str | None, _of(_SLURM, "--constraint", "-C", help="Required node features.")] = None,
+    memory: Annotated[str | None, _option(_SLURM, "--memory", metavar="SIZE", help="Memory per node, e.g. 32G.")] = None,
+    account: Annotated[str | None, _option(_SLURM, "--account", "-A", help="Slurm account to charge.")] = None,
+    partition: Annotated[str | None, _option(_SLURM, "--partition", "-p", help="Slurm partition.")] = None,
+    qos: Annotated[str | None, _option(_SLURM, "--qos", help="Quality of service.")] = None,
+    constraint: Annotated[str | None, _option(_SLURM, "--constraint", "-C", help="Required node features.")] = None,
     extra: Annotated[
         list[str] | None,
-        _of(_SLURM, "--extra", metavar="OPTION", help="Other sbatch option, e.g. --extra=--mail-type=END; repeatable."),
+        _option(_SLURM, "--extra", metavar="OPTION", help="Other sbatch option, e.g. --extra=--mail-type=END; repeatable."),
     ] = None,
     requeue: Annotated[
-        bool | None, _of(_SLURM, "--requeue/--no-requeue", help="Requeue the job when its time limit is reached. Default: yes.")
+        bool | None,
+        _option(_SLURM, "--requeue/--no-requeue", help="Requeue the job when its time limit is reached. Default: yes."),
     ] = None,
-    signal_s: Annotated[int | None, _of(_SLURM, "--signal-s", help="Seconds to save before the limit. Default: 120.")] = None,
+    signal_s: Annotated[int | None, _option(_SLURM, "--signal-s", help="Seconds to save before the limit. Default: 120.")] = None,
     interactive: Annotated[
-        bool, _of(_SLURM, "--interactive", help="Run in the current salloc allocation; without one, request one.")
+        bool, _option(_SLURM, "--interactive", help="Run in the current salloc allocation; without one, request one.")
     ] = False,
-    redis_password: Annotated[str | None, _of(_SLURM, "--redis-password", help="Ignored; for old command lines.")] = None,
-    dry_run: Annotated[bool, _of(_SAID, "--dry-run", help="Print the files and commands without doing anything.")] = False,
+    redis_password: Annotated[
+        str | None, _option(COMPATIBILITY, "--redis-password", help="Ignored; accepted for old command lines.")
+    ] = None,
+    dry_run: Annotated[bool, _option(_OUTPUT, "--dry-run", help="Print the files and commands without doing anything.")] = False,
     wait: Annotated[
-        bool, _of(_SAID, "--wait", help="Follow the log until the job is over and exit with its code. Ctrl-C leaves it running.")
+        bool,
+        _option(_OUTPUT, "--wait", help="Follow the log until the job is over and exit with its code. Ctrl-C leaves it running."),
     ] = False,
-    as_json: Annotated[bool, _of(_SAID, "--json", help="Print one JSON object on the last line.")] = False,
-    quiet: Annotated[bool, _of(_SAID, "--quiet", "-q", help="Print only the job id.")] = False,
+    as_json: Annotated[bool, _option(_OUTPUT, "--json", help="Print one JSON object on the last line.")] = False,
+    quiet: Annotated[bool, _option(_OUTPUT, "--quiet", "-q", help="Print only the job id.")] = False,
 ) -> None:
     """Run a `ludus` command as a job on this machine, over SSH or with Slurm; print its id.
 
@@ -113,22 +130,22 @@ def submit(
     from ludus.launch.cluster_file import ClusterConfig, load_cluster_file, open_backend, plan_command
     from ludus.launch.job import check_job
 
-    say: Say = _unsaid if quiet else jobs.say
+    say: Say = _discard if quiet else jobs.say
     if redis_password is not None:
         say("--redis-password is ignored: Ray no longer uses a Redis password; every job has its own token")
-    begun = load_cluster_file(file) if file is not None else ClusterConfig()
-    target = begun.merge(
+    base = load_cluster_file(file) if file is not None else ClusterConfig()
+    target = base.merge(
         on=on, name=name, nodes=nodes, min_nodes=min_nodes, learner_nodes=learner_nodes, wait_s=wait_s, cpus=cpus, gpus=gpus, memory=memory,
-        environment=_environment(begun, env), secrets=_more(begun.secrets, secret), setup=_more(begun.setup, setup),
+        environment=_environment(base, env), secrets=_extend(base.secrets, secret), setup=_extend(base.setup, setup),
         python=python, workdir=workdir, grace_s=grace_s, iplist=iplist, identity=absolute(identity), known_hosts=absolute(known_hosts),
-        copy=_more(begun.copy_, copy), time=time, account=account, partition=partition, qos=qos, constraint=constraint,
-        extra=_more(begun.extra, extra), requeue=requeue, signal_s=signal_s,
+        copy=_extend(base.copy_, copy), time=time, account=account, partition=partition, qos=qos, constraint=constraint,
+        extra=_extend(base.extra, extra), requeue=requeue, signal_s=signal_s,
     )  # fmt: skip
     if target.on == "local" and target.workdir is not None:
-        _enter(Path(target.workdir))
+        _change_directory(Path(target.workdir))
     launch = plan_command(target, words or [], os.environ)
     check_command(command_of(launch.job))
-    check_job(launch.job, os.environ)  # also before a dry run: what would be refused is not printed
+    check_job(launch.job, os.environ)  # also for --dry-run, which must not print an invalid job
     for notice in launch.notices:
         say(notice)
     orchestrator = open_backend(target)
@@ -136,10 +153,10 @@ def submit(
         files = orchestrator.render(launch.job)
         if (command := getattr(orchestrator, "command", None)) is not None:
             files["command"] = f"{command()}\n"
-        if interactive and not _is_allocated():
-            words = allocating(_slurm(target, orchestrator).salloc_words(launch.job), sys.argv[1:])
+        if interactive and not _in_allocation():
+            words = salloc_command(_require_slurm(target, orchestrator).salloc_words(launch.job), sys.argv[1:])
             files["command"] = shlex.join(words) + "\n"
-        print(_rendered(target, files, as_json))
+        print(_format_files(target, files, as_json))
     elif interactive:
         raise typer.Exit(run_interactively(target, orchestrator, launch.job))
     else:
@@ -147,15 +164,15 @@ def submit(
 
 
 def absolute(path: Path | None) -> Path | None:
-    """It is needed again when somebody asks for the job, from whatever directory."""
+    """Make a path absolute: it is stored with the job and read again from other directories."""
     try:
         return path and path.expanduser().absolute()
     except RuntimeError as error:
-        raise UsageError(f"{path} is in the home of a user that is not known here.") from error
+        raise UsageError(f"{path} is in the home directory of a user unknown on this machine.") from error
 
 
-def _enter(workdir: Path) -> None:
-    """Where jobs of this machine begin is where they are submitted."""
+def _change_directory(workdir: Path) -> None:
+    """Enter the working directory: local jobs run in the directory they are submitted from."""
     try:
         os.chdir(workdir.expanduser())
     except OSError as error:
@@ -163,74 +180,77 @@ def _enter(workdir: Path) -> None:
 
 
 def _submit(on: str, orchestrator: Orchestrator, job: Job, say: Say, *, wait: bool, as_json: bool) -> None:
-    jobs.remember(on)
+    jobs.add_orchestrator(on)
     job_id = orchestrator.submit(job)
     if not wait:
-        print(json.dumps(_found(on, orchestrator, job, job_id).to_json()) if as_json else job_id, flush=True)
+        print(json.dumps(_job_handle(on, orchestrator, job, job_id).to_json()) if as_json else job_id, flush=True)
         say(f"submitted to {on}; `ludus jobs logs -f {job_id}` follows its log, `ludus jobs cancel {job_id}` stops it")
         return
     say(f"{job_id} is submitted to {on}; Ctrl-C leaves it running")
     with jobs.detached_by_interrupt(job_id):
-        ended = follow(_found(on, orchestrator, job, job_id), job.main, as_json=as_json)
+        ended = follow(_job_handle(on, orchestrator, job, job_id), job.main, as_json=as_json)
     if as_json:
         print(json.dumps(ended.to_json()))
     raise typer.Exit(jobs.conclude(ended, last_lines=False))
 
 
-def _found(on: str, orchestrator: Orchestrator, job: Job, job_id: str) -> jobs.Found:
-    """Also when who has just taken it cannot be asked: its id must not be lost."""
+def _job_handle(on: str, orchestrator: Orchestrator, job: Job, job_id: str) -> jobs.JobHandle:
+    """The submitted job; if its status cannot be queried, one with the id and the error as reason."""
     from ludus.launch.job import JobStatus
 
     try:
-        return jobs.Found(on, orchestrator, orchestrator.status(job_id))
+        return jobs.JobHandle(on, orchestrator, orchestrator.status(job_id))
     except LudusError as error:
-        return jobs.Found(on, orchestrator, JobStatus(job_id, job.name, "pending", reason=str(error)))
+        return jobs.JobHandle(on, orchestrator, JobStatus(job_id, job.name, "pending", reason=str(error)))
 
 
-def follow(found: jobs.Found, main: str, *, as_json: bool) -> jobs.Found:
-    """Show what main says until the job is over. A connection that breaks on the way costs the view, not the wait."""
+def follow(found: jobs.JobHandle, main: str, *, as_json: bool) -> jobs.JobHandle:
+    """Print the log of the main role until the job is over; if the connection breaks, keep waiting without the log."""
     try:
         for line in found.orchestrator.logs(found.id, role=main, follow=True):
             print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
     except UsageError:
         raise
     except LudusError as error:
-        jobs.say(f"what {found.id} says cannot be shown any longer: {error}")
-    ended = jobs.await_end(found, math.inf)
+        jobs.say(f"the log of {found.id} cannot be read any longer: {error}")
+    ended = jobs.wait_for_end(found, math.inf)
     assert ended is not None
-    return jobs.Found(found.on, found.orchestrator, ended)
+    return jobs.JobHandle(found.on, found.orchestrator, ended)
 
 
-# -- in an allocation of Slurm --------------------------------------------------------------------------------------------
+# -- Slurm allocations (--interactive) --------------------------------------------------------------------------------------------
 
 
 def run_interactively(target: ClusterConfig, orchestrator: Orchestrator, job: Job) -> int:
-    """In the foreground, in the allocation that we are in; without one, once more in one that `salloc` is asked for. The exit code."""
-    slurm = _slurm(target, orchestrator)
-    if _is_allocated():
+    """Run the job in the foreground of the current allocation and return its exit code.
+
+    Without an allocation, replaces this process by `salloc`, which runs the same command again in a new one.
+    """
+    slurm = _require_slurm(target, orchestrator)
+    if _in_allocation():
         return slurm.run_here(job)
-    words = allocating(slurm.salloc_words(job), sys.argv[1:])
+    words = salloc_command(slurm.salloc_words(job), sys.argv[1:])
     sys.stdout.flush()
     try:
-        os.execvp(words[0], words)  # noqa: S606 # its terminal, its signals and its exit code are ours
+        os.execvp(words[0], words)  # noqa: S606 # keeps our terminal, signals and exit code
     except OSError as error:
         raise UsageError(f"{words[0]} cannot be run: {error.strerror}.", "--interactive needs Slurm on this machine.") from error
 
 
-def _slurm(target: ClusterConfig, orchestrator: Orchestrator) -> SlurmOrchestrator:
+def _require_slurm(target: ClusterConfig, orchestrator: Orchestrator) -> SlurmOrchestrator:
     from ludus.launch.slurm.backend import SlurmOrchestrator
 
     if not isinstance(orchestrator, SlurmOrchestrator):
-        raise UsageError(f"--interactive is for an allocation of Slurm, and not for {target.on}.", "Use --wait.")
+        raise UsageError(f"--interactive needs Slurm and cannot be used with --on {target.on}.", "Use --wait.")
     return orchestrator
 
 
-def _is_allocated() -> bool:
+def _in_allocation() -> bool:
     return bool(os.environ.get("SLURM_JOB_ID"))
 
 
-def allocating(salloc: Sequence[str], words: Sequence[str]) -> list[str]:
-    """This very command again, in an allocation; without the password that means nothing and would be seen once more."""
+def salloc_command(salloc: Sequence[str], words: Sequence[str]) -> list[str]:
+    """This command in a new allocation, without --dry-run and the ignored --redis-password."""
     from ludus.launch.planner import IGNORED_OPTION, option_of
 
     kept: list[str] = []
@@ -243,17 +263,17 @@ def allocating(salloc: Sequence[str], words: Sequence[str]) -> list[str]:
     return [*salloc, sys.executable, "-P", "-m", "ludus.cli.main", *kept]
 
 
-# -- the command --------------------------------------------------------------------------------------------------------
+# -- submitted command --------------------------------------------------------------------------------------------------------
 
 
 def command_of(job: Job) -> list[str]:
-    """The words after `ludus`."""
+    """The command line of the job after `ludus`."""
     main = next(role for role in job.roles if role.name == job.main)
     return list(main.command[main.command.index("ludus.cli.main") + 1 :])
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Read it as it will be read there: a word that is wrong is said now, not when a queue has come to it. Raises UnknownName."""
+    """Parse the command line as the job will, to report errors before it is queued. Raises UnknownName, click's usage errors."""
     from typer.main import get_command
 
     from ludus.cli.main import app
@@ -265,9 +285,9 @@ def check_command(words: Sequence[str]) -> None:
     while hasattr(command, "list_commands"):
         known = command.list_commands(context)
         if not rest or rest[0] not in known:
-            said = " ".join(["ludus", *words[: len(words) - len(rest)]])
-            wrong = f"`{said}` has no command {rest[0]!r}." if rest else f"`{said}` needs a command."
-            raise UnknownName(wrong, did_you_mean(rest[0] if rest else "", known))
+            prefix = " ".join(["ludus", *words[: len(words) - len(rest)]])
+            error = f"`{prefix}` has no command {rest[0]!r}." if rest else f"`{prefix}` needs a command."
+            raise UnknownName(error, did_you_mean(rest[0] if rest else "", known))
         context = command.context_class(command.get_command(context, rest[0]), info_name=rest.pop(0), parent=context)
         command = context.command
     command.make_context(context.info_name, rest, parent=context.parent)
@@ -281,22 +301,22 @@ def _environment(target: ClusterConfig, given: Sequence[str] | None) -> dict[str
         name, equals, value = word.partition("=")
         if not equals:
             raise UsageError(
-                f"--env {name} has no value.", f"--env {name}=…; or --secret {name}, which hands on the one that is set here."
+                f"--env {name} has no value.", f"Use --env {name}=…, or --secret {name} to pass on the value set here."
             )
         found[name] = value
     return found
 
 
-def _more(known: Sequence[Any], given: Sequence[Any] | None) -> list[str] | None:
-    """What an option adds to what the file has; None: nothing."""
+def _extend(known: Sequence[Any], given: Sequence[Any] | None) -> list[str] | None:
+    """The values of the file with those of the command line; None if the command line has none."""
     return [*map(str, known), *map(str, given)] if given else None
 
 
-def _rendered(target: ClusterConfig, files: dict[str, str], as_json: bool) -> str:
+def _format_files(target: ClusterConfig, files: dict[str, str], as_json: bool) -> str:
     if as_json:
         return json.dumps({"on": target.on, "files": files})
     return "\n".join(f"==> {name} <==\n{text.rstrip(chr(10))}\n" for name, text in files.items()).rstrip("\n")
 
 
-def _unsaid(sentence: str) -> None:
-    """Nobody wants to hear it."""
+def _discard(sentence: str) -> None:
+    pass

@@ -1,4 +1,4 @@
-"""`ludus runs show`: one run as a page that a person reads."""
+"""The page of `ludus runs show`: facts, learning curves, checkpoints and changed settings of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CURVE_WIDTH = 60
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a page shows of a run."""
+    """The data of a run's page."""
 
     place: str
     short: str
@@ -47,7 +47,7 @@ class RunFacts:
 
 
 def collect(directory: Path) -> RunFacts:
-    """Everything of a run that its directory or store holds. Raises NotFound, StoreError."""
+    """Read the facts of a run from its directory or store. Raises NotFound, StoreError."""
     run = Run(directory) if is_script(directory) else Run.open(directory)
     config = {} if is_script(directory) else run.config()
     return RunFacts(
@@ -69,7 +69,7 @@ _WRITTEN_BY_EVERY_RUN = ("seed", "min_time_s_per_iteration")
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `config:` that are not the defaults of the algorithm. Nothing is imported on behalf of the run."""
+    """The keys of `config:` that differ from the algorithm's defaults. Imports no code that the run names."""
     from ludus.algorithms.base import ALGORITHMS, algorithm_class
     from ludus.config.schema import AlgorithmConfig
     from ludus.config.validation import dump_config, parse_algorithm_config
@@ -96,7 +96,7 @@ def written_files(directory: Path) -> list[str]:
 
 
 def page_lines(facts: RunFacts, now: float, width: int = 100) -> Iterator[str]:
-    """The page. `now`: seconds since 1970. Lines may be longer than `width`; curves are not."""
+    """The lines of the page. `now`: seconds since 1970. Text may be longer than `width`, curves are not."""
     what = f"{facts.config.get('run', '')} on {facts.config.get('env')}" if facts.config else "Trial of a script"
     yield what.strip()
     for label, text in page_rows(facts, now, min(_CURVE_WIDTH, width - _LABEL_WIDTH - 2)):
@@ -120,7 +120,7 @@ def page_rows(facts: RunFacts, now: float, curve_width: int) -> Iterator[tuple[s
     if meta.get("tags"):
         yield "tags", ", ".join(meta["tags"])
     yield "state", facts.state
-    yield "time", _when(meta, facts.rows, now)
+    yield "time", _start_and_duration(meta, facts.rows, now)
     yield from _numbers(facts.rows, curve_width)
     yield "checkpoints", _checkpoints(facts)
     if config:
@@ -138,7 +138,7 @@ def page_rows(facts: RunFacts, now: float, curve_width: int) -> Iterator[tuple[s
         yield "made with", ", ".join(kept)
 
 
-def _when(meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now: float) -> str:
+def _start_and_duration(meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now: float) -> str:
     trained = next((float(row["time_s"]) for row in reversed(rows) if row.get("time_s") is not None), None)
     took = "" if trained is None else f", {format_duration(trained)} of training"
     try:
@@ -168,7 +168,7 @@ def _numbers(rows: Sequence[Mapping[str, Any]], curve_width: int) -> Iterator[tu
 
 
 def _win_rates(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The newest ones of evaluations and of training, a line each; empty where no matches are won and lost."""
+    """The newest win rates of evaluation and training, one line each; empty if there are no matches."""
     lines = []
     for where, read in {"evaluation": evaluated_win_rates, "training": training_win_rates}.items():
         found = next((rates for row in reversed(rows) if (rates := read(_plain_numbers(row)))), [])

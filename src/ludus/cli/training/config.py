@@ -1,4 +1,4 @@
-"""`ludus config`: what the keys of an experiment mean, and what is wrong with a file of them."""
+"""`ludus config`: explain the keys of an experiment, check files, convert old ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludus.errors import ConfigError, LudusError, StoreError, UsageError
 
 app = HelpApp(help="Explain config keys, check files, convert old ones.", no_args_is_help=True)
 
-File = Annotated[Path, typer.Argument(help="A YAML file with experiments.")]
+File = Annotated[Path, typer.Argument(help="YAML file with experiments.")]
 
 
 @app.command()
@@ -72,9 +72,9 @@ def convert(
         ),
     ] = False,
 ) -> None:
-    """Rewrite a file with current keys, to the terminal or to -o; comments say what became of each key.
+    """Rewrite a file with current keys, to the terminal or to -o; comments explain the fate of each key.
 
-    Exit code 1 when something was dropped that changes the experiment: the file is written, and the keys are listed.
+    Exit code 1 if a dropped key changes the experiment: the file is still written, and the dropped keys are listed.
     """
     from ludus.config.experiment_file import load_experiments
     from ludus.experiments.validation.convert import convert as modern
@@ -83,7 +83,7 @@ def convert(
     _write(converted.text, out)
     if converted.lost:
         keys = "\n".join(converted.lost)
-        raise LudusError(f"The converted file is another experiment than {file}, since it lacks:\n{keys}")
+        raise LudusError(f"The converted file differs from the experiment in {file}, because it lacks:\n{keys}")
 
 
 def _write(text: str, out: Path | None) -> None:
@@ -95,7 +95,7 @@ def _write(text: str, out: Path | None) -> None:
         with out.open("x", encoding="utf-8") as new:
             new.write(text)
     except FileExistsError as error:
-        raise UsageError(f"{out} is already there.", "Choose another name.") from error
+        raise UsageError(f"{out} already exists.", "Choose another name.") from error
     except OSError as error:
         raise StoreError(f"{out} cannot be written: {error.strerror}.") from error
     print(out)

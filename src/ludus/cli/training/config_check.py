@@ -1,4 +1,4 @@
-"""Check the experiments of a file as `ludus train` would before it starts: all errors and notices, each with file and line."""
+"""Check the experiments of a file as `ludus train` does before it starts: all errors and notices, each with file and line."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ludus.tuning import sweep
 Experiments = Mapping[str, Mapping[str, Any]]
 
 
-class Places:
-    """Finds the line of a key in the file that an experiment was read from."""
+class KeyLocations:
+    """Finds the line of a key in the YAML file of an experiment."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._experiments = file, load_experiments(file)
         self._lines = experiment_line_numbers(file)
 
     def line(self, name: str, path: str, data: Mapping[str, Any]) -> int:
-        """Of the key, or of the section in which it is missing; 0 if its value in `data` is not the file's."""
+        """The line of the key, or of the section in which it is missing; 0 if its value in `data` differs from the file."""
         if name not in self._experiments:
             return 0
         whole: tuple[str, ...] = (name, *_keys(path))
@@ -45,7 +45,7 @@ class Places:
 
 
 def _keys(path: str) -> list[str]:
-    """Keys of `stop` have dots and slashes of their own."""
+    """Split a path into keys. Keys of `stop` may contain dots and slashes themselves."""
     section, _, key = path.partition(".")
     return [section, key] if section == "stop" and key else path.split(".") if path else []
 
@@ -57,24 +57,24 @@ def _value(data: Any, keys: Sequence[str]) -> Any:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What is wrong with experiments, and what is ignored in them. Every sentence begins with its place."""
+class CheckResult:
+    """Errors of experiments, and notices about ignored keys; each message starts with file and line."""
 
     errors: list[str]
     notices: list[str]
 
 
-def check_file(file: Path, config: Mapping[str, Any] | None = None) -> Checked:
-    """Of all experiments of a file. `config`: keys of `config:` that come from the command line."""
+def check_file(file: Path, config: Mapping[str, Any] | None = None) -> CheckResult:
+    """Check all experiments of a file. `config`: keys of `config:` from the command line."""
     experiments = {
-        name: {**data, "config": _overridden(data.get("config"), config)} if config else data
+        name: {**data, "config": _override_config(data.get("config"), config)} if config else data
         for name, data in load_experiments(file).items()
     }
     validate.trust_names(experiments)
     return check_experiments(experiments, file)
 
 
-def _overridden(inner: Any, config: Mapping[str, Any]) -> Any:
+def _override_config(inner: Any, config: Mapping[str, Any]) -> Any:
     if inner is not None and not isinstance(inner, dict):
         return inner
     out = dict(inner or {})
@@ -82,34 +82,36 @@ def _overridden(inner: Any, config: Mapping[str, Any]) -> Any:
     return out | dict(config)
 
 
-def check_experiments(experiments: Experiments, file: Path | None = None) -> Checked:
-    """Of experiments that were read from `file`, perhaps with options of the command line applied."""
-    places = None if file is None else Places(file)
-    out = Checked([], [])
+def check_experiments(experiments: Experiments, file: Path | None = None) -> CheckResult:
+    """Check experiments that were read from `file`; options of the command line may have been applied to them."""
+    locations = None if file is None else KeyLocations(file)
+    out = CheckResult([], [])
     for name, data in experiments.items():
         for found, target in ((errors_of(name, data), out.errors), (validate.find_notices({"name": name, **data}), out.notices)):
-            target += _located(found, name, data, places, len(experiments) > 1)
+            target += _add_locations(found, name, data, locations, len(experiments) > 1)
     return out
 
 
-def _located(
-    found: Sequence[ConfigProblem], name: str, data: Mapping[str, Any], places: Places | None, several: bool
+def _add_locations(
+    found: Sequence[ConfigProblem], name: str, data: Mapping[str, Any], locations: KeyLocations | None, several: bool
 ) -> list[str]:
-    """The sentences in the order of their lines, each with its place."""
+    """Prefix messages with file and line, ordered by line."""
     prefix = f"{name}: " * several
-    if places is None:
+    if locations is None:
         return [prefix + each for each in found]
-    lines = sorted(((places.line(name, each.path, data), each) for each in found), key=lambda pair: pair[0])
-    return [places.prefix(line) + prefix + each for line, each in lines]
+    lines = sorted(((locations.line(name, each.path, data), each) for each in found), key=lambda pair: pair[0])
+    return [locations.prefix(line) + prefix + each for line, each in lines]
 
 
 def require_no_complaints(experiments: Experiments, file: Path | None = None) -> None:
-    """Raises ConfigError with all complaints of all experiments; what depends on this machine is left to their start."""
-    places = None if file is None else Places(file)
+    """Raise ConfigError with all errors of all experiments, except those that depend on this machine."""
+    locations = None if file is None else KeyLocations(file)
     wrong = [
         line
         for name, data in experiments.items()
-        for line in _located(validate.validate_experiment({"name": name, **data}), name, data, places, len(experiments) > 1)
+        for line in _add_locations(
+            validate.validate_experiment({"name": name, **data}), name, data, locations, len(experiments) > 1
+        )
     ]
     if wrong:
         raise ConfigError("\n".join(wrong))
@@ -117,19 +119,19 @@ def require_no_complaints(experiments: Experiments, file: Path | None = None) ->
 
 @contextlib.contextmanager
 def located_errors(name: str, data: Mapping[str, Any], file: Path | None) -> Iterator[None]:
-    """Config errors that are raised inside, with file and line where they begin with a key of the file."""
+    """Add file and line to a ConfigError raised in the block, if its message starts with a key of the file."""
     try:
         yield
     except ConfigError as error:
-        path = _path_in(error.message)
+        path = _leading_key(error.message)
         if file is None or not path:
             raise
-        places = Places(file)
-        raise ConfigError(places.prefix(places.line(name, path, data)) + error.message, error.hint) from error
+        locations = KeyLocations(file)
+        raise ConfigError(locations.prefix(locations.line(name, path, data)) + error.message, error.hint) from error
 
 
 def errors_of(name: str, data: Mapping[str, Any]) -> list[ConfigProblem]:
-    """Everything that would keep an experiment from starting on this machine."""
+    """All errors that would keep an experiment from starting on this machine."""
     whole = {"name": name, **data}
     found = validate.validate_experiment(whole)
     if found:
@@ -138,22 +140,22 @@ def errors_of(name: str, data: Mapping[str, Any]) -> list[ConfigProblem]:
         if search_space.is_sweep(whole):
             sweep.plan_sweep(name, data)
         else:
-            resolve(_with_a_number_of_workers(whole))
+            resolve(_without_auto_workers(whole))
     except ConfigErrors as error:
         return error.problems
     except (UsageError, EnvironmentFault) as error:
-        return [ConfigProblem(line, _path_in(line)) for line in str(error).splitlines()]
+        return [ConfigProblem(line, _leading_key(line)) for line in str(error).splitlines()]
     return []
 
 
-def _path_in(line: str) -> str:
-    """The key with which a sentence begins, as those of `resolve` do."""
+def _leading_key(line: str) -> str:
+    """The config key at the start of a message, as in the errors of `resolve`."""
     word = line.partition(" ")[0].strip("'")
     return word if word.startswith("config.") else ""
 
 
-def _with_a_number_of_workers(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`auto` is chosen by measuring the environment, which a check does not do."""
+def _without_auto_workers(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Remove `num_workers: auto`, which would measure the environment."""
     top = translate_experiment(data).data
     inner = translate_config(top.get("config") or {}).data
     if inner.get("num_workers") != "auto":

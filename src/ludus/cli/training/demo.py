@@ -1,4 +1,4 @@
-"""`ludus demo`: see an agent learn within a minute."""
+"""`ludus demo`: train CartPole, plot the learning curve and record a video, in about a minute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
     """Train CartPole to a return of 475, plot its learning curve and record a video."""
-    from ludus.cli.output import here, say
+    from ludus.cli.output import runnable, say
 
     say("Training CartPole-v1 with PPO until the mean return of 100 episodes is 475 …")
     from ludus.config.experiment_file import load_experiments
@@ -25,13 +25,13 @@ def demo(
     from ludus.experiments.evaluation import rollout
     from ludus.experiments.runs.plot import plot
 
-    with resources.as_file(resources.files("ludus.experiments.presets") / "cartpole-fast.yaml") as path:
-        ((name, data),) = load_experiments(path).items()
+    with resources.as_file(resources.files("ludus.experiments.presets") / "cartpole-fast.yaml") as preset:
+        ((name, data),) = load_experiments(preset).items()
     apply_override(data, f"config.seed={seed}")
     with TrainingDisplay() as display:
         result = runner.train({"name": name, **data}, local_dir=local_dir, sinks=[display])
     if result.stopped_by.startswith("interrupted"):
-        say(f"interrupted; continue with {here('ludus')} train --resume {result.run_dir}")
+        say(f"interrupted; continue with {runnable('ludus')} train --resume {result.run_dir}")
         raise typer.Exit(130)
     curve = plot([result.run_dir], result.run_dir / "plots" / "learning-curve.png")
     env = make_one("CartPole-v1", render_mode="rgb_array")
@@ -40,16 +40,16 @@ def demo(
     env.close()
     m = result.metrics
     say(
-        f"\nLearned in {m['time_s']:.1f} s and {int(m['timesteps']):,} steps ({m['fps']:,.0f} steps/s); filmed episode: return {played.returns[0]:.0f}.\n"
+        f"\nLearned in {m['time_s']:.1f} s and {int(m['timesteps']):,} steps ({m['fps']:,.0f} steps/s); recorded episode: return {played.returns[0]:.0f}.\n"
     )
-    for label, what in (("run", result.run_dir), ("learning curve", curve), ("video", video)):
-        say(f"  {label:<16}{what}")
+    for label, path in (("run", result.run_dir), ("learning curve", curve), ("video", video)):
+        say(f"  {label:<16}{path}")
     say("\nTry next:")
     for command in (
-        f"{here('ludus')} rollout {result.run_dir} --episodes 20",
-        f"{here('ludus')} train Acrobot-v1 --stop time_s=60",
-        f"{here('ludus')} train CartPole-v1 --set model.use_lstm=true --set normalize_reward=true",
-        f"{here('ludus')} runs plot {local_dir}",
-        f"{here('tensorboard')} --logdir {local_dir}",
+        f"{runnable('ludus')} rollout {result.run_dir} --episodes 20",
+        f"{runnable('ludus')} train Acrobot-v1 --stop time_s=60",
+        f"{runnable('ludus')} train CartPole-v1 --set model.use_lstm=true --set normalize_reward=true",
+        f"{runnable('ludus')} runs plot {local_dir}",
+        f"{runnable('tensorboard')} --logdir {local_dir}",
     ):
         say(f"  {command}")

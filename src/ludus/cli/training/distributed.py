@@ -1,4 +1,4 @@
-"""`ludus train -dc`: a learner and workers with a memory between them, started as one job, watched until it is over."""
+"""`ludus train -dc`: run a learner, workers and Redis as one job and follow it until it ends."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from ludus.transport.message_stream import PASSWORD
 
 LEARNER, WORKER, MEMORY = "learner", "worker", "memory"
 LUDUS = (sys.executable, "-P", "-m", "ludus.cli.main")
-"""As the command `ludus`: what is called `random.py` where it is run does not take the place of Python's."""
+"""The command `ludus`; -P keeps a local `random.py` from shadowing the standard library."""
 AWS_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 MODELS = "LUDUS_MODEL_PATH"
 CREDENTIALS = "LUDUS_S3_CREDENTIALS_FILE"
 
-_OLDER = {"ACCESS_KEY_ID": "AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY": "AWS_SECRET_ACCESS_KEY"}
-"""Names of variables of older trainers."""
+_COACH_VARIABLES = {"ACCESS_KEY_ID": "AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY": "AWS_SECRET_ACCESS_KEY"}
+"""Environment variables of Coach → those of AWS."""
 
 GRACE_S = 120.0
-"""A learner saves its checkpoint in it, on whatever store."""
+"""Seconds for the learner to save its checkpoint, also to a remote store."""
 
-LIVES = 5
-"""All workers that end so often in a row with code 2 (what they are asked for cannot be), or a memory that fails so often, end the job."""
+MAX_FAILURES = 5
+"""The job is cancelled when every worker ended this often in a row with code 2 (usage error), or Redis failed this often."""
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _END_S = 4 * GRACE_S
 _TAIL = 2000
 
@@ -57,12 +57,13 @@ def run_distributed(
     as_json: bool = False,
     models: Path | None = None,
 ) -> None:
-    """Train with so many workers, where and as `config_path` says. Ends as the learner did: typer.Exit with its code; Ctrl-C: 130.
+    """Train with a learner and workers, configured by the INI file `config_path`.
 
-    `arguments`: the words that describe the experiment, as `ludus fleet learner` takes them. `as_json`: they say so, and its result
-    is all that goes to stdout. `models`: where all roles look for models of the user's own.
+    Always raises typer.Exit: with the exit code of the learner, or 130 after Ctrl-C. `arguments`: the experiment as arguments of
+    `ludus fleet learner`. `as_json`: `arguments` contain --json, and only the result goes to stdout. `models`: directory with the
+    user's models, for all roles.
     """
-    say: Say = _unsaid if quiet else _say
+    say: Say = _discard if quiet else _say
     file = load_fleet_file(config_path) if config_path is not None else FleetFile()
     for notice in file.notices:
         say(notice)
@@ -70,69 +71,69 @@ def run_distributed(
     use_credentials(file, os.environ, say)
     job = fleet_job(file, name, arguments, workers, redis_role.free_port(), models)
     check_place(job.place)
-    with opened(file.orchestrator) as orchestrator:
-        check_alone(orchestrator, job.place)
+    with attached_orchestrator(file.orchestrator) as orchestrator:
+        check_not_running(orchestrator, job.place)
         job_id = orchestrator.submit(job)
         logs = orchestrator.status(job_id).logs
         say(f"{name}: 1 learner and {workers} worker{'s' * (workers != 1)}; the run is {file.place(name)}")
-        say(f"the logs of all are in {logs}")
+        say(f"all logs are in {logs}")
         status, interrupted = follow(orchestrator, job_id, say, as_json=as_json)
     if status.state == "failed":
         say(f"failed: {status.reason or 'no reason is known'}; the logs are in {logs}")
     if interrupted:
         for learner in status.of(LEARNER):
-            if learner.exit_code not in (0, 130):  # said to everybody: something is lost
-                ended = "" if learner.exit_code is None else f" (code {learner.exit_code})"
-                _say(f"the learner was ended before it had saved{ended}; {_newest_checkpoint(job.place)}")
+            if learner.exit_code not in (0, 130):  # printed even with --quiet: training progress is lost
+                code = "" if learner.exit_code is None else f" (code {learner.exit_code})"
+                _say(f"the learner ended before it saved a checkpoint{code}; {_newest_checkpoint(job.place)}")
         raise typer.Exit(130)
     raise typer.Exit(1 if status.exit_code is None else status.exit_code)
 
 
 def check_place(place: str) -> None:
-    """Raises UsageError where an experiment has its runs: a run in their midst would hide them."""
+    """Raise UsageError if `place` is a directory with runs: a run created there would hide them."""
     from ludus.experiments.runs.remote_runs import directory_of
     from ludus.experiments.runs.run_dir import find_runs
 
     try:
         runs = find_runs(place, depth=1)
-    except StoreError:  # the learner finds out, and waits or says so
+    except StoreError:  # the learner waits for the store or reports the error
         return
     if runs and runs != [directory_of(place)]:
         raise UsageError(
-            f"{place} holds {len(runs)} run{'s' * (len(runs) != 1)} that no fleet began, and a fleet's run would take their place.",
+            f"{place} holds {len(runs)} run{'s' * (len(runs) != 1)} that no fleet created, and the run of this fleet would hide them.",
             "Choose another -e.",
         )
 
 
-def check_alone(orchestrator: Orchestrator, place: str) -> None:
-    """Raises UsageError while another job trains that run: the second learner would end the first."""
+def check_not_running(orchestrator: Orchestrator, place: str) -> None:
+    """Raise UsageError while another job trains that run: the second learner would end the first."""
     for status in orchestrator.list():
         if status.place == place and not status.over:
             raise UsageError(
-                f"The job {status.id} trains {place} already.",
+                f"The job {status.id} already trains {place}.",
                 "End it (Ctrl-C where it was started), or choose another -e. "
                 f"If its machine is gone for good, remove {Path(status.logs).parent}.",
             )
 
 
 def fleet_job(file: FleetFile, name: str, arguments: Sequence[str], workers: int, port: int, models: Path | None = None) -> Job:
-    """The program as data. `port`: of a server that is started for it. Raises UsageError; MissingExtra where there is no Redis to start."""
+    """The job with its roles. `port`: for a Redis server started by the job. Raises UsageError; MissingExtra without Redis."""
     if workers < 1:
-        raise UsageError(f"-n {workers}: a fleet has at least one worker.")
+        raise UsageError(f"-n {workers}: a fleet needs at least 1 worker.")
     environment = {} if file.credentials is None else {CREDENTIALS: str(file.credentials)}
     if trusted := os.environ.get(trust.VARIABLE):
         environment[trust.VARIABLE] = trusted
     if models is not None:
         environment[MODELS] = os.pathsep.join([str(models.resolve()), *filter(None, [os.environ.get(MODELS)])])
     url = file.redis_url or f"redis://{redis_role.HOST}:{port}/0"
-    reach = ("--memory", url, "--store", file.place(name))
+    connection = ("--memory", url, "--store", file.place(name))
     named = () if "--experiment-name" in arguments else ("--experiment-name", name)
-    learner = (*LUDUS, "fleet", "learner", *arguments, *named, *reach, "--num-workers", str(workers))
+    learner = (*LUDUS, "fleet", "learner", *arguments, *named, *connection, "--num-workers", str(workers))
     roles = [
-        # One that was killed goes on at its newest checkpoint. One that ended by itself has said why, and would say so again.
+        # A killed learner resumes from its newest checkpoint; one that exited by itself would fail again.
         Role(LEARNER, learner, 1, "when-killed", environment),
-        # Always: where a finished run goes on, one that is quicker than the learner finds it finished, and leaves.
-        Role(WORKER, (*LUDUS, "fleet", "worker", *reach), workers, "always", environment),
+        # Always: when a finished run is continued, a worker that starts before the learner sees it finished and exits.
+        Role(WORKER, (*LUDUS, "fleet", "worker", *connection), workers, "always", environment),
     ]
     if file.redis_url is None:
         roles.insert(0, Role(MEMORY, redis_role.command(port), 1, "always"))
@@ -141,7 +142,7 @@ def fleet_job(file: FleetFile, name: str, arguments: Sequence[str], workers: int
 
 
 def use_credentials(file: FleetFile, environ: MutableMapping[str, str], say: Say = lambda sentence: None) -> None:
-    """Put secrets where all roles inherit them."""
+    """Put secrets into `environ`, which all roles inherit."""
     if file.redis_url is None:
         environ[PASSWORD] = redis_role.new_password()
     elif file.redis_password is not None:
@@ -152,18 +153,18 @@ def use_credentials(file: FleetFile, environ: MutableMapping[str, str], say: Say
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"redis_password_file = {file.redis_password_file} cannot be read: {error}.") from error
     if file.credentials is not None:
-        environ[CREDENTIALS] = str(file.credentials)  # for ourselves: we look at the place before anything is started
+        environ[CREDENTIALS] = str(file.credentials)  # this process reads the store before it starts the roles
     if file.s3 is None or file.credentials is not None:
         return
-    for older, present in _OLDER.items():
+    for older, present in _COACH_VARIABLES.items():
         if environ.get(older) and not environ.get(present):
             environ[present] = environ[older]
-            say(f"{older} is taken for {present}")
+            say(f"{older} is used as {present}")
 
 
 @contextmanager
-def opened(name: str) -> Iterator[Orchestrator]:
-    """An orchestrator whose jobs end with this process, if it can do that."""
+def attached_orchestrator(name: str) -> Iterator[Orchestrator]:
+    """Open an orchestrator whose jobs end with this process, if it supports that."""
     if name != "local":
         yield open_orchestrator(name)
         return
@@ -173,20 +174,20 @@ def opened(name: str) -> Iterator[Orchestrator]:
         yield local
 
 
-# -- watching -----------------------------------------------------------------------------------------------------------
+# -- monitoring -----------------------------------------------------------------------------------------------------------
 
 
 def follow(orchestrator: Orchestrator, job_id: str, say: Say, *, as_json: bool = False) -> tuple[JobStatus, bool]:
-    """Show what the learner says until the job is over; the second value: whether it was interrupted.
+    """Print the log of the learner until the job ends; returns its status and whether it was interrupted.
 
-    The first Ctrl-C asks the job to end, and what it says while it does is still shown; the second ends it at once.
-    `as_json`: the result, which is the last that it says, goes to stdout, all else to stderr.
+    The first Ctrl-C cancels the job and still prints the log until it ends; the second one kills it.
+    `as_json`: the result, the last line of the log, goes to stdout, all other lines to stderr.
     """
-    stop, given_up = threading.Event(), list[str]()
-    watching = threading.Thread(target=_watch, args=(orchestrator, job_id, say, stop, given_up), name="watch", daemon=True)
+    stop, reasons = threading.Event(), list[str]()
+    monitor = threading.Thread(target=_monitor, args=(orchestrator, job_id, say, stop, reasons), name="watch", daemon=True)
     result = ""
-    with interrupting(orchestrator, job_id) as asked:
-        watching.start()
+    with cancel_on_signals(orchestrator, job_id) as signals:
+        monitor.start()
         try:
             for line in orchestrator.logs(job_id, role=LEARNER, follow=True):
                 if as_json and _is_result(line):
@@ -196,74 +197,76 @@ def follow(orchestrator: Orchestrator, job_id: str, say: Say, *, as_json: bool =
             if result:
                 print(result, flush=True)
             status = wait(orchestrator, job_id, _END_S)
-            if given_up and not asked:
-                status = replace(status, state="failed", exit_code=1, reason=given_up[0])
-            return status, bool(asked)
-        except BrokenPipeError:  # nobody reads any more, as with `| head`
+            if reasons and not signals:
+                status = replace(status, state="failed", exit_code=1, reason=reasons[0])
+            return status, bool(signals)
+        except BrokenPipeError:  # the reader of our output exited, e.g. `| head`
             orchestrator.cancel(job_id)
             wait(orchestrator, job_id, _END_S)
             raise
         finally:
             stop.set()
-            watching.join(10 * _LOOK_S)
+            monitor.join(10 * _POLL_S)
 
 
 @contextmanager
-def interrupting(orchestrator: Orchestrator, job_id: str) -> Iterator[list[int]]:
-    """The numbers of the signals that asked for the end of the job."""
-    asked: list[int] = []
+def cancel_on_signals(orchestrator: Orchestrator, job_id: str) -> Iterator[list[int]]:
+    """Cancel the job on SIGINT, SIGTERM or SIGHUP, kill it on the second one; yields the list of signals received."""
+    received: list[int] = []
 
-    def heed(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        again = len(asked) > 1
-        sentence = (
-            "ludus: ending it at once\n" if again else "ludus: ending it, the learner saves a checkpoint; once more: at once\n"
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        again = len(received) > 1
+        message = (
+            "ludus: killing the job\n"
+            if again
+            else "ludus: stopping the job; the learner saves a checkpoint (press Ctrl-C again to kill it)\n"
         )
-        os.write(2, sentence.encode())  # print would fail in the middle of another print
+        os.write(2, message.encode())  # print is not reentrant
         orchestrator.cancel(job_id, at_once=again)
 
-    heeded = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: a terminal that is closed is no reason
-        heeded.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, heed) for number in heeded}
+    handled = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started by nohup: closing the terminal must not stop the job
+        handled.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
-        yield asked
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _watch(orchestrator: Orchestrator, job_id: str, say: Say, stop: threading.Event, given_up: list[str]) -> None:
-    """Say which processes were lost and are started again: nobody looks into their logs otherwise. End what will never work."""
+def _monitor(orchestrator: Orchestrator, job_id: str, say: Say, stop: threading.Event, reasons: list[str]) -> None:
+    """Report restarts of processes, and cancel a job whose restarts keep failing, with the reason in `reasons`."""
     known: dict[str, int] = {}
-    patience = Patience()
-    while not stop.wait(_LOOK_S):
+    failures = RestartFailures()
+    while not stop.wait(_POLL_S):
         try:
             status = orchestrator.status(job_id)
-        except LudusError:  # forgotten meanwhile; whoever follows it finds out
+        except LudusError:  # the job was removed; `follow` reports it
             return
         if status.over:
             return
-        for sentence in news(status, known):
-            say(sentence)
-        reason = patience.lost(status, time.monotonic())
-        if reason and not given_up:
-            given_up.append(reason)
-            with suppress(LudusError):  # it is over by now
+        for message in new_restarts(status, known):
+            say(message)
+        reason = failures.update(status, time.monotonic())
+        if reason and not reasons:
+            reasons.append(reason)
+            with suppress(LudusError):  # it ended meanwhile
                 orchestrator.cancel(job_id)
 
 
-class Patience:
-    """With roles that are started again for ever: until none of their processes does anything but fail."""
+class RestartFailures:
+    """Counts consecutive failures of roles that are restarted without limit, to detect a job that cannot succeed."""
 
     def __init__(self) -> None:
         self._ends: dict[str, int] = {}
         self._since: dict[str, float] = {}
         self._failed: dict[str, int] = {}
-        """In a row, by the name of the process."""
+        """Process name → consecutive failures."""
 
-    def lost(self, status: JobStatus, now: float) -> str:
-        """In a sentence, why the job will come to nothing; empty: it may well come to something."""
+    def update(self, status: JobStatus, now: float) -> str:
+        """Count the failures since the last call; returns the reason to give up, or an empty string."""
         for process in status.processes:
             name, ends = process.name, process.restarts + (process.state == "waiting")
             new = ends - self._ends.get(name, 0)
@@ -275,15 +278,17 @@ class Patience:
                 self._failed[name] = 0
         for role in (WORKER, MEMORY):
             members = status.of(role)
-            if members and all(self._failed.get(member.name, 0) >= LIVES for member in members):
+            if members and all(self._failed.get(member.name, 0) >= MAX_FAILURES for member in members):
                 who = members[0].name if len(members) == 1 else f"each {role}"
                 log = Path(status.logs) / f"{members[0].name}.log"
-                return f"{who} ended with code {members[0].exit_code} {LIVES} times in a row; its log: {log}{_last_words(log)}"
+                return (
+                    f"{who} ended with code {members[0].exit_code} {MAX_FAILURES} times in a row; its log: {log}{_last_line(log)}"
+                )
         return ""
 
 
-def news(status: JobStatus, known: dict[str, int]) -> Iterator[str]:
-    """What happened since `known`, which is brought up to date; nothing once the learner has ended, which is said at the end."""
+def new_restarts(status: JobStatus, known: dict[str, int]) -> Iterator[str]:
+    """A message for each process that ended since `known`, which is updated; none once the learner has ended."""
     if any(learner.state == "ended" for learner in status.of(LEARNER)):
         return
     for process in status.processes:
@@ -291,11 +296,11 @@ def news(status: JobStatus, known: dict[str, int]) -> Iterator[str]:
         if ends > known.get(process.name, 0):
             known[process.name] = ends
             if process.exit_code == 0 and process.role == WORKER:
-                continue  # it found the run finished
-            again = "" if process.state == "ended" else f" and is started again ({ends})"
+                continue  # the worker found the run finished
+            again = "" if process.state == "ended" else f" and is restarted ({ends})"
             code = "" if process.exit_code is None else f" with code {process.exit_code}"
             log = Path(status.logs) / f"{process.name}.log"
-            yield f"{process.name} ended{code}{again}; its log: {log}{_last_words(log)}"
+            yield f"{process.name} ended{code}{again}; its log: {log}{_last_line(log)}"
 
 
 def _is_result(line: str) -> bool:
@@ -312,24 +317,24 @@ def _newest_checkpoint(place: str) -> str:
     try:
         name = checkpoint.newest_name(store_of(directory_of(place)))
     except LudusError as error:
-        return f"which checkpoint is the newest cannot be seen: {error}"
+        return f"the newest checkpoint is unknown: {error}"
     return f"the newest checkpoint is {name}" if name else "there is no checkpoint"
 
 
-def _last_words(log: Path) -> str:
+def _last_line(log: Path) -> str:
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL))
             lines = file.read(_TAIL).decode(errors="replace").split("\n")
-    except OSError:  # it is on another machine, or gone
+    except OSError:  # on another machine, or removed
         return ""
-    said = [line.strip() for line in lines if line.strip()]
-    return f": {said[-1]}" if said else ""
+    nonempty = [line.strip() for line in lines if line.strip()]
+    return f": {nonempty[-1]}" if nonempty else ""
 
 
 def _say(sentence: str) -> None:
     print(f"ludus: {sentence}", file=sys.stderr, flush=True)
 
 
-def _unsaid(sentence: str) -> None:
-    """Nobody wants to hear it."""
+def _discard(sentence: str) -> None:
+    pass

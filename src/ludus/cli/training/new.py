@@ -1,4 +1,4 @@
-"""`ludus new`: a directory with an environment, a model, an experiment and a test, to begin with."""
+"""`ludus new`: create a project with an environment, a model, an experiment and a test."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def new(
     ] = None,
 ) -> None:
     """Create a project with an environment, a model, an experiment and a test."""
-    from ludus.cli.output import here, say
+    from ludus.cli.output import runnable, say
     from ludus.experiments.source.scaffold import scaffold
 
     for path in scaffold(directory, env):
         say(f"wrote  {path}")
-    say(f"then   cd {directory} && {here('ludus')} train -f experiment.yaml")
+    say(f"then   cd {directory} && {runnable('ludus')} train -f experiment.yaml")

@@ -1,4 +1,4 @@
-"""The options of `ludus train`, each with what it says about itself."""
+"""The options of `ludus train`, also used by other commands."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CustomParameter = Annotated[
         "--custom_parameter",
         "--custom-parameter",
         metavar="KEY=VALUE;…",
-        help="Overrides KEY=VALUE with our or Coach's key names; values are parsed, never executed; repeatable.",
+        help="Override KEY=VALUE with key names of Ludus or Coach; values are parsed, never executed; repeatable.",
         show_default=False,
         rich_help_panel=COMPATIBILITY,
     ),
@@ -217,7 +217,7 @@ Resume = Annotated[
     str | None,
     typer.Option(
         metavar="[RUN]",
-        help="Continue a run (directory, last, EXPERIMENT, end of its name); without RUN: the newest of each experiment.",
+        help="Resume a run (directory, last, EXPERIMENT, end of its name); without RUN, the newest of each experiment.",
         show_default=False,
         callback=run_place,
         autocompletion=complete_run,
@@ -239,7 +239,8 @@ Restore = Annotated[
 ]
 
 
-def _trust_names(given: bool) -> bool:
+def allow_imports(given: bool) -> bool:
+    """Callback of --trust: allow the import of modules that stored runs name."""
     if given:
         trust.allow_everything()
     return given
@@ -249,7 +250,7 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        callback=_trust_names,
+        callback=allow_imports,
         help="Allow stored runs to import the code they name (environment, wrappers, models).",
         rich_help_panel=EXPERIMENT,
     ),
@@ -362,14 +363,16 @@ EvaluationWorker = Annotated[
 ListPresets = Annotated[
     bool, typer.Option("-l", "--list", help="List presets; same as `ludus presets list`.", rich_help_panel=COMPATIBILITY)
 ]
-Noted = Annotated[
+Ignored = Annotated[
     bool,
-    typer.Option(*coach_options.names(coach_options.NOTED), help="Ignored; prints the reason.", rich_help_panel=COMPATIBILITY),
+    typer.Option(*coach_options.names(coach_options.IGNORED), help="Ignored; prints the reason.", rich_help_panel=COMPATIBILITY),
 ]
-NotHere = Annotated[
+Unsupported = Annotated[
     bool,
     typer.Option(
-        *coach_options.names(coach_options.REFUSED), help="Not supported; prints the alternative.", rich_help_panel=COMPATIBILITY
+        *coach_options.names(coach_options.UNSUPPORTED),
+        help="Not supported; prints the alternative.",
+        rich_help_panel=COMPATIBILITY,
     ),
 ]
 
@@ -394,15 +397,15 @@ RedisPassword = Annotated[
 ]
 
 
-def _noted(option: str) -> typer.models.OptionInfo:
+def _ignored(option: str) -> typer.models.OptionInfo:
     info: typer.models.OptionInfo = typer.Option(
         option, help="Ignored; accepted for old RLlib command lines.", rich_help_panel=COMPATIBILITY
     )
     return info
 
 
-QueueTrials = Annotated[bool, _noted("--queue-trials")]
-Torch = Annotated[bool, _noted("--torch")]
-Eager = Annotated[bool, _noted("--eager")]
-Trace = Annotated[bool, _noted("--trace")]
-NoRayUi = Annotated[bool, _noted("--no-ray-ui")]
+QueueTrials = Annotated[bool, _ignored("--queue-trials")]
+Torch = Annotated[bool, _ignored("--torch")]
+Eager = Annotated[bool, _ignored("--eager")]
+Trace = Annotated[bool, _ignored("--trace")]
+NoRayUi = Annotated[bool, _ignored("--no-ray-ui")]

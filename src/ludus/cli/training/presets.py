@@ -1,4 +1,4 @@
-"""`ludus presets`: experiments that come with the package."""
+"""`ludus presets`: list and print the experiments that come with the package."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def list_presets(json_: Annotated[bool, typer.Option("--json", help="Print JSON.
     table.add_section()
     for other in others:
         reached = (f"{other.target.return_mean:g}", f"{other.target.timesteps:,}") if other.target else ("", "")
-        table.add_row(other.name, other.run, *reached, _told(other.preset, other.levels))
+        table.add_row(other.name, other.run, *reached, _describe_synonym(other.preset, other.levels))
     console = Console()
     console.print(table)
     console.print(
-        f"\nThe second part are names of Coach, of which {len(missing)} more are known and say what is nearest.\n"
-        "ludus train -p NAME trains one; ludus presets show NAME > mine.yaml is a beginning for your own.",
+        f"\nThe second part lists preset names of Coach. {len(missing)} more of them have no equivalent; using one names the nearest preset.\n"
+        "ludus train -p NAME trains a preset; ludus presets show NAME > mine.yaml copies one to edit.",
         style="dim",
         soft_wrap=True,
     )
 
 
-def _told(preset: str, levels: Sequence[str]) -> str:
+def _describe_synonym(preset: str, levels: Sequence[str]) -> str:
     return f"like {preset}" if not levels else f"-lvl {' | '.join(levels[:2])} … ({len(levels)})"
 
 

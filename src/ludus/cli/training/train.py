@@ -1,4 +1,4 @@
-"""`ludus train`: an environment or a YAML file in, a trained agent out."""
+"""`ludus train`: train an agent on an environment or from a YAML file."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from ludus.experiments.runs.job_resume import JobResumeFile
 
 NEWEST = "newest"
-"""What --resume means when no directory follows."""
+"""Value of --resume when no run follows it."""
 
 
 class TrainCommand(HelpCommand):
-    """`--resume` may stand alone, as it did in older trainers; the words are kept, to be spoken of as they were written."""
+    """Accepts `--resume` without a value, and stores the command line, so that notices quote the options as they were typed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[coach_options.WORDS] = [word.partition("=")[0] for word in args]
-        return super().parse_args(ctx, with_newest(args))
+        return super().parse_args(ctx, add_resume_value(args))
 
 
-def with_newest(words: Sequence[str]) -> list[str]:
-    """The words of a command, in which every `--resume` has a value."""
+def add_resume_value(words: Sequence[str]) -> list[str]:
+    """The command line with the value NEWEST after each `--resume` that has none."""
     out: list[str] = []
     for at, word in enumerate(words):
         alone = word == "--resume" and (at + 1 == len(words) or words[at + 1].startswith("-"))
@@ -107,28 +107,28 @@ def train(
     use_cpu: o.UseCpu = False,
     evaluation_worker: o.EvaluationWorker = False,
     list_: o.ListPresets = False,
-    noted: o.Noted = False,
-    refused: o.NotHere = False,
+    noted: o.Ignored = False,
+    refused: o.Unsupported = False,
 ) -> None:
     """Train an agent; Ctrl-C saves a checkpoint and stops."""
     log_at(2 if debug else verbose)
-    voice = Voice(quiet, json_)
-    older = {"--queue-trials": queue_trials, "--torch": torch, "--eager": eager, "--trace": trace, "--no-ray-ui": no_ray_ui}
-    voice.notices(older | {"--redis-password": redis_password is not None, "--ray-num-gpus": ray_num_gpus is not None})
+    printer = Printer(quiet, json_)
+    ignored = {"--queue-trials": queue_trials, "--torch": torch, "--eager": eager, "--trace": trace, "--no-ray-ui": no_ray_ui}
+    printer.notices(ignored | {"--redis-password": redis_password is not None, "--ray-num-gpus": ray_num_gpus is not None})
     if list_:
         presets.list_presets(json_)
         return
-    for remark in coach_options.remarks(ctx.meta.get(coach_options.WORDS, ())) if noted or refused else ():
-        voice(remark)
-    _refuse(ray_num_nodes, upload_dir, checkpoint_score_attr)
+    for notice in coach_options.notices(ctx.meta.get(coach_options.WORDS, ())) if noted or refused else ():
+        printer(notice)
+    _check_unsupported(ray_num_nodes, upload_dir, checkpoint_score_attr)
     _use_temp_dir(temp_dir)
-    note = note_of_job(voice)
+    note = job_note(printer)
 
     from ludus.config.overrides import parse_stop_values
 
     stops = parse_stop_values(stop or [])
-    workers = workers_of(num_workers, num_cpus)
-    asked = coach_options.Asked(save_secs, until_solved, use_cpu, evaluation_worker)
+    workers = parse_workers(num_workers, num_cpus)
+    coach = coach_options.CoachOverrides(save_secs, until_solved, use_cpu, evaluation_worker)
     own = {"num_envs_per_worker": num_envs, "num_learners": num_learners, "num_gpus": num_gpus, "seed": seed}
     settings = own | {"num_workers": workers} | ({"num_workers": 0, "num_learners": 0} if local_mode else {})
     top = {
@@ -139,44 +139,44 @@ def train(
     changing = {
         "--set": set_, "--config": config, "--track": track, "--num-cpus": num_cpus, "--num-workers": num_workers,
         "-lvl": level, "-cp": custom_parameter,
-    } | {_option(key): value for key, value in (top | own).items()} | asked.given()  # fmt: skip
+    } | {_option(key): value for key, value in (top | own).items()} | coach.given()  # fmt: skip
     if resume is not None and resume != NEWEST and not distributed:
         given = {
             "ENV": env or env_option, "-f": file, "-p": preset, "--restore": restore, "--project": project, "--trial": trial,
         } | changing  # fmt: skip
-        _resume_one(resume, given, stops, Starter(voice, ray, note=note))
+        _resume_one(resume, given, stops, ExperimentRunner(printer, ray, note=note))
         return
     if resume == NEWEST and restore is not None:
-        raise UsageError(f"--resume continues a run, and --restore {restore} begins a new one.", "Keep one.")
-    named = environment_of(env, env_option, level if preset is None and file is None else None)
+        raise UsageError(f"--resume resumes a run, and --restore {restore} starts a new one.", "Keep one.")
+    named = choose_environment(env, env_option, level if preset is None and file is None else None)
     top["env"] = named
     source = read_source(file, preset, level or (named if preset is not None else None))
-    changes = [*(f"track.{name}={'true' if name == 'csv' else '{}'}" for name in track or []), *asked.overrides()]
+    changes = [*(f"track.{name}={'true' if name == 'csv' else '{}'}" for name in track or []), *coach.overrides()]
     found = experiments_from(
-        source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), [*changes, *(set_ or [])],
-        custom=custom_parameter or (), say=Voice(quiet=True, as_json=json_) if distributed else voice,  # the learner says it
+        source, experiment, experiment_name, top, stops, settings, parse_mapping("--config", config), [*changes, *(set_ or [])],
+        custom=custom_parameter or (), say=Printer(quiet=True, as_json=json_) if distributed else printer,  # the learner prints the notices
     )  # fmt: skip
     if until_solved:
         changes += [coach_options.stop_when_solved(data) for data in found.values()]
     if distributed:
-        fleet(ctx, found, source, changes, experiment_name, workers, distributed_config, quiet)
+        _train_as_fleet(ctx, found, source, changes, experiment_name, workers, distributed_config, quiet)
         return
     if distributed_config is not None:
-        voice(f"-dcp {distributed_config} changes nothing: it is for -dc.")
+        printer(f"-dcp {distributed_config} changes nothing without -dc.")
     changed = [name for name, value in ({"--stop": stop or None} | changing).items() if value is not None]
-    starter = Starter(voice, ray, local_dir, project, trial, restore, resume == NEWEST, changed, note)
-    starter.run_all(found, source, mapping_of("--resources-per-trial", resources_per_trial))
+    runner = ExperimentRunner(printer, ray, local_dir, project, trial, restore, resume == NEWEST, changed, note)
+    runner.run_all(found, source, parse_mapping("--resources-per-trial", resources_per_trial))
 
 
-def environment_of(env: str | None, option: str | None, level: str | None) -> str | None:
-    """However it is named. Raises UsageError where two are."""
+def choose_environment(env: str | None, option: str | None, level: str | None) -> str | None:
+    """The environment named by ENV, --env or -lvl. Raises UsageError if they differ."""
     named = list(dict.fromkeys(name for name in (env, option, level) if name is not None))
     if len(named) > 1:
         raise UsageError(f"The environment is named twice: {' and '.join(named)}.", "Keep one.")
     return named[0] if named else None
 
 
-def fleet(
+def _train_as_fleet(
     ctx: typer.Context,
     found: Experiments,
     source: ExperimentSource | None,
@@ -186,7 +186,7 @@ def fleet(
     config_path: Path | None,
     quiet: bool,
 ) -> None:
-    """Hand the experiment over to a learner and workers of their own."""
+    """Train the experiment with a learner and workers connected by Redis."""
     if len(found) > 1:
         raise UsageError(f"There are {len(found)} experiments, and -dc trains one.", "Add --experiment.")
     given = {
@@ -195,24 +195,24 @@ def fleet(
         if getattr(ctx.get_parameter_source(parameter), "name", "") == "COMMANDLINE"
     }
     models = source.parent if source is not None else None
-    coach_options.hand_over(next(iter(found.values())), given, changes, name, workers, config_path, quiet, models)
+    coach_options.train_as_fleet(next(iter(found.values())), given, changes, name, workers, config_path, quiet, models)
 
 
 # -- options ------------------------------------------------------------------------------------------------------------
 
-_NOTES = {
-    "--queue-trials": "trials always wait until there is room",
-    "--torch": "networks are always PyTorch's",
-    "--eager": "it is of TensorFlow, and networks are PyTorch's",
-    "--trace": "it is of TensorFlow, and networks are PyTorch's",
+_WHY_IGNORED = {
+    "--queue-trials": "trials always wait for free resources",
+    "--torch": "networks always use PyTorch",
+    "--eager": "it is for TensorFlow, and networks use PyTorch",
+    "--trace": "it is for TensorFlow, and networks use PyTorch",
     "--no-ray-ui": "no dashboard is ever started",
     "--redis-password": "Ray no longer uses a Redis password; clusters use tokens",
-    "--ray-num-gpus": "a Ray that is started here finds the GPUs of this machine by itself",
+    "--ray-num-gpus": "a Ray cluster started here detects the GPUs of this machine",
 }
 
 
-class Voice:
-    """What is said to people, where they read it."""
+class Printer:
+    """Prints messages for people: to stderr with --json, nothing with --quiet."""
 
     def __init__(self, quiet: bool, as_json: bool) -> None:
         self.quiet, self.as_json = quiet, as_json
@@ -226,7 +226,7 @@ class Voice:
     def notices(self, given: Mapping[str, bool]) -> None:
         for option, is_given in given.items():
             if is_given:
-                self(f"{option} changes nothing: {_NOTES[option]}.")
+                self(f"{option} changes nothing: {_WHY_IGNORED[option]}.")
 
 
 def log_at(level: int) -> None:
@@ -235,16 +235,16 @@ def log_at(level: int) -> None:
         logging.basicConfig(level=chosen, format="%(levelname)s %(name)s: %(message)s")
 
 
-def _refuse(nodes: int | None, upload_dir: str | None, score: str | None) -> None:
+def _check_unsupported(nodes: int | None, upload_dir: str | None, score: str | None) -> None:
     if nodes is not None and nodes > 1:
         raise UsageError(
-            f"--ray-num-nodes {nodes}: nodes that are only emulated have no more cores than this machine.",
-            "Leave it out and set --num-workers; for several machines name their cluster: --address HOST:PORT.",
+            f"--ray-num-nodes {nodes}: emulated nodes have no more cores than this machine.",
+            "Leave it out and set --num-workers; for several machines pass their cluster: --address HOST:PORT.",
         )
     if upload_dir is not None:
         raise UsageError(
             f"--upload-dir {upload_dir}: runs are not copied while they train.",
-            "Let them be where they are to be: --local-dir takes a store (s3://BUCKET/PREFIX), or a disk that all machines share.",
+            "Write them there directly: --local-dir takes a store (s3://BUCKET/PREFIX) or a directory that all machines share.",
         )
     from ludus.config.aliases import rllib_keys
 
@@ -254,7 +254,7 @@ def _refuse(nodes: int | None, upload_dir: str | None, score: str | None) -> Non
 
 
 def _use_temp_dir(directory: Path | None) -> None:
-    """For this process and all that it starts."""
+    """Set the temporary directory of this process and its children."""
     if directory is None:
         return
     try:
@@ -264,10 +264,10 @@ def _use_temp_dir(directory: Path | None) -> None:
     except OSError as error:
         raise UsageError(f"--temp-dir {directory} cannot be written: {error.strerror}.") from error
     os.environ["TMPDIR"] = str(directory.resolve())
-    tempfile.tempdir = None  # looked up again when it is next asked for
+    tempfile.tempdir = None  # makes tempfile read TMPDIR again
 
 
-def workers_of(workers: str | None, cpus: int | None) -> int | str | None:
+def parse_workers(workers: str | None, cpus: int | None) -> int | str | None:
     if cpus is not None and workers is not None and workers != str(cpus):
         raise UsageError(f"--num-cpus is {cpus} and --num-workers is {workers}; they mean the same.", "Keep one.")
     if cpus is not None:
@@ -275,8 +275,8 @@ def workers_of(workers: str | None, cpus: int | None) -> int | str | None:
     return int(workers) if workers is not None and workers.isdigit() else workers
 
 
-def mapping_of(option: str, text: str | None) -> dict[str, Any]:
-    """JSON, or YAML, which contains it."""
+def parse_mapping(option: str, text: str | None) -> dict[str, Any]:
+    """Parse the value of an option as a mapping in JSON or YAML. Raises UsageError."""
     if text is None:
         return {}
     from ludus.io.yaml_documents import parse_yaml
@@ -294,32 +294,32 @@ def _option(key: str) -> str:
 # -- running ------------------------------------------------------------------------------------------------------------
 
 
-def _resume_one(where: str, given: Mapping[str, Any], stop: Mapping[str, Any], starter: Starter) -> None:
+def _resume_one(where: str, given: Mapping[str, Any], stop: Mapping[str, Any], runner: ExperimentRunner) -> None:
     changed = [name for name, value in given.items() if value is not None]
     if changed:
         raise UsageError(
-            f"--resume continues a run with its own settings; {', '.join(changed)} cannot be changed.",
+            f"--resume keeps the settings of the run; {', '.join(changed)} cannot be changed.",
             "Use --restore to start a new run from it.",
         )
-    result = starter.resume(where, {"stop": dict(stop)} if stop else {})
-    starter.conclude({result.run_dir.name: result})
+    result = runner.resume(where, {"stop": dict(stop)} if stop else {})
+    runner.conclude({result.run_dir.name: result})
 
 
-def note_of_job(voice: Callable[[str], None]) -> JobResumeFile | None:
-    """Which runs this command has begun, if it is the main one of a job and has lived before."""
+def job_note(printer: Callable[[str], None]) -> JobResumeFile | None:
+    """The note of runs that this job has started before, if this command is the main process of a job."""
     from ludus.experiments.runs.job_resume import JobResumeFile
 
     note = JobResumeFile.take(os.environ)
     if note is not None and note.trouble:
-        voice(f"what {note.path} says is ignored: {note.trouble}")
+        printer(f"{note.path} is ignored: {note.trouble}")
     return note
 
 
 @dataclass
-class Starter:
-    """Starts experiments, one after another, and says how they went."""
+class ExperimentRunner:
+    """Runs experiments one after another and prints their results."""
 
-    voice: Voice
+    printer: Printer
     ray: tuple[str | None, int | None, int | None]
     local_dir: str | Path = "runs"
     project: str | Path | None = None
@@ -327,11 +327,11 @@ class Starter:
     restore: str | None = None
     newest: bool = False
     changed: Sequence[str] = ()
-    """The options that say what is trained."""
+    """Options given on the command line that change the experiment."""
     note: JobResumeFile | None = None
 
     def run_all(self, experiments: Experiments, source: ExperimentSource | None, resources: Mapping[str, Any]) -> None:
-        """One that fails is reported, and the others are run all the same; an interruption ends them all."""
+        """Run all experiments. A failure is reported and the next one runs; an interruption ends them all."""
         if source is not None:
             from ludus.models.custom.loader import add_search_directory
 
@@ -344,7 +344,7 @@ class Starter:
         failed: dict[str, LudusError] = {}
         for number, (name, data) in enumerate(experiments.items(), 1):
             if several:
-                self.voice(f"\n{name} ({number} of {len(experiments)})")
+                self.printer(f"\n{name} ({number} of {len(experiments)})")
             try:
                 with located_errors(name, data, source.file if source is not None else None):
                     results[name] = self._run(name, data, resources)
@@ -352,19 +352,19 @@ class Starter:
                 if not several:
                     raise
                 failed[name] = error
-                _report(name, error)
+                _print_error(name, error)
             except typer.Exit as ended:  # a sweep
                 if not several or ended.exit_code == 130:
                     raise
                 if ended.exit_code:
                     failed[name] = LudusError(f"The sweep {name} ended with code {ended.exit_code}.")
             last = results.get(name)
-            if last is not None and interrupted(last):
+            if last is not None and is_interrupted(last):
                 break
         self.conclude(results, failed, several=several)
 
     def _check(self, experiments: Experiments, source: ExperimentSource | None) -> None:
-        """All of them before the first begins."""
+        """Check all experiments before the first one starts."""
         from ludus.cli.training.config_check import require_no_complaints
 
         if self.trial is not None and len(experiments) > 1:
@@ -376,14 +376,14 @@ class Starter:
             self._sweep(name, data, resources)
             return None
         if resources:
-            self.voice("--resources-per-trial changes nothing: this is a single run.")
+            self.printer("--resources-per-trial changes nothing: this is a single run.")
         whole = {"name": name, **data}
-        begun, place = self._noted(name, whole)
+        begun, place = self._find_in_note(name, whole)
         if begun is not None:
-            return self._go_on(begun, whole)
-        before = self._before(name) if self.newest else None
+            return self._resume_after_restart(begun, whole)
+        before = self._newest_run(name) if self.newest else None
         if before is not None:
-            return self.continue_(before, whole, self.noting(name))
+            return self.continue_run(before, whole, self.note_writer(name))
         rest = {
             "local_dir": self.local_dir,
             "project": self.project,
@@ -391,10 +391,17 @@ class Starter:
             "restore": self.restore,
             "place": place,
         }
-        return self.shown(lambda experiment, told: experiment.train(whole, **rest, on_directory=self.noting(name), **told))
+        return self.run_with_display(
+            lambda experiment, common: experiment.train(whole, **rest, on_directory=self.note_writer(name), **common)
+        )
 
-    def continue_(self, before: Path, data: Mapping[str, Any], noted: Callable[[Path], None] | None = None) -> Result | None:
-        """The run goes on; None: it is finished. What differs from it is an error, or said. `noted`: hears of it before."""
+    def continue_run(
+        self, before: Path, data: Mapping[str, Any], on_directory: Callable[[Path], None] | None = None
+    ) -> Result | None:
+        """Resume a run with the settings of `data`; None if it is already finished.
+
+        Raises ConfigError for a setting that cannot change; prints the other changes. `on_directory` is called before the start.
+        """
         from ludus.experiments import runner as experiment
         from ludus.experiments.runs import resume_diff
         from ludus.experiments.runs.remote_runs import display_path as place_of
@@ -402,31 +409,31 @@ class Starter:
         cluster = self.cluster()
         changes = resume_diff.resume_changes(before, data, cluster)
         if _is_finished(before) and ("stop" not in changes or experiment.is_over(before, changes, cluster)):
-            self.voice(f"{place_of(before)} is finished")
+            self.printer(f"{place_of(before)} is finished")
             return None
-        if noted is not None:
-            noted(before)
-        told = ", ".join(f"{key}: {_plain(value)}" for key, value in changes.items())
-        self.voice(f"continuing {place_of(before)}" + f" with {told}" * bool(told))
-        return self.shown(lambda experiment, told: experiment.resume(before, changes=changes, **told))
+        if on_directory is not None:
+            on_directory(before)
+        changed = ", ".join(f"{key}: {_plain(value)}" for key, value in changes.items())
+        self.printer(f"continuing {place_of(before)}" + f" with {changed}" * bool(changed))
+        return self.run_with_display(lambda experiment, common: experiment.resume(before, changes=changes, **common))
 
-    # -- the lives of a job
+    # -- restarts of a job
 
-    def noting(self, name: str) -> Callable[[Path], None]:
-        """Says to the job, if this is one, where the run or the sweep of an experiment is."""
+    def note_writer(self, name: str) -> Callable[[Path], None]:
+        """A function that stores the directory of an experiment's run or sweep in the note of the job, if this is one."""
 
-        def note(directory: Path) -> None:
+        def write(directory: Path) -> None:
             from ludus.experiments.runs.remote_runs import display_path, is_remote
 
             if self.note is not None:
                 place = display_path(directory) if is_remote(directory) else str(directory.expanduser().absolute())
                 if trouble := self.note.write(name, place):
-                    self.voice(f"if this job is restarted, it will not resume: {self.note.path} cannot be written: {trouble}")
+                    self.printer(f"if this job is restarted, it will not resume: {self.note.path} cannot be written: {trouble}")
 
-        return note
+        return write
 
     def resume(self, where: str, changes: Mapping[str, Any]) -> Result:
-        """As --resume asks. In a job that has begun so before, the run may have come to its end since."""
+        """Resume the run of `--resume RUN`. A restarted job may find it finished by its previous start."""
         from ludus.experiments import runner as experiment
         from ludus.experiments.runs.remote_runs import directory_of, display_path, is_remote
 
@@ -435,11 +442,11 @@ class Starter:
             directory = directory_of(where)
             again = self.note.names(display_path(directory) if is_remote(directory) else str(directory.absolute()))
             if not again and not experiment.is_over(directory, changes, self.cluster()):
-                self.noting(directory.name)(directory)
-        return self.shown(lambda experiment, told: experiment.resume(where, changes=changes, again=again, **told))
+                self.note_writer(directory.name)(directory)
+        return self.run_with_display(lambda experiment, common: experiment.resume(where, changes=changes, again=again, **common))
 
-    def _noted(self, name: str, data: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
-        """(the run that an earlier life of this job has begun, or where it was about to begin it). Raises StoreError."""
+    def _find_in_note(self, name: str, data: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
+        """The run that a previous start of this job created, and the directory it had reserved for one. Raises StoreError."""
         from ludus.config.translation import translate_experiment
         from ludus.experiments.runs.remote_runs import directory_of, display_path
         from ludus.experiments.runs.run_dir import Run, holds_run
@@ -449,16 +456,16 @@ class Starter:
             return None, None
         directory = directory_of(place)
         if not holds_run(directory):
-            self.voice(f"{display_path(directory)}, which {self.note.path} names, holds no run: starting a new one")
+            self.printer(f"{display_path(directory)}, named in {self.note.path}, holds no run: starting a new one")
             return None, directory
         ours, theirs = (translate_experiment(each).data for each in (data, Run.open(directory).config()))
         if (ours.get("env"), ours.get("run", "PPO")) != (theirs.get("env"), theirs.get("run", "PPO")):
-            self.voice(f"what {self.note.path} says is ignored: {display_path(directory)} is another experiment's")
+            self.printer(f"{self.note.path} is ignored: {display_path(directory)} belongs to another experiment")
             return None, None
         return directory, None
 
-    def _go_on(self, begun: Path, data: Mapping[str, Any]) -> Result:
-        """With what an earlier life of this job has begun. Nothing that was changed since then is a reason to fail."""
+    def _resume_after_restart(self, begun: Path, data: Mapping[str, Any]) -> Result:
+        """Resume the run that a previous start of this job created, even if the settings have changed since."""
         from ludus.cli.clusters.fleet import stored_result
         from ludus.errors import ConfigError
         from ludus.experiments import runner as experiment
@@ -470,13 +477,13 @@ class Starter:
             try:
                 changes = resume_diff.resume_changes(begun, data, cluster)
             except ConfigError as error:
-                self.voice(f"resuming with the original settings: {error.message}")
+                self.printer(f"resuming with the original settings: {error.message}")
         if _is_finished(begun) and ("stop" not in changes or experiment.is_over(begun, changes, cluster)):
-            self.voice(f"{place_of(begun)} is finished")
+            self.printer(f"{place_of(begun)} is finished")
             return stored_result(begun)
-        self.voice(f"this job ran before: resuming {place_of(begun)}")
+        self.printer(f"this job ran before: resuming {place_of(begun)}")
         more = {"changes": changes, "restore": self.restore, "again": True}
-        return self.shown(lambda experiment, told: experiment.resume(begun, **more, **told))
+        return self.run_with_display(lambda experiment, common: experiment.resume(begun, **more, **common))
 
     def _sweep(self, name: str, data: dict[str, Any], resources: Mapping[str, Any]) -> None:
         from ludus.cli.training.tune import sweep
@@ -484,13 +491,13 @@ class Starter:
 
         if self.newest and self.changed and (Path(self.local_dir) / name / STATE).exists():
             raise UsageError(
-                f"--resume continues a sweep with its own settings; {', '.join(self.changed)} cannot be changed.",
+                f"--resume keeps the settings of the sweep; {', '.join(self.changed)} cannot be changed.",
                 "Leave it out, or give the sweep another name.",
             )
         sweep({name: data}, self, resources)
 
-    def _before(self, name: str) -> Path | None:
-        """The newest run of an experiment, or the one that --project and --trial name."""
+    def _newest_run(self, name: str) -> Path | None:
+        """The newest run of an experiment, or the one named by --project and --trial."""
         from ludus.experiments.runs.remote_runs import directory_of, display_path
         from ludus.experiments.runs.run_dir import CONFIG, find_runs, run_directory
 
@@ -502,7 +509,7 @@ class Starter:
         )
         runs = [run for run in find_runs(place, depth=0 if named else 1) if (run / CONFIG).exists()]
         if not runs:
-            self.voice(f"there is no run in {display_path(place)} to continue: a new one begins")
+            self.printer(f"{display_path(place)} holds no run to resume: starting a new one")
             return None
         return runs[-1]
 
@@ -512,48 +519,49 @@ class Starter:
         address, cpus, memory = self.ray
         found = cluster_of(address)
         if found is None and (cpus is not None or memory is not None):
-            self.voice("--ray-num-cpus and --ray-object-store-memory change nothing: without --address no Ray is started.")
+            self.printer("--ray-num-cpus and --ray-object-store-memory change nothing: Ray is started only with --address.")
             return None
         return cluster_of(address, cpus, memory)
 
-    def shown(self, work: Callable[[Any, dict[str, Any]], Result]) -> Result:
-        self.voice("starting …")
+    def run_with_display(self, work: Callable[[Any, dict[str, Any]], Result]) -> Result:
+        """Call `work(module, common_arguments)` with a progress display, and print the summary of its result."""
+        self.printer("starting …")
         from ludus.experiments import runner as experiment
         from ludus.experiments.control.training_display import TrainingDisplay
 
         cluster = self.cluster()
-        with TrainingDisplay(quiet=self.voice.quiet, stream=sys.stderr if self.voice.as_json else sys.stdout) as display:
-            result = work(experiment, {"sinks": [display], "announce": self.voice, "cluster": cluster})
-        self._tell(result)
+        with TrainingDisplay(quiet=self.printer.quiet, stream=sys.stderr if self.printer.as_json else sys.stdout) as display:
+            result = work(experiment, {"sinks": [display], "announce": self.printer, "cluster": cluster})
+        self._print_summary(result)
         return result
 
-    def _tell(self, result: Result) -> None:
-        from ludus.cli.output import here
+    def _print_summary(self, result: Result) -> None:
+        from ludus.cli.output import runnable
         from ludus.experiments.runs.run_summary import summary_lines
 
-        for line in summary_lines(result, here("ludus")):
-            self.voice(line)
+        for line in summary_lines(result, runnable("ludus")):
+            self.printer(line)
 
     def conclude(
         self, results: Mapping[str, Result | None], failed: Mapping[str, LudusError] | None = None, *, several: bool = False
     ) -> None:
-        """The last line as JSON, and the exit code."""
+        """Print the results with --json; raise typer.Exit with code 130 if interrupted, 1 if one failed."""
         ended = {name: result for name, result in results.items() if result is not None}
-        if self.voice.as_json and several:
+        if self.printer.as_json and several:
             lines = [{"experiment": name, **result.to_json()} for name, result in ended.items()]
             errors = [{"experiment": name, "error": str(error)} for name, error in (failed or {}).items()]
             print(json.dumps([*lines, *errors]), flush=True)
-        elif self.voice.as_json and ended:
+        elif self.printer.as_json and ended:
             print(json.dumps(next(iter(ended.values())).to_json()), flush=True)
-        if any(interrupted(result) for result in ended.values()):
+        if any(is_interrupted(result) for result in ended.values()):
             raise typer.Exit(130)
         if failed:
-            self.voice(f"{len(failed)} failed: {', '.join(failed)}")
+            self.printer(f"{len(failed)} failed: {', '.join(failed)}")
             raise typer.Exit(1)
 
 
 def is_sweep(data: Mapping[str, Any]) -> bool:
-    """Whether an experiment is many trials."""
+    """Whether an experiment has several trials."""
     from ludus.config import search_space
 
     return search_space.is_sweep(data)
@@ -570,11 +578,11 @@ def _is_finished(directory: Path) -> bool:
     return bool(Run.open(directory).meta().get("status") == "finished")
 
 
-def interrupted(result: Result) -> bool:
+def is_interrupted(result: Result) -> bool:
     return result.stopped_by.startswith("interrupted")
 
 
-def _report(name: str, error: LudusError) -> None:
+def _print_error(name: str, error: LudusError) -> None:
     if "--debug" in sys.argv or os.environ.get("LUDUS_DEBUG"):
         traceback.print_exception(error)
     print(f"ludus: {name}: {error}", file=sys.stderr, flush=True)

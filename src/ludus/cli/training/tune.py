@@ -1,4 +1,4 @@
-"""`ludus tune`: many trials of one experiment, and a table of what came of them."""
+"""`ludus tune`: run many trials of an experiment and print a table of their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.core.formatting import format_number
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
-    from ludus.cli.training.train import Starter
+    from ludus.cli.training.train import ExperimentRunner
     from ludus.experiments.runs.job_resume import JobResumeFile
     from ludus.tuning.messages import TrialEvent
     from ludus.tuning.report import SweepResult
@@ -28,13 +28,17 @@ _REDRAW_S = 0.2
 _LINE_EVERY_S = 10.0
 _ROWS = 40
 _STATES = {"failed": "failed", "running": "running", "again": "starting again"}
-"""State of a trial → what it is called in the summary of a sweep."""
+"""State of a trial → its name in the summary of a sweep."""
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:
-    from ludus.cli.output import say as written  # imports what --help can do without
+    from ludus.cli.output import say as write  # imported late, to keep --help fast
 
-    written(text, to_stderr=to_stderr)
+    write(text, to_stderr=to_stderr)
+
+
+def _sweep_option(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=False, rich_help_panel="Sweep", **more)
 
 
 def tune(
@@ -55,27 +59,23 @@ def tune(
     experiment_name: Annotated[
         str | None,
         typer.Option(
-            "--name", "--experiment-name", help="Name of the sweep, its directory. Default: default.", show_default=False
+            "--name",
+            "--experiment-name",
+            help="Name of the sweep and its directory. Default: default.",
+            show_default=False,
+            rich_help_panel=o.OUTPUT,
         ),
     ] = None,
-    local_dir: Annotated[Path, typer.Option(help="Directory for sweeps.")] = Path("runs"),
-    scheduler: Annotated[
-        str | None, typer.Option(metavar="asha|pbt", help="Trial scheduler; same as tune.scheduler.", show_default=False)
-    ] = None,
-    metric: Annotated[str | None, typer.Option(help="Metric to optimise; same as tune.metric.", show_default=False)] = None,
-    mode: Annotated[
-        str | None, typer.Option(metavar="max|min", help="max or min; same as tune.mode.", show_default=False)
-    ] = None,
-    max_concurrent: Annotated[
-        int | None, typer.Option(min=1, help="Trials to run at once. Default: as many as fit.", show_default=False)
-    ] = None,
-    max_failures: Annotated[int | None, typer.Option(min=0, help="Retries of a failed trial.", show_default=False)] = None,
+    local_dir: Annotated[Path, typer.Option(help="Directory for sweeps.", rich_help_panel=o.OUTPUT)] = Path("runs"),
+    scheduler: Annotated[str | None, _sweep_option("Trial scheduler; same as tune.scheduler.", metavar="asha|pbt")] = None,
+    metric: Annotated[str | None, _sweep_option("Metric to optimise; same as tune.metric.")] = None,
+    mode: Annotated[str | None, _sweep_option("Direction of the metric; same as tune.mode.", metavar="max|min")] = None,
+    max_concurrent: Annotated[int | None, _sweep_option("Trials to run at once. Default: as many as fit.", min=1)] = None,
+    max_failures: Annotated[int | None, _sweep_option("Retries of a failed trial.", min=0)] = None,
     checkpoint_freq: o.CheckpointFreq = None,
     keep_checkpoints_num: o.KeepCheckpoints = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Resume the sweep in this directory.", show_default=False)
-    ] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="With --resume: rerun failed trials as well.")] = False,
+    resume: Annotated[Path | None, _sweep_option("Resume the sweep in this directory.", metavar="DIR")] = None,
+    retry_failed: Annotated[bool, _sweep_option("Rerun failed trials as well, with --resume.", "--retry-failed")] = False,
     trust: o.Trust = False,
     quiet: o.Quiet = False,
     json_: o.Json = False,
@@ -95,12 +95,12 @@ def tune(
     ray_object_store_memory: o.RayMemory = None,
 ) -> None:
     """Sweep over seeds and hyper-parameters; Ctrl-C saves all trials, --resume continues."""
-    from ludus.cli.training.train import experiments_from, log_at, mapping_of, note_of_job, read_source
+    from ludus.cli.training.train import experiments_from, job_note, log_at, parse_mapping, read_source
     from ludus.config.overrides import parse_stop_values
 
     log_at(2 if debug else 0)
-    shell = Shell(quiet, json_, local_dir, (address, ray_num_cpus, ray_object_store_memory), max_concurrent)
-    shell.note = note_of_job(shell.say)
+    runner = SweepRunner(quiet, json_, local_dir, (address, ray_num_cpus, ray_object_store_memory), max_concurrent)
+    runner.note = job_note(runner.say)
     top = {
         "env": env or env_option, "run": run, "num_samples": num_samples, "max_failures": max_failures,
         "checkpoint_freq": checkpoint_freq, "keep_checkpoints_num": keep_checkpoints_num,
@@ -121,11 +121,11 @@ def tune(
         others |= {"--" + name.replace("_", "-"): value for name, value in (top | section | settings).items()}
         given = [name for name, value in others.items() if value is not None]
         if given:
-            raise UsageError(f"--resume continues a sweep with its own settings; {', '.join(given)} cannot be changed.")
-        shell.resume(resume, retry_failed)
+            raise UsageError(f"--resume keeps the settings of the sweep; {', '.join(given)} cannot be changed.")
+        runner.resume(resume, retry_failed)
         return
     if retry_failed:
-        raise UsageError("--retry-failed is for a sweep that has failed trials.", "Add --resume DIR.")
+        raise UsageError("--retry-failed needs a sweep with failed trials.", "Add --resume DIR.")
     source = read_source(file, preset, level)
     if source is not None:
         from ludus.models.custom.loader import add_search_directory
@@ -133,7 +133,7 @@ def tune(
         add_search_directory(source.parent)
     stops = parse_stop_values(stop or [])
     found = experiments_from(
-        source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), set_ or []
+        source, experiment, experiment_name, top, stops, settings, parse_mapping("--config", config), set_ or []
     )
     for data in found.values():
         chosen = {name: value for name, value in section.items() if value is not None}
@@ -142,31 +142,39 @@ def tune(
     from ludus.cli.training.config_check import require_no_complaints
 
     require_no_complaints(found, source.file if source is not None else None)
-    shell.run(found)
+    runner.run(found)
 
 
-def sweep(experiments: Mapping[str, Mapping[str, Any]], starter: Starter, resources: Mapping[str, Any]) -> None:
-    """As `ludus train` hands it over, when an experiment turns out to be a sweep."""
-    shell = Shell(starter.voice.quiet, starter.voice.as_json, Path(starter.local_dir), starter.ray, note=starter.note)
+def sweep(
+    experiments: Mapping[str, Mapping[str, Any]], experiments_runner: ExperimentRunner, resources: Mapping[str, Any]
+) -> None:
+    """Run sweeps for `ludus train`, whose experiments have several trials."""
+    runner = SweepRunner(
+        experiments_runner.printer.quiet,
+        experiments_runner.printer.as_json,
+        Path(experiments_runner.local_dir),
+        experiments_runner.ray,
+        note=experiments_runner.note,
+    )
     data = {name: dict(given) for name, given in experiments.items()}
     unknown = [key for key in resources if key not in ("cpu", "gpu")]
     if unknown:
-        raise UsageError(f"--resources-per-trial names {', '.join(unknown)}.", "Known are cpu and gpu.")
+        raise UsageError(f"--resources-per-trial has unknown keys: {', '.join(unknown)}.", "Use cpu and gpu.")
     for given in data.values():
         if "cpu" in resources:
             given["tune"] = {**(given.get("tune") or {}), "cpus_per_trial": resources["cpu"]}
         if "gpu" in resources:
             given["config"] = {**(given.get("config") or {}), "num_gpus": resources["gpu"]}
-    if starter.newest:
+    if experiments_runner.newest:
         from ludus.tuning.sweep import STATE
 
         for name in list(data):
-            directory = Path(starter.local_dir) / name
+            directory = Path(experiments_runner.local_dir) / name
             if (directory / STATE).exists():
-                shell.resume(directory, retry_failed=False)
+                runner.resume(directory, retry_failed=False)
                 del data[name]
     if data:
-        shell.run(data)
+        runner.run(data)
 
 
 def _number(text: str | None) -> int | str | None:
@@ -174,8 +182,8 @@ def _number(text: str | None) -> int | str | None:
 
 
 @dataclass
-class Shell:
-    """Runs sweeps and tells people about them."""
+class SweepRunner:
+    """Runs sweeps and prints their progress and results."""
 
     quiet: bool
     as_json: bool
@@ -185,14 +193,14 @@ class Shell:
     note: JobResumeFile | None = None
 
     def run(self, experiments: Mapping[str, Mapping[str, Any]]) -> None:
-        """Those that an earlier life of this job has begun go on first."""
+        """Run sweeps. Those that a previous start of this job created are resumed first."""
         from ludus.tuning.sweep import resume_sweeps, run_sweep
 
-        begun = self._begun(experiments)
+        begun = self._find_in_note(experiments)
         new = {name: data for name, data in experiments.items() if name not in begun}
         results: list[SweepResult] = []
-        with Board(quiet=self.quiet, to_stderr=self.as_json) as board:
-            options = self._options(board)
+        with SweepDisplay(quiet=self.quiet, to_stderr=self.as_json) as display:
+            options = self._options(display)
             if begun:
                 self.say(f"this job ran before: resuming {', '.join(map(str, begun.values()))}")
                 results = resume_sweeps(list(begun.values()), options)
@@ -200,7 +208,7 @@ class Shell:
                 results += run_sweep(new, options)
         self._conclude(results)
 
-    def _begun(self, experiments: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
+    def _find_in_note(self, experiments: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
         from ludus.tuning.sweep import STATE
 
         found = dict[str, Path]()
@@ -210,21 +218,21 @@ class Shell:
                 if (Path(place) / STATE).exists():
                     found[name] = Path(place)
                 else:
-                    self.say(f"{place}, which {self.note.path} names, holds no sweep: starting a new one")
+                    self.say(f"{place}, named in {self.note.path}, holds no sweep: starting a new one")
         return found
 
-    def _noted(self, name: str, directory: Path) -> None:
+    def _write_note(self, name: str, directory: Path) -> None:
         if self.note is not None and (trouble := self.note.write(name, str(directory.absolute()))):
             self.say(f"if this job is restarted, it will not resume: {self.note.path} cannot be written: {trouble}")
 
     def resume(self, directory: Path, retry_failed: bool) -> None:
         from ludus.tuning.sweep import resume_sweep
 
-        with Board(quiet=self.quiet, to_stderr=self.as_json) as board:
-            result = resume_sweep(directory, self._options(board, retry_failed))
+        with SweepDisplay(quiet=self.quiet, to_stderr=self.as_json) as display:
+            result = resume_sweep(directory, self._options(display, retry_failed))
         self._conclude([result])
 
-    def _options(self, board: Board, retry_failed: bool = False) -> Any:
+    def _options(self, display: SweepDisplay, retry_failed: bool = False) -> Any:
         from ludus.experiments.resolve import cluster_of
         from ludus.ray_cluster.cluster import LOCAL
         from ludus.tuning.sweep import SweepOptions
@@ -233,7 +241,14 @@ class Shell:
         named = cluster_of(address)
         cluster = cluster_of(named.address if named is not None else LOCAL, cpus, memory)
         return SweepOptions(
-            self.local_dir, cluster, self.max_concurrent, retry_failed, self.say, board.hear, self._noted, board.begin
+            self.local_dir,
+            cluster,
+            self.max_concurrent,
+            retry_failed,
+            self.say,
+            display.on_event,
+            self._write_note,
+            display.begin,
         )
 
     def say(self, sentence: str) -> None:
@@ -245,10 +260,10 @@ class Shell:
             if not self.quiet:
                 _print_table(result, to_stderr=self.as_json)
         if self.as_json:
-            shown = [_as_json(result) for result in results]
-            print(json.dumps(shown[0] if len(shown) == 1 else shown, default=str), flush=True)
+            summaries = [_as_json(result) for result in results]
+            print(json.dumps(summaries[0] if len(summaries) == 1 else summaries, default=str), flush=True)
         if any(result.interrupted for result in results):
-            self.say(f"go on      ludus tune --resume {next(r.directory for r in results if r.interrupted)}")
+            self.say(f"resume     ludus tune --resume {next(r.directory for r in results if r.interrupted)}")
             raise typer.Exit(130)
         failed = [row for result in results for row in result.failed]
         for row in failed:
@@ -301,8 +316,8 @@ def _print_table(result: SweepResult, *, to_stderr: bool) -> None:
     if result.best is not None:
         say(f"best       {result.best['run_dir']}", to_stderr=to_stderr)
         say(f"train it   ludus train -f {result.directory / 'best.yaml'}", to_stderr=to_stderr)
-    say(f"all of it  {result.directory}  (results.csv, results.json, sweep.png)", to_stderr=to_stderr)
-    say(f"{result.wall_s:.1f} s, and {result.startup_s:.1f} s for Ray to start", to_stderr=to_stderr)
+    say(f"results    {result.directory}  (results.csv, results.json, sweep.png)", to_stderr=to_stderr)
+    say(f"{result.wall_s:.1f} s, and {result.startup_s:.1f} s to start Ray", to_stderr=to_stderr)
 
 
 def _value(value: float | None) -> str:
@@ -313,17 +328,17 @@ def _short(metric: str) -> str:
     return {"episode_return_mean": "return", "evaluation/return_mean": "evaluated"}.get(metric, metric)
 
 
-class Board:
-    """What the trials are doing: a table on a terminal, now and then a line everywhere else."""
+class SweepDisplay:
+    """Shows the progress of trials: a table on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, *, quiet: bool, to_stderr: bool) -> None:
         self._quiet, self._stream = quiet, sys.stderr if to_stderr else sys.stdout
-        self._seen: dict[str, tuple[str, Mapping[str, float]]] = {}
+        self._trials: dict[str, tuple[str, Mapping[str, float]]] = {}
         self._done_before = self._total = 0
         self._live: Any = None
         self._drawn = 0.0
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> SweepDisplay:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -332,19 +347,19 @@ class Board:
             self._live.stop()
 
     def begin(self, done: int, total: int) -> None:
-        """A sweep of `total` trials begins, or continues after `done` of them; the trials of an earlier sweep are forgotten."""
-        self._seen, self._done_before, self._total = {}, done, total
+        """Start the display of a sweep with `total` trials, of which `done` ended before; clears the previous sweep."""
+        self._trials, self._done_before, self._total = {}, done, total
         if not self._quiet and self._stream.isatty():  # the first trial takes a while to start
             self._draw(True)
 
-    def hear(self, event: TrialEvent) -> None:
-        before = self._seen.get(event.name, ("", {}))[1]
+    def on_event(self, event: TrialEvent) -> None:
+        before = self._trials.get(event.name, ("", {}))[1]
         word = {"started": "running", "reported": "running", "retried": "again"}.get(event.kind, event.kind)
-        self._seen[event.name] = (word, {**before, **event.numbers})
+        self._trials[event.name] = (word, {**before, **event.numbers})
         if self._quiet:
             return
         if event.kind == "retried":
-            self._line(f"{event.name} failed and is tried again: {event.error}")
+            self._line(f"{event.name} failed and is retried: {event.error}")
         if self._stream.isatty():
             self._draw(event.kind != "reported")
         elif event.kind in ("ended", "failed"):
@@ -377,21 +392,21 @@ class Board:
         from rich.text import Text
 
         table = Table.grid(padding=(0, 2))
-        order = sorted(self._seen, key=lambda name: (self._seen[name][0] not in ("running", "again"), name))
+        order = sorted(self._trials, key=lambda name: (self._trials[name][0] not in ("running", "again"), name))
         for name in order[:_ROWS]:
-            table.add_row(name, self._seen[name][0], self._numbers(name))
+            table.add_row(name, self._trials[name][0], self._numbers(name))
         return Group(table, Text(self._summary()))
 
     def _numbers(self, name: str) -> str:
-        numbers = self._seen[name][1]
+        numbers = self._trials[name][1]
         mean = numbers.get("episode_return_mean", math.nan)
         return f"{int(numbers.get('timesteps', 0)):>10,} steps  return {format_number(mean)}"
 
     def _done(self) -> str:
-        done = self._done_before + sum(word in ("ended", "failed") for word, _ in self._seen.values())
+        done = self._done_before + sum(word in ("ended", "failed") for word, _ in self._trials.values())
         return f"{done} of {self._total} trials done"
 
     def _summary(self) -> str:
-        words = Counter(word for word, _ in self._seen.values())
+        words = Counter(word for word, _ in self._trials.values())
         others = [f"{words[word]} {name}" for word, name in _STATES.items() if words[word]]
         return ", ".join((self._done(), *others))

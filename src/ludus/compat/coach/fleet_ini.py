@@ -1,4 +1,4 @@
-"""The file that says where a fleet runs and what stands between its machines: an INI file with a section `[ludus]` or `[coach]`.
+"""INI file of a fleet (section `[ludus]` or `[coach]`): orchestrator, memory and store.
 
     [coach]
     memory_backend = redispubsub
@@ -7,7 +7,7 @@
     s3_bucket_name = games
     s3_creds_file = ~/.aws/credentials
 
-It is read, never executed, and holds no secrets: they are in files that it names, or in the environment.
+It contains no secrets: they are in referenced files or in the environment.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _MAX_BYTES = 100_000
 
 @dataclass(frozen=True)
 class FleetFile:
-    """Paths are absolute, or below the directory that the command is run in. `notices`: what is different from what was written."""
+    """Settings of a fleet. Paths are absolute or relative to the working directory. `notices`: deviations from the file."""
 
     orchestrator: str = "local"
     redis_url: str | None = None
     redis_password: str | None = field(repr=False, default=None)
-    """Of a URL that had one in it."""
+    """Password that was part of the URL."""
     redis_password_file: Path | None = None
     data_store: str = "local"
     path: Path = Path("runs")
@@ -65,12 +65,12 @@ class FleetFile:
     notices: tuple[str, ...] = ()
 
     def place(self, name: str) -> str:
-        """Where the run of that name lives."""
+        """Return the directory or URL of a run."""
         return self.s3.below(name).url if self.s3 is not None else str(self.path.absolute() / name)
 
 
 def load_fleet_file(path: Path) -> FleetFile:
-    """Raises ConfigError with the key that is wrong."""
+    """Raises ConfigError that names the wrong key."""
     text = read_text(Path(path), _MAX_BYTES, "It is meant to have a section [ludus] or [coach], and a few keys.")
     try:
         return read_fleet_file(text, Path(path).parent)
@@ -78,26 +78,26 @@ def load_fleet_file(path: Path) -> FleetFile:
         raise ConfigError(f"{path}: {error.message}", error.hint) from error
 
 
-def read_fleet_file(text: str, beside: Path = Path()) -> FleetFile:
-    """`beside`: where files that it names are looked for too."""
-    values = _values(text)
+def read_fleet_file(text: str, directory: Path = Path()) -> FleetFile:
+    """`directory`: directory in which referenced files are searched too."""
+    values = _read_values(text)
     found = FleetFile()
     notices: list[str] = []
     found = _orchestrator(found, values, notices.append)
-    found = _memory(found, values, beside, notices.append)
-    found = _store(found, values, beside, notices.append)
+    found = _memory(found, values, directory, notices.append)
+    found = _store(found, values, directory, notices.append)
     if found.orchestrator != "local" and (found.redis_url is None or found.data_store == "local"):
         raise ConfigError(
             f"With orchestrator = {found.orchestrator} roles may run on other machines, and could not reach the memory or the store.",
             "Add redis_url, and data_store = nfs or s3.",
         )
-    unused = sorted(values.keys() - _used(found))
+    unused = sorted(values.keys() - _used_keys(found))
     if unused:
         notices.append(f"{', '.join(unused)}: without meaning with data_store = {found.data_store}")
     return replace(found, notices=tuple(notices))
 
 
-def _values(text: str) -> dict[str, str]:
+def _read_values(text: str) -> dict[str, str]:
     parser = configparser.ConfigParser(interpolation=None, default_section="\0")  # a password may contain %
     try:
         parser.read_string(text)
@@ -145,7 +145,7 @@ def _orchestrator(found: FleetFile, values: Mapping[str, str], notice: Callable[
     return replace(found, orchestrator=name or "local")
 
 
-def _memory(found: FleetFile, values: Mapping[str, str], beside: Path, notice: Callable[[str], None]) -> FleetFile:
+def _memory(found: FleetFile, values: Mapping[str, str], directory: Path, notice: Callable[[str], None]) -> FleetFile:
     backend = values.get("memory_backend", "redis")
     if backend not in MEMORIES:
         raise ConfigError(f"memory_backend = {backend} is unknown.", did_you_mean(backend, MEMORIES))
@@ -170,13 +170,13 @@ def _memory(found: FleetFile, values: Mapping[str, str], beside: Path, notice: C
         raise ConfigError(f"redis_url: {error.message}", error.hint) from None
     if password is not None:
         notice(f"redis_url: its password is in the file; redis_password_file or {PASSWORD} keeps it apart")
-    file = _file("redis_password_file", values, beside)
+    file = _file("redis_password_file", values, directory)
     if password is not None and file is not None:
         raise ConfigError("redis_url has a password, and redis_password_file names another.", "Keep one.")
     return replace(found, redis_url=plain, redis_password=password, redis_password_file=file)
 
 
-def _store(found: FleetFile, values: Mapping[str, str], beside: Path, notice: Callable[[str], None]) -> FleetFile:
+def _store(found: FleetFile, values: Mapping[str, str], directory: Path, notice: Callable[[str], None]) -> FleetFile:
     kind = values.get("data_store", "local")
     if kind not in STORES:
         raise ConfigError(f"data_store = {kind} is unknown.", did_you_mean(kind, STORES))
@@ -200,15 +200,15 @@ def _store(found: FleetFile, values: Mapping[str, str], beside: Path, notice: Ca
     prefix = values.get("s3_prefix", "").strip("/")
     try:
         address = S3Url.parse(f"s3://{bucket}{'/' if prefix else ''}{prefix}")
-        end_point = _end_point(values.get("s3_end_point", ""))
+        end_point = _endpoint_url(values.get("s3_end_point", ""))
     except UsageError as error:
         raise ConfigError(error.message, error.hint) from error
     address = replace(address, endpoint=end_point, region=values.get("s3_region"))
-    return replace(found, data_store=kind, s3=address, credentials=_file("s3_creds_file", values, beside))
+    return replace(found, data_store=kind, s3=address, credentials=_file("s3_creds_file", values, directory))
 
 
-def _end_point(written: str) -> str | None:
-    """As a URL; None: Amazon's, which needs none. Without a scheme it is TLS, as it was for those who wrote it so."""
+def _endpoint_url(written: str) -> str | None:
+    """Return the endpoint as a URL (https without a scheme, as in Coach); None for Amazon S3."""
     if not written:
         return None
     url = check_endpoint(written if "://" in written else f"https://{written}")
@@ -216,17 +216,17 @@ def _end_point(written: str) -> str | None:
     return None if host == AMAZON or host.endswith(f".{AMAZON}") else url
 
 
-def _file(key: str, values: Mapping[str, str], beside: Path) -> Path | None:
+def _file(key: str, values: Mapping[str, str], directory: Path) -> Path | None:
     if key not in values:
         return None
     path = Path(values[key]).expanduser()
-    for candidate in (path, beside / path):
+    for candidate in (path, directory / path):
         if candidate.is_file():
             return candidate.absolute()
     raise ConfigError(f"{key} = {path} is not a file.")
 
 
-def _used(found: FleetFile) -> set[str]:
+def _used_keys(found: FleetFile) -> set[str]:
     of_store = {"local": {"local_path"}, "nfs": {"nfs_path"}, "s3": {key for key in KEYS if key.startswith("s3_")}}
     return {"image", "orchestrator", "memory_backend", "redis_url", "redis_password_file", "data_store"} | of_store[
         found.data_store

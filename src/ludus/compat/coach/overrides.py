@@ -1,4 +1,4 @@
-"""`-cp "a.b=c; …"`: keys and values as Coach's users write them. They are read, and nothing of them is ever run."""
+"""Parser for Coach's `-cp "a.b=c; …"` assignments. Values are parsed as data, never evaluated as Python."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Assignment:
     value: Any
 
 
-def assignments(text: str) -> list[Assignment]:
-    """All that stand between semicolons. Raises ConfigError for what is no assignment, or no value."""
+def parse_assignments(text: str) -> list[Assignment]:
+    """Parse assignments separated by semicolons. Raises ConfigError."""
     if len(text) > _MAX_CHARACTERS:
-        raise ConfigError(f"{_OPTION} has {len(text)} characters; that is no list of settings.")
-    return [_assignment(part) for part in _parts(text) if part.strip()]
+        raise ConfigError(f"{_OPTION} has {len(text)} characters; the maximum is {_MAX_CHARACTERS}.")
+    return [_parse_assignment(part) for part in _split_statements(text) if part.strip()]
 
 
-def settings(text: str, run: str) -> list[tuple[str, Any]]:
-    """The same by our own names: dotted path below the experiment → value. `run` is its algorithm. Raises ConfigError."""
-    return [found for each in assignments(text) for found in _ours(each, run).items()]
+def translate_assignments(text: str, run: str) -> list[tuple[str, Any]]:
+    """Parse assignments to (dotted path in the experiment, value). `run`: name of the algorithm. Raises ConfigError."""
+    return [found for each in parse_assignments(text) for found in _translate(each, run).items()]
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 def _top_level(text: str) -> Iterator[tuple[int, str]]:
-    """The characters outside of quotes and brackets, with their places. Raises ConfigError where one is not closed."""
+    """Yield (index, character) outside of quotes and brackets. Raises ConfigError for an unclosed one."""
     quote, open_ = "", list[str]()
     escaped = False
     for at, character in enumerate(text):
@@ -68,7 +68,7 @@ def _top_level(text: str) -> Iterator[tuple[int, str]]:
         raise ConfigError(f"{_OPTION} {_short(text)}: {(quote or open_[-1])!r} is not closed.")
 
 
-def _parts(text: str) -> Iterator[str]:
+def _split_statements(text: str) -> Iterator[str]:
     begin = 0
     for at, character in _top_level(text):
         if character == ";":
@@ -80,15 +80,17 @@ def _parts(text: str) -> Iterator[str]:
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\s*(?:'\w+'|\"\w+\"|\d+)\s*\])*")
 
 
-def _assignment(part: str) -> Assignment:
+def _parse_assignment(part: str) -> Assignment:
     at = next((at for at, character in _top_level(part) if character == "="), None)
     if at is None:
-        raise ConfigError(f"{_OPTION} {_short(part.strip())} is no assignment.", "Write  path.to.key=value; another.key=value")
+        raise ConfigError(
+            f"{_OPTION} {_short(part.strip())} is not an assignment.", "Write  path.to.key=value; another.key=value"
+        )
     path, value = part[:at].strip(), part[at + 1 :].strip()
     if not _PATH.fullmatch(path):
         raise ConfigError(f"{_OPTION}: {_short(path)} is not the name of a key.", "Names have letters, digits, _ and dots.")
     plain = re.sub(r"\[\s*['\"]?(\w+)['\"]?\s*\]", r".\1", path)
-    return Assignment(plain.removeprefix("graph_manager."), _value(value, path))
+    return Assignment(plain.removeprefix("graph_manager."), _parse_value(value, path))
 
 
 _NUMBER = r"\s*([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*"
@@ -99,12 +101,12 @@ _SYNCHRONIZATION = re.compile(r"DistributedCoachSynchronizationType\.(SYNC|ASYNC
 _QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"")
 
 
-def _value(text: str, path: str) -> Any:
+def _parse_value(text: str, path: str) -> Any:
     if not text:
         raise ConfigError(f"{_OPTION} {path}= has no value.")
     counted = rllib_keys.parse_count(text)
     if counted is not None:
-        return text  # read together with its key
+        return text  # translated together with its key
     if found := _LINEAR.fullmatch(text):
         first, last, steps = (float(number) for number in found.groups())
         return [[0, first], [int(steps), last]]
@@ -119,9 +121,9 @@ def _value(text: str, path: str) -> Any:
     unquoted = _QUOTED.sub("", text)
     if re.search(r"[()`]|__|\blambda\b|\w\s*\.\s*[A-Za-z_]", unquoted):
         raise ConfigError(
-            f"{_OPTION} {path}={_short(text)}: values are read, not run.",
+            f"{_OPTION} {path}={_short(text)}: values are not evaluated as Python.",
             "They are numbers, words, [lists], {mappings}, EnvironmentSteps(n), EnvironmentEpisodes(n), TrainingSteps(n), "
-            "LinearSchedule(from, to, steps) or ConstantSchedule(x); any other text stands in quotes: 'my.game:make'.",
+            "LinearSchedule(from, to, steps) or ConstantSchedule(x); put any other text in quotes: 'my.game:make'.",
         )
     return parse_yaml(text, f"{_OPTION} {path}")
 
@@ -132,19 +134,19 @@ def _short(text: str) -> str:
 
 # -- Coach's names ------------------------------------------------------------------------------------------------------
 
-Meaning = Callable[[Any, str], Mapping[str, Any]]
-"""(value, algorithm) → what it is here. Raises ValueError with the reason."""
+KeyMeaning = Callable[[Any, str], Mapping[str, Any]]
+"""(value, algorithm) → our keys and values. Raises ValueError with the reason why it is not supported."""
 
 
-def _is(path: str) -> Meaning:
+def _is(path: str) -> KeyMeaning:
     return lambda value, _: {path: value}
 
 
-def _by_run(otherwise: str, dqn: str) -> Meaning:
+def _by_run(otherwise: str, dqn: str) -> KeyMeaning:
     return lambda value, run: {dqn if run == "DQN" else otherwise: value}
 
 
-def _so_anyway(*same: Any, why: str) -> Meaning:
+def _only(*same: Any, why: str) -> KeyMeaning:
     def meaning(value: Any, _: str) -> Mapping[str, Any]:
         if any(type(value) is type(one) and value == one for one in same):
             return {}
@@ -153,12 +155,12 @@ def _so_anyway(*same: Any, why: str) -> Meaning:
     return meaning
 
 
-def _not_here(why: str) -> Meaning:
-    return _so_anyway(why=why)
+def _unsupported(why: str) -> KeyMeaning:
+    return _only(why=why)
 
 
-def _number_of_steps(path: str, dqn: str) -> Meaning:
-    """A number of steps of the environment, however it is written."""
+def _number_of_steps(path: str, dqn: str) -> KeyMeaning:
+    """Translate a number of environment steps in any of Coach's forms."""
 
     def meaning(value: Any, run: str) -> Mapping[str, Any]:
         found = rllib_keys.parse_count(value)
@@ -193,19 +195,19 @@ def _synchronization(value: Any, _: str) -> Mapping[str, Any]:
     return {"sampling": value}
 
 
-def _scheduled(key: str) -> Meaning:
+def _schedule_key(key: str) -> KeyMeaning:
     return lambda value, _: translate_schedule(key, value) or {}
 
 
-_FILMS = "is done afterwards: ludus rollout RUN --video"
+_VIDEO = "is done afterwards: ludus rollout RUN --video"
 _LAYERS = "is written  config.model.fcnet_hiddens: [64, 64]  here"
 _SCHEDULE = (*rllib_keys.COACH_SCHEDULE, "improve_steps")
 _MAIN = "agent_params.network_wrappers.main"
 
-COACH: Mapping[str, Meaning] = {
+COACH: Mapping[str, KeyMeaning] = {
     # -- the schedule
-    **{key: _scheduled(key) for key in _SCHEDULE},
-    **{f"schedule_params.{key}": _scheduled(key) for key in _SCHEDULE},
+    **{key: _schedule_key(key) for key in _SCHEDULE},
+    **{f"schedule_params.{key}": _schedule_key(key) for key in _SCHEDULE},
     # -- algorithms
     "agent_params.algorithm.discount": _is("gamma"),
     "agent_params.algorithm.gae_lambda": _is("lambda"),
@@ -221,10 +223,10 @@ COACH: Mapping[str, Meaning] = {
     "agent_params.algorithm.rate_for_copying_weights_to_target": _is("tau"),
     "agent_params.algorithm.n_step": _is("n_step"),
     "agent_params.algorithm.distributed_coach_synchronization_type": _synchronization,
-    "agent_params.algorithm.estimate_state_value_using_gae": _so_anyway(True, why="is so here: lambda: 1 is the plain return"),
-    "agent_params.algorithm.normalization_stats": _not_here("is config.observation_filter: MeanStdFilter here"),
-    "agent_params.algorithm.heatup_using_network_decisions": _so_anyway(True, why="is so here: the policy that begins plays"),
-    "agent_params.algorithm.clipping_decay_schedule": _so_anyway(1.0, 1, why="is not here: clip_param is a number"),
+    "agent_params.algorithm.estimate_state_value_using_gae": _only(True, why="is so here: lambda: 1 is the plain return"),
+    "agent_params.algorithm.normalization_stats": _unsupported("is config.observation_filter: MeanStdFilter here"),
+    "agent_params.algorithm.heatup_using_network_decisions": _only(True, why="is so here: the policy that begins plays"),
+    "agent_params.algorithm.clipping_decay_schedule": _only(1.0, 1, why="is not supported: clip_param is a number"),
     # -- networks
     f"{_MAIN}.learning_rate": _is("lr"),
     f"{_MAIN}.batch_size": _by_run("minibatch_size", "train_batch_size"),
@@ -232,21 +234,21 @@ COACH: Mapping[str, Meaning] = {
     f"{_MAIN}.optimizer_epsilon": _is("adam_epsilon"),
     f"{_MAIN}.optimizer_type": _optimizer,
     f"{_MAIN}.replace_mse_with_huber_loss": _huber,
-    f"{_MAIN}.l2_regularization": _so_anyway(0, 0.0, why="is not here"),
+    f"{_MAIN}.l2_regularization": _only(0, 0.0, why="is not supported"),
     f"{_MAIN}.force_cpu": _on_cpu,
     f"{_MAIN}.middleware_parameters.activation_function": _is("model.fcnet_activation"),
     f"{_MAIN}.input_embedders_parameters.observation.activation_function": _is("model.fcnet_activation"),
-    f"{_MAIN}.middleware_parameters.scheme": _not_here(_LAYERS),
-    f"{_MAIN}.input_embedders_parameters.observation.scheme": _not_here(_LAYERS),
-    f"{_MAIN}.adam_optimizer_beta1": _so_anyway(0.9, why="is 0.9 here"),
-    f"{_MAIN}.adam_optimizer_beta2": _so_anyway(0.999, why="is 0.999 here"),
-    # -- what is stored, and how is explored
+    f"{_MAIN}.middleware_parameters.scheme": _unsupported(_LAYERS),
+    f"{_MAIN}.input_embedders_parameters.observation.scheme": _unsupported(_LAYERS),
+    f"{_MAIN}.adam_optimizer_beta1": _only(0.9, why="is 0.9 here"),
+    f"{_MAIN}.adam_optimizer_beta2": _only(0.999, why="is 0.999 here"),
+    # -- replay and exploration
     "agent_params.memory.max_size": _is("replay_buffer_config.capacity"),
     "agent_params.memory.alpha": _is("replay_buffer_config.alpha"),
     "agent_params.memory.beta": _is("replay_buffer_config.beta"),
     "agent_params.memory.epsilon": _is("replay_buffer_config.eps"),
     "agent_params.exploration.epsilon_schedule": _is("epsilon"),
-    "agent_params.exploration.evaluation_epsilon": _so_anyway(0, 0.0, why="is 0 here; or config.evaluation_config.explore: true"),
+    "agent_params.exploration.evaluation_epsilon": _only(0, 0.0, why="is 0 here; or config.evaluation_config.explore: true"),
     # -- environments
     "env_params.level": _is("env"),
     "env_params.seed": _is("seed"),
@@ -254,27 +256,27 @@ COACH: Mapping[str, Meaning] = {
     "env_params.random_initialization_steps": _is("preprocess.noop_max"),
     "env_params.additional_simulator_parameters": _is("env_config"),
     "env_params.custom_reward_threshold": _is("stop.episode_return_mean"),
-    "env_params.target_success_rate": _not_here("is a return here: stop.episode_return_mean, or -asc"),
+    "env_params.target_success_rate": _unsupported("is a return here: stop.episode_return_mean, or -asc"),
     # -- the rest
     "task_parameters.seed": _is("seed"),
     "task_parameters.use_cpu": _on_cpu,
     "task_parameters.checkpoint_save_secs": _is("checkpoint_time_s"),
-    "task_parameters.checkpoint_restore_path": _not_here("is the option -crd here"),
+    "task_parameters.checkpoint_restore_path": _unsupported("is the option -crd here"),
     "visualization_parameters.tensorboard": lambda value, _: {},
     "visualization_parameters.dump_csv": _is("track.csv"),
-    "visualization_parameters.render": _so_anyway(False, why=_FILMS),
-    "visualization_parameters.dump_gifs": _so_anyway(False, why=_FILMS),
-    "visualization_parameters.dump_mp4": _so_anyway(False, why=_FILMS),
-    "visualization_parameters.print_summary": _so_anyway(False, why="is in config.yaml of the run"),
+    "visualization_parameters.render": _only(False, why=_VIDEO),
+    "visualization_parameters.dump_gifs": _only(False, why=_VIDEO),
+    "visualization_parameters.dump_mp4": _only(False, why=_VIDEO),
+    "visualization_parameters.print_summary": _only(False, why="is in config.yaml of the run"),
     "preset_validation_params.min_reward_threshold": _is("target.return_mean"),
     "preset_validation_params.test": lambda value, _: {},
 }
-"""Path in Coach → what it is here."""
+"""Path in Coach → its translation."""
 
 _ROOTS = {path.partition(".")[0] for path in COACH}
 
 
-def _ours(given: Assignment, run: str) -> Mapping[str, Any]:
+def _translate(given: Assignment, run: str) -> Mapping[str, Any]:
     path = re.sub(r"^visualization(?=\.)", "visualization_parameters", given.path.removeprefix("agent_params."))
     path = path if path in COACH or path.startswith("visualization_parameters.") else given.path
     if path in COACH:
@@ -283,8 +285,8 @@ def _ours(given: Assignment, run: str) -> Mapping[str, Any]:
         except ValueError as error:
             raise ConfigError(f"{_OPTION} {given.path} ({given.value!r}) {error}.") from error
     if given.path.partition(".")[0] in _ROOTS - set(_SCHEDULE):
-        raise ConfigError(f"{_OPTION}: nothing here is what Coach calls {given.path!r}.", _nearest(given.path))
-    if not _is_a_key(given.path):
+        raise ConfigError(f"{_OPTION}: Coach's key {given.path!r} has no equivalent.", _nearest(given.path))
+    if not _is_key(given.path):
         raise ConfigError(f"{_OPTION}: there is no key {given.path!r}.", _nearest(given.path))
     if rllib_keys.parse_count(given.value) is not None and not isinstance(given.value, int):
         raise ConfigError(f"{_OPTION} {given.path}={given.value}: it is a number.", f"Write  {given.path}={_bare(given.value)}")
@@ -296,8 +298,8 @@ def _bare(value: Any) -> int:
     return 0 if found is None else found[1]
 
 
-def _names() -> set[str]:
-    """Of all keys of experiments and their algorithms, by any spelling; below `config` without saying so."""
+def _all_keys() -> set[str]:
+    """Return all keys of experiments and algorithms in all spellings, without the prefix `config`."""
     from ludus.algorithms.base import config_schemas
 
     found = {name for schema in config_schemas().values() for name in key_names(schema)} - {"lambda_"}
@@ -306,10 +308,10 @@ def _names() -> set[str]:
     return found | {"lambda", *key_names(ExperimentConfig)}
 
 
-def _is_a_key(path: str) -> bool:
-    """Whether it begins with one; what is below is checked with the whole experiment."""
+def _is_key(path: str) -> bool:
+    """Whether the path begins with a key; nested keys are checked with the whole experiment."""
     first, *rest = path.split(".")
-    return first in _names() and (first != "config" or not rest or rest[0] in _names())
+    return first in _all_keys() and (first != "config" or not rest or rest[0] in _all_keys())
 
 
 def _nearest(path: str) -> str:
@@ -317,5 +319,5 @@ def _nearest(path: str) -> str:
     tails = {known.rpartition(".")[2]: known for known in COACH}
     if last in tails:
         return f"Did you mean {tails[last]!r}?"
-    near = did_you_mean(path, COACH) if "." in path else did_you_mean(last, _names())
-    return near if near.startswith("Did") else did_you_mean(last, [*_names(), *tails])
+    near = did_you_mean(path, COACH) if "." in path else did_you_mean(last, _all_keys())
+    return near if near.startswith("Did") else did_you_mean(last, [*_all_keys(), *tails])

@@ -1,4 +1,4 @@
-"""`-p path.py[:object]`: an experiment that a Python file makes. The file is the user's own, and is run."""
+"""`-p path.py[:object]`: experiments defined by a Python file of the user, which is executed."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _FORM = re.compile(r"(.+\.py)(:[^/:]*)?", re.DOTALL)
 
 
 def split(preset: str) -> tuple[Path, str] | None:
-    """The file, and what follows it (":object" or nothing); None: it is no Python file."""
+    """Return the file and the rest (":object" or ""), or None if it is not a Python file."""
     found = _FORM.fullmatch(preset)
     return None if found is None else (Path(found[1]), found[2] or "")
 
 
 def load(preset: str) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """The file, and its experiments by name, unchecked. Raises UsageError of some kind."""
+    """Run the file; return its path, and its experiments by name, not yet validated. Raises UsageError."""
     found = split(preset)
     if found is None or (found[1] and not found[1][1:].isidentifier()):
         raise UsageError(f"-p {preset} is not of the form path.py:object.", f"Without :object it is {DEFAULT!r}.")
     path, rest = found
-    with _beside(path):
-        return path, _experiments(_made(_run(path), path, rest[1:] or DEFAULT), path)
+    with _import_siblings(path):
+        return path, _experiments(_build_preset(_run_file(path), path, rest[1:] or DEFAULT), path)
 
 
 @contextlib.contextmanager
-def _beside(path: Path) -> Iterator[None]:
-    """It may import what lies beside it, and what it calls too."""
+def _import_siblings(path: Path) -> Iterator[None]:
+    """Let the file import modules of its directory."""
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
     try:
@@ -52,7 +52,7 @@ def _beside(path: Path) -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def _run(path: Path) -> ModuleType:
+def _run_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"There is no file {path}.")
     spec = importlib.util.spec_from_file_location(_MODULE, path)
@@ -65,29 +65,29 @@ def _run(path: Path) -> ModuleType:
         raise ConfigError(f"{path} is not Python: line {error.lineno}: {error.msg}.") from error
     except ModuleNotFoundError as error:
         if error.name and error.name.partition(".")[0] == "rl_coach":
-            raise _of_coach(path) from error
+            raise _coach_preset_error(path) from error
         raise ConfigError(f"{path} needs {error.name!r}, which is not installed.", f"pip install {error.name}") from error
     except Exception as error:  # whatever a user's file may raise
-        raise ConfigError(_told(path, error, "raised")) from error
+        raise ConfigError(_describe_error(path, error, "raised")) from error
     return module
 
 
-def _told(path: Path, error: BaseException, verb: str) -> str:
+def _describe_error(path: Path, error: BaseException, verb: str) -> str:
     here = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
     return f"{path} {verb} {type(error).__name__}: {error}" + (f" (line {here[-1]})." if here else ".")
 
 
-def _of_coach(path: Path) -> ConfigError:
+def _coach_preset_error(path: Path) -> ConfigError:
     return ConfigError(
-        f"{path} builds a preset of Coach out of its own classes, which are not here.",
-        "Write  preset = {'env': …, 'run': …, 'config': {…}}  instead; `ludus presets list` says which names of Coach are known.",
+        f"{path} builds a preset from classes of Coach, which are not available.",
+        "Write  preset = {'env': …, 'run': …, 'config': {…}}  instead; `ludus presets list` shows the known names of Coach.",
     )
 
 
-def _made(module: ModuleType, path: Path, attribute: str) -> Any:
+def _build_preset(module: ModuleType, path: Path, attribute: str) -> Any:
     if not hasattr(module, attribute):
         if attribute == DEFAULT and hasattr(module, _COACH):
-            raise _of_coach(path)
+            raise _coach_preset_error(path)
         public = [name for name in vars(module) if not name.startswith("_")]
         raise UnknownName(f"{path} has no {attribute!r}.", f"{did_you_mean(attribute, public)} -p {path}:NAME names it.".strip())
     found = getattr(module, attribute)
@@ -95,7 +95,8 @@ def _made(module: ModuleType, path: Path, attribute: str) -> Any:
         return found
     if not callable(found) or isinstance(found, type):
         raise UsageError(
-            f"{path}:{attribute} is {_a(found)}.", "It is a mapping {'env': …, 'config': …}, or a function without arguments."
+            f"{path}:{attribute} is {_describe_type(found)}.",
+            "It is a mapping {'env': …, 'config': …}, or a function without arguments.",
         )
     needed = [
         p.name
@@ -107,25 +108,27 @@ def _made(module: ModuleType, path: Path, attribute: str) -> Any:
     try:
         made = found()
     except Exception as error:  # whatever a user's function may raise
-        raise ConfigError(_told(path, error, f":{attribute}() raised")) from error
+        raise ConfigError(_describe_error(path, error, f":{attribute}() raised")) from error
     if not isinstance(made, Mapping):
-        raise UsageError(f"{path}:{attribute}() returned {_a(made)}.", "It returns a mapping {'env': …, 'config': …}.")
+        raise UsageError(
+            f"{path}:{attribute}() returned {_describe_type(made)}.", "It returns a mapping {'env': …, 'config': …}."
+        )
     return made
 
 
-def _a(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return "a class" if isinstance(value, type) else f"a value of the type {type(value).__name__}"
 
 
 def _experiments(found: Mapping[str, Any], path: Path) -> dict[str, dict[str, Any]]:
-    """One experiment is called like the file; a mapping of several has their names."""
+    """Return the experiments by name; a single experiment gets the name of the file."""
     several = bool(found) and all(isinstance(value, Mapping) and "env" in value for value in found.values())
     named = dict(found) if several else {str(found.get("name", path.stem)): {k: v for k, v in found.items() if k != "name"}}
     try:
         plain = json.loads(json.dumps(named, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path} holds something that cannot be written down: {error}.",
+            f"{path} contains a value that cannot be saved as JSON: {error}.",
             "Use numbers, words, booleans, lists and mappings; classes and functions by name: 'module:Name'.",
         ) from error
     return dict(plain)

@@ -1,4 +1,4 @@
-"""Presets by the names that they have in Coach: which of ours each one is, or why it is not here and what comes nearest."""
+"""Coach's preset names: the equivalent preset of Ludus, or why there is none and the nearest one."""
 
 from __future__ import annotations
 
@@ -14,68 +14,68 @@ Experiment = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Familiar:
-    """A name for one of our presets."""
+class CoachPreset:
+    """A preset of Coach as a variation of one of ours."""
 
     preset: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the experiment that are others than in the preset; of `config` those that differ."""
+    """Keys of the experiment, and of `config`, that differ from the preset."""
     config: Mapping[str, Any] | None = None
-    """All of `config`, where the preset is of another algorithm."""
+    """The whole `config`, if the preset has another algorithm."""
     levels: Mapping[str, str] = field(default_factory=dict)
-    """Level → environment; empty: it has one environment."""
+    """Level → environment; empty if it has one environment."""
     own: Mapping[str, str] = field(default_factory=dict)
-    """Level → the preset that was made for it."""
+    """Level → our preset for it."""
     reaches: Mapping[str, Any] | None = None
-    """Its target, where it is known and not that of the preset."""
+    """Its target, if it is known and differs from that of the preset."""
     as_preset: bool = False
-    """Nothing that matters is changed: the target of the preset is its own, too."""
+    """Whether the target of our preset holds for it too."""
 
 
 @dataclass(frozen=True)
-class Missing:
-    """A name for something that is not here."""
+class UnsupportedPreset:
+    """A preset of Coach without an equivalent."""
 
     why: str
     instead: str
 
 
-def names() -> list[str]:
-    """Of all that can be trained."""
-    return sorted(FAMILIAR)
+def supported_names() -> list[str]:
+    """Return the names of all supported presets."""
+    return sorted(COACH_PRESETS)
 
 
-def found(name: str) -> Familiar | Missing | None:
-    """By its name, in whatever case; None: nobody calls a preset so."""
-    called = canonical(name)
-    return None if called is None else FAMILIAR.get(called) or MISSING[called]
+def find_preset(name: str) -> CoachPreset | UnsupportedPreset | None:
+    """Look up a preset by name, ignoring case; None if Coach has no such preset."""
+    known = canonical_name(name)
+    return None if known is None else COACH_PRESETS.get(known) or UNSUPPORTED_PRESETS[known]
 
 
-def canonical(name: str) -> str | None:
+def canonical_name(name: str) -> str | None:
     lowered = name.lower()
-    return next((known for known in (*FAMILIAR, *MISSING) if known.lower() == lowered), None)
+    return next((known for known in (*COACH_PRESETS, *UNSUPPORTED_PRESETS) if known.lower() == lowered), None)
 
 
-def refusal(name: str, missing: Missing) -> UnknownName:
-    return UnknownName(f"{name} is not here: {missing.why}.", f"Nearest is {missing.instead}.")
+def unsupported_error(name: str, missing: UnsupportedPreset) -> UnknownName:
+    return UnknownName(f"{name} is not supported: {missing.why}.", f"Nearest is {missing.instead}.")
 
 
-def environment_of(name: str, entry: Familiar, level: str | None, usual: str) -> str:
-    """The environment of a level; a name that is no level is an environment itself. Raises UsageError."""
+def environment_of(name: str, entry: CoachPreset, level: str | None, usual: str) -> str:
+    """Return the environment of a level; other names are environments themselves. Raises UsageError."""
     if level is None:
         if entry.levels:
-            raise UsageError(f"{name} is for many environments: which?", f"-lvl {' | '.join(_some(entry))}")
+            raise UsageError(f"{name} is for many environments: which?", f"-lvl {' | '.join(_some_levels(entry))}")
         return usual
     if level in entry.levels:
         return entry.levels[level]
-    if level in _GONE and entry.levels is MUJOCO:
+    if level in _REMOVED and entry.levels is MUJOCO:
         raise UsageError(f"-lvl {level}: Gymnasium has no {level} any more.", did_you_mean(level, entry.levels))
     if entry.levels and not _is_environment(level):
         raise UnknownName(f"{name} has no level {level!r}.", did_you_mean(level, entry.levels))
     return level
 
 
-def _some(entry: Familiar) -> list[str]:
+def _some_levels(entry: CoachPreset) -> list[str]:
     return [*list(entry.levels)[:6], *["…"] * (len(entry.levels) > 6)]
 
 
@@ -83,8 +83,8 @@ def _is_environment(level: str) -> bool:
     return any(mark in level for mark in (":", "/", "-v"))
 
 
-def experiment(name: str, entry: Familiar, level: str | None, presets: Mapping[str, Experiment]) -> Experiment:
-    """What is trained under this name. `presets`: name → experiment of the gallery. Raises UsageError."""
+def make_experiment(name: str, entry: CoachPreset, level: str | None, presets: Mapping[str, Experiment]) -> Experiment:
+    """Return the experiment of a preset. `presets`: name → experiment of our presets. Raises UsageError."""
     base = copy.deepcopy(dict(presets[entry.own.get(level or "", entry.preset)]))
     made_for = level is not None and level in entry.own
     env = environment_of(name, entry, level, base["env"])
@@ -117,7 +117,7 @@ MUJOCO: Mapping[str, str] = {
     "humanoid_standup": "HumanoidStandup-v5",
     "pusher": "Pusher-v5",
 }
-_GONE = ("thrower", "striker")
+_REMOVED = ("thrower", "striker")
 
 _GAMES = """
 pong breakout
@@ -167,31 +167,31 @@ _DOOM_DQN: Mapping[str, Any] = {
 _PRIORITY = {"type": "PrioritizedReplayBuffer", "capacity": 100_000}
 
 
-def _atari(*, double: bool, dueling: bool, priority: bool = False) -> Familiar:
+def _atari(*, double: bool, dueling: bool, priority: bool = False) -> CoachPreset:
     config = {**_ATARI_DQN, "double_q": double, "dueling": dueling}
     config |= {"replay_buffer_config": dict(_PRIORITY)} if priority else {}
-    return Familiar("pong", {"run": "DQN", "stop": {"timesteps": 10_000_000}}, config, ATARI)
+    return CoachPreset("pong", {"run": "DQN", "stop": {"timesteps": 10_000_000}}, config, ATARI)
 
 
-def _doom(*, double: bool, dueling: bool, reaches: Mapping[str, Any] | None = None) -> Familiar:
-    return Familiar("doom-basic", {"run": "DQN"}, {**_DOOM_DQN, "double_q": double, "dueling": dueling}, reaches=reaches)
+def _doom(*, double: bool, dueling: bool, reaches: Mapping[str, Any] | None = None) -> CoachPreset:
+    return CoachPreset("doom-basic", {"run": "DQN"}, {**_DOOM_DQN, "double_q": double, "dueling": dueling}, reaches=reaches)
 
 
-FAMILIAR: Mapping[str, Familiar] = {
-    "CartPole_ClippedPPO": Familiar("cartpole", as_preset=True),
+COACH_PRESETS: Mapping[str, CoachPreset] = {
+    "CartPole_ClippedPPO": CoachPreset("cartpole", as_preset=True),
     # Seeds 0 to 3: 488, 500, 500, 500; and dueling 436, 500, 500, 500.
-    "CartPole_DQN": Familiar(
+    "CartPole_DQN": CoachPreset(
         "cartpole-dqn",
         {"config": {"double_q": False, "dueling": False}},
         reaches={"return_mean": 475, "timesteps": 50_000},
     ),
-    "CartPole_Dueling_DDQN": Familiar(
+    "CartPole_Dueling_DDQN": CoachPreset(
         "cartpole-dqn",
         {"config": {"double_q": True, "dueling": True}},
         reaches={"return_mean": 425, "timesteps": 50_000},
     ),
-    "Mujoco_ClippedPPO": Familiar("hopper", levels=MUJOCO, own={"hopper": "hopper", "half_cheetah": "halfcheetah"}),
-    "Mujoco_PPO": Familiar("hopper", {"config": {"clip_param": 10.0, "kl_coeff": 1.0, "kl_target": 0.01}}, levels=MUJOCO),
+    "Mujoco_ClippedPPO": CoachPreset("hopper", levels=MUJOCO, own={"hopper": "hopper", "half_cheetah": "halfcheetah"}),
+    "Mujoco_PPO": CoachPreset("hopper", {"config": {"clip_param": 10.0, "kl_coeff": 1.0, "kl_target": 0.01}}, levels=MUJOCO),
     "Atari_DQN": _atari(double=False, dueling=False),
     "Atari_DDQN": _atari(double=True, dueling=False),
     "Atari_Dueling_DDQN": _atari(double=True, dueling=True),
@@ -248,15 +248,15 @@ _YOURS_PPO = "ludus train module:function --run PPO"
 _YOURS_DQN = "ludus train module:function --run DQN"
 
 
-def _missing(prefix: str, instead: str, **algorithms: str) -> dict[str, Missing]:
-    return {f"{prefix}_{suffix}": Missing(_WHY[kind], instead) for suffix, kind in algorithms.items()}
+def _missing(prefix: str, instead: str, **algorithms: str) -> dict[str, UnsupportedPreset]:
+    return {f"{prefix}_{suffix}": UnsupportedPreset(_WHY[kind], instead) for suffix, kind in algorithms.items()}
 
 
 def _same(*suffixes: str) -> dict[str, str]:
     return dict(zip(suffixes, suffixes, strict=True))
 
 
-MISSING: Mapping[str, Missing] = {
+UNSUPPORTED_PRESETS: Mapping[str, UnsupportedPreset] = {
     **_missing("CartPole", _ANY_CARTPOLE, **_same("A3C", "ACER", "DFP", "NEC", "NStepQ", "PAL", "PG"),
                DQN_BatchRL="BatchRL", DDQN_BatchRL="BatchRL", DDQN_BCQ_BatchRL="BatchRL"),
     **_missing("Acrobot", "-p acrobot, which is PPO", DQN_BatchRL_BCQ="BatchRL", DDQN_BCQ_BatchRL="BatchRL"),
@@ -277,11 +277,11 @@ MISSING: Mapping[str, Missing] = {
     **_missing("RoboSuite", _YOURS_PPO, CubeExp_Random="Random", CubeExp_TD3_Goal_Based="TD3", CubeExp_TD3_Intrinsic_Reward="TD3"),
     **_missing("CARLA", _YOURS_PPO, CIL="CIL", DDPG="DDPG", **{"3_Cameras_DDPG": "DDPG"}),
     **_missing("Starcraft_CollectMinerals", _YOURS_PPO, A3C="A3C"),
-    "BitFlip_DQN": Missing(_TOY, _YOURS_DQN),
-    "ExplorationChain_Dueling_DDQN": Missing(_TOY, _YOURS_DQN),
-    "ShortCorridor_PG": Missing(_TOY, _YOURS_PPO),
-    "CARLA_Dueling_DDQN": Missing(_CARLA, _YOURS_DQN),
-    "RoboSuite_Lift_ClippedPPO": Missing(_ROBOSUITE, _YOURS_PPO),
-    "Starcraft_CollectMinerals_Dueling_DDQN": Missing(_STARCRAFT, _YOURS_DQN),
+    "BitFlip_DQN": UnsupportedPreset(_TOY, _YOURS_DQN),
+    "ExplorationChain_Dueling_DDQN": UnsupportedPreset(_TOY, _YOURS_DQN),
+    "ShortCorridor_PG": UnsupportedPreset(_TOY, _YOURS_PPO),
+    "CARLA_Dueling_DDQN": UnsupportedPreset(_CARLA, _YOURS_DQN),
+    "RoboSuite_Lift_ClippedPPO": UnsupportedPreset(_ROBOSUITE, _YOURS_PPO),
+    "Starcraft_CollectMinerals_Dueling_DDQN": UnsupportedPreset(_STARCRAFT, _YOURS_DQN),
 }  # fmt: skip
 """Name in Coach → why not."""

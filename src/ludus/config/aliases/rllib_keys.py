@@ -134,7 +134,7 @@ def _restarts(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"max_worker_restarts": 0}
 
 
-def _same_or(key: str, words: Mapping[Any, Any]) -> KeyTranslator:
+def _map_values(key: str, words: Mapping[Any, Any]) -> KeyTranslator:
     def translate(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
         hashable = value is None or isinstance(value, (str, int, float))
         return {key: words[value]} if hashable and value in words else {key: value}
@@ -142,7 +142,7 @@ def _same_or(key: str, words: Mapping[Any, Any]) -> KeyTranslator:
     return translate
 
 
-def _dropped_if(key: str, nothing: Any) -> KeyTranslator:
+def _drop_if(key: str, nothing: Any) -> KeyTranslator:
     return lambda value, _: {} if value is nothing else {key: value}
 
 
@@ -268,7 +268,7 @@ def _is_unset(value: Any) -> bool:
     return type(value) is int and value == -1
 
 
-def _of_no_effect(key: str, off: Any, why: str) -> KeyTranslator:
+def _without_effect(key: str, off: Any, why: str) -> KeyTranslator:
     """Accept a number that has no effect as long as `key` has the value `off`; otherwise raise ValueError(why)."""
 
     def translate(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -279,7 +279,7 @@ def _of_no_effect(key: str, off: Any, why: str) -> KeyTranslator:
     return translate
 
 
-def _prioritized(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+def _replay_type(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     _need_bool(value)
     return {"replay_buffer_config.type": "PrioritizedReplayBuffer" if value else "ReplayBuffer"}
 
@@ -378,7 +378,7 @@ COACH_SCHEDULE: Mapping[str, ValueTranslator] = {
 """Keys of Coach's schedules except `improve_steps`."""
 
 
-def _moved(path: str) -> KeyTranslator:
+def _rename_to(path: str) -> KeyTranslator:
     return lambda value, _: {path: value}
 
 
@@ -388,7 +388,7 @@ _NOISY = "belongs to noisy networks (Rainbow), which are not supported. Leave it
 TRANSLATED: Mapping[str, Mapping[str, KeyTranslator]] = {
     EXPERIMENT: {
         "checkpoint_config": _checkpoint_config,
-        "time_budget_s": _moved("stop.time_s"),
+        "time_budget_s": _rename_to("stop.time_s"),
         "improve_steps": translate_improve_steps,
         **{key: _inside(translate) for key, translate in COACH_SCHEDULE.items()},
         **sb3_cleanrl.TRANSLATED_TOP,
@@ -405,12 +405,12 @@ TRANSLATED: Mapping[str, Mapping[str, KeyTranslator]] = {
         "recreate_failed_workers": _restarts,
         "recreate_failed_env_runners": _restarts,
         "restart_failed_env_runners": _restarts,
-        "rollout_fragment_length": _same_or("rollout_fragment_length", {"auto": None}),
-        "observation_filter": _same_or(
+        "rollout_fragment_length": _map_values("rollout_fragment_length", {"auto": None}),
+        "observation_filter": _map_values(
             "observation_filter", {"ConcurrentMeanStdFilter": "MeanStdFilter", "MeanStd": "MeanStdFilter", None: "NoFilter"}
         ),
-        "seed": _dropped_if("seed", None),
-        "min_time_s_per_iteration": _dropped_if("min_time_s_per_iteration", None),
+        "seed": _drop_if("seed", None),
+        "min_time_s_per_iteration": _drop_if("min_time_s_per_iteration", None),
         "evaluation_interval": _evaluation_interval,
         "evaluation_duration": _evaluation_duration,
         "train_batch_size_per_learner": _per_learner("train_batch_size"),
@@ -419,24 +419,24 @@ TRANSLATED: Mapping[str, Mapping[str, KeyTranslator]] = {
         "num_gpus_per_learner_worker": _per_learner("num_gpus"),
         "exploration_config": _exploration,
         "replay_buffer_config": _replay,
-        "buffer_size": _moved("replay_buffer_config.capacity"),
-        "prioritized_replay": _prioritized,
-        "prioritized_replay_alpha": _moved("replay_buffer_config.alpha"),
+        "buffer_size": _rename_to("replay_buffer_config.capacity"),
+        "prioritized_replay": _replay_type,
+        "prioritized_replay_alpha": _rename_to("replay_buffer_config.alpha"),
         **dict.fromkeys(
             ("prioritized_replay_beta", *_BETA_ANNEALING),
             lambda value, section: {"replay_buffer_config.beta": rllib_values.beta_schedule(section)},
         ),
-        "prioritized_replay_eps": _moved("replay_buffer_config.eps"),
-        **dict.fromkeys(("v_min", "v_max"), _of_no_effect("num_atoms", 1, _DISTRIBUTIONAL)),
-        "sigma0": _of_no_effect("noisy", False, _NOISY),
+        "prioritized_replay_eps": _rename_to("replay_buffer_config.eps"),
+        **dict.fromkeys(("v_min", "v_max"), _without_effect("num_atoms", 1, _DISTRIBUTIONAL)),
+        "sigma0": _without_effect("noisy", False, _NOISY),
         "clip_rewards": _clip_rewards,
         "horizon": _horizon,
-        "vf_share_layers": _moved("model.vf_share_layers"),
-        "policies": _moved("multiagent.policies"),
-        "policy_mapping_fn": _moved("multiagent.policy_mapping"),
-        "policies_to_train": _moved("multiagent.policies_to_train"),
+        "vf_share_layers": _rename_to("model.vf_share_layers"),
+        "policies": _rename_to("multiagent.policies"),
+        "policy_mapping_fn": _rename_to("multiagent.policy_mapping"),
+        "policies_to_train": _rename_to("multiagent.policies_to_train"),
         **sb3_cleanrl.TRANSLATED,
-        "min_sample_timesteps_per_iteration": _dropped_if("min_sample_timesteps_per_iteration", None),
+        "min_sample_timesteps_per_iteration": _drop_if("min_sample_timesteps_per_iteration", None),
         **rllib_values.CONFIG,
     },
     MODEL: {"conv_filters": _conv_filters, "fcnet_activation": _activation, **rllib_values.MODEL},
@@ -466,11 +466,11 @@ class UnsupportedKey:
         )
 
 
-def _all(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, UnsupportedKey]:
+def _reject_all(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, UnsupportedKey]:
     return dict.fromkeys(keys, UnsupportedKey(why, same))
 
 
-def _ignored(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, UnsupportedKey]:
+def _ignore_all(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, UnsupportedKey]:
     return dict.fromkeys(keys, UnsupportedKey(why, same, ignored=True))
 
 
@@ -492,67 +492,67 @@ _APEX = "belongs to Ape-X, which is not supported. Leave it out; num_workers sam
 
 UNSUPPORTED: Mapping[str, Mapping[str, UnsupportedKey]] = {
     EXPERIMENT: {
-        **_all("is an option of the command: --local-dir DIR.", "local_dir", "storage_path"),
-        **_all("is an option of the command: --restore CHECKPOINT.", "restore"),
-        **_all("is an option of the command: --resume DIR.", "resume"),
-        **_all("copies results; write them there: --local-dir takes a store (s3://BUCKET/PREFIX) or a shared disk.", "upload_dir"),
-        **_all("copies results, which is not supported. Leave it out.", "sync_function", "sync_config", "sync_on_checkpoint"),
-        **_all(
+        **_reject_all("is an option of the command: --local-dir DIR.", "local_dir", "storage_path"),
+        **_reject_all("is an option of the command: --restore CHECKPOINT.", "restore"),
+        **_reject_all("is an option of the command: --resume DIR.", "resume"),
+        **_reject_all("copies results; write them there: --local-dir takes a store (s3://BUCKET/PREFIX) or a shared disk.", "upload_dir"),
+        **_reject_all("copies results, which is not supported. Leave it out.", "sync_function", "sync_config", "sync_on_checkpoint"),
+        **_reject_all(
             "chooses the best checkpoint, which is always the one with the best evaluation. Leave it out.",
             "checkpoint_score_attr",
             same=("episode_reward_mean", "episode_return_mean", "env_runners/episode_return_mean"),
         ),
-        **_ignored(
+        **_ignore_all(
             "a trial of a sweep reserves what num_workers and num_gpus say.",
             *("resources_per_trial", "trial_resources", "placement_group_factory"),
         ),
-        **_all("is written in the section `tune:`, as scheduler.", "scheduler", "scheduler_config"),
-        **_all("is written in the section `tune:`.", "search_alg", "metric", "mode"),
-        **_all("is written in the section `track:`.", "loggers", "logger_config", "callbacks"),
-        **_all("is done afterwards: ludus export RUN.", "export_formats"),
-        **_ignored("networks are always PyTorch's.", "frameworks"),
-        **_all("is what a preset must reach: write  target: {return_mean: …, timesteps: …}.", "pass_criteria"),
-        **_ignored("runs are named after experiment, algorithm and time.", "trial_name_creator", "trial_dirname_creator"),
-        **_all("retried a trial from other files of Ray. Use max_failures.", "raise_on_failed_trial", "reuse_actors", "fail_fast"),
-        **_all("is the default: the run goes on from its newest checkpoint.", "checkpoint_upload_from_workers"),
+        **_reject_all("is written in the section `tune:`, as scheduler.", "scheduler", "scheduler_config"),
+        **_reject_all("is written in the section `tune:`.", "search_alg", "metric", "mode"),
+        **_reject_all("is written in the section `track:`.", "loggers", "logger_config", "callbacks"),
+        **_reject_all("is done afterwards: ludus export RUN.", "export_formats"),
+        **_ignore_all("networks are always PyTorch's.", "frameworks"),
+        **_reject_all("is what a preset must reach: write  target: {return_mean: …, timesteps: …}.", "pass_criteria"),
+        **_ignore_all("runs are named after experiment, algorithm and time.", "trial_name_creator", "trial_dirname_creator"),
+        **_reject_all("retried a trial from other files of Ray. Use max_failures.", "raise_on_failed_trial", "reuse_actors", "fail_fast"),
+        **_reject_all("is the default: the run goes on from its newest checkpoint.", "checkpoint_upload_from_workers"),
     },
     STOP: {
-        **_all("is not a stop here; use episode_return_mean.", "episode_reward_max", "episode_reward_min", "episode_return_max"),
-        **_all("is not a stop here; use episode_return_mean, and look at evaluations in metrics.jsonl.",
+        **_reject_all("is not a stop here; use episode_return_mean.", "episode_reward_max", "episode_reward_min", "episode_return_max"),
+        **_reject_all("is not a stop here; use episode_return_mean, and look at evaluations in metrics.jsonl.",
                "evaluation/episode_reward_mean", "evaluation/env_runners/episode_return_mean",
                "evaluation/sampler_results/episode_reward_mean"),
-        **_all("counts one iteration; use time_s for the whole training.", "time_this_iter_s"),
-        **_all("counts one iteration; use timesteps for the whole training.", "timesteps_this_iter", "episodes_this_iter"),
-        **_all("counts steps of agents; use timesteps, steps of the environment.", "agent_timesteps_total",
+        **_reject_all("counts one iteration; use time_s for the whole training.", "time_this_iter_s"),
+        **_reject_all("counts one iteration; use timesteps for the whole training.", "timesteps_this_iter", "episodes_this_iter"),
+        **_reject_all("counts steps of agents; use timesteps, steps of the environment.", "agent_timesteps_total",
                "num_agent_steps_sampled", "num_agent_steps_sampled_lifetime"),
-        **_all("is not a stop here; use timesteps.", "num_env_steps_trained", "num_env_steps_trained_lifetime",
+        **_reject_all("is not a stop here; use timesteps.", "num_env_steps_trained", "num_env_steps_trained_lifetime",
                "info/num_steps_trained"),
-        **_all("is not a stop here; use episode_return_mean.", "episode_len_mean", "env_runners/episode_len_mean"),
-        **_all("is not needed: a run that is done ends.", "done"),
+        **_reject_all("is not a stop here; use episode_return_mean.", "episode_len_mean", "env_runners/episode_len_mean"),
+        **_reject_all("is not needed: a run that is done ends.", "done"),
     },
     CONFIG: {
         # -- frameworks
-        **_ignored(
+        **_ignore_all(
             _NO_TENSORFLOW,
             *("tf_session_args", "local_tf_session_args", "eager", "eager_tracing", "eager_max_retraces"),
             *("enable_tf1_exec_eagerly", "_tf_policy_handles_more_than_one_loss", "no_eager_on_workers", "eager_trace"),
         ),
-        **_ignored(
+        **_ignore_all(
             "inference is always compiled.",
             *("torch_compile_learner", "torch_compile_learner_dynamo_backend", "torch_compile_learner_dynamo_mode"),
             *("torch_compile_learner_what_to_compile", "torch_compile_worker", "torch_compile_worker_dynamo_backend"),
             "torch_compile_worker_dynamo_mode",
             same=(False,),
         ),
-        **_all("has no counterpart. Leave it out; see num_learners and mixed_precision.", "torch_ddp_kwargs", same=({},)),
-        **_all("hides a gradient that is NaN; here it ends the run with the reason. Leave it out.", "torch_skip_nan_gradients",
+        **_reject_all("has no counterpart. Leave it out; see num_learners and mixed_precision.", "torch_ddp_kwargs", same=({},)),
+        **_reject_all("hides a gradient that is NaN; here it ends the run with the reason. Leave it out.", "torch_skip_nan_gradients",
                same=(False,)),
-        **_all("is mixed_precision here: bf16 or fp16.", "_torch_grad_scaler_class", same=(None,)),
-        **_all("is a schedule here: lr: [[timestep, value], …].", "_torch_lr_scheduler_classes", same=(None,)),
-        **_all("is Adam's: set lr and adam_epsilon.", "optimizer", same=({},)),
-        **_all("is the norm of the whole gradient here. Leave it out.", "grad_clip_by", same=("global_norm",)),
+        **_reject_all("is mixed_precision here: bf16 or fp16.", "_torch_grad_scaler_class", same=(None,)),
+        **_reject_all("is a schedule here: lr: [[timestep, value], …].", "_torch_lr_scheduler_classes", same=(None,)),
+        **_reject_all("is Adam's: set lr and adam_epsilon.", "optimizer", same=({},)),
+        **_reject_all("is the norm of the whole gradient here. Leave it out.", "grad_clip_by", same=("global_norm",)),
         # -- switches of RLlib itself
-        **_ignored(
+        **_ignore_all(
             _OWN_SWITCH,
             *("_disable_preprocessor_api", "_disable_action_flattening", "_disable_execution_plan_api"),
             *("_disable_initialize_loss_from_dummy_batch", "_enable_rl_module_api", "_enable_learner_api"),
@@ -564,106 +564,106 @@ UNSUPPORTED: Mapping[str, Mapping[str, UnsupportedKey]] = {
             *("merge_env_runner_states", "broadcast_env_runner_states", "use_env_runner_state_server"),
             *("env_runner_state_server_max_concurrency", "_env_runners_only", "_skip_learners"),
         ),
-        **_ignored("GPUs that are only emulated are not used: num_gpus counts as 0.", "_fake_gpus", same=(False,)),
-        **_all("trains on random data. Leave it out.", "fake_sampler", same=(False,)),
-        **_all(
+        **_ignore_all("GPUs that are only emulated are not used: num_gpus counts as 0.", "_fake_gpus", same=(False,)),
+        **_reject_all("trains on random data. Leave it out.", "fake_sampler", same=(False,)),
+        **_reject_all(
             _OWN_CLASS,
             *("worker_cls", "env_runner_cls", "sample_collector", "learner_config_dict", "_learner_class", "_rl_module_spec"),
             *("rl_module_spec", "_model_config", "_per_module_overrides", "_env_to_module_connector"),
             *("_module_to_env_connector", "_learner_connector", "optimizer_class", "execution_plan"),
             same=(None, {}),
         ),
-        **_all("belongs to the section `multiagent`, as keys of a policy.", "algorithm_config_overrides_per_module", same=({},)),
+        **_reject_all("belongs to the section `multiagent`, as keys of a policy.", "algorithm_config_overrides_per_module", same=({},)),
         # -- resources
-        **_ignored(
+        **_ignore_all(
             _RESOURCES,
             *("num_cpus_per_worker", "num_cpus_per_env_runner", "num_cpus_for_driver", "num_cpus_for_local_worker"),
             *("num_cpus_for_main_process", "num_cpus_per_learner", "num_cpus_per_learner_worker"),
             same=(1, "auto"),
         ),
-        **_ignored(
+        **_ignore_all(
             _RESOURCES,
             *("custom_resources_per_worker", "custom_resources_per_env_runner", "custom_resources_per_learner"),
             "custom_resources_for_main_process",
             same=({},),
         ),
-        **_ignored(
+        **_ignore_all(
             _RESOURCES,
             *("memory", "memory_per_worker", "object_store_memory", "object_store_memory_per_worker", "local_gpu_idx"),
             same=(0,),
         ),
-        **_ignored("workers start on the machine with the most free cores.",
+        **_ignore_all("workers start on the machine with the most free cores.",
                "placement_strategy", same=("PACK",)),
-        **_ignored("workers choose actions on the CPU unless inference_device is cuda.",
+        **_ignore_all("workers choose actions on the CPU unless inference_device is cuda.",
                "num_gpus_per_worker", "num_gpus_per_env_runner", same=(0, 0.0)),
-        **_all("sets environment variables; set them in the shell, from which all processes inherit them.",
+        **_reject_all("sets environment variables; set them in the shell, from which all processes inherit them.",
                "extra_python_environs_for_driver", "extra_python_environs_for_worker", same=({},)),
         # -- environments
-        **_all("continues an episode after its end, which is not supported. Leave it out.", "soft_horizon", "no_done_at_end",
+        **_reject_all("continues an episode after its end, which is not supported. Leave it out.", "soft_horizon", "no_done_at_end",
                same=(False,)),
-        **_all("is read from the environment. Leave it out.", "observation_space", "action_space", same=(None,)),
-        **_ignored("environments are stepped by the workers, whose number is num_workers.", "remote_worker_envs", same=(False,)),
-        **_ignored("it belongs to remote_worker_envs, which is ignored.", "remote_env_batch_wait_ms", same=(0,)),
-        **_ignored("a vector environment is used where there is one.",
+        **_reject_all("is read from the environment. Leave it out.", "observation_space", "action_space", same=(None,)),
+        **_ignore_all("environments are stepped by the workers, whose number is num_workers.", "remote_worker_envs", same=(False,)),
+        **_ignore_all("it belongs to remote_worker_envs, which is ignored.", "remote_env_batch_wait_ms", same=(0,)),
+        **_ignore_all("a vector environment is used where there is one.",
                "gym_env_vectorize_mode", same=("sync", "SYNC")),
-        **_all("is a curriculum in Python: let the environment change itself, or begin a new run with --restore.",
+        **_reject_all("is a curriculum in Python: let the environment change itself, or begin a new run with --restore.",
                "env_task_fn", same=(None,)),
-        **_ignored("nothing is shown on a screen while training; evaluation_video records episodes of evaluations.",
+        **_ignore_all("nothing is shown on a screen while training; evaluation_video records episodes of evaluations.",
                "render_env", "record_env", "monitor", same=(False, None)),
-        **_all("is what happens: actions are scaled and clipped into the bounds of their space. Leave it out.",
+        **_reject_all("is what happens: actions are scaled and clipped into the bounds of their space. Leave it out.",
                "normalize_actions", same=(True,)),
-        **_all("is what happens: actions are scaled and clipped into the bounds of their space. Leave it out.",
+        **_reject_all("is what happens: actions are scaled and clipped into the bounds of their space. Leave it out.",
                "clip_actions", same=(True, False)),
-        **_all(_IMAGES, "preprocessor_pref", same=(None, "deepmind")),
-        **_ignored("environments are always checked.", "disable_env_checking", same=(False,)),
-        **_all("is not supported: environments of old Gym are not accepted; use Gymnasium. Leave it out.", "auto_wrap_old_gym_envs", same=(True, False)),
-        **_all("is not supported: masks are found by the name action_mask. Leave it out.", "action_mask_key", same=("action_mask",)),
-        **_ignored("the learner process has no environment.",
+        **_reject_all(_IMAGES, "preprocessor_pref", same=(None, "deepmind")),
+        **_ignore_all("environments are always checked.", "disable_env_checking", same=(False,)),
+        **_reject_all("is not supported: environments of old Gym are not accepted; use Gymnasium. Leave it out.", "auto_wrap_old_gym_envs", same=(True, False)),
+        **_reject_all("is not supported: masks are found by the name action_mask. Leave it out.", "action_mask_key", same=("action_mask",)),
+        **_ignore_all("the learner process has no environment.",
                "create_env_on_driver", "create_env_on_local_worker", "create_local_env_runner", same=(False,)),
         # -- sampling
-        **_all("is `sampling: pipelined` (or async) here.", "sample_async", same=(False,)),
-        **_ignored("observations stay in shared memory, uncompressed.", "compress_observations", same=(False,)),
-        **_all("is not supported: statistics are part of the policy and shared by all workers. Leave it out.",
+        **_reject_all("is `sampling: pipelined` (or async) here.", "sample_async", same=(False,)),
+        **_ignore_all("observations stay in shared memory, uncompressed.", "compress_observations", same=(False,)),
+        **_reject_all("is not supported: statistics are part of the policy and shared by all workers. Leave it out.",
                *("synchronize_filters", "update_worker_filter_stats", "use_worker_filter_stats"), same=(True,)),
-        **_ignored("statistics are part of the policy and shared by all workers.",
+        **_ignore_all("statistics are part of the policy and shared by all workers.",
                "sync_filters_on_rollout_workers_timeout_s"),
-        **_ignored("it is a detail of RLlib's samplers.", "sampler_perf_stats_ema_coef", "ignore_final_observation"),
-        **_ignored(_FAULTS,
+        **_ignore_all("it is a detail of RLlib's samplers.", "sampler_perf_stats_ema_coef", "ignore_final_observation"),
+        **_ignore_all(_FAULTS,
                *("num_consecutive_worker_failures_tolerance", "num_consecutive_env_runner_failures_tolerance"),
                *("worker_health_probe_timeout_s", "worker_restore_timeout_s", "env_runner_health_probe_timeout_s"),
                *("env_runner_restore_timeout_s", "sample_timeout_s", "validate_workers_after_construction"),
                "validate_env_runners_after_construction"),
         # -- evaluation
-        **_ignored("evaluations run in parallel to training exactly when evaluation_num_workers is above 0.", "evaluation_parallel_to_training",
+        **_ignore_all("evaluations run in parallel to training exactly when evaluation_num_workers is above 0.", "evaluation_parallel_to_training",
                "enable_async_evaluation", "always_attach_evaluation_results"),
-        **_all("is a Python function; evaluate a run with ludus.load(…) or ludus rollout.",
+        **_reject_all("is a Python function; evaluate a run with ludus.load(…) or ludus rollout.",
                "custom_eval_function", "custom_evaluation_function", "custom_async_evaluation_function", same=(None,)),
-        **_ignored("it is a detail of RLlib's evaluation workers.",
+        **_ignore_all("it is a detail of RLlib's evaluation workers.",
                *("evaluation_sample_timeout_s", "evaluation_unhealthy_workers_timeout_s", "in_evaluation"),
                *("evaluation_force_reset_envs_before_iteration", "evaluation_auto_duration_min_env_steps_per_sample"),
                *("evaluation_auto_duration_max_env_steps_per_sample", "evaluation_error_after_n_consecutive_skips")),
         # -- reports
-        **_all(_REPORTS, "min_train_timesteps_per_iteration", "min_train_timesteps_per_reporting", same=(0, None)),
-        **_ignored("metrics of workers come with their steps.",
+        **_reject_all(_REPORTS, "min_train_timesteps_per_iteration", "min_train_timesteps_per_reporting", same=(0, None)),
+        **_ignore_all("metrics of workers come with their steps.",
                "metrics_episode_collection_timeout_s", "collect_metrics_timeout"),
-        **_ignored("it is an option of the command: -v, -vv.", "log_level"),
-        **_ignored("it is always in metrics.jsonl and `ludus status`.", "log_sys_usage", same=(True,)),
-        **_ignored("the section `track` defines where metrics go.",
+        **_ignore_all("it is an option of the command: -v, -vv.", "log_level"),
+        **_ignore_all("it is always in metrics.jsonl and `ludus status`.", "log_sys_usage", same=(True,)),
+        **_ignore_all("the section `track` defines where metrics go.",
                "keep_per_episode_custom_metrics", "log_gradients", "stats_cls_lookup", "logger_config", "logger_creator",
                same=(False, None)),
-        **_all(_CALLBACK, "callbacks", "callbacks_class"),
-        **_all(_CALLBACK,
+        **_reject_all(_CALLBACK, "callbacks", "callbacks_class"),
+        **_reject_all(_CALLBACK,
                *(f"callbacks_on_{when}" for when in (
                    *("algorithm_init", "checkpoint_loaded", "env_runners_recreated", "environment_created", "episode_created"),
                    *("episode_end", "episode_start", "episode_step", "evaluate_end", "evaluate_start", "sample_end"),
                    *("train_result", "evaluate_offline_end", "evaluate_offline_start", "offline_eval_runners_recreated"))),
                same=(None,)),
-        **_ignored("a run is exported with ludus export RUN.", "export_native_model_files", same=(False,)),
-        **_ignored("every model is saved in a checkpoint.", "checkpoint_trainable_policies_only", same=(False,)),
+        **_ignore_all("a run is exported with ludus export RUN.", "export_native_model_files", same=(False,)),
+        **_ignore_all("every model is saved in a checkpoint.", "checkpoint_trainable_policies_only", same=(False,)),
         # -- learning from files
-        **_all("comes from environments and games here, not from files. Leave it out.", "input", same=("sampler",)),
-        **_all("writes experience to files; ludus rollout --out does that with a trained agent.", "output", same=(None,)),
-        **_all(_OFFLINE,
+        **_reject_all("comes from environments and games here, not from files. Leave it out.", "input", same=("sampler",)),
+        **_reject_all("writes experience to files; ludus rollout --out does that with a trained agent.", "output", same=(None,)),
+        **_reject_all(_OFFLINE,
                *("input_config", "input_evaluation", "input_filesystem", "input_filesystem_kwargs", "input_read_method"),
                *("input_read_method_kwargs", "input_read_schema", "input_read_episodes", "input_read_sample_batches"),
                *("input_read_batch_size", "input_compress_columns", "input_spaces_jsonable", "actions_in_input_normalized"),
@@ -684,65 +684,65 @@ UNSUPPORTED: Mapping[str, Mapping[str, UnsupportedKey]] = {
                *("offline_eval_runner_restore_timeout_s", "restart_failed_offline_eval_runners"),
                "validate_offline_eval_runners_after_construction"),
         # -- PPO, APPO, IMPALA
-        **_all("is always so: advantages are measured against a value function. Leave it out.", "use_critic", same=(True,)),
-        **_all("is always so: minibatches are shuffled. Leave it out.", "shuffle_sequences", "shuffle_batch_per_epoch",
+        **_reject_all("is always so: advantages are measured against a value function. Leave it out.", "use_critic", same=(True,)),
+        **_reject_all("is always so: minibatches are shuffled. Leave it out.", "shuffle_sequences", "shuffle_batch_per_epoch",
                same=(True,)),
-        **_all("is always so for PPO: kl_coeff: 0 turns the penalty off.", "use_kl_loss", same=(True,)),
-        **_all("is always so: value targets are V-trace's. Leave it out.", "vtrace", same=(True,)),
-        **_ignored("the last step of a segment is kept: the value of the next observation is known.", "vtrace_drop_last_ts", same=(False,)),
-        **_all("is not supported: Adam is the optimizer here. Leave it out.", "opt_type", same=("adam",)),
-        **_all(_RMSPROP, "decay", "momentum", "rmsprop_epsilon"),
-        **_all("is clip_param of PPO (ML-Agents' name), adam_epsilon (RMSProp's), or a rate of exploration, which is a key of DQN.", "epsilon"),
-        **_all("is not supported: policy and value have one optimizer; balance them with vf_loss_coeff. Leave it out.",
+        **_reject_all("is always so for PPO: kl_coeff: 0 turns the penalty off.", "use_kl_loss", same=(True,)),
+        **_reject_all("is always so: value targets are V-trace's. Leave it out.", "vtrace", same=(True,)),
+        **_ignore_all("the last step of a segment is kept: the value of the next observation is known.", "vtrace_drop_last_ts", same=(False,)),
+        **_reject_all("is not supported: Adam is the optimizer here. Leave it out.", "opt_type", same=("adam",)),
+        **_reject_all(_RMSPROP, "decay", "momentum", "rmsprop_epsilon"),
+        **_reject_all("is clip_param of PPO (ML-Agents' name), adam_epsilon (RMSProp's), or a rate of exploration, which is a key of DQN.", "epsilon"),
+        **_reject_all("is not supported: policy and value have one optimizer; balance them with vf_loss_coeff. Leave it out.",
                "_separate_vf_optimizer", "_lr_vf", same=(False, None)),
-        **_ignored(_QUEUES,
+        **_ignore_all(_QUEUES,
                *("learner_queue_size", "learner_queue_timeout", "minibatch_buffer_size", "num_multi_gpu_tower_stacks"),
                *("num_data_loader_buffers", "num_gpu_loader_threads", "max_sample_requests_in_flight_per_worker"),
                *("max_requests_in_flight_per_env_runner", "max_requests_in_flight_per_sampler_worker"),
                *("max_requests_in_flight_per_learner", "max_requests_in_flight_per_aggregator_worker"),
                *("max_requests_in_flight_per_aggregator_actor", "num_aggregation_workers", "num_aggregator_actors_per_learner"),
                *("timeout_s_sampler_manager", "timeout_s_aggregator_manager", "simple_queue_size", "train_queue_size")),
-        **_ignored("workers take the newest weights before every segment.", "broadcast_interval", same=(1,)),
-        **_all("runs after every update inside RLlib, which is not supported. Leave it out.", "after_train_step", "before_learn_on_batch",
+        **_ignore_all("workers take the newest weights before every segment.", "broadcast_interval", same=(1,)),
+        **_reject_all("runs after every update inside RLlib, which is not supported. Leave it out.", "after_train_step", "before_learn_on_batch",
                same=(None,)),
-        **_all("keeps batches to learn from again; here replay_proportion and replay_buffer_num_slots do.",
+        **_reject_all("keeps batches to learn from again; here replay_proportion and replay_buffer_num_slots do.",
                "use_circular_buffer", "circular_buffer_num_batches", "circular_buffer_iterations_per_batch",
                same=(False,)),
-        **_all("bounds the ratio to a slower target; here vtrace_clip_pg_rho_threshold does.", "target_worker_clipping"),
-        **_all("is one pass over the batch per epoch; give num_epochs.", "sgd_stepsize", "num_sgd_steps"),
+        **_reject_all("bounds the ratio to a slower target; here vtrace_clip_pg_rho_threshold does.", "target_worker_clipping"),
+        **_reject_all("is one pass over the batch per epoch; give num_epochs.", "sgd_stepsize", "num_sgd_steps"),
         # -- DQN
-        **_all(_DISTRIBUTIONAL, "num_atoms", same=(1,)),
-        **_all(_DISTRIBUTIONAL, "categorical_distribution_temperature", same=(1.0,)),
-        **_all("is not supported; exploration is epsilon-greedy.", "noisy", "parameter_noise", "softmax_temp", "soft_q", same=(False,)),
-        **_all(_SEQUENCES, "burn_in_len", "replay_burn_in", "burn_in", same=(0,)),
-        **_all(_SEQUENCES, "replay_sequence_length", same=(1,)),
-        **_all(_SEQUENCES, "replay_zero_init_states", same=(True,)),
-        **_all("is written  epsilon: [[0, 1.0], [timesteps, 0.05]].",
+        **_reject_all(_DISTRIBUTIONAL, "num_atoms", same=(1,)),
+        **_reject_all(_DISTRIBUTIONAL, "categorical_distribution_temperature", same=(1.0,)),
+        **_reject_all("is not supported; exploration is epsilon-greedy.", "noisy", "parameter_noise", "softmax_temp", "soft_q", same=(False,)),
+        **_reject_all(_SEQUENCES, "burn_in_len", "replay_burn_in", "burn_in", same=(0,)),
+        **_reject_all(_SEQUENCES, "replay_sequence_length", same=(1,)),
+        **_reject_all(_SEQUENCES, "replay_zero_init_states", same=(True,)),
+        **_reject_all("is written  epsilon: [[0, 1.0], [timesteps, 0.05]].",
                *("exploration_fraction", "exploration_final_eps", "exploration_initial_eps", "schedule_max_timesteps"),
                *("epsilon_timesteps", "initial_epsilon", "final_epsilon", "exploration_final_scale", "exploration_initial_scale")),
-        **_all(_APEX, "worker_side_prioritization", same=(False,)),
-        **_all(_APEX, "num_replay_buffer_shards", "replay_buffer_shards_colocated_with_driver", "per_worker_exploration",
+        **_reject_all(_APEX, "worker_side_prioritization", same=(False,)),
+        **_reject_all(_APEX, "num_replay_buffer_shards", "replay_buffer_shards_colocated_with_driver", "per_worker_exploration",
                "num_replay_buffers", "debug", "shared"),
-        **_all("is train_batch_size here. Leave it out.", "replay_batch_size"),
-        **_all("is not supported: steps are sampled one by one, separately for each policy. Leave it out.", "replay_mode", "batch_replay",
+        **_reject_all("is train_batch_size here. Leave it out.", "replay_batch_size"),
+        **_reject_all("is not supported: steps are sampled one by one, separately for each policy. Leave it out.", "replay_mode", "batch_replay",
                same=("independent", False)),
         # -- several agents
-        **_all("belongs to the section `multiagent`.", "count_steps_by", same=("env_steps",)),
-        **_all("keeps policies on disk; here all are in memory. Leave it out.",
+        **_reject_all("belongs to the section `multiagent`.", "count_steps_by", same=("env_steps",)),
+        **_reject_all("keeps policies on disk; here all are in memory. Leave it out.",
                "policy_map_capacity", "policy_map_cache", "policy_states_are_swappable"),
-        **_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
+        **_reject_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
                "observation_fn", same=(None,)),
         **{key: UnsupportedKey(*reason) for key, reason in sb3_cleanrl.UNSUPPORTED.items()},
     },
     MODEL: {
-        **_all(_ATTENTION, "use_attention", same=(False,)),
-        **_all(_ATTENTION,
+        **_reject_all(_ATTENTION, "use_attention", same=(False,)),
+        **_reject_all(_ATTENTION,
                *("attention_num_transformer_units", "attention_dim", "attention_num_heads", "attention_head_dim"),
                *("attention_memory_inference", "attention_memory_training", "attention_position_wise_mlp_dim"),
                *("attention_init_gru_gate_bias", "attention_use_n_prev_actions", "attention_use_n_prev_rewards")),
-        **_all("is not built in: a wrapper can put the last action and reward into the observation (config.wrappers).",
+        **_reject_all("is not built in: a wrapper can put the last action and reward into the observation (config.wrappers).",
                "lstm_use_prev_action", "lstm_use_prev_reward", "lstm_use_prev_action_reward", same=(False,)),
-        **_all(_WEIGHTS,
+        **_reject_all(_WEIGHTS,
                *("fcnet_weights_initializer", "fcnet_weights_initializer_config", "fcnet_bias_initializer"),
                *("fcnet_bias_initializer_config", "fcnet_kernel_initializer", "fcnet_kernel_initializer_kwargs"),
                *("fcnet_bias_initializer_kwargs", "conv_kernel_initializer", "conv_kernel_initializer_config"),
@@ -756,47 +756,47 @@ UNSUPPORTED: Mapping[str, Mapping[str, UnsupportedKey]] = {
                *("head_fcnet_kernel_initializer_kwargs", "head_fcnet_bias_initializer", "head_fcnet_bias_initializer_kwargs"),
                *("fusionnet_kernel_initializer", "fusionnet_kernel_initializer_kwargs", "fusionnet_bias_initializer"),
                "fusionnet_bias_initializer_kwargs", same=(None, {})),
-        **_all("is not supported: convolutions are followed by ReLU here. Leave it out.", "conv_activation", same=("relu",)),
-        **_all("is not supported: layers after convolutions are fcnet_hiddens; those of vectors are one list, fcnet_hiddens + these.",
+        **_reject_all("is not supported: convolutions are followed by ReLU here. Leave it out.", "conv_activation", same=("relu",)),
+        **_reject_all("is not supported: layers after convolutions are fcnet_hiddens; those of vectors are one list, fcnet_hiddens + these.",
                "head_fcnet_hiddens", "fusionnet_hiddens", same=([],)),
-        **_all("is fcnet_activation here, for all dense layers. Leave it out.", "post_fcnet_activation", "head_fcnet_activation",
+        **_reject_all("is fcnet_activation here, for all dense layers. Leave it out.", "post_fcnet_activation", "head_fcnet_activation",
                "fusionnet_activation"),
-        **_all("is not supported: layer normalisation is not built in. Write a custom_model.", "fcnet_use_layernorm", "head_fcnet_use_layernorm",
+        **_reject_all("is not supported: layer normalisation is not built in. Write a custom_model.", "fcnet_use_layernorm", "head_fcnet_use_layernorm",
                same=(False,)),
-        **_all("is not supported: outputs always have a linear layer. Write a custom_model.", "no_final_linear", same=(False,)),
-        **_all("is not supported: log standard deviations have fixed bounds. Leave it out.", "log_std_clip_param", same=(20, 20.0)),
-        **_ignored("it is a detail inside RLlib's models.",
+        **_reject_all("is not supported: outputs always have a linear layer. Write a custom_model.", "no_final_linear", same=(False,)),
+        **_reject_all("is not supported: log standard deviations have fixed bounds. Leave it out.", "log_std_clip_param", same=(20, 20.0)),
+        **_ignore_all("it is a detail inside RLlib's models.",
                *("_time_major", "always_check_shapes", "_use_default_native_models", "_disable_preprocessor_api"),
                *("_disable_action_flattening", "encoder_latent_dim", "custom_options"), same=(False, None)),
-        **_all(_IMAGES, "channel_major", same=(False,)),
-        **_all("is a wrapper here: config.wrappers.", "custom_preprocessor", same=(None,)),
-        **_all("is chosen by the action space. Write a wrapper that changes the space (config.wrappers).", "custom_action_dist",
+        **_reject_all(_IMAGES, "channel_major", same=(False,)),
+        **_reject_all("is a wrapper here: config.wrappers.", "custom_preprocessor", same=(None,)),
+        **_reject_all("is chosen by the action space. Write a wrapper that changes the space (config.wrappers).", "custom_action_dist",
                same=(None,)),
-        **_all("is fcnet_hiddens here.", "hidden_layers", "hiddens", "conv_hiddens"),
-        **_all("is custom_model_config here.", "custom_model_kwargs", same=({},)),
-        **_all("is not supported: pixels are always scaled to [0, 1]. Leave it out.", "squash_to_range", same=(False,)),
+        **_reject_all("is fcnet_hiddens here.", "hidden_layers", "hiddens", "conv_hiddens"),
+        **_reject_all("is custom_model_config here.", "custom_model_kwargs", same=({},)),
+        **_reject_all("is not supported: pixels are always scaled to [0, 1]. Leave it out.", "squash_to_range", same=(False,)),
     },
     EVALUATION: {
-        **_all("is evaluation_num_workers here, next to evaluation_config.",
+        **_reject_all("is evaluation_num_workers here, next to evaluation_config.",
                "num_workers", "num_env_runners", "evaluation_num_workers"),
-        **_ignored("the number of environments of an evaluation follows from the number of its episodes.",
+        **_ignore_all("the number of environments of an evaluation follows from the number of its episodes.",
                "num_envs_per_worker", "num_envs_per_env_runner"),
-        **_all("is not supported: an evaluation uses the environment of the training, with a separate env_config.", "env", same=(None,)),
-        **_all("is evaluation_video here, next to evaluation_config: the number of recorded episodes.",
+        **_reject_all("is not supported: an evaluation uses the environment of the training, with a separate env_config.", "env", same=(None,)),
+        **_reject_all("is evaluation_video here, next to evaluation_config: the number of recorded episodes.",
                "render_env", "record_env", "monitor", same=(False, None)),
-        **_all("is not supported: steps of evaluations are not written; use ludus rollout RUN --out FILE.", "output", same=(False, None)),
-        **_all("belongs next to evaluation_config.", "evaluation_interval", "evaluation_duration"),
-        **_all("is not supported: an evaluation uses the seed of the run. Leave it out.", "seed", same=(None,)),
-        **_all("is the same in evaluations. Leave it out.", *("gamma", "lr", "model", "observation_filter", "framework"),
+        **_reject_all("is not supported: steps of evaluations are not written; use ludus rollout RUN --out FILE.", "output", same=(False, None)),
+        **_reject_all("belongs next to evaluation_config.", "evaluation_interval", "evaluation_duration"),
+        **_reject_all("is not supported: an evaluation uses the seed of the run. Leave it out.", "seed", same=(None,)),
+        **_reject_all("is the same in evaluations. Leave it out.", *("gamma", "lr", "model", "observation_filter", "framework"),
                *("train_batch_size", "rollout_fragment_length", "batch_mode", "multiagent", "exploration_config"), same=({},)),
     },
     MULTIAGENT: {
-        **_all("keeps policies on disk; here all are in memory. Leave it out.",
+        **_reject_all("keeps policies on disk; here all are in memory. Leave it out.",
                "policy_map_capacity", "policy_map_cache", "policy_states_are_swappable"),
-        **_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
+        **_reject_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
                "observation_fn", same=(None,)),
-        **_all("is not supported: agents are replayed one by one. Leave it out.", "replay_mode", same=("independent",)),
-        **_all("is `policy_mapping` here: agent → policy.", "policy_mapping_func", "mapping_fn"),
+        **_reject_all("is not supported: agents are replayed one by one. Leave it out.", "replay_mode", same=("independent",)),
+        **_reject_all("is `policy_mapping` here: agent → policy.", "policy_mapping_func", "mapping_fn"),
     },
 }  # fmt: skip
 """Section → key → why it is not supported."""
@@ -911,7 +911,7 @@ def translate_section(section: str, data: Mapping[str, Any], known: Iterable[str
             target = out.redundant if same else out.ignored if foreign[name].ignored else out.rejected
             target.append(KeyNotice(prefix + key, value, _DEFAULT if same else why))
         else:
-            _put(out, section, name, value, key)
+            _set_value(out, section, name, value, key)
     return out
 
 
@@ -951,10 +951,10 @@ def _translate(out: TranslatedSection, section: str, key: str, name: str, data: 
     if not found:
         out.redundant.append(KeyNotice(path, value, _DEFAULT))
     for target, given in found.items():
-        _put(out, section, target, given, key)
+        _set_value(out, section, target, given, key)
 
 
-def _put(out: TranslatedSection, section: str, path: str, value: Any, written: str) -> None:
+def _set_value(out: TranslatedSection, section: str, path: str, value: Any, written: str) -> None:
     inside = section.removeprefix("config").removeprefix(".")
     name = path.removeprefix(f"{inside}.") if inside else path
     target = out.other_sections if "." in name else out.data

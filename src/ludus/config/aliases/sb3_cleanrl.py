@@ -228,7 +228,7 @@ def _normalize(value: Any, _: Section) -> Mapping[str, Any]:
 
 
 def _total(value: Any, _: Section) -> Mapping[str, Any]:
-    raise ValueError("says when training stops: it belongs beside config, or is written  stop: {timesteps: …}")
+    raise ValueError("defines the end of the training: it belongs next to config, or is written  stop: {timesteps: …}")
 
 
 def _stop(value: Any, _: Section) -> Mapping[str, Any]:
@@ -301,14 +301,14 @@ UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "save_model": ("is always so: a run ends with a checkpoint. Leave it out.", (True,)),
     "upload_model": ("uploads to the Hugging Face hub, which is not supported. Leave it out.", (False,)),
     "hf_entity": ("belongs to the Hugging Face hub, which is not supported. Leave it out.", ("", None)),
-    "wandb_project_name": ("is written  track: {wandb: {project: …}}  beside config.", ()),
-    "wandb_entity": ("is written  track: {wandb: {entity: …}}  beside config.", (None,)),
+    "wandb_project_name": ("is written  track: {wandb: {project: …}}  next to config.", ()),
+    "wandb_entity": ("is written  track: {wandb: {entity: …}}  next to config.", (None,)),
     "num_iterations": ("follows from timesteps and the batch; to stop by updates: stop: {iterations: …}.", ()),
     "beta": ("is entropy_coeff here (ML-Agents), or replay_buffer_config.beta (prioritised replay of DQN).", ()),
     "time_horizon": ("is rollout_fragment_length here; ML-Agents ends such a segment at the end of an episode, too.", ()),
     "summary_freq": ("is min_time_s_per_iteration here, in seconds between reports.", ()),
-    "keep_checkpoints": ("is keep_checkpoints_num, beside config.", ()),
-    "checkpoint_interval": ("is checkpoint_freq (updates) or checkpoint_time_s (seconds), beside config.", ()),
+    "keep_checkpoints": ("is keep_checkpoints_num, next to config.", ()),
+    "checkpoint_interval": ("is checkpoint_freq (updates) or checkpoint_time_s (seconds), next to config.", ()),
     "learning_rate_schedule": ("is written  lr: [[0, 3e-4], [MAX_STEPS, 0]]  for linear.", ("constant",)),
     "reward_signals": ("are gamma and the environment's own reward here; others go into a wrapper (wrappers).", ()),
     "hyperparameters": ("is a section of ML-Agents; its keys belong directly into config here.", ()),

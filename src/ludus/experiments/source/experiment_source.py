@@ -152,13 +152,13 @@ def _canonical_keys(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dic
 def _customize(data: dict[str, Any], custom: Sequence[str]) -> None:
     if not custom:
         return
-    from ludus.compat.coach.overrides import settings
+    from ludus.compat.coach.overrides import translate_assignments
     from ludus.config.overrides import set_value
     from ludus.config.translation import translate_experiment
 
     run = str(translate_experiment(data).data.get("run", "PPO"))
     for text in custom:
-        for path, value in settings(text, run):
+        for path, value in translate_assignments(text, run):
             set_value(data, path, value, f"-cp {path}")
 
 

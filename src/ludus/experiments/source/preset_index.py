@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.compat.coach import preset_names
-from ludus.compat.coach.preset_names import Missing
+from ludus.compat.coach.preset_names import UnsupportedPreset
 from ludus.config.experiment_file import load_experiments
 from ludus.config.schema import TargetConfig
 from ludus.config.validation import parse_experiment
@@ -31,7 +31,7 @@ class Preset:
 
 
 @dataclass(frozen=True)
-class CoachPreset:
+class CoachPresetSummary:
     """A name of Coach."""
 
     name: str
@@ -51,9 +51,9 @@ def preset(name: str) -> Path:
     """The file of a preset. Raises UnknownName."""
     if name in names():
         return _folder() / f"{name}.yaml"
-    if preset_names.canonical(name) is not None:
+    if preset_names.canonical_name(name) is not None:
         raise UnknownName(f"{name} is a name of Coach, which has no file of its own.", f"ludus presets show {name} writes one.")
-    near = did_you_mean(name, [*names(), *preset_names.names()])
+    near = did_you_mean(name, [*names(), *preset_names.supported_names()])
     raise UnknownName(f"There is no preset {name!r}.", near if near.startswith("Did") else did_you_mean(name, names()))
 
 
@@ -62,7 +62,7 @@ def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]
 
     Raises UnknownName with the reason and the nearest, UsageError when the level is missing or not one of its levels.
     """
-    called = None if name in names() else preset_names.canonical(name)
+    called = None if name in names() else preset_names.canonical_name(name)
     if called is None:
         found = load_experiments(preset(name))
         if level is not None:
@@ -70,12 +70,12 @@ def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]
                 data["env"] = level
                 data.pop("target", None)
         return found
-    entry = preset_names.found(called)
-    if not isinstance(entry, preset_names.Familiar):
-        assert isinstance(entry, Missing)
-        raise preset_names.refusal(called, entry)
+    entry = preset_names.find_preset(called)
+    if not isinstance(entry, preset_names.CoachPreset):
+        assert isinstance(entry, UnsupportedPreset)
+        raise preset_names.unsupported_error(called, entry)
     needed = {each: _experiment(each) for each in (entry.preset, *entry.own.values())}
-    return {called: preset_names.experiment(called, entry, level, needed)}
+    return {called: preset_names.make_experiment(called, entry, level, needed)}
 
 
 def read_summary(name: str) -> Preset:
@@ -87,21 +87,21 @@ def read_summary(name: str) -> Preset:
     return Preset(name, checked.description or "", checked.env, checked.run, checked.target)
 
 
-def coach_presets() -> list[CoachPreset]:
+def coach_presets() -> list[CoachPresetSummary]:
     """The names of Coach under which something is trained."""
-    return [_coach_preset(name) for name in preset_names.names()]
+    return [_coach_preset(name) for name in preset_names.supported_names()]
 
 
-def _coach_preset(name: str) -> CoachPreset:
-    entry = preset_names.FAMILIAR[name]
+def _coach_preset(name: str) -> CoachPresetSummary:
+    entry = preset_names.COACH_PRESETS[name]
     data = experiments(name, next(iter(entry.levels), None))[name]
     target = None if entry.levels or "target" not in data else TargetConfig.model_validate(data["target"])
-    return CoachPreset(name, entry.preset, data["run"], tuple(entry.levels), target)
+    return CoachPresetSummary(name, entry.preset, data["run"], tuple(entry.levels), target)
 
 
-def unsupported_coach_presets() -> dict[str, Missing]:
+def unsupported_coach_presets() -> dict[str, UnsupportedPreset]:
     """The names of Coach under which nothing can be trained."""
-    return dict(preset_names.MISSING)
+    return dict(preset_names.UNSUPPORTED_PRESETS)
 
 
 def _experiment(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From what the environment says to a duel, its result, and an exit code."""
+"""Entry point: read the launch specification, play the duel, write its result."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import traceback
 
 from ludus.core import plugins
 from ludus.errors import LudusError
-from ludus.games.doom.duel import Duel, Stopped
-from ludus.games.doom.launch_spec import Briefing, write_result
+from ludus.games.doom.duel import Duel, DuelStopped
+from ludus.games.doom.launch_spec import LaunchSpec, write_result
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT}
 
 
 def main() -> int:
-    """0: it was played to its end. The signals that stop it are blocked in all threads; they are waited for here."""
-    faulthandler.enable()  # the engine's library may crash
+    """Return the exit code; 0 if the duel was completed. Stop signals must be blocked in all threads; a thread waits for them."""
+    faulthandler.enable()  # prints a traceback if the engine's library crashes
     try:
         plugins.require("vizdoom", "doom", "The Doom duel")
-        briefing = Briefing.from_environment()
-        os.chdir(briefing.directory)  # the engines leave a few files where they stand
-        duel = Duel(briefing)
+        spec = LaunchSpec.from_environment()
+        os.chdir(spec.directory)  # engines write files to the working directory
+        duel = Duel(spec)
         threading.Thread(target=_stop_on_signal, args=(duel,), daemon=True).start()
         result = duel.play()
-        write_result(briefing.result, result)
-    except Stopped:
+        write_result(spec.result, result)
+    except DuelStopped:
         return 128 + signal.SIGTERM
     except LudusError as error:
-        _say(f"doom: {error}")
+        _log(f"doom: {error}")
         return error.exit_code
-    except Exception:
-        _say(traceback.format_exc())
+    except Exception:  # top level: report any error and exit with 1
+        _log(traceback.format_exc())
         return 1
-    _say(f"doom: {result}")
+    _log(f"doom: {result}")
     return 0
 
 
@@ -45,6 +45,6 @@ def _stop_on_signal(duel: Duel) -> None:
     duel.stop()
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Who plays a camp of the duel: an actor that is asked over HTTP, or a script."""
+"""Players of a camp of the duel: an actor over HTTP, or a bot."""
 
 from __future__ import annotations
 
@@ -9,81 +9,81 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from ludus.errors import EnvironmentFault, LudusError
-from ludus.games.doom.engine import NOTHING, PRESSES, Seen
-from ludus.games.doom.launch_spec import Camp
+from ludus.games.doom.engine import NOTHING, PRESSES, PlayerView
+from ludus.games.doom.launch_spec import ActorAddress
 from ludus.protocol.client import Client
 from ludus.protocol.codec import decode, encode
 
 RETRIES = 2
-_AIMED = 0.04
-"""So far off the middle of the picture a rocket still hits: it bursts over a few steps."""
-_DODGE = 0.3
-"""Of the decisions with the other one in sight, how many evade instead of aiming."""
+_AIM_TOLERANCE = 0.04
+"""Distance from the middle of the screen at which a rocket still hits, by its blast radius."""
+_DODGE_SHARE = 0.3
+"""Share of decisions with a visible enemy that dodge instead of aim."""
 _LEFT, _RIGHT, _FIRE = 1, 2, 3
 
 
-class Player(Protocol):
-    """One of them is used by one thread."""
+class DuelPlayer(Protocol):
+    """Plays one camp; used by one thread."""
 
     kind: str
 
     def begin(self) -> None: ...
 
-    def act(self, seen: Seen, reward: float) -> int:
-        """`reward` is that of the action before, and of what happened until now."""
+    def act(self, view: PlayerView, reward: float) -> int:
+        """Return an action. `reward`: change since the previous action."""
         ...
 
     def end(self, reward: float) -> None:
-        """The match was played to its end."""
+        """End after a completed match."""
         ...
 
     def leave(self) -> None:
-        """It was not; also after an error. Does not raise LudusError."""
+        """End an incomplete match, also after an error. Does not raise LudusError."""
         ...
 
 
 class ActorPlayer:
-    """Asks the actor of its camp. Raises EnvironmentFault, which says whose actor it was."""
+    """Requests actions from the actor of its camp. Raises EnvironmentFault that names the actor."""
 
     kind = "actor"
 
-    def __init__(self, number: int, camp: Camp, match: str, *, eval_mode: bool = False) -> None:
+    def __init__(self, number: int, camp: ActorAddress, match: str, *, eval_mode: bool = False) -> None:
         self._number, self._camp, self._match = number, camp, match
         self._about = {"game": "doom", "camp": number, "eval_mode": eval_mode}
         self._client = Client(camp.url, camp.token, camp.timeout_s, RETRIES)
-        # An id may be played again, after a crash at once: the actor must not take that for the session it still has.
+        # Unique: after a crash the same match may run again while the actor still has the old session.
         self._session = f"{match}.{number}.{uuid.uuid4().hex[:12]}"
         self._open = False
 
     def begin(self) -> None:
-        self._asked(lambda: self._client.start(self._session, encode(self._about, "msgpack"), self._match))
+        self._request(lambda: self._client.start(self._session, encode(self._about, "msgpack"), self._match))
         self._open = True
 
-    def act(self, seen: Seen, reward: float) -> int:
-        body = encode({"observation": seen.screen.tobytes(), "reward": reward}, "msgpack")
-        reply = self._asked(lambda: self._client.tick(self._session, body))
+    def act(self, view: PlayerView, reward: float) -> int:
+        body = encode({"observation": view.screen.tobytes(), "reward": reward}, "msgpack")
+        reply = self._request(lambda: self._client.tick(self._session, body))
         try:
             action: Any = decode(reply)["action"]
         except (ValueError, KeyError, TypeError) as error:
-            raise self._senseless(reply) from error
+            raise self._invalid_reply(reply) from error
         if isinstance(action, bool) or not isinstance(action, int) or not 0 <= action < len(PRESSES):
-            raise self._senseless(reply)
+            raise self._invalid_reply(reply)
         return action
 
     def end(self, reward: float) -> None:
         body = encode({"reward": reward, "terminated": True}, "msgpack")
-        self._asked(lambda: self._client.end(self._session, body))
+        self._request(lambda: self._client.end(self._session, body))
         self._open = False
         self._client.close()
 
     def leave(self) -> None:
         if self._open:
             self._open = False
-            with suppress(LudusError):  # it may be the one whose fault it is; without an end it forgets the session after a while
+            with suppress(LudusError):  # the actor may have failed; it expires sessions without an end
                 self._client.end(self._session)
         self._client.close()
 
-    def _asked(self, ask: Callable[[], bytes]) -> bytes:
+    def _request(self, ask: Callable[[], bytes]) -> bytes:
         try:
             return ask()
         except LudusError as error:
@@ -91,35 +91,35 @@ class ActorPlayer:
                 f"The actor of camp {self._number} at {self._camp.url} failed: {error.message}", error.hint
             ) from error
 
-    def _senseless(self, reply: bytes) -> EnvironmentFault:
+    def _invalid_reply(self, reply: bytes) -> EnvironmentFault:
         return EnvironmentFault(
             f"The actor of camp {self._number} at {self._camp.url} answered {reply[:60]!r}.",
             f'An action is a msgpack map {{"action": 0 … {len(PRESSES) - 1}}}.',
         )
 
 
-class ScriptPlayer:
-    """Steps in front of the other one and fires, and now and then aside."""
+class BotPlayer:
+    """Moves in front of the enemy and fires; dodges at random."""
 
     kind = "script"
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311 - a game
-        self._way, self._left = _LEFT, 0
+        self._direction, self._steps_left = _LEFT, 0
 
     def begin(self) -> None:
         pass
 
-    def act(self, seen: Seen, reward: float) -> int:
-        if self._left > 0:
-            self._left -= 1
-            return self._way
-        if seen.enemy is None or self._random.random() < _DODGE:
-            self._way, self._left = self._random.choice((_LEFT, _RIGHT)), self._random.randrange(1, 6)
-            return self._way
-        if abs(seen.enemy) < _AIMED:
+    def act(self, view: PlayerView, reward: float) -> int:
+        if self._steps_left > 0:
+            self._steps_left -= 1
+            return self._direction
+        if view.enemy is None or self._random.random() < _DODGE_SHARE:
+            self._direction, self._steps_left = self._random.choice((_LEFT, _RIGHT)), self._random.randrange(1, 6)
+            return self._direction
+        if abs(view.enemy) < _AIM_TOLERANCE:
             return NOTHING + _FIRE
-        return (_RIGHT if seen.enemy > 0 else _LEFT) + (_FIRE if abs(seen.enemy) < 2 * _AIMED else 0)
+        return (_RIGHT if view.enemy > 0 else _LEFT) + (_FIRE if abs(view.enemy) < 2 * _AIM_TOLERANCE else 0)
 
     def end(self, reward: float) -> None:
         pass

@@ -1,13 +1,12 @@
-"""What a player of the Arena looks at before it decides: distances, dangers, chances. Kernels; questions only, no orders.
+"""Features that bots decide on: distances, dangers, strengths. Kernels without side effects.
 
-Everything here is what the camp of hero `h` sees: enemies that are not SEEN do not exist, and neither do their purses and
-cooldowns. Lengths "ahead" are along the lane, from the hero's own end of the field.
+They use only what the camp of hero `h` sees: not enemies that are not SEEN, nor the gold and cooldowns of enemies.
 """
 
 from __future__ import annotations
 
 from ludus.core.types import Ints32
-from ludus.games.arena.engine.geometry import DX, DY, ONE, distance, gap, root, towards_zero, within
+from ludus.games.arena.engine.geometry import DX, DY, ONE, distance, divide_towards_zero, edge_distance, integer_root, within
 from ludus.games.arena.engine.heroes import (
     HEALS,
     S_ALLY,
@@ -50,27 +49,27 @@ from ludus.games.arena.engine.layout import (
     X,
     Y,
 )
-from ludus.games.arena.engine.rules import SECOND, can_cast, is_building, power, side, speed_of
+from ludus.games.arena.engine.rules import SECOND, camp_x, can_cast, is_building, skill_power, speed_of
 
 FIGHT = 5 * SECOND
-"""How long a fight is thought to last."""
+"""Assumed duration of a fight in ticks."""
 NEAR = 11_000
-"""Whoever is this near takes part in it."""
-NOBODY = -1
+"""Distance within which heroes take part in a fight."""
+NO_UNIT = -1
 
 
-# -- who and where ----------------------------------------------------------------------------------------------------
+# -- positions --------------------------------------------------------------------------------------------------------
 
 
 @inner
-def sees(units: Ints32, h: int, j: int) -> bool:
-    """Whether unit j is an enemy of h that is there and seen."""
+def is_visible_enemy(units: Ints32, h: int, j: int) -> bool:
+    """Whether unit j is alive, an enemy of h and visible."""
     return bool(units[ALIVE, j] == 1 and units[CAMP, j] != units[CAMP, h] and units[SEEN, j] == 1)
 
 
 @inner
 def first_enemy(match: Ints32, h: int) -> int:
-    """Enemies are the slots from here, as many as the match has on a side."""
+    """First slot of the enemy heroes."""
     size = int(match[SIZE])
     return size if h < size else 0
 
@@ -92,20 +91,20 @@ def buildings_of(match: Ints32, camp: int) -> int:
 
 
 @inner
-def ahead(units: Ints32, h: int, i: int) -> int:
-    """How far unit i is along the lane, as h's camp sees it."""
-    return side(int(units[CAMP, h]), int(units[X, i]))
+def lane_x(units: Ints32, h: int, i: int) -> int:
+    """Position of unit i along the lane, from the base of h's camp."""
+    return camp_x(int(units[CAMP, h]), int(units[X, i]))
 
 
 @inner
-def share(units: Ints32, i: int) -> int:
-    """Of health, in percent."""
+def health_percent(units: Ints32, i: int) -> int:
+    """Health share of a unit in percent."""
     return 100 * int(units[HP, i]) // max(1, int(units[MAX_HP, i]))
 
 
 @inner
 def next_building(units: Ints32, match: Ints32, camp: int) -> int:
-    """Of a camp's buildings the one that can be attacked."""
+    """Return the building of a camp that can be attacked."""
     first = buildings_of(match, camp)
     for s in range(first, first + CORE):
         if units[ALIVE, s] == 1:
@@ -114,15 +113,15 @@ def next_building(units: Ints32, match: Ints32, camp: int) -> int:
 
 
 @inner
-def front(units: Ints32, match: Ints32, h: int, camp: int) -> int:
-    """The creep of `camp` that has come farthest towards the other, as far as h's camp sees it; or NOBODY."""
+def front_creep(units: Ints32, match: Ints32, h: int, camp: int) -> int:
+    """Return the foremost creep of `camp` that h's camp sees, or NO_UNIT."""
     first = creeps_of(match, camp)
     own = camp == units[CAMP, h]
-    best, best_far = NOBODY, -1
+    best, best_far = NO_UNIT, -1
     for c in range(first, first + CREEPS):
         if units[ALIVE, c] == 0 or (not own and units[SEEN, c] == 0):
             continue
-        far = side(camp, int(units[X, c]))
+        far = camp_x(camp, int(units[X, c]))
         if far > best_far:
             best, best_far = c, far
     return best
@@ -130,12 +129,12 @@ def front(units: Ints32, match: Ints32, h: int, camp: int) -> int:
 
 @inner
 def nearest_hero(units: Ints32, match: Ints32, h: int, reach: int) -> int:
-    """Of the enemy, within reach; or NOBODY."""
+    """Return the nearest visible enemy hero within reach, or NO_UNIT."""
     first = first_enemy(match, h)
-    best, best_far = NOBODY, reach
+    best, best_far = NO_UNIT, reach
     for j in range(first, first + int(match[SIZE])):
-        if sees(units, h, j):
-            far = gap(units, h, j)
+        if is_visible_enemy(units, h, j):
+            far = edge_distance(units, h, j)
             if far <= best_far:
                 best, best_far = j, far
     return best
@@ -143,7 +142,7 @@ def nearest_hero(units: Ints32, match: Ints32, h: int, reach: int) -> int:
 
 @inner
 def count_creeps(units: Ints32, match: Ints32, camp: int, i: int, reach: int) -> int:
-    """Creeps of a camp within reach of unit i, as far as the other camp sees them too."""
+    """Count the creeps of a camp within reach of unit i that i's camp sees."""
     first = creeps_of(match, camp)
     own = camp == units[CAMP, i]
     found = 0
@@ -165,7 +164,7 @@ def count_alive(units: Ints32, match: Ints32, first: int) -> int:
 
 @inner
 def tower_over(units: Ints32, match: Ints32, h: int, x: int, y: int, spare: int) -> int:
-    """A building of the enemy that could shoot hero h at a point, or at `spare` from it; or NOBODY."""
+    """Return an enemy building that can shoot hero h within `spare` of a point, or NO_UNIT."""
     first = buildings_of(match, 1 - int(units[CAMP, h]))
     for s in range(first, first + STRUCTURES):
         if units[ALIVE, s] == 0:
@@ -174,12 +173,12 @@ def tower_over(units: Ints32, match: Ints32, h: int, x: int, y: int, spare: int)
         most = int(units[RANGE, s]) + int(units[RADIUS, s]) + int(units[RADIUS, h]) + spare
         if dx * dx + dy * dy <= most * most:
             return s
-    return NOBODY
+    return NO_UNIT
 
 
 @inner
-def shields_in(units: Ints32, match: Ints32, h: int, tower: int) -> int:
-    """Blows that the tower has to spend on h's creeps before it turns to heroes."""
+def blows_on_creeps(units: Ints32, match: Ints32, h: int, tower: int) -> int:
+    """Number of shots the tower needs for h's creeps before it targets heroes."""
     first = creeps_of(match, int(units[CAMP, h]))
     blows = 0
     for c in range(first, first + CREEPS):
@@ -189,8 +188,8 @@ def shields_in(units: Ints32, match: Ints32, h: int, tower: int) -> int:
 
 
 @inner
-def covered(units: Ints32, match: Ints32, i: int) -> bool:
-    """Whether a hero stands where its own buildings shoot."""
+def is_covered(units: Ints32, match: Ints32, i: int) -> bool:
+    """Whether a hero is in range of its own buildings."""
     first = buildings_of(match, int(units[CAMP, i]))
     for s in range(first, first + STRUCTURES):
         if units[ALIVE, s] == 1 and within(units, i, s, int(units[RANGE, s])):
@@ -208,20 +207,20 @@ def after_armour(units: Ints32, j: int, amount: int) -> int:
 
 @inner
 def toughness(units: Ints32, i: int) -> int:
-    """Damage that a unit takes before it dies, armour included."""
+    """Damage before armour that kills a unit."""
     return (int(units[HP, i]) + int(units[SHIELD, i])) * (100 + int(units[ARMOUR, i])) // 100
 
 
 @inner
-def offence(units: Ints32, table: Ints32, h: int, i: int) -> int:
-    """What hero i does in a fight, before armour. Of an enemy nobody knows which skills are ready: two of three, if it has mana."""
+def expected_damage(units: Ints32, table: Ints32, h: int, i: int) -> int:
+    """Damage of hero i in a fight, before armour. Cooldowns of enemies are unknown: counts two thirds of their skills."""
     row = units[HERO_ROW, i]
     total = int(units[ATTACK, i]) * FIGHT // max(1, int(units[PERIOD, i]))
     for skill in range(3):
         at = SKILLS_AT + skill * SKILL_COLUMNS
         if units[MANA, i] < table[row, at + S_MANA]:
             continue
-        worth = power(units, table, i, at)
+        worth = skill_power(units, table, i, at)
         if units[CAMP, i] != units[CAMP, h]:
             total += worth * 2 // 3
         elif units[COOLDOWN_1 + skill, i] <= FIGHT // 3:
@@ -230,23 +229,23 @@ def offence(units: Ints32, table: Ints32, h: int, i: int) -> int:
 
 
 @inner
-def balance(units: Ints32, match: Ints32, table: Ints32, h: int) -> int:
-    """How the fight around hero h stands: 100 is even, more is better. Damage times toughness of either side, as Lanchester has it,
-    creeps and towers included; 1,000 if there is no enemy."""
+def fight_odds(units: Ints32, match: Ints32, table: Ints32, h: int) -> int:
+    """Odds of the fight around hero h: 100 is even, more is better; 1,000 without an enemy. Ratio of damage times toughness of the
+    sides (Lanchester), with creeps and towers."""
     size = int(match[SIZE])
     offence_0 = offence_1 = tough_0 = tough_1 = 0
     shots_0 = False
     tower = tower_over(units, match, h, int(units[X, h]), int(units[Y, h]), 500)
-    shots_1 = tower >= 0 and (units[TARGET, tower] == h or shields_in(units, match, h, tower) < 2)
+    shots_1 = tower >= 0 and (units[TARGET, tower] == h or blows_on_creeps(units, match, h, tower) < 2)
     for i in range(2 * size):
         own = units[CAMP, i] == units[CAMP, h]
         if units[ALIVE, i] == 0 or (not own and units[SEEN, i] == 0) or not within(units, h, i, NEAR):
             continue
         if own:
-            offence_0 += offence(units, table, h, i)
+            offence_0 += expected_damage(units, table, h, i)
             tough_0 += toughness(units, i)
         else:
-            offence_1 += offence(units, table, h, i)
+            offence_1 += expected_damage(units, table, h, i)
             tough_1 += toughness(units, i)
             shots_0 = shots_0 or tower_over(units, match, i, int(units[X, i]), int(units[Y, i]), 0) >= 0
     if tough_1 == 0:
@@ -259,7 +258,7 @@ def balance(units: Ints32, match: Ints32, table: Ints32, h: int) -> int:
 
 @inner
 def burst(units: Ints32, match: Ints32, table: Ints32, h: int, j: int) -> int:
-    """What hero h can do to unit j in the next second and a half, if it can reach it."""
+    """Damage of hero h to unit j in the next 1.5 seconds, within reach."""
     row = units[HERO_ROW, h]
     total = 0
     if within(units, h, j, int(units[RANGE, h]) + 1_500):
@@ -271,14 +270,14 @@ def burst(units: Ints32, match: Ints32, table: Ints32, h: int, j: int) -> int:
         if units[COOLDOWN_1 + skill, h] > 0 or mana < cost or table[row, at + S_EFFECT] == HEALS:
             continue
         if within(units, h, j, int(table[row, at + S_RANGE])):
-            total += power(units, table, h, at)
+            total += skill_power(units, table, h, at)
             mana -= cost
     return after_armour(units, j, total)
 
 
 @inner
 def is_ready(units: Ints32, table: Ints32, h: int, skill: int) -> bool:
-    """A skill of its own that hurts."""
+    """Whether hero h can cast this skill and it does damage."""
     at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
     return can_cast(units, table, h, skill) and table[units[HERO_ROW, h], at + S_ALLY] == 0
 
@@ -288,7 +287,7 @@ def is_ready(units: Ints32, table: Ints32, h: int, skill: int) -> bool:
 
 @inner
 def heading(units: Ints32, h: int, dx: int, dy: int) -> int:
-    """The direction, as h's camp counts them, that is nearest to a vector of the field."""
+    """Return the direction (as h's camp counts them) nearest to a vector."""
     sign = 1 if units[CAMP, h] == 0 else -1
     best, best_along = 0, -(1 << 60)
     for d in range(DX.shape[0]):
@@ -299,8 +298,8 @@ def heading(units: Ints32, h: int, dx: int, dy: int) -> int:
 
 
 @inner
-def expected(units: Ints32, match: Ints32, j: int, ticks: int) -> tuple[int, int]:
-    """Where unit j will be: whoever strikes, casts or is stunned stays, whoever follows goes on, and the weak run home."""
+def predict_position(units: Ints32, match: Ints32, j: int, ticks: int) -> tuple[int, int]:
+    """Predict the position of unit j: attacking, casting and stunned units stay, chasing ones go on, weak heroes run home."""
     x, y = int(units[X, j]), int(units[Y, j])
     goal = int(units[TARGET, j])
     if units[STUN, j] >= ticks or units[CAST, j] != 0:
@@ -309,40 +308,40 @@ def expected(units: Ints32, match: Ints32, j: int, ticks: int) -> tuple[int, int
         if within(units, j, goal, int(units[RANGE, j])):
             return x, y
         to_x, to_y = int(units[X, goal]), int(units[Y, goal])
-    elif j < 2 * int(match[SIZE]) and share(units, j) < 35:
-        to_x, to_y = side(int(units[CAMP, j]), 0), LANE_Y
+    elif j < 2 * int(match[SIZE]) and health_percent(units, j) < 35:
+        to_x, to_y = camp_x(int(units[CAMP, j]), 0), LANE_Y
     else:
         return x, y
     dx, dy = to_x - x, to_y - y
-    far = max(1, root(dx * dx + dy * dy))
+    far = max(1, integer_root(dx * dx + dy * dy))
     go = min(far, speed_of(units, j) * ticks)
-    return x + towards_zero(dx * go, far), y + towards_zero(dy * go, far)
+    return x + divide_towards_zero(dx * go, far), y + divide_towards_zero(dy * go, far)
 
 
 @inner
 def is_caught(units: Ints32, table: Ints32, h: int, d: int, j: int, x: int, y: int) -> bool:
-    """Whether a line of h in direction d would meet unit j at a point."""
+    """Whether skill 2 of h in direction d hits unit j at a point."""
     row, at = units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS
     sign = 1 if units[CAMP, h] == 0 else -1
     ux, uy = sign * int(DX[d]), sign * int(DY[d])
     dx, dy = x - int(units[X, h]), y - int(units[Y, h])
-    along, across = towards_zero(dx * ux + dy * uy, ONE), towards_zero(dx * uy - dy * ux, ONE)
+    along, across = divide_towards_zero(dx * ux + dy * uy, ONE), divide_towards_zero(dx * uy - dy * ux, ONE)
     radius = int(units[RADIUS, j])
     return 0 <= along <= int(table[row, at + S_RANGE]) + radius and abs(across) <= int(table[row, at + S_SIZE]) + radius
 
 
 @inner
 def best_line(units: Ints32, match: Ints32, table: Ints32, h: int, focus: int, lead: bool) -> tuple[int, int]:
-    """The direction of skill 2 that is worth most, and its worth: 100 for a hero, 50 more for `focus`, 10 for a creep."""
+    """Return the most valuable direction of skill 2 and its value: 100 per hero, 150 for `focus`, 10 per creep."""
     ticks = int(table[units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS + S_WINDUP]) if lead else 0
     reach = int(table[units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS + S_RANGE]) + 2_000
     best, best_worth = 0, 0
     for d in range(DX.shape[0]):
         worth = 0
         for j in range(units.shape[1]):
-            if not sees(units, h, j) or is_building(units, j) or not within(units, h, j, reach):
+            if not is_visible_enemy(units, h, j) or is_building(units, j) or not within(units, h, j, reach):
                 continue
-            x, y = expected(units, match, j, ticks)
+            x, y = predict_position(units, match, j, ticks)
             if is_caught(units, table, h, d, j, x, y):
                 worth += (150 if j == focus else 100) if j < 2 * int(match[SIZE]) else 10
         if worth > best_worth:
@@ -352,21 +351,21 @@ def best_line(units: Ints32, match: Ints32, table: Ints32, h: int, focus: int, l
 
 @inner
 def area_worth(units: Ints32, match: Ints32, table: Ints32, h: int, j: int) -> int:
-    """What h's skill 3 around unit j would catch: 100 for a hero, 10 for a creep."""
+    """Value of h's skill 3 around unit j: 100 per hero, 10 per creep."""
     most = int(table[units[HERO_ROW, h], SKILLS_AT + 2 * SKILL_COLUMNS + S_SIZE])
     worth = 0
     for k in range(units.shape[1]):
-        if sees(units, h, k) and not is_building(units, k) and distance(units, j, k) <= most + int(units[RADIUS, k]):
+        if is_visible_enemy(units, h, k) and not is_building(units, k) and distance(units, j, k) <= most + int(units[RADIUS, k]):
             worth += 100 if k < 2 * int(match[SIZE]) else 10
     return worth
 
 
-# -- what is coming ---------------------------------------------------------------------------------------------------
+# -- evasion ----------------------------------------------------------------------------------------------------------
 
 
 @inner
-def threatened(units: Ints32, table: Ints32, h: int, by: int, x: int, y: int) -> bool:
-    """Whether the skill that enemy hero `by` is about to release would catch hero h at a point."""
+def is_threatened(units: Ints32, table: Ints32, h: int, by: int, x: int, y: int) -> bool:
+    """Whether the skill that enemy hero `by` winds up would hit hero h at a point."""
     row, skill = units[HERO_ROW, by], int(units[CAST, by])
     at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
     if table[row, at + S_ALLY] == 1:
@@ -377,32 +376,32 @@ def threatened(units: Ints32, table: Ints32, h: int, by: int, x: int, y: int) ->
         return dx * dx + dy * dy <= most * most
     dx, dy = x - int(units[X, by]), y - int(units[Y, by])
     ux, uy = int(units[CAST_X, by]), int(units[CAST_Y, by])
-    along, across = towards_zero(dx * ux + dy * uy, ONE), towards_zero(dx * uy - dy * ux, ONE)
+    along, across = divide_towards_zero(dx * ux + dy * uy, ONE), divide_towards_zero(dx * uy - dy * ux, ONE)
     radius = int(units[RADIUS, h])
     return -radius <= along <= int(table[row, at + S_RANGE]) + radius and abs(across) <= most
 
 
 @inner
-def way_out(units: Ints32, match: Ints32, table: Ints32, h: int) -> int:
-    """The direction that leads out of every line and area in wind-up around hero h; -1 if there is none, or no need."""
+def escape_direction(units: Ints32, match: Ints32, table: Ints32, h: int) -> int:
+    """Return the direction out of all enemy skills in wind-up around hero h; -1 if there is none or no danger."""
     first = first_enemy(match, h)
     x, y = int(units[X, h]), int(units[Y, h])
     in_danger = False
     for j in range(first, first + int(match[SIZE])):
-        if sees(units, h, j) and 2 <= units[CAST, j] <= 3 and threatened(units, table, h, j, x, y):
+        if is_visible_enemy(units, h, j) and 2 <= units[CAST, j] <= 3 and is_threatened(units, table, h, j, x, y):
             in_danger = True
     if not in_danger:
         return -1
     sign, speed = (1 if units[CAMP, h] == 0 else -1), speed_of(units, h)
-    # Homewards first: of several ways out the one that leads back.
+    # Prefers the direction nearest to the own base.
     for k in range(DIRECTIONS):
         d = (DIRECTIONS // 2 + (k + 1) // 2 * (1 if k % 2 == 0 else -1)) % DIRECTIONS
         safe = True
         for j in range(first, first + int(match[SIZE])):
-            if sees(units, h, j) and 2 <= units[CAST, j] <= 3:
+            if is_visible_enemy(units, h, j) and 2 <= units[CAST, j] <= 3:
                 go = sign * speed * max(0, int(units[CAST_LEFT, j]) - 1)
-                to_x, to_y = x + towards_zero(go * int(DX[d]), ONE), y + towards_zero(go * int(DY[d]), ONE)
-                safe = safe and not threatened(units, table, h, j, to_x, to_y)
+                to_x, to_y = x + divide_towards_zero(go * int(DX[d]), ONE), y + divide_towards_zero(go * int(DY[d]), ONE)
+                safe = safe and not is_threatened(units, table, h, j, to_x, to_y)
         if safe:
             return d
     return -1

@@ -1,4 +1,4 @@
-"""Who beats whom: matches between scripts, with random line-ups, each played from both sides."""
+"""Round-robin of the bots with random line-ups, each played from both sides; and of the heroes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from ludus.core.plugins import did_you_mean
 from ludus.core.statistics import wilson_interval
 from ludus.errors import ConfigError
-from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.engine.heroes import HEROES, IDS
 from ludus.games.arena.engine.layout import TICKS_PER_SECOND
 from ludus.games.arena.engine.settings import ArenaSettings
@@ -32,17 +32,17 @@ _SURE: Final = 1.96
 
 
 @dataclass(frozen=True)
-class Match:
-    """One match to be played: the scripts and the heroes of both camps."""
+class BotMatch:
+    """A match to play: bots and heroes of both camps."""
 
-    scripts: Pair
+    bots: Pair
     lineup: tuple[tuple[int, ...], tuple[int, ...]]
     seed: int
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How the first of two scripts fared against the second. Won is whoever destroyed the base; nobody, if time was up."""
+class PairResult:
+    """Results of the first bot against the second. A match that reaches the time limit is a draw."""
 
     pair: Pair
     size: int
@@ -57,12 +57,12 @@ class Standing:
 
     @property
     def rate(self) -> float:
-        """Draws are not won."""
+        """Share of won games; a draw is not won."""
         return self.won / self.games
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Of the rate: 95 %."""
+        """95 % interval of the rate."""
         return wilson_interval(self.won, self.games, _SURE)
 
     @property
@@ -87,12 +87,12 @@ class Standing:
         }
 
 
-def ladder(
+def play_pairs(
     games: int, size: int, seed: int, pairs: Sequence[Pair] = PAIRS, settings: ArenaSettings | None = None
-) -> list[Standing]:
-    """`games` of every pair: half of them line-ups drawn at random, the other half the same ones with the camps exchanged.
+) -> list[PairResult]:
+    """Play `games` of every pair: half with random line-ups, the other half with the same ones and the bots swapped.
 
-    Raises ConfigError for a script that there is not.
+    Raises ConfigError for an unknown bot.
     """
     results = []
     for turn, pair in enumerate(pairs):
@@ -100,52 +100,52 @@ def ladder(
         matches = []
         for _ in range((games + 1) // 2):
             lineup = draw_lineup(rng, size)
-            matches += [Match(who, lineup, int(rng.integers(1 << 31))) for who in (pair, (pair[1], pair[0]))]
+            matches += [BotMatch(who, lineup, int(rng.integers(1 << 31))) for who in (pair, (pair[1], pair[0]))]
         matches = matches[:games]
         winners, seconds = play(matches, size, settings)
         won = sum(winner == number % 2 for number, winner in enumerate(winners))
         lost = sum(winner == 1 - number % 2 for number, winner in enumerate(winners))
-        results.append(Standing(pair, size, len(matches), won, lost, tuple(seconds)))
+        results.append(PairResult(pair, size, len(matches), won, lost, tuple(seconds)))
     return results
 
 
 def draw_lineup(rng: np.random.Generator, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Heroes of both camps; none twice in a camp as long as there are enough."""
+    """Draw the heroes of both camps; without duplicates in a camp as long as there are enough heroes."""
     camps = [tuple(IDS[k] for k in rng.choice(len(IDS), size, replace=size > len(IDS))) for _ in range(2)]
     return camps[0], camps[1]
 
 
-def play(matches: Sequence[Match], size: int, settings: ArenaSettings | None = None) -> tuple[list[int], list[float]]:
-    """Winners (camps, or -1) and lengths in seconds of the game."""
+def play(matches: Sequence[BotMatch], size: int, settings: ArenaSettings | None = None) -> tuple[list[int], list[float]]:
+    """Play the matches; return winners (camps, or -1) and lengths in seconds of game time."""
     winners, seconds = [], []
     for begun in range(0, len(matches), _AT_ONCE):
         part = matches[begun : begun + _AT_ONCE]
         arena = Arena(size, len(part), settings)
         arena.reset([match.seed for match in part], lineups=[match.lineup for match in part])
-        who = np.array([[place(match.scripts[camp]) for camp in (0, 1) for _ in range(size)] for match in part], np.int8)
+        who = np.array([[bot_index(match.bots[camp]) for camp in (0, 1) for _ in range(size)] for match in part], np.int8)
         while not arena.over.all():
-            arena.step(arena.script(who))
+            arena.step(arena.bot_actions(who))
         winners += arena.winner.tolist()
         seconds += (arena.tick / TICKS_PER_SECOND).tolist()
     return winners, seconds
 
 
-def place(script: str) -> int:
-    """In SCRIPTS. Raises ConfigError."""
-    if script not in SCRIPTS:
-        raise ConfigError(f"There is no script {script!r}.", did_you_mean(script, SCRIPTS))
-    return SCRIPTS.index(script)
+def bot_index(bot: str) -> int:
+    """Return the index in BOTS. Raises ConfigError."""
+    if bot not in BOTS:
+        raise ConfigError(f"There is no script {bot!r}.", did_you_mean(bot, BOTS))
+    return BOTS.index(bot)
 
 
-def round_robin(games: int, seed: int, script: str = "hard") -> dict[str, Any]:
-    """Every hero against every other, 1v1, `games` of each pair of heroes, half from either side: `wins[i][j]` of i over j."""
+def play_hero_pairs(games: int, seed: int, bot: str = "hard") -> dict[str, Any]:
+    """Play every hero against every other, 1v1, `games` per pair, half from each side. `wins[i][j]`: wins of i over j."""
     rng = np.random.default_rng(seed)
     matches, who = [], []
     for i in range(len(IDS)):
         for j in range(i):
             for number in range(games):
                 a, b = (i, j) if number % 2 == 0 else (j, i)
-                matches.append(Match((script, script), ((IDS[a],), (IDS[b],)), int(rng.integers(1 << 31))))
+                matches.append(BotMatch((bot, bot), ((IDS[a],), (IDS[b],)), int(rng.integers(1 << 31))))
                 who.append((a, b))
     winners, seconds = play(matches, 1)
     wins = np.zeros((len(IDS), len(IDS)), np.int64)

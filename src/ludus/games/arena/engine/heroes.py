@@ -1,6 +1,6 @@
-"""The heroes, one for each archetype, as a table of integers that the kernels read.
+"""The heroes, one per archetype, and the integer table of them that the kernels read.
 
-Lengths are millimetres, times seconds here and ticks in the table, everything else whole numbers.
+Lengths are millimetres. Times are seconds here and ticks in the table.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ COLUMNS: Final = SKILLS_AT + 3 * SKILL_COLUMNS
 
 @dataclass(frozen=True)
 class Skill:
-    """`range` from edge to edge; `size`: half the width of a line, the radius of an area. `ratio`: percent of the attack.
+    """`range`: from edge to edge. `size`: half width of a line, or radius of an area. `ratio`: percent of the attack.
 
-    `ally`: for the hero's own side; then damage is what it heals.
+    `ally`: the skill targets allies, and `damage` is the amount healed.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Skill:
 
 @dataclass(frozen=True)
 class Hero:
-    """`speed`: millimetres a second. `regen`: health a second. Growth is for each level, `item_*` for each item."""
+    """`speed`: mm/s. `regen`: health per second. Growth is per level."""
 
     id: int
     name: str
@@ -116,9 +116,9 @@ class Hero:
     period: float
     regen: int
     items: tuple[int, int, int]
-    """Health, attack and armour that an item gives."""
+    """Health, attack and armour per item."""
     skills: tuple[Skill, Skill, Skill]
-    """At a unit, along a line, in an area."""
+    """Targets of the three: a unit, a line, an area."""
     mana_growth: int = 30
 
     def row(self) -> list[int]:
@@ -199,10 +199,10 @@ TABLE.setflags(write=False)
 
 
 def row_of(hero: int | str) -> int:
-    """The place in the table of a hero, by id, name or archetype. Raises ConfigError."""
-    asked = str(hero).lower()
+    """Return the table row of a hero given by id, name or archetype. Raises ConfigError."""
+    key = str(hero).lower()
     for row, known in enumerate(HEROES):
-        if asked in (str(known.id), known.name.lower(), known.archetype):
+        if key in (str(known.id), known.name.lower(), known.archetype):
             return row
     names = ", ".join(f"{known.id} {known.name} ({known.archetype})" for known in HEROES)
     raise ConfigError(f"There is no hero {hero!r}.", f"There are {names}.")

@@ -1,7 +1,7 @@
-"""The compiler of the Arena's kernels: numba, which keeps what it has compiled in the user's cache.
+"""Compile the Arena's kernels with numba and cache them on disk for the user.
 
-A kernel is an ordinary function on arrays of integers. With NUMBA_DISABLE_JIT=1 the same functions run uncompiled, some hundred
-times slower: a second implementation to compare with, and a way to step through them.
+A kernel is an ordinary function on integer arrays. With NUMBA_DISABLE_JIT=1 the same functions run as Python, about a hundred
+times slower, which allows comparison and debugging.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ except ModuleNotFoundError as error:
 log = logging.getLogger(__name__)
 
 _SOURCES = ("engine/*.py", "bots/*.py", "render/yuv.py")
-"""Files with kernels, or with constants that kernels have compiled in."""
+"""Files with kernels or with constants that are compiled into kernels."""
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def _place() -> Path:
-    """One for each state of our sources: numba itself would not notice that a constant in another file has changed."""
+def _cache_directory() -> Path:
+    """Return a cache directory for this state of the sources; numba does not detect a changed constant in another file."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{numba.__version__} {sys.version} {binding.get_host_cpu_name()}".encode())
     arena = Path(__file__).parents[1]
@@ -46,54 +46,54 @@ def _place() -> Path:
     return home / "ludus" / "arena" / digest.hexdigest()
 
 
-_PLACE = _place()
-_READY = _PLACE / "ready"
+_CACHE = _cache_directory()
+_READY = _CACHE / "ready"
 
 
 def inner(function: Kernel) -> Kernel:
-    """Called by other kernels only; compiled with them, once: for whole numbers of 64 bits, whatever integers it is called with.
+    """Mark a function that only kernels call. It is compiled once, with all integers as 64 bits.
 
-    Left to itself numba compiles it for every constant and every width of integer that it meets, which takes twice as long.
+    By default numba compiles it for every constant and every integer width, which takes twice as long.
     """
     compiled = numba.njit(nogil=True)(function)
     if isinstance(compiled, Dispatcher):
         template = compiled.get_call_template
-        vars(compiled)["get_call_template"] = lambda args, kws: template(tuple(map(_widened, args)), kws)
+        vars(compiled)["get_call_template"] = lambda args, kws: template(tuple(map(_widen, args)), kws)
     return cast(Kernel, compiled)
 
 
-def _widened(kind: Any) -> Any:
+def _widen(kind: Any) -> Any:
     kind = types.unliteral(kind)
     return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
 
 
 def kernel(function: Kernel) -> Kernel:
-    """Called from Python; compiled once, for good."""
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_PLACE)
+    """Mark a kernel that Python calls. The compiled code is cached on disk."""
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_CACHE)
     try:
         return cast(Kernel, numba.njit(nogil=True, cache=True)(function))
-    except (OSError, RuntimeError):  # nowhere to write: compiled anew in every process
+    except (OSError, RuntimeError):  # no writable cache: compiled in every process
         return inner(function)
     finally:
         numba.config.CACHE_DIR = before
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[bool]:
-    """Whether somebody must compile, once for each machine: whoever comes meanwhile waits here, instead of doing the same."""
+def compile_lock() -> Iterator[bool]:
+    """Yield whether this process has to compile. Other processes of the machine wait until it has finished."""
     if numba.config.DISABLE_JIT or _READY.exists():
         yield False
         return
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):  # a cache that cannot be locked is one that everybody fills
+        with contextlib.suppress(ImportError, OSError):  # without a lock every process compiles
             import fcntl  # not on Windows
 
-            _PLACE.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(_PLACE / "lock", "w"))
+            _CACHE.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(_CACHE / "lock", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         missing = not _READY.exists()
         if missing:
-            log.warning("compiling the rules of the Arena, once for this machine: about half a minute")
+            log.warning("compiling the rules of the Arena once for this machine, about 30 s")
         yield missing
         if missing:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a hero sees, and what it may do: features and masks, as its own camp sees the field. Kernels."""
+"""Kernels that write observations and action masks of a hero, from the point of view of its camp."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ from ludus.games.arena.engine.rules import (
     SECOND,
     WAVE_EVERY,
     at_fountain,
+    can_attack,
+    can_target,
+    experience_needed,
     is_allowed,
     is_free,
     is_vulnerable,
-    may_aim,
-    may_strike,
-    needed,
+    item_price,
     observed_slot,
-    price,
 )
 
 ENTITY_FEATURES: Final = (
@@ -165,7 +165,7 @@ BEYOND_ONE: Final = {
     "allies alive": (0.0, 1.001),
     "enemies alive": (0.0, 1.001),
 }
-"""Lowest and highest of the features that are not from 0 to 1, in matches of a usual length."""
+"""Bounds of the features outside 0 to 1, in matches of the default length."""
 
 _F_KIND = 4
 _F_SPACE = _F_KIND + len(KINDS)
@@ -175,8 +175,8 @@ _TIME = 30.0 * SECOND
 
 
 @inner
-def see_unit(units: Ints32, match: Ints32, table: Ints32, h: int, i: int, out: Floats) -> None:
-    """Features of unit i as hero h sees it; nothing but zeros for who is not there, or not seen."""
+def write_entity(units: Ints32, match: Ints32, table: Ints32, h: int, i: int, out: Floats) -> None:
+    """Write the features of unit i for hero h; zeros for dead and invisible units."""
     out[:] = 0
     ally = units[CAMP, i] == units[CAMP, h]
     if units[KIND, i] == HERO and i < 2 * int(match[SIZE]):
@@ -217,7 +217,8 @@ def see_unit(units: Ints32, match: Ints32, table: Ints32, h: int, i: int, out: F
 
 
 @inner
-def see_whole(units: Ints32, match: Ints32, table: Ints32, h: int, out: Floats) -> None:
+def write_scalars(units: Ints32, match: Ints32, table: Ints32, h: int, out: Floats) -> None:
+    """Write the scalar features of hero h."""
     size, camp, row = int(match[SIZE]), int(units[CAMP, h]), int(units[HERO_ROW, h])
     out[:] = 0
     out[0] = match[TICK] / match[LIMIT]
@@ -225,8 +226,8 @@ def see_whole(units: Ints32, match: Ints32, table: Ints32, h: int, out: Floats) 
     out[2] = units[HP, h] / units[MAX_HP, h]
     out[3] = units[MANA, h] / units[MAX_MANA, h]
     out[4] = units[LEVEL, h] / MAX_LEVEL
-    out[5] = min(3.0, units[XP, h] / needed(int(units[LEVEL, h])))  # at the highest level it goes on and leads nowhere
-    out[6] = min(3.0, units[GOLD, h] / price(int(units[ITEMS, h])))
+    out[5] = min(3.0, units[XP, h] / experience_needed(int(units[LEVEL, h])))  # grows without bound at the maximum level
+    out[6] = min(3.0, units[GOLD, h] / item_price(int(units[ITEMS, h])))
     out[7] = units[ITEMS, h] / MAX_ITEMS
     for s in range(3):
         at = SKILLS_AT + s * SKILL_COLUMNS
@@ -257,10 +258,10 @@ def see_whole(units: Ints32, match: Ints32, table: Ints32, h: int, out: Floats) 
 
 
 @inner
-def allow(units: Ints32, match: Ints32, table: Ints32, h: int, mask: Bools, target_mask: Bools) -> None:
-    """`mask`: the options of all heads, side by side; `target_mask[3, U]`: the targets of attack, skill 1 and skill 3.
+def write_masks(units: Ints32, match: Ints32, table: Ints32, h: int, mask: Bools, target_mask: Bools) -> None:
+    """Write `mask`, the options of all heads concatenated, and `target_mask[3, U]`, the targets of attack, skill 1 and skill 3.
 
-    Every head has an option: what does not matter now has its first.
+    Every head has at least one option: an unused head has its first.
     """
     rows = target_mask.shape[1]
     mask[:] = False
@@ -275,11 +276,11 @@ def allow(units: Ints32, match: Ints32, table: Ints32, h: int, mask: Bools, targ
             j = observed_slot(match, h, row)
             if units[ALIVE, j] == 0:
                 continue
-            if may_strike(units, match, h, j):
+            if can_attack(units, match, h, j):
                 target_mask[0, row] = mask[STRIKE] = mask[target + row] = found_any = True
-            if casts_1 and may_aim(units, match, table, h, 1, j):
+            if casts_1 and can_target(units, match, table, h, 1, j):
                 target_mask[1, row] = mask[SKILL_1] = mask[target + row] = found_any = True
-            if casts_3 and may_aim(units, match, table, h, 3, j):
+            if casts_3 and can_target(units, match, table, h, 3, j):
                 target_mask[2, row] = mask[SKILL_3] = mask[target + row] = found_any = True
         mask[MOVE] = True
         for d in range(DIRECTIONS):

@@ -1,4 +1,4 @@
-"""Recordings of matches: how a match began and every decision since, which is enough to play it again, bit for bit.
+"""Record matches as their start and all decisions, and replay them bit for bit.
 
 recorder = Recorder(arena, m, names=("hard", "medium"))
 while not arena.over[m]:
@@ -6,11 +6,11 @@ while not arena.over[m]:
     arena.step(actions)
 recorder.write(path)
 
-for moment in replay(read_recording(path)):
-    ...  # moment.units, moment.match
+for step in replay(read_recording(path)):
+    ...  # step.units, step.match
 
-A match of eight minutes with six heroes takes 5 to 20 kB. Hashes of the state go with it, so that a replay that goes another way,
-on whatever machine, is noticed at once.
+A match of eight minutes with six heroes takes 5 to 20 kB. The recording holds hashes of the state, so that a diverging replay is
+detected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ludus.core.types import Ints32
 from ludus.errors import ConfigError, Damaged, UsageError
-from ludus.games.arena.engine.checksummed_file import read_sealed, seal, write_whole
+from ludus.games.arena.engine.checksummed_file import encode_file, read_file, write_file
 from ludus.games.arena.engine.heroes import HEROES, row_of
 from ludus.games.arena.engine.layout import EVERY, HEADS, LIMIT, OVER, RULES, SEED, TICK, TICKS_PER_SECOND, WINNER
 from ludus.games.arena.engine.settings import MAX_SECONDS, MAX_SIZE, Lineup
@@ -35,18 +35,18 @@ from ludus.games.arena.engine.vector import Arena, parse_state
 KIND: Final = b"LudusArenaRecord"
 FORMAT: Final = 1
 HASH_EVERY: Final = 50
-"""Decisions from one hash of the state to the next: ten seconds of the game."""
+"""Decisions between two hashes of the state: ten seconds of game time."""
 MAX_DECISIONS: Final = MAX_SECONDS * TICKS_PER_SECOND
 _HASH = 16
 _MAX_NAME = 80
-_LOW, _HIGH = -1, 127  # no head of an action has as many choices; everything beyond is equally illegal
+_LOW, _HIGH = -1, 127  # no head has as many options; values beyond are illegal in any case
 
 Decisions = npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """`seed`, `lineup`, `limit` and `every` say how it began; `start`, if there is one, is the saved state it began from instead."""
+    """A recorded match. It starts from the saved state `start`, or without one from `seed`, `lineup`, `limit` and `every`."""
 
     size: int
     seed: int
@@ -55,7 +55,7 @@ class Recording:
     every: int
     decisions: Decisions  # [T, H, 4]
     hashes: Sequence[bytes]
-    """Of the state before decisions 0, `hash_every`, 2 · `hash_every` …, and after the last one."""
+    """Hashes of the state before decisions 0, `hash_every`, 2 · `hash_every` …, and after the last one."""
     lenient: bool = False
     start: bytes | None = None
     names: tuple[str, str] = ("", "")
@@ -69,11 +69,11 @@ class Recording:
 
     @property
     def seconds(self) -> float:
-        """Of the game that it shows."""
+        """Length in game time."""
         return len(self.decisions) * self.every / TICKS_PER_SECOND
 
     def begin(self, arena: Arena | None = None) -> Arena:
-        """An Arena with this one match at its beginning."""
+        """Return an Arena with this match at its start."""
         arena = arena or Arena(self.size, 1, lineup=self.lineup, lenient=self.lenient)
         if self.start is not None:
             arena.load(0, self.start)
@@ -84,7 +84,7 @@ class Recording:
 
 
 class Recorder:
-    """Of one match of an Arena, from now on. Not to be used after the match was reset."""
+    """Records one match of an Arena, from now on. Must not be used after a reset of the match."""
 
     def __init__(self, arena: Arena, m: int = 0, names: Sequence[str] = ("", ""), hash_every: int = HASH_EVERY) -> None:
         if len(names) != 2:
@@ -93,25 +93,25 @@ class Recorder:
         self._names = (str(names[0])[:_MAX_NAME], str(names[1])[:_MAX_NAME])
         self._decisions: list[Decisions] = []
         self._hashes: list[bytes] = []
-        self._begun: Recording | None = None
+        self._first: Recording | None = None
 
     def __len__(self) -> int:
-        """Decisions so far."""
+        """Number of recorded decisions."""
         return len(self._decisions)
 
     def add(self, actions: npt.NDArray[np.integer]) -> None:
-        """What all heroes of all matches are about to do, [M, H, 4]; call it before `step`. Nothing once the match is over."""
+        """Add the next actions of all matches, [M, H, 4]; call before `step`. Ignored once the match is over."""
         if self._arena.match[self._m, OVER]:
             return
-        if self._begun is None:
-            self._begun = self._beginning()
+        if self._first is None:
+            self._first = self._describe_start()
         if len(self._decisions) % self._every == 0:
             self._hashes.append(self._hash())
         self._decisions.append(np.clip(actions[self._m], _LOW, _HIGH).astype(np.int8))
 
-    def finished(self) -> Recording:
-        """What was recorded so far."""
-        begun = self._begun or self._beginning()
+    def recording(self) -> Recording:
+        """Return the recording so far."""
+        begun = self._first or self._describe_start()
         heroes = self._arena.heroes
         decisions = np.stack(self._decisions) if self._decisions else np.zeros((0, heroes, len(HEADS)), np.int8)
         match = self._arena.match[self._m]
@@ -132,12 +132,12 @@ class Recorder:
         )
 
     def write(self, path: Path) -> Path:
-        return write_recording(path, self.finished())
+        return write_recording(path, self.recording())
 
     def _hash(self) -> bytes:
         return bytes.fromhex(self._arena.hash(self._m))
 
-    def _beginning(self) -> Recording:
+    def _describe_start(self) -> Recording:
         arena, match = self._arena, self._arena.match[self._m]
         ids = [HEROES[row].id for row in arena.lineup[self._m]]
         begun = Recording(
@@ -152,14 +152,14 @@ class Recorder:
         )
         if begun.begin().hash(0) == arena.hash(self._m):
             return begun
-        return Recording(**{**vars(begun), "start": arena.save(self._m)})  # not from the first tick: the state itself is needed
+        return Recording(**{**vars(begun), "start": arena.save(self._m)})  # does not start at tick 0: needs the state itself
 
 
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
 def write_recording(path: Path, recording: Recording) -> Path:
-    return write_whole(path, pack(recording))
+    return write_file(path, pack(recording))
 
 
 def pack(recording: Recording) -> bytes:
@@ -178,19 +178,19 @@ def pack(recording: Recording) -> bytes:
         "decisions": len(recording.decisions),
         "hash_every": recording.hash_every,
     }
-    # One hero's one head after the other: what changes rarely lies together, and takes half the room.
+    # Grouped by hero and head, which compresses to half the size.
     planes = np.ascontiguousarray(recording.decisions.transpose(1, 2, 0))
-    return seal(KIND, header, [recording.start or b"", planes.tobytes(), b"".join(recording.hashes)])
+    return encode_file(KIND, header, [recording.start or b"", planes.tobytes(), b"".join(recording.hashes)])
 
 
 def read_recording(path: Path) -> Recording:
-    """Raises NotFound, UsageError for a file of another kind or of other rules, Damaged for one that is not whole."""
-    header, parts = read_sealed(path, KIND, "a recording of the Arena")
+    """Raises NotFound, UsageError for a file of another kind or of other rules, Damaged for a truncated one."""
+    header, parts = read_file(path, KIND, "a recording of the Arena")
     found = header.get("format"), header.get("rules")
     if found != (FORMAT, RULES):
         raise UsageError(
             f"{path} was recorded under rules {found[1]!r} in format {found[0]!r}; this is Ludus with rules {RULES}, format {FORMAT}.",
-            "Under other rules the same decisions make another match: replay it with the version that recorded it.",
+            "Replay it with the version of Ludus that recorded it: other rules give another match.",
         )
     return _recording(header, parts, str(path))
 
@@ -199,11 +199,11 @@ def _recording(header: dict[str, Any], parts: list[bytes], name: str) -> Recordi
     def whole(key: str, low: int, high: int) -> int:
         value = header.get(key)
         if type(value) is not int or not low <= value <= high:
-            raise Damaged(f"{name} says {key}: {value!r}, which no recording does.")
+            raise Damaged(f"{name} has the invalid value {key}: {value!r}.")
         return value
 
     if len(parts) != 3:
-        raise Damaged(f"{name} has {len(parts)} parts and not 3.")
+        raise Damaged(f"{name} has {len(parts)} parts instead of 3.")
     size = whole("size", 1, MAX_SIZE)
     number, hash_every = whole("decisions", 0, MAX_DECISIONS), whole("hash_every", 1, MAX_DECISIONS)
     hashes = -(-number // hash_every) + 1
@@ -232,7 +232,7 @@ def _lineup(given: Any, size: int, name: str) -> Lineup:
         for hero in (hero for camp in camps for hero in camp):
             row_of(hero)
     except (TypeError, ValueError, ConfigError) as error:
-        raise Damaged(f"{name} has a line-up that cannot be: {given!r}.") from error
+        raise Damaged(f"{name} has an invalid line-up: {given!r}.") from error
     if [len(camp) for camp in camps] != [size, size]:
         raise Damaged(f"{name} has a line-up that is not of {size}v{size}: {given!r}.")
     return camps
@@ -240,32 +240,32 @@ def _lineup(given: Any, size: int, name: str) -> Lineup:
 
 def _start(saved: bytes, expected: Any, size: int, name: str) -> bytes | None:
     if bool(saved) != bool(expected):
-        raise Damaged(f"{name} does not hold the state that it begins from.")
+        raise Damaged(f"{name} does not hold the state that it starts from.")
     if not saved:
         return None
     try:
         found, _, _ = parse_state(saved)
     except ConfigError as error:
-        raise Damaged(f"{name} begins from a state that cannot be: {error.message}") from error
+        raise Damaged(f"{name} starts from an invalid state: {error.message}") from error
     if found != size:
-        raise Damaged(f"{name} is of {size}v{size} and begins from a state of {found}v{found}.")
+        raise Damaged(f"{name} is of {size}v{size} and starts from a state of {found}v{found}.")
     return saved
 
 
 def _names(given: Any, name: str) -> tuple[str, str]:
     if not isinstance(given, list) or len(given) != 2 or not all(isinstance(one, str) for one in given):
-        raise Damaged(f"{name} has names that cannot be: {given!r}.")
-    clean = [re.sub(r"[^\w .:@/()+-]", "", one)[:_MAX_NAME] for one in given]  # they are shown in terminals
+        raise Damaged(f"{name} has invalid names: {given!r}.")
+    clean = [re.sub(r"[^\w .:@/()+-]", "", one)[:_MAX_NAME] for one in given]  # terminals print them
     return clean[0], clean[1]
 
 
-# -- playing it again -----------------------------------------------------------------------------------------------------
+# -- replay --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The state before decision `number`, and that decision; after the last one there is none. The arrays belong to the Arena that
-    plays: copy what is to be kept."""
+class ReplayStep:
+    """The state before decision `number`, and that decision (None after the last one). The arrays belong to the replaying Arena:
+    copy them to keep them."""
 
     number: int
     units: Ints32
@@ -273,21 +273,21 @@ class Moment:
     decision: Ints32 | None  # [H, 4]
 
 
-def replay(recording: Recording, arena: Arena | None = None) -> Iterator[Moment]:
-    """Moment after moment; raises Damaged as soon as the match goes another way than it was recorded."""
+def replay(recording: Recording, arena: Arena | None = None) -> Iterator[ReplayStep]:
+    """Yield every step of the match. Raises Damaged as soon as the replay differs from the recording."""
     arena = recording.begin(arena)
     last = len(recording.decisions)
     for number in range(last + 1):
         if number % recording.hash_every == 0 or number == last:
             _compare(recording, arena, number)
         decision = recording.decisions[number].astype(np.int32) if number < last else None
-        yield Moment(number, arena.units[0], arena.match[0], decision)
+        yield ReplayStep(number, arena.units[0], arena.match[0], decision)
         if decision is not None:
             arena.step(decision[None])
 
 
 def verify(recording: Recording) -> str:
-    """Play all of it again; the hash of its last state. Raises Damaged if anything differs."""
+    """Replay the whole match and return the hash of its last state. Raises Damaged if anything differs."""
     arena = recording.begin()
     for _ in replay(recording, arena):
         pass
@@ -300,7 +300,7 @@ def _compare(recording: Recording, arena: Arena, number: int) -> None:
     found = arena.hash(0)
     if found != expected:
         raise Damaged(
-            f"The replay goes another way: before decision {number} of {len(recording.decisions)} the state is {found},"
-            f" and was {expected} when it was recorded.",
-            "It was recorded by another version of the rules, or changed since.",
+            f"The replay differs: before decision {number} of {len(recording.decisions)} the state is {found};"
+            f" the recording has {expected}.",
+            "It was recorded with other rules, or modified since.",
         )

@@ -1,7 +1,7 @@
-"""The rules: what one tick does to one match. Kernels on `units[FIELDS, U]` and `match[MATCH_FIELDS]`; `layout.py` names the fields.
+"""Game rules: kernels that play one tick of one match on `units[FIELDS, U]` and `match[MATCH_FIELDS]` (fields: `layout.py`).
 
-Everything in a tick happens at once: orders read the state as it was, and what comes of them (`Pending`) is applied at its end. So
-no camp, and no slot, moves first, and a match with the camps exchanged is the same match turned round.
+All orders of a tick read the same state; their effects are collected in `pending[PENDING, U]` and applied at its end. No camp and no
+slot moves first, so a match with swapped camps is the same match rotated.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from ludus.games.arena.engine.geometry import (
     DY,
     ONE,
     bush_at,
+    clamp_x,
+    clamp_y,
     distance,
-    gap,
-    in_field_x,
-    in_field_y,
+    divide_towards_zero,
+    edge_distance,
+    integer_root,
     noise,
-    root,
-    towards_zero,
     within,
 )
 from ludus.games.arena.engine.heroes import (
@@ -154,42 +154,42 @@ SIGHT = 14_000
 CREEP_SIGHT = 9_000
 TOWER_SIGHT = 13_000
 BUSH_SIGHT = 3_000
-"""Whoever hides is seen from this near, or from the same bush."""
+"""Sight range towards units in a bush, except from the same bush."""
 CHASE = 15_000
-"""Farther targets cannot be ordered to be attacked."""
+"""Maximum distance of an attack target."""
 FOUNTAIN = 6_500
 FOUNTAIN_AFTER = 3 * SECOND
-"""It heals whom no hero has hurt for so long."""
+"""The fountain heals heroes without hero damage for this time."""
 EXPERIENCE = 15_000
-"""Heroes this near to where an enemy dies learn from it."""
+"""Radius in which heroes share the experience of a dead enemy."""
 CREEP_AGGRO = 5_500
 RECALL_TICKS = 4 * SECOND
 MEND_COOLDOWN = 60 * SECOND
 HURT_MEMORY = 10 * SECOND
 AGGRO_TICKS = 3 * SECOND
 UNGUARDED = 55
-"""Percent of a hero's damage to a building that remains while none of its creeps is near."""
+"""Percent of a hero's damage to a building while none of its creeps is near."""
 GUARD = 10_000
 
-# Rows of what is pending: [PENDING, U].
+# Rows of `pending[PENDING, U]`.
 P_DAMAGE, P_BEST, P_BY, P_BITS, P_HEAL, P_STUN, P_SLOW, P_SLOW_BY, P_SHIELD, P_SHIELD_TICKS, P_HERO_DAMAGE, P_DIES, P_X, P_Y = (
     range(14)
 )
 PENDING = 14
 
 
-# -- the beginning ----------------------------------------------------------------------------------------------------
+# -- start ------------------------------------------------------------------------------------------------------------
 
 
 @inner
-def side(camp: int, x: int) -> int:
-    """A length along the field, as seen from camp 0."""
+def camp_x(camp: int, x: int) -> int:
+    """Convert an x coordinate between the view of `camp` and that of camp 0."""
     return x if camp == 0 else LENGTH - x
 
 
 @inner
-def begin(units: Ints32, match: Ints32, table: Ints32, lineup: Ints32) -> None:
-    """`match` knows its size, seed, limit and pace; `lineup[2 · size]` holds rows of the table."""
+def begin_match(units: Ints32, match: Ints32, table: Ints32, lineup: Ints32) -> None:
+    """Reset a match. `match` already holds size, seed, limit and decision length; `lineup[2 · size]` holds hero table rows."""
     size = int(match[SIZE])
     units[:] = 0
     match[TICK] = match[OVER] = match[WAVES] = 0
@@ -205,17 +205,17 @@ def begin(units: Ints32, match: Ints32, table: Ints32, lineup: Ints32) -> None:
         units[LEVEL, h] = 1
         units[RADIUS, h] = 450
         units[GOLD, h] = 0
-        set_statistics(units, table, h)
+        update_stats(units, table, h)
         units[HP, h] = units[MAX_HP, h]
         units[MANA, h] = units[MAX_MANA, h]
-        units[X, h], units[Y, h] = home_x(match, h), home_y(match, h)
+        units[X, h], units[Y, h] = spawn_x(match, h), spawn_y(match, h)
     for camp in range(2):
         for which in range(STRUCTURES):
             s = 2 * size + camp * STRUCTURES + which
             units[ALIVE, s] = units[SEEN, s] = 1
             units[CAMP, s] = camp
             units[KIND, s] = BASE if which == CORE else TOWER
-            units[X, s] = side(camp, BASE_X if which == CORE else INNER_X if which == 1 else OUTER_X)
+            units[X, s] = camp_x(camp, BASE_X if which == CORE else INNER_X if which == 1 else OUTER_X)
             units[Y, s] = LANE_Y
             units[HP, s] = units[MAX_HP, s] = 900 if which == CORE else 900 if which == 1 else 800
             units[RADIUS, s] = 1_800 if which == CORE else 1_000
@@ -223,26 +223,26 @@ def begin(units: Ints32, match: Ints32, table: Ints32, lineup: Ints32) -> None:
             units[ATTACK, s] = 90
             units[RANGE, s] = 7_000
             units[PERIOD, s] = SECOND
-    look(units, match)
+    update_visibility(units, match)
 
 
 @inner
-def home_x(match: Ints32, h: int) -> int:
-    return side(h // int(match[SIZE]), 3_500)
+def spawn_x(match: Ints32, h: int) -> int:
+    return camp_x(h // int(match[SIZE]), 3_500)
 
 
 @inner
-def home_y(match: Ints32, h: int) -> int:
-    """Beside the base, each hero at its own place, with a little chance that is the same for both camps."""
+def spawn_y(match: Ints32, h: int) -> int:
+    """Spawn point next to the base, different for each hero, with noise that is equal for both camps."""
     size = int(match[SIZE])
     i = h % size
     spread = (2 * i - (size - 1)) * (4_500 // max(3, size)) + noise(int(match[SEED]), int(match[TICK]), i) % 801 - 400
-    return in_field_y(LANE_Y + (spread if h < size else -spread))
+    return clamp_y(LANE_Y + (spread if h < size else -spread))
 
 
 @inner
-def set_statistics(units: Ints32, table: Ints32, h: int) -> None:
-    """Of a hero, by its level and items; what it lacks in health and mana stays as it is."""
+def update_stats(units: Ints32, table: Ints32, h: int) -> None:
+    """Set the attributes of a hero from its level and items; missing health and mana stay the same."""
     row, level, items = units[HERO_ROW, h], units[LEVEL, h] - 1, units[ITEMS, h]
     hp = table[row, H_HP] + level * table[row, H_HP_GROWTH] + items * table[row, H_ITEM_HP]
     mana = table[row, H_MANA] + level * table[row, H_MANA_GROWTH]
@@ -257,7 +257,7 @@ def set_statistics(units: Ints32, table: Ints32, h: int) -> None:
     units[PERIOD, h] = table[row, H_PERIOD]
 
 
-# -- questions --------------------------------------------------------------------------------------------------------
+# -- legality ---------------------------------------------------------------------------------------------------------
 
 
 @inner
@@ -267,7 +267,7 @@ def is_building(units: Ints32, i: int) -> bool:
 
 @inner
 def is_vulnerable(units: Ints32, match: Ints32, i: int) -> bool:
-    """A building can be hurt only when those before it have fallen; everything else always."""
+    """Whether a unit can be damaged: buildings only after all buildings in front of them are destroyed."""
     if not is_building(units, i):
         return True
     first = 2 * int(match[SIZE]) + int(units[CAMP, i]) * STRUCTURES
@@ -278,8 +278,8 @@ def is_vulnerable(units: Ints32, match: Ints32, i: int) -> bool:
 
 
 @inner
-def may_strike(units: Ints32, match: Ints32, h: int, j: int) -> bool:
-    """Whether hero h may be ordered to attack unit j."""
+def can_attack(units: Ints32, match: Ints32, h: int, j: int) -> bool:
+    """Whether hero h may attack unit j."""
     return bool(
         units[ALIVE, j] == 1
         and units[CAMP, j] != units[CAMP, h]
@@ -290,8 +290,8 @@ def may_strike(units: Ints32, match: Ints32, h: int, j: int) -> bool:
 
 
 @inner
-def may_aim(units: Ints32, match: Ints32, table: Ints32, h: int, skill: int, j: int) -> bool:
-    """Whether hero h may use its skill 1 or 3 at unit j: in range, seen, no building; heroes of its own side if it helps them."""
+def can_target(units: Ints32, match: Ints32, table: Ints32, h: int, skill: int, j: int) -> bool:
+    """Whether unit j is a target of skill 1 or 3 of hero h: in range, visible, no building; allied heroes for an ally skill."""
     at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
     row = units[HERO_ROW, h]
     if units[ALIVE, j] == 0 or is_building(units, j) or not within(units, h, j, int(table[row, at + S_RANGE])):
@@ -303,7 +303,7 @@ def may_aim(units: Ints32, match: Ints32, table: Ints32, h: int, skill: int, j: 
 
 @inner
 def is_free(units: Ints32, h: int) -> bool:
-    """Alive, not stunned, and not in the middle of a skill. (A recall can be given up.)"""
+    """Whether a hero is alive, not stunned and not casting. (A recall can be cancelled.)"""
     return bool(units[ALIVE, h] == 1 and units[STUN, h] == 0 and (units[CAST, h] == 0 or units[CAST, h] == RECALLING))
 
 
@@ -316,7 +316,7 @@ def can_cast(units: Ints32, table: Ints32, h: int, skill: int) -> bool:
 
 @inner
 def is_allowed(units: Ints32, match: Ints32, table: Ints32, h: int, what: int) -> bool:
-    """A button, whatever it is aimed at."""
+    """Whether a button is allowed, regardless of its target."""
     if what == NOTHING:
         return True
     if not is_free(units, h):
@@ -332,14 +332,14 @@ def is_allowed(units: Ints32, match: Ints32, table: Ints32, h: int, what: int) -
 
 @inner
 def at_fountain(units: Ints32, h: int) -> bool:
-    dx = int(units[X, h]) - side(int(units[CAMP, h]), BASE_X)
+    dx = int(units[X, h]) - camp_x(int(units[CAMP, h]), BASE_X)
     dy = int(units[Y, h]) - LANE_Y
     return dx * dx + dy * dy <= FOUNTAIN * FOUNTAIN
 
 
 @inner
 def is_legal(units: Ints32, match: Ints32, table: Ints32, h: int, order: Ints32, target: int) -> bool:
-    """The whole order; `target` is the slot that it is aimed at."""
+    """Whether a complete order is legal; `target` is its target slot."""
     what = int(order[WHAT])
     if what < 0 or what > RECALL or not is_allowed(units, match, table, h, what):
         return False
@@ -351,8 +351,8 @@ def is_legal(units: Ints32, match: Ints32, table: Ints32, h: int, order: Ints32,
         if target < 0 or target >= units.shape[1]:
             return False
         if what == STRIKE:
-            return may_strike(units, match, h, target)
-        return may_aim(units, match, table, h, what - SKILL_1 + 1, target)
+            return can_attack(units, match, h, target)
+        return can_target(units, match, table, h, what - SKILL_1 + 1, target)
     return True
 
 
@@ -360,8 +360,8 @@ def is_legal(units: Ints32, match: Ints32, table: Ints32, h: int, order: Ints32,
 
 
 @inner
-def hit(units: Ints32, match: Ints32, pending: Ints32, by: int, victim: int, amount: int) -> None:
-    """Note what one blow of unit `by` does."""
+def add_hit(units: Ints32, match: Ints32, pending: Ints32, by: int, victim: int, amount: int) -> None:
+    """Add the damage of one hit of unit `by` to `pending`."""
     if units[KIND, by] == HERO:
         if is_building(units, victim) and not is_guarded(units, match, by, victim):
             amount = amount * UNGUARDED // 100
@@ -387,7 +387,7 @@ def hit(units: Ints32, match: Ints32, pending: Ints32, by: int, victim: int, amo
 
 @inner
 def is_guarded(units: Ints32, match: Ints32, by: int, building: int) -> bool:
-    """Whether creeps of the attacker are near the building."""
+    """Whether creeps of the attacker's camp are near the building."""
     first = 2 * (int(match[SIZE]) + STRUCTURES) + int(units[CAMP, by]) * CREEPS
     for c in range(first, first + CREEPS):
         if units[ALIVE, c] == 1 and within(units, c, building, GUARD):
@@ -406,13 +406,13 @@ def speed_of(units: Ints32, i: int) -> int:
 
 @inner
 def step_towards(units: Ints32, pending: Ints32, i: int, x: int, y: int, stop: int) -> None:
-    """Move to within `stop` of a point, as far as one tick allows."""
+    """Move for one tick towards a point, up to the distance `stop` from it."""
     dx, dy = x - int(units[X, i]), y - int(units[Y, i])
-    far = max(1, root(dx * dx + dy * dy))
+    far = max(1, integer_root(dx * dx + dy * dy))
     go = min(speed_of(units, i), far - stop)
     if go > 0:
-        pending[P_X, i] = in_field_x(int(units[X, i]) + towards_zero(dx * go, far))
-        pending[P_Y, i] = in_field_y(int(units[Y, i]) + towards_zero(dy * go, far))
+        pending[P_X, i] = clamp_x(int(units[X, i]) + divide_towards_zero(dx * go, far))
+        pending[P_Y, i] = clamp_y(int(units[Y, i]) + divide_towards_zero(dy * go, far))
 
 
 @inner
@@ -421,15 +421,15 @@ def strike_or_follow(units: Ints32, match: Ints32, pending: Ints32, i: int, j: i
     if within(units, i, j, int(units[RANGE, i])):
         if units[READY, i] == 0:
             units[READY, i] = units[PERIOD, i]
-            hit(units, match, pending, i, j, int(units[ATTACK, i]))
+            add_hit(units, match, pending, i, j, int(units[ATTACK, i]))
     elif units[SPEED, i] > 0:
         reach = int(units[RANGE, i]) + int(units[RADIUS, i]) + int(units[RADIUS, j])
         step_towards(units, pending, i, int(units[X, j]), int(units[Y, j]), reach - 50)
 
 
 @inner
-def obey(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int, order: Ints32, target: int) -> None:
-    """What a hero does in this tick; an order that has become impossible since it was given is let go."""
+def apply_order(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int, order: Ints32, target: int) -> None:
+    """Carry out a hero's order for one tick; an order that has become impossible is ignored."""
     units[TARGET, h] = -1
     if units[ALIVE, h] == 0 or units[STUN, h] > 0:
         return
@@ -441,10 +441,10 @@ def obey(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int, o
     sign = 1 if units[CAMP, h] == 0 else -1
     if what == MOVE:
         d, speed = int(order[MOVE_DIRECTION]), speed_of(units, h)
-        pending[P_X, h] = in_field_x(int(units[X, h]) + sign * towards_zero(speed * int(DX[d]), ONE))
-        pending[P_Y, h] = in_field_y(int(units[Y, h]) + sign * towards_zero(speed * int(DY[d]), ONE))
+        pending[P_X, h] = clamp_x(int(units[X, h]) + sign * divide_towards_zero(speed * int(DX[d]), ONE))
+        pending[P_Y, h] = clamp_y(int(units[Y, h]) + sign * divide_towards_zero(speed * int(DY[d]), ONE))
     elif what == STRIKE:
-        if may_strike(units, match, h, target):
+        if can_attack(units, match, h, target):
             strike_or_follow(units, match, pending, h, target)
     elif what == MEND:
         if is_allowed(units, match, table, h, MEND):
@@ -460,7 +460,7 @@ def obey(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int, o
 
 @inner
 def begin_skill(units: Ints32, match: Ints32, table: Ints32, h: int, skill: int, direction: int, target: int) -> None:
-    if not can_cast(units, table, h, skill) or (skill != 2 and not may_aim(units, match, table, h, skill, target)):
+    if not can_cast(units, table, h, skill) or (skill != 2 and not can_target(units, match, table, h, skill, target)):
         return
     row, at = units[HERO_ROW, h], SKILLS_AT + (skill - 1) * SKILL_COLUMNS
     units[MANA, h] -= table[row, at + S_MANA]
@@ -482,24 +482,24 @@ def begin_skill(units: Ints32, match: Ints32, table: Ints32, h: int, skill: int,
 
 
 @inner
-def power(units: Ints32, table: Ints32, h: int, at: int) -> int:
+def skill_power(units: Ints32, table: Ints32, h: int, at: int) -> int:
     row = units[HERO_ROW, h]
     grown = int(table[row, at + S_DAMAGE]) + (int(units[LEVEL, h]) - 1) * int(table[row, at + S_GROWTH])
     return grown + int(units[ATTACK, h]) * int(table[row, at + S_RATIO]) // 100
 
 
 @inner
-def affect(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int, at: int, j: int) -> None:
-    """What a skill of hero h does to unit j."""
+def apply_skill(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int, at: int, j: int) -> None:
+    """Add the effect of a skill of hero h on unit j to `pending`."""
     row = units[HERO_ROW, h]
     effect, ticks = int(table[row, at + S_EFFECT]), int(table[row, at + S_TICKS])
-    amount = power(units, table, h, at)
+    amount = skill_power(units, table, h, at)
     if effect == HEALS:
         healed = min(amount, int(units[MAX_HP, j]) - int(units[HP, j]))
         pending[P_HEAL, j] += amount
         units[HEALED, h] += max(0, healed)
         return
-    hit(units, match, pending, h, j, amount)
+    add_hit(units, match, pending, h, j, amount)
     if effect == STUNS:
         pending[P_STUN, j] = max(pending[P_STUN, j], ticks)
     elif effect == SLOWS:
@@ -511,30 +511,30 @@ def affect(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int,
 
 
 @inner
-def release(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int) -> None:
-    """The wind-up of a hero's skill is over."""
+def release_skill(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int) -> None:
+    """Apply the skill or recall of a hero whose wind-up has ended."""
     skill = int(units[CAST, h])
     units[CAST, h] = 0
     if skill == RECALLING:
-        pending[P_X, h], pending[P_Y, h] = home_x(match, h), home_y(match, h)
+        pending[P_X, h], pending[P_Y, h] = spawn_x(match, h), spawn_y(match, h)
         return
     row, at = units[HERO_ROW, h], SKILLS_AT + (skill - 1) * SKILL_COLUMNS
     if skill == 1:
         j = int(units[CAST_TARGET, h])
-        # Whoever has got away, or was killed, is missed.
+        # Misses targets that moved away or died.
         if units[ALIVE, j] == 1 and within(units, h, j, int(table[row, at + S_RANGE]) + 1_500):
             if table[row, at + S_EFFECT] == DASHES:
-                beside = int(units[RADIUS, h]) + int(units[RADIUS, j])
+                contact = int(units[RADIUS, h]) + int(units[RADIUS, j])
                 far = max(1, distance(units, h, j))
-                go = max(0, far - beside)
-                pending[P_X, h] = int(units[X, h]) + towards_zero((int(units[X, j]) - int(units[X, h])) * go, far)
-                pending[P_Y, h] = int(units[Y, h]) + towards_zero((int(units[Y, j]) - int(units[Y, h])) * go, far)
-            affect(units, match, table, pending, h, at, j)
+                go = max(0, far - contact)
+                pending[P_X, h] = int(units[X, h]) + divide_towards_zero((int(units[X, j]) - int(units[X, h])) * go, far)
+                pending[P_Y, h] = int(units[Y, h]) + divide_towards_zero((int(units[Y, j]) - int(units[Y, h])) * go, far)
+            apply_skill(units, match, table, pending, h, at, j)
         return
     if skill == 2 and table[row, at + S_EFFECT] == DASHES:
         reach = int(table[row, at + S_RANGE])
-        pending[P_X, h] = in_field_x(int(units[X, h]) + towards_zero(reach * int(units[CAST_X, h]), ONE))
-        pending[P_Y, h] = in_field_y(int(units[Y, h]) + towards_zero(reach * int(units[CAST_Y, h]), ONE))
+        pending[P_X, h] = clamp_x(int(units[X, h]) + divide_towards_zero(reach * int(units[CAST_X, h]), ONE))
+        pending[P_Y, h] = clamp_y(int(units[Y, h]) + divide_towards_zero(reach * int(units[CAST_Y, h]), ONE))
     helps = table[row, at + S_ALLY] == 1
     for j in range(units.shape[1]):
         if units[ALIVE, j] == 0 or is_building(units, j) or (units[CAMP, j] == units[CAMP, h]) != helps:
@@ -543,7 +543,7 @@ def release(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int
             continue
         caught = on_line(units, table, h, at, j) if skill == 2 else in_area(units, table, h, at, j)
         if caught:
-            affect(units, match, table, pending, h, at, j)
+            apply_skill(units, match, table, pending, h, at, j)
 
 
 @inner
@@ -552,7 +552,7 @@ def on_line(units: Ints32, table: Ints32, h: int, at: int, j: int) -> bool:
     reach, half = int(table[row, at + S_RANGE]), int(table[row, at + S_SIZE]) + int(units[RADIUS, j])
     dx, dy = int(units[X, j]) - int(units[X, h]), int(units[Y, j]) - int(units[Y, h])
     ux, uy = int(units[CAST_X, h]), int(units[CAST_Y, h])
-    along, across = towards_zero(dx * ux + dy * uy, ONE), towards_zero(dx * uy - dy * ux, ONE)
+    along, across = divide_towards_zero(dx * ux + dy * uy, ONE), divide_towards_zero(dx * uy - dy * ux, ONE)
     return -int(units[RADIUS, j]) <= along <= reach + int(units[RADIUS, j]) and abs(across) <= half
 
 
@@ -567,22 +567,22 @@ def in_area(units: Ints32, table: Ints32, h: int, at: int, j: int) -> bool:
 
 
 @inner
-def may_hit(units: Ints32, match: Ints32, i: int, j: int) -> bool:
+def can_hit(units: Ints32, match: Ints32, i: int, j: int) -> bool:
     return bool(
         units[ALIVE, j] == 1 and units[CAMP, j] != units[CAMP, i] and units[SEEN, j] == 1 and is_vulnerable(units, match, j)
     )
 
 
 @inner
-def choose(units: Ints32, match: Ints32, i: int, reach: int) -> int:
-    """Whom a creep or a tower attacks: a hero that attacks heroes, else whom it attacked before, else the nearest, creeps first."""
+def choose_target(units: Ints32, match: Ints32, i: int, reach: int) -> int:
+    """Choose the target of a creep or tower: a hero that attacks heroes, else its last target, else the nearest, creeps first."""
     kept = int(units[TARGET, i])
     tower = is_building(units, i)
     best, best_worth = -1, 1 << 40
     for j in range(units.shape[1]):
-        if not may_hit(units, match, i, j) or not within(units, i, j, reach):
+        if not can_hit(units, match, i, j) or not within(units, i, j, reach):
             continue
-        worth = gap(units, i, j)
+        worth = edge_distance(units, i, j)
         if units[KIND, j] == HERO:
             worth += -1_000_000 if units[AGGRO, j] > 0 else (200_000 if tower else 2_000)
         if j == kept:
@@ -593,10 +593,10 @@ def choose(units: Ints32, match: Ints32, i: int, reach: int) -> int:
 
 
 @inner
-def act_creep(units: Ints32, match: Ints32, pending: Ints32, c: int) -> None:
+def move_creep(units: Ints32, match: Ints32, pending: Ints32, c: int) -> None:
     if units[ALIVE, c] == 0 or units[STUN, c] > 0:
         return
-    target = choose(units, match, c, max(CREEP_AGGRO, int(units[RANGE, c])))
+    target = choose_target(units, match, c, max(CREEP_AGGRO, int(units[RANGE, c])))
     units[TARGET, c] = target
     if target >= 0:
         strike_or_follow(units, match, pending, c, target)
@@ -612,16 +612,16 @@ def act_creep(units: Ints32, match: Ints32, pending: Ints32, c: int) -> None:
     slot = c - 2 * (size + STRUCTURES) - int(units[CAMP, c]) * CREEPS
     spread = (slot % 5 - 2) * 900
     y = LANE_Y + (spread if units[CAMP, c] == 0 else -spread)
-    # Along its own track until the building is near, then towards it.
+    # Along its own track towards the building.
     away = int(units[X, goal]) - int(units[X, c])
     step_towards(units, pending, c, int(units[X, c]) + (6_000 if away > 0 else -6_000), y, 0)
 
 
 @inner
-def act_tower(units: Ints32, match: Ints32, pending: Ints32, s: int) -> None:
+def shoot_tower(units: Ints32, match: Ints32, pending: Ints32, s: int) -> None:
     if units[ALIVE, s] == 0:
         return
-    target = choose(units, match, s, int(units[RANGE, s]))
+    target = choose_target(units, match, s, int(units[RANGE, s]))
     units[TARGET, s] = target
     if target >= 0:
         strike_or_follow(units, match, pending, s, target)
@@ -629,7 +629,7 @@ def act_tower(units: Ints32, match: Ints32, pending: Ints32, s: int) -> None:
 
 @inner
 def send_wave(units: Ints32, match: Ints32) -> None:
-    """For both camps alike: three with swords, one with a bow, and every other time a ram."""
+    """Spawn a wave for each camp: three melee creeps, one ranged creep and, every other wave, a ram."""
     size, wave = int(match[SIZE]), int(match[WAVES])
     match[WAVES] = wave + 1
     number = 5 if wave % 2 == 1 else 4
@@ -647,7 +647,7 @@ def send_wave(units: Ints32, match: Ints32) -> None:
             units[ALIVE, c] = 1
             units[KIND, c] = kind
             units[CAMP, c] = camp
-            units[X, c] = side(camp, BASE_X + 3_000 - (1_500 if kind != MELEE else 0))
+            units[X, c] = camp_x(camp, BASE_X + 3_000 - (1_500 if kind != MELEE else 0))
             spread = ((c - first) % 5 - 2) * 900 + noise(int(match[SEED]), int(match[TICK]), c - first) % 401 - 200
             units[Y, c] = LANE_Y + (spread if camp == 0 else -spread)
             strength = 100 + 3 * wave
@@ -665,12 +665,12 @@ def send_wave(units: Ints32, match: Ints32) -> None:
             sent += 1
 
 
-# -- what came of it --------------------------------------------------------------------------------------------------
+# -- end of a tick ----------------------------------------------------------------------------------------------------
 
 
 @inner
-def settle(units: Ints32, match: Ints32, table: Ints32, pending: Ints32) -> None:
-    """Apply what is pending: moves, effects, damage; then see who has died."""
+def apply_pending(units: Ints32, match: Ints32, table: Ints32, pending: Ints32) -> None:
+    """Apply `pending`: moves, effects, damage and deaths; then update the heroes."""
     for i in range(units.shape[1]):
         if units[ALIVE, i] == 0:
             continue
@@ -694,7 +694,7 @@ def settle(units: Ints32, match: Ints32, table: Ints32, pending: Ints32) -> None
         if pending[P_DIES, i] == 1:
             die(units, match, pending, i)
     for h in range(2 * int(match[SIZE])):
-        grow(units, match, table, h)
+        update_hero(units, match, table, h)
 
 
 @inner
@@ -722,21 +722,21 @@ def die(units: Ints32, match: Ints32, pending: Ints32, i: int) -> None:
     killer = int(pending[P_BY, i]) if pending[P_BEST, i] > 0 else -1
     enemy = (1 - camp) * size
     if kind == BASE:
-        # Both bases in one tick: nobody has won.
+        # Both bases in one tick: a draw.
         match[WINNER] = -1 if match[OVER] == 1 else 1 - camp
         match[OVER] = 1
     elif kind == TOWER:
         for h in range(enemy, enemy + size):
-            earn(units, h, 150)
+            add_gold(units, h, 150)
         if killer >= 0:
-            earn(units, killer, 50)
+            add_gold(units, killer, 50)
     elif kind == HERO:
-        killed(units, match, i, killer)
+        credit_kill(units, match, i, killer)
     else:
         worth = 26 if kind == MELEE else 30 if kind == RANGED else 45
         if killer >= 0:
             units[LAST_HITS, killer] += 1
-            earn(units, killer, worth)
+            add_gold(units, killer, worth)
     experience = 34 if kind == MELEE else 40 if kind == RANGED else 60 if kind == SIEGE else 150
     if kind == HERO:
         experience = 70 + 25 * int(units[LEVEL, i])
@@ -751,8 +751,8 @@ def die(units: Ints32, match: Ints32, pending: Ints32, i: int) -> None:
 
 
 @inner
-def killed(units: Ints32, match: Ints32, i: int, killer: int) -> None:
-    """A hero. Whoever hurt it in the last ten seconds has helped, or killed it if a creep or a tower struck the last blow."""
+def credit_kill(units: Ints32, match: Ints32, i: int, killer: int) -> None:
+    """Credit a hero's death. Heroes that damaged it within HURT_MEMORY get an assist, or the kill if no hero made the last hit."""
     size, camp = int(match[SIZE]), int(units[CAMP, i])
     first = (1 - camp) * size
     units[DEATHS, i] += 1
@@ -763,42 +763,42 @@ def killed(units: Ints32, match: Ints32, i: int, killer: int) -> None:
     for h in range(first, first + size):
         if h == killer:
             units[KILLS, h] += 1
-            earn(units, h, 180 + 15 * int(units[LEVEL, i]))
+            add_gold(units, h, 180 + 15 * int(units[LEVEL, i]))
         elif helped & (1 << h):
             units[ASSISTS, h] += 1
-            earn(units, h, 90)
+            add_gold(units, h, 90)
     units[HURT_BY, i] = 0
 
 
 @inner
-def earn(units: Ints32, h: int, gold: int) -> None:
+def add_gold(units: Ints32, h: int, gold: int) -> None:
     units[GOLD, h] += gold
     units[EARNED, h] += gold
 
 
 @inner
-def needed(level: int) -> int:
-    """Experience from this level to the next."""
+def experience_needed(level: int) -> int:
+    """Experience from `level` to the next."""
     return 60 + 22 * level
 
 
 @inner
-def price(items: int) -> int:
+def item_price(items: int) -> int:
     return 300 + 60 * items
 
 
 @inner
-def grow(units: Ints32, match: Ints32, table: Ints32, h: int) -> None:
-    """Levels, income, healing, shopping, and the return of the dead."""
+def update_hero(units: Ints32, match: Ints32, table: Ints32, h: int) -> None:
+    """Apply level-ups, income, regeneration, respawn and the purchase of items."""
     tick = int(match[TICK])
-    while units[LEVEL, h] < MAX_LEVEL and units[XP, h] >= needed(int(units[LEVEL, h])):
-        units[XP, h] -= needed(int(units[LEVEL, h]))
+    while units[LEVEL, h] < MAX_LEVEL and units[XP, h] >= experience_needed(int(units[LEVEL, h])):
+        units[XP, h] -= experience_needed(int(units[LEVEL, h]))
         units[LEVEL, h] += 1
-        set_statistics(units, table, h)
+        update_stats(units, table, h)
         if units[ALIVE, h] == 0:
             units[HP, h] = 0
     if tick % SECOND == 0 and tick > 10 * SECOND:
-        earn(units, h, 2)
+        add_gold(units, h, 2)
     if units[ALIVE, h] == 0:
         units[RESPAWN, h] -= 1
         if units[RESPAWN, h] <= 0:
@@ -807,26 +807,26 @@ def grow(units: Ints32, match: Ints32, table: Ints32, h: int) -> None:
             units[HP, h] = units[MAX_HP, h]
             units[MANA, h] = units[MAX_MANA, h]
             units[HURT, h] = HURT_MEMORY
-            units[X, h], units[Y, h] = home_x(match, h), home_y(match, h)
+            units[X, h], units[Y, h] = spawn_x(match, h), spawn_y(match, h)
         return
     home = at_fountain(units, h)
     if tick % SECOND == 0:
-        # Not in the middle of a fight: nobody could ever be beaten at home.
+        # Not during a fight: heroes at their fountain could not be killed.
         well = home and units[HURT, h] >= FOUNTAIN_AFTER
         hp = int(table[units[HERO_ROW, h], H_REGEN]) + (int(units[MAX_HP, h]) * 12 // 100 if well else 0)
         mana = 4 + int(units[MAX_MANA, h]) // 100 + (int(units[MAX_MANA, h]) * 12 // 100 if well else 0)
         units[HP, h] = min(int(units[MAX_HP, h]), int(units[HP, h]) + hp)
         units[MANA, h] = min(int(units[MAX_MANA, h]), int(units[MANA, h]) + mana)
     if home:
-        while units[ITEMS, h] < MAX_ITEMS and units[GOLD, h] >= price(int(units[ITEMS, h])):
-            units[GOLD, h] -= price(int(units[ITEMS, h]))
+        while units[ITEMS, h] < MAX_ITEMS and units[GOLD, h] >= item_price(int(units[ITEMS, h])):
+            units[GOLD, h] -= item_price(int(units[ITEMS, h]))
             units[ITEMS, h] += 1
-            set_statistics(units, table, h)
+            update_stats(units, table, h)
 
 
 @inner
-def look(units: Ints32, match: Ints32) -> None:
-    """Who is seen by the other camp. Buildings always are; whoever stands in a bush only from near, or from the same bush."""
+def update_visibility(units: Ints32, match: Ints32) -> None:
+    """Set SEEN of all units. Buildings are always visible; units in a bush only from near or from the same bush."""
     size = int(match[SIZE])
     for i in range(units.shape[1]):
         if units[ALIVE, i] == 0 or is_building(units, i):
@@ -846,8 +846,8 @@ def look(units: Ints32, match: Ints32) -> None:
 
 
 @inner
-def pass_time(units: Ints32, match: Ints32) -> None:
-    """A tick of all that counts down."""
+def count_down(units: Ints32, match: Ints32) -> None:
+    """Advance all timers by one tick."""
     for i in range(units.shape[1]):
         units[READY, i] = max(0, int(units[READY, i]) - 1)
         units[STUN, i] = max(0, int(units[STUN, i]) - 1)
@@ -867,10 +867,10 @@ def pass_time(units: Ints32, match: Ints32) -> None:
 
 @inner
 def tick(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, orders: Ints32, targets: Ints32) -> None:
-    """One fifteenth of a second. `orders[2 · size, 4]`, `targets[2 · size]`: slots, or -1."""
+    """Play one tick. `orders[2 · size, 4]`; `targets[2 · size]`: slots, or -1."""
     size = int(match[SIZE])
     match[TICK] += 1
-    pass_time(units, match)
+    count_down(units, match)
     if match[TICK] >= FIRST_WAVE and (match[TICK] - FIRST_WAVE) % WAVE_EVERY == 0:
         send_wave(units, match)
     for i in range(units.shape[1]):
@@ -881,26 +881,26 @@ def tick(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, orders: I
         if units[CAST, h] != 0 and units[ALIVE, h] == 1 and units[STUN, h] == 0:
             units[CAST_LEFT, h] -= 1
             if units[CAST_LEFT, h] <= 0:
-                release(units, match, table, pending, h)
+                release_skill(units, match, table, pending, h)
                 continue
-        obey(units, match, table, pending, h, orders[h], int(targets[h]))
+        apply_order(units, match, table, pending, h, orders[h], int(targets[h]))
     for s in range(2 * size, 2 * (size + STRUCTURES)):
-        act_tower(units, match, pending, s)
+        shoot_tower(units, match, pending, s)
     for c in range(2 * (size + STRUCTURES), units.shape[1]):
-        act_creep(units, match, pending, c)
-    settle(units, match, table, pending)
-    look(units, match)
+        move_creep(units, match, pending, c)
+    apply_pending(units, match, table, pending)
+    update_visibility(units, match)
     if match[TICK] >= match[LIMIT]:
         match[OVER] = 1
 
 
 @inner
 def observed_slot(match: Ints32, h: int, row: int) -> int:
-    """The slot that row `row` of hero h's observation shows, and that its target `row` means. Row 0 is the hero itself."""
+    """Return the slot of row `row` in hero h's observation and target head. Row 0 is the hero itself."""
     size = int(match[SIZE])
     camp = h // size
     i = h - camp * size
-    if row < size:  # its own side: itself first, the others after it, in turn
+    if row < size:  # own camp: the hero first, then the others cyclically
         return camp * size + (i + row) % size
     if row < 2 * size:
         return (1 - camp) * size + row - size

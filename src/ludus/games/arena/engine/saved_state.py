@@ -1,4 +1,4 @@
-"""Saved states of matches as files: what `Arena.save` gives, with a header that says what it is, and a checksum."""
+"""Read and write saved states of matches: the bytes of `Arena.save` with a header and a checksum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ludus.errors import ConfigError, Damaged
-from ludus.games.arena.engine.checksummed_file import read_sealed, seal, write_whole
+from ludus.games.arena.engine.checksummed_file import encode_file, read_file, write_file
 from ludus.games.arena.engine.heroes import HEROES
 from ludus.games.arena.engine.layout import HERO_ROW, RULES, TICK, TICKS_PER_SECOND
 from ludus.games.arena.engine.vector import parse_state
@@ -18,7 +18,7 @@ KIND: Final = b"LudusArenaMoment"
 @dataclass(frozen=True)
 class SavedState:
     data: bytes
-    """As `Arena.load` takes it."""
+    """Input of `Arena.load`."""
     size: int
     tick: int
     heroes: tuple[str, ...]
@@ -33,24 +33,24 @@ class SavedState:
 
 
 def write_state(path: Path, data: bytes) -> Path:
-    """Complete or absent. Raises ConfigError for what is no state, StoreError if it cannot be written."""
-    state = _described(data)
+    """Write atomically. Raises ConfigError for an invalid state, StoreError if the file cannot be written."""
+    state = _summarise_state(data)
     header: dict[str, Any] = {"rules": RULES, "mode": state.mode, "tick": state.tick, "heroes": list(state.heroes)}
-    return write_whole(path, seal(KIND, header, [data]))
+    return write_file(path, encode_file(KIND, header, [data]))
 
 
 def read_state(path: Path) -> SavedState:
-    """Raises NotFound, UsageError for a file of another kind, Damaged for one that is not whole, ConfigError for other rules."""
-    _, parts = read_sealed(path, KIND, "a saved state of the Arena")
+    """Raises NotFound, UsageError for a file of another kind, Damaged for a truncated one, ConfigError for other rules."""
+    _, parts = read_file(path, KIND, "a saved state of the Arena")
     if len(parts) != 1:
-        raise Damaged(f"{path} has {len(parts)} parts and not one.")
+        raise Damaged(f"{path} has {len(parts)} parts instead of one.")
     try:
-        return _described(parts[0])
+        return _summarise_state(parts[0])
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", error.hint) from error
 
 
-def _described(data: bytes) -> SavedState:
+def _summarise_state(data: bytes) -> SavedState:
     size, match, units = parse_state(data)
     names = tuple(HEROES[row].name for row in units[HERO_ROW, : 2 * size])
     return SavedState(data, size, int(match[TICK]), names)

@@ -1,4 +1,4 @@
-"""What can be chosen about a match: its size, who plays, how long, and what is rewarded."""
+"""Settings of a match: team size, line-up, time limit and rewards."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ PARTS: Final = (
     "towers",
     "win",
 )
-"""Of a reward. Gold and experience are counted in hundreds, damage in hundreds of health, `health` as the change of the hero's own
-share of health, `towers` as health of buildings that the other camp lost less what the own one lost, in whole buildings, `win` as 1
-or −1 when a base falls."""
+"""Parts of a reward. Gold, experience and damage are in hundreds, `health` is the change of the hero's own health share, `towers` the
+health of buildings that the enemy lost minus that of the own camp, in whole buildings, `win` 1 or −1 when a base falls."""
 
 WEIGHTS: Final[Mapping[str, float]] = {
     "gold": 0.5,
@@ -55,8 +54,8 @@ WEIGHTS: Final[Mapping[str, float]] = {
 
 @dataclass(frozen=True)
 class Rewards:
-    """`weights` replace those of WEIGHTS by name. `sparse`: nothing but a win, 1 or −1. `team_spirit`: how much of a hero's reward
-    is the mean of its team. `zero_sum`: less the mean of the other team. Weights and spirit may change with the time of training."""
+    """Reward weights. `weights` override WEIGHTS by name. `sparse`: only `win`, 1 or −1. `team_spirit`: share of the team's mean in a
+    hero's reward. `zero_sum`: subtract the mean of the other team. Weights and spirit may be schedules over timesteps."""
 
     weights: Mapping[str, Scheduled] = field(default_factory=dict)
     sparse: bool = False
@@ -66,27 +65,29 @@ class Rewards:
     def __post_init__(self) -> None:
         for name, weight in self.weights.items():
             if name not in PARTS:
-                raise ConfigError(f"There is no part {name!r} of the reward.", did_you_mean(name, PARTS))
+                raise ConfigError(f"The reward has no part {name!r}.", did_you_mean(name, PARTS))
             if not _within(weight, -1e6, 1e6):
                 raise ConfigError(
                     f"The weight of {name} is {weight!r}.",
-                    "A number that is not larger than a million, or points [[timestep, number], …] in rising order.",
+                    "Give a number up to a million, or points [[timestep, number], …] in rising order.",
                 )
         if not _within(self.team_spirit, 0, 1):
-            raise ConfigError(f"team_spirit is {self.team_spirit!r}.", "From 0, each for itself, to 1, all alike.")
+            raise ConfigError(
+                f"team_spirit is {self.team_spirit!r}.", "Give a number from 0 (own reward) to 1 (mean of the team)."
+            )
 
     @property
     def scheduled(self) -> bool:
         return any(not isinstance(value, int | float) for value in (*self.weights.values(), self.team_spirit))
 
     def at(self, timestep: int) -> Rewards:
-        """As they are after so many timesteps of training."""
+        """Return the rewards after `timestep` timesteps of training."""
         weights = {name: value_at(weight, timestep) for name, weight in self.weights.items()}
         return replace(self, weights=weights, team_spirit=value_at(self.team_spirit, timestep))
 
     @cached_property
     def vector(self) -> Floats:
-        """In the order of PARTS; of scheduled ones, as they are in the beginning."""
+        """Weights in the order of PARTS; schedules at their start."""
         if self.sparse:
             return np.array([float(part == "win") for part in PARTS], np.float32)
         return np.array([value_at(self.weights.get(part, WEIGHTS[part]), 0) for part in PARTS], np.float32)
@@ -108,7 +109,7 @@ def _within(value: Scheduled, low: float, high: float) -> bool:
 
 @dataclass(frozen=True)
 class ArenaSettings:
-    """`seconds`: after so much time of the game a match is over, with no winner. `every`: ticks from decision to decision."""
+    """`seconds`: time limit in game time, after which a match is a draw. `every`: ticks per decision."""
 
     seconds: int = SECONDS
     every: int = 3
@@ -116,7 +117,7 @@ class ArenaSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.seconds <= MAX_SECONDS:
-            raise ConfigError(f"A match of {self.seconds!r} seconds.", f"From 1 to {MAX_SECONDS}.")
+            raise ConfigError(f"The time limit of a match is {self.seconds!r} seconds.", f"From 1 to {MAX_SECONDS}.")
         if not 1 <= self.every <= TICKS_PER_SECOND:
             raise ConfigError(f"A decision every {self.every!r} ticks.", f"From 1 to {TICKS_PER_SECOND}, which is a second.")
 
@@ -126,11 +127,11 @@ class ArenaSettings:
 
 
 def size_of(mode: str | int) -> int:
-    """Heroes of a camp: 3 for "3v3". Raises ConfigError."""
+    """Return the number of heroes of a camp: 3 for "3v3". Raises ConfigError."""
     found = re.fullmatch(r"([0-9]{1,2})v([0-9]{1,2})", str(mode))
     size = int(found[1]) if found and found[1] == found[2] else mode if isinstance(mode, int) else 0
     if not 1 <= size <= MAX_SIZE:
-        raise ConfigError(f"There is no mode {mode!r} of the Arena.", f"1v1, 2v2 and so on, up to {MAX_SIZE}v{MAX_SIZE}.")
+        raise ConfigError(f"The Arena has no mode {mode!r}.", f"1v1, 2v2 and so on, up to {MAX_SIZE}v{MAX_SIZE}.")
     return size
 
 
@@ -144,7 +145,7 @@ USUAL: Final[Mapping[int, Lineup]] = {
 
 
 def rows_of(lineup: Lineup | None, size: int) -> Ints32:
-    """Rows of the table for all heroes of a match; without a line-up the usual one. Raises ConfigError."""
+    """Return the hero table rows of all heroes of a match; None: the default line-up. Raises ConfigError."""
     if lineup is None:
         lineup = USUAL.get(size) or tuple(tuple(heroes.IDS[(i + camp) % len(heroes.IDS)] for i in range(size)) for camp in (0, 1))
     if len(lineup) != 2 or any(len(camp) != size for camp in lineup):

@@ -1,4 +1,4 @@
-"""Many matches of the Arena, stepped together.
+"""Vectorized game engine of the Arena: many matches stepped together.
 
 arena = Arena(size=3, matches=64)
 arena.reset(seeds=range(64))
@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from ludus.core.types import Bools, Floats, Ints, Ints32
 from ludus.errors import ConfigError, UsageError
-from ludus.games.arena.bots.bots import SCRIPTS, act
+from ludus.games.arena.bots.bots import BOTS, fill_orders
 from ludus.games.arena.engine import heroes
 from ludus.games.arena.engine.geometry import distance
-from ludus.games.arena.engine.jit import compiling, inner, kernel
+from ludus.games.arena.engine.jit import compile_lock, inner, kernel
 from ludus.games.arena.engine.layout import (
     AIMED,
     ALIVE,
@@ -82,17 +82,17 @@ from ludus.games.arena.engine.layout import (
     Y,
     units_of,
 )
-from ludus.games.arena.engine.observations import FEATURES, SCALARS, allow, see_unit, see_whole
+from ludus.games.arena.engine.observations import FEATURES, SCALARS, write_entity, write_masks, write_scalars
 from ludus.games.arena.engine.rules import (
     MAX_ITEMS,
     MAX_LEVEL,
     PENDING,
-    begin,
+    begin_match,
+    can_attack,
+    can_target,
+    experience_needed,
     is_allowed,
     is_legal,
-    may_aim,
-    may_strike,
-    needed,
     observed_slot,
     tick,
 )
@@ -110,8 +110,7 @@ _LARGEST = 100_000_000
 class Arena:
     """`matches` matches of `size` against `size`, all with the same settings; each has its own seed, line-up and time.
 
-    Arrays are filled in place and belong to the Arena: copy what is to be kept. Heroes come in the order camp 0, camp 1. Not for
-    several threads at once.
+    Arrays are filled in place and belong to the Arena: copy them to keep them. Heroes are ordered camp 0, camp 1. Not thread-safe.
     """
 
     def __init__(
@@ -123,9 +122,9 @@ class Arena:
         *,
         lenient: bool = False,
     ) -> None:
-        """`lenient`: an order that is aimed at somebody it cannot be aimed at goes to the nearest one it can. Otherwise it is
-        illegal: nothing is done, and it is counted."""
-        prepare()
+        """`lenient`: an order with an invalid target goes to the nearest valid one. Otherwise it is illegal: the hero does
+        nothing, and the order is counted."""
+        ensure_compiled()
         self.size = size_of(size)
         self.settings = settings or ArenaSettings()
         self.lenient = lenient
@@ -143,14 +142,14 @@ class Arena:
         self.parts: Floats = np.zeros((m, h, len(PARTS)), np.float32)
         self._lineup = np.tile(rows_of(lineup, self.size), (m, 1))
         self._pending: Ints32 = np.zeros((PENDING, u), np.int32)
-        self._memo: Floats = np.zeros((h + 2, len(PARTS)), np.float32)
+        self._totals: Floats = np.zeros((h + 2, len(PARTS)), np.float32)
         self._orders: Ints32 = np.zeros((m, h, len(HEADS)), np.int32)
         self._targets: Ints32 = np.zeros((h,), np.int32)
         self._legal: Bools = np.zeros((m, h), np.bool_)
         self.rewards = self.settings.rewards
-        self.match[:, OVER] = 1  # until they are reset
+        self.match[:, OVER] = 1  # until the first reset
 
-    # -- what is the case
+    # -- status
 
     @property
     def over(self) -> Bools:
@@ -158,7 +157,7 @@ class Arena:
 
     @property
     def winner(self) -> Ints32:
-        """The camp whose enemy's base fell; -1 while none has, and when time was up."""
+        """Camp that destroyed the enemy's base; -1 while the match runs and after a draw."""
         return self.match[:, WINNER]
 
     @property
@@ -167,7 +166,7 @@ class Arena:
 
     @property
     def lineup(self) -> Ints32:
-        """Rows of the table of heroes, [M, H]."""
+        """Rows of the hero table, [M, H]."""
         return self._lineup
 
     # -- playing
@@ -175,7 +174,7 @@ class Arena:
     def reset(
         self, seeds: Iterable[int], which: Sequence[int] | None = None, lineups: Sequence[Lineup | None] | None = None
     ) -> None:
-        """Matches `which` (all, if not said) begin anew, each with its seed, and its line-up if there are some (None: the usual one)."""
+        """Restart the matches `which` (default: all), each with its seed and, if given, its line-up (None: the default one)."""
         chosen = np.arange(self.matches) if which is None else np.asarray(which, np.int64)
         given = np.array([int(seed) & 0x7FFFFFFF for seed in seeds], np.int32)
         if len(given) != len(chosen):
@@ -193,21 +192,21 @@ class Arena:
         self.parts[chosen] = 0
 
     def step(self, actions: npt.NDArray[np.integer]) -> None:
-        """One decision of all heroes, [M, H, 4]. Matches that are over stand still."""
+        """Play one decision of all heroes, [M, H, 4]. Finished matches do not change."""
         if actions.shape != self._orders.shape:
-            raise UsageError(f"Actions of shape {actions.shape}.", f"They have the shape {self._orders.shape}.")
+            raise UsageError(f"Actions have the shape {actions.shape}.", f"The expected shape is {self._orders.shape}.")
         self._orders[:] = actions
         self._advance(0)
 
     def advance(self, actions: npt.NDArray[np.integer], ticks: int) -> None:
-        """As `step`, but for so many ticks: to look at what happens within a decision."""
+        """Like `step`, for the given number of ticks: shows the states within a decision."""
         self._orders[:] = actions
         self._advance(ticks)
 
     def _advance(self, ticks: int) -> None:
         rewards = self.rewards
         _step(
-            self.units, self.match, heroes.TABLE, self._pending, self._orders, self._targets, ticks, self.lenient, self._memo,
+            self.units, self.match, heroes.TABLE, self._pending, self._orders, self._targets, ticks, self.lenient, self._totals,
             self.parts, self.reward, rewards.vector, rewards.spirit, rewards.zero_sum,
         )  # fmt: skip
 
@@ -216,40 +215,40 @@ class Arena:
         _observe(self.units, self.match, heroes.TABLE, self.entities, self.scalars, self.mask, self.target_mask)
 
     def legal(self, actions: npt.NDArray[np.integer]) -> Bools:
-        """Which orders could be carried out now, [M, H]."""
+        """Return which orders are legal now, [M, H]."""
         _legal(self.units, self.match, heroes.TABLE, np.ascontiguousarray(actions, np.int32), self._legal)
         return self._legal.copy()
 
-    def script(self, who: npt.NDArray[np.integer]) -> Ints32:
-        """What scripts would do now, [M, H, 4]. `who` [M, H]: places in SCRIPTS; -1: nobody's, and nothing."""
-        if who.shape != self._legal.shape or who.min() < -1 or who.max() >= len(SCRIPTS):
+    def bot_actions(self, who: npt.NDArray[np.integer]) -> Ints32:
+        """Return the actions of the bots now, [M, H, 4]. `who` [M, H]: indices in BOTS; -1: no bot, which gives action 0."""
+        if who.shape != self._legal.shape or who.min() < -1 or who.max() >= len(BOTS):
             raise UsageError(
-                f"Scripts of shape {who.shape}, from {who.min()} to {who.max()}.",
-                f"They have the shape {self._legal.shape}, and are places in {', '.join(SCRIPTS)}, or -1.",
+                f"The bots have the shape {who.shape} and indices from {who.min()} to {who.max()}.",
+                f"The shape is {self._legal.shape}; values are indices in {', '.join(BOTS)}, or -1.",
             )
         orders: Ints32 = np.zeros_like(self._orders)
-        self.fill(np.ascontiguousarray(who, np.int8), orders)
+        self.fill_bot_actions(np.ascontiguousarray(who, np.int8), orders)
         return orders
 
-    def fill(self, who: npt.NDArray[np.int8], orders: Ints32) -> None:
-        """As `script`, into the orders of those that a script plays; `who` is as it should be."""
-        act(self.units, self.match, heroes.TABLE, who, orders)
+    def fill_bot_actions(self, who: npt.NDArray[np.int8], orders: Ints32) -> None:
+        """Like `bot_actions`, but write into `orders` and only for heroes with a bot. `who` is not checked."""
+        fill_orders(self.units, self.match, heroes.TABLE, who, orders)
 
-    # -- keeping
+    # -- state
 
-    def to_lane(self, which: Sequence[int] | None = None) -> None:
-        """Heroes of these matches, or of all, stand before their outer tower: still out of each other's sight."""
+    def move_to_lane(self, which: Sequence[int] | None = None) -> None:
+        """Place the heroes of these matches (default: all) in front of their outer tower, out of sight of each other."""
         chosen = range(self.matches) if which is None else which
         self.units[list(chosen), X, : self.size] = _LANE_X
         self.units[list(chosen), X, self.size : self.heroes] = LENGTH - _LANE_X
 
     def save(self, m: int) -> bytes:
-        """The whole state of a match."""
+        """Serialize the complete state of match `m`."""
         parts = (self.match[m].astype("<i4"), self.units[m].astype("<i4"))
         return b"".join((_HEAD.pack(_MAGIC, RULES, self.size, 0), *(part.tobytes() for part in parts)))
 
     def load(self, m: int, saved: bytes) -> None:
-        """Raises ConfigError for what is not the state of a match of this size and these rules."""
+        """Restore match `m` from `save`. Raises ConfigError for a state of another size or of other rules."""
         size, match, units = parse_state(saved)
         if size != self.size:
             raise ConfigError(f"The saved state is of {size}v{size}.", f"This Arena plays {self.size}v{self.size}.")
@@ -259,31 +258,31 @@ class Arena:
         self.parts[m] = 0
 
     def hash(self, m: int) -> str:
-        """Of the whole state; equal states have equal ones, on every machine."""
+        """Return a digest of the complete state; the same on every machine."""
         return hashlib.blake2b(self.save(m), digest_size=16).hexdigest()
 
 
-_prepared = False
+_compiled = False
 
 
-def prepare() -> None:
-    """See that the kernels are compiled. They are once for each machine and version, which takes about half a minute."""
-    global _prepared
-    if _prepared:
+def ensure_compiled() -> None:
+    """Compile the kernels unless the cache has them. Takes about half a minute, once for each machine and version."""
+    global _compiled
+    if _compiled:
         return
-    _prepared = True
-    with compiling() as must:
+    _compiled = True
+    with compile_lock() as must:
         if must:
             tiny = Arena()
             tiny.reset([0])
             tiny.observe()
             tiny.legal(tiny._orders)
-            tiny.script(np.zeros_like(tiny._legal, np.int8))
+            tiny.bot_actions(np.zeros_like(tiny._legal, np.int8))
             tiny.step(tiny._orders)
 
 
 def parse_state(saved: bytes) -> tuple[int, Ints32, Ints32]:
-    """The size, the match and its units. Raises ConfigError for anything that no match can have come to."""
+    """Return size, match and units of a saved state. Raises ConfigError for values that no match can reach."""
     if len(saved) < _HEAD.size or not saved.startswith(_MAGIC):
         raise ConfigError("This is not a saved state of the Arena.")
     _, rules, size, _ = _HEAD.unpack_from(saved)
@@ -300,7 +299,7 @@ def parse_state(saved: bytes) -> tuple[int, Ints32, Ints32]:
 
 
 def _check_state(size: int, match: Ints32, units: Ints32) -> None:
-    """Numbers by which kernels find their way must lead somewhere: compiled code does not look."""
+    """Check every value that kernels use as an index: compiled code has no bounds checks."""
     slots = units.shape[1]
     here, creeps = units[:, : 2 * size], units[:, 2 * (size + STRUCTURES) :]
     kinds = [HERO] * (2 * size) + [TOWER, TOWER, BASE] * 2
@@ -313,31 +312,31 @@ def _check_state(size: int, match: Ints32, units: Ints32) -> None:
         0 <= match[TICK] <= match[LIMIT],
         0 <= match[WAVES] <= match[TICK],
         -1 <= match[WINNER] <= 1,
-        _all_within(match[OVER : OVER + 1], 0, 1),
-        _all_within(units[ALIVE], 0, 1),
+        _all_between(match[OVER : OVER + 1], 0, 1),
+        _all_between(units[ALIVE], 0, 1),
         np.array_equal(units[KIND, : len(kinds)], kinds),
-        _all_within(creeps[KIND][creeps[ALIVE] == 1], MELEE, SIEGE),
+        _all_between(creeps[KIND][creeps[ALIVE] == 1], MELEE, SIEGE),
         np.array_equal(units[CAMP][alive], np.array(camps)[alive]),
         np.array_equal(here[CAMP], camps[: 2 * size]),
-        _all_within(here[HERO_ROW], 0, len(heroes.HEROES) - 1),
-        _all_within(units[TARGET], -1, slots - 1),
-        _all_within(units[CAST_TARGET], -1, slots - 1),
-        _all_within(units[CAST], 0, RECALLING),
+        _all_between(here[HERO_ROW], 0, len(heroes.HEROES) - 1),
+        _all_between(units[TARGET], -1, slots - 1),
+        _all_between(units[CAST_TARGET], -1, slots - 1),
+        _all_between(units[CAST], 0, RECALLING),
         bool(np.all((here[CAST] != 1) | (here[CAST_TARGET] >= 0))),
-        _all_within(here[LEVEL], 1, MAX_LEVEL),
-        _all_within(here[ITEMS], 0, MAX_ITEMS),
-        _all_within(units[X], 0, LENGTH),
-        _all_within(units[Y], 0, WIDTH),
-        _all_within(units, -_LARGEST, _LARGEST),
-        _all_within(units[MAX_HP, : len(kinds)], 1, _LARGEST),
-        _all_within(here[MAX_MANA], 1, _LARGEST),
-        _all_within(units[ARMOUR], 0, _LARGEST),
+        _all_between(here[LEVEL], 1, MAX_LEVEL),
+        _all_between(here[ITEMS], 0, MAX_ITEMS),
+        _all_between(units[X], 0, LENGTH),
+        _all_between(units[Y], 0, WIDTH),
+        _all_between(units, -_LARGEST, _LARGEST),
+        _all_between(units[MAX_HP, : len(kinds)], 1, _LARGEST),
+        _all_between(here[MAX_MANA], 1, _LARGEST),
+        _all_between(units[ARMOUR], 0, _LARGEST),
     ]
     if not all(fits):
-        raise ConfigError("The saved state holds numbers that no match comes to.", "Is the file damaged?")
+        raise ConfigError("The saved state holds values that no match can reach.", "Is the file damaged?")
 
 
-def _all_within(numbers: Ints32, low: int, high: int) -> bool:
+def _all_between(numbers: Ints32, low: int, high: int) -> bool:
     return bool(np.all((numbers >= low) & (numbers <= high)))
 
 
@@ -348,7 +347,7 @@ def _all_within(numbers: Ints32, low: int, high: int) -> bool:
 def _begin(units: Ints32, match: Ints32, table: Ints32, lineup: Ints32, chosen: Ints) -> None:
     for k in range(chosen.shape[0]):
         m = chosen[k]
-        begin(units[m], match[m], table, lineup[m])
+        begin_match(units[m], match[m], table, lineup[m])
 
 
 @kernel
@@ -358,9 +357,9 @@ def _observe(
     for m in range(units.shape[0]):
         for h in range(entities.shape[1]):
             for row in range(entities.shape[2]):
-                see_unit(units[m], match[m], table, h, observed_slot(match[m], h, row), entities[m, h, row])
-            see_whole(units[m], match[m], table, h, scalars[m, h])
-            allow(units[m], match[m], table, h, mask[m, h], target_mask[m, h])
+                write_entity(units[m], match[m], table, h, observed_slot(match[m], h, row), entities[m, h, row])
+            write_scalars(units[m], match[m], table, h, scalars[m, h])
+            write_masks(units[m], match[m], table, h, mask[m, h], target_mask[m, h])
 
 
 @kernel
@@ -373,8 +372,8 @@ def _legal(units: Ints32, match: Ints32, table: Ints32, orders: Ints32, out: Boo
 
 
 @inner
-def _aimed_at(units: Ints32, match: Ints32, table: Ints32, h: int, order: Ints32, lenient: bool) -> int:
-    """The slot that an order is aimed at; if it cannot be, and that is allowed, the nearest that it can, or -1."""
+def _resolve_target(units: Ints32, match: Ints32, table: Ints32, h: int, order: Ints32, lenient: bool) -> int:
+    """Return the target slot of an order; if that is invalid and `lenient` is set, the nearest valid one, or -1."""
     row, what = int(order[TARGET_UNIT]), int(order[WHAT])
     target = observed_slot(match, h, row) if 0 <= row < units.shape[1] else -1
     if not lenient or (what != STRIKE and what != SKILL_1 and what != SKILL_3) or not is_allowed(units, match, table, h, what):
@@ -384,7 +383,7 @@ def _aimed_at(units: Ints32, match: Ints32, table: Ints32, h: int, order: Ints32
     best, best_far = -1, 1 << 40
     for r in range(units.shape[1]):
         j = observed_slot(match, h, r)
-        fits = may_strike(units, match, h, j) if what == STRIKE else may_aim(units, match, table, h, what - SKILL_1 + 1, j)
+        fits = can_attack(units, match, h, j) if what == STRIKE else can_target(units, match, table, h, what - SKILL_1 + 1, j)
         if fits:
             far = distance(units, h, j)
             if far < best_far:
@@ -394,7 +393,7 @@ def _aimed_at(units: Ints32, match: Ints32, table: Ints32, h: int, order: Ints32
 
 @inner
 def _buildings(units: Ints32, match: Ints32, camp: int) -> float:
-    """Health of a camp's buildings, in whole buildings."""
+    """Sum of the health shares of a camp's buildings."""
     total = 0.0
     first = 2 * int(match[SIZE]) + camp * STRUCTURES
     for s in range(first, first + STRUCTURES):
@@ -406,13 +405,13 @@ def _buildings(units: Ints32, match: Ints32, camp: int) -> float:
 def _experience(units: Ints32, h: int) -> int:
     total = int(units[XP, h])
     for level in range(1, int(units[LEVEL, h])):
-        total += needed(level)
+        total += experience_needed(level)
     return total
 
 
 @inner
-def _count(units: Ints32, match: Ints32, h: int, out: Floats) -> None:
-    """All that rewards are differences of."""
+def _write_totals(units: Ints32, match: Ints32, h: int, out: Floats) -> None:
+    """Write the totals whose differences are the parts of the reward."""
     camp = h // int(match[SIZE])
     out[_GOLD] = units[EARNED, h] / 100.0
     out[_XP] = _experience(units, h) / 100.0
@@ -430,8 +429,8 @@ def _count(units: Ints32, match: Ints32, h: int, out: Floats) -> None:
 
 
 @inner
-def _pay(parts: Floats, reward: Floats, weights: Floats, spirit: float, zero_sum: bool) -> None:
-    """From the parts of all heroes' rewards to the rewards."""
+def _write_rewards(parts: Floats, reward: Floats, weights: Floats, spirit: float, zero_sum: bool) -> None:
+    """Compute the rewards of all heroes from their parts."""
     number = reward.shape[0]
     size = number // 2
     mean_0, mean_1 = 0.0, 0.0
@@ -459,32 +458,32 @@ def _step(
     targets: Ints32,
     ticks: int,
     lenient: bool,
-    memo: Floats,
+    totals: Floats,
     parts: Floats,
     reward: Floats,
     weights: Floats,
     spirit: float,
     zero_sum: bool,
 ) -> None:
-    """`ticks`: so many; 0: from one decision to the next."""
+    """`ticks`: number of ticks to play; 0: until the next decision."""
     for m in range(units.shape[0]):
         parts[m] = 0
         reward[m] = 0
         if match[m, OVER] == 1:
             continue
         for h in range(orders.shape[1]):
-            target = _aimed_at(units[m], match[m], table, h, orders[m, h], lenient)
+            target = _resolve_target(units[m], match[m], table, h, orders[m, h], lenient)
             if not is_legal(units[m], match[m], table, h, orders[m, h], target):
                 orders[m, h, WHAT] = NOTHING
                 units[m, ILLEGAL, h] += 1
             targets[h] = target
-            _count(units[m], match[m], h, memo[h])
+            _write_totals(units[m], match[m], h, totals[h])
         for _ in range(ticks if ticks > 0 else int(match[m, EVERY])):
             tick(units[m], match[m], table, pending, orders[m], targets)
             if match[m, OVER] == 1:
                 break
         for h in range(orders.shape[1]):
-            _count(units[m], match[m], h, parts[m, h])
+            _write_totals(units[m], match[m], h, parts[m, h])
             for part in range(parts.shape[2]):
-                parts[m, h, part] -= memo[h, part]
-        _pay(parts[m], reward[m], weights, spirit, zero_sum)
+                parts[m, h, part] -= totals[h, part]
+        _write_rewards(parts[m], reward[m], weights, spirit, zero_sum)

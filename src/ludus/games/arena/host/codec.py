@@ -1,6 +1,6 @@
-"""What the Arena and an actor say to each other: the bodies of the built-in actor, in msgpack, JSON or raw arrays. Pure.
+"""Encode requests to actors and parse their replies, in msgpack, JSON or raw arrays. No I/O.
 
-One session plays the heroes of a camp as seats `hero_0`, `hero_1`, …, or (`lone`) one hero, whose steps have no seat around them.
+A session plays the heroes of a camp as seats `hero_0`, `hero_1`, …, or (`lone`) one hero, whose steps are not nested in a seat.
 """
 
 from __future__ import annotations
@@ -20,96 +20,95 @@ from ludus.games.arena.engine.layout import AIMED, BUTTONS, DIRECTIONS, HEADS, M
 
 Format = Literal["msgpack", "json", "raw"]
 MATCHES: Final = "matches"
-"""The key of a reply that hands over further ones."""
+"""Key of further matches in a reply."""
 FORMATS: Final = ("msgpack", "json", "raw")
 Action = tuple[int, ...]
 
 INFO: Final = "info"
-"""The key of what an actor may like to know and the built-in one does not take."""
+"""Key of optional information, which actors may reject."""
 _HEAD = struct.Struct("<fI")
 _TERMINATED, _TRUNCATED, _MASKED = 1, 2, 4
 _ACTION = struct.Struct(f"<{len(HEADS)}q")
-_SHOWN: Final = reprlib.Repr()
-_SHOWN.maxother = _SHOWN.maxstring = 60
+_REPR: Final = reprlib.Repr()
+_REPR.maxother = _REPR.maxstring = 60
 _MAX_REPLY = 1 << 20
 _NAME = 40
 
 
-class Seen(NamedTuple):
-    """What one hero sees, in the order in which the raw format has it."""
+class HeroObservation(NamedTuple):
+    """Observation of one hero, in the order of the raw format."""
 
     entities: npt.NDArray[np.float32]
     scalars: npt.NDArray[np.float32]
     target_mask: npt.NDArray[np.bool_]
     state: npt.NDArray[np.float32] | None = None
-    """The whole of the match, where it is asked for."""
+    """State for a centralised value function, with the option `whole`."""
 
 
-class Step(NamedTuple):
-    """What one seat is told: in a tick with its mask, at the end with how it ended."""
+class SeatStep(NamedTuple):
+    """Message to one seat: a tick has a mask, the end has terminated or truncated."""
 
     seat: str
     reward: float
-    seen: Seen | None = None
+    observation: HeroObservation | None = None
     mask: npt.NDArray[np.bool_] | None = None
     terminated: bool = False
     truncated: bool = False
 
 
 @dataclass
-class Reply:
-    """Actions of the seats that were asked, or what is wrong with them; and names of others that were answered for."""
+class ParsedReply:
+    """By seat: actions, or errors; and the names of seats that were not asked for."""
 
     actions: dict[str, Action]
     wrong: dict[str, str]
     others: set[str]
     matches: Sequence[Any] = ()
-    """Further ones, which the actor wants to be played as well."""
+    """Further matches to play."""
 
 
-class Form:
-    """How the bodies of one session are written."""
+class BodyCodec:
+    """Encodes and parses the bodies of one session."""
 
     def __init__(self, kind: Format, options: Sequence[int], *, lone: bool = False, packed_masks: bool = False) -> None:
-        """`options`: how many each head of an action has. Raw arrays are for a lone seat. `packed_masks`: in msgpack, as bytes too."""
+        """`options`: number of options of each action head. Raw arrays imply `lone`. `packed_masks`: masks as bytes in msgpack."""
         self.kind, self.lone = kind, lone or kind == "raw"
         self._packed_masks = packed_masks and kind == "msgpack"
         self._options = tuple(options)
-        self._array: Callable[[npt.NDArray[Any]], Any] = np.ndarray.tobytes if kind == "msgpack" else _listed_array
+        self._array: Callable[[npt.NDArray[Any]], Any] = np.ndarray.tobytes if kind == "msgpack" else _to_list
 
     def start(self, about: Mapping[str, Any]) -> bytes:
-        return self._packed({"format": self.kind, **about})
+        return self._encode({"format": self.kind, **about})
 
-    def steps(self, steps: Sequence[Step], info: Mapping[str, Any] | None = None) -> bytes:
-        """The body of a tick or an end. Nothing to say: an empty one."""
+    def steps(self, steps: Sequence[SeatStep], info: Mapping[str, Any] | None = None) -> bytes:
+        """Encode the body of a tick or an end; empty without steps and information."""
         if not steps and (not info or self.kind == "raw"):
             return b""
         if self.kind == "raw":
-            return _raw(steps[0])
-        said = {step.seat: self._step(step) for step in steps}
-        message: dict[str, Any] = {} if not said else said[steps[0].seat] if self.lone else {"seats": said}
-        return self._packed(message | {INFO: info} if info else message)
+            return _encode_raw(steps[0])
+        step_fields = {step.seat: self._step(step) for step in steps}
+        message: dict[str, Any] = {} if not step_fields else step_fields[steps[0].seat] if self.lone else {"seats": step_fields}
+        return self._encode(message | {INFO: info} if info else message)
 
-    def read(self, body: bytes, asked: Collection[str]) -> Reply:
-        """Whatever came back: nothing in it can do harm."""
+    def read(self, body: bytes, asked: Collection[str]) -> ParsedReply:
+        """Parse an untrusted reply to a tick. Never raises."""
         try:
             message = self._message(body)
             given = self._actions(message, asked)
         except ValueError as error:
-            return Reply({}, dict.fromkeys(asked, f"The reply {error}."), set())
-        reply = Reply({}, {}, {str(name)[:_NAME] for name in given.keys() - asked}, _handed(message))
+            return ParsedReply({}, dict.fromkeys(asked, f"The reply {error}."), set())
+        reply = ParsedReply({}, {}, {str(name)[:_NAME] for name in given.keys() - asked}, _matches_in(message))
         for name in asked:
-            complaint = self._complaint(given.get(name))
-            if complaint:
-                reply.wrong[name] = complaint
+            if why := self._find_error(given.get(name)):
+                reply.wrong[name] = why
             else:
                 reply.actions[name] = tuple(given[name])
         return reply
 
-    def handed(self, body: bytes) -> Sequence[Any]:
-        """Matches that the reply to a start or an end hands over; none, if it is anything else."""
+    def matches_in(self, body: bytes) -> Sequence[Any]:
+        """Return the further matches in the reply to a start or an end; none if it is invalid."""
         try:
-            return _handed(self._message(body)) if body else ()
+            return _matches_in(self._message(body)) if body else ()
         except ValueError:
             return ()
 
@@ -132,60 +131,60 @@ class Form:
         given = message.get(key) if isinstance(message, dict) else None
         if self.lone:
             if given is None:
-                raise ValueError(f"has no {key!r}: {_SHOWN.repr(message)}")
+                raise ValueError(f"has no {key!r}: {_REPR.repr(message)}")
             return dict.fromkeys(asked, given)
         if not isinstance(given, dict):
-            raise ValueError(f"has no {key!r} with seats: {_SHOWN.repr(message)}")
+            raise ValueError(f"has no {key!r} with seats: {_REPR.repr(message)}")
         return given
 
-    def _complaint(self, given: Any) -> str:
-        """What is wrong with the shape of an action; empty: nothing. Whether it is allowed is another question."""
+    def _find_error(self, given: Any) -> str:
+        """Return why an action is malformed; empty if it is not. Does not check legality."""
         if given is None:
             return "There is no action for it."
         if not isinstance(given, (list, tuple)) or len(given) != len(self._options):
-            return f"The action is {_SHOWN.repr(given)}, it is a list of {len(self._options)} whole numbers ({', '.join(HEADS)})."
+            return f"The action is {_REPR.repr(given)}, it is a list of {len(self._options)} whole numbers ({', '.join(HEADS)})."
         for head, options, value in zip(HEADS, self._options, given, strict=True):
             if type(value) is not int:
-                return f"{head!r} is {_SHOWN.repr(value)}, it is a whole number."
+                return f"{head!r} is {_REPR.repr(value)}, it is a whole number."
             if not 0 <= value < options:
-                return f"{head!r} is {_SHOWN.repr(value)}, it is from 0 to {options - 1}."
+                return f"{head!r} is {_REPR.repr(value)}, it is from 0 to {options - 1}."
         return ""
 
-    def _step(self, step: Step) -> dict[str, Any]:
-        said: dict[str, Any] = {"reward": step.reward}
-        if step.seen is not None:
-            array, (entities, scalars, target_mask, state) = self._array, step.seen
+    def _step(self, step: SeatStep) -> dict[str, Any]:
+        step_fields: dict[str, Any] = {"reward": step.reward}
+        if step.observation is not None:
+            array, (entities, scalars, target_mask, state) = self._array, step.observation
             seen = {"entities": array(entities), "scalars": array(scalars), "target_mask": array(target_mask)}
-            said["observation"] = seen if state is None else {"observation": seen, "state": array(state)}
+            step_fields["observation"] = seen if state is None else {"observation": seen, "state": array(state)}
         if step.mask is not None:
-            # Numbers: JSON and msgpack say them alike, in a byte or two.
-            said["action_mask"] = step.mask.tobytes() if self._packed_masks else step.mask.view(np.uint8).tolist()
+            # Numbers rather than bools: one byte in msgpack, two in JSON.
+            step_fields["action_mask"] = step.mask.tobytes() if self._packed_masks else step.mask.view(np.uint8).tolist()
         if step.terminated:
-            said["terminated"] = True
+            step_fields["terminated"] = True
         if step.truncated:
-            said["truncated"] = True
-        return said
+            step_fields["truncated"] = True
+        return step_fields
 
-    def _packed(self, message: Mapping[str, Any]) -> bytes:
+    def _encode(self, message: Mapping[str, Any]) -> bytes:
         if self.kind == "msgpack":
             packed: bytes = msgpack.packb(message)
             return packed
         return json.dumps(message).encode()
 
 
-def _listed_array(part: npt.NDArray[Any]) -> Any:
+def _to_list(part: npt.NDArray[Any]) -> Any:
     return part.view(np.uint8).tolist() if part.dtype == np.bool_ else part.tolist()
 
 
-def _raw(step: Step) -> bytes:
+def _encode_raw(step: SeatStep) -> bytes:
     flags = _TERMINATED * step.terminated | _TRUNCATED * step.truncated | _MASKED * (step.mask is not None)
-    parts = [] if step.seen is None else [part.tobytes() for part in step.seen if part is not None]
+    parts = [] if step.observation is None else [part.tobytes() for part in step.observation if part is not None]
     if step.mask is not None:
         parts.append(step.mask.tobytes())
     return b"".join((_HEAD.pack(step.reward, flags), *parts))
 
 
-def _handed(message: Any) -> Sequence[Any]:
+def _matches_in(message: Any) -> Sequence[Any]:
     given = message.get(MATCHES) if isinstance(message, dict) else None
     return given if isinstance(given, list) else ()
 
@@ -195,12 +194,12 @@ def _short(error: Exception) -> str:
 
 
 def options_of(units: int) -> tuple[int, ...]:
-    """How many options each head has, in a match with so many units."""
+    """Return the number of options of each head in a match with `units` units."""
     return len(BUTTONS), DIRECTIONS, DIRECTIONS, units
 
 
-def refusal(action: Action, mask: npt.NDArray[np.bool_], target_mask: npt.NDArray[np.bool_]) -> str:
-    """Why an action is not allowed, and what is. `mask` is flat, `target_mask` has a row for each button with a target."""
+def explain_refusal(action: Action, mask: npt.NDArray[np.bool_], target_mask: npt.NDArray[np.bool_]) -> str:
+    """Return why an action is illegal, and the legal ones. `mask` is flat; `target_mask` has a row for each button with a target."""
     buttons, moves, skills = (
         mask[: len(BUTTONS)],
         mask[len(BUTTONS) :][:DIRECTIONS],
@@ -213,11 +212,11 @@ def refusal(action: Action, mask: npt.NDArray[np.bool_], target_mask: npt.NDArra
     if buttons[what]:
         wrong = f"{BUTTONS[what]!r} is not allowed like this."
         directions = (moves, MOVE_DIRECTION), (skills, SKILL_DIRECTION)
-        rest += [f"{HEADS[head]}: {_listed(part)}" for part, head in directions if uses[head]]
+        rest += [f"{HEADS[head]}: {_format_indices(part)}" for part, head in directions if uses[head]]
         if what in AIMED:
-            rest.append(f"target of {BUTTONS[what]!r}: {_listed(target_mask[AIMED.index(what)])}")
+            rest.append(f"target of {BUTTONS[what]!r}: {_format_indices(target_mask[AIMED.index(what)])}")
     return f"{list(action)}: {wrong} Allowed: {'; '.join(rest)}."
 
 
-def _listed(allowed: npt.NDArray[np.bool_]) -> str:
+def _format_indices(allowed: npt.NDArray[np.bool_]) -> str:
     return ", ".join(str(i) for i in np.flatnonzero(allowed)) or "none"

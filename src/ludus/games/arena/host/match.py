@@ -1,4 +1,4 @@
-"""One match as it is ordered and as it went: who plays which camp, what each hero is owed, what went wrong. No I/O, no clock."""
+"""Plan, progress and result of one hosted match. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -56,64 +56,63 @@ _FURTHER = ("runtime_id", "heroes", "camps", "seed", "options")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-# -- as it is ordered -------------------------------------------------------------------------------------------------
+# -- plan -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A camp that is played by a script of ours."""
+class BotCamp:
+    """A camp played by a built-in bot."""
 
-    script: str
+    bot: str
 
 
 @dataclass(frozen=True)
-class Remote:
-    """A camp that is played by an actor, which has `timeout_s` for each of its answers."""
+class ActorCamp:
+    """A camp played by an actor; `timeout_s` limits each of its replies."""
 
     url: str
     timeout_s: float = 30.0
     token: str | None = field(default=None, repr=False)
 
 
-Player = Rule | Remote
+CampPlayer = BotCamp | ActorCamp
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a caller may choose besides the match itself; `gamecore/server/games.yaml` declares the same."""
+class HostOptions:
+    """Options of a game process; `gamecore/server/games.yaml` declares the same ones."""
 
     rule: str = "medium"
-    """Plays camps without an actor, and steps in for one that is gone."""
+    """Bot for camps without an actor and for lost actors."""
     pace: float = 0.0
-    """Ticks a second; 0: as fast as it goes."""
+    """Ticks per second; 0: unlimited."""
     on_illegal: OnIllegal = "nothing"
-    """Instead of an action that is not allowed, or is none: do nothing, what the rule would do, or lose the match."""
+    """On an illegal or invalid action: do nothing, play the action of the rule, or forfeit the match."""
     on_lost: OnLost = "rule"
-    """When an actor is gone: the rule plays on, or the match ends."""
+    """When an actor is lost: the rule takes over, or the match ends."""
     patience_s: float = 10.0
-    """An actor that has not answered for so long, and for its time-out, is gone."""
+    """An actor is lost after this time and its time-out without a reply."""
     format: Format = "msgpack"
     sessions: Sessions = "camp"
-    """One for a camp, whose heroes are its seats; one for every hero; or one for the match, where one actor plays both camps."""
+    """One session per camp, per hero, or per match if one actor plays both camps."""
     record: bool = False
     lenient: bool = False
-    """An order that is aimed at somebody it cannot be aimed at goes to the nearest one it can, and is not refused: for actors that
-    choose button and target apart."""
+    """Redirect an order with an invalid target to the nearest valid one: for actors that choose button and target independently."""
     sparse: bool = False
     team_spirit: float = 0.0
     zero_sum: bool = True
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of the rewards that actors are told: `settings.Rewards`. Each weight is an option of its own, `weight_gold` and so on."""
+    """Reward weights (`settings.Rewards`), set by the options `weight_gold` and so on."""
     every: int = 3
-    """Ticks from decision to decision."""
+    """Ticks per decision."""
     lockstep: bool = False
-    """All heroes are asked at every decision, the dead too, and all are shown the end: for actors whose seats go in step."""
+    """Ask all heroes at every decision, including dead ones, and send all the final observation."""
     whole: bool = False
-    """Observations are {observation, state}: the second is what a centralised value sees."""
+    """Observations are {observation, state}; `state` is the input of a centralised value function."""
     start: Start = "home"
-    """Where heroes are when a match begins: at home, or in front of their outer tower."""
+    """Start position of heroes: at their base, or in front of their outer tower."""
     together: int = 0
-    """Actors hand over further matches in their replies, of which so many at most are played side by side. 0: there are none."""
+    """Maximum number of simultaneous matches that actors add in their replies; 0: none."""
 
     @property
     def rewards(self) -> Rewards:
@@ -121,37 +120,37 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MatchPlan:
     runtime_id: str
     size: int
     lineup: Lineup | None
-    """Heroes of either camp; None: the usual ones."""
-    camps: tuple[Player, Player]
+    """Heroes of both camps; None: the default ones."""
+    camps: tuple[CampPlayer, CampPlayer]
     seed: int = 0
     max_ticks: int | None = None
     start_from: Path | None = None
     eval_mode: bool = False
-    options: Options = Options()
+    options: HostOptions = HostOptions()
 
     @property
     def mode(self) -> str:
         return f"{self.size}v{self.size}"
 
 
-def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str]) -> Plan:
-    """From the JSON that a gamecore server writes. Raises ConfigError, which names the key and its value."""
+def read_plan(config: Any, tokens: Sequence[str | None], bots: Sequence[str]) -> MatchPlan:
+    """Parse the JSON config of a gamecore server. Raises ConfigError with the key and its value."""
     if not isinstance(config, Mapping):
-        _wrong("The config", config, "It is a JSON object.")
+        _reject("The config", config, "It is a JSON object.")
     for key in config:
         if key not in _KEYS:
             raise ConfigError(f"The key {key!r} of the config is unknown.", did_you_mean(str(key), _KEYS))
-    options = read_options(config.get("options") or {}, scripts)
+    options = read_options(config.get("options") or {}, bots)
     size, lineup = read_teams(config.get("mode"), config.get("heroes"))
     start_from = config.get("start_from")
     if start_from is not None and not isinstance(start_from, str):
-        _wrong("start_from", start_from, "It is the path of a saved state, or null.")
+        _reject("start_from", start_from, "It is the path of a saved state, or null.")
     max_ticks = config.get("max_frames")
-    return Plan(
+    return MatchPlan(
         runtime_id=_short_name("runtime_id", config.get("runtime_id", "arena")),
         size=size,
         lineup=lineup,
@@ -164,25 +163,25 @@ def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str])
     )
 
 
-def read_further(given: Any, first: Plan, actor: Remote, scripts: Sequence[str]) -> Plan:
-    """A match that an actor hands over, and that no other actor plays. It may have a rule, a start and weights of its own; all other options are
-    those of the `first` one. Raises ConfigError."""
+def read_handed_match(given: Any, first: MatchPlan, actor: ActorCamp, bots: Sequence[str]) -> MatchPlan:
+    """Parse a further match from an actor's reply. It may set rule, start, team_spirit and weights; all other options must equal
+    those of `first`. Raises ConfigError."""
     if not isinstance(given, Mapping):
-        _wrong("A further match", given, "It is an object.")
+        _reject("A further match", given, "It is an object.")
     for key in given:
         if key not in _FURTHER:
             raise ConfigError(f"The key {key!r} of a further match is unknown.", did_you_mean(str(key), _FURTHER))
     camps = given.get("camps")
     if not isinstance(camps, Sequence) or len(camps) != CAMPS or not all(camp is True or camp is None for camp in camps):
-        _wrong("camps", camps, "It is a list of two: true, the actor plays it, or null, the rule does.")
-    usual, own = first.options, replace(read_options(given.get("options") or {}, scripts), together=first.options.together)
+        _reject("camps", camps, "It is a list of two: true, the actor plays it, or null, the rule does.")
+    usual, own = first.options, replace(read_options(given.get("options") or {}, bots), together=first.options.together)
     shared = replace(usual, rule=own.rule, start=own.start, team_spirit=own.team_spirit, weights=own.weights)
     for name, value in vars(shared).items():
         if getattr(own, name) != value:
             raise ConfigError(f"{name} of a further match is {getattr(own, name)!r}.", f"In this process it is {value!r}.")
     size, lineup = read_teams(first.mode, given.get("heroes"))
-    players = [actor if camp else Rule(own.rule) for camp in camps]
-    return Plan(
+    players = [actor if camp else BotCamp(own.rule) for camp in camps]
+    return MatchPlan(
         runtime_id=_short_name("runtime_id", given.get("runtime_id")),
         size=size,
         lineup=lineup,
@@ -195,7 +194,7 @@ def read_further(given: Any, first: Plan, actor: Remote, scripts: Sequence[str])
 
 
 def read_teams(mode: Any, heroes: Any) -> tuple[int, Lineup | None]:
-    """Heroes a side, and who they are: either may be left to us. Raises ConfigError."""
+    """Return team size and line-up; both have defaults. Raises ConfigError."""
     lineup = _lineup(heroes) if heroes else None
     size = size_of(mode) if mode is not None else 1 if lineup is None else size_of(max(len(camp) for camp in lineup))
     rows_of(lineup, size)
@@ -204,42 +203,42 @@ def read_teams(mode: Any, heroes: Any) -> tuple[int, Lineup | None]:
 
 def _lineup(heroes: Any) -> Lineup:
     if not isinstance(heroes, Sequence) or len(heroes) != CAMPS or not all(isinstance(camp, Sequence) for camp in heroes):
-        _wrong("heroes", heroes, "It is a list for each of the two camps: [[{hero_id: 190}, …], […]].")
+        _reject("heroes", heroes, "It is a list for each of the two camps: [[{hero_id: 190}, …], […]].")
     ids: list[list[Any]] = [[hero.get("hero_id") if isinstance(hero, Mapping) else hero for hero in camp] for camp in heroes]
     for camp, row in enumerate(ids):
         for i, hero in enumerate(row):
             if isinstance(hero, bool) or not isinstance(hero, (int, str)):
-                _wrong(f"heroes[{camp}][{i}].hero_id", hero, "It is the id of a hero, or its name.")
+                _reject(f"heroes[{camp}][{i}].hero_id", hero, "It is the id of a hero, or its name.")
     return tuple(ids[0]), tuple(ids[1])
 
 
-def _camps(given: Any, tokens: Sequence[str | None], rule: str) -> tuple[Player, Player]:
+def _camps(given: Any, tokens: Sequence[str | None], rule: str) -> tuple[CampPlayer, CampPlayer]:
     given = given or []
     if not isinstance(given, Sequence) or len(given) > CAMPS:
-        _wrong("camps", given, "It is a list of at most two: null, or {url, timeout_s}.")
-    players: list[Player] = [Rule(rule), Rule(rule)]
+        _reject("camps", given, "It is a list of at most two: null, or {url, timeout_s}.")
+    players: list[CampPlayer] = [BotCamp(rule), BotCamp(rule)]
     for i, camp in enumerate(given):
         if camp is None:
             continue
         if not isinstance(camp, Mapping) or not isinstance(camp.get("url"), str):
-            _wrong(f"camps[{i}]", camp, "It is null (the rule plays), or {url: http://HOST:PORT, timeout_s: 30}.")
+            _reject(f"camps[{i}]", camp, "It is null (the rule plays), or {url: http://HOST:PORT, timeout_s: 30}.")
         timeout_s = _number(f"camps[{i}].timeout_s", camp.get("timeout_s", 30.0), 1e-3, MAX_TIMEOUT_S)
-        players[i] = Remote(camp["url"], timeout_s, tokens[i])
+        players[i] = ActorCamp(camp["url"], timeout_s, tokens[i])
     return players[0], players[1]
 
 
-def read_options(given: Any, scripts: Sequence[str]) -> Options:
+def read_options(given: Any, bots: Sequence[str]) -> HostOptions:
     """Raises ConfigError."""
     if not isinstance(given, Mapping):
-        _wrong("options", given, "It is an object.")
-    known = (Options.__dataclass_fields__.keys() - {"weights"}) | {f"{_WEIGHT}{part}" for part in PARTS}
+        _reject("options", given, "It is an object.")
+    known = (HostOptions.__dataclass_fields__.keys() - {"weights"}) | {f"{_WEIGHT}{part}" for part in PARTS}
     for key in given:
         if key not in known:
             raise ConfigError(f"The option {key!r} is unknown.", did_you_mean(str(key), known))
-    default = Options()
+    default = HostOptions()
     weights = {part: given[f"{_WEIGHT}{part}"] for part in PARTS if f"{_WEIGHT}{part}" in given}
-    made = Options(
-        rule=_one_of("rule", given.get("rule", default.rule), scripts),
+    made = HostOptions(
+        rule=_one_of("rule", given.get("rule", default.rule), bots),
         pace=_number("pace", given.get("pace", default.pace), 0.0, MAX_PACE),
         on_illegal=_one_of("on_illegal", given.get("on_illegal", default.on_illegal), get_args(OnIllegal)),
         on_lost=_one_of("on_lost", given.get("on_lost", default.on_lost), get_args(OnLost)),
@@ -261,7 +260,7 @@ def read_options(given: Any, scripts: Sequence[str]) -> Options:
     if made.together and made.record:
         raise ConfigError(f"record is true and together is {made.together}.", "A process records one match: together: 0.")
     if made.format == "raw" and "sessions" not in given:  # a session of raw arrays has one seat
-        return Options(**{**vars(made), "sessions": "hero"})
+        return HostOptions(**{**vars(made), "sessions": "hero"})
     if made.format == "raw" and made.sessions != "hero":
         raise ConfigError(
             "format is 'raw' and sessions is 'camp'.", "Raw arrays are for one seat: sessions: hero, or format: msgpack."
@@ -271,134 +270,134 @@ def read_options(given: Any, scripts: Sequence[str]) -> Options:
 
 def _one_of(name: str, given: Any, known: Sequence[str]) -> Any:
     if not isinstance(given, str) or given not in known:
-        _wrong(name, given, f"It is one of {', '.join(known)}.")
+        _reject(name, given, f"It is one of {', '.join(known)}.")
     return given
 
 
 def _short_name(name: str, given: Any) -> str:
-    if not isinstance(given, str) or _NAME.fullmatch(given) is None:  # files are called by it
-        _wrong(name, given, "Letters, digits, '-', '_' and '.', at most 128 of them, the first a letter or a digit.")
+    if not isinstance(given, str) or _NAME.fullmatch(given) is None:  # used in file names
+        _reject(name, given, "Letters, digits, '-', '_' and '.', at most 128 of them, the first a letter or a digit.")
     return given
 
 
 def _whole(name: str, given: Any, low: int, high: int) -> int:
     if type(given) is not int or not low <= given <= high:
-        _wrong(name, given, f"It is a whole number from {low} to {high}.")
+        _reject(name, given, f"It is a whole number from {low} to {high}.")
     return given
 
 
 def _number(name: str, given: Any, low: float, high: float) -> float:
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not low <= given <= high:
-        _wrong(name, given, f"It is a number from {low:g} to {high:g}.")
+        _reject(name, given, f"It is a number from {low:g} to {high:g}.")
     return float(given)
 
 
 def _flag(name: str, given: Any) -> bool:
     if not isinstance(given, bool):
-        _wrong(name, given, "It is true or false.")
+        _reject(name, given, "It is true or false.")
     return given
 
 
-def _wrong(name: str, given: Any, hint: str) -> NoReturn:
+def _reject(name: str, given: Any, hint: str) -> NoReturn:
     raise ConfigError(f"{name} is {reprlib.repr(given)}.", hint)
 
 
-# -- as it goes -------------------------------------------------------------------------------------------------------
+# -- progress ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Counts:
-    """Of what an actor was asked for one hero."""
+class ReplyCounts:
+    """Counters of the requests for one hero."""
 
     asked: int = 0
     illegal: int = 0
-    """Actions that were not allowed."""
+    """Illegal actions."""
     garbled: int = 0
-    """Replies that were no action."""
+    """Replies without a valid action."""
     late: int = 0
-    """Decisions without an answer."""
+    """Decisions without a reply."""
 
 
-class Match:
-    """One match while it is played: heroes by their place in [H], those of camp 0 first."""
+class HostedMatch:
+    """Progress of one match. Heroes are indexed [H], those of camp 0 first."""
 
-    def __init__(self, plan: Plan, scripts: Sequence[str]) -> None:
+    def __init__(self, plan: MatchPlan, bots: Sequence[str]) -> None:
         self.plan = plan
-        self._scripts = scripts
-        self.rule = scripts.index(plan.options.rule)
-        """Stands in where there is nothing else to play."""
+        self._bots = bots
+        self.rule = bots.index(plan.options.rule)
+        """Index of the bot that stands in for an actor."""
         self.heroes = CAMPS * plan.size
-        self.script = np.full(self.heroes, -1, np.int8)
-        """Which script plays each hero; -1: an actor does."""
+        self.bot_of_hero = np.full(self.heroes, -1, np.int8)
+        """By hero: index of its bot; -1: an actor plays it."""
         self.acted = [False] * self.heroes
-        """In this session: only then is there something to reward."""
-        self.owed = np.zeros(self.heroes)
-        """Rewards since the last step that was told."""
-        self.counts = [Counts() for _ in range(self.heroes)]
-        self.told: dict[int, str] = {}
-        """By hero: what its actor is yet to be told of its last action."""
+        """By hero: whether it acted in this session; only then it gets rewards."""
+        self.unreported = np.zeros(self.heroes)
+        """By hero: reward since its last reported step."""
+        self.counts = [ReplyCounts() for _ in range(self.heroes)]
+        self.refusals: dict[int, str] = {}
+        """By hero: refusal of its last action, not yet sent."""
         self.lost: dict[int, str] = {}
-        """By camp: why its actor plays no more."""
+        """By camp: why its actor was lost."""
         self.reason = ""
-        """Why it is over; empty: it is not."""
+        """Why the match is over; empty while it runs."""
         self.winner: int | None = None
         self.completed = False
-        """It came to an end of its own: by the rules, or by forfeit."""
+        """Whether it ended by the rules or by forfeit."""
         self.decided = False
-        """Nothing more could have come of it. Otherwise it was cut: by time, or from outside."""
+        """Whether the end is terminal; otherwise the match was truncated."""
         for camp, player in enumerate(plan.camps):
-            if isinstance(player, Rule):
-                self._by_rule(camp, player.script)
+            if isinstance(player, BotCamp):
+                self._assign_bot(camp, player.bot)
 
     @property
     def names(self) -> list[str]:
-        """Who plays the camps."""
-        return [player.script if isinstance(player, Rule) else player.url for player in self.plan.camps]
+        """Names of the players of the camps."""
+        return [player.bot if isinstance(player, BotCamp) else player.url for player in self.plan.camps]
 
     def camp_of(self, hero: int) -> int:
         return hero // self.plan.size
 
     def seat_of(self, hero: int) -> str:
-        """As its camp calls it."""
+        """Seat name of a hero in a session of its camp."""
         return f"hero_{hero % self.plan.size}"
 
     def heroes_of(self, camp: int) -> list[int]:
         return [hero_slot(self.plan.size, camp, i) for i in range(self.plan.size)]
 
     def reward(self, rewards: npt.NDArray[np.float32]) -> None:
-        """Of the decision that was just played. A hero that lies dead is owed until it is asked again."""
-        self.owed += rewards
+        """Add the rewards of a decision. Those of a dead hero accumulate until its next step."""
+        self.unreported += rewards
 
-    def take(self, hero: int) -> float:
-        """What this hero is owed, and is told now."""
-        owed, self.owed[hero] = float(self.owed[hero]), 0.0
-        return owed if self.acted[hero] else 0.0
+    def take_reward(self, hero: int) -> float:
+        """Return and clear the unreported reward of a hero."""
+        reward, self.unreported[hero] = float(self.unreported[hero]), 0.0
+        return reward if self.acted[hero] else 0.0
 
-    def forget(self, heroes: Sequence[int]) -> None:
-        """Their session is another one now: nothing that came before belongs to it."""
+    def reset_session(self, heroes: Sequence[int]) -> None:
+        """Clear rewards and refusals of these heroes: a new session has replaced theirs."""
         for hero in heroes:
-            self.acted[hero], self.owed[hero] = False, 0.0
-            self.told.pop(hero, None)
+            self.acted[hero], self.unreported[hero] = False, 0.0
+            self.refusals.pop(hero, None)
 
     def refuse(self, hero: int, why: str, *, garbled: bool) -> None:
-        """What an actor said for this hero is no action, or not an allowed one."""
+        """Record an illegal action or, with `garbled`, an invalid reply."""
         self.counts[hero].garbled += garbled
         self.counts[hero].illegal += not garbled
-        self.told[hero] = why
+        self.refusals[hero] = why
         if self.plan.options.on_illegal == "forfeit":
             camp = self.camp_of(hero)
             self.end(f"camp {camp} forfeits: {self.seat_of(hero)} {why}", winner=1 - camp, completed=True, decided=True)
 
     def lose(self, camp: int, why: str) -> None:
-        """The actor of this camp is gone."""
+        """Record that the actor of a camp is lost."""
         self.lost.setdefault(camp, why)
         if self.plan.options.on_lost == "end":
             self.end(f"the actor of camp {camp} is gone: {why}")
         else:
-            self._by_rule(camp, self.plan.options.rule)
+            self._assign_bot(camp, self.plan.options.rule)
 
-    def judge(self, winner: int, tick: int, limit: int) -> None:
-        """It is over by the rules. `winner`: the camp, or -1."""
+    def end_by_rules(self, winner: int, tick: int, limit: int) -> None:
+        """End the match by the rules. `winner`: the camp, or -1."""
         if winner >= 0:
             self.end(f"the base of camp {1 - winner} has fallen", winner=winner, completed=True, decided=True)
         elif tick < limit:
@@ -407,19 +406,19 @@ class Match:
             self.end("time is up", completed=True)
 
     def end(self, reason: str, *, winner: int | None = None, completed: bool = False, decided: bool = False) -> None:
-        """The first reason counts."""
+        """End the match; ignored if it is already over."""
         if not self.reason:
             self.reason, self.winner, self.completed, self.decided = reason, winner, completed, decided
 
-    def _by_rule(self, camp: int, script: str) -> None:
-        self.script[self.heroes_of(camp)] = self._scripts.index(script)
+    def _assign_bot(self, camp: int, bot: str) -> None:
+        self.bot_of_hero[self.heroes_of(camp)] = self._bots.index(bot)
 
 
-# -- as it went -------------------------------------------------------------------------------------------------------
+# -- result -----------------------------------------------------------------------------------------------------------
 
 
-def outcome(match: Match, units: npt.NDArray[np.int32], tick: int, seconds: float, digest: str) -> dict[str, Any]:
-    """The result of a match whose units [FIELDS, U] stand like this; ready for JSON."""
+def match_result(match: HostedMatch, units: npt.NDArray[np.int32], tick: int, seconds: float, digest: str) -> dict[str, Any]:
+    """Return the result of a match with these units [FIELDS, U], ready for JSON."""
     size = match.plan.size
     return {
         "runtime_id": match.plan.runtime_id,
@@ -454,14 +453,14 @@ _STATISTICS: Final = {
 }
 
 
-def _hero(match: Match, hero: int, units: npt.NDArray[np.int32]) -> dict[str, Any]:
+def _hero(match: HostedMatch, hero: int, units: npt.NDArray[np.int32]) -> dict[str, Any]:
     known = HEROES[int(units[HERO_ROW, hero])]
-    shown: dict[str, Any] = {"camp": match.camp_of(hero), "hero_id": known.id, "name": known.name}
-    return shown | {name: int(units[row, hero]) for name, row in _STATISTICS.items()} | vars(match.counts[hero])
+    fields: dict[str, Any] = {"camp": match.camp_of(hero), "hero_id": known.id, "name": known.name}
+    return fields | {name: int(units[row, hero]) for name, row in _STATISTICS.items()} | vars(match.counts[hero])
 
 
 def _buildings(size: int, camp: int, units: npt.NDArray[np.int32]) -> dict[str, float]:
-    """Of each, the share of its health that is left."""
+    """Return the remaining health share of each building."""
     slots = [structure_slot(size, camp, which) for which in range(OUTER, STRUCTURES)]
     return {
         name: round(float(units[HP, slot] * units[ALIVE, slot] / max(1, int(units[MAX_HP, slot]))), 3)

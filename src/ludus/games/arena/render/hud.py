@@ -1,4 +1,4 @@
-"""Around the field: the score on top, and a panel for every hero below."""
+"""Heads-up display: the score above the field and a panel for every hero below."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Final
 from ludus.core.types import Ints32
 from ludus.games.arena.engine import layout
 from ludus.games.arena.engine.heroes import H_PERIOD, HEROES, S_COOLDOWN, S_MANA, SKILL_COLUMNS, SKILLS_AT, TABLE
-from ludus.games.arena.engine.rules import MAX_ITEMS, MAX_LEVEL, MEND_COOLDOWN, needed
-from ludus.games.arena.render.canvas import Canvas, Colour, mixed
+from ludus.games.arena.engine.rules import MAX_ITEMS, MAX_LEVEL, MEND_COOLDOWN, experience_needed
+from ludus.games.arena.render.canvas import Canvas, Colour, mix
 from ludus.games.arena.render.sprites import BRIGHT, CAMPS, INK, PALE, coin, star
 
 BACK: Final = (17, 24, 29)
@@ -22,7 +22,9 @@ QUIET: Final[Colour] = (138, 153, 165)
 GOLD: Final[Colour] = (247, 202, 92)
 MANA: Final[Colour] = (176, 148, 255)
 GAP: Final = 6.0
-_needed: Callable[[int], int] = getattr(needed, "py_func", needed)  # as Python: compiling it would take longer than the picture
+_experience_needed: Callable[[int], int] = getattr(
+    experience_needed, "py_func", experience_needed
+)  # uncompiled: compilation takes longer than a frame
 _WIDE, _FULL = 400.0, 150.0
 
 
@@ -42,27 +44,27 @@ class Box:
         return self.top + self.height
 
 
-def clock(ticks: int) -> str:
+def format_clock(ticks: int) -> str:
     seconds = max(0, ticks) // layout.TICKS_PER_SECOND
     return f"{seconds // 60}:{seconds % 60:02d}"
 
 
-def bar(canvas: Canvas, box: Box, share: float, colour: Colour, extra: float = 0.0, back: Colour = DEEP) -> None:
-    """`extra`: a pale part after the filled one, as a shield is."""
+def paint_bar(canvas: Canvas, box: Box, share: float, colour: Colour, extra: float = 0.0, back: Colour = DEEP) -> None:
+    """Paint a bar; `extra`: share of a pale part after the filled one (a shield)."""
     canvas.box(box.left, box.top, box.width, box.height, back)
     filled = box.width * max(0.0, min(1.0, share))
     canvas.box(box.left, box.top, filled, box.height, colour)
     if extra > 0:
         canvas.box(box.left + filled, box.top, min(box.width * extra, box.width - filled + 0.01), box.height, (236, 240, 244))
-    canvas.box(box.left, box.top, filled, max(1.0, box.height * 0.3), mixed(colour, (255, 255, 255), 0.22))
+    canvas.box(box.left, box.top, filled, max(1.0, box.height * 0.3), mix(colour, (255, 255, 255), 0.22))
 
 
 # -- the score ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What the score shows."""
+class Scoreboard:
+    """Content of the score, used as cache key."""
 
     ticks: int
     limit: int
@@ -70,12 +72,12 @@ class Summary:
     kills: tuple[int, int]
     gold: tuple[int, int]
     standing: tuple[tuple[bool, ...], tuple[bool, ...]]
-    """Of each camp, which of its buildings."""
+    """By camp: which of its buildings are standing."""
     camp: int | None
-    """The camp that looks, which does not know the other's gold; None: a spectator."""
+    """Point of view, which hides the gold of the other camp; None: a spectator."""
 
 
-def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Summary:
+def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Scoreboard:
     size = int(match[layout.SIZE])
     heroes = (slice(0, size), slice(size, 2 * size))
     standing = units[layout.ALIVE]
@@ -86,7 +88,7 @@ def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Summary:
     buildings = [
         tuple(bool(standing[layout.structure_slot(size, side, which)]) for which in range(layout.STRUCTURES)) for side in (0, 1)
     ]
-    return Summary(
+    return Scoreboard(
         second,
         int(match[layout.LIMIT]),
         int(match[layout.WAVES]),
@@ -97,15 +99,15 @@ def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Summary:
     )
 
 
-def score(canvas: Canvas, box: Box, summary: Summary, names: tuple[str, str], small: bool = False) -> None:
+def paint_score(canvas: Canvas, box: Box, summary: Scoreboard, names: tuple[str, str], small: bool = False) -> None:
     looks, gold = summary.camp, summary.gold
     middle = box.left + box.width / 2
     y = box.top + box.height * 0.5
     big = box.height * 0.42
     canvas.box(middle - big * 2.2, box.top, big * 4.4, box.height, PANEL)
-    canvas.text((middle, y if small else y - 5), clock(summary.ticks), big * 0.98, BRIGHT, "middle")
+    canvas.text((middle, y if small else y - 5), format_clock(summary.ticks), big * 0.98, BRIGHT, "middle")
     if not small:
-        canvas.text((middle, y + 18), f"of {clock(summary.limit)} · wave {summary.wave}", 9.5, QUIET, "middle", bold=False)
+        canvas.text((middle, y + 18), f"of {format_clock(summary.limit)} · wave {summary.wave}", 9.5, QUIET, "middle", bold=False)
     for camp, way in ((0, -1), (1, 1)):
         at = middle + way * big * 3.1
         canvas.text((at, y), str(summary.kills[camp]), big * 1.1, CAMPS[camp], "middle")
@@ -119,16 +121,16 @@ def score(canvas: Canvas, box: Box, summary: Summary, names: tuple[str, str], sm
             )
         edge = box.left + 16 if camp == 0 else box.right - 16
         taken = big * 4.6 + box.height * 1.26 + canvas.text_width(f"{gold[camp]:,}", box.height * 0.22) + 14
-        name = shortened(canvas, names[camp], box.height * 0.27, box.width / 2 - 16 - taken)
+        name = shorten(canvas, names[camp], box.height * 0.27, box.width / 2 - 16 - taken)
         canvas.text((edge, y), name, box.height * 0.27, PALE[camp], "left" if camp == 0 else "right")
     if looks is None:
-        _lead(canvas, Box(box.left, box.bottom - 3, box.width, 3), gold)
+        _gold_lead(canvas, Box(box.left, box.bottom - 3, box.width, 3), gold)
     else:
         canvas.box(box.left, box.bottom - 3, box.width, 3, CAMPS[looks])
 
 
 def _towers(canvas: Canvas, at: float, y: float, way: int, standing: tuple[bool, ...], camp: int, radius: float) -> None:
-    """Those that still stand: the outer one nearest to the middle."""
+    """Paint the buildings of a camp, from the outer tower outwards."""
     for which, alive in enumerate(standing):
         x = at + way * which * radius * 2.5
         r = radius * (1.25 if which == layout.CORE else 1.0)
@@ -136,16 +138,16 @@ def _towers(canvas: Canvas, at: float, y: float, way: int, standing: tuple[bool,
         canvas.polygon(gem, CAMPS[camp] if alive else (44, 52, 58), PALE[camp] if alive else (70, 80, 88), 1)
 
 
-def _lead(canvas: Canvas, box: Box, gold: tuple[int, int]) -> None:
-    """Who has earned more: the bar is divided as the gold is."""
+def _gold_lead(canvas: Canvas, box: Box, gold: tuple[int, int]) -> None:
+    """Paint a bar divided in proportion to the gold."""
     share = (gold[0] + 500) / (sum(gold) + 1_000)
-    canvas.box(box.left, box.top, box.width * share, box.height, mixed(CAMPS[0], INK, 0.15))
-    canvas.box(box.left + box.width * share, box.top, box.width * (1 - share), box.height, mixed(CAMPS[1], INK, 0.15))
+    canvas.box(box.left, box.top, box.width * share, box.height, mix(CAMPS[0], INK, 0.15))
+    canvas.box(box.left + box.width * share, box.top, box.width * (1 - share), box.height, mix(CAMPS[1], INK, 0.15))
     canvas.box(box.left + box.width * share - 1, box.top, 2, box.height, BRIGHT)
 
 
-def shortened(canvas: Canvas, text: str, size: float, room: float) -> str:
-    """The text, or as much of its beginning and its end as there is room for."""
+def shorten(canvas: Canvas, text: str, size: float, room: float) -> str:
+    """Return the text, or its start and end with an ellipsis if it is wider than `room`."""
     if canvas.text_width(text, size) <= room:
         return text
     low, high = 0, len(text)
@@ -156,7 +158,7 @@ def shortened(canvas: Canvas, text: str, size: float, room: float) -> str:
 
 
 def _cut(text: str, length: int) -> str:
-    """`length` characters of it: two thirds from the beginning, which names the camp, one third from the end."""
+    """Return `length` characters: two thirds from the start, which names the camp, one third from the end."""
     end = length // 3
     return f"{text[: length - end]}…{text[len(text) - end :]}"
 
@@ -165,38 +167,38 @@ def _cut(text: str, length: int) -> str:
 
 
 ALL, OUTSIDE, NOTHING = range(3)
-"""What is known of a hero: everything; what can be seen from outside; only what everybody is told."""
+"""Visible information about a hero: all; what an enemy in sight shows; only the score."""
 
 
 _UNSEEN: Final = (layout.X, layout.Y, layout.READY)
-"""Fields of a hero that no panel shows, and that change from picture to picture."""
+"""Fields that no panel shows and that change in every frame."""
 
 
-def shown_of(unit: Ints32) -> list[int]:
-    """What a panel may show of a hero: where this is the same, so is the panel."""
-    shown: list[int] = unit.tolist()
+def panel_key(unit: Ints32) -> list[int]:
+    """Return the fields that a panel shows, as cache key."""
+    key: list[int] = unit.tolist()
     for field in _UNSEEN:
-        shown[field] = 0
-    return shown
+        key[field] = 0
+    return key
 
 
-def frames(canvas: Canvas, places: list[Box]) -> None:
-    """What of the panels is always the same."""
-    for slot, place in enumerate(places):
-        canvas.box(place.left, place.top, place.width, place.height, PANEL, PANEL_EDGE, 5)
-        canvas.box(place.left + 6, place.top, place.width - 12, 3, CAMPS[2 * slot // len(places)])
+def paint_panel_frames(canvas: Canvas, boxes: list[Box]) -> None:
+    """Paint the constant part of the panels."""
+    for slot, box in enumerate(boxes):
+        canvas.box(box.left, box.top, box.width, box.height, PANEL, PANEL_EDGE, 5)
+        canvas.box(box.left + 6, box.top, box.width - 12, 3, CAMPS[2 * slot // len(boxes)])
 
 
-def places(box: Box, size: int) -> list[Box]:
-    """Of the panels of all heroes; `GAP` apart."""
+def panel_boxes(box: Box, size: int) -> list[Box]:
+    """Return the boxes of the panels of all heroes, `GAP` apart."""
     half = box.width / 2
     width = (half - GAP * 1.5) / size - GAP / size * (size - 1)
     lefts = [box.left + camp * (half - GAP * 0.5) + GAP + i * (width + GAP) for camp in (0, 1) for i in range(size)]
     return [Box(left, box.top + GAP, width, box.height - 2 * GAP) for left in lefts]
 
 
-def panel(canvas: Canvas, box: Box, unit: Ints32, known: int) -> None:
-    """`known`: how much of the hero."""
+def paint_panel(canvas: Canvas, box: Box, unit: Ints32, known: int) -> None:
+    """Paint the panel of a hero; `known`: ALL, OUTSIDE or NOTHING."""
     dead = not unit[layout.ALIVE]
     if dead:
         canvas.box(box.left + 6, box.top, box.width - 12, 3, (84, 90, 96))
@@ -218,10 +220,10 @@ def _token(canvas: Canvas, x: float, y: float, radius: float, unit: Ints32, dead
     if dead:
         canvas.text((x, y), str(_seconds(int(unit[layout.RESPAWN]))), radius * 0.95, BRIGHT, "middle", halo=1.5)
     elif known != NOTHING:
-        badge(canvas, x + radius * 0.8, y + radius * 0.72, radius * 0.46, int(unit[layout.LEVEL]), camp)
+        paint_badge(canvas, x + radius * 0.8, y + radius * 0.72, radius * 0.46, int(unit[layout.LEVEL]), camp)
 
 
-def badge(canvas: Canvas, x: float, y: float, radius: float, level: int, camp: int) -> None:
+def paint_badge(canvas: Canvas, x: float, y: float, radius: float, level: int, camp: int) -> None:
     canvas.circle((x, y), radius, INK, PALE[camp], max(0.8, radius * 0.14))
     canvas.text((x, y), str(level), radius * (1.15 if level < 10 else 0.95), BRIGHT, "middle")
 
@@ -246,7 +248,7 @@ def _head(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -> Non
 
 
 def _doing(unit: Ints32) -> str:
-    """What takes a hero's time, if anything does."""
+    """Describe the current activity of a hero; empty if there is none."""
     cast, left_s = int(unit[layout.CAST]), int(unit[layout.CAST_LEFT]) / layout.TICKS_PER_SECOND
     if unit[layout.STUN] > 0:
         return f"stunned for {int(unit[layout.STUN]) / layout.TICKS_PER_SECOND:.1f} s"
@@ -265,9 +267,11 @@ def _condition(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -
     width = box.width - 20
     hp, most = int(unit[layout.HP]), max(1, int(unit[layout.MAX_HP]))
     mana, most_mana = int(unit[layout.MANA]), max(1, int(unit[layout.MAX_MANA]))
-    bar(canvas, Box(inner, box.top + 60, width, 15), hp / most, mixed(CAMPS[camp], INK, 0.12), int(unit[layout.SHIELD]) / most)
+    paint_bar(
+        canvas, Box(inner, box.top + 60, width, 15), hp / most, mix(CAMPS[camp], INK, 0.12), int(unit[layout.SHIELD]) / most
+    )
     canvas.text((inner + width / 2, box.top + 67.5), f"{hp:,} / {most:,}", 10, BRIGHT, "middle", halo=0.8)
-    bar(canvas, Box(inner, box.top + 77, width, 9), mana / most_mana, mixed(MANA, INK, 0.1))
+    paint_bar(canvas, Box(inner, box.top + 77, width, 9), mana / most_mana, mix(MANA, INK, 0.1))
     canvas.text((inner + width / 2, box.top + 81.5), f"{mana} / {most_mana}", 7.5, BRIGHT, "middle", halo=0.8)
     if known == ALL:
         _skills(canvas, inner, box.top + 93, 28, unit, dead)
@@ -279,16 +283,16 @@ def _condition(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -
 
 
 @dataclass(frozen=True)
-class _Skill:
-    """How the button of a skill looks; skill 3 is the healing that every hero has."""
+class _SkillButton:
+    """Appearance of a skill button, used as cache key; number 3 is the heal that every hero has."""
 
     number: int
     camp: int
     waits_s: int
     cover: int
-    """How many oversampled pixels of it are covered by the waiting time."""
+    """Height of the cooldown overlay in oversampled pixels."""
     short: bool
-    """Of mana."""
+    """Whether mana is too low."""
     dead: bool
     casting: bool
 
@@ -301,15 +305,15 @@ def _skills(canvas: Canvas, left: float, top: float, side: float, unit: Ints32, 
         short = k < 3 and int(unit[layout.MANA]) < int(TABLE[row, SKILLS_AT + k * SKILL_COLUMNS + S_MANA])
         cover = round(side * min(1.0, waits / max(1, whole)) * canvas.k)
         casting = k < 3 and int(unit[layout.CAST]) == k + 1
-        skill = _Skill(k, camp, _seconds(waits), cover, short, dead, casting)
+        skill = _SkillButton(k, camp, _seconds(waits), cover, short, dead, casting)
         x = left + k * (side + 5)
         canvas.cached((skill,), (x, top), (side, side), partial(_skill, canvas, x, top, side, skill))
 
 
-def _skill(canvas: Canvas, x: float, top: float, side: float, skill: _Skill) -> None:
+def _skill(canvas: Canvas, x: float, top: float, side: float, skill: _SkillButton) -> None:
     mends, camp = skill.number == 3, skill.camp
     ready = not (skill.waits_s or skill.short or skill.dead)
-    face = (38, 74, 60) if mends and ready else mixed(CAMPS[camp], INK, 0.68) if ready else DEEP
+    face = (38, 74, 60) if mends and ready else mix(CAMPS[camp], INK, 0.68) if ready else DEEP
     canvas.box(x, top, side, side, face, None, 4)
     middle = (x + side / 2, top + side / 2)
     if skill.waits_s:
@@ -324,7 +328,7 @@ def _skill(canvas: Canvas, x: float, top: float, side: float, skill: _Skill) -> 
 
 
 def _gold(canvas: Canvas, left: float, y: float, unit: Ints32) -> None:
-    """What is in hand."""
+    """Paint the unspent gold."""
     canvas.circle((left + 7, y), 4.6, GOLD, (140, 100, 30), 1.1)
     canvas.text((left + 15, y), f"{int(unit[layout.GOLD]):,}", 10.5, GOLD)
 
@@ -344,10 +348,10 @@ def _items(canvas: Canvas, left: float, top: float, right: float, unit: Ints32) 
 
 
 def _levels(canvas: Canvas, box: Box, unit: Ints32) -> None:
-    """How far it is to the next level."""
+    """Paint the progress to the next level."""
     level = int(unit[layout.LEVEL])
-    share = 1.0 if level >= MAX_LEVEL else int(unit[layout.XP]) / _needed(level)
-    bar(canvas, box, share, (146, 196, 120))
+    share = 1.0 if level >= MAX_LEVEL else int(unit[layout.XP]) / _experience_needed(level)
+    paint_bar(canvas, box, share, (146, 196, 120))
 
 
 def _numbers(canvas: Canvas, box: Box, unit: Ints32) -> None:
@@ -390,8 +394,8 @@ def _compact(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -> 
     if known == NOTHING:
         return
     width = box.width - 12
-    bar(canvas, Box(box.left + 6, y + 26, width, 9), int(unit[layout.HP]) / max(1, int(unit[layout.MAX_HP])), CAMPS[camp])
-    bar(canvas, Box(box.left + 6, y + 36, width, 5), int(unit[layout.MANA]) / max(1, int(unit[layout.MAX_MANA])), MANA)
+    paint_bar(canvas, Box(box.left + 6, y + 26, width, 9), int(unit[layout.HP]) / max(1, int(unit[layout.MAX_HP])), CAMPS[camp])
+    paint_bar(canvas, Box(box.left + 6, y + 36, width, 5), int(unit[layout.MANA]) / max(1, int(unit[layout.MAX_MANA])), MANA)
     if known != ALL:
         return
     for k in range(4):
@@ -406,13 +410,13 @@ def _seconds(ticks: int) -> int:
     return -(-ticks // layout.TICKS_PER_SECOND)
 
 
-def banner(canvas: Canvas, box: Box, match: Ints32, names: tuple[str, str]) -> None:
-    """How it ended, across the field."""
+def paint_banner(canvas: Canvas, box: Box, match: Ints32, names: tuple[str, str]) -> None:
+    """Paint the result across the field."""
     winner = int(match[layout.WINNER])
     colour = BRIGHT if winner < 0 else CAMPS[winner]
     room = box.width * 0.6
-    text = "Time limit: draw" if winner < 0 else f"{shortened(canvas, names[winner], box.height * 0.07, room)} has won"
-    y, high = box.top + box.height * 0.2, box.height * 0.17  # above the lane, where the base has fallen
+    text = "Time limit: draw" if winner < 0 else f"{shorten(canvas, names[winner], box.height * 0.07, room)} has won"
+    y, high = box.top + box.height * 0.2, box.height * 0.17  # above the lane, so that the destroyed base is visible
     canvas.box(box.left, y - high / 2, box.width, high, (10, 15, 19, 205))
     for edge in (y - high / 2, y + high / 2 - 2):
         canvas.box(box.left, edge, box.width, 2, colour)

@@ -1,17 +1,17 @@
-"""What is written above or below a hero on the field: name, level, health and mana."""
+"""Label above or below a hero on the field: name, level, health and mana."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from ludus.games.arena.engine.heroes import HEROES
-from ludus.games.arena.render.canvas import Canvas, mixed
-from ludus.games.arena.render.hud import MANA, Box, badge, bar
+from ludus.games.arena.render.canvas import Canvas, mix
+from ludus.games.arena.render.hud import MANA, Box, paint_badge, paint_bar
 from ludus.games.arena.render.sprites import CAMPS, INK, PALE
 
 
 class Label(NamedTuple):
-    """All that a label shows: two that are equal look the same. The last three in oversampled pixels of a bar."""
+    """Content of a label, used as cache key. The last three are bar lengths in oversampled pixels."""
 
     hero: int
     camp: int
@@ -23,7 +23,7 @@ class Label(NamedTuple):
 
 
 def share_px(share: float, pixels: float) -> int:
-    """How many pixels of a bar are filled."""
+    """Return the filled length of a bar in pixels."""
     return round(max(0.0, min(1.0, share)) * pixels)
 
 
@@ -35,8 +35,8 @@ def paint_label(canvas: Canvas, box: Box, label: Label) -> None:
     canvas.box(box.left + 5, bars, box.width - 5, 10.5, INK, None, 1.5)
     hp = Box(box.left + 6, bars + 1, box.width - 7, 5.6)
     pixels = hp.width * canvas.k
-    bar(canvas, hp, label.hp / pixels, CAMPS[camp], label.shield / pixels, (52, 56, 60))
+    paint_bar(canvas, hp, label.hp / pixels, CAMPS[camp], label.shield / pixels, (52, 56, 60))
     for part in range(250, label.most_hp, 250):
-        canvas.box(hp.left + hp.width * part / label.most_hp - 0.3, hp.top, 0.6, hp.height * 0.6, mixed(INK, CAMPS[camp], 0.25))
-    bar(canvas, Box(hp.left, hp.bottom + 0.8, hp.width, 2.4), label.mana / pixels, MANA, 0.0, (44, 44, 54))
-    badge(canvas, box.left + 2, bars + 5, 6.6, label.level, camp)
+        canvas.box(hp.left + hp.width * part / label.most_hp - 0.3, hp.top, 0.6, hp.height * 0.6, mix(INK, CAMPS[camp], 0.25))
+    paint_bar(canvas, Box(hp.left, hp.bottom + 0.8, hp.width, 2.4), label.mana / pixels, MANA, 0.0, (44, 44, 54))
+    paint_badge(canvas, box.left + 2, bars + 5, 6.6, label.level, camp)

@@ -1,6 +1,6 @@
-"""A match from above: the field, everybody on it, what they are doing, and the score around it.
+"""Render a match from above: the field, units, effects, score and panels.
 
-The same state is the same picture, to the byte. With `camp` it is what that camp sees, and nothing else.
+The same state gives the same frame, bit for bit. With `camp` the frame shows only what that camp sees.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ludus.core.tree import Array
 from ludus.core.types import Ints32
 from ludus.errors import UsageError
 from ludus.games.arena.engine import layout
-from ludus.games.arena.engine.checksummed_file import write_whole
+from ludus.games.arena.engine.checksummed_file import write_file
 from ludus.games.arena.engine.heroes import (
     DASHES,
     HEROES,
@@ -34,12 +34,11 @@ from ludus.games.arena.engine.heroes import (
 )
 from ludus.games.arena.engine.layout import ALIVE, CAMP, KIND, RADIUS, X, Y
 from ludus.games.arena.engine.rules import CREEP_SIGHT, MEND_COOLDOWN, RECALL_TICKS, SIGHT, TOWER_SIGHT
-from ludus.games.arena.render import hud as panels
-from ludus.games.arena.render import sprites
-from ludus.games.arena.render.background import MARGIN, ground
+from ludus.games.arena.render import hud, sprites
+from ludus.games.arena.render.background import MARGIN, paint_background
 from ludus.games.arena.render.bands import Band, PixelBox
-from ludus.games.arena.render.canvas import OVERSAMPLING, Canvas, Colour, Point, SpriteCanvas, Store, faded, mixed
-from ludus.games.arena.render.hud import Box, bar
+from ludus.games.arena.render.canvas import OVERSAMPLING, Canvas, Colour, ImageCache, Point, SpriteCanvas, mix, with_opacity
+from ludus.games.arena.render.hud import Box, paint_bar
 from ludus.games.arena.render.labels import Label, paint_label, share_px
 from ludus.games.arena.render.sprites import CAMPS, INK, PALE
 
@@ -49,17 +48,17 @@ NAMES: Final = ("Blue", "Red")
 MIN_WIDTH, MAX_WIDTH = 160, 7_680
 
 _LABEL = 21.0
-_LABEL_MARGIN = 14.0  # long names and the badge reach beyond a label's box
-_PUSHES, _FARTHEST = 12, 16.0  # how often tokens that overlap are pushed apart, and how far from their true place at most
-_BLOW, _FLASH = 4, 6  # ticks for which a blow, or a skill, is still seen
+_LABEL_MARGIN = 14.0  # long names and the badge extend beyond a label's box
+_PUSHES, _FARTHEST = 12, 16.0  # iterations that separate overlapping tokens, and maximum displacement
+_BLOW, _FLASH = 4, 6  # visible ticks of an attack and of a skill
 _WHITE = (255, 255, 255)
 _MENDED = (140, 240, 170)
 _SLOWED = (150, 200, 255)
 
 
 @dataclass(frozen=True)
-class Design:
-    """Where things are, in measures that do not depend on the size of the picture. A small picture has no panels, and larger coins."""
+class FrameLayout:
+    """Layout of a frame in resolution-independent units. A small frame has no panels and larger coins."""
 
     width: float
     score: float
@@ -78,13 +77,13 @@ class Design:
         return self.score + self.field.height + self.panels
 
 
-FULL: Final = Design(1280, 62, 172)
-PLAIN: Final = Design(960, 44, 0)
-_HERO, _CREEP, _SIEGE, _TOWER, _BASE = 15.0, 6.2, 8.2, 18.0, 28.0  # radii: larger than life, or nobody would see them
+FULL: Final = FrameLayout(1280, 62, 172)
+PLAIN: Final = FrameLayout(960, 44, 0)
+_HERO, _CREEP, _SIEGE, _TOWER, _BASE = 15.0, 6.2, 8.2, 18.0, 28.0  # radii, larger than in the game for visibility
 
 
-class Painter:
-    """Paints matches of `size` against `size`, all at one size of picture; keeps the ground and the sprites."""
+class Renderer:
+    """Renders matches of `size` against `size` at one frame size; caches background and sprites."""
 
     def __init__(
         self,
@@ -95,43 +94,43 @@ class Painter:
         camp: int | None = None,
         names: tuple[str, str] = NAMES,
     ) -> None:
-        """`full`: with panels; unless said, when there is room for them."""
+        """`full`: with panels; default: from a width of 960 on."""
         if not MIN_WIDTH <= width <= MAX_WIDTH:
-            raise UsageError(f"A picture {width} pixels wide cannot be painted.", f"Ask for {MIN_WIDTH} to {MAX_WIDTH}.")
+            raise UsageError(f"A frame cannot be {width} pixels wide.", f"Give {MIN_WIDTH} to {MAX_WIDTH}.")
         if camp not in (None, 0, 1):
-            raise UsageError(f"There is no camp {camp!r}.", "Ask for 0, 1, or neither for a picture that shows everything.")
+            raise UsageError(f"There is no camp {camp!r}.", "Give 0 or 1, or none for a spectator's view.")
         self.size, self.camp, self.names = size, camp, names
         self.design = FULL if (width >= 960 if full is None else full) else PLAIN
         self.width = width // 2 * 2
         self._scale = self.width / self.design.width
         self.height = round(self.design.height * self._scale) // 2 * 2
-        self._store = Store()
+        self._cache = ImageCache()
         self._make_bands()
 
     def paint(self, units: Ints32, match: Ints32) -> Image.Image:
-        """`units[FIELDS, U]` and `match[MATCH_FIELDS]` of one match."""
+        """Render one match: `units[FIELDS, U]` and `match[MATCH_FIELDS]`."""
         self.update(units, match)
         return Image.fromarray(self.frame)
 
     def rgb(self, units: Ints32, match: Ints32) -> Array:
-        """uint8 [height, width, 3]."""
+        """Return uint8 [height, width, 3]."""
         self.update(units, match)
         return self.frame.copy()
 
     def update(self, units: Ints32, match: Ints32) -> list[PixelBox]:
-        """Bring `frame` to this state; which parts of it were repainted."""
+        """Update `frame` to this state; return the repainted rectangles."""
         self._check(units, match)
-        units = _tame(units)
+        units = _clip_fields(units)
         scene, changed = self._update_field(units, match)
-        summary = panels.summarise(units, match, self.camp)
+        summary = hud.summarise(units, match, self.camp)
         if not self._score.is_showing(summary):
             box = Box(0, 0, self.design.width, self.design.score)
-            panels.score(self._score.begin(), box, summary, self.names, small=not self.design.panels)
+            hud.paint_score(self._score.begin(), box, summary, self.names, small=not self.design.panels)
             changed += self._score.end()
         for slot, (band, place) in enumerate(zip(self._panels, self._places, strict=True)):
             known = scene.known(slot)
-            if not band.is_showing((known, *panels.shown_of(units[:, slot]))):
-                panels.panel(band.begin(), place, units[:, slot], known)
+            if not band.is_showing((known, *hud.panel_key(units[:, slot]))):
+                hud.paint_panel(band.begin(), place, units[:, slot], known)
                 changed += band.end()
         return changed
 
@@ -140,7 +139,7 @@ class Painter:
         scene = _Scene(canvas, self.design, units, match, self.camp)
         scene.paint()
         if match[layout.OVER]:
-            panels.banner(canvas, self.design.field, match, self.names)
+            hud.paint_banner(canvas, self.design.field, match, self.names)
         return scene, self._field.end()
 
     def _check(self, units: Ints32, match: Ints32) -> None:
@@ -152,24 +151,24 @@ class Painter:
             )
 
     def _make_bands(self) -> None:
-        """Paint what is always the same, and divide the picture into what changes apart from the rest."""
+        """Paint the background and divide the frame into bands that change independently."""
         field, scale = self.design.field, self._scale
         top, bottom = round(field.top * scale), round(field.bottom * scale)
-        whole = Image.new("RGB", (self.width, self.height), panels.BACK)
-        whole.paste(Image.fromarray(ground(self.width, bottom - top, CAMPS)), (0, top))
+        whole = Image.new("RGB", (self.width, self.height), hud.BACK)
+        whole.paste(Image.fromarray(paint_background(self.width, bottom - top, CAMPS)), (0, top))
         background = whole.resize((self.width * OVERSAMPLING, self.height * OVERSAMPLING), Image.Resampling.NEAREST)
         below = Box(0, field.bottom, self.design.width, self.design.panels)
-        self._places = panels.places(below, self.size) if self.design.panels else []
-        panels.frames(Canvas(background, scale), self._places)
+        self._places = hud.panel_boxes(below, self.size) if self.design.panels else []
+        hud.paint_panel_frames(Canvas(background, scale), self._places)
         self.frame: Array = np.array(background.reduce(OVERSAMPLING))
-        """uint8 [height, width, 3], the last picture; belongs to the painter."""
+        """The last frame, uint8 [height, width, 3]; belongs to the renderer."""
 
         def band(left: int, upper: int, right: int, lower: int, tiled: bool = False) -> Band:
-            return Band(background, (left, upper, right, lower), self.frame, scale, self._store, tiled=tiled)
+            return Band(background, (left, upper, right, lower), self.frame, scale, self._cache, tiled=tiled)
 
         self._score = band(0, 0, self.width, top)
         self._field = band(0, top, self.width, bottom, tiled=True)
-        gap = panels.GAP / 2
+        gap = hud.GAP / 2
         sides = [(round((place.left - gap) * scale), round((place.right + gap) * scale)) for place in self._places]
         self._panels = [band(left, bottom, right, self.height) for left, right in sides]
 
@@ -181,8 +180,8 @@ def png(image: Image.Image) -> bytes:
 
 
 def save_png(image: Image.Image, path: Path) -> Path:
-    """Complete or absent. Raises StoreError."""
-    return write_whole(path, png(image))
+    """Write atomically. Raises StoreError."""
+    return write_file(path, png(image))
 
 
 _BOUNDS: Final = {
@@ -197,31 +196,31 @@ _BOUNDS: Final = {
 }
 
 
-def _tame(units: Ints32) -> Ints32:
-    """A copy without what no match comes to: a state from a file could ask for a ring that takes all memory."""
-    tame = units.copy()
+def _clip_fields(units: Ints32) -> Ints32:
+    """Return a copy with clipped values: a crafted state could require a sprite that exhausts the memory."""
+    clipped = units.copy()
     for field, (low, high) in _BOUNDS.items():
-        np.clip(units[field], low, high, out=tame[field])
-    return tame
+        np.clip(units[field], low, high, out=clipped[field])
+    return clipped
 
 
 # -- the field ----------------------------------------------------------------------------------------------------------
 
 
 class _Scene:
-    """One moment. Every method paints one kind of thing; their order is what lies above what."""
+    """Paints the field at one state. Each method paints one kind of object; their order is the z-order."""
 
-    def __init__(self, canvas: Canvas, design: Design, units: Ints32, match: Ints32, camp: int | None) -> None:
+    def __init__(self, canvas: Canvas, design: FrameLayout, units: Ints32, match: Ints32, camp: int | None) -> None:
         self.canvas, self.units, self.camp = canvas, units, camp
         self.size, self.tick = int(match[layout.SIZE]), int(match[layout.TICK])
         self.design, self.mm = design, design.per_mm
-        self._places = self._spread()
+        self._places = self._token_positions()
 
     def paint(self) -> None:
         self._fog()
         self._ranges()
         self._wind_ups()
-        self._fallen()
+        self._ruins_and_dead()
         for slot in self._living(layout.TOWER, layout.BASE):
             self._building(slot)
         creeps = list(self._living(layout.MELEE, layout.RANGED, layout.SIEGE))
@@ -238,13 +237,13 @@ class _Scene:
         self._labels(heroes)
 
     def shows(self, slot: int) -> bool:
-        """Whether the one who looks may know where a unit is."""
+        """Whether a unit is visible from the point of view."""
         return self.camp is None or int(self.units[CAMP, slot]) == self.camp or bool(self.units[layout.SEEN, slot])
 
     def known(self, slot: int) -> int:
         if self.camp is None or int(self.units[CAMP, slot]) == self.camp:
-            return panels.ALL
-        return panels.OUTSIDE if self.units[ALIVE, slot] and self.units[layout.SEEN, slot] else panels.NOTHING
+            return hud.ALL
+        return hud.OUTSIDE if self.units[ALIVE, slot] and self.units[layout.SEEN, slot] else hud.NOTHING
 
     def _living(self, *kinds: int) -> Iterator[int]:
         for slot in range(self.units.shape[1]):
@@ -255,18 +254,18 @@ class _Scene:
         x, y = self._places[slot]
         return float(x), float(y)
 
-    def _spread(self) -> Array:
-        """Where to paint every unit: tokens are larger than life, so those that would cover one another are moved apart a little."""
+    def _token_positions(self) -> Array:
+        """Return the drawing positions of all units; overlapping tokens are moved apart."""
         left, top = self._point(0, 0)
         places: Array = self.units[[X, Y]].T * self.mm + (left, top)
         kinds = self.units[KIND]
         moving = np.fromiter(self._living(layout.HERO, layout.MELEE, layout.RANGED, layout.SIEGE), np.int64)
         at = (
             places[moving] + np.stack([np.cos(moving * 2.4), np.sin(moving * 2.4)], -1) * 0.05
-        )  # of two on one spot, each its way
+        )  # separates units at the same position
         radius = np.where(kinds[moving] == layout.HERO, _HERO, np.where(kinds[moving] == layout.SIEGE, _SIEGE, _CREEP))
         apart = (radius[:, None] + radius[None, :]) * 0.82
-        yields = radius[None, :] ** 2 / (radius[:, None] ** 2 + radius[None, :] ** 2)  # the smaller one gives way
+        yields = radius[None, :] ** 2 / (radius[:, None] ** 2 + radius[None, :] ** 2)  # the smaller token moves more
         for _ in range(_PUSHES):
             way = at[:, None] - at[None, :]
             far = np.sqrt((way**2).sum(-1))
@@ -287,7 +286,7 @@ class _Scene:
     # -- on the ground --------------------------------------------------------------------------------------------------
 
     def _fog(self) -> None:
-        """Dark is what the camp does not see."""
+        """Darken what the camp does not see."""
         if self.camp is None:
             return
         field = self.design.field
@@ -307,7 +306,7 @@ class _Scene:
         self.canvas.tint((6, 10, 14), (field.left, field.top), (field.right, field.bottom), dark)
 
     def _ranges(self) -> None:
-        """How far a tower that shoots reaches, and at whom."""
+        """Paint range and target of shooting towers."""
         for slot in self._living(layout.TOWER, layout.BASE):
             target = int(self.units[layout.TARGET, slot])
             if target < 0 or not self.shows(target):
@@ -316,11 +315,11 @@ class _Scene:
             radius = (int(self.units[layout.RANGE, slot]) + int(self.units[RADIUS, slot])) * self.mm
 
             def ring(canvas: SpriteCanvas, camp: int = camp, radius: float = radius) -> None:
-                canvas.circle((0, 0), radius, faded(CAMPS[camp], 0.07))
-                canvas.dashes((0, 0), radius, faded(PALE[camp], 0.6), 1.4, 48)
+                canvas.circle((0, 0), radius, with_opacity(CAMPS[camp], 0.07))
+                canvas.dashes((0, 0), radius, with_opacity(PALE[camp], 0.6), 1.4, 48)
 
             self.canvas.sprite(("range", camp), self._at(slot), radius + 2, ring)
-            self.canvas.line(self._at(slot), self._at(target), faded(PALE[camp], 0.22), 1.2)
+            self.canvas.line(self._at(slot), self._at(target), with_opacity(PALE[camp], 0.22), 1.2)
 
     def _wind_ups(self) -> None:
         for slot in self._living(layout.HERO):
@@ -332,7 +331,7 @@ class _Scene:
                 self._recall(slot, 1 - int(self.units[layout.CAST_LEFT, slot]) / RECALL_TICKS)
 
     def _flashes(self) -> None:
-        """Skills that have just taken effect: the newest of each hero, if nothing broke it off."""
+        """Paint the flash of the latest released skill of each hero."""
         for slot in self._living(layout.HERO):
             if self.units[layout.CAST, slot] or self.units[layout.STUN, slot]:
                 continue
@@ -348,18 +347,18 @@ class _Scene:
                 self._shape(slot, skill, 1.0, 1 - ticks / _FLASH, struck=True)
 
     def _shape(self, slot: int, skill: int, done: float, strength: float, struck: bool = False) -> None:
-        """Where a skill hits: at a unit, along a line, in an area. It fills while it is wound up, and flashes when it strikes."""
+        """Paint the target shape of a skill (unit, line or area): fills during wind-up, flashes on release."""
         camp = int(self.units[CAMP, slot])
-        colour = mixed(CAMPS[camp], _WHITE, 0.55) if struck else CAMPS[camp]
+        colour = mix(CAMPS[camp], _WHITE, 0.55) if struck else CAMPS[camp]
         fill, edge = (0.42 * strength, 0.95 * strength) if struck else (0.16, 0.95)
         reach = self._skill(slot, skill, S_RANGE) * self.mm
         half = self._skill(slot, skill, S_SIZE) * self.mm
         if skill == 3:
             at = self._point(int(self.units[layout.CAST_X, slot]), int(self.units[layout.CAST_Y, slot]))
-            self.canvas.circle(at, half, faded(colour, fill), faded(PALE[camp], edge), 1.8)
+            self.canvas.circle(at, half, with_opacity(colour, fill), with_opacity(PALE[camp], edge), 1.8)
             if not struck:
-                self.canvas.circle(at, half * done, faded(colour, 0.26))
-                self.canvas.line(self._at(slot), at, faded(PALE[camp], 0.4), 1.2)
+                self.canvas.circle(at, half * done, with_opacity(colour, 0.26))
+                self.canvas.line(self._at(slot), at, with_opacity(PALE[camp], 0.4), 1.2)
         elif skill == 2:
             self._line(slot, reach, half, done, colour, fill, edge, struck)
         else:
@@ -368,17 +367,17 @@ class _Scene:
                 a, b = self._at(slot), self._at(target)
                 if struck:
                     self._bolt(a, b, colour, strength, 3.4)
-                    self.canvas.circle(b, 17 + 7 * (1 - strength), None, faded(colour, strength), 2.4)
+                    self.canvas.circle(b, 17 + 7 * (1 - strength), None, with_opacity(colour, strength), 2.4)
                 else:
-                    self.canvas.line(a, b, faded(colour, 0.75), 1.6)
-                    self.canvas.dashes(b, 19 - 4 * done, faded(PALE[camp], 0.95), 2, 6, self.tick * 9 % 360)
+                    self.canvas.line(a, b, with_opacity(colour, 0.75), 1.6)
+                    self.canvas.dashes(b, 19 - 4 * done, with_opacity(PALE[camp], 0.95), 2, 6, self.tick * 9 % 360)
 
     def _line(
         self, slot: int, reach: float, half: float, done: float, colour: Colour, fill: float, edge: float, struck: bool
     ) -> None:
         ux, uy = int(self.units[layout.CAST_X, slot]) / 1024, int(self.units[layout.CAST_Y, slot]) / 1024
         x, y = self._at(slot)
-        if struck and self._skill(slot, 2, S_EFFECT) == DASHES:  # the hero is where the line ended
+        if struck and self._skill(slot, 2, S_EFFECT) == DASHES:  # the hero is at the end of the line
             x, y = x - ux * reach, y - uy * reach
 
         def strip(length: float) -> list[Point]:
@@ -390,23 +389,25 @@ class _Scene:
                 (x + uy * half, y - ux * half),
             ]
 
-        self.canvas.polygon(strip(reach), faded(colour, fill), faded(PALE[int(self.units[CAMP, slot])], edge * 0.85), 1.5)
+        self.canvas.polygon(
+            strip(reach), with_opacity(colour, fill), with_opacity(PALE[int(self.units[CAMP, slot])], edge * 0.85), 1.5
+        )
         if not struck:
-            self.canvas.polygon(strip(reach * done), faded(colour, 0.3))
+            self.canvas.polygon(strip(reach * done), with_opacity(colour, 0.3))
 
     def _recall(self, slot: int, done: float) -> None:
         camp = int(self.units[CAMP, slot])
         at = self._at(slot)
 
         def light(canvas: SpriteCanvas) -> None:
-            canvas.glow(30, mixed(CAMPS[camp], _WHITE, 0.5), 0.85, 1.2)
+            canvas.glow(30, mix(CAMPS[camp], _WHITE, 0.5), 0.85, 1.2)
 
         self.canvas.sprite(("recall", camp), at, 30, light)
-        self.canvas.dashes(at, 23, faded(_WHITE, 0.8), 1.8, 10, self.tick * 7 % 360)
-        self.canvas.arc(at, 19, -90, -90 + 360 * max(0.0, min(1.0, done)), faded(PALE[camp], 1.0), 3)
+        self.canvas.dashes(at, 23, with_opacity(_WHITE, 0.8), 1.8, 10, self.tick * 7 % 360)
+        self.canvas.arc(at, 19, -90, -90 + 360 * max(0.0, min(1.0, done)), with_opacity(PALE[camp], 1.0), 3)
 
-    def _fallen(self) -> None:
-        """Ruins of towers, and where heroes died."""
+    def _ruins_and_dead(self) -> None:
+        """Paint ruins of buildings and dead heroes."""
         for camp in (0, 1):
             for which in range(layout.STRUCTURES):
                 slot = layout.structure_slot(self.size, camp, which)
@@ -440,7 +441,7 @@ class _Scene:
         self._stars(slot, at, radius)
 
     def _wounds(self, slot: int) -> None:
-        """The health of a creep, once it has lost some."""
+        """Paint the health bar of a damaged creep."""
         if self.units[layout.HP, slot] < self.units[layout.MAX_HP, slot]:
             radius = _SIEGE if self.units[KIND, slot] == layout.SIEGE else _CREEP
             x, y = self._at(slot)
@@ -459,17 +460,17 @@ class _Scene:
             for dx, dy in ((-15, 2), (14, -5), (2, -16)):
                 x, y = at[0] + dx, at[1] + dy - since * 0.9
                 for wide, high in ((7.0, 2.4), (2.4, 7.0)):
-                    self.canvas.box(x - wide / 2, y - high / 2, wide, high, faded(_MENDED, 1 - since / (2 * _FLASH)))
+                    self.canvas.box(x - wide / 2, y - high / 2, wide, high, with_opacity(_MENDED, 1 - since / (2 * _FLASH)))
         self._stars(slot, at, _HERO)
 
     def _marks(self, slot: int, at: Point, radius: float) -> None:
-        """Below a unit: whether it is slowed."""
+        """Paint the slow effect below a unit."""
         if self.units[layout.SLOW, slot] > 0:
-            self.canvas.circle(at, radius + 4, faded(_SLOWED, 0.22))
-            self.canvas.dashes(at, radius + 4.5, faded(_SLOWED, 0.95), 2, 5, -self.tick * 4 % 360)
+            self.canvas.circle(at, radius + 4, with_opacity(_SLOWED, 0.22))
+            self.canvas.dashes(at, radius + 4.5, with_opacity(_SLOWED, 0.95), 2, 5, -self.tick * 4 % 360)
 
     def _stars(self, slot: int, at: Point, radius: float) -> None:
-        """Around the head of whoever is stunned."""
+        """Paint stars around a stunned unit."""
         if self.units[layout.STUN, slot] <= 0:
             return
         reach = radius * 1.02
@@ -481,7 +482,7 @@ class _Scene:
             self.canvas.polygon([(x + a, y + b) for a, b in sprites.star(5, size, size * 0.45)], (255, 226, 92, 255))
 
     def _leaves(self, heroes: list[int]) -> None:
-        """Over whoever stands in a bush, so that it is seen that he does."""
+        """Paint leaves over heroes in a bush."""
         for bush_x, bush_y in layout.BUSHES:
             if not any(
                 math.hypot(int(self.units[X, slot]) - bush_x, int(self.units[Y, slot]) - bush_y) <= layout.BUSH_RADIUS
@@ -513,7 +514,7 @@ class _Scene:
 
     def _blow(self, slot: int, target: int, strength: float) -> None:
         a, b, camp, kind = self._at(slot), self._at(target), int(self.units[CAMP, slot]), int(self.units[KIND, slot])
-        colour = mixed(CAMPS[camp], _WHITE, 0.45)
+        colour = mix(CAMPS[camp], _WHITE, 0.45)
         if self.units[layout.RANGE, slot] >= 3_000:
             self._bolt(
                 a, b, colour, strength, 4.0 if kind in (layout.TOWER, layout.BASE) else 2.4 if kind == layout.HERO else 1.5
@@ -521,15 +522,17 @@ class _Scene:
             return
         turn = math.degrees(math.atan2(a[1] - b[1], a[0] - b[0]))
         radius = 15.0 if kind == layout.HERO else 8.0
-        self.canvas.arc(b, radius, turn - 55, turn + 55, faded(_WHITE, 0.95 * strength), 2.6 if kind == layout.HERO else 1.6)
+        self.canvas.arc(
+            b, radius, turn - 55, turn + 55, with_opacity(_WHITE, 0.95 * strength), 2.6 if kind == layout.HERO else 1.6
+        )
 
     def _bolt(self, a: Point, b: Point, colour: Colour, strength: float, width: float) -> None:
-        """Light from one to the other: wide and faint, narrow and bright, and a spark where it hits."""
-        self.canvas.line(a, b, faded(colour, 0.28 * strength), width * 2.6)
-        self.canvas.line(a, b, faded(colour, 0.75 * strength), width * 1.2)
-        self.canvas.line(a, b, faded(_WHITE, 0.95 * strength), width * 0.5)
-        self.canvas.circle(b, width * 2.6, faded(colour, 0.5 * strength))
-        self.canvas.circle(b, width * 1.3, faded(_WHITE, 0.9 * strength))
+        """Paint a bolt from a to b with a spark at b."""
+        self.canvas.line(a, b, with_opacity(colour, 0.28 * strength), width * 2.6)
+        self.canvas.line(a, b, with_opacity(colour, 0.75 * strength), width * 1.2)
+        self.canvas.line(a, b, with_opacity(_WHITE, 0.95 * strength), width * 0.5)
+        self.canvas.circle(b, width * 2.6, with_opacity(colour, 0.5 * strength))
+        self.canvas.circle(b, width * 1.3, with_opacity(_WHITE, 0.9 * strength))
 
     # -- above everything -----------------------------------------------------------------------------------------------
 
@@ -537,10 +540,10 @@ class _Scene:
         share = int(self.units[layout.HP, slot]) / max(1, int(self.units[layout.MAX_HP, slot]))
         box = Box(x - width / 2, y - height / 2, width, height)
         self.canvas.box(box.left - 1, box.top - 1, box.width + 2, box.height + 2, INK)
-        bar(self.canvas, box, share, CAMPS[int(self.units[CAMP, slot])], 0.0, (48, 52, 56))
+        paint_bar(self.canvas, box, share, CAMPS[int(self.units[CAMP, slot])], 0.0, (48, 52, 56))
 
     def _labels(self, heroes: list[int]) -> None:
-        """Name, level, health and mana of every hero, above those of camp 0, below those of camp 1; none covers another, or a hero."""
+        """Paint the labels of heroes, above those of camp 0 and below those of camp 1, without overlaps."""
         field = self.design.field
         coin = _HERO * 0.8
         taken = [Box(x - coin, y - coin, 2 * coin, 2 * coin) for x, y in map(self._at, heroes)]
@@ -557,7 +560,7 @@ class _Scene:
             taken.append(box)
             near = box.bottom if way < 0 else box.top
             if abs(near - edge) > 6:
-                self.canvas.line((x, near), (x, y + way * _HERO), faded(PALE[int(self.units[CAMP, slot])], 0.5), 1)
+                self.canvas.line((x, near), (x, y + way * _HERO), with_opacity(PALE[int(self.units[CAMP, slot])], 0.5), 1)
             self._label(slot, box)
 
     def _label(self, slot: int, box: Box) -> None:

@@ -1,6 +1,6 @@
-"""What stands for a unit: heroes as coins with the glyph of their archetype, creeps by kind, towers and bases with a crystal.
+"""Sprites of units: heroes are coins with the glyph of their archetype, towers and bases have a crystal.
 
-The camps differ in colour (blue and red, as camps are called everywhere) and in shape: round and angular.
+The camps differ in colour (blue and red) and in shape (round and angular).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 from ludus.games.arena.engine import layout
 from ludus.games.arena.engine.heroes import ARCHETYPES
-from ludus.games.arena.render.canvas import Canvas, Colour, Point, SpriteCanvas, faded, mixed
+from ludus.games.arena.render.canvas import Canvas, Colour, Point, SpriteCanvas, mix, with_opacity
 
 CAMPS: Final[tuple[Colour, Colour]] = ((77, 163, 255), (255, 98, 72))
 PALE: Final[tuple[Colour, Colour]] = ((186, 220, 255), (255, 206, 190))
@@ -35,7 +35,7 @@ Paint = Callable[[SpriteCanvas], None]
 
 
 def outline(camp: int, radius: float) -> list[Point]:
-    """Of a coin: a circle for camp 0, a hexagon with its point up for camp 1."""
+    """Return the outline of a coin: a circle for camp 0, a hexagon for camp 1."""
     corners, turn, size = (48, 0.0, radius) if camp == 0 else (6, math.pi / 6, radius * 1.1)
     return [
         (size * math.cos(turn + i * 2 * math.pi / corners), size * math.sin(turn + i * 2 * math.pi / corners))
@@ -43,12 +43,12 @@ def outline(camp: int, radius: float) -> list[Point]:
     ]
 
 
-def _turned(points: list[Point], degrees: float) -> list[Point]:
+def _rotate(points: list[Point], degrees: float) -> list[Point]:
     c, s = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     return [(x * c - y * s, x * s + y * c) for x, y in points]
 
 
-def _moved(points: list[Point], size: float, dx: float = 0.0, dy: float = 0.0) -> list[Point]:
+def _transform(points: list[Point], size: float, dx: float = 0.0, dy: float = 0.0) -> list[Point]:
     return [(x * size + dx, y * size + dy) for x, y in points]
 
 
@@ -67,23 +67,23 @@ _GRIP: list[Point] = [(-0.09, 0.45), (0.09, 0.45), (0.09, 0.85), (-0.09, 0.85)]
 def _fighter(canvas: Canvas, size: float, colour: Colour) -> None:
     for degrees in (-42, 42):
         for part in (_BLADE, _GUARD, _GRIP):
-            canvas.polygon(_moved(_turned(part, degrees), size), colour)
+            canvas.polygon(_transform(_rotate(part, degrees), size), colour)
 
 
 def _tank(canvas: Canvas, size: float, colour: Colour) -> None:
     shield = [(-0.75, -0.72), (0.0, -0.92), (0.75, -0.72), (0.72, 0.08), (0.46, 0.58), (0.0, 0.95), (-0.46, 0.58), (-0.72, 0.08)]
-    canvas.polygon(_moved(shield, size), colour)
+    canvas.polygon(_transform(shield, size), colour)
     canvas.polygon(
-        _moved([(0, -0.66), (0.5, -0.52), (0.48, 0.05), (0.3, 0.42), (0, 0.66)], size), mixed(colour, _COINS["tank"], 0.55)
+        _transform([(0, -0.66), (0.5, -0.52), (0.48, 0.05), (0.3, 0.42), (0, 0.66)], size), mix(colour, _COINS["tank"], 0.55)
     )
 
 
 def _mage(canvas: Canvas, size: float, colour: Colour) -> None:
     flame = [(0.05, -1.0), (0.28, -0.55), (0.62, -0.2), (0.7, 0.3), (0.48, 0.72), (0.0, 0.92), (-0.48, 0.72), (-0.7, 0.3), (-0.58, -0.12),
              (-0.36, 0.08), (-0.3, -0.42)]  # fmt: skip
-    canvas.polygon(_moved(flame, size), colour)
+    canvas.polygon(_transform(flame, size), colour)
     heart = [(0.02, -0.12), (0.3, 0.22), (0.26, 0.55), (0.0, 0.74), (-0.26, 0.55), (-0.3, 0.25), (-0.12, 0.2)]
-    canvas.polygon(_moved(heart, size), _COINS["mage"])
+    canvas.polygon(_transform(heart, size), _COINS["mage"])
 
 
 def _marksman(canvas: Canvas, size: float, colour: Colour) -> None:
@@ -91,21 +91,21 @@ def _marksman(canvas: Canvas, size: float, colour: Colour) -> None:
     ends = [(-0.42 * size + 0.86 * size * math.cos(math.radians(a)), 0.86 * size * math.sin(math.radians(a))) for a in (-62, 62)]
     canvas.line(ends[0], ends[1], colour, 0.07 * size)
     canvas.line((-0.92 * size, 0), (0.7 * size, 0), colour, 0.13 * size)
-    canvas.polygon(_moved([(1.0, 0), (0.55, -0.24), (0.55, 0.24)], size), colour)
+    canvas.polygon(_transform([(1.0, 0), (0.55, -0.24), (0.55, 0.24)], size), colour)
 
 
 def _assassin(canvas: Canvas, size: float, colour: Colour) -> None:
     blade: list[Point] = [(0, -1.0), (0.24, -0.2), (0.2, 0.22), (-0.2, 0.22), (-0.24, -0.2)]
     for part in (blade, _GUARD, _GRIP):
-        canvas.polygon(_moved(_turned(part, 32), size * 1.05), colour)
-    top, bottom = _moved(_turned([(0, -0.8), (0, 0.2)], 32), size * 1.05)
+        canvas.polygon(_transform(_rotate(part, 32), size * 1.05), colour)
+    top, bottom = _transform(_rotate([(0, -0.8), (0, 0.2)], 32), size * 1.05)
     canvas.line(top, bottom, _COINS["assassin"], 0.08 * size)
 
 
 def _support(canvas: Canvas, size: float, colour: Colour) -> None:
     a, b = 0.26, 0.82
     cross = [(-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a), (a, b), (-a, b), (-a, a), (-b, a), (-b, -a), (-a, -a)]
-    canvas.polygon(_moved(cross, size), colour)
+    canvas.polygon(_transform(cross, size), colour)
 
 
 GLYPHS: Final = dict(zip(ARCHETYPES, (_fighter, _tank, _mage, _marksman, _assassin, _support), strict=True))
@@ -115,19 +115,21 @@ GLYPHS: Final = dict(zip(ARCHETYPES, (_fighter, _tank, _mage, _marksman, _assass
 
 
 def coin(archetype: str, camp: int, radius: float, dim: bool = False) -> Paint:
-    """A hero. `dim`: as a sign of one who is dead."""
+    """Sprite of a hero; `dim`: of a dead one."""
 
     def paint(canvas: SpriteCanvas) -> None:
         face, rim, ink = _COINS[archetype], CAMPS[camp], BRIGHT
         if dim:
-            face, rim, ink = mixed(face, (60, 60, 62), 0.8), mixed(rim, (90, 90, 92), 0.6), (150, 152, 156)
+            face, rim, ink = mix(face, (60, 60, 62), 0.8), mix(rim, (90, 90, 92), 0.6), (150, 152, 156)
         else:
             canvas.shade((0.0, radius * 0.22), radius * 1.3, 0.55)
         canvas.polygon(outline(camp, radius * 1.06), INK)
         canvas.polygon(outline(camp, radius), rim)
         canvas.polygon(outline(camp, radius * 0.8), INK)
         canvas.polygon(outline(camp, radius * 0.74), face)
-        canvas.polygon([(x, min(y, -radius * 0.05)) for x, y in outline(camp, radius * 0.74)], faded((255, 255, 255), 0.09))
+        canvas.polygon(
+            [(x, min(y, -radius * 0.05)) for x, y in outline(camp, radius * 0.74)], with_opacity((255, 255, 255), 0.09)
+        )
         GLYPHS[archetype](canvas, radius * 0.58, ink)
 
     return paint
@@ -139,11 +141,11 @@ def creep(kind: int, camp: int, radius: float) -> Paint:
 
     def paint(canvas: SpriteCanvas) -> None:
         canvas.shade((0.0, radius * 0.25), radius * 1.35, 0.5)
-        if kind == layout.MELEE:  # a point that goes ahead
+        if kind == layout.MELEE:  # an arrow
             shape: list[Point] = [(1.1, 0), (0.2, 0.95), (-0.85, 0.7), (-0.85, -0.7), (0.2, -0.95)]
-            canvas.polygon(_moved([(x * ahead, y) for x, y in shape], radius * 1.1), INK)
-            canvas.polygon(_moved([(x * ahead, y) for x, y in shape], radius * 0.9), body)
-            canvas.polygon(_moved([(x * ahead, y) for x, y in shape], radius * 0.42), dark)
+            canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 1.1), INK)
+            canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 0.9), body)
+            canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 0.42), dark)
         elif kind == layout.RANGED:  # an eye
             canvas.circle((0, 0), radius * 1.04, INK)
             canvas.circle((0, 0), radius * 0.84, dark)
@@ -152,9 +154,9 @@ def creep(kind: int, camp: int, radius: float) -> Paint:
         else:  # a cart with a barrel
             side = radius * 0.95
             square: list[Point] = [(-side, -side), (side, -side), (side, side), (-side, side)]
-            canvas.polygon(_moved(square, 1.1), INK)
-            canvas.polygon(_moved(square, 0.95), body)
-            canvas.polygon(_moved(square, 0.62), dark)
+            canvas.polygon(_transform(square, 1.1), INK)
+            canvas.polygon(_transform(square, 0.95), body)
+            canvas.polygon(_transform(square, 0.62), dark)
             canvas.line((0, 0), (ahead * radius * 1.45, 0), INK, radius * 0.66)
             canvas.line((0, 0), (ahead * radius * 1.4, 0), light, radius * 0.38)
             canvas.circle((0, 0), radius * 0.42, light, INK, radius * 0.12)
@@ -204,21 +206,23 @@ def ruin(radius: float) -> Paint:
             )
         ):
             stone = star(3, size * radius, size * radius * 0.8, 20.0 + 41 * i)
-            canvas.polygon(_moved(stone, 1.15, x * radius, y * radius), INK)
-            canvas.polygon(_moved(stone, 0.95, x * radius, y * radius), (92 - 7 * (i % 3), 95 - 7 * (i % 3), 98 - 7 * (i % 3)))
+            canvas.polygon(_transform(stone, 1.15, x * radius, y * radius), INK)
+            canvas.polygon(
+                _transform(stone, 0.95, x * radius, y * radius), (92 - 7 * (i % 3), 95 - 7 * (i % 3), 98 - 7 * (i % 3))
+            )
 
     return paint
 
 
 def _crystal(canvas: Canvas, camp: int, size: float) -> None:
-    """A gem, lit from the upper left; upright and long, or square on its point."""
+    """Paint a gem lit from the upper left: long for camp 0, square for camp 1."""
     wide, high = (0.66, 1.0) if camp == 0 else (0.86, 0.86)
     top, right, bottom, left = (0.0, -high), (wide, 0.0), (0.0, high), (-wide, 0.0)
-    canvas.polygon(_moved([top, right, bottom, left], size * 1.16), INK)
+    canvas.polygon(_transform([top, right, bottom, left], size * 1.16), INK)
     for corners, colour in (
-        ([top, (0.0, 0.0), left], mixed(CAMPS[camp], (255, 255, 255), 0.6)),
-        ([top, right, (0.0, 0.0)], mixed(CAMPS[camp], (255, 255, 255), 0.25)),
+        ([top, (0.0, 0.0), left], mix(CAMPS[camp], (255, 255, 255), 0.6)),
+        ([top, right, (0.0, 0.0)], mix(CAMPS[camp], (255, 255, 255), 0.25)),
         ([left, (0.0, 0.0), bottom], CAMPS[camp]),
-        ([right, bottom, (0.0, 0.0)], mixed(CAMPS[camp], DARK[camp], 0.45)),
+        ([right, bottom, (0.0, 0.0)], mix(CAMPS[camp], DARK[camp], 0.45)),
     ):
-        canvas.polygon(_moved(corners, size), colour)
+        canvas.polygon(_transform(corners, size), colour)
