@@ -1,6 +1,6 @@
 """A gamecore server with many games: what a start takes, what a game costs, and that nothing stays behind.
 
-    python -m bench.gamecore --warm       games of Python as commands, and as forks of a warm keeper: time and memory of each
+    python -m bench.gamecore --warm       games of Python as commands, and as forks of a warm spawner: time and memory of each
     python -m bench.gamecore --starts     a start request beside 100 games that run at 15 ticks a second
     python -m bench.gamecore --leaks      200 games, started and stopped ten times over: processes, threads, descriptors, memory
     … --smoke: few games and one round, to see that it works
@@ -35,7 +35,7 @@ from tests.waiting import wait_until
 ARENA = "ludus.games.arena.main"
 PACE = 15
 CALLERS = 8
-KEEPERS = 2
+SPAWNERS = 2
 SETTLED_S = 60.0
 LONG = ("--mode", "3v3", "--pace", str(PACE))
 SHORT = ("--mode", "3v3", "--max-frames", "1")
@@ -108,7 +108,7 @@ def warm(size: Size) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder, Games(warm=ARENA) as forks, Games() as plain:
         began = time.monotonic()
         forks.wait_until_warm()
-        rows: list[Row] = [{"way": "keeper", "seconds": time.monotonic() - began, **memory(forks.keeper_pid)}]
+        rows: list[Row] = [{"way": "spawner", "seconds": time.monotonic() - began, **memory(forks.spawner_pid)}]
         running: list[tuple[Row, GameProcess]] = []
         for number in range(size.each):
             for way, words in ways.items():
@@ -154,10 +154,10 @@ def warm_table(rows: Sequence[Row]) -> str:
         found = [row for row in rows if row["way"] == way]
         keys = ("start_ms", "over_ms", "rss_mb", "pss_mb", "private_mb", "guard_private_mb", "threads")
         lines.append(f"| {way} | {len(found)} | " + " | ".join(_spread([row[key] for row in found]) for key in keys) + " |")
-    keeper = rows[0]
+    spawner = rows[0]
     lines += [
         "",
-        f"The warm keeper itself: imported and prepared within {keeper['seconds']:.1f} s, {keeper['private_mb']:.0f} MB private.",
+        f"The warm spawner itself: imported and prepared within {spawner['seconds']:.1f} s, {spawner['private_mb']:.0f} MB private.",
     ]
     return "\n".join(lines)
 
@@ -312,7 +312,7 @@ def _round(server: Server, pool: ThreadPoolExecutor, game: str, number: int, cou
         thread.join(120)
     stopped_s = time.monotonic() - began
     states = {state["state"] for state in server.games()}
-    wait_until(lambda: len(procfs.list_descendants(server.pid)) <= KEEPERS, 30, what="that only keepers are below it")
+    wait_until(lambda: len(procfs.list_descendants(server.pid)) <= SPAWNERS, 30, what="that only spawners are below it")
     time.sleep(2.0)  # connections of the threads that asked are closed
     after = {"game": game, "round": number, "when": "stopped", "took_s": stopped_s, "states": sorted(states), **seen(server)}
     for row in (running, after):
@@ -344,7 +344,7 @@ def _server() -> Iterator[Server]:
 
 
 PARTS: dict[str, tuple[Callable[[Size], list[Row]], Callable[[Sequence[Row]], str], str]] = {
-    "warm": (warm, warm_table, "One game: a command, and a fork of a warm keeper"),
+    "warm": (warm, warm_table, "One game: a command, and a fork of a warm spawner"),
     "starts": (starts, starts_table, "A start request beside 100 games at 15 ticks a second"),
     "leaks": (leaks, leaks_table, "200 games, started and stopped ten times over"),
 }
@@ -352,17 +352,17 @@ PARTS: dict[str, tuple[Callable[[Size], list[Row]], Callable[[Sequence[Row]], st
 HOW = {
     "warm": f"""\
 The Arena, 3v3 between rule AIs, at {PACE} ticks a second, started by `Games` without a server; as a command
-(`python -P -m ludus.games.arena`) and as a fork of a keeper that has imported {ARENA}, in turn. *Start*: until `Games.start` returns,
+(`python -P -m ludus.games.arena`) and as a fork of a spawner that has imported {ARENA}, in turn. *Start*: until `Games.start` returns,
 which is when the process exists. *A match of one tick*: from the order to the end of a process that plays no more than that. Memory is that
 of as many games again, which all run when they are measured. Pss divides what processes share among them. Median [least–most].""",
     "starts": f"""\
 `ludus gamecore serve` on this machine; *beside* so many games of the same kind, which all run at {PACE} ticks a second by then, one caller
 starts one game after the other over HTTP, and each is stopped again meanwhile, so that no more than two others run. Latency is that of the
 request, until the server has answered that the process runs. *arena*: 3v3 of rule AIs as a command; *arena-warm*: as forks of a warm
-keeper; *script*: Python, without any import, with {PACE} ticks a second.""",
+spawner; *script*: Python, without any import, with {PACE} ticks a second.""",
     "leaks": f"""\
 `ludus gamecore serve` on this machine. Each round starts all games over HTTP from {CALLERS} threads, looks when all run, stops all at once, and
-looks again when they are gone. Threads, descriptors and memory are the server's own; below it are its keepers and, while games run, two
+looks again when they are gone. Threads, descriptors and memory are the server's own; below it are its spawners and, while games run, two
 processes for each.""",
 }
 

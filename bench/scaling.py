@@ -126,20 +126,20 @@ def _alone(task: dict[str, Any], policy: Any, steps: int, seconds: float) -> Row
 
 def _with_workers(plan: Any, policy: Any, workers: int, seconds: float, address: str | None) -> Row:
     from ludus.buffers.block_batches import BlockBatches
-    from ludus.distributed.sampling_pool import LocalNode, Nodes, Sampling, ThisNode
+    from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPool, SingleNode
 
     weights = {name: tensor.detach().numpy() for name, tensor in policy.state_dict().items()}
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(_cluster(address)) if address else None
 
-        def nodes(bell: Path) -> Nodes:
+        def nodes(bell: Path) -> SamplingNodes:
             if cluster is None:
-                return ThisNode(LocalNode(plan, bell))
+                return SingleNode(LocalNode(plan, bell))
             from ludus.distributed.ray_nodes import RayNodes
 
             return RayNodes(cluster, plan, bell)
 
-        sampling = Sampling(nodes, workers, lambda: (1, weights))
+        sampling = SamplingPool(nodes, workers, lambda: (1, weights))
         stack.callback(sampling.close)
         sampling.batches = batches = BlockBatches(sampling, workers, 1, in_turn=False, newest=lambda: 1)
 

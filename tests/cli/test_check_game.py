@@ -1,4 +1,4 @@
-"""`ludus check-game`, as a game team meets it: a client does something, the server says what was wrong with it."""
+"""`ludus check-game`: the server reports the mistakes of a client."""
 
 from __future__ import annotations
 

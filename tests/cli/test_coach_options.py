@@ -1,4 +1,4 @@
-"""`ludus train` as Coach's users type it: options, presets, levels, custom parameters, and what goes to a fleet."""
+"""`ludus train` with the options of Coach: presets, levels, custom parameters and fleets."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def saved(runs: Path, name: str) -> dict[str, Any]:
         (["CartPole-v1", "--resume"], {"env": "CartPole-v1", "resume": train.NEWEST}),
     ],
 )  # fmt: skip
-def test_short_and_long_options_are_understood_beside_those_that_there_were(words: list[str], understood: dict[str, Any]) -> None:
+def test_short_and_long_coach_options_are_accepted_with_the_other_options(words: list[str], understood: dict[str, Any]) -> None:
     found = parsed(train_command(), *words)
     assert {name: found[name] for name in understood} == understood
 
@@ -80,13 +80,15 @@ def test_every_option_that_is_spoken_of_is_one() -> None:
         assert parsed(train_command(), name)["noted" if name in coach_options.names(coach_options.IGNORED) else "refused"] is True
 
 
-def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Path) -> None:
-    said = call("train", "CartPole-v1", *SMALL, "--stop", "iterations=1", "-ep", tmp_path, "-tb", "--no_summary", "-dcp", "x.ini")
-    assert said.code == 0
-    assert "-tb changes nothing: metrics are always written for TensorBoard" in said.out
-    assert "--no_summary changes nothing" in said.out
-    assert "--tensorboard" not in said.out
-    assert "-dcp x.ini changes nothing without -dc." in said.out
+def test_notices_quote_ignored_options_as_they_were_typed(call: Call, tmp_path: Path) -> None:
+    result = call(
+        "train", "CartPole-v1", *SMALL, "--stop", "iterations=1", "-ep", tmp_path, "-tb", "--no_summary", "-dcp", "x.ini"
+    )
+    assert result.code == 0
+    assert "-tb changes nothing: metrics are always written for TensorBoard" in result.out
+    assert "--no_summary changes nothing" in result.out
+    assert "--tensorboard" not in result.out
+    assert "-dcp x.ini changes nothing without -dc." in result.out
 
 
 @pytest.mark.parametrize(
@@ -107,17 +109,17 @@ def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Pa
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(call: Call, words: list[str], message: str) -> None:
-    said = call("train", *words)
-    assert said.code == 2
-    assert message in said.err
+    result = call("train", *words)
+    assert result.code == 2
+    assert message in result.err
 
 
 def test_a_preset_is_trained_by_its_name_in_coach_with_its_options(call: Call, tmp_path: Path) -> None:
     custom = "agent_params.algorithm.discount=0.5; heatup_steps=EnvironmentSteps(40); improve_steps=TrainingSteps(2)"
     words = ["-p", "cartpole_clippedppo", "-e", "mine", "-ep", tmp_path, "-cp", custom, "-s", "7", "-asc", "-c", "--seed", "3"]
-    said = call("train", *words, "--set", "evaluation_duration=0", "--set", "lambda=0.5", "--json", "-q")
-    assert said.code == 0
-    assert said.json["iterations"] == 2
+    result = call("train", *words, "--set", "evaluation_duration=0", "--set", "lambda=0.5", "--json", "-q")
+    assert result.code == 0
+    assert result.json["iterations"] == 2
     data = saved(tmp_path, "mine")
     assert {key: data["config"][key] for key in ("gamma", "lambda", "seed", "learner_device")} == {
         "gamma": 0.5, "lambda": 0.5, "seed": 3, "learner_device": "cpu",
@@ -128,10 +130,10 @@ def test_a_preset_is_trained_by_its_name_in_coach_with_its_options(call: Call, t
 
 
 def test_presets_are_listed_by_l(call: Call) -> None:
-    said = call("train", "-l")
-    assert said.code == 0
-    assert "CartPole_ClippedPPO" in said.out
-    assert "lunarlander" in said.out
+    result = call("train", "-l")
+    assert result.code == 0
+    assert "CartPole_ClippedPPO" in result.out
+    assert "lunarlander" in result.out
 
 
 def test_a_python_file_is_a_preset(call: Call, tmp_path: Path) -> None:
@@ -139,8 +141,8 @@ def test_a_python_file_is_a_preset(call: Call, tmp_path: Path) -> None:
         "small = dict(num_envs_per_worker=2, train_batch_size=32, minibatch_size=16, evaluation_duration=0)\n"
         "def preset():\n    return {'env': 'CartPole-v1', 'stop': {'iterations': 1}, 'config': small}\n"
     )
-    said = call("train", "-p", tmp_path / "mine.py", "--local-dir", tmp_path / "runs", "-lvl", "Acrobot-v1", "-q")
-    assert said.code == 0
+    result = call("train", "-p", tmp_path / "mine.py", "--local-dir", tmp_path / "runs", "-lvl", "Acrobot-v1", "-q")
+    assert result.code == 0
     assert saved(tmp_path / "runs", "mine")["env"] == "Acrobot-v1"
 
 
@@ -148,16 +150,16 @@ def test_a_python_file_is_a_preset(call: Call, tmp_path: Path) -> None:
 
 
 def described(preset: str, **settings: Any) -> tuple[dict[str, Any], list[str]]:
-    said: list[str] = []
+    result: list[str] = []
     source = read_source(None, preset)
-    ((_, data),) = experiments_from(source, None, None, {}, {}, settings, {}, [], say=said.append).items()
-    return data, said
+    ((_, data),) = experiments_from(source, None, None, {}, {}, settings, {}, [], say=result.append).items()
+    return data, result
 
 
 def test_the_batch_of_a_preset_fits_the_workers_that_it_is_given() -> None:
-    data, said = described("CartPole_ClippedPPO", num_workers=3)
+    data, result = described("CartPole_ClippedPPO", num_workers=3)
     assert data["config"]["train_batch_size"] == 1032
-    assert said == [
+    assert result == [
         "train_batch_size is 1032, not 1024 as in the preset CartPole_ClippedPPO: 3 workers with 8 environments make it up together"
     ]
     assert resolve({"name": "a", **data}).config.workers == 3
@@ -165,9 +167,9 @@ def test_the_batch_of_a_preset_fits_the_workers_that_it_is_given() -> None:
     assert described("CartPole_DQN", num_workers=3)[1] == []
 
 
-def test_a_batch_that_somebody_asked_for_is_not_changed() -> None:
-    data, said = described("CartPole_ClippedPPO", num_workers=3, train_batch_size=1000)
-    assert (data["config"]["train_batch_size"], said) == (1000, [])
+def test_an_explicit_batch_size_is_not_changed() -> None:
+    data, result = described("CartPole_ClippedPPO", num_workers=3, train_batch_size=1000)
+    assert (data["config"]["train_batch_size"], result) == (1000, [])
 
 
 def test_set_comes_after_a_custom_parameter_which_comes_after_single_options() -> None:
@@ -196,7 +198,7 @@ def words_of(*typed: str) -> list[str]:
     return coach_options.learner_words(given, ["checkpoint_time_s=5"])
 
 
-def test_a_fleet_is_told_the_same_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_gets_the_same_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("a: {env: CartPole-v1}\n")
     Path("mine.py").write_text("preset = {}\n")
@@ -248,10 +250,10 @@ def test_a_fleet_is_told_the_same_experiment(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_what_a_fleet_cannot_have_is_refused(call: Call, words: list[str], message: str) -> None:
-    said = call("train", "-p", "CartPole_ClippedPPO", "-dc", "-n", "2", *words)
-    assert said.code == 2
-    assert message in said.err
-    assert "hush" not in said.out + said.err
+    result = call("train", "-p", "CartPole_ClippedPPO", "-dc", "-n", "2", *words)
+    assert result.code == 2
+    assert message in result.err
+    assert "hush" not in result.out + result.err
 
 
 class Nowhere:
@@ -264,7 +266,7 @@ class Nowhere:
         raise UsageError("; ".join(f"{role.name} looks in {role.environment['LUDUS_MODEL_PATH']}" for role in job.roles))
 
 
-def test_all_roles_look_for_models_beside_the_file(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_roles_import_models_next_to_the_file(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LUDUS_MODEL_PATH", raising=False)
     (tmp_path / "mine.yaml").write_text("a: {env: CartPole-v1}\n")
     lines = (
@@ -275,9 +277,9 @@ def test_all_roles_look_for_models_beside_the_file(call: Call, tmp_path: Path, m
         f"nfs_path = {tmp_path}",
     )
     (tmp_path / "fleet.ini").write_text("\n".join(lines))
-    said = call("train", "-f", tmp_path / "mine.yaml", "-dc", "-dcp", tmp_path / "fleet.ini")
-    assert said.code == 2
-    assert f"learner looks in {tmp_path}; worker looks in {tmp_path}" in said.err
+    result = call("train", "-f", tmp_path / "mine.yaml", "-dc", "-dcp", tmp_path / "fleet.ini")
+    assert result.code == 2
+    assert f"learner looks in {tmp_path}; worker looks in {tmp_path}" in result.err
 
 
 def test_a_fleet_has_a_worker() -> None:

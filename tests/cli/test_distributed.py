@@ -1,4 +1,4 @@
-"""`ludus train -dc`, with small programs in the place of learner and workers, and a real Redis between them."""
+"""`ludus train -dc` with small programs as learner and workers, and a real Redis."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def jobs(tmp_path: Path) -> LocalOrchestrator:
 
 def line(process: subprocess.Popen[str], beginning: str) -> str:
     assert process.stdout is not None
-    for said in process.stdout:
-        if said.startswith(beginning):
-            return said.strip()
-    raise AssertionError(f"it never said {beginning}")
+    for result in process.stdout:
+        if result.startswith(beginning):
+            return result.strip()
+    raise AssertionError(f"it never result {beginning}")
 
 
 @needs_redis
@@ -128,7 +128,7 @@ exit 7
     (status,) = jobs(tmp_path).list()
     directory = Path(status.logs).parent
     assert "redis-server" in (directory / "commands").read_text()
-    found = [said for said in shown.splitlines() if said.startswith(str(directory))]
+    found = [result for result in shown.splitlines() if result.startswith(str(directory))]
     assert found == [f"{directory}/scratch/redis/redis.conf"], "the password is in sight"
     assert f"all logs are in {status.logs}" in told
     for sentence in ("Redis Streams", "2 workers", f"the run is {tmp_path}/runs/trial", "failed: learner-0 ended with code 7"):
@@ -182,7 +182,7 @@ def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_pat
 
 
 @needs_redis
-def test_it_ends_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+def test_it_ends_when_its_output_pipe_is_closed(tmp_path: Path) -> None:
     with door(tmp_path, "trap 'exit 130' TERM; echo ready; while :; do echo more; sleep 0.05; done") as process:
         line(process, "ready")
         assert process.stdout is not None
@@ -245,8 +245,8 @@ def test_with_json_the_result_is_all_that_goes_to_stdout(tmp_path: Path) -> None
         shown, told = process.communicate(timeout=60)
     assert process.returncode == 0
     assert shown == f"{result}\n"
-    for said in ("starting", '{"a": 1}', "bye"):
-        assert said in told.splitlines()
+    for output in ("starting", '{"a": 1}', "bye"):
+        assert output in told.splitlines()
 
 
 # -- the program --------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_a_fleet_that_cannot_be_is_refused(name: str, workers: int, complaint: s
         fleet_job(read_fleet_file("[ludus]\nredis_url = redis://host"), name, [], workers, 1)
 
 
-def test_secrets_are_taken_from_where_the_file_says(tmp_path: Path) -> None:
+def test_secrets_are_read_from_the_places_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("from file\n")
     environ: dict[str, str] = {}
     use_credentials(read_fleet_file(f"[ludus]\nredis_url = redis://host\nredis_password_file = {tmp_path}/password"), environ)
@@ -292,24 +292,24 @@ def test_secrets_are_taken_from_where_the_file_says(tmp_path: Path) -> None:
 
 def test_credentials_under_their_older_names_are_found() -> None:
     s3 = read_fleet_file("[coach]\nredis_url = redis://host\ndata_store = s3\ns3_bucket_name = games")
-    said: list[str] = []
+    result: list[str] = []
     environ = {"ACCESS_KEY_ID": "id", "SECRET_ACCESS_KEY": "hush"}
-    use_credentials(s3, environ, said.append)
+    use_credentials(s3, environ, result.append)
     assert (environ["AWS_ACCESS_KEY_ID"], environ["AWS_SECRET_ACCESS_KEY"]) == ("id", "hush")
-    assert said == ["ACCESS_KEY_ID is used as AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY is used as AWS_SECRET_ACCESS_KEY"]
+    assert result == ["ACCESS_KEY_ID is used as AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY is used as AWS_SECRET_ACCESS_KEY"]
     environ = {"ACCESS_KEY_ID": "older", "AWS_ACCESS_KEY_ID": "newer"}
     use_credentials(s3, environ)
     assert environ["AWS_ACCESS_KEY_ID"] == "newer"
 
 
-def test_what_a_process_said_last_is_said_with_it(tmp_path: Path) -> None:
+def test_the_last_log_line_of_a_process_is_reported(tmp_path: Path) -> None:
     (tmp_path / "worker-0.log").write_text("x" * 10_000 + "\nfirst\nno such server\n\n")
     status = JobStatus("id", "trial", "running", processes=(ProcessStatus("worker", 0, "waiting", 2),), logs=str(tmp_path))
     (sentence,) = new_restarts(status, {})
     assert sentence.endswith(f"its log: {tmp_path}/worker-0.log: no such server")
 
 
-def test_what_happened_to_processes_is_said_once() -> None:
+def test_restarts_of_processes_are_reported_once() -> None:
     known: dict[str, int] = {}
 
     def at(*processes: ProcessStatus) -> list[str]:
@@ -335,7 +335,7 @@ def test_a_learner_has_time_to_save_and_its_place_is_known() -> None:
     assert job.place == job.roles[0].command[job.roles[0].command.index("--store") + 1]
 
 
-def test_models_beside_the_file_are_found_by_workers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_next_to_the_file_are_found_by_workers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MODELS, "/elsewhere")
     job = fleet_job(read_fleet_file("[ludus]\nredis_url = redis://host"), "trial", [], 1, 1, tmp_path)
     assert MODELS == loader.VARIABLE
@@ -344,10 +344,10 @@ def test_models_beside_the_file_are_found_by_workers_too(tmp_path: Path, monkeyp
 
 def test_a_file_that_is_called_like_one_of_pythons_does_not_break_a_role(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise RuntimeError('this is not the one')\n")
-    said = subprocess.run(
+    result = subprocess.run(
         [*LUDUS, "fleet", "worker", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
-    assert said.returncode == 0, said.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_word_that_is_a_secret_by_chance_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +414,7 @@ def test_other_settings_of_a_fleets_run_are_refused_with_what_a_fleet_can_do(tmp
     assert "--resume" not in str(caught.value)
 
 
-def test_a_finished_run_says_its_result_again(call: Call, tmp_path: Path) -> None:
+def test_a_finished_run_prints_its_result_again(call: Call, tmp_path: Path) -> None:
     small = ["--num-envs", "2", "--set", "train_batch_size=32", "--set", "minibatch_size=16", "--set", "evaluation_duration=0"]
     trained = call("train", "CartPole-v1", *small, "--stop", "iterations=1", "--json", "--local-dir", tmp_path).json
     assert fleet.stored_result(Path(trained["run_dir"])).to_json() == trained

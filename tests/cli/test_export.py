@@ -39,8 +39,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capfd.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
+        result = capfd.readouterr()
+        return int(ended.value.code or 0), result.out, result.err
 
     yield run
     for number, handler in before.items():

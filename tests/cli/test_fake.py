@@ -1,4 +1,4 @@
-"""`ludus fake actor` and `ludus fake gamecore`: the numbers they print are the numbers that were."""
+"""`ludus fake actor` and `ludus fake gamecore`: the printed numbers are correct."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_workers_count_together(tmp_path: Path) -> None:
     assert summary["errors"] == {"unauthorized": 1}
 
 
-def test_the_game_plays_and_says_what_it_measured() -> None:
+def test_the_fake_game_plays_and_prints_its_measurements() -> None:
     with gateway(FakeActor) as served:
         arguments = ["--url", served.url, "--games", "3", "--ticks", "20", "--body-size", "10", "--matches", "2", "--json"]
         with program("fake", "gamecore", *arguments, listens=False) as game:
@@ -93,7 +93,7 @@ def test_the_game_makes_bodies_from_the_spec_and_ends_with_1_when_actions_do_not
     assert "categories" in err
 
 
-def test_nobody_there_is_an_error() -> None:
+def test_an_unreachable_server_is_an_error() -> None:
     arguments = ["--url", "http://127.0.0.1:9", "--matches", "1"]
     with program("fake", "gamecore", *arguments, listens=False) as game:
         code, _, err = game.finish()

@@ -1,4 +1,4 @@
-"""The end of what is followed, and then all of the rest."""
+"""The last lines of a followed log, then all new ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_was_read_is_shown_before_what_went_wrong(counted: int) -> None:
         next(lines)
 
 
-def test_no_more_is_read_ahead_than_somebody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_read_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_tail, "_MAX_BUFFERED", 3)
     taken = threading.Event()
     given: list[int] = []

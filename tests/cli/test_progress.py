@@ -1,4 +1,4 @@
-"""Progress of N of M things."""
+"""Progress bars and lines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_terminal_shows_what_of_how_many_is_done() -> None:
         (5, None, "playing: 5, 12 s, 0.417 per second"),
     ],
 )
-def test_the_line_says_what_is_left_where_that_is_known(done: int, total: int | None, text: str) -> None:
+def test_the_line_shows_the_remaining_time_if_it_is_known(done: int, total: int | None, text: str) -> None:
     assert progress_line("playing", str(done), done, total, 12.0) == text
 
 

@@ -1,4 +1,4 @@
-"""`ludus learner`, `actor` and `cluster`: what is asked of them before anything is started, and what they say."""
+"""`ludus learner`, `actor` and `cluster`: checks before the start, and output."""
 
 from __future__ import annotations
 
@@ -80,19 +80,19 @@ START = ("start", "--iplist", "learner.iplist")
         (("learner", "stop", "--port", "1"), ""),
     ],
 )
-def test_what_cannot_be_is_told_and_nothing_is_started(
+def test_invalid_commands_are_reported_and_nothing_is_started(
     call: Call, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ) -> None:
     Path("far.iplist").write_text("192.0.2.7 root 36000 1\n")
     monkeypatch.setenv("NET_CARD_NAME", "lo")  # there may be no way to another machine from here
-    said = call(*words)
+    result = call(*words)
     if message:
-        assert said.code == 2
-        assert message in one_line(said)
-        assert "geheim" not in said.out + said.err
+        assert result.code == 2
+        assert message in one_line(result)
+        assert "geheim" not in result.out + result.err
     else:
-        assert said.code == 0
-        assert "none is running here" in said.out
+        assert result.code == 0
+        assert "none is running here" in result.out
     assert LocalOrchestrator().list() == []
 
 
@@ -101,50 +101,50 @@ def test_workers_that_have_a_gamecore_server_have_an_agent_of_their_own(call: Ca
         port = free.getsockname()[1]
     words = ("--no-model-pool", "--gamecore", "127.0.0.1:23432", "--advertise", "127.0.0.1", "--port", str(port))
     try:
-        said = call("actor", *START, *words)
-        assert said.code == 0, said.err
-        assert "its games reach this machine as 127.0.0.1" in said.out
-        assert "keep their own copy of the weights" in said.out
-        assert "RUN/logs/sampler" not in said.out, "the learner's own workers know nothing of a gamecore server"
+        result = call("actor", *START, *words)
+        assert result.code == 0, result.err
+        assert "its games reach this machine as 127.0.0.1" in result.out
+        assert "keep their own copy of the weights" in result.out
+        assert "RUN/logs/sampler" not in result.out, "the learner's own workers know nothing of a gamecore server"
     finally:
         assert call("actor", "stop", "--all").code == 0
     assert not [job for job in LocalOrchestrator().list() if job.state == "running"]
 
 
-def test_an_option_that_training_does_not_have_is_told_as_there(call: Call) -> None:
-    said = call("learner", *START, "CartPole-v1", "--num-wrokers", "3")
-    assert said.code == 2
-    assert "--num-wrokers" in said.err
+def test_an_unknown_training_option_is_reported_as_by_train(call: Call) -> None:
+    result = call("learner", *START, "CartPole-v1", "--num-wrokers", "3")
+    assert result.code == 2
+    assert "--num-wrokers" in result.err
     assert LocalOrchestrator().list() == []
 
 
-def test_a_port_that_somebody_has_is_told(call: Call) -> None:
+def test_a_port_in_use_is_reported(call: Call) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = call("learner", *START, "CartPole-v1", "-n", "2", "--port", str(port))
-    assert said.code == 2
-    assert f"Port {port} of this machine is in use. Choose another --port" in said.err
+        result = call("learner", *START, "CartPole-v1", "-n", "2", "--port", str(port))
+    assert result.code == 2
+    assert f"Port {port} of this machine is in use. Choose another --port" in result.err
     assert LocalOrchestrator().list() == []
 
 
 @pytest.mark.parametrize("words", [("--redis-password", "geheim"), ("--redis-password=geheim",)])
 def test_the_password_of_an_old_ray_is_dropped_and_never_shown(call: Call, words: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        said = call("learner", *START, "CartPole-v1", *words, "-n", "2", "--port", str(taken.getsockname()[1]))
-    assert "--redis-password is ignored" in said.out
-    assert "geheim" not in said.out + said.err
-    assert "is in use" in said.err
+        result = call("learner", *START, "CartPole-v1", *words, "-n", "2", "--port", str(taken.getsockname()[1]))
+    assert "--redis-password is ignored" in result.out
+    assert "geheim" not in result.out + result.err
+    assert "is in use" in result.err
 
 
 def test_where_nothing_was_started_there_is_nothing_to_show(call: Call) -> None:
-    said = call("learner", "status")
-    assert (said.code, said.err) == (1, "no learner was started here\n")
+    result = call("learner", "status")
+    assert (result.code, result.err) == (1, "no learner was started here\n")
     assert call("actor", "status", "--json").json == []
     assert "No cluster was started from this machine" in one_line(call("cluster", "status"))
     assert "There is no cluster 'x'" in one_line(call("cluster", "down", "x"))
 
 
-def test_the_port_is_the_same_wherever_it_is_said() -> None:
+def test_the_default_port_is_the_same_in_all_modules() -> None:
     assert roles.PORT == jobs.PORT
     assert roles.PORT + 2 < FIRST_PORT
 
@@ -169,7 +169,7 @@ FILE = "cartpole:\n  env: CartPole-v1\n  config: {num_workers: 3, num_learners: 
         (["--resume", "somewhere"], "of the run", 1),
     ],
 )
-def test_the_number_of_workers_is_found_wherever_it_is_said(words: list[str], workers: object, learners: int | None) -> None:
+def test_the_number_of_workers_is_found_in_options_and_files(words: list[str], workers: object, learners: int | None) -> None:
     Path("x.yaml").write_text(FILE)
     assert learner.parse_training(words)[:2] == (workers, learners)
 
@@ -226,7 +226,7 @@ def test_a_switch_of_a_script(text: str, meant: bool) -> None:
         is_enabled("X", {"X": "perhaps"})
 
 
-def test_what_would_lead_processes_astray_is_dropped_and_said() -> None:
+def test_misleading_variables_are_removed_and_reported() -> None:
     environ = {"LD_PRELOAD": "x.so", "RAY_ADDRESS": "h:1", "ip_head": "", "PATH": "p"}
     assert roles.clean_environment(environ) == [
         "LD_PRELOAD=x.so is removed for the processes of this run",
@@ -294,7 +294,7 @@ def wait_until_running(orchestrator: LocalOrchestrator, job: str) -> None:
     wait_until(lambda: orchestrator.status(job).state != "pending")
 
 
-def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_that_is_said(
+def test_a_start_replaces_the_same_training_and_another_one_only_on_request(
     orchestrator: LocalOrchestrator,
 ) -> None:
     def subject(directory: str, *experiments: str) -> Job:
@@ -358,13 +358,13 @@ def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> No
     assert found == {words: jobs.TrainingTask(str(tmp_path), names) for words, names in trained.items()}
 
 
-def test_status_shows_what_it_knows_also_when_the_head_cannot_be_asked(call: Call, orchestrator: LocalOrchestrator) -> None:
+def test_status_is_shown_even_if_the_head_is_unreachable(call: Call, orchestrator: LocalOrchestrator) -> None:
     job_id = orchestrator.submit(sleeping("learner", PLACE))
     (orchestrator.directory / job_id / "job.json").write_text("{")
-    said = call("learner", "status", "--nodes")
-    assert said.code == 0
-    assert f"{job_id}  running" in said.out
-    assert "job.json is damaged" in said.err
+    result = call("learner", "status", "--nodes")
+    assert result.code == 0
+    assert f"{job_id}  running" in result.out
+    assert "job.json is damaged" in result.err
     (told,) = call("learner", "status", "--nodes", "--json").json
     assert (told["id"], told["machines"]) == (job_id, [])
     assert "job.json is damaged" in told["trouble"]
@@ -383,10 +383,10 @@ def test_status_shows_the_run_and_where_its_workers_are(call: Call, tmp_path: Pa
         told = call("learner", "status", "--json").json
         assert [(each["id"], each["state"], each["run"]) for each in told] == [(job_id, "running", str(run))]
         assert told[0]["nodes"] == [{"name": "h1", "workers": 2, "ready": 1}, {"name": "h2", "workers": 1, "ready": 1}]
-        said = call("learner", "status")
-        assert said.code == 0
-        assert "workers on h1: 1 of 2 ready" in said.out
-        assert str(run) in said.out
+        result = call("learner", "status")
+        assert result.code == 0
+        assert "workers on h1: 1 of 2 ready" in result.out
+        assert str(run) in result.out
     finally:
         orchestrator.cancel(job_id, at_once=True)
         wait(orchestrator, job_id, 30)
@@ -462,14 +462,14 @@ def sleepy(ssh: Path) -> Path:
     return python
 
 
-def test_a_cluster_whose_head_could_not_be_told_is_not_forgotten(call: Call, ssh: Path) -> None:
+def test_the_record_of_a_cluster_with_an_unreachable_head_is_kept(call: Call, ssh: Path) -> None:
     with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
         games = make_record("games", there.submit(sleeping("games", "")))
     (ssh.parent / "refuse").touch()
-    said = call("cluster", "down")
-    assert said.code == 1
-    assert "The cluster games may still be up: its first machine, 127.0.0.1, does not answer" in said.err
-    assert "is down" not in said.out
+    result = call("cluster", "down")
+    assert result.code == 1
+    assert "The cluster games may still be up: its first machine, 127.0.0.1, does not answer" in result.err
+    assert "is down" not in result.out
     again = call("cluster", "up", "--iplist", "learner.iplist", "--name", "games")
     assert again.code == 1
     assert "may still be up" in one_line(again)
@@ -489,11 +489,11 @@ def test_a_cluster_whose_head_is_gone_for_good_can_be_forgotten(call: Call, ssh:
     assert cluster.find("games") is None
 
 
-def test_a_cluster_that_was_started_is_known_also_when_it_could_not_be_asked_for_its_token(call: Call, ssh: Path) -> None:
+def test_a_started_cluster_is_recorded_even_if_its_token_cannot_be_fetched(call: Call, ssh: Path) -> None:
     (ssh.parent / "once").touch()  # one connection, and no other
-    said = call("cluster", "up", "--iplist", "learner.iplist", "--python", str(sleepy(ssh)), "--wait", "0")
-    assert said.code == 1
-    assert "Connection refused" in said.err
+    result = call("cluster", "up", "--iplist", "learner.iplist", "--python", str(sleepy(ssh)), "--wait", "0")
+    assert result.code == 1
+    assert "Connection refused" in result.err
     found = cluster.find("cluster")
     assert found is not None
     (ssh.parent / "refuse").unlink()
@@ -515,14 +515,14 @@ def test_keys_that_are_named_here_are_found_from_elsewhere(call: Call, ssh: Path
     assert call("cluster", "down").code == 0
 
 
-def test_a_page_says_what_is_up_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_which_machines_are_up(capsys: pytest.CaptureFixture[str]) -> None:
     now = time.mktime((2026, 11, 16, 10, 0, 0, 0, 0, -1))
     up = {"node": 0, "host": "node2", "up": True, "cores": 8, "since": now, "why": ""}
     lost = {"node": 1, "host": "node1", "up": False, "cores": 6, "since": now, "why": "health check failed"}
     never = {"node": 2, "host": "node3", "up": False, "cores": 0, "since": None, "why": "nothing was started there"}
     page = {"name": "games", "id": "games-1", "state": "running", "reason": "", "trouble": "", "address": "node2:7000"}
     cluster._print({**page, "nodes": [up, lost, never]})
-    said = capsys.readouterr().out
-    assert "node2                up since 2026-11-16 10:00:00, 8 cores" in said
-    assert "node1                DOWN since 2026-11-16 10:00:00: health check failed" in said
-    assert "node3                DOWN: nothing was started there" in said
+    result = capsys.readouterr().out
+    assert "node2                up since 2026-11-16 10:00:00, 8 cores" in result
+    assert "node1                DOWN since 2026-11-16 10:00:00: health check failed" in result
+    assert "node3                DOWN: nothing was started there" in result

@@ -1,4 +1,4 @@
-"""`ludus status`: what a run is doing, seen from outside; and the words for what limits it."""
+"""`ludus status`: state of a run, and the description of its bottleneck."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ SEEN = {"state": "running", "pid": 7, "host": "here", "since": "then", "written"
 
 
 @pytest.mark.parametrize(
-    ("meta", "seen", "lives", "state", "said"),
+    ("meta", "seen", "lives", "state", "message"),
     [
         ({"status": "running"}, SEEN, True, "running", "since then as process 7 on here"),
         ({"status": "running"}, SEEN, False, "dead", "process 7 on here is gone, last seen 1 s ago.*--resume"),
@@ -110,22 +110,22 @@ SEEN = {"state": "running", "pid": 7, "host": "here", "since": "then", "written"
         ({"status": "running"}, SEEN | {"state": "restarting"}, False, "dead", "is gone"),
     ],
 )  # fmt: skip
-def test_the_state_of_a_run_follows_from_what_it_wrote_and_who_lives(
-    meta: dict[str, Any], seen: dict[str, Any], lives: bool | None, state: str, said: str
+def test_the_state_of_a_run_follows_from_its_files_and_processes(
+    meta: dict[str, Any], seen: dict[str, Any], lives: bool | None, state: str, message: str
 ) -> None:
     judged, sentence = classify_run(meta, seen, {}, NOW, lambda who: lives)
     assert judged == state
-    assert re.search(said, sentence), sentence
+    assert re.search(message, sentence), sentence
 
 
 @pytest.mark.parametrize(
     ("hub", "lives", "state"), [({}, None, "finished"), ({"pid": 7}, True, "running"), ({"pid": 7}, False, "dead")]
 )
-def test_a_trial_of_a_script_is_known_by_its_hub(hub: dict[str, Any], lives: bool | None, state: str) -> None:
+def test_the_state_of_a_script_trial_follows_from_its_server(hub: dict[str, Any], lives: bool | None, state: str) -> None:
     assert classify_run({"kind": "session"}, {}, hub, NOW, lambda who: lives)[0] == state
 
 
-def test_a_process_is_told_from_another_one_with_its_number() -> None:
+def test_a_process_is_distinguished_from_another_one_with_its_pid() -> None:
     me = run_status.identity()
     assert run_status.is_alive(me) is True
     assert run_status.is_alive(me | {"started": me["started"] + 1}) is False
@@ -177,7 +177,7 @@ def shown(*words: str | Path) -> tuple[int, str, str]:
         return asked.finish()
 
 
-def test_a_run_that_ended_says_how_and_when_for_people_and_for_programs(tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_shown_as_text_and_json(tmp_path: Path) -> None:
     small.train(tmp_path / "run", 2)
     code, out, err = shown(tmp_path / "run", "--watch")
     assert (code, err) == (0, "")
@@ -188,7 +188,7 @@ def test_a_run_that_ended_says_how_and_when_for_people_and_for_programs(tmp_path
     assert (data["state"], data["progress"]["iterations"], data["checkpoint"]) == ("finished", 2, "000002")
 
 
-def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+def test_something_that_is_not_a_run_is_an_error(tmp_path: Path) -> None:
     code, out, err = shown(tmp_path / "nothing")
     assert (code, out) == (1, "")
     assert "not the directory of a run" in err

@@ -1,4 +1,4 @@
-"""What a sweep shows while its trials run."""
+"""The progress display of a sweep."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_trial_that_ends_is_counted_among_all_trials_of_the_sweep(capsys: pyte
     assert failed == "t002 failed: out of memory 0 steps return – (3 of 4 trials done)"
 
 
-def test_the_occasional_line_says_how_many_are_done_failed_and_running(
+def test_the_periodic_line_counts_done_failed_and_running_trials(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SweepDisplay(quiet=False, to_stderr=False) as board:

@@ -1,4 +1,4 @@
-"""`ludus tensorboard`: a real TensorBoard on real runs, and the line that brings it to another machine."""
+"""`ludus tensorboard`: a real TensorBoard on real runs, and the SSH tunnel command."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_the_line_for_ssh_leads_to_where_we_are(environ: dict[str, str], line: s
 
 def test_only_what_listens_on_loopback_needs_to_be_forwarded() -> None:
     there = SshTunnel("anna", "gpu3")
-    said = announcement("runs", "127.0.0.1", 6007, there)
-    assert "http://127.0.0.1:6007/" in said
-    assert "\n  ssh -N -L 6006:127.0.0.1:6007 anna@gpu3\n" in said
-    assert "http://127.0.0.1:6006/" in said
+    result = announcement("runs", "127.0.0.1", 6007, there)
+    assert "http://127.0.0.1:6007/" in result
+    assert "\n  ssh -N -L 6006:127.0.0.1:6007 anna@gpu3\n" in result
+    assert "http://127.0.0.1:6006/" in result
     assert "\n  ssh -N -L '6006:[::1]:6007' anna@gpu3\n" in announcement("runs", "::1", 6007, there)
     assert "\n  ssh -N -L 6006:localhost:6007 anna@gpu3\n" in announcement("runs", "localhost", 6007, there)
     assert "ssh" not in announcement("runs", "10.0.0.5", 6007, there)
@@ -77,24 +77,24 @@ def test_only_what_listens_on_loopback_needs_to_be_forwarded() -> None:
 def test_print_prints_the_line_and_starts_nothing(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_CONNECTION", "203.0.113.7 50122 198.51.100.4 22")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    said = call("tensorboard", "no/such/run", "--print", "--port", "7000")
-    assert (said.code, said.out) == (0, f"ssh -N -L 6006:127.0.0.1:7000 {USER}@198.51.100.4\n")
+    result = call("tensorboard", "no/such/run", "--print", "--port", "7000")
+    assert (result.code, result.out) == (0, f"ssh -N -L 6006:127.0.0.1:7000 {USER}@198.51.100.4\n")
     for host, reached in {"::1": "'6006:[::1]:7000'", "::": "'6006:[::1]:7000'", "0.0.0.0": "6006:127.0.0.1:7000"}.items():
-        said = call("tensorboard", "no/such/run", "--print", "--port", "7000", "--host", host)
-        assert said.out == f"ssh -N -L {reached} {USER}@198.51.100.4\n"
+        result = call("tensorboard", "no/such/run", "--print", "--port", "7000", "--host", host)
+        assert result.out == f"ssh -N -L {reached} {USER}@198.51.100.4\n"
 
 
 # -- what cannot be -----------------------------------------------------------------------------------------------------
 
 
-def test_a_place_without_runs_and_a_port_that_is_taken_are_said(call: Call, run: Path, tmp_path: Path) -> None:
+def test_a_place_without_runs_and_a_port_in_use_are_errors(call: Call, run: Path, tmp_path: Path) -> None:
     assert "There is no directory" in one_line(call("tensorboard", tmp_path / "nowhere"))
     assert "No runs in" in one_line(call("tensorboard", tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = call("tensorboard", run, "--port", str(port))
-        assert said.code == 2
-        assert f"Port {port} of 127.0.0.1 is taken" in one_line(said)
+        result = call("tensorboard", run, "--port", str(port))
+        assert result.code == 2
+        assert f"Port {port} of 127.0.0.1 is taken" in one_line(result)
 
 
 # -- the real one -------------------------------------------------------------------------------------------------------
@@ -149,4 +149,4 @@ def test_of_a_run_on_a_store_copies_are_shown_and_kept_up_to_date(
 
 
 def is_running(pid: int) -> bool:
-    return identity.started(pid) is not None and os.path.exists(f"/proc/{pid}")
+    return identity.start_time(pid) is not None and os.path.exists(f"/proc/{pid}")

@@ -16,7 +16,7 @@ import pytest
 
 from ludus.config.schema import PreprocessConfig
 from ludus.core import plugins, trust
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.registry import makes_environment, spec_of
 from ludus.envs.vector_env import make_environments
 from ludus.errors import UnknownName, Untrusted
@@ -195,7 +195,7 @@ def test_consent_of_a_call_ends_with_it() -> None:
 
 def test_what_the_user_gave_reaches_processes_that_do_not_inherit_it(monkeypatch: pytest.MonkeyPatch) -> None:
     trust.allow({"env": "some.package:make"}, "a plain word", 3, None)
-    packed = Luggage.of("CartPole-v1")
+    packed = CodeBundle.of("CartPole-v1")
     monkeypatch.setenv(trust.VARIABLE, "")
     packed.unpack()
     assert trust.is_allowed("some.package:make")

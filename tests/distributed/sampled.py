@@ -12,7 +12,7 @@ from ludus.buffers.block_batches import BlockBatches
 from ludus.config.schema import AlgorithmConfig
 from ludus.config.validation import parse_algorithm_config
 from ludus.core.tree import Array
-from ludus.distributed.sampling_pool import LocalNode, Nodes, Plan, Sampling, ThisNode
+from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPlan, SamplingPool, SingleNode
 from ludus.experiments.assembly.policies import make_policy
 from ludus.experiments.assembly.worker_training import make_plan, probe_environment
 from ludus.models.policy import Policy
@@ -31,14 +31,14 @@ class Fleet:
     def __init__(self, env: str, config: AlgorithmConfig, logs: Path | None) -> None:
         shape = probe_environment(env, config)
         self.policy: Policy = make_policy(shape.observation_space, shape.action_space, config)
-        self.plan: Plan = make_plan(env, config, shape, self.policy, FIRST_VERSION, config.seed)
+        self.plan: SamplingPlan = make_plan(env, config, shape, self.policy, FIRST_VERSION, config.seed)
         self.version = FIRST_VERSION
         self.config = config
 
-        def here(bell: Path) -> Nodes:
-            return ThisNode(LocalNode(self.plan, bell, log_dir=logs))
+        def here(bell: Path) -> SamplingNodes:
+            return SingleNode(LocalNode(self.plan, bell, log_dir=logs))
 
-        self.sampling = Sampling(here, config.workers, self._latest)
+        self.sampling = SamplingPool(here, config.workers, self._latest)
         in_turn = config.sampling != "async"
         self.batches = self.sampling.batches = BlockBatches(
             self.sampling, config.workers, config.workers, in_turn=in_turn, newest=lambda: self.version, max_lag=config.max_lag

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.distributed.redis.messages import Bulletin, Orders, Presence, weights_key
+from ludus.distributed.redis.messages import Presence, WeightsNotice, WorkerSpec, weights_key
 from ludus.errors import Damaged, IncompatibleCheckpoint
 
-ORDERS = Orders(
+SPEC = WorkerSpec(
     channel="c0ffee",
     room=4,
     env="CartPole-v1",
@@ -27,19 +27,19 @@ ORDERS = Orders(
 
 
 def test_orders_come_back_as_they_were_given() -> None:
-    assert Orders.decode(ORDERS.encode()) == ORDERS
+    assert WorkerSpec.decode(SPEC.encode()) == SPEC
 
 
 def test_the_same_orders_have_the_same_fingerprint_and_others_another() -> None:
-    assert Orders.decode(ORDERS.encode()).fingerprint == ORDERS.fingerprint
-    assert replace(ORDERS, steps=6).fingerprint != ORDERS.fingerprint
+    assert WorkerSpec.decode(SPEC.encode()).fingerprint == SPEC.fingerprint
+    assert replace(SPEC, steps=6).fingerprint != SPEC.fingerprint
 
 
 @pytest.mark.parametrize(("key", "value"), [("ludus", "0.0.0+other"), ("protocol", 99)])
 def test_orders_of_another_version_of_the_code_are_refused_with_both_versions(key: str, value: object) -> None:
-    data = json.dumps(json.loads(ORDERS.encode()) | {key: value}).encode()
+    data = json.dumps(json.loads(SPEC.encode()) | {key: value}).encode()
     with pytest.raises(IncompatibleCheckpoint, match=str(value).replace("+", r"\+")):
-        Orders.decode(data)
+        WorkerSpec.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -50,20 +50,20 @@ def test_orders_of_another_version_of_the_code_are_refused_with_both_versions(ke
         b"[]",
         b"{}",
         b"null",
-        json.dumps({k: v for k, v in json.loads(ORDERS.encode()).items() if k != "env"}).encode(),
-        json.dumps(json.loads(ORDERS.encode()) | {"more": 1}).encode(),
-        json.dumps(json.loads(ORDERS.encode()) | {"channel": ""}).encode(),
+        json.dumps({k: v for k, v in json.loads(SPEC.encode()).items() if k != "env"}).encode(),
+        json.dumps(json.loads(SPEC.encode()) | {"more": 1}).encode(),
+        json.dumps(json.loads(SPEC.encode()) | {"channel": ""}).encode(),
     ],
     ids=range(8),
 )
 def test_what_is_not_orders_is_damaged(data: bytes) -> None:
     with pytest.raises(Damaged):
-        Orders.decode(data)
+        WorkerSpec.decode(data)
 
 
 def test_a_bulletin_comes_back_as_it_was_posted() -> None:
-    bulletin = Bulletin(3, 17, 2, ORDERS.fingerprint, over=True)
-    assert Bulletin.decode(bulletin.encode()) == bulletin
+    bulletin = WeightsNotice(3, 17, 2, SPEC.fingerprint, over=True)
+    assert WeightsNotice.decode(bulletin.encode()) == bulletin
 
 
 def test_a_presence_comes_back_as_it_was_posted() -> None:
@@ -74,7 +74,7 @@ def test_a_presence_comes_back_as_it_was_posted() -> None:
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"version": "x"}', b"\xff"], ids=range(5))
 def test_notices_that_are_rubbish_are_damaged(data: bytes) -> None:
     with pytest.raises(Damaged):
-        Bulletin.decode(data)
+        WeightsNotice.decode(data)
     with pytest.raises(Damaged):
         Presence.decode(data)
 

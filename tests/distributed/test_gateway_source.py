@@ -18,7 +18,7 @@ import pytest
 
 from ludus.buffers.collate import CollatedBatches
 from ludus.core.types import Segments
-from ludus.distributed.gateway_source import Boards, FleetGathering
+from ludus.distributed.gateway_source import GatewayBoards, GatewaySource
 from ludus.distributed.gateway_workers import bind
 from ludus.errors import Refused, Unreachable
 from ludus.gateway.server import GatewaySettings
@@ -34,9 +34,9 @@ STEPS = 5
 
 @dataclass
 class Gathered:
-    boards: Boards
+    boards: GatewayBoards
     memory: CollatedBatches
-    gathering: FleetGathering
+    gathering: GatewaySource
 
     @property
     def url(self) -> str:
@@ -66,13 +66,13 @@ def gathered(tmp_path: Path, workers: int) -> Iterator[Gathered]:
     policy = Policy(gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), gym.spaces.Discrete(2))
     pool = LocalVersionStore(LocalStore(tmp_path / "run"))
     pool.add("model", policy)
-    boards = Boards({"model": policy}, STEPS, 400)
+    boards = GatewayBoards({"model": policy}, STEPS, 400)
     memory = CollatedBatches([boards.memory.of("model")], 48)
     try:
         boards.publish("model", pool.newest("model")[1])
         logs = tmp_path / "logs"
         port, settings = bind("127.0.0.1", 0), GatewaySettings()
-        gathering = FleetGathering(port, settings, {"": "model"}, workers, STEPS, boards, memory, logs)
+        gathering = GatewaySource(port, settings, {"": "model"}, workers, boards, memory, logs)
         try:
             yield Gathered(boards, memory, gathering)
         finally:
@@ -119,7 +119,7 @@ def test_kills_of_workers_cost_what_was_under_way_and_no_count_goes_back(tmp_pat
         with games(fleet.url, count=4):
             requests = 0.0
             for turn in range(4):
-                worker = fleet.gathering._fleet.workers[turn % 2]
+                worker = fleet.gathering._workers.workers[turn % 2]
                 for _ in range(3):
                     fleet.batch()
                 worker.kill()
@@ -128,7 +128,7 @@ def test_kills_of_workers_cost_what_was_under_way_and_no_count_goes_back(tmp_pat
                 assert metrics["games/requests"] >= requests
                 requests = metrics["games/requests"]
                 worker.wait_ready(WAIT_S)
-            assert sum(worker.incarnation for worker in fleet.gathering._fleet.workers) == 6
+            assert sum(worker.incarnation for worker in fleet.gathering._workers.workers) == 6
             deadline = time.monotonic() + WAIT_S
             while fleet.gathering.metrics()["games/requests"] <= requests:  # replacements count on
                 assert time.monotonic() < deadline
@@ -139,7 +139,7 @@ def test_kills_of_workers_cost_what_was_under_way_and_no_count_goes_back(tmp_pat
 
 def test_a_worker_whose_ring_holds_rubbish_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with gathered(tmp_path, 1) as fleet:
-        worker = fleet.gathering._fleet.workers[0]
+        worker = fleet.gathering._workers.workers[0]
         with games(fleet.url, count=2):
             fleet.batch()
             (ring,) = fleet.boards._scratch.path.glob(".segments/0.*/ring")

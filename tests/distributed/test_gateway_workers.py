@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ludus.distributed import gateway_workers
-from ludus.distributed.gateway_workers import GatewayFleet, bind, check_exposure
+from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers, bind, check_exposure
 from ludus.errors import UsageError, WorkerFailed
 from ludus.gateway.actor import Actor
 from ludus.gateway.server import GatewaySettings, owner_of
@@ -71,9 +71,9 @@ def serving(
     workers: int,
     make_actor: Callable[[], Actor] = Local,
     **limits: float,
-) -> Iterator[GatewayFleet]:
+) -> Iterator[GatewayWorkers]:
     settings = GatewaySettings(sessions=SessionLimits(**limits))  # type: ignore[arg-type]
-    made = GatewayFleet(supervisor, make_actor, port=0, workers=workers, settings=settings)
+    made = GatewayWorkers(supervisor, GatewayProgram(make_actor, settings), port=0, workers=workers)
     try:
         made.wait_ready(SOON_S)
         yield made
@@ -86,7 +86,7 @@ def owned(slot: int, slots: int, count: int = 1, prefix: str = "session") -> lis
     return [id_ for id_ in ids if owner_of(id_.encode(), slots) == slot][:count]
 
 
-def kill(served: GatewayFleet, slot: int) -> int:
+def kill(served: GatewayWorkers, slot: int) -> int:
     """kill -9, as the out-of-memory killer would do it; the process id."""
     pid = served.workers[slot].pid
     assert pid is not None
@@ -94,16 +94,16 @@ def kill(served: GatewayFleet, slot: int) -> int:
     return pid
 
 
-def replaced(served: GatewayFleet, slot: int, incarnation: int = 2) -> None:
+def replaced(served: GatewayWorkers, slot: int, incarnation: int = 2) -> None:
     wait_until(lambda: served.workers[slot].incarnation == incarnation)
     served.workers[slot].wait_ready(SOON_S)
 
 
-def pids(served: GatewayFleet) -> list[bytes]:
+def pids(served: GatewayWorkers) -> list[bytes]:
     return [b"%d" % (worker.pid or 0) for worker in served.workers]
 
 
-def health(served: GatewayFleet, slot: int) -> dict[str, int]:
+def health(served: GatewayWorkers, slot: int) -> dict[str, int]:
     counters: dict[str, int] = ask(served.direct_addresses[slot][1], raw("GET /health")).json
     return counters
 
@@ -327,14 +327,14 @@ def test_closing_tells_the_actors_and_leaves_nothing(supervisor: Supervisor, tmp
 # -- draining
 
 
-def closing(served: GatewayFleet) -> threading.Thread:
+def closing(served: GatewayWorkers) -> threading.Thread:
     thread = threading.Thread(target=served.close, daemon=True)
     thread.start()
     return thread
 
 
-def drained(supervisor: Supervisor, drain_s: float, workers: int = 2) -> GatewayFleet:
-    made = GatewayFleet(supervisor, Local, port=0, workers=workers, settings=GatewaySettings(drain_s=drain_s))
+def drained(supervisor: Supervisor, drain_s: float, workers: int = 2) -> GatewayWorkers:
+    made = GatewayWorkers(supervisor, GatewayProgram(Local, GatewaySettings(drain_s=drain_s)), port=0, workers=workers)
     made.wait_ready(SOON_S)
     return made
 
@@ -393,7 +393,7 @@ def _fail() -> None:
 
 
 def test_a_worker_that_cannot_start_says_why(supervisor: Supervisor) -> None:
-    made = GatewayFleet(supervisor, Local, port=0, workers=1, prepare=_fail)
+    made = GatewayWorkers(supervisor, GatewayProgram(Local, prepare=_fail), port=0, workers=1)
     try:
         wait_until(lambda: "the model is not there" in made.workers[0].error)
         with pytest.raises(WorkerFailed, match="the model is not there"):
@@ -406,9 +406,9 @@ def test_an_address_that_is_taken_or_not_ours_is_a_usage_error(supervisor: Super
     with contextlib.closing(bind("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"Cannot listen on 127.0.0.1:{port}: Address already in use"):
-            GatewayFleet(supervisor, Local, port=port)
+            GatewayWorkers(supervisor, GatewayProgram(Local), port=port)
     with pytest.raises(UsageError, match=r"Cannot listen on 203\.0\.113\.1"):
-        GatewayFleet(supervisor, Local, host="203.0.113.1", settings=GatewaySettings(token="t"))
+        GatewayWorkers(supervisor, GatewayProgram(Local, GatewaySettings(token="t")), host="203.0.113.1")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
@@ -431,7 +431,7 @@ def test_endpoints_of_ipv6_are_in_brackets(supervisor: Supervisor) -> None:
         bind("::1", 0).close()
     except UsageError:
         pytest.skip("no IPv6 on this machine")
-    made = GatewayFleet(supervisor, Local, host="::1", port=0)
+    made = GatewayWorkers(supervisor, GatewayProgram(Local), host="::1", port=0)
     try:
         made.wait_ready(SOON_S)
         with socket.create_connection(made.address, 5) as connected:

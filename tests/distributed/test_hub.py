@@ -21,8 +21,9 @@ import pytest
 
 from ludus.core.metrics import read_jsonl
 from ludus.distributed.hub import server as hubs
-from ludus.distributed.hub.rpc import MAX_BODY, Connection, Header, error_fields, error_from, frame, split
-from ludus.distributed.hub.server import Hub, Place, Tally, find_or_start
+from ludus.distributed.hub.metrics_report import Tally
+from ludus.distributed.hub.rpc import MAX_BODY, Header, RpcConnection, error_fields, error_from, frame, split
+from ludus.distributed.hub.server import Hub, HubLocation, find_or_start
 from ludus.errors import Damaged, UnknownName, UsageError, WorkerFailed
 
 T = TypeVar("T")
@@ -36,9 +37,9 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     opened.close()
 
 
-def talk(place: Place, work: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
+def talk(place: HubLocation, work: Callable[[RpcConnection], Coroutine[Any, Any, T]]) -> T:
     async def main() -> T:
-        connection = await Connection.open(place.socket, "The hub")
+        connection = await RpcConnection.open(place.socket, "The hub")
         try:
             return await asyncio.wait_for(work(connection), 20)
         finally:
@@ -47,8 +48,8 @@ def talk(place: Place, work: Callable[[Connection], Coroutine[Any, Any, T]]) -> 
     return asyncio.run(main())
 
 
-def ask(place: Place, header: Header, *parts: bytes) -> Header:
-    async def work(connection: Connection) -> Header:
+def ask(place: HubLocation, header: Header, *parts: bytes) -> Header:
+    async def work(connection: RpcConnection) -> Header:
         return (await connection.request(header, *parts, timeout_s=10))[-1][0]
 
     return talk(place, work)
@@ -74,7 +75,7 @@ def test_it_is_private_and_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_second_comer_finds_the_first(tmp_path: Path, hub: Hub) -> None:
     place, second = find_or_start(tmp_path)
     assert second is None
-    assert place == hub.place
+    assert place == hub.location
     assert ask(place, {"op": "hello"})["pid"] == os.getpid()
 
 
@@ -148,7 +149,7 @@ def test_an_owner_that_does_not_answer_is_named_after_a_while(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if record is not None:
             (tmp_path / "hub.json").write_text(record)
-        with pytest.raises(WorkerFailed, match="does not answer"):
+        with pytest.raises(WorkerFailed, match="does not respond"):
             find_or_start(tmp_path)
 
 
@@ -157,7 +158,7 @@ def test_a_copy_of_the_process_does_not_hold_the_run(tmp_path: Path) -> None:
     assert hub is not None
     pid = os.fork()
     if pid == 0:
-        hub.forget()
+        hub.release_after_fork()
         time.sleep(60)
         os._exit(0)
     try:
@@ -194,10 +195,10 @@ RUBBISH = {
 def test_who_sends_rubbish_is_disconnected_and_nobody_else_notices(hub: Hub, name: str) -> None:
     with socket.socket(socket.AF_UNIX) as bad:
         bad.settimeout(10)
-        bad.connect(hub.place.socket)
+        bad.connect(hub.location.socket)
         bad.sendall(RUBBISH[name])
         assert bad.recv(1000) == b""
-    assert ask(hub.place, {"op": "hello"})["pid"] == os.getpid()
+    assert ask(hub.location, {"op": "hello"})["pid"] == os.getpid()
 
 
 def test_a_million_random_bytes_leave_it_standing(hub: Hub) -> None:
@@ -205,68 +206,68 @@ def test_a_million_random_bytes_leave_it_standing(hub: Hub) -> None:
     for _ in range(20):
         with socket.socket(socket.AF_UNIX) as bad:
             bad.settimeout(10)
-            bad.connect(hub.place.socket)
+            bad.connect(hub.location.socket)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 bad.sendall(noise.randbytes(50_000))
-    assert ask(hub.place, {"op": "hello"})["pid"] == os.getpid()
+    assert ask(hub.location, {"op": "hello"})["pid"] == os.getpid()
 
 
 def test_half_a_frame_harms_nobody(hub: Hub) -> None:
     with socket.socket(socket.AF_UNIX) as slow:
-        slow.connect(hub.place.socket)
+        slow.connect(hub.location.socket)
         slow.sendall(b"".join(frame({"op": "hello", "id": 1}))[:-1])
-        assert ask(hub.place, {"op": "hello"})["pid"] == os.getpid()
+        assert ask(hub.location, {"op": "hello"})["pid"] == os.getpid()
 
 
 def test_an_error_reaches_who_asked_as_it_was_raised(hub: Hub) -> None:
     with pytest.raises(UnknownName, match="no model 'ghost'"):
-        ask(hub.place, {"op": "model.find", "name": "ghost"})
+        ask(hub.location, {"op": "model.find", "name": "ghost"})
     with pytest.raises(UsageError, match="not a plain name"):
-        ask(hub.place, {"op": "buffer.open", "name": "../x", "size": None})
+        ask(hub.location, {"op": "buffer.open", "name": "../x", "size": None})
 
 
 # -- buffers
 
 
 def test_each_item_goes_to_one_consumer_and_a_consumer_that_leaves_takes_none(hub: Hub) -> None:
-    ask(hub.place, {"op": "buffer.open", "name": "b", "size": 8})
+    ask(hub.location, {"op": "buffer.open", "name": "b", "size": 8})
 
-    async def work(first: Connection) -> list[bytes]:
-        gone = await Connection.open(hub.place.socket, "The hub")
+    async def work(first: RpcConnection) -> list[bytes]:
+        gone = await RpcConnection.open(hub.location.socket, "The hub")
         never = gone.start({"op": "buffer.take", "name": "b", "count": 2})
-        await gone.flushed()
+        await gone.drain()
         await gone.request({"op": "hello"}, timeout_s=5)
         takes = [first.start({"op": "buffer.take", "name": "b", "count": 2}) for _ in range(2)]
         await first.request({"op": "hello"}, timeout_s=5)
         await gone.close()
         assert isinstance(never.exception(), WorkerFailed)
-        while len(hub._buffers["b"].fifo.waiting()) == 3:  # until the hub has noticed
+        while len(hub._buffers._buffers["b"].queue.waiting()) == 3:  # until the hub has noticed
             await asyncio.sleep(0.001)
         await first.send({"op": "buffer.push", "name": "b", "sizes": [1, 1, 1, 1]}, b"abcd")
         replies = [await take for take in takes]
         return [bytes(part) for reply in replies for header, body in reply for part in split(body, header["sizes"])]
 
-    assert talk(hub.place, work) == [b"a", b"b", b"c", b"d"]
+    assert talk(hub.location, work) == [b"a", b"b", b"c", b"d"]
 
 
 def test_a_batch_larger_than_a_frame_comes_in_several(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hubs, "_CHUNK", 10)
-    ask(hub.place, {"op": "buffer.open", "name": "b", "size": 8})
+    monkeypatch.setattr("ludus.distributed.hub.buffer_service._CHUNK", 10)
+    ask(hub.location, {"op": "buffer.open", "name": "b", "size": 8})
 
-    async def work(connection: Connection) -> list[list[int]]:
+    async def work(connection: RpcConnection) -> list[list[int]]:
         await connection.send({"op": "buffer.push", "name": "b", "sizes": [6, 6, 20, 1]}, b"x" * 33)
         reply = await connection.request({"op": "buffer.take", "name": "b", "count": 4}, timeout_s=5)
         assert sum(len(body) for _, body in reply) == 33
         return [header["sizes"] for header, _ in reply]
 
-    assert talk(hub.place, work) == [[6], [6], [20], [1]]
+    assert talk(hub.location, work) == [[6], [6], [20], [1]]
 
 
 def test_who_waits_is_told_when_the_run_ends(tmp_path: Path) -> None:
     place, hub = find_or_start(tmp_path)
     assert hub is not None
 
-    async def work(connection: Connection) -> Header:
+    async def work(connection: RpcConnection) -> Header:
         await connection.request({"op": "buffer.open", "name": "b", "size": 1}, timeout_s=5)
         waiting = connection.start({"op": "buffer.take", "name": "b", "count": 1})
         await connection.request({"op": "hello"}, timeout_s=5)
@@ -301,17 +302,17 @@ def test_numbers_are_averaged_over_a_report_and_counted_on_when_the_run_is_opene
 
 
 def test_drops_are_counted_wherever_they_happen(hub: Hub) -> None:
-    async def work(connection: Connection) -> Header:
+    async def work(connection: RpcConnection) -> Header:
         await connection.request({"op": "buffer.open", "name": "b", "size": 1}, timeout_s=5)
         await connection.send({"op": "buffer.push", "name": "b", "sizes": [1, 1], "lost": 3}, b"ab")
         return (await connection.request({"op": "buffer.stats", "name": "b"}, timeout_s=5))[-1][0]
 
-    stats = talk(hub.place, work)
+    stats = talk(hub.location, work)
     assert (stats["pushed"], stats["dropped"], stats["waiting"]) == (5, 4, 1)
 
 
 def test_reports_are_written_while_it_runs(hub: Hub, tmp_path: Path) -> None:
-    ask(hub.place, {"op": "metric", "entries": [["x", 1.0, 1]]})
+    ask(hub.location, {"op": "metric", "entries": [["x", 1.0, 1]]})
     deadline = time.monotonic() + 10
     while not read_jsonl(tmp_path / "metrics.jsonl"):
         assert time.monotonic() < deadline
@@ -356,4 +357,4 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch: p
 
 def test_nobody_at_the_address_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="cannot be reached"):
-        asyncio.run(Connection.open(str(tmp_path / "nobody"), "The hub"))
+        asyncio.run(RpcConnection.open(str(tmp_path / "nobody"), "The hub"))

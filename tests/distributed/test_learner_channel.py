@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ludus.distributed.learners import channel
-from ludus.distributed.learners.channel import DONE, LEARN, STATE, Entrance, Link, enter
+from ludus.distributed.learners.channel import DONE, LEARN, STATE, LearnerChannel, LearnerListener, connect
 from ludus.errors import Damaged, UsageError, WorkerFailed
 from ludus.io.addresses import host_and_port
 
@@ -18,72 +18,72 @@ TOKEN = b"a token of the run that is long enough"
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Link, Link]]:
-    ours, theirs = (Link(end, name) for end, name in zip(socket.socketpair(), ("Learner 1", "Learner 0"), strict=True))
+def pair() -> Iterator[tuple[LearnerChannel, LearnerChannel]]:
+    ours, theirs = (LearnerChannel(end, name) for end, name in zip(socket.socketpair(), ("Learner 1", "Learner 0"), strict=True))
     with contextlib.closing(ours), contextlib.closing(theirs):
         yield ours, theirs
 
 
 @pytest.fixture
-def entrance() -> Iterator[Entrance]:
-    with contextlib.closing(Entrance("127.0.0.1", TOKEN)) as one:
+def entrance() -> Iterator[LearnerListener]:
+    with contextlib.closing(LearnerListener("127.0.0.1", TOKEN)) as one:
         yield one
 
 
-def test_a_frame_arrives_as_it_was_sent(pair: tuple[Link, Link]) -> None:
+def test_a_frame_arrives_as_it_was_sent(pair: tuple[LearnerChannel, LearnerChannel]) -> None:
     ours, theirs = pair
     body = bytes(range(256)) * 400
     sender = threading.Thread(target=ours.send, args=(LEARN, -7, 1 << 40, b"head", memoryview(body)))
     sender.start()
-    assert theirs.waiting(10)
+    assert theirs.has_data(10)
     frame = theirs.receive(LEARN)
     sender.join()
     assert (frame.kind, frame.first, frame.second, bytes(frame.body)) == (LEARN, -7, 1 << 40, b"head" + body)
-    assert not theirs.waiting()
+    assert not theirs.has_data()
 
 
-def test_a_frame_of_another_kind_is_refused(pair: tuple[Link, Link]) -> None:
+def test_a_frame_of_another_kind_is_refused(pair: tuple[LearnerChannel, LearnerChannel]) -> None:
     ours, theirs = pair
     ours.send(STATE)
     with pytest.raises(Damaged, match=rf"Learner 0 sent a frame of kind {STATE} .* {DONE} was expected"):
         theirs.receive(DONE)
 
 
-def test_the_end_is_noticed_by_name(pair: tuple[Link, Link]) -> None:
+def test_the_end_is_noticed_by_name(pair: tuple[LearnerChannel, LearnerChannel]) -> None:
     ours, theirs = pair
-    before = theirs.gone
+    before = theirs.is_closed
     ours.close()
-    assert (before, theirs.gone) == (False, True)
+    assert (before, theirs.is_closed) == (False, True)
     with pytest.raises(WorkerFailed, match="Learner 0 is gone"):
         theirs.receive()
-    with pytest.raises(WorkerFailed, match="Learner 0 does not listen any more"):
+    with pytest.raises(WorkerFailed, match="Learner 0 does not read any more"):
         theirs.send(DONE)
 
 
-def test_silence_has_an_end(pair: tuple[Link, Link]) -> None:
+def test_silence_has_an_end(pair: tuple[LearnerChannel, LearnerChannel]) -> None:
     with pytest.raises(WorkerFailed, match="Learner 1 did not answer"):
         pair[0].receive(timeout_s=0.05)
 
 
-def test_whoever_knows_the_token_comes_in(entrance: Entrance) -> None:
-    links: list[Link] = []
-    caller = threading.Thread(target=lambda: links.append(enter(entrance.address, TOKEN)))
+def test_whoever_knows_the_token_comes_in(entrance: LearnerListener) -> None:
+    links: list[LearnerChannel] = []
+    caller = threading.Thread(target=lambda: links.append(connect(entrance.address, TOKEN)))
     caller.start()
-    ours = entrance.admit(10)
+    ours = entrance.accept_rank(10)
     caller.join()
     assert ours is not None
     with contextlib.closing(ours), contextlib.closing(links[0]):
-        assert ours.far
+        assert ours.is_remote
         links[0].send(DONE, 5)
         assert ours.receive(DONE).first == 5
 
 
-def test_strangers_are_cut_off_and_do_not_keep_others_out(entrance: Entrance) -> None:
+def test_strangers_are_cut_off_and_do_not_keep_others_out(entrance: LearnerListener) -> None:
     refused: list[BaseException] = []
 
     def come_with_another_token() -> None:
         try:
-            enter(entrance.address, b"another token, which is long, too")
+            connect(entrance.address, b"another token, which is long, too")
         except UsageError as error:
             refused.append(error)
 
@@ -91,19 +91,19 @@ def test_strangers_are_cut_off_and_do_not_keep_others_out(entrance: Entrance) ->
         with socket.create_connection(host_and_port(entrance.address)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         come_with_another_token()
-        enter(entrance.address, TOKEN).close()
+        connect(entrance.address, TOKEN).close()
 
     caller = threading.Thread(target=call)
     caller.start()
-    ours = entrance.admit(30)
+    ours = entrance.accept_rank(30)
     caller.join()
     assert ours is not None
     ours.close()
-    assert "refuses our token" in str(refused[0])
+    assert "refused the token" in str(refused[0])
 
 
-def test_one_who_speaks_slowly_does_not_keep_others_out(entrance: Entrance, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_GREETING_S", 0.3)
+def test_one_who_speaks_slowly_does_not_keep_others_out(entrance: LearnerListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
     cut_off, first = threading.Event(), threading.Event()
 
     def drip() -> None:
@@ -118,12 +118,12 @@ def test_one_who_speaks_slowly_does_not_keep_others_out(entrance: Entrance, monk
     def call() -> None:
         first.wait(10)
         with contextlib.suppress(WorkerFailed):
-            enter(entrance.address, TOKEN, timeout_s=10).close()
+            connect(entrance.address, TOKEN, timeout_s=10).close()
 
     callers = [threading.Thread(target=target) for target in (drip, call)]
     for caller in callers:
         caller.start()
-    ours = entrance.admit(5)  # the stranger would need longer for all that he could say
+    ours = entrance.accept_rank(5)  # the stranger would need longer for all that he could say
     cut_off.set()
     for caller in callers:
         caller.join()
@@ -132,23 +132,23 @@ def test_one_who_speaks_slowly_does_not_keep_others_out(entrance: Entrance, monk
 
 
 def test_somebody_else_at_the_address_does_not_get_our_trust() -> None:
-    with contextlib.closing(Entrance("127.0.0.1", b"somebody else's token")) as other:
-        listening = threading.Thread(target=other.admit, args=(0.5,))
+    with contextlib.closing(LearnerListener("127.0.0.1", b"somebody else's token")) as other:
+        listening = threading.Thread(target=other.accept_rank, args=(0.5,))
         listening.start()
         with pytest.raises((UsageError, WorkerFailed)):
-            enter(other.address, TOKEN)
+            connect(other.address, TOKEN)
         listening.join()
 
 
-def test_nobody_comes_and_nobody_is_there(entrance: Entrance) -> None:
-    assert entrance.admit(0.05) is None
+def test_nobody_comes_and_nobody_is_there(entrance: LearnerListener) -> None:
+    assert entrance.accept_rank(0.05) is None
     entrance.close()
     with pytest.raises(WorkerFailed, match=r"There is no learner at tcp://127\.0"):
-        enter(entrance.address, TOKEN, timeout_s=1)
+        connect(entrance.address, TOKEN, timeout_s=1)
 
 
 def test_short_tokens_and_other_addresses_are_refused() -> None:
     with pytest.raises(UsageError, match="too short"):
-        Entrance("127.0.0.1", b"123")
+        LearnerListener("127.0.0.1", b"123")
     with pytest.raises(UsageError, match="not an address"):
-        enter("127.0.0.1:80", TOKEN)
+        connect("127.0.0.1:80", TOKEN)

@@ -18,11 +18,11 @@ import torch
 from ludus.algorithms.ppo import PPO
 from ludus.core.spaces import ArraySpec
 from ludus.core.types import Segments, SegmentSpec
-from ludus.distributed.learners.channel import Entrance
+from ludus.distributed.learners.channel import LearnerListener
 from ludus.distributed.learners.group import SharedAlgorithm, share_learning
-from ludus.distributed.learners.rank import learn_for, spec_from_json, spec_json
+from ludus.distributed.learners.rank import serve_remote_rank, spec_from_json, spec_json
 from ludus.errors import TrainingDiverged, WorkerFailed
-from ludus.process.identity import alive_since, start_ticks
+from ludus.process.identity import is_alive_since, start_ticks
 from ludus.process.workers.supervisor import Supervisor
 from tests.algorithms.experience import config_for, experience, policy_for
 
@@ -77,7 +77,7 @@ def test_two_learners_learn_what_one_learns(supervisor: Supervisor, kind: str, t
         assert_alike(single, several)
         pids = processes(several)
         assert all(pids)
-    assert not any(alive_since(pid, 0) for pid in pids)
+    assert not any(is_alive_since(pid, 0) for pid in pids)
 
 
 def test_after_a_batch_that_is_no_use_all_learners_go_on_from_where_they_were(supervisor: Supervisor) -> None:
@@ -90,7 +90,7 @@ def test_after_a_batch_that_is_no_use_all_learners_go_on_from_where_they_were(su
             with pytest.raises(TrainingDiverged, match="gradient became nan"):
                 algorithm.learn(bad, 0)
             algorithm.learn(good, 0)
-        several._learners.settle()
+        several._learners.wait_until_done()
         assert_alike(single, several)
 
 
@@ -125,7 +125,7 @@ def test_a_learner_that_is_killed_is_noticed_in_seconds_and_leaves_nobody_behind
         with pytest.raises(WorkerFailed, match=r"Learner 2 of 3 is lost: killed by SIGKILL.*learner-2.log"):
             several.learn(block, 0)
         assert time.monotonic() - began < 20
-    assert not any(alive_since(pid, 0) for pid in pids)
+    assert not any(is_alive_since(pid, 0) for pid in pids)
 
 
 def test_a_learner_that_is_killed_in_the_middle_of_an_update_is_noticed(supervisor: Supervisor) -> None:
@@ -146,7 +146,7 @@ def test_a_learner_that_is_killed_in_the_middle_of_an_update_is_noticed(supervis
         with pytest.raises(WorkerFailed, match="Learner 1 of 2 is lost: killed by SIGKILL"):
             several.learn(block, 0)
     assert started is not None
-    assert not alive_since(pid, started)
+    assert not is_alive_since(pid, started)
 
 
 @pytest.mark.long
@@ -154,29 +154,29 @@ def test_a_learner_that_hangs_is_given_up(supervisor: Supervisor) -> None:
     block = data("mlp")[0]
     with sharing("mlp", supervisor) as several:
         several.learn(block, 0)
-        several._learners.settle()
+        several._learners.wait_until_done()
         several.optimizer.group._timeout_s = 1.0
         pid = processes(several)[0]
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(WorkerFailed, match="Learner 1 did not join an all-reduce within 1 s"):
             several.learn(block, 0)
-    assert not alive_since(pid, 0)
+    assert not is_alive_since(pid, 0)
 
 
 def test_a_learner_on_another_node_calls_by_address(supervisor: Supervisor) -> None:
     token, kind, failures = b"a token of this very run", "lstm", []
-    with contextlib.closing(Entrance("127.0.0.1", token)) as entrance:
+    with contextlib.closing(LearnerListener("127.0.0.1", token)) as entrance:
 
         def live() -> None:
             try:
-                learn_for(entrance.address, token)
+                serve_remote_rank(entrance.address, token)
             except Exception as error:
                 failures.append(error)
 
         elsewhere = threading.Thread(target=live)
         elsewhere.start()
         single = alone(kind)
-        with sharing(kind, supervisor, learners=3, away=1, entrance=entrance) as several:
+        with sharing(kind, supervisor, learners=3, remote=1, listener=entrance) as several:
             for block in data(kind):
                 single.learn(block, 0)
                 several.learn(block, 0)
@@ -188,8 +188,8 @@ def test_a_learner_on_another_node_calls_by_address(supervisor: Supervisor) -> N
 
 def test_a_learner_that_does_not_come_from_its_node_is_named(supervisor: Supervisor) -> None:
     config = config_for()
-    with contextlib.closing(Entrance("127.0.0.1", b"a token of this very run")) as entrance:
-        options: Any = {"supervisor": supervisor, "away": 1, "entrance": entrance, "start_s": 0.2}
+    with contextlib.closing(LearnerListener("127.0.0.1", b"a token of this very run")) as entrance:
+        options: Any = {"supervisor": supervisor, "remote": 1, "listener": entrance, "start_s": 0.2}
         with pytest.raises(WorkerFailed, match=r"Learner 1 of 2 did not come to tcp://127\.0"):
             share_learning(PPO(policy_for("mlp"), config, 0), config, 2, LOGS, **options)
 

@@ -29,9 +29,9 @@ import sys
 from pathlib import Path
 from ludus.process.workers import forkserver
 
-forkserver.LOG_BYTES, forkserver.LOG_LOOK_S = 2000, 0.005
+forkserver.LOG_BYTES, forkserver.LOG_CHECK_S = 2000, 0.005
 log = Path(sys.argv[1])
-forkserver._append_output_to(log)
+forkserver._log_output_to(log)
 number = 0
 while not Path(f"{log}.3").exists():
     print(number, flush=True)

@@ -13,8 +13,8 @@ from ludus.core.spaces import ArraySpec
 from ludus.core.tree import Array, leaves
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed import node_agent
-from ludus.distributed.node_agent import Bytes, NodeAgent, Served, pack, unpack
-from ludus.distributed.sampling_pool import NOTES, Plan, WorkerReport
+from ludus.distributed.node_agent import BellNode, Bytes, NodeAgent, pack, unpack
+from ludus.distributed.sampling_pool import COUNTERS, SamplingPlan, WorkerReport
 from ludus.errors import Damaged
 from ludus.transport.ring_buffer import Wakeup, create_ring
 from ludus.transport.shared_memory import BlockLayout, SharedReader, SharedWriter, ring_capacity
@@ -24,14 +24,14 @@ SPEC = SegmentSpec(steps=8, observation=ArraySpec((3,), np.dtype(np.float32)), a
 ROWS = 2
 
 
-def plan(ahead: int | None = None, slots: int = 4) -> Plan:
-    return Plan("none", {}, ROWS, {}, SPEC, seed=0, first_version=1, ahead=ahead, slots=slots)
+def plan(ahead: int | None = None, slots: int = 4) -> SamplingPlan:
+    return SamplingPlan("none", {}, ROWS, {}, SPEC, seed=0, first_version=1, ahead=ahead, slots=slots)
 
 
 class Scripted:
     """A node whose workers are this test: it writes their blocks itself, into real rings."""
 
-    def __init__(self, directory: Path, plan: Plan) -> None:
+    def __init__(self, directory: Path, plan: SamplingPlan) -> None:
         self.name, self.cores, self.lost = "scripted", 2, ""
         self.bell = directory / "bell"
         self._directory, self._plan = directory, plan
@@ -61,7 +61,7 @@ class Scripted:
         self._readers[index].release(block)
 
     def workers(self) -> dict[int, WorkerReport]:
-        return {index: WorkerReport("ready", 1, self.restarts, "", (0.0,) * len(NOTES)) for index in self.writers}
+        return {index: WorkerReport("ready", 1, self.restarts, "", (0.0,) * len(COUNTERS)) for index in self.writers}
 
     def close(self) -> None:
         for index in list(self.writers):
@@ -78,12 +78,12 @@ class Scripted:
 class Bench:
     """An agent with a scripted node."""
 
-    def __init__(self, directory: Path, plan: Plan) -> None:
+    def __init__(self, directory: Path, plan: SamplingPlan) -> None:
         self.node = Scripted(directory, plan)
         self.agent = NodeAgent("scripted")
         self.layout = plan.layout
 
-        def make(plan: Plan, log_dir: Path | None, name: str) -> Served:
+        def make(plan: SamplingPlan, log_dir: Path | None, name: str) -> BellNode:
             self.logs = log_dir
             return self.node
 

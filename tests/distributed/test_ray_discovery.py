@@ -13,13 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from ludus.distributed.hub.ray_discovery import Keeper, Meeting, Spot, card_address, meeting_place, run_name
+from ludus.distributed.hub.ray_discovery import (
+    ActorDiscovery,
+    HubAddress,
+    RayDiscoveryProcess,
+    card_address,
+    rendezvous_address,
+    run_name,
+)
 from ludus.errors import UsageError, WorkerFailed
 from ludus.ray_cluster.cluster import LOCAL, Cluster
 
 pytestmark = pytest.mark.long
 
-SPOT = Spot("tcp://10.0.0.1:7", "secret-token")
+SPOT = HubAddress("tcp://10.0.0.1:7", "secret-token")
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +41,14 @@ def soon() -> float:
 
 
 def test_of_many_that_come_at_once_one_becomes_the_hub_and_the_others_find_it(cluster: Cluster, tmp_path: Path) -> None:
-    meetings = [Meeting(tmp_path / "t", cluster.address) for _ in range(4)]
+    meetings = [ActorDiscovery(tmp_path / "t", cluster.address) for _ in range(4)]
     together = threading.Barrier(len(meetings))
 
-    def come(meeting: Meeting) -> Spot | None:
+    def come(meeting: ActorDiscovery) -> HubAddress | None:
         together.wait(30)
         found = meeting.find_or_claim(soon())
         if found is None:
-            meeting.leave(SPOT)
+            meeting.publish(SPOT)
         return found
 
     with ThreadPoolExecutor(len(meetings)) as pool:
@@ -49,11 +56,11 @@ def test_of_many_that_come_at_once_one_becomes_the_hub_and_the_others_find_it(cl
     assert found.count(None) == 1
     assert found.count(SPOT) == len(meetings) - 1
     assert meetings[0].host()
-    other = Meeting(tmp_path / "other", cluster.address)
+    other = ActorDiscovery(tmp_path / "other", cluster.address)
     assert other.find_or_claim(soon()) is None, "another run is another name"
     for meeting in (*meetings, other):
         meeting.close()
-    again = Meeting(tmp_path / "t", cluster.address)
+    again = ActorDiscovery(tmp_path / "t", cluster.address)
     deadline = soon()
     while (spot := again.find_or_claim(deadline)) is not None:  # the actor is told to go, and goes a moment later
         assert spot == SPOT
@@ -61,9 +68,9 @@ def test_of_many_that_come_at_once_one_becomes_the_hub_and_the_others_find_it(cl
 
 
 def test_a_hub_that_never_says_where_it_is_is_waited_for_in_time_only(cluster: Cluster, tmp_path: Path) -> None:
-    silent, waiting = (Meeting(tmp_path / "t", cluster.address) for _ in range(2))
+    silent, waiting = (ActorDiscovery(tmp_path / "t", cluster.address) for _ in range(2))
     assert silent.find_or_claim(soon()) is None
-    with pytest.raises(WorkerFailed, match="nothing came of it"):
+    with pytest.raises(WorkerFailed, match="did not publish its address"):
         waiting.find_or_claim(time.monotonic() + 1)
     silent.close()
 
@@ -71,9 +78,9 @@ def test_a_hub_that_never_says_where_it_is_is_waited_for_in_time_only(cluster: C
 def test_a_process_beside_ours_keeps_the_notice_and_if_ray_takes_it_away_ours_goes_on(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hub, visitor = (Keeper(tmp_path / "t", cluster.address) for _ in range(2))
+    hub, visitor = (RayDiscoveryProcess(tmp_path / "t", cluster.address) for _ in range(2))
     assert hub.find_or_claim(60) == cluster.members()[0].address
-    hub.leave(SPOT)
+    hub.publish(SPOT)
     assert visitor.find_or_claim(60) == SPOT
     command = Path(f"/proc/{hub._process.pid}/cmdline").read_bytes() + Path(f"/proc/{hub._process.pid}/environ").read_bytes()
     assert SPOT.token.encode() not in command
@@ -85,14 +92,14 @@ def test_a_process_beside_ours_keeps_the_notice_and_if_ray_takes_it_away_ours_go
             assert time.monotonic() < deadline
             time.sleep(0.01)
     hub.close()
-    after = Keeper(tmp_path / "t", cluster.address)
-    while isinstance(after.find_or_claim(60), Spot):  # the job of a process that was killed ends a moment later
+    after = RayDiscoveryProcess(tmp_path / "t", cluster.address)
+    while isinstance(after.find_or_claim(60), HubAddress):  # the job of a process that was killed ends a moment later
         assert time.monotonic() < deadline
     after.close()
 
 
 def test_a_cluster_that_is_not_there_is_said(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path / "t", "127.0.0.1:9")
+    keeper = RayDiscoveryProcess(tmp_path / "t", "127.0.0.1:9")
     with pytest.raises(UsageError, match=r"no Ray cluster at 127\.0\.0\.1:9"):
         keeper.find_or_claim(30)
     keeper.close()
@@ -125,11 +132,11 @@ def test_the_interface_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_a_run_meets_is_said_by_the_call_or_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_ADDRESS", "ip_head"):
         monkeypatch.delenv(name, raising=False)
-    assert meeting_place(None) is None
-    assert meeting_place("tcp://h:1") == "tcp://h:1"
-    assert meeting_place("h:1") == "h:1"
+    assert rendezvous_address(None) is None
+    assert rendezvous_address("tcp://h:1") == "tcp://h:1"
+    assert rendezvous_address("h:1") == "h:1"
     monkeypatch.setenv("ip_head", "head:6379")
-    assert meeting_place(None) == "head:6379"
-    assert meeting_place("tcp://h:1") == "tcp://h:1"
+    assert rendezvous_address(None) == "head:6379"
+    assert rendezvous_address("tcp://h:1") == "tcp://h:1"
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert meeting_place(None) is None, "a Ray of one machine is no place to meet"
+    assert rendezvous_address(None) is None, "a Ray of one machine is no place to meet"

@@ -12,7 +12,7 @@ import pytest
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.types import Segments
 from ludus.distributed.ray_nodes import RayNodes
-from ludus.distributed.sampling_pool import Node, Plan
+from ludus.distributed.sampling_pool import SamplingNode, SamplingPlan
 from ludus.experiments.assembly.policies import make_policy
 from ludus.experiments.assembly.worker_training import make_plan, probe_environment
 from ludus.models.policy import Policy
@@ -47,12 +47,12 @@ def policy() -> Policy:
 
 
 @pytest.fixture(scope="module")
-def plan(policy: Policy) -> Plan:
+def plan(policy: Policy) -> SamplingPlan:
     return make_plan("CartPole-v1", SETTINGS, probe_environment("CartPole-v1", SETTINGS), policy, FIRST, seed=0)
 
 
 @pytest.fixture(scope="module")
-def nodes(cluster: Cluster, plan: Plan, bell: Wakeup) -> Iterator[RayNodes]:
+def nodes(cluster: Cluster, plan: SamplingPlan, bell: Wakeup) -> Iterator[RayNodes]:
     """With an agent for this machine: it is the only one."""
     before = set(threading.enumerate())
     nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
@@ -66,7 +66,7 @@ def nodes(cluster: Cluster, plan: Plan, bell: Wakeup) -> Iterator[RayNodes]:
     assert [thread for thread in threading.enumerate() if thread not in before and thread.name in ours] == []
 
 
-def next_block(node: Node, worker: int, bell: Wakeup) -> Segments:
+def next_block(node: SamplingNode, worker: int, bell: Wakeup) -> Segments:
     came: list[Segments] = []
 
     def look() -> bool:
@@ -94,7 +94,7 @@ def test_blocks_come_in_order_and_follow_the_weights(cluster: Cluster, nodes: Ra
             assert block.valid.any()
             node.release(worker, block)
         node.publish(FIRST + update + 1, policy.weights())
-    wait_until(lambda: 1 in node.workers() and node.workers()[1].note("blocks") >= 4, pause=bell.wait)
+    wait_until(lambda: 1 in node.workers() and node.workers()[1].counter("blocks") >= 4, pause=bell.wait)
 
     node.stop(0)
     node.start(0, 4)  # as after a move: it goes on where the learner is

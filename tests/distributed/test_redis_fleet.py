@@ -19,8 +19,8 @@ from ludus.algorithms.ppo import PPO
 from ludus.buffers.segment_validation import SegmentValidator
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Array
-from ludus.distributed.redis.learner import Ages, Fleet, channel_of
-from ludus.distributed.redis.messages import BULLETIN, END, ORDERS, PRESENCE, WEIGHTS, Bulletin, Orders, Presence
+from ludus.distributed.redis.learner import BatchSettings, FleetRun, PublishedWeights, RedisFleet, VersionAges, channel_of
+from ludus.distributed.redis.messages import END, NOTICE, PRESENCE, SPEC, WEIGHTS, Presence, WeightsNotice, WorkerSpec
 from ludus.distributed.redis.worker import FleetWorker, WorkerOptions
 from ludus.errors import EnvironmentFault, Fenced, IncompatibleCheckpoint, StoreUnavailable, UsageError
 from ludus.experiments.assembly.policies import make_policy
@@ -64,7 +64,7 @@ class Rig:
         self.blocks, self.version = blocks, 1
         self.is_over = False
         self._writer: StreamWriter | None = None
-        self.orders = Orders(
+        self.spec = WorkerSpec(
             channel=channel_of(self.store, directory.parent.name + directory.name),
             room=6,
             env=ENV,
@@ -87,34 +87,27 @@ class Rig:
         return {name: tensor.detach().numpy() for name, tensor in self.policy.state_dict().items()}
 
     @contextlib.contextmanager
-    def fleet(self, incarnation: int = 1, *, resumed: int | None = None, max_age: int | None = 0) -> Iterator[Fleet]:
+    def fleet(self, incarnation: int = 1, *, resumed: int | None = None, max_age: int | None = 0) -> Iterator[RedisFleet]:
         validator = SegmentValidator(self.shape.observation_space, self.shape.action_space, self.layout.spec)
-        fleet = Fleet(
+        fleet = RedisFleet(
             self.url,
-            self.store,
-            self.orders,
-            incarnation,
-            inspect=validator.find_error,
-            layout=self.layout,
-            blocks=self.blocks,
-            max_age=max_age,
-            resumed=resumed,
-            latest=lambda: (self.version, self.weights()),
-            finished=lambda: self.is_over,
-            confirm=self.confirm,
+            self.spec,
+            FleetRun(self.store, incarnation, lambda: self.is_over, self.confirm),
+            PublishedWeights(lambda: (self.version, self.weights()), resumed),
+            BatchSettings(self.layout, self.blocks, max_age, validator.find_error),
         )
         try:
             yield fleet
         finally:
             fleet.close()
 
-    def update(self, fleet: Fleet) -> None:
+    def update(self, fleet: RedisFleet) -> None:
         """As a trainer does: take, learn, release, publish."""
         self.taken(fleet)
         self.version += 1
         fleet.publish(self.version, self.weights())
 
-    def taken(self, fleet: Fleet) -> Array:
+    def taken(self, fleet: RedisFleet) -> Array:
         """The versions of the next batch."""
         wait_until(lambda: fleet.step() and fleet.batches.ready())
         batch = fleet.batches.take()
@@ -132,13 +125,13 @@ class Rig:
             work.end()
 
     def exchange(self) -> contextlib.closing[Any]:
-        return contextlib.closing(open_message_stream(self.url, self.orders.channel, self.orders.room))
+        return contextlib.closing(open_message_stream(self.url, self.spec.channel, self.spec.room))
 
     def push(self, seq: int, version: int, worker: str = "by-hand", plan: str | None = None) -> None:
         """One segment, as a worker would send it; with a number of earlier, as it does when it heard no answer."""
         if self._writer is None or plan is not None:
-            exchange = open_message_stream(self.url, self.orders.channel, self.orders.room)
-            self._writer = StreamWriter(exchange, self.layout, worker=worker, plan=plan or self.orders.fingerprint)
+            exchange = open_message_stream(self.url, self.spec.channel, self.spec.room)
+            self._writer = StreamWriter(exchange, self.layout, worker=worker, plan=plan or self.spec.fingerprint)
         self._writer._seq = seq
         block = self._writer.reserve(0)
         assert block is not None
@@ -186,21 +179,21 @@ def rig(server: RedisServer, tmp_path: Path) -> Rig:
 
 
 def test_versions_of_this_learner_are_as_old_as_the_updates_since() -> None:
-    age = Ages(first=1001, resumed=12)
+    age = VersionAges(first=1001, resumed=12)
     age.newest = 1005
     assert [age(v) for v in (1005, 1004, 1001)] == [0, 1, 4]
 
 
 def test_numbers_jump_at_a_restart_and_ages_do_not() -> None:
     """Version 12 was stored, 1001 has the same weights; 14 was two updates away from it, in a future that was lost."""
-    age = Ages(first=1001, resumed=12)
+    age = VersionAges(first=1001, resumed=12)
     assert [age(v) for v in (12, 11, 14)] == [0, 1, 2]
     age.newest = 1003
     assert age(12) == 2
 
 
 def test_without_a_checkpoint_everything_from_before_is_as_old_as_can_be() -> None:
-    age = Ages(first=2001, resumed=None)
+    age = VersionAges(first=2001, resumed=None)
     assert age(2000) == 2001
 
 
@@ -255,7 +248,7 @@ def test_in_turn_a_segment_that_was_lost_on_the_way_is_asked_for_again(rig: Rig)
 def test_a_server_that_has_lost_everything_is_told_again(server: RedisServer, tmp_path: Path) -> None:
     rig = Rig(server.url, tmp_path / "run", in_turn=False, blocks=1)
     with rig.fleet(max_age=None) as fleet:
-        wait_until(lambda: fleet._press is not None and fleet._press.published == 1)
+        wait_until(lambda: fleet._publisher is not None and fleet._publisher.published == 1)
         with contextlib.closing(server.client()) as client:
             client.flushall()
         with rig.worker("late"):
@@ -265,10 +258,10 @@ def test_a_server_that_has_lost_everything_is_told_again(server: RedisServer, tm
 def test_without_turns_a_worker_goes_on_with_its_last_weights_until_there_is_no_room(server: RedisServer, tmp_path: Path) -> None:
     rig = Rig(server.url, tmp_path / "run", in_turn=False)
     with rig.fleet() as fleet:
-        wait_until(lambda: fleet._press is not None and fleet._press.published == 1)
-    # the learner is gone, its bulletin and its weights are not
+        wait_until(lambda: fleet._publisher is not None and fleet._publisher.published == 1)
+    # the learner is gone, its notice and its weights are not
     with rig.worker("alone"), rig.exchange() as exchange:
-        wait_until(lambda: exchange.waiting() == rig.orders.room)
+        wait_until(lambda: exchange.waiting() == rig.spec.room)
     with rig.fleet(2, max_age=None) as fleet:  # and whoever comes later finds what was made
         assert (rig.taken(fleet) == 1).all()
 
@@ -309,12 +302,12 @@ class Held(gym.Env[Any, Any]):
 
 def test_steps_count_before_their_segment_is_whole(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.distributed.redis.worker.BEAT_S", 0.1)
-    monkeypatch.setattr("ludus.distributed.redis.learner._LOOK_S", 0.1)
-    rig.orders = replace(rig.orders, env="tests.distributed.test_redis_fleet:Held")
+    monkeypatch.setattr("ludus.distributed.redis.learner._UPDATE_S", 0.1)
+    rig.spec = replace(rig.spec, env="tests.distributed.test_redis_fleet:Held")
     with rig.fleet() as fleet, rig.worker("slow"):
         try:
             wait_until(lambda: fleet.step() and fleet.has_sampled())
-            assert fleet._totals()["blocks"] == 0
+            assert fleet._roster.totals()["blocks"] == 0
             assert fleet.status()["workers"][0]["state"] == "sampling"
         finally:
             HELD.set()
@@ -331,11 +324,11 @@ def test_shares_of_time_add_up_to_at_most_100_percent(rig: Rig, spent: tuple[flo
     with rig.exchange() as exchange, rig.fleet() as fleet:
         fleet._clock = lambda: now
         exchange.post(f"{PRESENCE}one", before.encode())
-        fleet._look()
+        fleet._update()
         fleet.metrics()
         now += 2.0
         exchange.post(f"{PRESENCE}one", after.encode())
-        fleet._look()
+        fleet._update()
         fleet._waited_s += 6.0  # a wait that began before the window
         numbers = fleet.metrics()
     shares = [numbers[f"sampler/{name}_share"] for name in ("env", "policy", "blocked", "weights_wait")]
@@ -344,7 +337,7 @@ def test_shares_of_time_add_up_to_at_most_100_percent(rig: Rig, spent: tuple[flo
 
 
 def test_one_who_falls_silent_is_counted_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.distributed.redis.learner.SILENT_S", 0.5)
+    monkeypatch.setattr("ludus.distributed.redis.roster.SILENT_S", 0.5)
     with rig.exchange() as exchange:
         exchange.post(f"{PRESENCE}dead", Presence("nowhere", 1, "sampling", beat=9, steps=40).encode())
         with rig.fleet() as fleet:
@@ -367,11 +360,11 @@ def test_rubbish_among_the_notices_is_not_a_worker(rig: Rig) -> None:
             ]
         ):
             exchange.post(f"{PRESENCE}{i}", data)
-        fleet._look()
+        fleet._update()
         assert fleet.joined == 0
         assert exchange.posted(PRESENCE) == {}
-        exchange.post(BULLETIN, json.dumps({"incarnation": float("inf")}).encode(), 1)
-        fleet._look()
+        exchange.post(NOTICE, json.dumps({"incarnation": float("inf")}).encode(), 1)
+        fleet._update()
         fleet.metrics()
 
 
@@ -388,11 +381,11 @@ def test_workers_go_home_when_the_run_is_over_and_not_when_the_learner_only_stop
         assert work.ended == "over"
     assert rig.store.list(WEIGHTS) == []
     with contextlib.closing(server.client()) as client:
-        assert client.keys(f"*{rig.orders.channel}*") == [], "a run that is over leaves nothing in the server"
+        assert client.keys(f"*{rig.spec.channel}*") == [], "a run that is over leaves nothing in the server"
 
 
 def test_workers_go_home_though_the_server_was_away_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.distributed.redis.worker._OVER_S", 0.2)
+    monkeypatch.setattr("ludus.distributed.redis.worker._NO_NEWS_S", 0.2)
     with RedisServer(tmp_path / "redis") as server:
         monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", server.password)
         rig = Rig(server.url, tmp_path / "run")
@@ -408,12 +401,12 @@ def test_workers_go_home_though_the_server_was_away_at_the_end(tmp_path: Path, m
 
 def test_workers_go_home_though_the_weights_that_they_were_told_of_are_gone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner came to its end right after its last version, and could not say so."""
-    monkeypatch.setattr("ludus.distributed.redis.worker._OVER_S", 0.2)
+    monkeypatch.setattr("ludus.distributed.redis.worker._NO_NEWS_S", 0.2)
     with rig.worker("one") as work:
         with rig.fleet() as fleet:
             rig.update(fleet)
         with rig.exchange() as exchange:
-            exchange.post(BULLETIN, Bulletin(1, 99, 2, rig.orders.fingerprint).encode(), 1)
+            exchange.post(NOTICE, WeightsNotice(1, 99, 2, rig.spec.fingerprint).encode(), 1)
         rig.store.put(END, b"")
         work.join()
         assert work.ended == "over"
@@ -433,8 +426,8 @@ def test_a_worker_that_is_told_to_stop_says_so_and_takes_its_notice_along(rig: R
 
 
 def test_another_observation_space_is_refused_with_the_reason_on_both_sides(rig: Rig) -> None:
-    space = {**rig.orders.description["observation_space"], "shape": [7]}
-    rig.orders = replace(rig.orders, description={**rig.orders.description, "observation_space": space})
+    space = {**rig.spec.description["observation_space"], "shape": [7]}
+    rig.spec = replace(rig.spec, description={**rig.spec.description, "observation_space": space})
     with rig.fleet() as fleet, rig.worker("misfit") as work:
         work.join()
         assert isinstance(work.error, IncompatibleCheckpoint)
@@ -443,7 +436,7 @@ def test_another_observation_space_is_refused_with_the_reason_on_both_sides(rig:
 
 
 def test_another_version_of_the_code_is_refused_and_the_learner_hears_of_it(rig: Rig) -> None:
-    rig.orders = replace(rig.orders, ludus="0.0.0")
+    rig.spec = replace(rig.spec, ludus="0.0.0")
     with rig.fleet() as fleet, rig.worker("old") as work:
         work.join()
         assert isinstance(work.error, IncompatibleCheckpoint)
@@ -451,7 +444,7 @@ def test_another_version_of_the_code_is_refused_and_the_learner_hears_of_it(rig:
         wait_until(lambda: fleet.step() and fleet.metrics()["fleet/refused"] == 1)
 
 
-def test_a_worker_for_one_environment_refuses_orders_that_name_another(rig: Rig) -> None:
+def test_a_worker_for_one_environment_refuses_a_spec_that_names_another(rig: Rig) -> None:
     with rig.fleet(), rig.worker("careful", env="Acrobot-v1") as work:
         work.join()
         assert isinstance(work.error, IncompatibleCheckpoint)
@@ -469,32 +462,32 @@ def test_a_wrong_password_ends_a_worker_at_once(rig: Rig, monkeypatch: pytest.Mo
 
 def test_an_environment_that_fails_ends_the_worker_and_the_learner_hears_why(server: RedisServer, tmp_path: Path) -> None:
     rig = Rig(server.url, tmp_path / "run")
-    rig.orders = replace(rig.orders, env="tests.environments:make_fragile", env_config={"crash": 0.2})
+    rig.spec = replace(rig.spec, env="tests.environments:make_fragile", env_config={"crash": 0.2})
     with rig.fleet() as fleet, rig.worker("one") as work:
         work.join()
         assert isinstance(work.error, EnvironmentFault)
-        wait_until(lambda: fleet.step() and fleet.left + len(fleet._refused) == 1)
+        wait_until(lambda: fleet.step() and fleet.left + len(fleet._roster.refused) == 1)
 
 
-def test_new_orders_make_workers_begin_anew(rig: Rig) -> None:
+def test_workers_restart_when_the_spec_changes(rig: Rig) -> None:
     with rig.worker("one"):
         with rig.fleet() as fleet:
             rig.update(fleet)
-        rig.orders = replace(rig.orders, seed=4)
+        rig.spec = replace(rig.spec, seed=4)
         with rig.fleet(2) as fleet:
             rig.version += 1000
             fleet.publish(rig.version, rig.weights())
             assert (rig.taken(fleet) == rig.version).all()
 
 
-def test_a_worker_that_hears_nothing_looks_for_other_orders(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hears_nothing_looks_for_another_spec(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was begun anew at the same place: its channel is another one."""
-    monkeypatch.setattr("ludus.distributed.redis.worker._OVER_S", 0.2)
+    monkeypatch.setattr("ludus.distributed.redis.worker._NO_NEWS_S", 0.2)
     rig.blocks = 1
     with rig.worker("one"):
         with rig.fleet() as fleet:
             rig.update(fleet)
-        rig.orders = replace(rig.orders, channel=f"{rig.orders.channel}-again")
+        rig.spec = replace(rig.spec, channel=f"{rig.spec.channel}-again")
         with rig.fleet(2) as fleet:
             assert (rig.taken(fleet) == rig.version).all()
 
@@ -538,7 +531,7 @@ def test_segments_of_another_time_are_discarded_and_counted(rig: Rig) -> None:
         wait_until(lambda: fleet.step() and fleet.metrics()["fleet/discarded"] == 2)
 
 
-def test_segments_of_other_orders_are_rejected_and_counted(rig: Rig) -> None:
+def test_segments_of_another_spec_are_rejected_and_counted(rig: Rig) -> None:
     with rig.fleet() as fleet:
         rig.push(0, 1, plan="0123456789abcdef")
         wait_until(lambda: fleet.step() and (fleet.batches.ready() or fleet.metrics()["fleet/rejected"] == 1))
@@ -556,15 +549,15 @@ def test_a_state_that_another_kind_of_sampling_left_is_not_taken_for_numbers(rig
 
 def test_of_two_learners_the_older_is_fenced_off(rig: Rig) -> None:
     with rig.fleet(1) as older, rig.exchange() as exchange:
-        wait_until(lambda: exchange.read(BULLETIN) is not None)
+        wait_until(lambda: exchange.read(NOTICE) is not None)
         with rig.fleet(2) as newer:
 
             def posted() -> bool:
-                notice = exchange.read(BULLETIN)
-                return notice is not None and Bulletin.decode(notice).incarnation == 2
+                notice = exchange.read(NOTICE)
+                return notice is not None and WeightsNotice.decode(notice).incarnation == 2
 
             wait_until(posted)
-            with pytest.raises(Fenced, match="taken this run over"):
+            with pytest.raises(Fenced, match="taken over this run"):
                 wait_until(lambda: older.step() and False)
             older.publish(50, rig.weights())  # what it still does has no effect
             newer.step()
@@ -573,16 +566,16 @@ def test_of_two_learners_the_older_is_fenced_off(rig: Rig) -> None:
 
 def test_a_learner_that_was_suspended_keeps_nothing_from_its_successor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """It wakes up in the middle of waiting, and gets what was meant for the other."""
-    monkeypatch.setattr("ludus.distributed.redis.learner.SILENT_S", 0.5)
+    monkeypatch.setattr("ludus.distributed.redis.roster.SILENT_S", 0.5)
     rig.blocks, rig.version = 1, 7
     with rig.fleet(1) as older, rig.exchange() as exchange:
-        wait_until(lambda: exchange.read(BULLETIN) is not None)
+        wait_until(lambda: exchange.read(NOTICE) is not None)
         rig.version = 1007
         with rig.fleet(2) as newer:
 
             def posted() -> bool:
-                notice = exchange.read(BULLETIN)
-                return notice is not None and Bulletin.decode(notice).incarnation == 2
+                notice = exchange.read(NOTICE)
+                return notice is not None and WeightsNotice.decode(notice).incarnation == 2
 
             wait_until(posted)
             rig.push(0, 1007)
@@ -592,21 +585,21 @@ def test_a_learner_that_was_suspended_keeps_nothing_from_its_successor(rig: Rig,
             assert (rig.taken(newer) == 1007).all()
 
 
-def test_orders_of_a_learner_that_was_cut_off_are_replaced(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.distributed.redis.learner._ORDERS_S", 0.0)
+def test_the_spec_of_a_learner_that_was_cut_off_is_replaced(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.distributed.redis.learner._CHECK_SPEC_S", 0.0)
     with rig.fleet() as fleet:
-        rig.store.put(ORDERS, replace(rig.orders, steps=9).encode())
-        fleet._look()
-        assert rig.store.get(ORDERS) == rig.orders.encode()
+        rig.store.put(SPEC, replace(rig.spec, steps=9).encode())
+        fleet._update()
+        assert rig.store.get(SPEC) == rig.spec.encode()
 
 
 def test_weights_that_are_asked_for_again_and_again_stay_in_the_store(rig: Rig) -> None:
-    """A slow store: the bulletin is amended while the weights that it names are on their way."""
+    """A slow store: the notice is amended while the weights that it names are on their way."""
     with rig.fleet() as fleet:
-        press = fleet._press
+        press = fleet._publisher
         assert press is not None
         for share in range(12):
-            press.publish(Bulletin(1, 1, share + 2, rig.orders.fingerprint), serialization.encode_weights(rig.weights()))
+            press.publish(WeightsNotice(1, 1, share + 2, rig.spec.fingerprint), serialization.encode_weights(rig.weights()))
             wait_until(lambda: press._next is None)
         assert rig.store.list(WEIGHTS) == ["00000001.safetensors"]
 
@@ -625,12 +618,12 @@ class _Away(LocalStore):
 def test_while_the_store_is_away_nobody_waits_for_it_and_afterwards_the_newest_weights_get_out(
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.distributed.redis.learner._AGAIN_S", 0.05)
+    monkeypatch.setattr("ludus.distributed.redis.publisher._RETRY_S", 0.05)
     rig = Rig(server.url, tmp_path / "run", in_turn=False, blocks=1)
     rig.store = store = _Away(tmp_path / "run")
     with rig.fleet(max_age=None) as fleet, rig.worker("one"):
         rig.update(fleet)
-        wait_until(lambda: fleet._press is not None and fleet._press.published == 2)
+        wait_until(lambda: fleet._publisher is not None and fleet._publisher.published == 2)
         store.away = True
         for _ in range(3):
             rig.update(fleet)  # with segments of the version that the worker has
@@ -645,5 +638,5 @@ def test_while_the_store_is_away_nobody_waits_for_it_and_afterwards_the_newest_w
 def test_the_channel_of_a_run_stays_the_same(rig: Rig) -> None:
     with rig.fleet():
         pass
-    assert channel_of(rig.store, "another") == rig.orders.channel
-    assert rig.store.get(ORDERS) == rig.orders.encode()
+    assert channel_of(rig.store, "another") == rig.spec.channel
+    assert rig.store.get(SPEC) == rig.spec.encode()

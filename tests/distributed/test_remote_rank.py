@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.distributed.learners.channel import HELLO, Link, enter
-from ludus.distributed.learners.listener import FarEntrance
+from ludus.distributed.learners.channel import HELLO, LearnerChannel, connect
+from ludus.distributed.learners.listener import JobLearnerListener
 from ludus.errors import UsageError, WorkerFailed
 from ludus.experiments import runner
 from ludus.experiments.resolve import resolve
@@ -69,8 +69,8 @@ def job(tmp_path: Path) -> JobEnv:
 
 
 @pytest.fixture
-def entrance(job: JobEnv) -> Iterator[FarEntrance]:
-    with contextlib.closing(FarEntrance(job, "Look there.")) as one:
+def entrance(job: JobEnv) -> Iterator[JobLearnerListener]:
+    with contextlib.closing(JobLearnerListener(job, "Look there.")) as one:
         yield one
 
 
@@ -80,7 +80,7 @@ class Callers:
     def __init__(self, address: str, token: bytes) -> None:
         self._address, self._token = address, token
         self._threads: list[threading.Thread] = []
-        self.links: list[Link] = []
+        self.links: list[LearnerChannel] = []
 
     def come(self, *, first_leaving: bool = False) -> None:
         self._threads.append(threading.Thread(target=self._enter, args=(first_leaving,)))
@@ -88,8 +88,8 @@ class Callers:
 
     def _enter(self, first_leaving: bool) -> None:
         if first_leaving:
-            enter(self._address, self._token).close()
-        self.links.append(enter(self._address, self._token))
+            connect(self._address, self._token).close()
+        self.links.append(connect(self._address, self._token))
 
     def join(self) -> None:
         for thread in self._threads:
@@ -102,38 +102,38 @@ class Callers:
 
 
 @pytest.fixture
-def callers(job: JobEnv, entrance: FarEntrance) -> Iterator[Callers]:
+def callers(job: JobEnv, entrance: JobLearnerListener) -> Iterator[Callers]:
     with contextlib.closing(Callers(entrance.address, job.token())) as them:
         yield them
 
 
-def test_learners_that_do_not_come_are_named_in_an_error_that_is_final(entrance: FarEntrance, callers: Callers) -> None:
+def test_learners_that_do_not_come_are_named_in_an_error_that_is_final(entrance: JobLearnerListener, callers: Callers) -> None:
     callers.come()
-    found = r"1 of 2 learners .* within 1 s: 1 of 2 are here \(the learner at 127\.0\.0\.1\); .*127\.0\.0\.2, 127\.0\.0\.3.* Look there"
+    found = r"1 of 2 learners .* within 1 s: 1 of 2 are connected \(the learner at 127\.0\.0\.1\); .*127\.0\.0\.2, 127\.0\.0\.3.* Look there"
     with pytest.raises(WorkerFailed, match=found) as error:
-        entrance.admit(1.0)
+        entrance.accept_rank(1.0)
     assert (error.value.final, error.value.exit_code) == (True, 1)
 
 
-def test_a_learner_that_leaves_while_others_are_awaited_has_not_come(entrance: FarEntrance, callers: Callers) -> None:
+def test_a_learner_that_leaves_while_others_are_awaited_has_not_come(entrance: JobLearnerListener, callers: Callers) -> None:
     callers.come(first_leaving=True)
-    with pytest.raises(WorkerFailed, match="1 of 2 are here"):
-        entrance.admit(1.0)
+    with pytest.raises(WorkerFailed, match="1 of 2 are connected"):
+        entrance.accept_rank(1.0)
 
 
-def test_all_who_came_are_let_in(entrance: FarEntrance, callers: Callers) -> None:
+def test_all_who_came_are_let_in(entrance: JobLearnerListener, callers: Callers) -> None:
     callers.come()
     callers.come()
-    with contextlib.closing(entrance.admit(30.0)) as one, contextlib.closing(entrance.admit(30.0)) as two:
+    with contextlib.closing(entrance.accept_rank(30.0)) as one, contextlib.closing(entrance.accept_rank(30.0)) as two:
         callers.join()
         for number, link in enumerate(callers.links):
             link.send(HELLO, number)
         assert {one.receive(HELLO).first, two.receive(HELLO).first} == {0, 1}
 
 
-def test_a_place_that_is_taken_is_an_error_that_may_pass(job: JobEnv, entrance: FarEntrance) -> None:
+def test_a_place_that_is_taken_is_an_error_that_may_pass(job: JobEnv, entrance: JobLearnerListener) -> None:
     with pytest.raises(UsageError, match=rf"at 127\.0\.0\.1:{job.port + 2}: .*in use") as error:
-        FarEntrance(job, "")
+        JobLearnerListener(job, "")
     assert not error.value.final
 
 

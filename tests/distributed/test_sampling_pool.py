@@ -14,9 +14,9 @@ import pytest
 
 from ludus.buffers.block_batches import BlockBatches
 from ludus.core.types import Segments
-from ludus.distributed.hub.server import shared_memory
-from ludus.distributed.sampling_pool import NOTES, WorkerReport
+from ludus.distributed.sampling_pool import COUNTERS, WorkerReport
 from ludus.errors import EnvironmentFault
+from ludus.process.temp_dirs import shared_memory_dir
 from tests.distributed.sampled import FIRST_VERSION, Fleet, fleet
 from tests.waiting import wait_until
 
@@ -53,17 +53,17 @@ def test_pipelined_the_next_block_is_made_meanwhile_and_no_further() -> None:
             taken = batch(made)
             lag = made.version - int(taken.version.max())
             assert 0 <= lag <= 1
-            until(made, lambda update=update: made.sampling._reports[0].note("blocks") >= update + 2)  # type: ignore[misc]
+            until(made, lambda update=update: made.sampling._reports[0].counter("blocks") >= update + 2)  # type: ignore[misc]
             made.batches.release(taken)
             made.learn()
         time.sleep(0.3)
-        made.sampling._look()
-        assert made.sampling._reports[0].note("blocks") <= 6
+        made.sampling._update()
+        assert made.sampling._reports[0].counter("blocks") <= 6
 
 
 def test_without_turns_workers_go_on_as_long_as_there_is_room() -> None:
     with fleet(num_workers=2, sampling="async", blocks_ahead=3) as made:
-        until(made, lambda: sum(report.note("blocks") for report in made.sampling._reports.values()) >= 6)
+        until(made, lambda: sum(report.counter("blocks") for report in made.sampling._reports.values()) >= 6)
         for _ in range(5):
             taken = batch(made)
             made.batches.release(taken)
@@ -160,7 +160,7 @@ def test_an_environment_that_crashes_now_and_then_costs_its_episode_only() -> No
 
 
 def ours() -> set[Path]:
-    return set(shared_memory().glob(f"ludus-*-{os.getpid()}-*"))
+    return set(shared_memory_dir().glob(f"ludus-*-{os.getpid()}-*"))
 
 
 def test_until_the_first_step_it_says_what_it_waits_for_and_then_how_much_is_not_learned_from() -> None:
@@ -180,7 +180,7 @@ def test_steps_count_before_their_segment_is_whole() -> None:
         "tests.experiments.stoppable:make_stoppable", num_workers=1, env_config=slow, rollout_fragment_length=2000
     ) as made:  # a segment takes 400 s
         until(made, made.sampling.has_sampled)
-        assert made.sampling._reports[0].note("blocks") == 0
+        assert made.sampling._reports[0].counter("blocks") == 0
         assert made.sampling.unlearned_steps() > 0
 
 
@@ -209,7 +209,7 @@ def test_shares_of_time_add_up_to_at_most_100_percent() -> None:
 
 def counted(spent: Iterable[float]) -> WorkerReport:
     """The report of a worker that has spent so many seconds, in the order of SPENT."""
-    notes = dict.fromkeys(NOTES, 0.0) | dict(zip(SPENT, spent, strict=True))
+    notes = dict.fromkeys(COUNTERS, 0.0) | dict(zip(SPENT, spent, strict=True))
     return WorkerReport("ready", None, 0, "", tuple(notes.values()))
 
 
@@ -235,7 +235,7 @@ def test_the_numbers_say_who_waits_for_whom() -> None:
 def test_a_worker_that_is_stopped_and_started_again_leaves_blocks_that_can_still_be_read() -> None:
     with fleet(num_workers=1, sampling="async") as made:
         until(made, lambda: made.sampling.take_block(0) is not None)
-        node = made.sampling._at[0]
+        node = made.sampling._node_of[0]
         held = None
         deadline = time.monotonic() + WITHIN_S
         while held is None and time.monotonic() < deadline:

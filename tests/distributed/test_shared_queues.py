@@ -1,4 +1,4 @@
-"""Rings of producers as the hub sees them: what somebody needs stays, everything else makes room, and all of it goes."""
+"""ProducerRings of producers as the hub sees them: what somebody needs stays, everything else makes room, and all of it goes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 
 from ludus.distributed.hub import shared_queues as module
-from ludus.distributed.hub.shared_queues import Ring, Rings
+from ludus.distributed.hub.shared_queues import ProducerRing, ProducerRings
 from ludus.errors import Damaged
 from ludus.transport.ring_buffer import RingWriter, create_ring
 
 
 @pytest.fixture
-def rings(tmp_path: Path) -> Iterator[Rings]:
-    made = Rings(tmp_path / "rings")
+def rings(tmp_path: Path) -> Iterator[ProducerRings]:
+    made = ProducerRings(tmp_path / "rings")
     yield made
     made.close()
 
 
-def granted(rings: Rings, producer: str, size: int = 1 << 20) -> Ring:
+def granted(rings: ProducerRings, producer: str, size: int = 1 << 20) -> ProducerRing:
     ring = rings.grant(producer, size)
     assert ring is not None
     return ring
 
 
-def written(ring: Ring, *items: bytes) -> RingWriter:
+def written(ring: ProducerRing, *items: bytes) -> RingWriter:
     create_ring(ring.path, ring.size)
     writer = RingWriter(ring.path)
     for item in items:
@@ -44,30 +44,30 @@ def put(writer: RingWriter, item: bytes) -> bool:
     return True
 
 
-def test_items_are_found_in_the_file_where_it_is_said(rings: Rings) -> None:
+def test_items_are_found_in_the_file_where_it_is_said(rings: ProducerRings) -> None:
     ring = granted(rings, "p")
     with written(ring, b"one", b"second", b"3"):
-        items = rings.taken("p", [0, 1, 2], 3)
+        items = rings.take_items("p", [0, 1, 2], 3)
         whole = ring.path.read_bytes()
-        assert [whole[item.at : item.at + len(item)] for item in items] == [b"one", b"second", b"3"]
+        assert [whole[item.position : item.position + len(item)] for item in items] == [b"one", b"second", b"3"]
         assert [item.copy() for item in items] == [b"one", b"second", b"3"]
 
 
-def test_what_nobody_speaks_of_makes_room(rings: Rings) -> None:
+def test_what_nobody_speaks_of_makes_room(rings: ProducerRings) -> None:
     ring = granted(rings, "p")
     with written(ring) as writer:
         for turn in range(10):
             assert all(put(writer, b"x" * (1 << 18)) for _ in range(4)), f"no room in turn {turn}"
             assert not put(writer, b"x")
-            items = rings.taken("p", [4 * turn + 2], 4 * turn + 4)
+            items = rings.take_items("p", [4 * turn + 2], 4 * turn + 4)
             assert [len(item) for item in items] == [1 << 18]
             del items
 
 
-def test_a_record_stays_while_somebody_needs_it_and_no_longer(rings: Rings) -> None:
+def test_a_record_stays_while_somebody_needs_it_and_no_longer(rings: ProducerRings) -> None:
     ring = granted(rings, "p")
     with written(ring, b"a" * (1 << 19), b"b" * (1 << 19)) as writer:
-        first, second = rings.taken("p", [0, 1], 2)
+        first, second = rings.take_items("p", [0, 1], 2)
         again = [first]
         del second
         assert not put(writer, b"c" * (1 << 18)), "the older one is needed"
@@ -77,52 +77,52 @@ def test_a_record_stays_while_somebody_needs_it_and_no_longer(rings: Rings) -> N
         assert put(writer, b"c" * (1 << 18))
 
 
-def test_what_is_released_makes_room_whoever_still_refers_to_it(rings: Rings) -> None:
+def test_what_is_released_makes_room_whoever_still_refers_to_it(rings: ProducerRings) -> None:
     ring = granted(rings, "p")
     with written(ring, b"a" * (1 << 20)) as writer:
-        items = rings.taken("p", [0], 1)
+        items = rings.take_items("p", [0], 1)
         items[0].release()
         items[0].release()
         assert put(writer, b"b" * (1 << 20))
-        (second,) = rings.taken("p", [1], 2)
+        (second,) = rings.take_items("p", [1], 2)
         items.clear()
         assert second.copy() == b"b" * (1 << 20)
         assert not put(writer, b"c"), "a reference that was released has released another record"
 
 
-def test_the_ring_of_a_dead_producer_goes_with_its_last_item(rings: Rings) -> None:
+def test_the_ring_of_a_dead_producer_goes_with_its_last_item(rings: ProducerRings) -> None:
     ring = granted(rings, "p")
     written(ring, b"kept", b"also").close()
-    items = rings.taken("p", [0, 1], 2)
-    rings.gone("p")
+    items = rings.take_items("p", [0, 1], 2)
+    rings.on_disconnect("p")
     assert [item.copy() for item in items] == [b"kept", b"also"]
     assert ring.path.exists()
     del items
     assert not ring.path.parent.exists()
 
 
-def test_a_ring_that_was_never_used_goes_with_its_producer(rings: Rings) -> None:
+def test_a_ring_that_was_never_used_goes_with_its_producer(rings: ProducerRings) -> None:
     unmade, unspoken_of = granted(rings, "p"), granted(rings, "q")
     written(unspoken_of, b"x").close()
     for producer in ("p", "q", "stranger"):
-        rings.gone(producer)
+        rings.on_disconnect(producer)
     assert not unmade.path.parent.exists()
     assert not unspoken_of.path.parent.exists()
 
 
-def test_closing_removes_everything_and_items_may_go_later(rings: Rings, tmp_path: Path) -> None:
+def test_closing_removes_everything_and_items_may_go_later(rings: ProducerRings, tmp_path: Path) -> None:
     ring = granted(rings, "p")
     with written(ring, b"x"):
-        items = rings.taken("p", [0], 1)
+        items = rings.take_items("p", [0], 1)
         rings.close()
         assert list((tmp_path / "rings").iterdir()) == []
         del items
 
 
-def test_a_copy_of_the_process_releases_nothing(rings: Rings) -> None:
+def test_a_copy_of_the_process_releases_nothing(rings: ProducerRings) -> None:
     ring = granted(rings, "p")
     with written(ring, b"a" * (1 << 20)) as writer:
-        items = rings.taken("p", [0], 1)
+        items = rings.take_items("p", [0], 1)
         pid = os.fork()
         if pid == 0:
             items.clear()
@@ -133,29 +133,29 @@ def test_a_copy_of_the_process_releases_nothing(rings: Rings) -> None:
 
 
 @pytest.mark.parametrize(("numbers", "upto"), [([0, 1], 2), ([5], 6), ([1, 0], 2), ([0], 0)])
-def test_records_that_are_not_there_are_damage(rings: Rings, numbers: list[int], upto: int) -> None:
+def test_records_that_are_not_there_are_damage(rings: ProducerRings, numbers: list[int], upto: int) -> None:
     with written(granted(rings, "p"), b"one"), pytest.raises(Damaged, match="not in its ring"):
-        rings.taken("p", numbers, upto)
+        rings.take_items("p", numbers, upto)
 
 
-def test_rings_that_are_not_there_are_damage(rings: Rings) -> None:
+def test_rings_that_are_not_there_are_damage(rings: ProducerRings) -> None:
     with pytest.raises(Damaged, match="without a ring"):
-        rings.taken("p", [0], 1)
+        rings.take_items("p", [0], 1)
     ring = granted(rings, "p")
-    with pytest.raises(Damaged, match="not there"):
-        rings.taken("p", [0], 1)
+    with pytest.raises(Damaged, match="does not exist"):
+        rings.take_items("p", [0], 1)
     ring.path.write_bytes(b"rubbish" * 100_000)
     with pytest.raises(Damaged, match="not a ring"):
-        rings.taken("p", [0], 1)
+        rings.take_items("p", [0], 1)
     with pytest.raises(Damaged, match="second ring"):
         rings.grant("p", 1 << 20)
 
 
-def test_all_rings_together_are_bounded(rings: Rings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_rings_together_are_bounded(rings: ProducerRings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ALL_BYTES", 5 << 20)
     monkeypatch.setattr(module, "RING_BYTES", 3 << 20)
     assert granted(rings, "a", 1 << 30).size == 3 << 20
     assert granted(rings, "b", 1 << 30).size == 2 << 20
     assert rings.grant("c", 1 << 30) is None
-    rings.gone("a")
+    rings.on_disconnect("a")
     assert granted(rings, "c", 1 << 21).size == 2 << 20

@@ -13,7 +13,7 @@ import gymnasium as gym
 import pytest
 
 import ludus
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs import registry
 from ludus.envs.legacy_names import CurrentName, current_name
 from ludus.envs.vector_env import VectorEnvironments, check_exists, make_environments, make_one
@@ -156,7 +156,7 @@ if __name__ == "__main__":
 
 def test_a_registered_function_travels_with_whatever_is_sent_to_a_worker() -> None:
     ludus.register_env("mine", lambda c: tiny.Count(c["length"]))
-    sent = cloudpickle.dumps(Luggage.of("mine", "CartPole-v1"))
+    sent = cloudpickle.dumps(CodeBundle.of("mine", "CartPole-v1"))
     registry._registered.clear()
     with pytest.raises(UnknownName):
         check_exists("mine")

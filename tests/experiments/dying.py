@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ludus.distributed.hub.server import shared_memory
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir, shared_memory_dir
 from tests.environments import Count
 
 
@@ -36,7 +35,7 @@ class Stuck(Count):
     def __init__(self, says: str, at: int = 3) -> None:
         super().__init__(length=5)
         self.says, self.at, self.all_steps = says, at, 0
-        self.scratch = Scratch(shared_memory())
+        self.scratch = TempDir(shared_memory_dir())
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         self.all_steps += 1

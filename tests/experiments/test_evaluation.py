@@ -20,7 +20,7 @@ import ludus
 from ludus.algorithms.run_clock import RunClock
 from ludus.config.schema import PreprocessConfig
 from ludus.core.metrics import CsvSink, JsonLinesSink, Numbers, read_jsonl
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.errors import ConfigError
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import Evaluation, EvaluationPlan
@@ -29,7 +29,7 @@ from ludus.experiments.runs import checkpoint
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
-from ludus.process.workers.supervisor import Restart
+from ludus.process.workers.supervisor import WorkerRestart
 from ludus.sampling import episode_runner
 from ludus.sampling.episode_runner import Score
 from ludus.storage.local import LocalStore
@@ -207,7 +207,7 @@ def test_workers_that_die_and_hang_are_replaced_and_the_score_is_that_of_an_eval
     assert len(expected.returns) == 20
     course = a_course(TROUBLED, {"notes": str(directory)}, 20)
     players = EvaluationWorkers(
-        course, Luggage(), directory, WorkerSettings(2, 1.0, Restart(limit=10, backoff_s=0.01)), lambda: False
+        course, CodeBundle(), directory, WorkerSettings(2, 1.0, WorkerRestart(limit=10, backoff_s=0.01)), lambda: False
     )
     try:
         players.begin(4, "000004")
@@ -237,7 +237,7 @@ def test_whole_sides_play_the_same_matches_whoever_plays_them(tmp_path: Path) ->
     assert len(expected.sides) == 4
     assert len(set(expected.sides)) == 4, "four matches, not the same four times"
     players = EvaluationWorkers(
-        course, Luggage(), tmp_path, WorkerSettings(2, 60.0, Restart(limit=3, backoff_s=0.01)), lambda: False
+        course, CodeBundle(), tmp_path, WorkerSettings(2, 60.0, WorkerRestart(limit=3, backoff_s=0.01)), lambda: False
     )
     try:
         players.begin(4, "000004")

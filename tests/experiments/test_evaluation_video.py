@@ -12,13 +12,13 @@ from PIL import Image
 
 from ludus.algorithms.run_clock import RunClock
 from ludus.core.metrics import read_jsonl
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import Evaluation, EvaluationPlan
 from ludus.experiments.evaluation.evaluation_workers import EvaluationWorkers, WorkerSettings
 from ludus.experiments.runs.remote_runs import synced_files
 from ludus.models.weights import serialization
-from ludus.process.workers.supervisor import Restart
+from ludus.process.workers.supervisor import WorkerRestart
 from ludus.storage.local import LocalStore
 from tests.experiments import small
 from tests.experiments.test_evaluation import NO_STOP, WALK, a_course, finished, weights
@@ -86,7 +86,7 @@ def test_evaluation_workers_record_the_same_videos(tmp_path: Path) -> None:
     inline.close()
     weights_file = {"model.safetensors": serialization.encode_weights(policy.weights())}
     LocalStore(tmp_path).put_bundle("checkpoints/000003", weights_file)
-    players = EvaluationWorkers(course, Luggage(), tmp_path, WorkerSettings(2, 60.0, Restart(3, 0.1)), lambda: False)
+    players = EvaluationWorkers(course, CodeBundle(), tmp_path, WorkerSettings(2, 60.0, WorkerRestart(3, 0.1)), lambda: False)
     players.begin(3, "000003")
     ((_, score),) = finished(players)
     players.close()
@@ -127,7 +127,7 @@ def test_a_renderer_that_fails_in_a_worker_is_noticed_once(tmp_path: Path) -> No
         "checkpoints/000001", {"model.safetensors": serialization.encode_weights(course.policy().weights())}
     )
     players = EvaluationWorkers(
-        course, Luggage(), tmp_path, WorkerSettings(1, 60.0, Restart(3, 0.1)), lambda: False, notices.append
+        course, CodeBundle(), tmp_path, WorkerSettings(1, 60.0, WorkerRestart(3, 0.1)), lambda: False, notices.append
     )
     for iteration in (1, 2):
         players.begin(iteration, "000001")

@@ -17,7 +17,7 @@ import pytest
 
 from ludus import errors
 from ludus.core.metrics import Numbers, read_jsonl
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.errors import (
     ConfigError,
     Damaged,
@@ -428,10 +428,10 @@ def test_functions_of_the_script_are_known_to_the_learner(tmp_path: Path) -> Non
 def test_an_environment_that_the_script_registered_goes_along() -> None:
     gym.register("Mine-v7", entry_point="tests.environments:make_count", max_episode_steps=100)
     try:
-        luggage = Luggage.of("Mine-v7", "PPO")
+        code_bundle = CodeBundle.of("Mine-v7", "PPO")
     finally:
         del gym.registry["Mine-v7"]
-    luggage.unpack()
+    code_bundle.unpack()
     try:
         assert gym.registry["Mine-v7"].entry_point == "tests.environments:make_count"
     finally:

@@ -15,7 +15,7 @@ import pytest
 
 import ludus
 from ludus.core import trust
-from ludus.distributed.redis.messages import ORDERS, Orders
+from ludus.distributed.redis.messages import SPEC, WorkerSpec
 from ludus.distributed.redis.worker import FleetWorker, WorkerOptions
 from ludus.envs import wrappers
 from ludus.envs.vector_env import make_as_trained
@@ -174,18 +174,18 @@ def resume_sweep(run: Path) -> None:
 def work_in_fleet(run: Path) -> None:
     state = checkpoint.open_checkpoint(run)[1].state
     config, (entry,) = state["config"]["config"], state["models"].values()
-    orders = Orders(
+    orders = WorkerSpec(
         channel="c", room=1, env=state["config"]["env"], env_config=config["env_config"], preprocess={},
         wrappers=tuple(config.get("wrappers") or ()), num_envs=1, steps=1, description=entry["description"], masked=False, seed=0,
         in_turn=True,
     )  # fmt: skip
     store = LocalStore(run)
-    store.put(ORDERS, replace(orders).encode())
+    store.put(SPEC, replace(orders).encode())
     worker = FleetWorker("redis://127.0.0.1:9", store, WorkerOptions())
-    found = worker._await_orders()
-    environments = worker._environments(found)
+    found = worker._wait_for_spec()
+    environments = worker._make_environments(found)
     try:
-        worker._fit(found, environments)
+        worker._make_policy(found, environments)
     finally:
         environments.close()
 

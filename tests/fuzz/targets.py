@@ -24,7 +24,7 @@ import msgpack
 import numpy as np
 
 from ludus.compat.coach.fleet_ini import read_fleet_file
-from ludus.distributed.redis.messages import Bulletin, Orders, Presence, channel_in
+from ludus.distributed.redis.messages import Presence, WeightsNotice, WorkerSpec, channel_in
 from ludus.errors import ConfigError, Damaged, IncompatibleCheckpoint, Refused
 from ludus.experiments.runs import checkpoint
 from ludus.gamecore.server import catalogue, request
@@ -249,7 +249,7 @@ def read_segment(data: bytes) -> None:
 
 def read_notice(data: bytes) -> None:
     """Messages and weights that a fleet reads from Redis and its store."""
-    readers: tuple[Callable[[bytes], object], ...] = (Bulletin.decode, Presence.decode, Orders.decode, channel_in)
+    readers: tuple[Callable[[bytes], object], ...] = (WeightsNotice.decode, Presence.decode, WorkerSpec.decode, channel_in)
     accepted = 0
     for read in readers:
         try:
@@ -370,8 +370,8 @@ def targets() -> dict[str, Target]:
     policy = tiny_policy()
     described = json.dumps(policy.description()).encode()
     refused: tuple[type[Exception], ...] = (Refused,)
-    orders = Orders("c", 1, "CartPole-v1", {}, {}, (), 1, 1, policy.description(), False, 0, False)
-    notices = (Bulletin(1, 2, 3, "o").encode(), Presence("h", 1, "sampling").encode(), orders.encode())
+    orders = WorkerSpec("c", 1, "CartPole-v1", {}, {}, (), 1, 1, policy.description(), False, 0, False)
+    notices = (WeightsNotice(1, 2, 3, "o").encode(), Presence("h", 1, "sampling").encode(), orders.encode())
     found = [
         Target("http", talk_http, (), _HTTP_SEEDS),
         Target("body", read_body, refused, tuple(form(body) for body in _BODIES for form in (_as_json, msgpack.packb))),

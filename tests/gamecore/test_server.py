@@ -48,7 +48,7 @@ def test_a_game_is_started_and_shown_and_stopped(call: Caller) -> None:
         "runtime_id": "one", "game": "sleep", "mode": "1v1", "seed": 5, "eval_mode": True, "task_id": "t", "restarts": 0,
     }  # fmt: skip
     pid = started.json["pid"]
-    assert identity.started(pid) is not None
+    assert identity.start_time(pid) is not None
     seen = wait_until(
         lambda: (now := state(call, "one"))["threads"] and now["last_lines"] and now, what="a count of threads and a line"
     )
@@ -63,7 +63,7 @@ def test_a_game_is_started_and_shown_and_stopped(call: Caller) -> None:
     assert stopped.json["exit_code"] == -15
     assert stopped.json["last_lines"] == ["hello"]
     assert stopped.json["pid"] is None
-    assert identity.started(pid) is None
+    assert identity.start_time(pid) is None
     again = call("DELETE", "/v1/games/one")
     assert (again.status, again.json["state"]) == (200, "stopped")
 
@@ -185,7 +185,7 @@ def test_nothing_of_a_game_that_forks_is_left(call: Caller) -> None:
     guard = parent(pid)
     below = procfs.list_descendants(guard)
     call("DELETE", "/v1/games/forks?grace_s=0")
-    assert [one for one in below if identity.started(one) is not None] == []
+    assert [one for one in below if identity.start_time(one) is not None] == []
     assert call.play("leaves", "leaves")["state"] == "finished"
 
 

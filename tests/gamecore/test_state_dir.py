@@ -90,7 +90,7 @@ def test_games_of_a_killed_server_are_lost_and_killed(tmp_path: Path) -> None:
         marked = {"LUDUS_GAME_CONFIG": str(state_dir.game_dir("began").config)}
         by_mark = subprocess.Popen(["sleep", "1000"], env={**os.environ, **marked})
         other = subprocess.Popen(["sleep", "1000"], env={**os.environ, "LUDUS_GAME_CONFIG": "/elsewhere/games/began/config.json"})
-        since = identity.started(by_record.pid)
+        since = identity.start_time(by_record.pid)
         assert since is not None
         state_dir.save(
             GameStatus("ran", "g", state="running"), {by_record.pid: since, other.pid: "another process had this number"}

@@ -566,7 +566,7 @@ def test_training_waits_for_a_killed_server_and_continues(tmp_path: Path, made: 
         assert rig.process is not None
         rig.process.kill()
         rig.process.wait()
-        wait_until(lambda: not any(identity.started(pid) for pid in games), what="the end of the games")
+        wait_until(lambda: not any(identity.start_time(pid) for pid in games), what="the end of the games")
         beats: list[float] = []
 
         def beat() -> None:

@@ -52,7 +52,7 @@ def test_a_stopped_server_stops_its_games_and_keeps_their_records(tmp_path: Path
         game = call.start("one", "sleep").json["pid"]
         process.terminate()
         assert process.wait(20) == 0
-        assert identity.started(game) is None
+        assert identity.start_time(game) is None
     with served(tmp_path, supervise=False) as (process, call):
         found = call("GET", "/v1/games/one").json
         assert (found["state"], found["reason"]) == ("stopped", "The server was stopped.")
@@ -68,13 +68,13 @@ def test_a_killed_server_is_replaced_and_its_games_are_lost(tmp_path: Path) -> N
         os.kill(server, signal.SIGKILL)
         listed = call("GET", "/v1/games").json["games"]  # waits in the queue of the socket until there is a server again
         assert {game["runtime_id"]: game["state"] for game in listed} == dict.fromkeys(("one", "two", "three"), "lost")
-        assert [pid for pid in games if identity.started(pid) is not None] == []
+        assert [pid for pid in games if identity.start_time(pid) is not None] == []
         assert lock_holder(tmp_path) != server
         again = call.start("one", "sleep")
         assert again.status == 201
         process.terminate()
         assert process.wait(20) == 0
-        assert identity.started(again.json["pid"]) is None
+        assert identity.start_time(again.json["pid"]) is None
 
 
 def test_a_server_does_not_outlive_its_supervisor(tmp_path: Path) -> None:
@@ -82,7 +82,9 @@ def test_a_server_does_not_outlive_its_supervisor(tmp_path: Path) -> None:
         game = call.start("one", "sleep").json["pid"]
         server = lock_holder(tmp_path)
         process.kill()
-        wait_until(lambda: identity.started(server) is None and identity.started(game) is None, what="the end of server and game")
+        wait_until(
+            lambda: identity.start_time(server) is None and identity.start_time(game) is None, what="the end of server and game"
+        )
 
 
 def test_a_server_with_invalid_settings_is_not_restarted(tmp_path: Path) -> None:

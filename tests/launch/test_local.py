@@ -171,9 +171,9 @@ sys.stdin.read()
             orchestrator.cancel("old-job", at_once=True)
             found = orchestrator.status("old-job")
             assert (found.state, found.reason) == ("failed", "its supervisor is gone")
-            assert identity.send(stranger.pid, "an older start", signal.SIGKILL) is False
+            assert identity.send_signal(stranger.pid, "an older start", signal.SIGKILL) is False
             assert stranger.poll() is None
-            assert identity.send(stranger.pid, identity.started(stranger.pid) or "", signal.SIGKILL) is True
+            assert identity.send_signal(stranger.pid, identity.start_time(stranger.pid) or "", signal.SIGKILL) is True
             assert stranger.wait(60) == -signal.SIGKILL
 
     def test_a_job_of_another_machine_cannot_be_cancelled_here(self, orchestrator: LocalOrchestrator) -> None:
@@ -305,9 +305,9 @@ def start_beating(orchestrator: LocalOrchestrator, tmp_path: Path) -> tuple[list
 
 def kill(process: ProcessIdentity | None) -> None:
     assert process is not None
-    assert identity.send(process.pid, process.started, signal.SIGKILL)
+    assert identity.send_signal(process.pid, process.started, signal.SIGKILL)
 
 
 def until_gone(pid: int) -> bool:
-    wait_until(lambda: identity.started(pid) is None)
+    wait_until(lambda: identity.start_time(pid) is None)
     return True

@@ -272,7 +272,7 @@ def test_a_closed_pipe_ends_the_command_and_its_children(tmp_path: Path, how: st
         else:
             relay.kill()
         relay.wait(60)
-        wait_until(lambda: all(identity.started(pid) is None for pid in below))
+        wait_until(lambda: all(identity.start_time(pid) is None for pid in below))
         assert is_still(beat)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from ludus.errors import UsageError
 from ludus.launch.ssh.lifeline import LifelineServer, hold, listen
-from ludus.process.auth import MAX_STRANGERS, write_token
+from ludus.process.auth import MAX_UNAUTHENTICATED, write_token
 from ludus.process.job_env import JobEnv, find_free_ports
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -122,7 +122,7 @@ def test_unauthenticated_connections_are_refused_and_block_no_client() -> None:
             where = listening.getsockname()
             server = LifelineServer(TOKEN, (1,))
             serving = asyncio.create_task(server.serve(listening))
-            silent = [await asyncio.open_connection(*where) for _ in range(2 * MAX_STRANGERS)]
+            silent = [await asyncio.open_connection(*where) for _ in range(2 * MAX_UNAUTHENTICATED)]
             reader, writer = await asyncio.open_connection(*where)
             writer.write(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(200))
             assert not await hold(where, 1, b"another-token-of-32-bytes-or-so.", 0.3)

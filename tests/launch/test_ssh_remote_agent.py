@@ -192,7 +192,7 @@ def test_the_agent_ends_with_the_reader_of_logs(tmp_path: Path) -> None:
         reader.process.stdin.write(json.dumps({"verb": "logs", "job": "trial-1", "node": 0, "follow": True}) + "\n")
         reader.process.stdin.close()
         assert reader.process.wait(_WAIT_S) == 0
-        assert identity.started(reader.process.pid) is None
+        assert identity.start_time(reader.process.pid) is None
     with connect(tmp_path / "state") as session:
         session.request("cancel", job="trial-1", node=0, at_once=True)
         assert wait_until_over(session)["state"] == "cancelled"

@@ -18,8 +18,8 @@ import pytest
 
 import ludus
 from ludus.core.tree import leaves
-from ludus.distributed.ray_nodes import HEAD_S, SILENT_S, RayNodes
-from ludus.distributed.sampling_pool import LocalNode, Plan
+from ludus.distributed.ray_nodes import RayNodes, RayTimeouts
+from ludus.distributed.sampling_pool import LocalNode, SamplingPlan
 from ludus.errors import WorkerFailed
 from ludus.models.policy import Policy
 from ludus.ray_cluster.cluster import Cluster
@@ -63,8 +63,8 @@ def test_hosts_leave_and_return_and_only_the_loss_of_the_head_ends_the_run_which
 
         hosts.cut(2)
         cut_at = time.monotonic()
-        cluster.until(lambda: "h2" not in cluster.at_work(), SILENT_S + 12, training)
-        assert time.monotonic() - cut_at < SILENT_S + 12
+        cluster.until(lambda: "h2" not in cluster.at_work(), RayTimeouts.silent_s + 12, training)
+        assert time.monotonic() - cut_at < RayTimeouts.silent_s + 12
         cluster.until(lambda: sum(cluster.at_work().values()) == 3, BUSY_S, training)
         hosts.mend(2)
         cluster.start_ray(2)  # the Ray that was cut off ends itself when it hears that it was given up
@@ -73,7 +73,7 @@ def test_hosts_leave_and_return_and_only_the_loss_of_the_head_ends_the_run_which
         assert "learner died" not in cluster.said()
 
         hosts.power_off(0)
-        assert training.wait(HEAD_S + BUSY_S) == 1, cluster.said()
+        assert training.wait(RayTimeouts.head_s + BUSY_S) == 1, cluster.said()
         said = " ".join(cluster.said().split())
         assert "The head of the cluster is gone" in said
         assert "--resume" in said
@@ -172,7 +172,7 @@ def test_an_agent_that_nobody_calls_ends_itself_and_its_workers(tmp_path: Path) 
 
 
 def test_another_version_of_ludus_is_refused_by_name(
-    cluster: Cluster, plan: Plan, bell: Wakeup, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, plan: SamplingPlan, bell: Wakeup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = ludus.__version__
     monkeypatch.setattr(ludus, "__version__", "99.0")
@@ -181,7 +181,7 @@ def test_another_version_of_ludus_is_refused_by_name(
 
 
 def test_an_agent_that_stands_still_is_given_up_whatever_ray_says(
-    cluster: Cluster, plan: Plan, policy: Policy, bell: Wakeup
+    cluster: Cluster, plan: SamplingPlan, policy: Policy, bell: Wakeup
 ) -> None:
     nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
     try:
@@ -200,7 +200,7 @@ def test_an_agent_that_stands_still_is_given_up_whatever_ray_says(
         nodes.close()
 
 
-def test_blocks_are_the_same_with_and_without_ray(cluster: Cluster, plan: Plan, policy: Policy, bell: Wakeup) -> None:
+def test_blocks_are_the_same_with_and_without_ray(cluster: Cluster, plan: SamplingPlan, policy: Policy, bell: Wakeup) -> None:
     nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
     here = LocalNode(plan, bell.path)
     try:

@@ -114,11 +114,11 @@ def server(tmp_path: Path, modules: Path) -> Iterator[Server]:
 
 def all_of(server: Server) -> dict[int, str]:
     """Every process of it, with when it began."""
-    return {pid: since for pid in server.everything() if (since := identity.started(pid)) is not None}
+    return {pid: since for pid in server.everything() if (since := identity.start_time(pid)) is not None}
 
 
 def alive(began: dict[int, str]) -> list[int]:
-    return [pid for pid, since in began.items() if identity.alive(pid, since)]
+    return [pid for pid, since in began.items() if identity.is_alive(pid, since)]
 
 
 # -- the server is killed
@@ -309,7 +309,7 @@ def test_random_parts_are_killed_and_games_go_on(tmp_path: Path, modules: Path) 
             tally[part] += 1
             os.kill(victim, signal.SIGKILL)
             began = time.monotonic()
-            wait_until(lambda victim=victim: identity.started(victim) is None, 10, what="that it is gone")  # type: ignore[misc]
+            wait_until(lambda victim=victim: identity.start_time(victim) is None, 10, what="that it is gone")  # type: ignore[misc]
             wait_until(lambda: _running(server) == set(names), BACK_S, what=f"all to run after the {part} was killed")
             slowest = max(slowest, time.monotonic() - began)
         over.set()
@@ -332,7 +332,7 @@ def test_random_parts_are_killed_and_games_go_on(tmp_path: Path, modules: Path) 
 
 def _running(server: Server) -> set[str]:
     try:
-        return {state["runtime_id"] for state in server.games("running") if state["pid"] and identity.started(state["pid"])}
+        return {state["runtime_id"] for state in server.games("running") if state["pid"] and identity.start_time(state["pid"])}
     except (OSError, http.client.HTTPException, Answer):
         return set()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ludus.distributed.gateway_workers import GatewayFleet
+from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
 from ludus.errors import Refused, Unreachable
 from ludus.gateway.actor import Actor
 from ludus.gateway.server import owner_of
@@ -77,7 +77,7 @@ async def play(port: int, number: int, tally: Tally, stop: asyncio.Event) -> Non
 def test_kills_under_load_cost_only_the_sessions_of_the_dead() -> None:
     tally, chance = Tally(), random.Random(0)
     with Supervisor(preload=("numpy",)) as supervisor:
-        fleet = GatewayFleet(supervisor, Counting, port=0, workers=WORKERS)
+        fleet = GatewayWorkers(supervisor, GatewayProgram(Counting), port=0, workers=WORKERS)
         fleet.wait_ready(60)
 
         async def run() -> None:

@@ -47,7 +47,7 @@ def marked(mark: str) -> list[int]:
                 found.append(int(entry.name))
         except OSError:
             continue
-    return [pid for pid in found if identity.started(pid) is not None]
+    return [pid for pid in found if identity.start_time(pid) is not None]
 
 
 def test_nothing_is_left_whoever_is_killed_and_whenever(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_nothing_is_left_whoever_is_killed_and_whenever(tmp_path: Path) -> None:
             elif who in watchers and watchers[who] is not None:
                 watcher = watchers[who]
                 assert watcher is not None
-                identity.send(watcher.pid, watcher.started, signal.SIGKILL)
+                identity.send_signal(watcher.pid, watcher.started, signal.SIGKILL)
             submitter.kill()
         if who == "nobody":
             orchestrator.cancel(job_id, at_once=True)

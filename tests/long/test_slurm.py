@@ -206,7 +206,7 @@ def test_whoever_is_killed_nothing_is_left(
     found = JobDirectory(orchestrator.directory / job_id).read()
     for name in who:
         watcher = getattr(found, name)
-        identity.send(watcher.pid, watcher.started, signal.SIGKILL)
+        identity.send_signal(watcher.pid, watcher.started, signal.SIGKILL)
     wait_until(lambda: not processes_of(job_id), GONE_S + 5)
     status = ended(orchestrator, job_id)
     assert status.state in ("failed", "cancelled"), status

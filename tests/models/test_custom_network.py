@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ludus.algorithms.optim.flat_adam import FlatAdam
 from ludus.core.tree import Tree, map_tree
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, UnknownName, Untrusted
 from ludus.models.autoregressive_actions import Branch
 from ludus.models.custom import loader
@@ -721,9 +721,9 @@ def test_a_model_that_was_changed_since_does_not_take_the_weights(write: Write) 
 def test_files_go_along_to_where_they_are_not(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write("SIZE = 7", "blocks")
     write("from .blocks import SIZE\n" + GOOD.replace("hidden=8", "hidden=SIZE"))
-    luggage = Luggage.of("CartPole-v1", models=["customnet", None])
+    code_bundle = CodeBundle.of("CartPole-v1", models=["customnet", None])
     write("raise RuntimeError('edited meanwhile')")
-    luggage.unpack()
+    code_bundle.unpack()
     monkeypatch.chdir("/")
     (tmp_path / "model" / "blocks.py").unlink()
     assert inside(made()).body.out_features == 7
@@ -731,8 +731,8 @@ def test_files_go_along_to_where_they_are_not(write: Write, tmp_path: Path, monk
 
 def test_a_code_bundle_with_a_missing_file_fails_where_the_run_starts(write: Write) -> None:
     with pytest.raises(UnknownName, match=r"no model/customnet\.py"):
-        Luggage.of(models=["customnet"])
-    assert Luggage.of(models=["mine_module:Net"]).models == ()
+        CodeBundle.of(models=["customnet"])
+    assert CodeBundle.of(models=["mine_module:Net"]).models == ()
 
 
 def test_files_are_plain_values() -> None:

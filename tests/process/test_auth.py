@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from ludus.distributed.gateway_workers import bind
-from ludus.distributed.hub.rpc import Connection, Header, Peer, frame, listen_beyond
+from ludus.distributed.hub.rpc import Header, Peer, RpcConnection, frame, listen_tcp
 from ludus.errors import UsageError, WorkerFailed
 from ludus.io.addresses import host_and_port, tcp_address
 from ludus.process import auth
-from ludus.process.auth import Guard, Handshake, HandshakeFailed, read_token, unanswered, write_token
+from ludus.process.auth import Authenticator, Handshake, HandshakeFailed, is_unresponsive, read_token, write_token
 
 TOKEN = b"a" * 64
 
@@ -31,24 +31,24 @@ class Port:
     """A guarded listener that echoes frames, for one test."""
 
     def __init__(self, directory: Path) -> None:
-        self.guard = Guard(TOKEN)
+        self.guard = Authenticator(TOKEN)
         self.seen: list[Header] = []
         self.file = str(directory / "token")
         write_token(Path(self.file), TOKEN)
         self.host, self.port = "127.0.0.1", 0
 
     def echo(self, peer: Peer, header: Header, body: bytes) -> None:
-        assert peer.away
+        assert peer.is_remote
         self.seen.append(header)
         peer.send({"id": header["id"]}, body)
 
     async def open(self) -> asyncio.Server:
         bound = bind(self.host, 0)
         self.port = bound.getsockname()[1]
-        return await listen_beyond(bound, self.guard, self.echo)
+        return await listen_tcp(bound, self.guard, self.echo)
 
-    async def connect(self, token_file: str | None = None) -> Connection:
-        return await Connection.open(tcp_address(self.host, self.port), "The hub", token_file=token_file or self.file)
+    async def connect(self, token_file: str | None = None) -> RpcConnection:
+        return await RpcConnection.open(tcp_address(self.host, self.port), "The hub", token_file=token_file or self.file)
 
     async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self.host, self.port)
@@ -109,7 +109,7 @@ def test_who_has_another_token_is_told_and_counted_and_logged_once(tmp_path: Pat
 
     async def work(port: Port) -> None:
         for _ in range(3):
-            with pytest.raises(UsageError, match="refuses our token"):
+            with pytest.raises(UsageError, match="refused the token"):
                 await port.connect(str(tmp_path / "other"))
 
     with caplog.at_level(logging.WARNING):
@@ -144,7 +144,7 @@ def test_rubbish_is_cut_off_before_anything_of_it_is_parsed(tmp_path: Path, rubb
 
 
 def test_who_says_nothing_is_cut_off_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "GREETING_S", 0.2)
+    monkeypatch.setattr(auth, "HANDSHAKE_S", 0.2)
 
     async def work(port: Port) -> None:
         silent, slow = await port.raw(), await port.raw()
@@ -156,16 +156,16 @@ def test_who_says_nothing_is_cut_off_in_time(tmp_path: Path, monkeypatch: pytest
     assert with_port(tmp_path, work).guard.refused == 2
 
 
-def test_many_silent_strangers_do_not_keep_us_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "MAX_STRANGERS", 4)
-    monkeypatch.setattr(auth, "GREETING_S", 60.0)
+def test_many_silent_unauthenticated_do_not_keep_us_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "MAX_UNAUTHENTICATED", 4)
+    monkeypatch.setattr(auth, "HANDSHAKE_S", 60.0)
 
     async def work(port: Port) -> None:
         strangers = [await port.raw() for _ in range(12)]
         await port.still_serves()
         gone = await asyncio.gather(*(cut_off(reader) for reader, _ in strangers[:8]))
         assert len(gone) == 8
-        assert len(port.guard._strangers) <= 4
+        assert len(port.guard._unauthenticated) <= 4
         for _, writer in strangers:
             writer.close()
 
@@ -243,7 +243,7 @@ def test_somebody_else_at_the_port_does_not_learn_the_token_and_is_not_believed(
         host, port = server.sockets[0].getsockname()
         write_token(tmp_path / "token", TOKEN)
         with pytest.raises(WorkerFailed):
-            await Connection.open(tcp_address(host, port), "The hub", timeout_s=1.0, token_file=str(tmp_path / "token"))
+            await RpcConnection.open(tcp_address(host, port), "The hub", timeout_s=1.0, token_file=str(tmp_path / "token"))
         server.close()
         await let_go()
 
@@ -279,7 +279,7 @@ def test_addresses_are_read_as_they_are_written() -> None:
 
 def test_a_live_connection_is_not_taken_for_a_dead_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as caller:
-        auth.keep_alive(caller)
+        auth.enable_keepalive(caller)
         answering: Any = server.accept()[0]
         caller.setblocking(False)
         try:
@@ -287,7 +287,7 @@ def test_a_live_connection_is_not_taken_for_a_dead_one() -> None:
                 pass
         except BlockingIOError:
             pass
-        assert not unanswered(caller), "it does not read, but its machine answers"
+        assert not is_unresponsive(caller), "it does not read, but its machine answers"
         answering.close()
 
 

@@ -22,7 +22,7 @@ from ludus.io.rotating_log import previous_path
 from ludus.process import identity, procfs
 from ludus.process.commands import command as process
 from ludus.process.commands.command import GameExit, GameProcess, Games
-from ludus.process.commands.thread_limits import Limit
+from ludus.process.commands.thread_limits import ResourceLimit
 from tests.tools import need
 from tests.waiting import wait_until
 
@@ -78,12 +78,12 @@ def stubborn(games: Games, folder: Path) -> tuple[GameProcess, dict[int, str]]:
 
 def marked(folder: Path, count: int) -> dict[int, str]:
     wait_until(lambda: len(list(folder.iterdir())) == count, 20.0)
-    began = {int(file.name): identity.started(int(file.name)) for file in folder.iterdir()}
+    began = {int(file.name): identity.start_time(int(file.name)) for file in folder.iterdir()}
     return {pid: since for pid, since in began.items() if since is not None}
 
 
 def living(began: dict[int, str]) -> list[int]:
-    return [pid for pid, since in began.items() if identity.alive(pid, since)]
+    return [pid for pid, since in began.items() if identity.is_alive(pid, since)]
 
 
 # -- how they end
@@ -179,11 +179,11 @@ def test_a_stopped_process_can_be_stopped(games: Games, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000], ids=["small", "more than a socket holds"])
-def test_a_keeper_that_does_not_answer_is_not_waited_for_without_end(
+def test_a_spawner_that_does_not_answer_is_not_waited_for_without_end(
     games: Games, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     first = games.start(["sleep", "600"], log=tmp_path / "first")
-    monkeypatch.setattr(process, "_START_S", 0.3)
+    monkeypatch.setattr(process, "_START_TIMEOUT_S", 0.3)
     raised: list[BaseException] = []
 
     def start() -> None:
@@ -191,14 +191,14 @@ def test_a_keeper_that_does_not_answer_is_not_waited_for_without_end(
             games.start(["sleep", "600"], log=tmp_path / "second", environment={"A": "x" * size})
         raised.append(caught.value)
 
-    os.kill(games.keeper_pid, signal.SIGSTOP)
+    os.kill(games.spawner_pid, signal.SIGSTOP)
     try:
         thread = threading.Thread(target=start, daemon=True)
         thread.start()
         thread.join(20)
         assert raised, "it still waits"
     finally:
-        os.kill(games.keeper_pid, signal.SIGCONT)
+        os.kill(games.spawner_pid, signal.SIGCONT)
     monkeypatch.undo()
     third = games.start(["true"], log=tmp_path / "third").wait(20)
     assert third is not None
@@ -248,7 +248,7 @@ def test_nothing_of_a_game_survives_its_own_end(games: Games, tmp_path: Path) ->
     assert ended is not None
     assert (ended.code, ended.killed) == (7, False)
     assert len(list(folder.iterdir())) == STUBBORN_PROCESSES - 1
-    assert [file.name for file in folder.iterdir() if identity.started(int(file.name))] == []
+    assert [file.name for file in folder.iterdir() if identity.start_time(int(file.name))] == []
 
 
 def test_a_game_does_not_end_with_the_thread_that_started_it(games: Games, tmp_path: Path) -> None:
@@ -272,13 +272,13 @@ _OWNER = textwrap.dedent(
         folder.mkdir()
         game = games.start([sys.executable, "-I", "-S", "-c", sys.argv[1], str(folder)], log=folder.with_suffix(".log"))
         started.append(game)
-    print(json.dumps({"keeper": games.keeper_pid, "guards": [game.guard for game in started]}), flush=True)
+    print(json.dumps({"spawner": games.spawner_pid, "guards": [game.guard for game in started]}), flush=True)
     time.sleep(600)
     """
 )
 
 
-@pytest.mark.parametrize("victims", [["owner"], ["keeper", "owner"], ["guard", "owner"]])
+@pytest.mark.parametrize("victims", [["owner"], ["spawner", "owner"], ["guard", "owner"]])
 def test_no_game_survives_its_owner(victims: list[str], tmp_path: Path) -> None:
     folders = [tmp_path / f"game-{i}" for i in range(3)]
     with subprocess.Popen([sys.executable, "-c", _OWNER, STUBBORN, *map(str, folders)], stdout=subprocess.PIPE) as owner:
@@ -286,19 +286,19 @@ def test_no_game_survives_its_owner(victims: list[str], tmp_path: Path) -> None:
             assert owner.stdout is not None
             told = json.loads(owner.stdout.readline())
             began = {pid: since for folder in folders for pid, since in marked(folder, STUBBORN_PROCESSES).items()}
-            ours = {pid: since for pid in (told["keeper"], *told["guards"]) if (since := identity.started(pid)) is not None}
+            ours = {pid: since for pid in (told["spawner"], *told["guards"]) if (since := identity.start_time(pid)) is not None}
             assert len(living(began)) == 3 * STUBBORN_PROCESSES
             assert len(ours) == 4
             for victim in victims:
-                os.kill({"owner": owner.pid, "keeper": told["keeper"], "guard": told["guards"][0]}[victim], signal.SIGKILL)
+                os.kill({"owner": owner.pid, "spawner": told["spawner"], "guard": told["guards"][0]}[victim], signal.SIGKILL)
             wait_until(lambda: living(began | ours) == [], GONE_S)
         finally:
             owner.kill()
 
 
-def test_games_end_with_their_keeper_and_the_next_have_another(games: Games, tmp_path: Path) -> None:
+def test_games_end_with_their_spawner_and_the_next_have_another(games: Games, tmp_path: Path) -> None:
     game, began = stubborn(games, tmp_path / "game")
-    os.kill(games.keeper_pid, signal.SIGKILL)
+    os.kill(games.spawner_pid, signal.SIGKILL)
     ended = game.wait(GONE_S + 10)
     assert ended is not None
     assert ended.killed
@@ -346,7 +346,7 @@ def test_one_that_never_stands_still_is_caught(games: Games, tmp_path: Path) -> 
     wait_until(lambda: len(procfs.list_descendants(game.guard)) >= 2, 20)
     ended = game.stop(grace_s=0)
     assert ended.left == ()
-    wait_until(lambda: procfs.list_descendants(games.keeper_pid) == [], 5)  # the guard itself is about to end
+    wait_until(lambda: procfs.list_descendants(games.spawner_pid) == [], 5)  # the guard itself is about to end
 
 
 # -- what they say
@@ -420,9 +420,9 @@ def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: Games, t
     assert games.expected_threads("heavy") == 301
     assert games.expected_threads("another") == 1
     second = games.start(command, log=tmp_path / "log2", kind="heavy")
-    assert games._promised() >= 300 - second.threads, "it is going to start as many"
+    assert games._pending_threads() >= 300 - second.threads, "it is going to start as many"
     wait_until(lambda: second.count_threads() == 301, 20)
-    assert games._promised() == 0
+    assert games._pending_threads() == 0
     game.stop(grace_s=0)
     second.stop(grace_s=0)
     wait_until(lambda: games.running == [], 5)
@@ -434,9 +434,9 @@ def test_of_games_that_are_started_at_once_as_many_are_as_fit_in(
 ) -> None:
     """With 100 threads each, in 400 of which 40 are kept free."""
 
-    def limits() -> list[Limit]:
+    def limits() -> list[ResourceLimit]:
         time.sleep(0.02)  # somebody else may look in the meantime
-        return [Limit("a limit", 400, 0)]
+        return [ResourceLimit("a limit", 400, 0)]
 
     monkeypatch.setattr(process, "thread_limits", limits)
 
@@ -450,7 +450,7 @@ def test_of_games_that_are_started_at_once_as_many_are_as_fit_in(
     with ThreadPoolExecutor(8) as pool:
         said = list(pool.map(start, range(8)))
     assert len(games.running) == said.count("") == 3
-    assert all("does not fit in" in message for message in said if message)
+    assert all("does not fit" in message for message in said if message)
 
 
 _TOO_MANY = textwrap.dedent(
@@ -491,6 +491,6 @@ def test_one_game_too_many_is_refused_before_the_limit_is_hit(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     count, _, message = done.stdout.partition(" ")
     assert 4 <= int(count) <= 6  # (700 - 64) / 101, and other processes come and go
-    assert "1 more game does not fit in: each game takes 101 threads" in message
+    assert "1 more game does not fit: each game takes 101 threads" in message
     assert "(RLIMIT_NPROC)" in message
     assert "ulimit -u" in message

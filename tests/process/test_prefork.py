@@ -137,7 +137,7 @@ def test_a_fork_finds_what_a_program_finds(games: Games, folder: Path, tmp_path:
     assert first["same"] == second["same"] == third["same"]
     assert first["same"]["descriptors"] == [0, 1, 2]
     assert first["same"]["environment"]["MAP"] == "düst"
-    assert second["other"]["imported_by"] == third["other"]["imported_by"] == games.keeper_pid
+    assert second["other"]["imported_by"] == third["other"]["imported_by"] == games.spawner_pid
     assert second["other"]["prepared"] == 1
     assert second["other"]["random"] != third["other"]["random"]
     for other in others:
@@ -191,10 +191,10 @@ def test_nothing_of_it_survives_its_stop_and_other_games_do(games: Games, tmp_pa
     wait_until(lambda: living(others) == [], GONE_S)
 
 
-def test_it_ends_with_its_keeper_and_the_next_is_warm_again(folder: Path, tmp_path: Path) -> None:
+def test_it_ends_with_its_spawner_and_the_next_is_warm_again(folder: Path, tmp_path: Path) -> None:
     with Games(warm="warmgame", environment=environment(folder)) as games:
         game, began = stubborn(games, tmp_path / "game")
-        first = games.keeper_pid
+        first = games.spawner_pid
         os.kill(first, signal.SIGKILL)
         ended = game.wait(GONE_S + 10)
         assert ended is not None
@@ -202,7 +202,7 @@ def test_it_ends_with_its_keeper_and_the_next_is_warm_again(folder: Path, tmp_pa
         assert living(began) == []
         following = games.start(["warmgame", "exit", "5"], warm=True, log=tmp_path / "log").wait(20)
         assert following is not None
-        assert (following.code, games.keeper_pid != first) == (5, True)
+        assert (following.code, games.spawner_pid != first) == (5, True)
 
 
 _OWNER = textwrap.dedent(
@@ -214,7 +214,7 @@ _OWNER = textwrap.dedent(
     for folder in map(Path, sys.argv[3:]):
         folder.mkdir()
         games.start(["game", "stubborn", str(folder), sys.argv[2]], warm=True, log=folder.with_suffix(".log"))
-    print(games.keeper_pid, flush=True)
+    print(games.spawner_pid, flush=True)
     time.sleep(600)
     """
 )
@@ -234,19 +234,19 @@ def test_it_does_not_survive_its_owner(folder: Path, tmp_path: Path) -> None:
         wait_until(lambda: living(began) == [], GONE_S)
 
 
-def test_a_keeper_that_still_imports_does_not_survive_its_owner(folder: Path, tmp_path: Path) -> None:
+def test_a_spawner_that_still_imports_does_not_survive_its_owner(folder: Path, tmp_path: Path) -> None:
     (folder / "endless.py").write_text("import time; time.sleep(600)")
     with subprocess.Popen(
         [sys.executable, "-c", _OWNER, "endless", ""], stdout=subprocess.PIPE, env=environment(folder)
     ) as owner:
         try:
             assert owner.stdout is not None
-            keeper = int(owner.stdout.readline())
-            since = identity.started(keeper)
+            spawner = int(owner.stdout.readline())
+            since = identity.start_time(spawner)
             assert since is not None
         finally:
             owner.kill()
-        wait_until(lambda: not identity.alive(keeper, since), GONE_S)
+        wait_until(lambda: not identity.is_alive(spawner, since), GONE_S)
 
 
 # -- modules that cannot be kept warm
@@ -277,7 +277,7 @@ def test_what_cannot_be_warm_says_why_and_commands_can_still_be_started(
         with pytest.raises(WorkerFailed, match=f"The module {name} cannot be kept warm: {why}"):
             games.start([name], warm=True, log=tmp_path / "log")
         assert re.search(why, games.warm_failure or "")
-        ended = games.start(["cat", f"/proc/{games.keeper_pid}/status"], log=tmp_path / "log").wait(20)
+        ended = games.start(["cat", f"/proc/{games.spawner_pid}/status"], log=tmp_path / "log").wait(20)
         assert ended is not None
         assert ended.code == 0
         assert "Threads:\t1" in (tmp_path / "log").read_text()
@@ -302,7 +302,7 @@ def test_whoever_does_not_want_to_wait_for_the_import_can_close(folder: Path) ->
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
-    assert identity.started(games.keeper_pid) is None
+    assert identity.start_time(games.spawner_pid) is None
 
 
 def test_no_module_no_warm_game(tmp_path: Path) -> None:

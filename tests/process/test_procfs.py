@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from ludus.process import identity, procfs
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -58,18 +59,21 @@ def test_a_process_is_described_as_psutil_does() -> None:
 @pytest.mark.parametrize("lists", [True, False])
 def test_children_are_found_with_and_without_the_list_of_the_kernel(lists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not lists:
-        monkeypatch.setattr(procfs, "_lists_children", lambda: False)
+        monkeypatch.setattr(procfs, "_has_children_file", lambda: False)
     with family() as (parent, child):
         assert procfs.list_children(parent.pid) == [child]
         assert parent.pid in procfs.list_children(os.getpid())
         assert {parent.pid, child} <= set(procfs.list_descendants(os.getpid()))
         assert child in procfs.list_pids()
-        assert "LUDUS_TEST_FAMILY=with = and ü" in procfs.read_environment(child)
+        # Until the child has called exec, /proc may show no environment.
+        wait_until(
+            lambda: "LUDUS_TEST_FAMILY=with = and ü" in procfs.read_environment(child), what="the environment of the child"
+        )
 
 
 def test_a_process_that_ended_is_not_taken_for_one_that_runs() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
-    since, ticks = identity.started(process.pid), identity.start_ticks(process.pid)
+    since, ticks = identity.start_time(process.pid), identity.start_ticks(process.pid)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     try:
         stat = procfs.read_stat(process.pid)  # its exit code is still there
@@ -78,9 +82,9 @@ def test_a_process_that_ended_is_not_taken_for_one_that_runs() -> None:
         assert stat.is_exiting
         assert process.pid in procfs.list_children(os.getpid())
         assert process.pid not in procfs.list_descendants(os.getpid())
-        assert identity.started(process.pid) is None
-        assert since is None or not identity.alive(process.pid, since)
-        assert not identity.alive_since(process.pid, ticks or 0)
+        assert identity.start_time(process.pid) is None
+        assert since is None or not identity.is_alive(process.pid, since)
+        assert not identity.is_alive_since(process.pid, ticks or 0)
     finally:
         process.wait()
     assert procfs.read_stat(process.pid) is None
@@ -90,26 +94,26 @@ def test_a_process_that_ended_is_not_taken_for_one_that_runs() -> None:
 def test_another_process_with_the_number_is_not_taken_for_the_first() -> None:
     ticks = identity.start_ticks(os.getpid())
     assert ticks is not None
-    assert identity.alive_since(os.getpid(), ticks)
-    assert identity.alive_since(os.getpid(), 0)
-    assert not identity.alive_since(os.getpid(), ticks + 1)
+    assert identity.is_alive_since(os.getpid(), ticks)
+    assert identity.is_alive_since(os.getpid(), 0)
+    assert not identity.is_alive_since(os.getpid(), ticks + 1)
 
 
 def test_without_a_proc_psutil_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procfs, "is_available", lambda: False)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        since = identity.started(process.pid)
+        since = identity.start_time(process.pid)
         assert since is not None
-        assert identity.alive(process.pid, since)
-        assert identity.alive_since(process.pid, 0)
+        assert identity.is_alive(process.pid, since)
+        assert identity.is_alive_since(process.pid, 0)
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not identity.alive(process.pid, since)
+        assert not identity.is_alive(process.pid, since)
     finally:
         process.communicate()
-    assert identity.started(process.pid) is None
-    assert not identity.alive_since(process.pid, 0)
+    assert identity.start_time(process.pid) is None
+    assert not identity.is_alive_since(process.pid, 0)
 
 
 def test_open_files_and_threads_are_listed() -> None:

@@ -22,7 +22,7 @@ import pytest
 from ludus.errors import UsageError, WorkerFailed
 from ludus.process.workers import forkserver
 from ludus.process.workers import supervisor as processes
-from ludus.process.workers.supervisor import ALWAYS, NEVER, Process, Restart, Supervisor
+from ludus.process.workers.supervisor import ALWAYS, NEVER, Process, Supervisor, WorkerRestart
 from tests.process import workers
 
 pytestmark = [
@@ -135,15 +135,15 @@ def forkserver_of(worker: int) -> int:
 
 
 def test_delays_double_up_to_the_maximum() -> None:
-    policy = Restart(limit=None, backoff_s=0.1, max_backoff_s=1.0)
+    policy = WorkerRestart(limit=None, backoff_s=0.1, max_backoff_s=1.0)
     assert [policy.delay(n) for n in range(1, 7)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
     assert policy.delay(10_000) == 1.0
 
 
 def test_delays_begin_anew_after_a_long_life_but_the_limit_counts_all_deaths() -> None:
-    assert Restart(limit=None, backoff_s=0.1).delay(9, in_a_row=1) == pytest.approx(0.1)
-    assert Restart(limit=2).delay(2, in_a_row=1) is not None
-    assert Restart(limit=2).delay(3, in_a_row=1) is None
+    assert WorkerRestart(limit=None, backoff_s=0.1).delay(9, in_a_row=1) == pytest.approx(0.1)
+    assert WorkerRestart(limit=2).delay(2, in_a_row=1) is not None
+    assert WorkerRestart(limit=2).delay(3, in_a_row=1) is None
 
 
 def test_never_and_always_are_what_they_say() -> None:
@@ -343,7 +343,7 @@ def test_a_worker_that_somebody_else_terminates_is_replaced_too(shared: Supervis
 
 
 def test_the_limit_of_replacements_holds(shared: Supervisor, mail: Mail) -> None:
-    process = shared.start("limited", workers.fail, ready=True, restart=Restart(limit=2, backoff_s=0.01), fds=[mail.fd])
+    process = shared.start("limited", workers.fail, ready=True, restart=WorkerRestart(limit=2, backoff_s=0.01), fds=[mail.fd])
     assert process.wait(SOON)
     assert [mail.next(), mail.next(), mail.next()] == [1, 2, 3]
     assert (process.state, process.incarnation) == ("failed", 3)
@@ -399,7 +399,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_its_grace(shared: Supervi
 
 def test_stop_during_the_back_off_ends_it(shared: Supervisor, mail: Mail) -> None:
     history = History()
-    slowly = Restart(limit=None, backoff_s=60, max_backoff_s=60)
+    slowly = WorkerRestart(limit=None, backoff_s=60, max_backoff_s=60)
     process = shared.start("pausing", workers.fail, ready=True, restart=slowly, fds=[mail.fd], on_change=history)
     history.wait_for("waiting 1")
     assert process.pid is None
@@ -700,9 +700,9 @@ print(json.dumps([one.pid, two.pid, program]), flush=True)
 def test_nothing_survives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its processes nor its shared memory."""
     monkeypatch.setenv("LUDUS_SHM", str(tmp_path))
-    scratch = "from pathlib import Path; from ludus.process.temp_dirs import Scratch; "
+    scratch = "from pathlib import Path; from ludus.process.temp_dirs import TempDir; "
     with Parent(
-        f"{scratch}made = Scratch(Path({str(tmp_path)!r})); print(json.dumps(made.path.name), flush=True)\n{Parent.WAIT}"
+        f"{scratch}made = TempDir(Path({str(tmp_path)!r})); print(json.dumps(made.path.name), flush=True)\n{Parent.WAIT}"
     ) as parent:
         made = parent.read()
         assert [path.name for path in tmp_path.iterdir()] == [made]
@@ -776,7 +776,7 @@ def test_a_killed_forkserver_is_replaced_and_so_are_its_workers(own: Supervisor,
 
 def test_a_forkserver_that_cannot_start_fails_its_workers(own: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    process = own.start("hopeless", workers.serve, restart=Restart(limit=1))
+    process = own.start("hopeless", workers.serve, restart=WorkerRestart(limit=1))
     with pytest.raises(WorkerFailed, match=r"the forkserver died \(exit code 1\)"):
         process.wait_ready(SOON)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
@@ -880,7 +880,9 @@ print(json.dumps([os.waitstatus_to_exitcode(status), one.wait(0.2), one.state, o
 def test_without_the_help_of_the_kernel_a_pipe_ends_a_worker() -> None:
     """The way of systems other than Linux."""
     held, lifeline = os.pipe()
-    script = f"from ludus.process.workers.forkserver import watch; print(0, flush=True); watch({held})"
+    script = (
+        f"from ludus.process.workers.forkserver import kill_at_end_of_file; print(0, flush=True); kill_at_end_of_file({held})"
+    )
     with subprocess.Popen([sys.executable, "-c", script], pass_fds=[held], stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
         worker.stdout.readline()

@@ -1,4 +1,4 @@
-"""Errands: every one is answered, whatever happens to those who carry them out."""
+"""TaskPool: every one is answered, whatever happens to those who carry them out."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ludus.errors import EnvironmentFault, WorkerFailed
-from ludus.process.workers.supervisor import Restart
-from ludus.process.workers.task_pool import Done, Errands
+from ludus.process.workers.supervisor import WorkerRestart
+from ludus.process.workers.task_pool import TaskPool, TaskResult
 from tests.process.pool_tasks import Clerk, Stillborn, Unmade
 
-QUICK = Restart(limit=20, backoff_s=0.01)
+QUICK = WorkerRestart(limit=20, backoff_s=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -23,24 +23,24 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def clerks(notes: Path) -> Iterator[Errands]:
-    with Errands("clerk", Clerk, str(notes), workers=2, hang_s=1.0, restart=QUICK, log_dir=notes, preload=()) as errands:
+def clerks(notes: Path) -> Iterator[TaskPool]:
+    with TaskPool("clerk", Clerk, str(notes), workers=2, hang_s=1.0, restart=QUICK, log_dir=notes, preload=()) as errands:
         yield errands
 
 
-def all_done(errands: Errands, within_s: float = 30.0) -> dict[int, Done]:
-    done: dict[int, Done] = {}
+def all_done(errands: TaskPool, within_s: float = 30.0) -> dict[int, TaskResult]:
+    done: dict[int, TaskResult] = {}
     deadline = time.monotonic() + within_s
-    while errands.open and time.monotonic() < deadline:
+    while errands.pending and time.monotonic() < deadline:
         done |= {item.number: item for item in errands.take(0.5)}
     return done | {item.number: item for item in errands.take()}
 
 
-def give(errands: Errands, number: int, **errand: Any) -> None:
-    errands.give(number, {"number": number, **errand})
+def give(errands: TaskPool, number: int, **errand: Any) -> None:
+    errands.submit(number, {"number": number, **errand})
 
 
-def test_every_errand_is_carried_out_once_and_answered(clerks: Errands, notes: Path) -> None:
+def test_every_errand_is_carried_out_once_and_answered(clerks: TaskPool, notes: Path) -> None:
     for number in range(1, 21):
         give(clerks, number, much=300_000 if number == 7 else 0)
     done = all_done(clerks)
@@ -51,7 +51,7 @@ def test_every_errand_is_carried_out_once_and_answered(clerks: Errands, notes: P
     assert clerks.take() == []
 
 
-def test_the_errand_of_a_process_that_dies_or_hangs_is_given_to_its_replacement(clerks: Errands, notes: Path) -> None:
+def test_the_errand_of_a_process_that_dies_or_hangs_is_given_to_its_replacement(clerks: TaskPool, notes: Path) -> None:
     give(clerks, 101, die="once")
     give(clerks, 102, hang=True)
     give(clerks, 103)
@@ -60,7 +60,7 @@ def test_the_errand_of_a_process_that_dies_or_hangs_is_given_to_its_replacement(
     assert [(notes / f"{n}.tries").stat().st_size for n in (101, 102, 103)] == [2, 2, 1]
 
 
-def test_an_errand_that_kills_everybody_is_given_up_and_the_others_are_not(clerks: Errands, notes: Path) -> None:
+def test_an_errand_that_kills_everybody_is_given_up_and_the_others_are_not(clerks: TaskPool, notes: Path) -> None:
     give(clerks, 201, die="always")
     give(clerks, 202)
     done = all_done(clerks)
@@ -70,7 +70,7 @@ def test_an_errand_that_kills_everybody_is_given_up_and_the_others_are_not(clerk
     assert done[202].answer["square"] == 202 * 202
 
 
-def test_an_error_of_ours_is_an_answer(clerks: Errands, notes: Path) -> None:
+def test_an_error_of_ours_is_an_answer(clerks: TaskPool, notes: Path) -> None:
     give(clerks, 301, fail=True)
     error = all_done(clerks)[301].error
     assert isinstance(error, EnvironmentFault)
@@ -80,12 +80,12 @@ def test_an_error_of_ours_is_an_answer(clerks: Errands, notes: Path) -> None:
 
 @pytest.mark.parametrize(("made", "error"), [(Unmade, EnvironmentFault), (Stillborn, WorkerFailed)])
 def test_processes_that_cannot_begin_leave_nobody_waiting(made: Any, error: type[Exception], tmp_path: Path) -> None:
-    with Errands("none", made, workers=1, restart=QUICK, log_dir=tmp_path, preload=()) as errands:
+    with TaskPool("none", made, workers=1, restart=QUICK, log_dir=tmp_path, preload=()) as errands:
         give(errands, 1)
         done = all_done(errands)
     assert isinstance(done[1].error, error)
 
 
-def test_taking_does_not_wait_longer_than_it_is_told(clerks: Errands) -> None:
-    assert clerks.open == 0
+def test_taking_does_not_wait_longer_than_it_is_told(clerks: TaskPool) -> None:
+    assert clerks.pending == 0
     assert clerks.take(60.0) == [], "there is nothing to wait for"

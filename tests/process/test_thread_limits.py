@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from ludus.errors import WorkerFailed
-from ludus.process.commands.thread_limits import Limit, open_file_limit, require_room, room_for, thread_limits, threads_left
+from ludus.process.commands.thread_limits import (
+    ResourceLimit,
+    open_file_limit,
+    require_room,
+    room_for,
+    thread_limits,
+    threads_left,
+)
 
 
 @pytest.fixture
@@ -69,7 +76,7 @@ def test_every_thread_of_the_user_counts_and_no_other(proc: Path, at_most_500: N
     process(proc, "13", os.getuid(), 3)
     process(proc, "14", os.getuid() + 1, 900)
     (proc / "15").mkdir()  # it ends while it is looked at
-    assert thread_limits(proc)[0] == Limit("RLIMIT_NPROC", 500, 215, thread_limits(proc)[0].fix)
+    assert thread_limits(proc)[0] == ResourceLimit("RLIMIT_NPROC", 500, 215, thread_limits(proc)[0].fix)
 
 
 def test_who_may_override_limits_is_not_held_to_that_of_the_user(proc: Path, at_most_500: None) -> None:
@@ -117,14 +124,17 @@ def test_a_machine_that_says_nothing_bounds_nothing(tmp_path: Path) -> None:
 
 
 def test_room_is_what_is_left_without_what_is_promised_and_kept_free() -> None:
-    limits = [Limit("RLIMIT_NPROC", 4096, 3552, "raise it with `ulimit -u`"), Limit("kernel.threads-max", 192_686, 3600)]
+    limits = [
+        ResourceLimit("RLIMIT_NPROC", 4096, 3552, "raise it with `ulimit -u`"),
+        ResourceLimit("kernel.threads-max", 192_686, 3600),
+    ]
     assert room_for(212, limits) == 2  # 544 - 64 = 480
-    assert room_for(212, limits, promised=100) == 1
+    assert room_for(212, limits, pending=100) == 1
     require_room(2, 212, limits)
     with pytest.raises(WorkerFailed) as refused:
         require_room(3, 212, limits)
     assert str(refused.value) == (
-        "3 more games do not fit in: each game takes 212 threads, 544 are left of 4,096 (RLIMIT_NPROC), 64 are kept free:"
+        "3 more games do not fit: each game takes 212 threads, 544 are left of 4,096 (RLIMIT_NPROC), 64 are kept free:"
         " room for 2 more. Start fewer games here, spread them over more machines, or raise it with `ulimit -u`."
     )
 

@@ -120,7 +120,12 @@ def do_version_of_python() -> str:
 def do_join(project: str, trial: str, address: str) -> dict[str, Any]:
     session = init(project=project, trial=trial, address=address)
     held["session"] = session
-    return {"hub": session.hub is not None, "home": session.place.home, "mirror": session.place.mirror, "pid": os.getpid()}
+    return {
+        "hub": session.hub is not None,
+        "home": session.location.is_local,
+        "mirror": session.location.mirror,
+        "pid": os.getpid(),
+    }
 
 
 def do_fork(name: str, into: str) -> int:
@@ -139,7 +144,7 @@ def do_fork(name: str, into: str) -> int:
 
 
 def do_where() -> str:
-    return str(held["session"].place.mirror)
+    return str(held["session"].location.mirror)
 
 
 def do_open(project: str, trial: str) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def do_open(project: str, trial: str) -> dict[str, Any]:
     assert session.hub is not None
     ludus.RemoteModel("m", parts.Scale(), forward_args=(row(1),))
     ludus.RemoteBuffer("b", size=8)
-    return {"address": session.hub.address, "token_file": session.place.token_file}
+    return {"address": session.hub.address, "token_file": session.location.token_file}
 
 
 def do_crew(name: str, count: int) -> list[str]:
@@ -203,8 +208,8 @@ def do_decide(name: str) -> dict[str, Any]:
         return await model(name).decide(row(0))
 
     decision = asyncio.run(play())
-    mirrors = held["session"]._mirrors
-    copies = [] if mirrors is None else [mirror._name for mirror in mirrors._mirrors.values()]
+    mirrors = held["session"]._weight_caches
+    copies = [] if mirrors is None else [mirror._name for mirror in mirrors._caches.values()]
     return {"action": int(decision.action), "version": decision.version, "copies": copies}
 
 
@@ -234,8 +239,8 @@ def do_clone(name: str) -> float:
 
 
 def do_leads(name: str) -> bool:
-    mirrors = held["session"]._mirrors
-    return any(mirror.leads for mirror in mirrors._mirrors.values() if mirror._name == name)
+    mirrors = held["session"]._weight_caches
+    return any(mirror.is_fetching for mirror in mirrors._caches.values() if mirror._name == name)
 
 
 def do_push(name: str, values: list[float]) -> None:
@@ -281,7 +286,7 @@ def do_train(name: str, into: str, out: str) -> None:
 
 def do_peers() -> int:
     """Connections of other machines to the hub in this process."""
-    return sum(peer.away for peer in list(held["session"].hub._peers))
+    return sum(peer.is_remote for peer in list(held["session"].hub._peers))
 
 
 def do_wait_for_the_end() -> None:

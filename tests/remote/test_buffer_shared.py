@@ -67,16 +67,16 @@ def on_hub(run: Session, look: Callable[[Hub], T]) -> T:
 
 def held(run: Session) -> int:
     """References that the hub has to records."""
-    return on_hub(run, lambda hub: sum(ring._needed for ring in hub._rings._all()))
+    return on_hub(run, lambda hub: sum(ring._in_use for ring in hub._buffers._rings._all()))
 
 
 def accounts(run: Session, name: str) -> str:
     """Who has the records that the hub holds."""
 
     def look(hub: Hub) -> str:
-        fifo = hub._buffers[name].fifo
-        lent = {str(who): len(items) for who, items in hub._lent.items()}
-        rings = {ring.path.parent.name: (ring._needed, ring._orphan) for ring in hub._rings._all()}
+        fifo = hub._buffers._buffers[name].queue
+        lent = {str(who): len(items) for who, items in hub._buffers._lent.items()}
+        rings = {ring.path.parent.name: (ring._in_use, ring._abandoned) for ring in hub._buffers._rings._all()}
         return f"{len(fifo)} inside, offers {[len(items) for _, items in fifo._offers]}, lent {lent}, rings {rings}"
 
     return on_hub(run, look)
@@ -207,7 +207,7 @@ def test_who_cannot_see_the_rings_gets_the_bytes(run: Session) -> None:
     buffer = ludus.RemoteBuffer("b", size=100, batch_size=3)
     shared(buffer)
     buffer.push(*map(item, range(6))).wait(WAIT_S)
-    run.place = replace(run.place, mirror="elsewhere")
+    run.location = replace(run.location, mirror="elsewhere")
     far = ludus.RemoteBuffer("b", batch_size=3)
     assert [number(row) for row in far.take(WAIT_S)] == [0, 1, 2]
     wait_until(lambda: held(run) == 0, what="what was sent as bytes is still held")
@@ -256,7 +256,7 @@ def test_what_a_consumer_held_is_released_by_its_end_and_not_by_the_last_referen
     reply = run.client.wait(consumer.request(header, timeout_s=WAIT_S), WAIT_S)
     assert len(reply[-1][0]["places"]) == 2
     assert run.hub is not None
-    referred_to = list(run.hub._lent.values())
+    referred_to = list(run.hub._buffers._lent.values())
     assert held(run) == len(referred_to[0]) == 2
     run.client.wait(consumer.close(), WAIT_S)
     wait_until(lambda: held(run) == 0, what="the hub still holds records")
@@ -268,7 +268,7 @@ def test_what_is_given_to_a_consumer_that_has_just_died_is_released_though_the_e
     consumer = run.client.wait(run.client.connect(), WAIT_S)
     header = {"op": "buffer.take", "name": "b", "count": 2, "maps": True, "id": 1}
     run.client.wait(consumer.send(header), WAIT_S)
-    wait_until(lambda: on_hub(run, lambda hub: hub._buffers["b"].fifo.waiting()), what="it does not want anything")
+    wait_until(lambda: on_hub(run, lambda hub: hub._buffers._buffers["b"].queue.waiting()), what="it does not want anything")
     entered, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -181,7 +181,7 @@ def test_what_makes_no_sense_is_refused(run: Session, arguments: dict[str, Any],
     with pytest.raises(UsageError, match=message):
         ludus.RemoteModel(**{"name": "m", "model": Scale(), **arguments})
     assert not list((run.directory).glob("models/*"))
-    assert not list(Path(run.place.staging).iterdir())
+    assert not list(Path(run.location.staging).iterdir())
 
 
 def test_local_mode_is_a_model_in_this_process(run: Session) -> None:
@@ -222,7 +222,7 @@ def test_weights_of_another_network_are_refused(run: Session, wrong: dict[str, A
     with pytest.raises(IncompatibleCheckpoint, match="do not fit"):
         model.publish_weights(wrong)
     assert model.version == 1
-    assert not list(Path(run.place.staging).iterdir())
+    assert not list(Path(run.location.staging).iterdir())
 
 
 def test_tensors_may_be_published_as_they_are(run: Session) -> None:

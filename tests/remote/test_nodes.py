@@ -49,7 +49,7 @@ def address(hub: Session) -> str:
 
 
 def node_of(hub: Session, base: Path) -> Node:
-    return Node(base, LUDUS_TOKEN_FILE=hub.place.token_file)
+    return Node(base, LUDUS_TOKEN_FILE=hub.location.token_file)
 
 
 @pytest.fixture(scope="module")
@@ -204,10 +204,10 @@ def test_two_processes_of_a_machine_share_one_copy_and_the_second_goes_on_when_t
         assert node.ask("call", "shared", 2) == 2
         assert first.ask("leads", "shared")
         assert not node.ask("leads", "shared")
-        parcels = hub.hub._source.sent
+        parcels = hub.hub._models.sender.sent
         version = model.publish_weights(scaled(3))
         node.ask("until_version", "shared", version)
-        assert hub.hub._source.sent == parcels + 1, "each version travels once to a machine"
+        assert hub.hub._models.sender.sent == parcels + 1, "each version travels once to a machine"
     version = model.publish_weights(scaled(4))
     assert node.ask("until_version", "shared", version) == version
     assert node.ask("call", "shared", 2) == 8
@@ -240,20 +240,20 @@ def test_a_process_with_another_token_or_none_is_refused_and_told(
     hub: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert hub.hub is not None
-    assert hub.hub._guard is not None
+    assert hub.hub._authenticator is not None
     (tmp_path / "token").write_text("f" * 64)
-    before = hub.hub._guard.refused
+    before = hub.hub._authenticator.refused
     monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "token"))
-    with pytest.raises(UsageError, match="refuses our token"):
+    with pytest.raises(UsageError, match="refused the token"):
         join(tmp_path / "t", address(hub))
-    assert hub.hub._guard.refused == before + 1
+    assert hub.hub._authenticator.refused == before + 1
     monkeypatch.delenv("LUDUS_TOKEN_FILE")
     with pytest.raises(UsageError, match="Set LUDUS_TOKEN_FILE"):
         join(tmp_path / "t", address(hub))
 
 
 def test_another_trial_than_the_one_of_the_hub_is_refused(hub: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LUDUS_TOKEN_FILE", hub.place.token_file)
+    monkeypatch.setenv("LUDUS_TOKEN_FILE", hub.location.token_file)
     with pytest.raises(UsageError, match="has the run 't', not 'other'"):
         join(tmp_path / "other", address(hub))
 
@@ -288,7 +288,7 @@ def test_of_two_that_come_to_an_address_one_becomes_the_hub(tmp_path: Path, monk
 
 
 def test_the_token_is_in_its_file_alone(hub: Session, node: Node) -> None:
-    token_file = Path(hub.place.token_file)
+    token_file = Path(hub.location.token_file)
     token = token_file.read_text()
     assert len(token) == 64
     assert token_file.stat().st_mode & 0o777 == 0o600
@@ -297,7 +297,7 @@ def test_the_token_is_in_its_file_alone(hub: Session, node: Node) -> None:
     assert [path for path in written if token.encode() in path.read_bytes()] == []
     for pid in (os.getpid(), node.process.pid):
         assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
-    assert token not in repr(hub.place)
+    assert token not in repr(hub.location)
 
 
 def listening() -> set[str]:
@@ -313,7 +313,7 @@ def test_without_an_address_nothing_listens_for_other_machines(hub: Session, tmp
     alone = join(tmp_path)
     assert alone.hub is not None
     assert listening() == before
-    assert (alone.place.host, alone.place.token_file, alone.place.home) == ("", "", True)
+    assert (alone.location.host, alone.location.token_file, alone.location.is_local) == ("", "", True)
     alone.hub.close()
 
 

@@ -615,7 +615,7 @@ def test_the_guard_is_asked_again_before_the_manifest_is_tried_again(s3_server: 
     def guard() -> None:
         asked.append(s3_proxy.count("PUT", "bundle/manifest.json"))
         if len(asked) == 3:
-            raise Fenced("Another process has taken this run over.")
+            raise Fenced("Another process has taken over this run.")
 
     s3_proxy.on("PUT", Fault(status=503), within="bundle/manifest.json", times=1000)
     with pytest.raises(Fenced):
@@ -633,7 +633,7 @@ def test_who_is_fenced_off_after_a_lost_answer_does_not_tear_what_was_written(s3
     def guard() -> None:
         asked.append(1)
         if len(asked) == 2:
-            raise Fenced("Another process has taken this run over.")
+            raise Fenced("Another process has taken over this run.")
 
     s3_proxy.on("PUT", Fault(lose_answer=True), within="bundle/manifest.json")
     with pytest.raises(Fenced):

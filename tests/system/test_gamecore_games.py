@@ -106,7 +106,7 @@ def instance(engine: int) -> str:
 
 
 def until_gone(processes: list[int]) -> None:
-    wait_until(lambda: not any(identity.started(pid) for pid in processes), LIMIT_S, what=f"the end of {processes}")
+    wait_until(lambda: not any(identity.start_time(pid) for pid in processes), LIMIT_S, what=f"the end of {processes}")
 
 
 def test_a_doom_duel_is_played_by_an_actor_against_the_script(client: GamecoreClient, marksman: Served) -> None:

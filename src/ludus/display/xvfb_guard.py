@@ -74,7 +74,7 @@ def _start_server(xvfb: str, size: str, authority: Path, log: Path) -> Iterator[
             stdout=out,
             stderr=out,
             pass_fds=[writer],
-            preexec_fn=lambda: identity.end_with(parent, signal.SIGTERM),  # there are no threads here
+            preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGTERM),  # there are no threads here
         )
     os.close(writer)
     try:

@@ -1,4 +1,4 @@
-"""What goes along to another process because it cannot be found there."""
+"""Code of the user's script that another process needs because it cannot import it there."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from ludus.envs.registry import register_env, registered_envs
 from ludus.errors import UsageError
 from ludus.models.custom import loader
 from ludus.models.custom.loader import ModelFiles
-from ludus.process.workers.supervisor import unsendable_part
+from ludus.process.workers.supervisor import describe_unpicklable
 
 
 @dataclass(frozen=True)
-class Luggage:
-    """What a name in the config means in this process alone: a function or class of its script, an environment registered_envs
-    there, a model in a file of this machine."""
+class CodeBundle:
+    """Meaning of names in the config that exist only in this process: functions and classes of its script, registered environments, and
+    custom model files of this machine.
+    """
 
     named: Mapping[str, Any] = field(default_factory=dict)
     spec: Any = None
     models: tuple[ModelFiles, ...] = ()
-    """As text, so that every process of a run has the same, on whatever machine and whoever edits the file meanwhile."""
+    """As text, so that every process of a run has the same version, on any machine, even if the file is edited meanwhile."""
     registered_envs: Mapping[str, Any] = field(default_factory=dict)
-    """By `register_env`."""
+    """Environments added by `register_env`."""
     trusted: tuple[str, ...] = ()
-    """Names that may be imported there because they may be here."""
+    """Names that this process allows to be imported."""
 
     @classmethod
-    def of(cls, *names: str, models: Iterable[str | None] = ()) -> Luggage:
-        """`models`: what the experiment calls its custom models; None: none. Raises UnknownName when there is no such file."""
+    def of(cls, *names: str, models: Iterable[str | None] = ()) -> CodeBundle:
+        """Collect what the names need. `models`: custom models of the experiment, None entries are skipped. Raises UnknownName."""
         main = sys.modules["__main__"]
         custom = {name for name in models if name is not None}
         own = {name.partition(":")[2].split(".")[0] for name in (*names, *custom) if name.startswith("__main__:")}
@@ -44,12 +45,12 @@ class Luggage:
         return cls({name: getattr(main, name) for name in own if hasattr(main, name)}, spec, files, made, trusted)
 
     def check_can_be_sent(self) -> None:
-        """Raises UsageError with what of an environment or a class cannot be sent to another process."""
+        """Raises UsageError with the part of an environment or class that cannot be pickled."""
         for name, value in {**self.named, **self.registered_envs}.items():
-            culprit = unsendable_part(name, value)
-            if culprit is not None:
+            part = describe_unpicklable(name, value)
+            if part is not None:
                 raise UsageError(
-                    f"{name} cannot be sent to the processes of this run: {culprit}.",
+                    f"{name} cannot be sent to the processes of this run: {part}.",
                     "Create that inside the function that makes the environment, or define the function in a module and pass its name, "
                     "'module:function', or register it: ludus.register_env(name, function). With num_workers=0 nothing is sent.",
                 )

@@ -1,6 +1,6 @@
-"""Gathering from workers: games play in other processes and never wait for the learner.
+"""Experience from gateway workers: games play in other processes and never wait for the learner.
 
-What they did arrives through shared memory, a version or two old; weights go the other way in the same manner.
+Segments arrive through shared memory, one or two versions old; weights are sent to the workers in the same way.
 """
 
 from __future__ import annotations
@@ -13,34 +13,33 @@ from pathlib import Path
 
 from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import Array
-from ludus.distributed.gateway_workers import GatewayFleet
-from ludus.distributed.hub.server import shared_memory
+from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
 from ludus.errors import WorkerFailed
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.worker_policies import COUNTER_METRICS, GAUGE_METRICS, WorkerActorFactory
 from ludus.models.policy import Policy
 from ludus.models.weights.shared_weights import SharedWeights, stage
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir, shared_memory_dir
 from ludus.process.workers.supervisor import Supervisor
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.multi_producer import MultiProducerMemory
 
 _TURN_S = 0.25
 _START_S = 60.0
-_PAUSE_S = 0.002  # workers commit hundreds of segments a second: the learner need not look at each as it comes
+_PAUSE_S = 0.002  # workers commit hundreds of segments per second; waking up for each one would waste CPU time
 
 
-class Boards:
-    """Where workers find the weights of every model, and how segments come back. Removed when closed."""
+class GatewayBoards:
+    """Shared memory of the workers: a board with the weights of each model, and the memory for segments. Removed by `close`."""
 
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
-        self._scratch = Scratch(shared_memory())
+        self._scratch = TempDir(shared_memory_dir())
         self.boards = {name: SharedWeights(self._scratch.path / name) for name in policies}
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
-        segments = self._scratch.path / ".segments"  # no model has such a name
+        segments = self._scratch.path / ".segments"  # not a valid name of a model
         segments.mkdir(mode=0o700)
         self.memory = MultiProducerMemory(specs, segments, capacity, COUNTER_METRICS, GAUGE_METRICS)
-        self.policies = dict(policies)
+        self.policies, self.steps = dict(policies), steps
 
     def publish(self, name: str, version: int) -> None:
         board = self.boards[name]
@@ -51,8 +50,8 @@ class Boards:
         self._scratch.close()
 
 
-class FleetGathering:
-    """One `step()` waits until the workers have sent a batch, or a moment has passed."""
+class GatewaySource:
+    """Starts gateway workers; `step` waits for a batch, or for _TURN_S."""
 
     def __init__(
         self,
@@ -60,29 +59,27 @@ class FleetGathering:
         settings: GatewaySettings,
         seats: Mapping[str, str],
         workers: int,
-        steps: int,
-        boards: Boards,
+        boards: GatewayBoards,
         memory: CollatedBatches,
         log_dir: Path,
         *,
         explore: bool = True,
     ) -> None:
         self._boards, self._memory = boards, memory
-        models = {name: (_described(boards.policies[name]), str(board.directory)) for name, board in boards.boards.items()}
-        played = WorkerActorFactory(dict(seats), models, steps, boards.memory.add_lanes(workers), explore)
+        models = {
+            name: (_encode_description(boards.policies[name]), str(board.directory)) for name, board in boards.boards.items()
+        }
+        played = WorkerActorFactory(dict(seats), models, boards.steps, boards.memory.add_lanes(workers), explore)
         self._supervisor = Supervisor(log_dir=log_dir)
         try:
-            self._fleet = GatewayFleet(
+            self._workers = GatewayWorkers(
                 self._supervisor,
-                played,
+                GatewayProgram(played, settings, played.load, played.report),
                 listening=listening,
                 workers=workers,
-                settings=settings,
-                prepare=played.load,
-                report=played.report,
             )
-            self.address = self._fleet.address
-            self._fleet.wait_ready(_START_S)
+            self.address = self._workers.address
+            self._workers.wait_ready(_START_S)
         except BaseException:
             self._supervisor.close()
             raise
@@ -93,10 +90,10 @@ class FleetGathering:
             self._boards.memory.wait(left)
             time.sleep(_PAUSE_S)
         for pid in self._boards.memory.cut_off():
-            for worker in self._fleet.workers:
+            for worker in self._workers.workers:
                 if worker.pid == pid:
                     worker.kill()
-        for worker in self._fleet.workers:
+        for worker in self._workers.workers:
             if worker.state == "failed":
                 raise WorkerFailed(f"{worker.name} failed: {worker.error}")
         return True
@@ -117,15 +114,15 @@ class FleetGathering:
         return self._memory.waiting_steps
 
     def state(self) -> dict[str, Array]:
-        return {}  # workers draw their own random numbers; what they play is not repeatable anyway
+        return {}  # workers draw their own random numbers; games are not repeatable
 
     def load_state(self, state: dict[str, Array]) -> None:
         pass
 
     def close(self) -> None:
-        self._fleet.close()
+        self._workers.close()
         self._supervisor.close()
 
 
-def _described(policy: Policy) -> bytes:
+def _encode_description(policy: Policy) -> bytes:
     return json.dumps(policy.description()).encode()

@@ -1,4 +1,4 @@
-"""Gateway workers: N processes that share a port, each with a direct port of its own, replaced when they die."""
+"""Gateway worker processes that share a port; each also has its own direct port. Dead workers are replaced."""
 
 from __future__ import annotations
 
@@ -14,67 +14,73 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.gateway.server import Gateway, GatewayExtension, GatewaySettings
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import ALWAYS, Context, Process, Supervisor
 
 log = logging.getLogger(__name__)
 
 _BEAT_S = 0.2
-_STARTS = 3  # that may fail before we believe that it will not start
+_STARTS = 3  # failed starts before wait_ready gives up
 _REPORT_S = 1.0
 _GRACE_S = 3.0
 _STOP_S = 5.0
-_DRAINED_S = 0.05
+_DRAIN_POLL_S = 0.05
 
 
-class GatewayFleet:
-    """Binds the ports here, once, so that a replaced worker finds its clients waiting. Workers start at once."""
+@dataclass(frozen=True)
+class GatewayProgram:
+    """What each gateway worker runs; sent to the worker processes."""
+
+    make_actor: Callable[[], Any]
+    settings: GatewaySettings = field(default_factory=GatewaySettings)
+    prepare: Callable[[], None] | None = None
+    """Called once in each worker, before it serves."""
+    report: Callable[[str, Mapping[str, Any]], None] | None = None
+    """Called every second with the name of the worker and its counters."""
+    extension: GatewayExtension | None = None
+
+
+class GatewayWorkers:
+    """Binds the ports once in this process, so that clients of a dead worker wait for its replacement. Workers start immediately."""
 
     def __init__(
         self,
         supervisor: Supervisor,
-        make_actor: Callable[[], Any],
+        program: GatewayProgram,
         *,
         host: str = "127.0.0.1",
         port: int = 8000,
         workers: int = 1,
         listening: socket.socket | None = None,
-        settings: GatewaySettings | None = None,
-        prepare: Callable[[], None] | None = None,
-        report: Callable[[str, Mapping[str, Any]], None] | None = None,
-        extension: GatewayExtension | None = None,
     ) -> None:
-        settings = settings or GatewaySettings()
+        settings = program.settings
         check_exposure(host if listening is None else listening.getsockname()[0], settings.token or settings.token_file)
         self._grace_s = settings.drain_s + _STOP_S
-        self._scratch = Scratch(_near(Path(tempfile.gettempdir())))
+        self._scratch = TempDir(_short_dir(Path(tempfile.gettempdir())))
         self._sockets: list[socket.socket] = []
         self.workers: list[Process] = []
         try:
             if listening is not None:
                 host, port = listening.getsockname()[:2]
                 self._sockets.append(listening)
-            shared = listening or self._bound(host, port)
+            shared = listening or self._bind(host, port)
             self.address: tuple[str, int] = (host, shared.getsockname()[1])
             paths = [f"{self._scratch.path}/{slot}" for slot in range(workers)]
             for slot in range(workers):
-                direct = self._bound(host, 0)
+                direct = self._bind(host, 0)
                 self.workers.append(
                     supervisor.start(
                         f"gateway-{self.address[1]}-{slot}",
                         _serve,
-                        make_actor,
-                        settings,
+                        program,
                         slot,
                         paths,
-                        prepare,
-                        report,
-                        extension,
                         restart=ALWAYS,
                         fds=(shared.fileno(), direct.fileno()),
                         hang_s=settings.sessions.tick_s + _GRACE_S,
@@ -84,18 +90,18 @@ class GatewayFleet:
             self.close()
             raise
 
-    def _bound(self, host: str, port: int) -> socket.socket:
+    def _bind(self, host: str, port: int) -> socket.socket:
         bound = bind(host, port)
         self._sockets.append(bound)
         return bound
 
     @property
     def direct_addresses(self) -> list[tuple[str, int]]:
-        """Where each worker alone can be reached, by slot."""
+        """Direct address of each worker, by slot."""
         return [bound.getsockname()[:2] for bound in self._sockets[1:]]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Raises WorkerFailed with the worker's own error, as soon as one has failed to start a few times."""
+        """Raises WorkerFailed with the worker's error as soon as one has failed to start _STARTS times."""
         deadline = time.monotonic() + timeout_s
         for worker in self.workers:
             while True:
@@ -109,7 +115,7 @@ class GatewayFleet:
                         raise
 
     def close(self) -> None:
-        """Sessions in play get the time that the settings give them. Returns when every worker is gone."""
+        """Stop the workers; open sessions get the drain time of the settings. Returns when every worker has ended."""
         for bound in self._sockets:
             bound.close()
         for worker in self.workers:
@@ -119,13 +125,13 @@ class GatewayFleet:
         self._scratch.close()
 
 
-def _near(temp: Path) -> Path:
-    """The path of a unix socket may have about 100 bytes, of which ours takes half."""
+def _short_dir(temp: Path) -> Path:
+    """A unix socket path may have about 100 bytes, of which about 60 are used below this directory."""
     return temp if len(os.fsencode(temp)) <= 40 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UsageError when the address is taken or not ours."""
+    """A listening socket. Raises UsageError when the address is in use or not local."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -142,19 +148,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def check_exposure(host: str, secret: str | Path | None) -> None:
-    """Beyond this machine we listen only with a token."""
+    """Raises UsageError for an address other than loopback without a token."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return
     if host != "localhost" and not secret:
         raise UsageError(
-            f"Listening on {host} without a token would let anyone in.",
+            f"Listening on {host} without a token would accept anyone.",
             "Give a token (--token-file FILE), or listen on 127.0.0.1.",
         )
 
 
 def run_loop(main: Any) -> None:
-    """Run a coroutine on the fastest event loop there is."""
+    """Run a coroutine with uvloop where available."""
     if sys.platform == "win32":
         asyncio.run(main)
     else:
@@ -163,52 +169,32 @@ def run_loop(main: Any) -> None:
         uvloop.run(main)
 
 
-def _serve(
-    context: Context,
-    make_actor: Callable[[], Any],
-    settings: GatewaySettings,
-    slot: int,
-    paths: Sequence[str],
-    prepare: Callable[[], None] | None,
-    report: Callable[[str, Mapping[str, Any]], None] | None,
-    extension: GatewayExtension | None,
-) -> None:
-    """A worker's life: `prepare` once, then serve; `report` gets its counters every second."""
+def _serve(context: Context, program: GatewayProgram, slot: int, paths: Sequence[str]) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(1)  # the event loop computes; more threads would take turns with the other workers
-    if prepare is not None:
-        prepare()
-    gc.freeze()  # what is loaded stays: collections need not look at it again
-    run_loop(_worker(context, make_actor, settings, slot, paths, report, extension))
+        torch.set_num_threads(1)  # the policy runs in the event loop; more threads would compete with other workers
+    if program.prepare is not None:
+        program.prepare()
+    gc.freeze()  # collections need not visit what is loaded by now
+    run_loop(_run_gateway(context, program, slot, paths))
 
 
-async def _worker(
-    context: Context,
-    make_actor: Callable[[], Any],
-    settings: GatewaySettings,
-    slot: int,
-    paths: Sequence[str],
-    report: Callable[[str, Mapping[str, Any]], None] | None,
-    extension: GatewayExtension | None,
-) -> None:
+async def _run_gateway(context: Context, program: GatewayProgram, slot: int, paths: Sequence[str]) -> None:
+    settings, report = program.settings, program.report
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
-    def asked_to_stop() -> None:
-        loop.call_soon_threadsafe(stop.set)
-
-    context.on_stop(asked_to_stop)
+    context.on_stop(lambda: loop.call_soon_threadsafe(stop.set))
     sockets = [socket.socket(fileno=os.dup(fd)) for fd in context.fds]
     lost_until = loop.time() + settings.sessions.silent_s if context.incarnation > 1 else -math.inf
     gateway = Gateway(
-        make_actor,
+        program.make_actor,
         settings,
         slot=slot,
         peer_paths=paths,
         direct_port=sockets[1].getsockname()[1],
         lost_until=lost_until,
-        extension=extension,
+        extension=program.extension,
     )
     await gateway.start(sockets)
     context.ready()
@@ -225,5 +211,5 @@ async def _worker(
     drained_by = loop.time() + settings.drain_s
     while loop.time() < drained_by and await gateway.has_open_sessions():
         context.beat()
-        await asyncio.sleep(_DRAINED_S)
+        await asyncio.sleep(_DRAIN_POLL_S)
     await gateway.close()

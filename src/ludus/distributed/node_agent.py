@@ -1,7 +1,7 @@
-"""The agent of a machine: runs workers there on behalf of a learner elsewhere, and hands it their blocks in large pieces.
+"""The agent of a machine: runs workers there for a learner on another machine and sends it their blocks in bundles.
 
-Nothing here knows of Ray: `ray_node.py` places an agent on each machine and calls it. What a learner asks for last, it must go
-on asking for: an agent that nobody has called for `ORPHAN_S` ends itself and its workers.
+Independent of Ray: `ray_nodes.py` places an agent on each machine and calls it. The learner must keep calling: an agent without
+calls for `ORPHAN_S` ends its workers and itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy.typing as npt
 import ludus
 from ludus.core.tree import Array, copy_into
 from ludus.core.types import Segments
-from ludus.distributed.sampling_pool import LocalNode, Node, Plan, WorkerReport
-from ludus.process.temp_dirs import Scratch
+from ludus.distributed.sampling_pool import LocalNode, SamplingNode, SamplingPlan, WorkerReport
+from ludus.process.temp_dirs import TempDir
 from ludus.ray_cluster.cluster import NODE_LOG_DIR
 from ludus.transport.ring_buffer import Wakeup
 from ludus.transport.shared_memory import BlockLayout
@@ -33,13 +33,13 @@ from ludus.transport.shared_memory import BlockLayout
 log = logging.getLogger(__name__)
 
 BUNDLE_BYTES = 1 << 20
-"""A bundle is sent when it has this many bytes; what Ray costs per object is then little beside the bytes themselves."""
+"""A bundle is sent when it has this many bytes: the overhead of Ray per object is then small."""
 
 MAX_BUNDLE_BYTES = 16 << 20
-"""And never has more than this, unless a single block has: an object store is small, and others wait for the wire."""
+"""Maximum size of a bundle, unless a single block is larger: object stores are small, and the network is shared."""
 
 LINGER_S = 0.02
-"""A smaller one is sent this long after its first block."""
+"""A smaller bundle is sent this long after its first block."""
 
 ORPHAN_S = 30.0
 _REPORT_S = 0.25
@@ -49,84 +49,84 @@ _EPISODES = ("episode_return", "episode_length")
 Bytes = npt.NDArray[np.uint8]
 
 
-class Served(Node, Protocol):
+class BellNode(SamplingNode, Protocol):
     """A node whose workers ring a bell when they have made a block."""
 
     bell: Path
 
 
-Make = Callable[[Plan, Path | None, str], Served]
-"""(plan, directory for logs, name) → the node that an agent runs."""
+NodeFactory = Callable[[SamplingPlan, Path | None, str], BellNode]
+"""(plan, log directory, name) → the node that an agent runs."""
 
 
-def local_node(plan: Plan, log_dir: Path | None, name: str) -> Served:
+def local_node(plan: SamplingPlan, log_dir: Path | None, name: str) -> BellNode:
     return LocalNode(plan, log_dir=log_dir, name=name, worker_name=worker_name)
 
 
 def worker_name(index: int) -> str:
-    """As the logs of this machine are called."""
+    """Name of a worker's process and log on this machine."""
     return f"actor_{index}" if os.environ.get(NODE_LOG_DIR) else f"sampler-{index}"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What comes with the bytes: whose blocks they are, one after the other, and how the workers are doing."""
+    """Description of the blocks in a bundle, in order, and the state of the workers."""
 
     blocks: tuple[tuple[int, int], ...] = ()
-    """(worker, life): a life begins with each `start` of that worker."""
+    """(worker, life) of each block: a life begins with each `start` of that worker."""
     reports: Mapping[int, tuple[int, WorkerReport]] | None = None
     tails: tuple[tuple[int, str], ...] = ()
-    """The last lines of the logs of workers that failed, where the learner cannot read the logs themselves."""
+    """Last log lines of failed workers, if the learner cannot read the logs themselves."""
 
 
 class _Failures:
-    """Which failures of workers were told already."""
+    """Failures of workers that were reported before."""
 
     def __init__(self) -> None:
-        self._told: dict[int, tuple[int, int, bool]] = {}
+        self._reported: dict[int, tuple[int, int, bool]] = {}
 
     def new(self, reports: Mapping[int, tuple[int, WorkerReport]]) -> list[int]:
-        """Workers that have failed since the last call. (A worker that is started again may begin with restarts of before.)"""
+        """Workers that failed since the last call. (The restart count of a worker that was started again may not begin at 0.)"""
         now = {i: (life, report.restarts, report.state == "failed") for i, (life, report) in reports.items()}
         failed = []
         for index, (life, restarts, over) in now.items():
-            known = self._told.get(index)
+            known = self._reported.get(index)
             if known is None or known[0] != life:
                 known = (life, restarts, False)
             if restarts > known[1] or over > known[2]:
                 failed.append(index)
-        self._told = now
+        self._reported = now
         return failed
 
 
 class NodeAgent:
-    """Its `next_bundle` is called by one thread at a time, everything else by another one."""
+    """One thread at a time calls `next_bundle`; another one calls everything else."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._node: Served | None = None
+        self._node: BellNode | None = None
         self._lives: dict[int, int] = {}
         self._turn = 0
         self._called_at = time.monotonic()
         self._closed = threading.Event()
         self._reported_at = 0.0
         self._failures = _Failures()
-        self._logs: Path | None = None
-        self._private_logs: Scratch | None = None
-        threading.Thread(target=self._watch, name="orphan-watch", daemon=True).start()
+        self._readable_logs: Path | None = None
+        self._private_logs: TempDir | None = None
+        threading.Thread(target=self._exit_when_orphaned, name="orphan-watch", daemon=True).start()
 
     def hello(self) -> dict[str, str]:
-        """Who it is: the learner compares before it sends anything that needs the same code on both sides."""
+        """Versions of this process; the learner compares them before it sends objects that need the same code."""
         return {"ludus": ludus.__version__, "python": platform.python_version(), "pid": str(os.getpid())}
 
-    def open(self, plan: Plan, make: Make, log_dir: str | None, mark: str) -> None:
-        """Be ready to start workers. Logs go below `log_dir` if the file `mark` in it is seen from here."""
+    def open(self, plan: SamplingPlan, make: NodeFactory, log_dir: str | None, mark: str) -> None:
+        """Prepare to start workers. Logs go below `log_dir` if its file `mark` is visible from here."""
         self._called_at = time.monotonic()
         self._layout = plan.layout
-        self._in_turn = plan.ahead is not None
-        self._enough = max(1, -(-BUNDLE_BYTES // self._layout.nbytes))
-        self._most = max(1, MAX_BUNDLE_BYTES // self._layout.nbytes)
+        self._alternates = plan.ahead is not None
+        self._min_blocks = max(1, -(-BUNDLE_BYTES // self._layout.nbytes))
+        self._max_blocks = max(1, MAX_BUNDLE_BYTES // self._layout.nbytes)
         node = make(plan, self._log_dir(log_dir, mark), self._name)
         self._bell = Wakeup(node.bell)
         self._node = node
@@ -136,16 +136,16 @@ class NodeAgent:
         if own:
             with contextlib.suppress(OSError):  # as below
                 Path(own).mkdir(parents=True, exist_ok=True)
-                self._logs = Path(own)
-                return self._logs
+                self._readable_logs = Path(own)
+                return self._readable_logs
         if log_dir is not None and (Path(log_dir) / mark).exists():
             shared = Path(log_dir) / self._name
-            with contextlib.suppress(OSError):  # seen, but not to be written by us
+            with contextlib.suppress(OSError):  # visible, but not writable
                 shared.mkdir(exist_ok=True)
                 return shared
-        self._private_logs = Scratch(Path(tempfile.gettempdir()))
-        self._logs = self._private_logs.path
-        return self._logs
+        self._private_logs = TempDir(Path(tempfile.gettempdir()))
+        self._readable_logs = self._private_logs.path
+        return self._readable_logs
 
     # -- control
 
@@ -179,21 +179,21 @@ class NodeAgent:
     # -- data
 
     def next_bundle(self, most: int, timeout_s: float) -> tuple[Bundle, Bytes]:
-        """The blocks that are there, at most `most`, as soon as they are many enough or have waited long enough.
+        """Return up to `most` blocks as soon as there are enough of them or the first has waited LINGER_S.
 
-        After `timeout_s` whatever there is, also nothing: an answer is a sign of life.
+        After `timeout_s` it returns what there is, even nothing: a reply shows that the agent is alive.
         """
         self._called_at = now = time.monotonic()
         deadline, due = now + timeout_s, now + timeout_s
-        size, most = self._layout.nbytes, min(most, self._most)
-        room: Bytes = np.empty(most * size, np.uint8)  # pages that are not written to cost nothing
+        size, most = self._layout.nbytes, min(most, self._max_blocks)
+        room: Bytes = np.empty(most * size, np.uint8)  # pages that are never written take no memory
         blocks: list[tuple[int, int]] = []
         while True:
             had = len(blocks)
-            if self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):  # else a worker is being stopped
+            if self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):  # not available while a worker is stopped
                 try:
-                    self._gather(room, blocks, most)
-                    complete = self._complete(blocks, most)
+                    self._take_blocks(room, blocks, most)
+                    complete = self._is_complete(blocks, most)
                 finally:
                     self._lock.release()
                 now = time.monotonic()
@@ -207,8 +207,8 @@ class NodeAgent:
             self._bell.wait(due - now)
         return self._bundle(blocks), room[: len(blocks) * size]
 
-    def _gather(self, room: Bytes, blocks: list[tuple[int, int]], most: int) -> None:
-        """One block of each worker in turn, so that a fast one does not fill the bundle alone."""
+    def _take_blocks(self, room: Bytes, blocks: list[tuple[int, int]], most: int) -> None:
+        """Take one block of each worker in turn, so that a fast one does not fill the bundle alone."""
         if self._node is None:
             return
         size, workers = self._layout.nbytes, list(self._lives)
@@ -226,11 +226,11 @@ class NodeAgent:
             self._node.release(index, block)
             blocks.append((index, self._lives[index]))
 
-    def _complete(self, blocks: list[tuple[int, int]], most: int) -> bool:
-        if len(blocks) >= min(most, self._enough):
+    def _is_complete(self, blocks: list[tuple[int, int]], most: int) -> bool:
+        if len(blocks) >= min(most, self._min_blocks):
             return True
-        # Workers that take turns with the learner make one block and wait: when all have, there is nothing to linger for.
-        return self._in_turn and bool(self._lives) and {index for index, _ in blocks} >= set(self._lives)
+        # Workers that alternate with the learner make one block and wait: once all have, waiting for more is useless.
+        return self._alternates and bool(self._lives) and {index for index, _ in blocks} >= set(self._lives)
 
     def _bundle(self, blocks: list[tuple[int, int]]) -> Bundle:
         now = time.monotonic()
@@ -242,34 +242,34 @@ class NodeAgent:
             lives = dict(self._lives)
         finally:
             self._lock.release()
-        living = {i: (lives[i], report) for i, report in reports.items() if i in lives}
-        failed = self._failures.new(living)
-        tails = tuple((index, self._tail(index)) for index in failed) if self._logs is not None else ()
-        return Bundle(tuple(blocks), living, tails)
+        current = {i: (lives[i], report) for i, report in reports.items() if i in lives}
+        failed = self._failures.new(current)
+        tails = tuple((index, self._tail(index)) for index in failed) if self._readable_logs is not None else ()
+        return Bundle(tuple(blocks), current, tails)
 
     def _tail(self, index: int) -> str:
-        assert self._logs is not None
+        assert self._readable_logs is not None
         try:
-            with open(self._logs / f"{worker_name(index)}.log", "rb") as file:
+            with open(self._readable_logs / f"{worker_name(index)}.log", "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
 
-    # -- nobody calls any more
+    # -- orphaned agents
 
-    def _watch(self) -> None:
+    def _exit_when_orphaned(self) -> None:
         while time.monotonic() < self._called_at + ORPHAN_S:
-            if self._closed.wait(1.0):  # nothing is left that would need somebody
+            if self._closed.wait(1.0):
                 return
         log.error("no learner has called for %.0f s: the agent of %s ends", ORPHAN_S, self._name)
-        with contextlib.suppress(Exception):  # whatever is in the way: the workers die with this process
+        with contextlib.suppress(Exception):  # after any error: the workers die with this process
             self.close()
         os._exit(1)
 
 
 def pack(layout: BlockLayout, block: Segments, buffer: memoryview) -> None:
-    """Copy a block into a record of its own."""
+    """Copy a block into a record."""
     target = layout.views(buffer).arrays()
     for name, tree in block.arrays().items():
         if name not in _EPISODES:
@@ -278,6 +278,6 @@ def pack(layout: BlockLayout, block: Segments, buffer: memoryview) -> None:
 
 
 def unpack(layout: BlockLayout, count: int, data: Bytes) -> list[Segments]:
-    """The blocks of a bundle: read-only views of its bytes, which stay as long as one of them. Raises Damaged."""
+    """Blocks of a bundle: read-only views of its bytes, which they keep alive. Raises Damaged."""
     buffer = data.data
     return [layout.load(buffer[i * layout.nbytes : (i + 1) * layout.nbytes]) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Which worker runs on which node: decided here, by numbers alone; acted upon elsewhere."""
+"""Decides which worker runs on which node. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def place(workers: int, cores: Mapping[str, int], current: Mapping[int, str]) -> dict[int, str]:
-    """Worker → node. Whoever has a place on a living node keeps it, unless a move makes the fullest node less full.
+    """Map workers to nodes. A worker stays on its node, if that is alive, unless a move makes the fullest node less full.
 
     Raises ValueError when there is no node.
     """
@@ -31,5 +31,5 @@ def place(workers: int, cores: Mapping[str, int], current: Mapping[int, str]) ->
 
 
 def _emptiest(cores: Mapping[str, int], count: Counter[str]) -> str:
-    """Where one more worker does least harm; of equals the first."""
+    """The node with the lowest load after one more worker; the first of equals."""
     return min(cores, key=lambda node: (count[node] + 1) / cores[node])

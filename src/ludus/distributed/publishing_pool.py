@@ -1,4 +1,4 @@
-"""A model pool whose new versions also reach the processes that act with them."""
+"""A model pool whose new versions are also sent to the processes that act with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ludus.models.weights.version_store import LocalVersionStore
 
 
 class PublishingPool:
-    """The pool of a run; `send` takes the model and the version that was published, in the trainer's thread."""
+    """Wraps the pool of a run. `send` is called with each published model and version, in the trainer's thread."""
 
     def __init__(self, pool: LocalVersionStore, send: Callable[[str, int], None]) -> None:
         self._pool, self._send = pool, send

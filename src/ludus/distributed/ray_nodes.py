@@ -1,22 +1,24 @@
-"""The machines of a Ray cluster as nodes to sample on: an agent on each, watched, given up when silent, found when it returns.
+"""The machines of a Ray cluster as nodes for sampling: an agent on each, given up when silent, found again when it returns.
 
-One thread, the post, owns every change of state; other threads leave it notes: the learner its wishes, Ray the answers to
-calls. A second one, the clerk, does all business with the head of the cluster (who is there? an agent for this machine, the
-end of that one): whoever speaks to a head that is gone may not come back. So the learner never waits for the network.
+All state changes happen in one thread, the state thread; other threads queue calls for it: the learner its requests, Ray the
+replies of agents. Blocking calls to the head (GCS) of the cluster run in a second thread, `GcsThread`. The learner never waits for
+the network.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import queue
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,69 +26,52 @@ import ludus
 from ludus.core.backoff import Backoff
 from ludus.core.tree import Array
 from ludus.core.types import Segments
-from ludus.distributed.node_agent import BUNDLE_BYTES, Bundle, Bytes, Make, NodeAgent, local_node, unpack
-from ludus.distributed.sampling_pool import NOTES, LocalNode, Node, Plan, WorkerReport
-from ludus.errors import LudusError, Unreachable, UsageError, WorkerFailed
+from ludus.distributed.gcs_thread import GcsThread, StallAwareClock
+from ludus.distributed.node_agent import BUNDLE_BYTES, Bundle, Bytes, NodeAgent, NodeFactory, local_node, unpack
+from ludus.distributed.sampling_pool import COUNTERS, LocalNode, SamplingNode, SamplingPlan, WorkerReport
+from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster, Member
 from ludus.transport.ring_buffer import Wakeup
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 8.0
-"""An agent that has not answered for so long is given up, whatever Ray says."""
-
-HEAD_S = 10.0
 START_S = 60.0
-OTHERS_S = 5.0
-"""Once there is a node to begin with, the others have so long to be there from the beginning; else they join later."""
 
 _POLL_S = 0.5
-_MEMBERS_S = 1.0
-_ASK_S = 3.0
 _TICK_S = 0.1
-_CALLS = 2
+_MAX_CALLS = 2
 _CLOSE_S = 5.0
 _BACKOFF_S, _MAX_BACKOFF_S = 1.0, 30.0
-_UNANSWERED = 2
-_STUCK_S = 2 * _ASK_S
-_GAP_S = 1.0
 
 DATA, CONTROL = "data", "control"
 
 
-class Patience:
-    """A clock that stands still while we do: what others have not done while this process was stopped is no fault of theirs.
+@dataclass(frozen=True)
+class RayTimeouts:
+    """Time limits in seconds."""
 
-    Somebody has to look at it several times per `_GAP_S`; for any thread.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
-        self._looked_at = clock()
-        self._missed_s = 0.0
-
-    def now(self) -> float:
-        with self._lock:
-            now = self._clock()
-            gap_s, self._looked_at = now - self._looked_at, now
-            if gap_s > _GAP_S:
-                log.warning("this process stood still for %.1f s: everybody gets that much longer to answer", gap_s)
-                self._missed_s += gap_s
-            return now - self._missed_s
+    silent_s: float = 8.0
+    """An agent without a reply for this long is given up, whatever Ray reports."""
+    head_s: float = 10.0
+    """Silence of the head after which the cluster counts as lost."""
+    start_s: float = START_S
+    """For the first usable node."""
+    others_s: float = 5.0
+    """For the other nodes once there is a usable one; later ones join during training."""
 
 
 class RayNode:
-    """One machine of the cluster, seen by the learner. `start` … `close` are for one thread; see `Node` for what they mean."""
+    """One machine of the cluster, seen by the learner. `start` … `close` are called by one thread; see `SamplingNode`."""
 
     def __init__(self, owner: RayNodes, member: Member, name: str) -> None:
         self.name, self.cores, self.lost = name, member.cores, ""
         self.id = member.id
         self.agent: Any = None
         self.ready = False
-        self.born = owner.now()
+        self.created_at = owner.now()
         self.calls: deque[tuple[float, int]] = deque()
-        """Of the bundles that are under way: when they were asked for, and how many blocks they may have."""
-        self.asked_at = 0.0
+        """Pending requests for bundles: (time of the request, maximum number of blocks)."""
+        self.requested_at = 0.0
         self.published = self.wanted = 0
         self.publishing = self.held_back = False
         self._owner = owner
@@ -95,7 +80,7 @@ class RayNode:
         self._count = 0
         self._reports: dict[int, tuple[int, WorkerReport]] = {}
         self._refused: dict[int, tuple[int, WorkerReport]] = {}
-        """The agent knows nothing of workers that it could not start: its reports must not make them forgotten."""
+        """Workers that the agent could not start, which its reports do not contain."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -105,17 +90,17 @@ class RayNode:
         with self._lock:
             life = self._lives[index] = self._owner.next_life()
             self._drop(index)
-        self._owner.tell(lambda: self._owner.start(self, index, begin, life), self)
+        self._owner.submit(lambda: self._owner.start_worker(self, index, begin, life), self)
 
     def stop(self, index: int) -> None:
         with self._lock:
             self._lives.pop(index, None)
             self._drop(index)
-        self._owner.tell(lambda: self._owner.call(self, CONTROL, "stop", index), self)
+        self._owner.submit(lambda: self._owner.call(self, CONTROL, "stop", index), self)
 
     def publish(self, version: int, weights: Mapping[str, Array]) -> None:
-        self._owner.offer(version, weights)
-        self._owner.tell(lambda: self._owner.send_weights(self, version), self)
+        self._owner.offer_weights(version, weights)
+        self._owner.submit(lambda: self._owner.send_weights(self, version), self)
 
     def take(self, index: int) -> Segments | None:
         with self._lock:
@@ -126,11 +111,11 @@ class RayNode:
             self._count -= 1
         if self.held_back:
             self.held_back = False
-            self._owner.tell(lambda: self._owner.ask(self), self)
+            self._owner.submit(lambda: self._owner.request_bundles(self), self)
         return block
 
     def release(self, index: int, block: Segments) -> None:
-        """Nothing to do: the bundle is freed with the last of its blocks that anybody holds."""
+        """Nothing to do: the memory of a bundle is freed with the last of its blocks."""
 
     def workers(self) -> dict[int, WorkerReport]:
         with self._lock:
@@ -138,19 +123,19 @@ class RayNode:
             return {i: report for i, (life, report) in known.items() if self._lives.get(i) == life}
 
     def close(self) -> None:
-        self._owner.tell(lambda: self._owner.give_up(self, "it was closed"), self)
+        self._owner.submit(lambda: self._owner.give_up(self, "it was closed"), self)
 
-    # -- for the post
+    # -- called by the state thread
 
-    def portion(self, slots: int, block_bytes: int) -> int:
-        """How many blocks the next bundle may have: none before the learner has taken some of those that wait."""
+    def next_bundle_blocks(self, slots: int, block_bytes: int) -> int:
+        """Maximum number of blocks for the next bundle: 0 or less until the learner has taken some of those waiting."""
         with self._lock:
-            ahead = room_for(len(self._lives), slots, block_bytes)
-            left = ahead - self._count - sum(most for _, most in self.calls)
-            return min(left, -(-ahead // _CALLS))  # so that there is something to ask for while a bundle is under way
+            limit = max_blocks_ahead(len(self._lives), slots, block_bytes)
+            left = limit - self._count - sum(blocks for _, blocks in self.calls)
+            return min(left, -(-limit // _MAX_CALLS))  # so that another bundle can be requested while one is in flight
 
     def deliver(self, bundle: Bundle, blocks: list[Segments]) -> None:
-        """Blocks of workers that were stopped, or started anew, since are dropped."""
+        """Queue the blocks; those of workers that were stopped or restarted meanwhile are dropped."""
         with self._lock:
             for (index, life), block in zip(bundle.blocks, blocks, strict=True):
                 if self._lives.get(index) == life:
@@ -159,237 +144,272 @@ class RayNode:
             if bundle.reports is not None:
                 self._reports = dict(bundle.reports)
 
-    def refuse(self, index: int, life: int, why: str) -> None:
-        """A worker that could not even be started."""
+    def set_refused(self, index: int, life: int, why: str) -> None:
+        """RingRecord a worker that could not be started."""
         with self._lock:
-            self._refused[index] = life, WorkerReport("failed", None, 0, why, (0.0,) * len(NOTES))
+            self._refused[index] = life, WorkerReport("failed", None, 0, why, (0.0,) * len(COUNTERS))
 
     def _drop(self, index: int) -> None:
         self._refused.pop(index, None)
         self._count -= len(self._waiting.pop(index, ()))
 
 
-def room_for(workers: int, slots: int, block_bytes: int) -> int:
-    """How many blocks of a node may be here, or on their way. Tiny ones get twice the room if a bundle is not full otherwise."""
+def max_blocks_ahead(workers: int, slots: int, block_bytes: int) -> int:
+    """Number of blocks of a node that may wait here or be in flight. Up to twice the slots if tiny blocks do not fill a bundle."""
     return min(max(slots * workers, -(-BUNDLE_BYTES // block_bytes)), 2 * slots * workers)
 
 
-class RayNodes:
-    """The machines of a cluster; this one's workers need no agent. Raises WorkerFailed when none of them can be used.
+class _WeightsOutbox:
+    """The newest weights, stored in Ray once per version for all nodes."""
 
-    Nodes of Ray that share the weights of the learner on their machine are no machines of their own: they add cores to this one.
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest: tuple[int, Mapping[str, Array]] = (0, {})
+        self._reference: tuple[int, Any] = (0, None)
+
+    def offer(self, version: int, weights: Mapping[str, Array]) -> None:
+        """Copy the weights, once per version: the learner goes on changing them. From any thread."""
+        with self._lock:
+            if version > self._newest[0]:
+                self._newest = version, {name: value.copy() for name, value in weights.items()}
+
+    def reference(self) -> tuple[int, Any]:
+        """(version, object reference). From the state thread."""
+        import ray
+
+        with self._lock:
+            version, weights = self._newest
+        if self._reference[0] != version:
+            self._reference = version, ray.put(weights)
+        return self._reference
+
+
+class _SharedLogDir:
+    """The log directory of the run, with a marker file by which an agent recognizes that it sees the same directory."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = None if path is None else path.absolute()
+        self.mark = f".seen-{secrets.token_hex(8)}"
+        if self.path is not None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for left in self.path.glob(".seen-*"):  # of a learner that was killed
+                left.unlink(missing_ok=True)
+            (self.path / self.mark).touch()
+
+    def append(self, node: str, worker: int, text: str) -> None:
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # a full disk must not end the training
+                (self.path / node).mkdir(exist_ok=True)
+                with open(self.path / node / f"sampler-{worker}.log", "a") as file:
+                    file.write(text)
+
+    def close(self) -> None:
+        if self.path is not None:
+            (self.path / self.mark).unlink(missing_ok=True)
+
+
+class RayNodes:
+    """The machines of a cluster; workers on this machine need no agent. Raises WorkerFailed when no machine can be used.
+
+    Ray nodes that share the learner's weights on its machine are not separate machines: their cores are added to this one.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        plan: Plan,
+        plan: SamplingPlan,
         bell: Path,
         *,
         log_dir: Path | None = None,
         announce: Callable[[str], None] | None = None,
-        make: Make = local_node,
+        make: NodeFactory = local_node,
         agent_here: bool = False,
-        silent_s: float = SILENT_S,
-        head_s: float = HEAD_S,
-        start_s: float = START_S,
-        others_s: float = OTHERS_S,
+        timeouts: RayTimeouts = RayTimeouts(),  # noqa: B008 - frozen
     ) -> None:
-        """`agent_here`: an agent on this machine, too, as on the others (for tests, and to compare)."""
-        self._cluster, self._plan, self._make = cluster, plan, make
+        """`agent_here`: use an agent on this machine too (for tests and comparisons)."""
+        self._cluster, self._plan, self._make, self._timeouts = cluster, plan, make, timeouts
         self._layout = plan.layout
-        self._silent_s, self._head_s = silent_s, head_s
         self._agents = _agents()
-        self._say = announce or (lambda sentence: None)
+        self._announce = announce or (lambda sentence: None)
         self._agent_here = agent_here
-        self.now = Patience().now
-        self._notes: queue.SimpleQueue[tuple[Callable[[], None], RayNode | None]] = queue.SimpleQueue()
-        self._errands: queue.SimpleQueue[tuple[Callable[[], None], RayNode]] = queue.SimpleQueue()
+        self.now = StallAwareClock().now
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], RayNode | None]] = queue.SimpleQueue()
         self._nodes: dict[str, RayNode] = {}
         self._retry_at: dict[str, tuple[float, Backoff]] = {}
-        """Of members whose agent failed: when to try again, and how long to wait after that."""
+        """Members whose agent failed: time of the next attempt and the back-off after it."""
         self._unusable: dict[str, str] = {}
         self._failure: tuple[str, str] | None = None
-        self._life = 0
-        self._weights: tuple[int, Mapping[str, Array]] = (0, {})
-        self._weights_lock = threading.Lock()
-        self._reference: tuple[int, Any] = (0, None)
-        self._closing, self._dismissed = threading.Event(), threading.Event()
+        self._lives = itertools.count(1)
+        self._weights = _WeightsOutbox()
+        self._closing = threading.Event()
         self._settled = threading.Condition()
         self._members: list[Member] = cluster.members()
-        self._heard_at = self._attending_at = self.now()
-        self._unanswered = self._own_cores = 0
-        self._log_dir, self._mark = _marked(log_dir)
-        self._bell = Wakeup(bell)
-        self._bell_path = bell
+        self._logs = _SharedLogDir(log_dir)
+        self._bell, self._bell_path = Wakeup(bell), bell
         self._own: LocalNode | None = None
-        self._threads = [
-            threading.Thread(target=self._deliver, name="ray-post", daemon=True),
-            threading.Thread(target=self._attend, name="ray-clerk", daemon=True),
-        ]
+        self._thread = threading.Thread(target=self._run, name="ray-state", daemon=True)
+        self._gcs = GcsThread(
+            cluster,
+            self.now,
+            self._closing,
+            on_members=lambda members: self.submit(functools.partial(self._update_members, members)),
+            on_crash=self._on_crash,
+        )
         try:
-            self._see_to_own()
-            for thread in self._threads:
-                thread.start()
-            self._wait_for_agents(start_s, others_s)
+            self._update_own_node()
+            self._thread.start()
+            self._gcs.start()
+            self._wait_for_agents()
         except BaseException:
             self.close()
             raise
 
-    def _see_to_own(self) -> None:
-        """Workers beside the learner: as many as this machine's nodes of Ray have cores. For the learner's thread, which starts them."""
-        me = self._me()
+    def _update_own_node(self) -> None:
+        """Run workers on this machine, with the cores of its Ray nodes. Called by the learner's thread, which starts the workers."""
+        me = self._own_member()
         if self._agent_here or me is None:
             return
-        cores = (me.cores if me.alive else 0) + sum(member.cores for member in self._members if self._shares(member))
-        if self._own is None and cores:
-            self._own = LocalNode(self._plan, self._bell_path, log_dir=self._log_dir, name=me.host)
+        cores = (me.cores if me.alive else 0) + sum(member.cores for member in self._members if self._shares_weights(member))
         if self._own is None:
+            if cores:
+                self._own = LocalNode(self._plan, self._bell_path, log_dir=self._logs.path, name=me.host)
+                self._own.cores = cores
             return
-        if self._own.cores != cores and self._own_cores:
+        if self._own.cores != cores:
             log.info("%s has %d cores for workers now", me.host, cores)
-        self._own.cores = self._own_cores = cores
+        self._own.cores = cores
         if not cores:
             own, self._own = self._own, None
-            own.lost = "nobody offers cores here any more"
+            own.lost = "no cores are offered on this machine any more"
             for worker in list(own.workers()):
                 own.stop(worker)
             own.close()
 
-    def _me(self) -> Member | None:
+    def _own_member(self) -> Member | None:
         return next((member for member in self._members if member.id == self._cluster.here), None)
 
-    def _shares(self, member: Member) -> bool:
-        me = self._me()
+    def _shares_weights(self, member: Member) -> bool:
+        me = self._own_member()
         return member.alive and member.shares and me is not None and member.id != me.id and member.address == me.address
 
-    # -- for the learner
+    # -- called by the learner
 
-    def current(self) -> list[Node]:
+    def current(self) -> list[SamplingNode]:
         self._check_head()
         if self._failure is not None:
-            raise WorkerFailed(*self._failure) if self._cluster.returns else _final(*self._failure)
-        self._see_to_own()
-        own: list[Node] = [] if self._own is None else [self._own]
+            raise WorkerFailed(*self._failure) if self._cluster.returns else _final_error(*self._failure)
+        self._update_own_node()
+        own: list[SamplingNode] = [] if self._own is None else [self._own]
         return own + [node for node in list(self._nodes.values()) if node.ready and not node.lost]
 
     def close(self) -> None:
-        """End all agents and their workers. No effect when called again."""
+        """End all agents and their workers. Idempotent."""
         if not self._closing.is_set():
             self._closing.set()
-            for thread in self._threads:  # the post first: it has errands for the clerk
-                if thread.ident is not None:
-                    thread.join(2 * _CLOSE_S)
-                self._dismissed.set()
+            if self._thread.ident is not None:
+                self._thread.join(2 * _CLOSE_S)  # first: it submits calls to the GCS thread
+            self._gcs.close(2 * _CLOSE_S)
             self._bell.close()
-            if self._log_dir is not None:
-                (self._log_dir / self._mark).unlink(missing_ok=True)
+            self._logs.close()
         if self._own is not None:
             self._own.close()
 
-    def _wait_for_agents(self, start_s: float, others_s: float) -> None:
-        """Until every machine that is there has an agent, or has shown that it cannot have one; not long for the last ones."""
-        wanted = {member.id for member in self._members if self._wants_agent(member)}
+    def _wait_for_agents(self) -> None:
+        """Wait until each machine has an agent or has failed; with a usable one, not long for the others."""
+        start_s = self._timeouts.start_s
+        wanted = {member.id for member in self._members if self._needs_agent(member)}
         deadline, begun = time.monotonic() + start_s, False
         if wanted:
-            self._say(f"starting agents on {len(wanted)} {'machine' if len(wanted) == 1 else 'machines'} …")
+            self._announce(f"starting agents on {len(wanted)} {'machine' if len(wanted) == 1 else 'machines'} …")
         with self._settled:
             while time.monotonic() < deadline and self._failure is None:
                 ready = {node.id for node in list(self._nodes.values()) if node.ready}
                 if wanted <= ready | self._unusable.keys():
                     break
                 if not begun and (ready or self._own is not None):
-                    begun, deadline = True, min(deadline, time.monotonic() + others_s)
+                    begun, deadline = True, min(deadline, time.monotonic() + self._timeouts.others_s)
                 self._settled.wait(_POLL_S)
-        if not self.current():
+        nodes = self.current()
+        if not nodes:
             reasons = "; ".join(sorted(set(self._unusable.values()))) or f"no agent was ready within {start_s:.0f} s"
             raise WorkerFailed(f"No node of the Ray cluster at {self._cluster.address} can be used: {reasons}.")
-        nodes = self.current()
-        self._say(f"workers on {', '.join(f'{node.name} ({node.cores})' for node in nodes)}")
+        self._announce(f"workers on {', '.join(f'{node.name} ({node.cores})' for node in nodes)}")
 
-    def _wants_agent(self, member: Member) -> bool:
+    def _needs_agent(self, member: Member) -> bool:
         here = member.id == self._cluster.here
-        return member.alive and member.cores > 0 and (self._agent_here or not (here or self._shares(member)))
+        return member.alive and member.cores > 0 and (self._agent_here or not (here or self._shares_weights(member)))
 
-    # -- what the learner and the nodes leave for the post
+    # -- called from any thread
 
-    def tell(self, note: Callable[[], None], about: RayNode | None = None) -> None:
-        """If it fails, the node that it is about is given up; else there is nothing to go on with."""
-        self._notes.put((note, about))
+    def submit(self, call: Callable[[], None], node: RayNode | None = None) -> None:
+        """Run a call in the state thread. If it fails, `node` is given up; without one the failure is fatal."""
+        self._calls.put((call, node))
 
     def next_life(self) -> int:
-        self._life += 1
-        return self._life
+        return next(self._lives)
 
-    def offer(self, version: int, weights: Mapping[str, Array]) -> None:
-        """Copied here, once per version: the learner goes on changing them."""
-        with self._weights_lock:
-            if version > self._weights[0]:
-                self._weights = version, {name: value.copy() for name, value in weights.items()}
+    def offer_weights(self, version: int, weights: Mapping[str, Array]) -> None:
+        self._weights.offer(version, weights)
 
-    # -- the post
+    # -- state thread
 
-    def _deliver(self) -> None:
-        with self._to_the_end("post"):
+    def _run(self) -> None:
+        try:
             while not self._closing.is_set():
                 with contextlib.suppress(queue.Empty):
-                    self._read(*self._notes.get(timeout=_TICK_S))
-                    for _ in range(self._notes.qsize()):
-                        self._read(*self._notes.get_nowait())
-                self._tick(self.now())
-        self._dismiss()
+                    self._run_call(*self._calls.get(timeout=_TICK_S))
+                    for _ in range(self._calls.qsize()):
+                        self._run_call(*self._calls.get_nowait())
+                self._run_timers(self.now())
+        except BaseException as error:  # the learner must notice that this thread has ended
+            self._on_crash(error)
+        self._close_agents()
 
-    def _read(self, note: Callable[[], None], about: RayNode | None) -> None:
+    def _run_call(self, call: Callable[[], None], node: RayNode | None) -> None:
         try:
-            note()
-        except Exception as error:  # whatever is wrong with one machine is no reason to end the training
-            if about is None:
+            call()
+        except Exception as error:  # Ray raises many types; a problem of one machine must not end the training
+            if node is None:
                 raise
-            self._failed(about, error)
+            self._on_node_error(node, error)
 
-    def _failed(self, node: RayNode, error: Exception) -> None:
+    def _on_node_error(self, node: RayNode, error: Exception) -> None:
         if not isinstance(error, LudusError):
-            log.error("a mistake about %s", node.name, exc_info=error)
+            log.error("unexpected error about %s", node.name, exc_info=error)
         self.give_up(node, _reason(error))
 
-    @contextlib.contextmanager
-    def _to_the_end(self, who: str) -> Iterator[None]:
-        """Nobody else would notice that a thread has ended."""
-        try:
-            yield
-        except BaseException as error:
-            log.exception("the %s of the cluster failed", who)
-            self._fail(f"The learner's side of the cluster failed: {type(error).__name__}: {error}.", "See the log.")
+    def _on_crash(self, error: BaseException) -> None:
+        log.error("%s ended with an error", threading.current_thread().name, exc_info=error)
+        self._fail(f"The learner's side of the cluster failed: {type(error).__name__}: {error}.", "See the log.")
 
-    def _tick(self, now: float) -> None:
-        """What is due by the clock."""
+    def _submit_to_gcs(self, call: Callable[[], None], node: RayNode) -> None:
+        self._gcs.submit(call, lambda error: self.submit(functools.partial(self._on_node_error, node, error), node))
+
+    def _run_timers(self, now: float) -> None:
         for node in list(self._nodes.values()):
-            self._read(functools.partial(self._look_after, node, now), node)
-        self._hire(now)
+            self._run_call(functools.partial(self._check_node, node, now), node)
+        self._start_missing_agents(now)
 
-    def _look_after(self, node: RayNode, now: float) -> None:
-        patience = self._silent_s + 2 * _POLL_S
-        if node.ready and node.calls and now > node.calls[0][0] + patience:
+    def _check_node(self, node: RayNode, now: float) -> None:
+        limit_s = self._timeouts.silent_s + 2 * _POLL_S
+        if node.ready and node.calls and now > node.calls[0][0] + limit_s:
             self.give_up(node, f"it has not answered for {now - node.calls[0][0]:.0f} s")
-        elif not node.ready and now > node.born + START_S:
+        elif not node.ready and now > node.created_at + START_S:
             self.give_up(node, f"its agent has not started within {START_S:.0f} s")
         elif node.held_back:
-            self.ask(node)
-            if not node.calls and now > node.asked_at + _POLL_S:  # the learner is busy: for the sign of life alone
-                self._call_for_bundle(node, 0, 0.0)
+            self.request_bundles(node)
+            if not node.calls and now > node.requested_at + _POLL_S:  # the learner is busy: an empty request as a heartbeat
+                self._request_bundle(node, 0, 0.0)
 
     def _check_head(self) -> None:
-        """Gone is who has let several questions pass, or keeps the clerk from asking."""
-        now = self.now()
-        silent_s = now - self._heard_at
-        if silent_s > self._head_s and (self._unanswered >= _UNANSWERED or now - self._attending_at > _STUCK_S):
+        silent_s = self._gcs.head_lost_for_s(self._timeouts.head_s)
+        if silent_s is not None:
             self._fail(
                 f"The head of the cluster is gone: {self._cluster.address} has not answered for {silent_s:.0f} s.",
                 "Continue with --resume RUN once it is back.",
             )
 
-    def _seen(self, members: list[Member]) -> None:
-        """The head has said who is there."""
+    def _update_members(self, members: list[Member]) -> None:
         self._members = members
         alive = {member.id for member in members if member.alive}
         if self._cluster.here not in alive:
@@ -403,42 +423,41 @@ class RayNodes:
         for gone in [member for member in self._retry_at if member not in alive]:
             del self._retry_at[gone]
 
-    def _hire(self, now: float) -> None:
-        """An agent for everybody who has none."""
+    def _start_missing_agents(self, now: float) -> None:
         if self._failure is not None:
             return
         for member in self._members:
             due, _ = self._retry_at.get(member.id, (0.0, None))
-            if self._wants_agent(member) and member.id not in self._nodes and now >= due:
-                self._nodes[member.id] = node = RayNode(self, member, self._name(member))
-                self._errands.put((functools.partial(self._engage, node), node))
+            if self._needs_agent(member) and member.id not in self._nodes and now >= due:
+                self._nodes[member.id] = node = RayNode(self, member, self._unique_name(member))
+                self._submit_to_gcs(functools.partial(self._create_agent, node), node)
 
-    def _engage(self, node: RayNode) -> None:
-        """An errand: only when it is done is there an agent to call."""
+    def _create_agent(self, node: RayNode) -> None:
+        """Runs in the GCS thread."""
         node.agent = self._agents(node.id).remote(node.name)
-        self.tell(lambda: self.call(node, None, "hello", then=self._greeted), node)
+        self.submit(lambda: self.call(node, None, "hello", then=self._on_hello), node)
 
-    def _name(self, member: Member) -> str:
+    def _unique_name(self, member: Member) -> str:
         taken = {node.name for node in self._nodes.values()} | ({self._own.name} if self._own else set())
         host = member.host or member.address
         return f"{host}-{member.id[:6]}" if host in taken else host
 
-    def _greeted(self, node: RayNode, hello: Mapping[str, str]) -> None:
+    def _on_hello(self, node: RayNode, hello: Mapping[str, str]) -> None:
         if hello["ludus"] != ludus.__version__:
             raise UsageError(f"{node.name} has ludus {hello['ludus']}, and this machine {ludus.__version__}")
-        log_dir = None if self._log_dir is None else str(self._log_dir)
-        self.call(node, None, "open", self._plan, self._make, log_dir, self._mark, then=self._opened)
+        log_dir = None if self._logs.path is None else str(self._logs.path)
+        self.call(node, None, "open", self._plan, self._make, log_dir, self._logs.mark, then=self._on_open)
 
-    def _opened(self, node: RayNode, _: None) -> None:
+    def _on_open(self, node: RayNode, _: None) -> None:
         with self._settled:
             node.ready = True
             self._unusable.pop(node.id, None)
             self._settled.notify_all()
         log.info("%s has an agent, with %d cores", node.name, node.cores)
-        self.ask(node)
+        self.request_bundles(node)
         self._bell.notify()
 
-    # -- calls
+    # -- calls of agents
 
     def call(
         self,
@@ -449,15 +468,15 @@ class RayNodes:
         then: Callable[[RayNode, Any], None] = lambda node, answer: None,
         failed: Callable[[str], None] | None = None,
     ) -> None:
-        """Call the agent; `then` gets the answer, in this thread. An error of the call gives the node up, unless `failed`."""
+        """Call the agent; `then` gets the reply in the state thread. An error gives up the node, or calls `failed` if set."""
         if node.lost:
             return
         bound = getattr(node.agent, method)
         reference = (bound.options(concurrency_group=group) if group else bound).remote(*args)
-        done = functools.partial(self._answered, node, then, failed)
-        reference.future().add_done_callback(lambda future: self.tell(functools.partial(done, future), node))
+        done = functools.partial(self._on_reply, node, then, failed)
+        reference.future().add_done_callback(lambda future: self.submit(functools.partial(done, future), node))
 
-    def _answered(
+    def _on_reply(
         self, node: RayNode, then: Callable[[RayNode, Any], None], failed: Callable[[str], None] | None, future: Future[Any]
     ) -> None:
         if node.lost:
@@ -470,61 +489,48 @@ class RayNodes:
         else:
             then(node, future.result())
 
-    def ask(self, node: RayNode) -> None:
-        """Keep bundles coming, as long as there is room for them."""
-        while not node.lost and node.ready and len(node.calls) < _CALLS:
-            most = node.portion(self._plan.slots, self._layout.nbytes)
-            node.held_back = most <= 0
+    def request_bundles(self, node: RayNode) -> None:
+        """Keep requests for bundles in flight while there is room for blocks."""
+        while not node.lost and node.ready and len(node.calls) < _MAX_CALLS:
+            blocks = node.next_bundle_blocks(self._plan.slots, self._layout.nbytes)
+            node.held_back = blocks <= 0
             if node.held_back:
                 return
-            self._call_for_bundle(node, most, _POLL_S)
+            self._request_bundle(node, blocks, _POLL_S)
 
-    def _call_for_bundle(self, node: RayNode, most: int, timeout_s: float) -> None:
-        node.asked_at = self.now()
-        node.calls.append((node.asked_at, most))
-        self.call(node, DATA, "next_bundle", most, timeout_s, then=self._bundle)
+    def _request_bundle(self, node: RayNode, blocks: int, timeout_s: float) -> None:
+        node.requested_at = self.now()
+        node.calls.append((node.requested_at, blocks))
+        self.call(node, DATA, "next_bundle", blocks, timeout_s, then=self._on_bundle)
 
-    def _bundle(self, node: RayNode, answer: tuple[Bundle, Bytes]) -> None:
-        bundle, data = answer
+    def _on_bundle(self, node: RayNode, reply: tuple[Bundle, Bytes]) -> None:
+        bundle, data = reply
         node.calls.popleft()
         if bundle.blocks or bundle.reports is not None:
             node.deliver(bundle, unpack(self._layout, len(bundle.blocks), data))
         if bundle.blocks:
             self._bell.notify()
         for worker, tail in bundle.tails:
-            self._keep(node, worker, tail)
-        self.ask(node)
+            log.warning("worker %d on %s failed; its last lines are in the run's logs", worker, node.name)
+            self._logs.append(node.name, worker, tail)
+        self.request_bundles(node)
 
-    def start(self, node: RayNode, index: int, begin: int, life: int) -> None:
-        self.call(node, CONTROL, "start", index, begin, life, failed=lambda why: node.refuse(index, life, why))
-        self.ask(node)  # there is room for more than before
+    def start_worker(self, node: RayNode, index: int, begin: int, life: int) -> None:
+        self.call(node, CONTROL, "start", index, begin, life, failed=lambda why: node.set_refused(index, life, why))
+        self.request_bundles(node)  # a worker more makes room for more blocks
 
     def send_weights(self, node: RayNode, version: int) -> None:
-        """The newest there are, one transfer at a time: whatever was published meanwhile goes next."""
+        """Send the newest weights, one transfer at a time: versions published meanwhile are sent next."""
         node.wanted = max(node.wanted, version)
         if node.publishing or node.lost or node.published >= node.wanted:
             return
-        import ray
-
-        with self._weights_lock:
-            newest, weights = self._weights
-        if self._reference[0] != newest:
-            self._reference = newest, ray.put(weights)
+        newest, reference = self._weights.reference()
         node.publishing = True
-        self.call(node, CONTROL, "publish", *self._reference, then=functools.partial(self._published, newest))
+        self.call(node, CONTROL, "publish", newest, reference, then=functools.partial(self._on_published, newest))
 
-    def _published(self, version: int, node: RayNode, _: None) -> None:
+    def _on_published(self, version: int, node: RayNode, _: None) -> None:
         node.publishing, node.published = False, version
         self.send_weights(node, version)
-
-    def _keep(self, node: RayNode, worker: int, tail: str) -> None:
-        """What a worker wrote before it failed, of a machine whose files we do not see."""
-        log.warning("worker %d on %s failed; its last lines are in the run's logs", worker, node.name)
-        if self._log_dir is not None:
-            with contextlib.suppress(OSError):  # a full disk must not end the training
-                (self._log_dir / node.name).mkdir(exist_ok=True)
-                with open(self._log_dir / node.name / f"sampler-{worker}.log", "a") as file:
-                    file.write(tail)
 
     # -- ends
 
@@ -534,7 +540,7 @@ class RayNodes:
         node.lost = why
         log.warning("%s is given up: %s", node.name, why)
         self._nodes.pop(node.id, None)
-        self._errands.put((lambda: _kill(node.agent), node))
+        self._submit_to_gcs(lambda: _kill(node.agent), node)
         _, backoff = self._retry_at.get(node.id, (0.0, Backoff(_BACKOFF_S, _MAX_BACKOFF_S)))
         if node.ready:
             backoff.reset()
@@ -549,65 +555,33 @@ class RayNodes:
         if self._failure is None:
             log.error("%s", message)
             self._failure = message, hint
+            self._gcs.discard_calls()
             with self._settled:
                 self._settled.notify_all()
             with contextlib.suppress(OSError, ValueError):  # closed meanwhile
                 self._bell.notify()
 
-    def _dismiss(self) -> None:
-        """Agents end their workers, before they are ended themselves; those that cannot be reached end by themselves."""
+    def _close_agents(self) -> None:
+        """Let agents end their workers, then kill the agents; those that cannot be reached end by themselves."""
         import ray
 
-        asked = []
+        closing = []
         if self._failure is None:
             for node in self._nodes.values():
                 if node.ready:
-                    with contextlib.suppress(Exception):  # Ray's, of an agent that has just died
-                        asked.append(node.agent.close.options(concurrency_group=CONTROL).remote())
-                self._errands.put((functools.partial(_kill, node.agent), node))
-        if asked:
-            with contextlib.suppress(Exception):
-                ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_S)
-
-    # -- the clerk
-
-    def _attend(self) -> None:
-        due = 0.0
-        with self._to_the_end("clerk"):
-            while not self._dismissed.is_set():
-                with contextlib.suppress(queue.Empty):
-                    self._run(*self._errands.get(timeout=_TICK_S))
-                if time.monotonic() >= due and not self._closing.is_set():
-                    self._ask_head()
-                    due = time.monotonic() + _MEMBERS_S
-                self._attending_at = self.now()
-            with contextlib.suppress(queue.Empty):
-                while self._failure is None:
-                    self._run(*self._errands.get_nowait())
-
-    def _run(self, errand: Callable[[], None], node: RayNode) -> None:
-        self._attending_at = self.now()
-        try:
-            errand()
-        except Exception as error:
-            self.tell(functools.partial(self._failed, node, error), node)
-
-    def _ask_head(self) -> None:
-        self._attending_at = self.now()
-        try:
-            members = self._cluster.members(_ASK_S)
-        except Unreachable:  # how long that has been so is judged elsewhere
-            self._unanswered += 1
-        else:
-            self._heard_at, self._unanswered = self.now(), 0
-            self.tell(functools.partial(self._seen, members))
+                    with contextlib.suppress(Exception):  # Ray raises many types for an agent that has just died
+                        closing.append(node.agent.close.options(concurrency_group=CONTROL).remote())
+                self._submit_to_gcs(functools.partial(_kill, node.agent), node)
+        if closing:
+            with contextlib.suppress(Exception):  # as above
+                ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
 
 
 # -- Ray --------------------------------------------------------------------------------------------------------------
 
 
 def _agents() -> Callable[[str], Any]:
-    """Node id → what makes an agent there and nowhere else."""
+    """Function from the id of a Ray node to the actor class pinned to that node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -621,7 +595,7 @@ def _kill(agent: Any) -> None:
 
     if agent is None:
         return
-    with contextlib.suppress(Exception):  # it is dead already, or its machine is out of reach
+    with contextlib.suppress(Exception):  # Ray raises many types if it is dead or unreachable
         ray.kill(agent)
 
 
@@ -632,7 +606,7 @@ def _is_death(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """In a line, what somebody can do something about."""
+    """Describe the error in one line."""
     from ray import exceptions
 
     text = str(error)
@@ -653,20 +627,8 @@ def _reason(error: BaseException) -> str:
     return f"{type(cause).__name__}: {lines[0] if lines else ''}"
 
 
-def _final(message: str, hint: str) -> WorkerFailed:
-    """An error that another attempt of the same learner would only meet again."""
+def _final_error(message: str, hint: str) -> WorkerFailed:
+    """An error after which restarting the learner is useless."""
     error = WorkerFailed(message, hint)
     error.final = True
     return error
-
-
-def _marked(log_dir: Path | None) -> tuple[Path | None, str]:
-    """A file by which another machine can tell that it sees the same directory, and not one of the same name."""
-    mark = f".seen-{secrets.token_hex(8)}"
-    if log_dir is not None:
-        log_dir = log_dir.absolute()
-        log_dir.mkdir(parents=True, exist_ok=True)
-        for left in log_dir.glob(".seen-*"):  # by a learner that was killed
-            left.unlink(missing_ok=True)
-        (log_dir / mark).touch()
-    return log_dir, mark

@@ -39,7 +39,7 @@ from ludus.experiments.validation import iteration_units, validate
 from ludus.experiments.validation.validate import ParsedExperiment
 
 if TYPE_CHECKING:
-    from ludus.distributed.code_bundle import Luggage
+    from ludus.distributed.code_bundle import CodeBundle
 
 log = logging.getLogger(__name__)
 
@@ -270,12 +270,12 @@ def needs_supervisor(resolved: ResolvedExperiment) -> bool:
     return config.workers > 0 or config.learners > 1 or has_remote_learners()
 
 
-def code_bundle_of(resolved: ResolvedExperiment) -> Luggage:
+def code_bundle_of(resolved: ResolvedExperiment) -> CodeBundle:
     """What another process needs so that the names of this experiment mean the same there."""
-    from ludus.distributed.code_bundle import Luggage
+    from ludus.distributed.code_bundle import CodeBundle
 
     e, config = resolved.experiment, resolved.config
-    return Luggage.of(e.env, e.run, *wrapper_names(config.wrappers), models=[config.model.custom_model])
+    return CodeBundle.of(e.env, e.run, *wrapper_names(config.wrappers), models=[config.model.custom_model])
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,10 @@ class ProcessIdentity:
 
     @staticmethod
     def this() -> ProcessIdentity:
-        return ProcessIdentity(os.getpid(), identity.started(os.getpid()) or "")
+        return ProcessIdentity(os.getpid(), identity.start_time(os.getpid()) or "")
 
     def alive(self) -> bool:
-        return identity.alive(self.pid, self.started)
+        return identity.is_alive(self.pid, self.started)
 
 
 @dataclass(frozen=True)

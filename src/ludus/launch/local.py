@@ -77,7 +77,7 @@ class LocalOrchestrator(JobIndex):
         if not job_dir.is_this_machine(record.machine):
             raise UsageError(f"The job {job_id} runs on {record.machine.split()[0]}, not here.", "Cancel it there.")
         if record.supervisor is not None:  # if it has just died, its keeper ends the job
-            identity.send(record.supervisor.pid, record.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
+            identity.send_signal(record.supervisor.pid, record.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
 
     def _launch(self, directory: JobDirectory) -> None:
         words = [*_SUPERVISOR, str(directory.path)]

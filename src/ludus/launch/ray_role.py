@@ -221,7 +221,7 @@ class RayNodeRunner:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=lambda: identity.end_with(parent, signal.SIGKILL),  # there are no threads here
+            preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGKILL),  # there are no threads here
         )
         assert process.stdin is not None
         assert process.stdout is not None

@@ -180,7 +180,9 @@ def _start(words: Sequence[str], environment: Mapping[str, str], stdin: int, *, 
             env=environment,
             stdin=stdin,
             start_new_session=True,
-            preexec_fn=None if outlives else lambda: identity.end_with(parent, signal.SIGKILL),  # there are no threads here
+            preexec_fn=None
+            if outlives
+            else lambda: identity.die_with_parent(parent, signal.SIGKILL),  # there are no threads here
         )
     except (OSError, subprocess.SubprocessError) as error:
         sys.stderr.write(f"{words[0]} cannot be started: {error}\n")

@@ -102,7 +102,7 @@ class RoleProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: identity.end_with(parent, signal.SIGKILL),  # there are no threads here
+                preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGKILL),  # there are no threads here
             )
         except (OSError, subprocess.SubprocessError) as error:
             self.log.line(f"{self.words[0]} cannot be started: {error}")
@@ -550,7 +550,7 @@ def run_keeper(directory: JobDirectory, lifeline: int | None, started: int | Non
             identity.adopt_orphans()
             supervisor = JobSupervisor(directory, keeper, lifeline, starter)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOP_SIGNALS, _INTERRUPT))
-            identity.end_with(keeper.pid, signal.SIGTERM)
+            identity.die_with_parent(keeper.pid, signal.SIGTERM)
             supervisor.publish()
             if started is not None:
                 os.write(started, b"1")

@@ -1,8 +1,8 @@
-"""Who may speak on a port that other machines can reach: those who know the token of the run.
+"""Mutual authentication by the token of a run, for ports that other machines can reach.
 
-The token never travels. Each side sends a number of its own and proves, by a keyed hash over both, that it has the token: so
-somebody who listens cannot pass for one of us later, and a caller does not give the token to somebody who took the hub's port.
-Until that is done, nothing of what a stranger sends is parsed; strangers have little time, little room, and no queue.
+The token is never sent. Each side sends a nonce and proves by an HMAC over both nonces that it has the token. A recorded handshake is
+useless later, and a process that took over the port does not learn the token. Nothing that a peer sends is parsed before its
+proof is verified; unauthenticated connections are limited in time and number.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ from ludus.io.atomic_file import create_once
 
 log = logging.getLogger(__name__)
 
-GREETING_S = 5.0
-"""How long a stranger has to prove itself."""
-MAX_STRANGERS = 64
-"""Connections that have not proved anything yet; the oldest gives way to the next."""
-LOST_S = 8.0
-"""Seconds without a sign of life after which the other machine is given up."""
+HANDSHAKE_S = 5.0
+"""Time limit of the handshake."""
+MAX_UNAUTHENTICATED = 64
+"""Connections whose handshake is not complete; beyond this the oldest is closed."""
+PEER_TIMEOUT_S = 8.0
+"""Seconds without an acknowledgement after which a peer counts as gone."""
 _NONCE = _PROOF = 32
 _MAX_TOKEN = 4096
-_TOLD = 1024
+_MAX_LOGGED_HOSTS = 1024
 
 
 # -- tokens -------------------------------------------------------------------------------------------------------------
 
 
 def write_token(path: Path, token: bytes | None = None) -> None:
-    """A token (a new one, unless it is given) in a file that its user alone can read. Raises FileExistsError."""
+    """Write a token (a new one by default) to a file with mode 0600. Raises FileExistsError."""
     create_once(path, token or secrets.token_hex(32).encode(), mode=0o600)
 
 
 def read_token(path: str | Path) -> bytes:
-    """Raises UsageError when there is none."""
+    """Raises UsageError when the file cannot be read or the token is too short."""
     try:
         with open(path, "rb") as file:
             token = file.read(_MAX_TOKEN).strip()
     except OSError as error:
         raise UsageError(
             f"The token file {path} cannot be read: {error.strerror}.",
-            "It belongs to the run and is gone with it; set LUDUS_TOKEN_FILE.",
+            "The run removes it when it ends; set LUDUS_TOKEN_FILE to that of a current run.",
         ) from error
     if len(token) < 16:
         raise UsageError(f"The token in {path} has {len(token)} bytes.", "Use 16 or more, such as 64 random hexadecimal digits.")
     return token
 
 
-# -- the handshake ------------------------------------------------------------------------------------------------------
+# -- handshake ----------------------------------------------------------------------------------------------------------
 
 
 class HandshakeFailed(ConnectionError):
-    """The other side speaks another protocol, or has another token."""
+    """The peer uses another protocol or has another token."""
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """Mutual proof of a token, as bytes; sending and receiving them is left to the caller.
+    """Messages of the handshake; the caller sends and receives them.
 
         listener  -> opening: magic, nonce
         caller    -> answer: magic, nonce, proof
         listener  -> confirmation: proof
 
-    `magic`: 8 bytes that name the protocol. `context`: hashed into the proofs, so that they are of no use in another protocol.
+    `magic`: 8 bytes that identify the protocol. `context`: hashed into the proofs, so that they are invalid in another protocol.
     """
 
     token: bytes = field(repr=False)
@@ -114,41 +114,41 @@ class Handshake:
         return hmac.digest(self.token, self.context + role + opening[nonces] + answer[nonces], "sha256")
 
 
-class Guard:
-    """The listening side. One for each port; everything here happens on its event loop."""
+class Authenticator:
+    """Listening side of the handshake, one per port. Runs on the event loop of its port."""
 
     def __init__(self, token: bytes) -> None:
         self._handshake = Handshake(token)
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
-        self._told: set[str] = set()
+        self._unauthenticated: dict[asyncio.StreamWriter, None] = {}
+        self._logged_hosts: set[str] = set()
         self.refused = 0
 
-    async def admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether the other side has the token. If not, it is cut off here, and counted."""
-        while len(self._strangers) >= MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+    async def authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Return whether the peer has the token. If not, the connection is closed and counted in `refused`."""
+        while len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
             oldest.transport.abort()
-        self._strangers[writer] = None
+        self._unauthenticated[writer] = None
         try:
-            async with asyncio.timeout(GREETING_S):
-                why = await self._doubt(reader, writer)
+            async with asyncio.timeout(HANDSHAKE_S):
+                why = await self._run_handshake(reader, writer)
         except TimeoutError:
-            why = f"it said nothing for {GREETING_S:g} s"
+            why = f"it sent nothing for {HANDSHAKE_S:g} s"
         except (asyncio.IncompleteReadError, OSError):
-            why = "it left before it had proved anything"
+            why = "it closed the connection during the handshake"
         finally:
-            self._strangers.pop(writer, None)
+            self._unauthenticated.pop(writer, None)
         if why:
             self._refuse(writer, why)
         return not why
 
-    async def _doubt(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Why it is not one of us; empty when it is."""
+    async def _run_handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Run the handshake; return why it failed, or an empty string."""
         handshake, opening = self._handshake, self._handshake.opening()
         writer.write(opening)
         answer = await reader.readexactly(len(handshake.magic))
-        if answer == handshake.magic:  # a stranger may send less than a whole answer, and is not waited for
+        if answer == handshake.magic:  # another protocol may send fewer bytes than a whole answer: do not wait for them
             answer += await reader.readexactly(handshake.answer_bytes - len(answer))
         try:
             writer.write(handshake.confirmation(opening, answer))
@@ -158,15 +158,20 @@ class Guard:
 
     def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
         self.refused += 1
-        who = str((writer.get_extra_info("peername") or ("?",))[0])
+        host = str((writer.get_extra_info("peername") or ("?",))[0])
         writer.transport.abort()
-        if who not in self._told and len(self._told) < _TOLD:  # once for each: a port that is scanned must not fill the disk
-            self._told.add(who)
-            log.warning("a connection from %s is refused: %s; further ones are only counted", who, why)
+        if (
+            host not in self._logged_hosts and len(self._logged_hosts) < _MAX_LOGGED_HOSTS
+        ):  # once per host: a port scan must not fill the disk
+            self._logged_hosts.add(host)
+            log.warning("refused a connection from %s: %s; further ones from this host are only counted", host, why)
 
 
-async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, what: str) -> None:
-    """The calling side. Raises UsageError when the tokens differ, WorkerFailed when it is not one of us. Has no time-out."""
+async def client_handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, what: str) -> None:
+    """Run the calling side of the handshake. Has no time-out.
+
+    Raises UsageError when the tokens differ, WorkerFailed when the listener is not part of this run.
+    """
     handshake, answer = Handshake(token), b""
     try:
         opening = await reader.readexactly(handshake.opening_bytes)
@@ -175,57 +180,55 @@ async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
         handshake.check(opening, answer, await reader.readexactly(handshake.confirmation_bytes))
     except HandshakeFailed as error:
         if not answer:
-            raise WorkerFailed(f"{what} is not what listens there: {error}.", "Is the address right?") from error
+            raise WorkerFailed(f"{what} does not listen there: {error}.", "Check the address.") from error
         raise WorkerFailed(
-            f"{what} does not know the token of this run: somebody else listens there.", "Is the address right?"
+            f"{what} does not listen there: another process does, without the token of this run.", "Check the address."
         ) from error
     except asyncio.IncompleteReadError as error:
         if answer and not error.partial:
-            raise UsageError(f"{what} refuses our token.", "Give the token of this very run (LUDUS_TOKEN_FILE).") from error
-        raise WorkerFailed(f"{what} left while it was greeted.", "Is it still running?") from error
+            raise UsageError(f"{what} refused the token.", "Set LUDUS_TOKEN_FILE to the token file of this run.") from error
+        raise WorkerFailed(f"{what} closed the connection during the handshake.", "Check that it is still running.") from error
     except OSError as error:
         raise WorkerFailed(
-            f"{what} left while it was greeted: {error}.", "Is its token another one, or is it just ending?"
+            f"{what} closed the connection during the handshake: {error}.", "It may have another token, or be shutting down."
         ) from error
 
 
-# -- is the other machine still there? -----------------------------------------------------------------------------------
+# -- detection of unreachable peers -------------------------------------------------------------------------------------
 
 _INFO = struct.Struct("=2xBB52xI")  # struct tcp_info: retransmits, probes, …, last_ack_recv in milliseconds
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 
 
-def keep_alive(connection: socket.socket) -> None:
-    tcp.keep_alive(connection, idle_s=2, lost_s=int(LOST_S))
+def enable_keepalive(connection: socket.socket) -> None:
+    tcp.keep_alive(connection, idle_s=2, lost_s=int(PEER_TIMEOUT_S))
 
 
-def unanswered(connection: socket.socket) -> bool:
-    """Whether what was sent has gone unacknowledged for too long.
+def is_unresponsive(connection: socket.socket) -> bool:
+    """Return whether sent data has been unacknowledged for longer than PEER_TIMEOUT_S.
 
-    The kernel itself would try for a quarter of an hour. Its TCP_USER_TIMEOUT would also cut off a process that is only slow
-    to read (its machine acknowledges, with a closed window); here only silence counts.
+    The kernel retries for about 15 minutes by default. TCP_USER_TIMEOUT would also close connections to a process that is only slow to
+    read (its host acknowledges with a closed window); this checks only whether the host responds.
     """
     if not hasattr(socket, "TCP_INFO"):
         return False
     retransmits, probes, last_ack_ms = _INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-    return bool((retransmits or probes) and last_ack_ms > LOST_S * 1000)
+    return bool((retransmits or probes) and last_ack_ms > PEER_TIMEOUT_S * 1000)
 
 
-async def watch(watched: weakref.ref[asyncio.StreamWriter]) -> None:
-    """Break the connection when the other machine is gone. Holds nothing: a connection that nobody uses any more may go."""
+async def abort_when_unresponsive(reference: weakref.ref[asyncio.StreamWriter]) -> None:
+    """Abort the connection when the peer's host stops responding. Holds only a weak reference."""
     while True:
-        await asyncio.sleep(_LOOK_S)
-        writer = watched()
+        await asyncio.sleep(_CHECK_S)
+        writer = reference()
         if writer is None or writer.is_closing():
             return
         try:
-            gone = unanswered(writer.get_extra_info("socket"))
+            gone = is_unresponsive(writer.get_extra_info("socket"))
         except OSError:  # closed meanwhile
             return
         if gone:
-            log.warning(
-                "nothing was heard from %s for %g s; the connection is given up", writer.get_extra_info("peername"), LOST_S
-            )
+            log.warning("closed the connection to %s: no response for %g s", writer.get_extra_info("peername"), PEER_TIMEOUT_S)
             writer.transport.abort()
             return
         del writer

@@ -1,4 +1,4 @@
-"""Processes by number and start time: a number alone is given to somebody else once its process is gone."""
+"""Identifies processes by PID and start time (PIDs are reused), signals them, and ends descendants."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import time
 from ludus.process import procfs
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
-_GONE_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 
-def started(pid: int) -> str | None:
-    """When it began, in a form that is the same whenever it is asked for; None when there is no such process, or only its exit code."""
+def start_time(pid: int) -> str | None:
+    """When the process start_time, as a string that is equal on every call; None for a missing process or a zombie."""
     if procfs.is_available():
         stat = procfs.read_stat(pid)
         return None if stat is None or stat.has_ended else f"{procfs.boot_id()}-{stat.start}"
@@ -28,43 +28,43 @@ def started(pid: int) -> str | None:
     return None
 
 
-def alive(pid: int, since: str) -> bool:
-    """Whether this very process still runs; `since`: from `started`."""
-    return started(pid) == since
+def is_alive(pid: int, since: str) -> bool:
+    """Return whether this very process still runs. `since`: from `start_time`."""
+    return start_time(pid) == since
 
 
 def start_ticks(pid: int) -> int | None:
-    """In clock ticks since boot; None when there is no such process, or no /proc."""
+    """Start time in clock ticks since boot; None if there is no such process or no /proc."""
     stat = procfs.read_stat(pid)
-    # One that is exiting has closed its sockets before it is a zombie: whoever reads their end comes here in between.
+    # An exiting process closes its sockets before it is a zombie: a reader that got end of file may call this in between.
     return None if stat is None or stat.is_exiting else stat.start
 
 
-def alive_since(pid: int, ticks: int) -> bool:
-    """Whether this very process still runs; `ticks`: from `start_ticks`, 0 when they are not known."""
+def is_alive_since(pid: int, ticks: int) -> bool:
+    """Return whether this very process still runs. `ticks`: from `start_ticks`, 0 if unknown."""
     if procfs.is_available():
         now = start_ticks(pid)
         return now is not None and ticks in (0, now)
     import psutil
 
-    return bool(psutil.pid_exists(pid))  # the number is all there is to go by
+    return bool(psutil.pid_exists(pid))  # the start time cannot be compared here
 
 
-def send(pid: int, since: str, number: signal.Signals) -> bool:
-    """A signal to this very process; False when it is gone."""
+def send_signal(pid: int, since: str, number: signal.Signals) -> bool:
+    """Send a signal to this very process; returns False when it has ended."""
     if not hasattr(os, "pidfd_open"):
-        if not alive(pid, since):
+        if not is_alive(pid, since):
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
             return True
         return False
     try:
-        handle = os.pidfd_open(pid)  # from here on the number means this process or none
+        handle = os.pidfd_open(pid)  # from here on a reused PID cannot be hit
     except ProcessLookupError:
         return False
     try:
-        if not alive(pid, since):
+        if not is_alive(pid, since):
             return False
         signal.pidfd_send_signal(handle, number)
     except ProcessLookupError:
@@ -75,22 +75,22 @@ def send(pid: int, since: str, number: signal.Signals) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parents die become children of this process, not of init, so that they can be found."""
+    """Make this process the subreaper of its descendants: orphans become its children, not those of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with(parent: int, number: signal.Signals) -> None:
-    """From now on this process gets a signal when its parent is gone, however that happened. Kept across exec.
+def die_with_parent(parent: int, number: signal.Signals) -> None:
+    """Send this process a signal when its parent ends, for whatever reason. Stays in force across exec.
 
-    The kernel sends it when the thread ends that forked this process.
+    The kernel sends the signal when the thread that forked this process ends.
     """
     _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it ended before prctl
         os.kill(os.getpid(), number)
 
 
 def set_name(name: str) -> None:
-    """As `ps` and `top` show it: 15 bytes."""
+    """Set the name that `ps` and `top` show; truncated to 15 bytes."""
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
@@ -99,26 +99,26 @@ def _prctl(option: int, value: int | bytes) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def end_descendants(timeout_s: float = _GONE_S) -> list[int]:
-    """Kill all that is below this process, until nothing is; returns what could not be killed in this time.
+def end_descendants(timeout_s: float = _KILL_TIMEOUT_S) -> list[int]:
+    """Kill all descendants repeatedly until there are none; returns those left after the time-out.
 
-    Only for a process that adopts orphans. Whatever it is handed over in the meantime is found in the next round.
+    Only for a process that called `adopt_orphans`. Orphans that arrive meanwhile are killed in the next round.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         rest = kill_descendants()
-        if (not reap() and not rest) or time.monotonic() > deadline:
+        if (not reap_children() and not rest) or time.monotonic() > deadline:
             return rest
-        time.sleep(0.01)  # a killed process is gone when the kernel gets round to it, which nothing here can wait for
+        time.sleep(0.01)  # a killed process disappears asynchronously; there is no event to wait for
 
 
 def threads_below(pid: int) -> int:
-    """Of all processes below this one, together."""
+    """Total number of threads of all processes below this one."""
     return sum(stat.threads for stat in map(procfs.read_stat, procfs.list_descendants(pid)) if stat is not None)
 
 
 def kill_descendants() -> list[int]:
-    """One round of it; returns who was there."""
+    """Send SIGKILL to all descendants once; returns their PIDs."""
     found = procfs.list_descendants(os.getpid())
     for pid in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -126,8 +126,8 @@ def kill_descendants() -> list[int]:
     return found
 
 
-def reap() -> bool:
-    """Take the exit codes of all children that ended and that nobody asks about. Whether there are others (where that can be seen)."""
+def reap_children() -> bool:
+    """Collect the exit codes of all children that have ended. Returns whether there are others (on Linux)."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

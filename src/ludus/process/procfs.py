@@ -1,6 +1,6 @@
-"""Reads what Linux tells about processes in /proc. Elsewhere, and about processes that are gone, there is nothing to read.
+"""Read process information from /proc. Returns empty values on other systems and for processes that have ended.
 
-Standard library only, and quick: guards and servers look at all processes below a game several times a second.
+Standard library only, and fast: guards and servers read all processes below a game several times a second.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 _EXITING = 0x4
-"""PF_EXITING of the kernel: the process has closed its files, but is no zombie yet."""
+"""PF_EXITING of the kernel: the process has closed its files but is not a zombie yet."""
 
 
 class Stat(NamedTuple):
-    """/proc/PID/stat; times in clock ticks (SC_CLK_TCK), `start` since boot, memory in pages (SC_PAGE_SIZE)."""
+    """Fields of /proc/PID/stat. Times are in clock ticks (SC_CLK_TCK), `start` since boot, memory in pages (SC_PAGE_SIZE)."""
 
     state: str
     parent: int
@@ -28,7 +28,7 @@ class Stat(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """It is a zombie, or dead. The first thread of a process may have ended before the others: see `threads`."""
+        """True for a zombie or dead process. The first thread of a process may end before the others: see `threads`."""
         return self.state in ("Z", "X")
 
     @property
@@ -37,7 +37,7 @@ class Stat(NamedTuple):
 
 
 def is_available() -> bool:
-    return os.path.exists("/proc/self/stat")  # noqa: PTH110 - asked often
+    return os.path.exists("/proc/self/stat")  # noqa: PTH110 - called often
 
 
 def read_stat(pid: int) -> Stat | None:
@@ -46,7 +46,7 @@ def read_stat(pid: int) -> Stat | None:
             text = file.read()
     except OSError:
         return None
-    fields = text[text.rindex(b")") + 2 :].split()  # the name before it may contain anything
+    fields = text[text.rindex(b")") + 2 :].split()  # the command name in parentheses may contain any character
     return Stat(
         state=fields[0].decode(),
         parent=int(fields[1]),
@@ -60,14 +60,14 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def read_environment(pid: int) -> set[str]:
-    """NAME=VALUE, as the process was started with."""
+    """Entries NAME=VALUE that the process was started with."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
         return set(map(os.fsdecode, file.read().split(b"\0")))
     return set()
 
 
 def proportional_memory(pid: int) -> int:
-    """Bytes, of which those shared with other processes count in part (Pss). Slower than `Stat.resident`."""
+    """Memory in bytes (Pss): shared pages count in proportion. Slower than `Stat.resident`."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
         for line in file:
             if line.startswith(b"Pss:"):
@@ -82,24 +82,24 @@ def list_pids() -> list[int]:
 
 
 def list_children(pid: int) -> list[int]:
-    """Zombies included. One that changes its parent at this moment may be missing."""
-    return _listed_children(pid) if _lists_children() else _children_by_parent().get(pid, [])
+    """Direct children, including zombies. A process that is being re-parented may be missing."""
+    return _read_children(pid) if _has_children_file() else _children_by_parent().get(pid, [])
 
 
 def list_descendants(pid: int) -> list[int]:
-    """All running processes below this one."""
-    children_of = _listed_children if _lists_children() else _children_by_parent().get
+    """Running processes below this one."""
+    children_of = _read_children if _has_children_file() else _children_by_parent().get
     found: list[int] = []
     rest = [pid]
     while rest:
         below = children_of(rest.pop()) or []
         found += below
         rest += below
-    return [each for each in found if _runs(each)]
+    return [each for each in found if _is_running(each)]
 
 
 def list_open_files() -> set[int]:
-    """Descriptors of this process, that of the listing itself included; none where the system has no list."""
+    """File descriptors of this process, including that of the listing; empty if the system cannot list them."""
     for folder in ("/proc/self/fd", "/dev/fd"):
         with contextlib.suppress(OSError):
             return set(map(int, os.listdir(folder)))  # noqa: PTH208
@@ -107,7 +107,7 @@ def list_open_files() -> set[int]:
 
 
 def list_thread_names() -> list[str]:
-    """Of this process, as the kernel knows them."""
+    """Names of the threads of this process, as set in the kernel."""
     names = []
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):  # noqa: PTH208
@@ -117,25 +117,25 @@ def list_thread_names() -> list[str]:
 
 
 def boot_id() -> str:
-    """Another one after every start of the machine; empty where the system has none."""
+    """An id that changes with every boot; empty if the system has none."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def pid_namespace() -> int:
-    """In two namespaces (containers) the same number means two processes. 0 where the system has none."""
+    """Id of the PID namespace, 0 if the system has none. The same PID in two namespaces means two processes."""
     with contextlib.suppress(OSError, ValueError):
         return int(os.readlink("/proc/self/ns/pid").strip("pid:[]"))  # noqa: PTH115
     return 0
 
 
-def _lists_children() -> bool:
+def _has_children_file() -> bool:
     own = os.getpid()
     return os.path.exists(f"/proc/{own}/task/{own}/children")  # noqa: PTH110
 
 
-def _listed_children(pid: int) -> list[int]:
+def _read_children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):  # it has just ended
         for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
@@ -145,7 +145,7 @@ def _listed_children(pid: int) -> list[int]:
 
 
 def _children_by_parent() -> dict[int, list[int]]:
-    """For kernels that do not list them."""
+    """Map of parent to children, for kernels without the `children` file."""
     found: dict[int, list[int]] = {}
     for pid in list_pids():
         stat = read_stat(pid)
@@ -154,6 +154,6 @@ def _children_by_parent() -> dict[int, list[int]]:
     return found
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     stat = read_stat(pid)
     return stat is not None and (not stat.has_ended or stat.threads > 1)

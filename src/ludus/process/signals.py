@@ -1,4 +1,4 @@
-"""Signals as a descriptor that a select or poll loop can wait for."""
+"""Delivers signals through a file descriptor that a select or poll loop can wait for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import signal
 import socket
 from types import FrameType
 
-_MOST = 4096
+_MAX_BYTES = 4096
 
 
 class SignalQueue:
-    """Becomes readable when one of the signals arrives. Made in the main thread; a process has one at a time.
+    """Becomes readable when one of the signals arrives. Create it in the main thread; a process has one at a time.
 
-    `restore`: closing it puts back the handlers that were there before. Without it signals have no effect afterwards, which suits
-    a process that is about to exit with a code of its own.
+    `restore`: `close` restores the previous handlers. Otherwise the signals have no effect afterwards, as suits a process that is
+    about to exit with its own exit code.
     """
 
     def __init__(self, *numbers: int, restore: bool = True) -> None:
@@ -23,7 +23,7 @@ class SignalQueue:
         for end in (self._receiver, self._sender):
             end.setblocking(False)
         self._earlier_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        # A signal without a Python handler does not reach the descriptor, and one that is ignored stays so across exec.
+        # A signal without a Python handler does not reach the descriptor, and an ignored one stays ignored across exec.
         self._earlier = {number: signal.signal(number, _do_nothing) for number in numbers}
 
     def __enter__(self) -> SignalQueue:
@@ -38,11 +38,11 @@ class SignalQueue:
     def take(self) -> bytes:
         """Numbers of the signals since the last call; does not block."""
         with contextlib.suppress(BlockingIOError):
-            return self._receiver.recv(_MOST)
+            return self._receiver.recv(_MAX_BYTES)
         return b""
 
     def close(self) -> None:
-        """Also in a fork of the process that made it."""
+        """May also be called in a fork of the process that created it."""
         if self._receiver.fileno() < 0:
             return
         signal.set_wakeup_fd(self._earlier_fd)
@@ -54,4 +54,4 @@ class SignalQueue:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """The number arrives at the descriptor."""
+    """Python writes the number to the wakeup descriptor."""

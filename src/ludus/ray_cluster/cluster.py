@@ -598,7 +598,7 @@ def sweep(base: Path) -> int:
             pid, started = map(int, (home / _NOTE).read_text().split())
         except (OSError, ValueError):  # of another user; or it is being made, or removed, at this moment
             continue
-        if not identity.alive_since(pid, started):
+        if not identity.is_alive_since(pid, started):
             shutil.rmtree(home, ignore_errors=True)
             swept += 1
     return swept
@@ -610,7 +610,7 @@ def reaped(home: Path) -> Iterator[None]:
     if not Path("/proc/self/environ").exists():  # no Linux: what Ray does by itself has to be enough
         yield
         return
-    command = [sys.executable, "-I", "-S", reaper.__file__, str(home), *map(str, temp_dirs.bases())]
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(home), *map(str, temp_dirs.base_dirs())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True, cwd="/") as process:  # noqa: S603 - ours
         assert process.stdin is not None
         try:

@@ -21,7 +21,7 @@ PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_po
 
 def main(words: list[str]) -> None:
     parent = os.getppid()
-    identity.end_with(parent, signal.SIGKILL)
+    identity.die_with_parent(parent, signal.SIGKILL)
     told = dict(word.removeprefix("--").partition("=")[::2] for word in words if word.startswith("--"))
     for name in PORTS:
         path = Path(told["session-dir"]) / f"{name}_{told['node-id']}"

@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from ludus.distributed.gateway_workers import GatewayFleet
+from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
 from ludus.errors import UsageError
 from ludus.gateway.server import GatewaySettings
 from ludus.remote.context import Ticket, adopt, current
@@ -53,7 +53,7 @@ class RemoteActor:
         self._settings = replace(settings, sessions=limits, token=settings.token if token is None else token)
         self._host, self._port, self._workers = host, port, num_workers
         self._session = current("RemoteActor")
-        self._fleet: GatewayFleet | None = None
+        self._fleet: GatewayWorkers | None = None
 
     def serve(self, Actor: Any, *args: Any, **kwargs: Any) -> None:
         """Start to answer games with `Actor(*args, **kwargs)`, one for each session. Returns when the port is served.
@@ -65,14 +65,16 @@ class RemoteActor:
         if self._fleet is not None:
             raise UsageError("This RemoteActor serves already.", "Make another one, with another port.")
         session = self._session
-        self._fleet = GatewayFleet(
+        self._fleet = GatewayWorkers(
             session.supervisor,
-            functools.partial(Actor, *args, **kwargs),
+            GatewayProgram(
+                functools.partial(Actor, *args, **kwargs),
+                self._settings,
+                prepare=functools.partial(_prepare, session.ticket(threads=1)),
+            ),
             host=self._host,
             port=self._port,
             workers=self._workers,
-            settings=self._settings,
-            prepare=functools.partial(_prepare, session.ticket(threads=1)),
         )
         session.on_close(self.close)
         self._fleet.wait_ready(READY_S)

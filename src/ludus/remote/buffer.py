@@ -23,7 +23,7 @@ import numpy as np
 
 from ludus.core import tree
 from ludus.core.tree import Tree, TreeEncoder
-from ludus.distributed.hub.rpc import MAX_BODY, Connection, Header, Reply, split
+from ludus.distributed.hub.rpc import MAX_BODY, Header, Reply, RpcConnection, split
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.remote.context import Session, current
 from ludus.transport.ring_buffer import RingWriter, create_ring, record_bytes
@@ -95,7 +95,7 @@ class Outbox:
         self._bytes = self._lost = self._offered = 0
         self._sending = False
         self._error: Exception | None = None
-        self._connection: Connection | None = None
+        self._connection: RpcConnection | None = None
         self._ring: RingWriter | None = None
         self._sharing: asyncio.Task[None] | None = None
         self._closed = False
@@ -202,7 +202,7 @@ class Outbox:
         for push in failed:
             push.future.set_exception(error)
 
-    async def _send(self, connection: Connection, pushes: list[_Push], lost: int) -> None:
+    async def _send(self, connection: RpcConnection, pushes: list[_Push], lost: int) -> None:
         items = [item for push in pushes for item in push.items]
         inline = [item for item in items if not isinstance(item, int)]
         header: Header = {"op": "buffer.push" if pushes[0].drop else "buffer.offer", "name": self._name}
@@ -218,7 +218,7 @@ class Outbox:
                 (push,) = pushes
                 reply = connection.start(header, *inline)
                 reply.add_done_callback(lambda done: _settle(done, push.future))
-                await connection.flushed()
+                await connection.drain()
         except Exception as error:
             for push in pushes:
                 if not push.future.done():
@@ -227,12 +227,12 @@ class Outbox:
 
     # -- the ring
 
-    def _share(self, connection: Connection, size: int) -> None:
+    def _share(self, connection: RpcConnection, size: int) -> None:
         """With the first large item: get a ring for the next ones, in the background."""
-        if self._sharing is None and size >= SHARED_BYTES and self._session.place.home:
+        if self._sharing is None and size >= SHARED_BYTES and self._session.location.is_local:
             self._sharing = asyncio.get_running_loop().create_task(self._make_ring(connection, size))
 
-    async def _make_ring(self, connection: Connection, size: int) -> None:
+    async def _make_ring(self, connection: RpcConnection, size: int) -> None:
         wanted = min(RING_BYTES, max(_LEAST_RING_BYTES, record_bytes(size) * (self._size + _ON_THE_WAY)))
         try:
             reply = await connection.request({"op": "buffer.ring", "bytes": wanted}, timeout_s=_RING_S)
@@ -373,7 +373,7 @@ class _Consumer:
 
     def __init__(self, session: Session, name: str, count: int, form: Callable[[list[Tree]], Tree]) -> None:
         self._session, self._name, self._count, self._form = session, name, count, form
-        self._connection: Connection | None = None
+        self._connection: RpcConnection | None = None
         self._next: Future[_Given | None] | None = None
         self._windows = _Windows()
         self._over = False
@@ -415,7 +415,7 @@ class _Consumer:
         """The next batch; None at the end of the run."""
         if self._connection is None:
             self._connection = await self._session.client.connect()
-        header = {"op": "buffer.take", "name": self._name, "count": self._count, "maps": self._session.place.home}
+        header = {"op": "buffer.take", "name": self._name, "count": self._count, "maps": self._session.location.is_local}
         reply = await self._connection.request(header, timeout_s=None)
         if reply[-1][0].get("closed"):
             return None

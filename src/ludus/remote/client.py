@@ -12,8 +12,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ludus.distributed.hub.rpc import Body, Connection, Header
-from ludus.distributed.hub.server import Place
+from ludus.distributed.hub.rpc import Body, Header, RpcConnection
+from ludus.distributed.hub.server import HubLocation
 from ludus.distributed.hub.weight_cache import upload
 from ludus.errors import WorkerFailed
 
@@ -27,18 +27,18 @@ HUB = "The hub of this run"
 class Client:
     """Safe for threads. Not for a copy of the process made by fork(): that makes its own."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, location: HubLocation) -> None:
+        self.location = location
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ludus-client", daemon=True)
         self._thread.start()
         self._closed = False
-        self._control: Connection | None = None
+        self._control: RpcConnection | None = None
         self._metrics = Metrics()
         self._flusher: Future[None] | None = None
         try:
             self._control = self.wait(self.connect(), CALL_S)
-            self.call({"op": "hello", "node": place.node}, timeout_s=10.0)
+            self.call({"op": "hello", "node": location.node}, timeout_s=10.0)
         except BaseException:
             self.close()
             raise
@@ -47,9 +47,9 @@ class Client:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> RpcConnection:
         """Another connection to the hub, for a purpose of its own; lives on `self.loop`."""
-        return await Connection.open(self.place.socket, HUB, token_file=self.place.token_file)
+        return await RpcConnection.open(self.location.socket, HUB, token_file=self.location.token_file)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the client's loop."""

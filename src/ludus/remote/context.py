@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import ludus
 from ludus.core.tree import Array
-from ludus.distributed.hub.join import Joined, join
-from ludus.distributed.hub.ray_discovery import meeting_place
-from ludus.distributed.hub.server import REPORT_S, Place
-from ludus.distributed.hub.weight_cache import Mirrors
+from ludus.distributed.hub.join import JoinedRun, join
+from ludus.distributed.hub.ray_discovery import rendezvous_address
+from ludus.distributed.hub.server import REPORT_S, HubLocation
+from ludus.distributed.hub.weight_cache import WeightCaches
 from ludus.errors import AlreadyExists, LudusError, StoreFull, UsageError, WorkerFailed
 from ludus.models.weights.module_spec import forbid_while_loading, main_script
 from ludus.models.weights.serialization import encode_weights
@@ -54,7 +54,7 @@ _WATCH_S = 0.2
 class Ticket:
     """What a process started by this one needs to take part in the run. Travels by value to our own children only."""
 
-    place: Place
+    location: HubLocation
     main_file: str | None
     classes: dict[str, type[nn.Module]] = field(default_factory=dict)
     """Classes of the models made so far: a class of the launching script cannot be imported, so it comes along."""
@@ -65,10 +65,10 @@ class Ticket:
 class Session:
     """A process that takes part in a run. Made by `init`; a context manager that leaves the run at its end."""
 
-    def __init__(self, joined: Joined, ticket: Ticket | None = None) -> None:
+    def __init__(self, joined: JoinedRun, ticket: Ticket | None = None) -> None:
         self._joined = joined
-        self.hub, self.place = joined.hub, joined.place
-        self.directory = Path(self.place.directory)
+        self.hub, self.location = joined.hub, joined.location
+        self.directory = Path(self.location.directory)
         self._pid = os.getpid()
         self.main_file = ticket.main_file if ticket else main_script()
         self.classes: dict[str, type[nn.Module]] = dict(ticket.classes) if ticket else {}
@@ -82,7 +82,7 @@ class Session:
         """What worker processes find imported."""
         self._client: Client | None = None
         self._supervisor: Supervisor | None = None
-        self._mirrors: Mirrors | None = None
+        self._weight_caches: WeightCaches | None = None
         self._closers: list[Callable[[], None]] = []
         self._watched: list[Process] = []
         self._closed = False
@@ -112,7 +112,7 @@ class Session:
             with self.lock:
                 if self._closed:
                     raise self.closed()
-                client = self._client = self._client or Client(self.place)
+                client = self._client = self._client or Client(self.location)
         return client
 
     @property
@@ -135,31 +135,31 @@ class Session:
     def log_dir(self) -> Path:
         """Machines that share a file system do not share logs."""
         logs = self.directory / "logs"
-        return logs if self.place.home else logs / platform.node()
+        return logs if self.location.is_local else logs / platform.node()
 
     # -- weights, here or on their way
 
     def reader(self, info: Mapping[str, Any]) -> SharedWeightsReader:
         """The versions of a model that the hub has described: in its memory, or in this machine's copy of it."""
-        return SharedWeightsReader(Path(info["board"])) if self.place.home else self._copies().reader(info)
+        return SharedWeightsReader(Path(info["board"])) if self.location.is_local else self._open_weight_caches().reader(info)
 
     def graph(self, path: str) -> str:
         """The file of a traced model, on this machine."""
-        return path if self.place.home else self._copies().graph(path)
+        return path if self.location.is_local else self._open_weight_caches().graph(path)
 
-    def _copies(self) -> Mirrors:
+    def _open_weight_caches(self) -> WeightCaches:
         client = self.client
         with self.lock:
-            if self._mirrors is None:
-                self._mirrors = Mirrors(Path(self.place.mirror), client)
-            return self._mirrors
+            if self._weight_caches is None:
+                self._weight_caches = WeightCaches(Path(self.location.mirror), client)
+            return self._weight_caches
 
     @contextlib.contextmanager
     def staged(self, weights: Mapping[str, Array]) -> Iterator[str]:
         """Weights laid down where the hub finds them; inside the block it is told the name of the file. Raises StoreFull."""
         self.client.check()  # with the hub its directory is gone
-        if self.place.home:
-            file = stage(Path(self.place.staging), weights)
+        if self.location.is_local:
+            file = stage(Path(self.location.staging), weights)
             try:
                 yield file.name
             finally:
@@ -174,7 +174,7 @@ class Session:
             raise
 
     def ticket(self, threads: int | None = None) -> Ticket:
-        return Ticket(self.place, self.main_file, dict(self.classes), threads)
+        return Ticket(self.location, self.main_file, dict(self.classes), threads)
 
     def number(self, kind: str) -> int:
         """0, 1, 2, … for things of one kind started here, to name them."""
@@ -202,9 +202,9 @@ class Session:
 
     def forget(self) -> None:
         """In a copy of this process made by fork(): the locks are the parent's."""
-        for part in (self.hub, self._mirrors, self._joined):
+        for part in (self.hub, self._weight_caches, self._joined):
             if part is not None:
-                part.forget()
+                part.release_after_fork()
 
     def end_iterations(self) -> None:
         """Whoever iterates over a buffer in this process comes to its end. May be called in a signal handler."""
@@ -277,7 +277,7 @@ def init(
         if address is not None and trial is None:
             raise UsageError(f"address={address!r}: without a trial, others cannot find this run.", "Say trial=….")
         if trial is not None:
-            address = meeting_place(address)
+            address = rendezvous_address(address)
         directory = _directory(project, trial, time.strftime("%Y-%m-%d_%H-%M-%S-") + uuid.uuid4().hex[:5])
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -303,7 +303,7 @@ def adopt(ticket: Ticket) -> Session:
     global _current
     with _lock:
         if _current is None:
-            _enter(Session(Joined(ticket.place, None), ticket))
+            _enter(Session(JoinedRun(ticket.location, None), ticket))
         assert _current is not None
         return _current
 

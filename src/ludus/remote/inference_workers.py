@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from ludus.core.tree import Array, Tree, decode, encode, map_tree
 from ludus.distributed.gateway_workers import bind
-from ludus.distributed.hub.rpc import Connection, Header, Peer, Reply, error_fields, listen, listen_beyond
+from ludus.distributed.hub.rpc import Header, Peer, Reply, RpcConnection, error_fields, listen_tcp, listen_unix
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.io.addresses import tcp_address
 from ludus.models.inference.engine import InferenceEngine, Inputs, WeightsSource, split_rows, stack_rows
 from ludus.models.inference.micro_batcher import MicroBatcher
 from ludus.models.weights.serialization import model_from
 from ludus.models.weights.shared_weights import SharedWeightsReader
-from ludus.process.auth import Guard, read_token
+from ludus.process.auth import Authenticator, read_token
 from ludus.process.workers.supervisor import ALWAYS, Context
 from ludus.remote.context import Session, Ticket, adopt
 
@@ -47,7 +47,7 @@ UNDER_WAY = 2
 PATIENCE_S = 30.0
 """How long a request waits for a worker that can be reached."""
 RETRY_S = 0.05
-GREETING_S = 5.0
+HANDSHAKE_S = 5.0
 _BEAT_S = 1.0
 _HANG_S = 60.0
 
@@ -59,10 +59,10 @@ class Crew:
     """The inference workers of one model, started here; one for each entry of `gpus`, which says which of them it has."""
 
     def __init__(self, session: Session, name: str, gpus: Sequence[str]) -> None:
-        number, place = session.number("crew"), session.place
-        self.paths = [str(Path(place.scratch) / f"i{number}-{index}-{os.getpid()}") for index in range(len(gpus))]
+        number, location = session.number("crew"), session.location
+        self.paths = [str(Path(location.scratch) / f"i{number}-{index}-{os.getpid()}") for index in range(len(gpus))]
         # Bound here, once, so that a worker's replacement is found where the worker was.
-        self._doors = [bind(place.host, 0) for _ in gpus] if place.host else []
+        self._doors = [bind(location.host, 0) for _ in gpus] if location.host else []
         session.on_close(self._close)
         safe = name.replace("/", "-")
         self.processes: list[Process] = [
@@ -79,7 +79,7 @@ class Crew:
             )
             for index, path in enumerate(self.paths)
         ]
-        doors = [tcp_address(place.host, door.getsockname()[1]) for door in self._doors]
+        doors = [tcp_address(location.host, door.getsockname()[1]) for door in self._doors]
         session.client.call({"op": "model.workers", "name": name, "workers": self.paths, "doors": doors})
 
     def _close(self) -> None:
@@ -132,7 +132,9 @@ def work(context: Context, ticket: Ticket, name: str, path: str, gpus: str = "")
     engine = _onnx_engine(module, reader, session.graph(graph)) if graph else InferenceEngine(module, reader)
     if gpus and not graph:
         engine = EngineOn(torch.device("cuda"), module, reader)
-    asyncio.run(_serve(context, engine, Path(path), int(info["settings"].get("max_batch_size") or 256), ticket.place.token_file))
+    asyncio.run(
+        _serve(context, engine, Path(path), int(info["settings"].get("max_batch_size") or 256), ticket.location.token_file)
+    )
 
 
 class EngineOn(InferenceEngine):
@@ -162,10 +164,10 @@ def _onnx_engine(module: nn.Module, reader: SharedWeightsReader, graph: str) -> 
 async def _serve(context: Context, engine: InferenceEngine, path: Path, max_rows: int, token_file: str) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     worker = _Worker(engine, max_rows)
-    servers = [await listen(path, worker.on_frame)]
+    servers = [await listen_unix(path, worker.on_frame)]
     for door in context.fds:
         bound = socket.socket(fileno=os.dup(door))
-        servers.append(await listen_beyond(bound, Guard(read_token(token_file)), worker.on_frame))
+        servers.append(await listen_tcp(bound, Authenticator(read_token(token_file)), worker.on_frame))
     context.on_stop(lambda: _set(loop, stopped))
     context.ready()
     while not stopped.is_set():
@@ -277,7 +279,7 @@ def from_wire(data: Any) -> Hashable:
 
 
 class RemoteInference:
-    """`forward` and `call` of a model whose workers listen at `paths`. Each event loop has connections of its own."""
+    """`forward` and `call` of a model whose workers listen_unix at `paths`. Each event loop has connections of its own."""
 
     def __init__(self, session: Session, paths: Sequence[str], inputs: Mapping[str, Any] | None, max_batch_size: int) -> None:
         self._session, self._paths, self._max = session, list(paths), max_batch_size
@@ -341,7 +343,7 @@ class _Link:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.connection: Connection | None = None
+        self.connection: RpcConnection | None = None
         self.opening: asyncio.Task[None] | None = None
         self.jobs = self.rows = 0
 
@@ -350,11 +352,11 @@ class _Link:
         return self.connection is not None and self.connection.lost is None
 
 
-async def _greeted(path: str, token_file: str) -> Connection:
+async def _greeted(path: str, token_file: str) -> RpcConnection:
     """A connection that was answered: the socket of a process that is just dying may still take connections."""
-    connection = await Connection.open(path, "An inference worker", token_file=token_file)
+    connection = await RpcConnection.open(path, "An inference worker", token_file=token_file)
     try:
-        await connection.request({"op": "hello"}, timeout_s=GREETING_S)
+        await connection.request({"op": "hello"}, timeout_s=HANDSHAKE_S)
     except BaseException:
         await connection.close()
         raise
@@ -451,7 +453,7 @@ class _Lane:
         try:
             while self._queue and not link.open:
                 try:
-                    link.connection = await _greeted(link.path, self._session.place.token_file)
+                    link.connection = await _greeted(link.path, self._session.location.token_file)
                 except (LudusError, TimeoutError):
                     self._give_up()
                     await asyncio.sleep(RETRY_S)

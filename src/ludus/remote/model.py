@@ -55,7 +55,7 @@ class Shared:
         self._noise = torch.Generator()
         self._noise.seed()
         self._noise_lock = threading.Lock()
-        if session.place.home or not self.workers:  # else the weights need not travel: the workers have them
+        if session.location.is_local or not self.workers:  # else the weights need not travel: the workers have them
             _ = self.shapes
 
     @functools.cached_property
@@ -381,8 +381,8 @@ def _traced(
     from ludus.models.inference.onnx_hot_reload import OnnxGraph, write_graph  # onnxruntime is an extra
 
     graph = OnnxGraph.trace(described.module, described.description.get("inputs"), args, kwargs, precision)
-    if session.place.home:
-        path = str(write_graph(Path(session.place.staging).parent, graph))
+    if session.location.is_local:
+        path = str(write_graph(Path(session.location.staging).parent, graph))
     else:
         file = session.client.upload(graph.encode())
         path = str(session.client.call({"op": "graph.keep", "file": file})["path"])

@@ -65,7 +65,7 @@ class RemoteTrainer:
             raise UsageError("This trainer is training already.", "Make another RemoteTrainer.")
         session = self._session
         number = session.number("trainer")
-        rendezvous = str(Path(session.place.scratch) / f"ddp-{uuid.uuid4().hex[:12]}")
+        rendezvous = str(Path(session.location.scratch) / f"ddp-{uuid.uuid4().hex[:12]}")
         threads = max(1, usable_cores() // self._num_workers)
         names = [f"learner-{number}-{rank}" if number else f"learner-{rank}" for rank in range(self._num_workers)]
         self._learners = []

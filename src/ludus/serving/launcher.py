@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ludus.distributed.gateway_workers import GatewayFleet
+from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
 from ludus.gateway.server import GatewaySettings, read_tokens, tls_context
-from ludus.process.temp_dirs import Scratch
+from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import Supervisor
 from ludus.serving.access_log import AccessLog
 from ludus.serving.checkpoint_follower import CheckpointFollower, CheckpointSource, UpdateSettings
@@ -50,22 +50,19 @@ class RunningService:
         self._plain = gateway.tls is None
         self._closing = threading.Event()
         self._follow_thread: threading.Thread | None = None
-        self._scratch = Scratch(Path(tempfile.gettempdir()))
+        self._scratch = TempDir(Path(tempfile.gettempdir()))
         self._supervisor = Supervisor()
         try:
             self.follower = CheckpointFollower(sources, self._scratch.path, updates or UpdateSettings())
             self.follower.open()
             gateway_settings = replace(gateway, spec=service_spec(sources))
             worker = ServingWorker(self._scratch.path, settings or ServiceSettings())
-            self.fleet = GatewayFleet(
+            self.fleet = GatewayWorkers(
                 self._supervisor,
-                worker,
+                GatewayProgram(worker, gateway_settings, prepare=worker.load, extension=worker),
                 host=host,
                 port=port,
                 workers=workers,
-                settings=gateway_settings,
-                prepare=worker.load,
-                extension=worker,
             )
         except BaseException:
             self._supervisor.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ludus.core.metrics import Numbers
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 
 SCORE = "ludus_score"
 """Metric that schedulers compare; higher is better."""
@@ -89,10 +89,10 @@ class TrialEnvironment:
 
     directory: str
     path: tuple[str, ...]
-    code_bundles: tuple[Luggage, ...] = ()
+    code_bundles: tuple[CodeBundle, ...] = ()
 
     @classmethod
-    def here(cls, code_bundles: Iterable[Luggage]) -> TrialEnvironment:
+    def here(cls, code_bundles: Iterable[CodeBundle]) -> TrialEnvironment:
         return cls(str(Path.cwd()), tuple(str(Path(entry).absolute()) for entry in sys.path), tuple(code_bundles))
 
     def enter(self) -> None:

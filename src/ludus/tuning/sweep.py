@@ -31,7 +31,7 @@ from ludus.config.search_space import SearchedKey, TrialValues
 from ludus.config.translation import canonical_config, translate_experiment
 from ludus.config.validation import parse_experiment
 from ludus.core import trust
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.registry import registered_envs
 from ludus.envs.wrappers import wrapper_names
 from ludus.errors import ConfigError, Damaged, LudusError, MissingExtra, NotFound, UsageError
@@ -276,9 +276,9 @@ def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
     algorithm_class(str(data["run"]))
     inner = given["config"]
     names = [str(given.get("env", "")), str(data["run"]), *wrapper_names(inner.get("wrappers") or [])]
-    code_bundles = [Luggage.of(*names, models=[(inner.get("model") or {}).get("custom_model")])]
-    code_bundles += [Luggage(registered_envs=dict(registered_envs()))]  # the names in the param_space are not known yet
-    code_bundles += [Luggage(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
+    code_bundles = [CodeBundle.of(*names, models=[(inner.get("model") or {}).get("custom_model")])]
+    code_bundles += [CodeBundle(registered_envs=dict(registered_envs()))]  # the names in the param_space are not known yet
+    code_bundles += [CodeBundle(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
     begin: StartTrial = functools.partial(start_plain_trial, given, report_s)
     reserve: ReserveResources = functools.partial(plain_trial_resources, given)
     name = re.sub(r"\W+", "_", str(data["run"]))
@@ -479,9 +479,9 @@ def _run_trials(sweep: Sweep, left: Sequence[TrialValues], options: SweepOptions
     )
 
 
-def _code_bundles(sweep: Sweep, left: Sequence[TrialValues]) -> list[Luggage]:
+def _code_bundles(sweep: Sweep, left: Sequence[TrialValues]) -> list[CodeBundle]:
     """One code bundle for each distinct set of names that the trials use."""
-    different: dict[str, Luggage] = {}
+    different: dict[str, CodeBundle] = {}
     for trial in left:
         data = sweep.experiment_of(trial)
         inner = data["config"]

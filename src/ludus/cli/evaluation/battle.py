@@ -205,7 +205,7 @@ _Limit = Annotated[
         min=1, metavar="S", help="Time limit of a match in seconds of real time.", show_default=False, rich_help_panel=_SERVER
     ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.", rich_help_panel=o.OUTPUT)]
 
 
 def battle(

@@ -248,7 +248,7 @@ def _start(directory: Path, host: str, port: int, output: int) -> subprocess.Pop
         stdout=output,
         stderr=output,
         start_new_session=True,
-        preexec_fn=lambda: identity.end_with(parent, signal.SIGTERM),
+        preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGTERM),
     )
 
 

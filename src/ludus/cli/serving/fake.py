@@ -150,12 +150,12 @@ def _serve_in_workers(
     settings: GatewaySettings,
     report: TrafficReport,
 ) -> None:
-    from ludus.distributed.gateway_workers import GatewayFleet, run_loop
+    from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers, run_loop
     from ludus.process.workers.supervisor import Supervisor
     from ludus.remote.fake_peers import Traffic
 
     with Supervisor(preload=("numpy", "ludus.gateway.server")) as supervisor:
-        fleet = GatewayFleet(supervisor, fakes, host=host, port=port, workers=workers, settings=settings)
+        fleet = GatewayWorkers(supervisor, GatewayProgram(fakes, settings), host=host, port=port, workers=workers)
         try:
             fleet.wait_ready(60.0)
 

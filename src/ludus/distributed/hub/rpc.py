@@ -1,8 +1,7 @@
-"""Frames over a socket: how the processes of one run talk to their hub and to their inference workers.
+"""Messages between the processes of a run, its hub and its inference workers.
 
-On one machine it is a unix socket that only this user can reach, between machines TCP behind a `Guard`. A frame is two lengths,
-a msgpack map and raw bytes. Nothing in it can run code; every length is bounded before it is believed, and a peer that sends
-anything else is disconnected.
+Unix sockets on one machine, TCP behind an `Authenticator` between machines. A frame is two lengths, a msgpack map and raw bytes.
+Frames cannot execute code; every length is checked before it is used, and a peer that sends anything else is disconnected.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ import msgpack
 from ludus import errors
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.io.addresses import host_and_port, is_tcp
-from ludus.process.auth import Guard, greet, keep_alive, read_token, watch
+from ludus.process.auth import Authenticator, abort_when_unresponsive, client_handshake, enable_keepalive, read_token
 
 log = logging.getLogger(__name__)
 
 Header = dict[str, Any]
 Body = bytes | bytearray | memoryview
 Reply = list[tuple[Header, bytes]]
-"""The frames of a reply: all but the last are marked `more`."""
+"""Frames of a reply: all but the last are marked `more`."""
 
 MAX_HEADER = 1 << 24
 MAX_BODY = 1 << 28
-"""The largest single message, and so the largest single item of a buffer: 256 MiB."""
+"""Largest single message, and so the largest single item of a buffer: 256 MiB."""
 MAX_UNREAD = 1 << 30
-"""A peer that lets this much pile up without reading it is cut off."""
+"""A peer with this many unread bytes is disconnected."""
 CONNECT_S = 5.0
 _LENGTHS = struct.Struct("<II")
-_SUN_PATH = 100  # bytes that a path of a unix socket may have, with some to spare (108 on Linux, 104 on macOS)
+_SUN_PATH = 100  # limit for paths of unix sockets (108 on Linux, 104 on macOS)
 _READ_AHEAD = 1 << 20
 
 
 def frame(header: Mapping[str, Any], *parts: Body) -> list[Body]:
-    """The pieces of a frame, not joined, so that large bodies are not copied. Raises UsageError when it is too large."""
+    """Pieces of a frame, not joined, so that large bodies are not copied. Raises UsageError when it is too large."""
     size = sum(len(part) for part in parts)
     packed: bytes = msgpack.packb(header)
     if size > MAX_BODY or len(packed) > MAX_HEADER:
@@ -56,7 +55,7 @@ def frame(header: Mapping[str, Any], *parts: Body) -> list[Body]:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
-    """The next frame. Raises Damaged on rubbish, EOFError when the peer is gone."""
+    """Read the next frame. Raises Damaged for malformed data, EOFError at the end of the connection."""
     try:
         lengths = await reader.readexactly(_LENGTHS.size)
         header_size, body_size = _LENGTHS.unpack(lengths)
@@ -73,11 +72,11 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
     return header, body
 
 
-# -- errors that cross -------------------------------------------------------------------------------------------------
+# -- errors as values --------------------------------------------------------------------------------------------------
 
 
 def error_fields(error: BaseException) -> Header:
-    """An error as plain values."""
+    """Encode an error as plain values."""
     if isinstance(error, LudusError):
         return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
     return {"error": type(error).__name__, "message": str(error), "hint": ""}
@@ -87,7 +86,7 @@ _BUILTIN = {e.__name__: e for e in (ValueError, TypeError, RuntimeError, IndexEr
 
 
 def error_from(header: Mapping[str, Any]) -> Exception:
-    """The error that the other side raised: the same class where it is one of ours or a plain builtin one."""
+    """Decode an error: the same class for errors of Ludus and common builtin ones, else WorkerFailed."""
     name, message, hint = str(header.get("error")), str(header.get("message")), str(header.get("hint", ""))
     ours = getattr(errors, name, None)
     if isinstance(ours, type) and issubclass(ours, LudusError) and ours is not errors.Refused:
@@ -97,71 +96,77 @@ def error_from(header: Mapping[str, Any]) -> Exception:
     return WorkerFailed(f"{name}: {message}", hint)
 
 
-# -- the side that listens ---------------------------------------------------------------------------------------------
+# -- server ------------------------------------------------------------------------------------------------------------
 
 
 class Peer:
-    """The listening side of one connection; `away` when it came from another machine, or could have."""
+    """Server side of one connection; `is_remote` for connections over TCP."""
 
-    def __init__(self, writer: asyncio.StreamWriter, away: bool = False) -> None:
-        self._writer, self.away = writer, away
+    def __init__(self, writer: asyncio.StreamWriter, is_remote: bool = False) -> None:
+        self._writer, self.is_remote = writer, is_remote
 
     @property
-    def gone(self) -> bool:
+    def is_closed(self) -> bool:
         return self._writer.is_closing()
 
     def send(self, header: Mapping[str, Any], *parts: Body) -> None:
-        """Queue a frame; never waits. A peer that does not read what it asked for is cut off."""
-        if self.gone:
+        """Queue a frame; never blocks. A peer that does not read its replies is disconnected."""
+        if self.is_closed:
             return
         self._writer.writelines(frame(header, *parts))
         if self._writer.transport.get_write_buffer_size() > MAX_UNREAD:
-            log.warning("a peer does not read its replies; it is disconnected")
+            log.warning("disconnected a peer that does not read its replies")
             self._writer.transport.abort()
 
     def close(self) -> None:
         self._writer.close()
 
-    async def flushed(self) -> None:
+    async def drain(self) -> None:
         with contextlib.suppress(OSError):
             await self._writer.drain()
 
 
 OnFrame = Callable[[Peer, Header, bytes], Awaitable[None] | None]
+Operation = Callable[[Peer, Header, bytes], Header | None]
+"""Handles one kind of request; returns the reply, or None if it replies later or not at all."""
+SendReply = Callable[..., None]
+"""Called with (peer, request id), a header and parts of a body."""
 
 
-async def listen(path: Path, on_frame: OnFrame, on_gone: Callable[[Peer], None] | None = None) -> asyncio.Server:
-    """Accept connections at `path`. Frames of one peer are handled in order; one that raises Damaged loses its peer."""
+async def listen_unix(path: Path, on_frame: OnFrame, on_disconnect: Callable[[Peer], None] | None = None) -> asyncio.Server:
+    """Accept connections at `path`. Frames of one peer are handled in order; a peer whose frame raises Damaged is disconnected."""
 
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _talk(reader, Peer(writer), on_frame, on_gone)
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _serve_connection(reader, Peer(writer), on_frame, on_disconnect)
 
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.unlink(missing_ok=True)
-    server = await asyncio.start_unix_server(talk, check_socket_path(aside), limit=_READ_AHEAD)
-    os.replace(aside, path)  # so that the socket of a predecessor is replaced in one step
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    server = await asyncio.start_unix_server(serve, check_socket_path(temporary), limit=_READ_AHEAD)
+    os.replace(temporary, path)  # atomically replaces the socket of a predecessor
     return server
 
 
-async def listen_beyond(
-    bound: socket.socket, guard: Guard, on_frame: OnFrame, on_gone: Callable[[Peer], None] | None = None
+async def listen_tcp(
+    bound: socket.socket, authenticator: Authenticator, on_frame: OnFrame, on_disconnect: Callable[[Peer], None] | None = None
 ) -> asyncio.Server:
-    """The same on a listening TCP socket, for those whom the guard admits."""
+    """Like `listen_unix`, on a bound TCP socket, for authenticated peers."""
 
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        keep_alive(writer.get_extra_info("socket"))
-        watching = asyncio.get_running_loop().create_task(watch(weakref.ref(writer)))
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        enable_keepalive(writer.get_extra_info("socket"))
+        watching = asyncio.get_running_loop().create_task(abort_when_unresponsive(weakref.ref(writer)))
         try:
-            if await guard.admits(reader, writer):
-                await _talk(reader, Peer(writer, away=True), on_frame, on_gone)
+            if await authenticator.authenticate(reader, writer):
+                await _serve_connection(reader, Peer(writer, is_remote=True), on_frame, on_disconnect)
         finally:
             watching.cancel()
             writer.close()
 
-    return await asyncio.start_server(talk, sock=bound, limit=_READ_AHEAD)
+    return await asyncio.start_server(serve, sock=bound, limit=_READ_AHEAD)
 
 
-async def _talk(reader: asyncio.StreamReader, peer: Peer, on_frame: OnFrame, on_gone: Callable[[Peer], None] | None) -> None:
+async def _serve_connection(
+    reader: asyncio.StreamReader, peer: Peer, on_frame: OnFrame, on_disconnect: Callable[[Peer], None] | None
+) -> None:
     try:
         while True:
             waiting = on_frame(peer, *await read_frame(reader))
@@ -170,10 +175,10 @@ async def _talk(reader: asyncio.StreamReader, peer: Peer, on_frame: OnFrame, on_
     except EOFError:
         pass
     except Damaged as error:
-        log.warning("a peer is disconnected: %s", error)
+        log.warning("disconnected a peer: %s", error)
     finally:
-        if on_gone is not None:
-            on_gone(peer)
+        if on_disconnect is not None:
+            on_disconnect(peer)
         peer.close()
 
 
@@ -184,36 +189,38 @@ def check_socket_path(path: Path) -> str:
     return text
 
 
-# -- the side that asks ------------------------------------------------------------------------------------------------
+# -- client ------------------------------------------------------------------------------------------------------------
 
 
-class Connection:
-    """A client of one listener: many requests may be under way at once, each is answered by its id.
+class RpcConnection:
+    """Client of one listener: concurrent requests, matched to replies by id.
 
-    Lives on the event loop that opened it. When the listener is lost, everything that waits gets WorkerFailed.
+    Belongs to the event loop that opened it. When the connection is lost, all pending requests raise WorkerFailed.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, what: str) -> None:
         self._reader, self._writer, self._what = reader, writer, what
         self._ids = itertools.count(1)
-        self._waiting: dict[int, tuple[asyncio.Future[Reply], Reply]] = {}
+        self._pending: dict[int, tuple[asyncio.Future[Reply], Reply]] = {}
         self._lost: Exception | None = None
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._receive())
-        self._watching = loop.create_task(watch(weakref.ref(writer))) if self.local_host else None
+        self._watching = loop.create_task(abort_when_unresponsive(weakref.ref(writer))) if self.local_host else None
 
     @classmethod
-    async def open(cls, address: str, what: str, timeout_s: float | None = None, token_file: str = "") -> Connection:
-        """To the path of a unix socket, or to `tcp://host:port` with the token in that file. Raises WorkerFailed when nobody
-        listens there, UsageError when the token is refused."""
+    async def open(cls, address: str, what: str, timeout_s: float | None = None, token_file: str = "") -> RpcConnection:
+        """Connect to a unix socket, or to `tcp://host:port` with the token in `token_file`.
+
+        Raises WorkerFailed when the address cannot be reached, UsageError when the token is refused.
+        """
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(CONNECT_S if timeout_s is None else timeout_s):
                 if is_tcp(address):
                     token = read_token(token_file)
                     reader, writer = await asyncio.open_connection(*host_and_port(address), limit=_READ_AHEAD)
-                    keep_alive(writer.get_extra_info("socket"))
-                    await greet(reader, writer, token, what)
+                    enable_keepalive(writer.get_extra_info("socket"))
+                    await client_handshake(reader, writer, token, what)
                 else:
                     reader, writer = await asyncio.open_unix_connection(address, limit=_READ_AHEAD)
         except BaseException as error:
@@ -221,14 +228,14 @@ class Connection:
                 writer.transport.abort()
             if isinstance(error, (OSError, TimeoutError)):
                 raise WorkerFailed(
-                    f"{what} cannot be reached at {address}: {error or 'no answer'}.", "Is it still running?"
+                    f"{what} cannot be reached at {address}: {error or 'no answer'}.", "Check that it is still running."
                 ) from error
             raise
         return cls(reader, writer, what)
 
     @property
     def local_host(self) -> str:
-        """The address of this machine that the other side sees; empty for a unix socket."""
+        """Address of this machine that the peer sees; empty for a unix socket."""
         name = self._writer.get_extra_info("sockname")
         return str(name[0]) if isinstance(name, tuple) else ""
 
@@ -237,13 +244,13 @@ class Connection:
         return self._lost
 
     async def send(self, header: Mapping[str, Any], *parts: Body) -> None:
-        """One way, no reply; waits while the socket is full."""
+        """Send a message without a reply; waits while the socket is full."""
         self._check()
         self._writer.writelines(frame(header, *parts))
-        await self.flushed()
+        await self.drain()
 
-    async def flushed(self) -> None:
-        """The socket has room again. Raises WorkerFailed."""
+    async def drain(self) -> None:
+        """Wait until the socket has room. Raises WorkerFailed."""
         try:
             await self._writer.drain()
         except OSError:
@@ -251,18 +258,18 @@ class Connection:
         self._check()
 
     def start(self, header: Header, *parts: Body) -> asyncio.Future[Reply]:
-        """Send a request, without waiting for room in the socket; the future is its reply."""
+        """Send a request without waiting for room in the socket; the future is its reply."""
         self._check()
         number = next(self._ids)
         pieces = frame({**header, "id": number}, *parts)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future, []
-        future.add_done_callback(lambda _: self._waiting.pop(number, None))
+        self._pending[number] = future, []
+        future.add_done_callback(lambda _: self._pending.pop(number, None))
         self._writer.writelines(pieces)
         return future
 
     async def request(self, header: Header, *parts: Body, timeout_s: float | None) -> Reply:
-        """Raises what the other side raised, WorkerFailed when it is lost, TimeoutError."""
+        """Raises the error of the peer, WorkerFailed when the connection is lost, TimeoutError."""
         async with asyncio.timeout(timeout_s):
             return await self.start(header, *parts)
 
@@ -275,9 +282,9 @@ class Connection:
         try:
             while True:
                 header, body = await read_frame(self._reader)
-                entry = self._waiting.get(header.get("id", 0))
+                entry = self._pending.get(header.get("id", 0))
                 if entry is None:
-                    continue  # of a request that was given up
+                    continue  # its caller has cancelled the request
                 future, frames = entry
                 frames.append((header, body))
                 if future.done():
@@ -298,7 +305,7 @@ class Connection:
     def _fail(self) -> None:
         if self._lost is None:
             self._lost = WorkerFailed(f"{self._what} is gone.", "It was stopped or it died; see its log.")
-        for future, _ in list(self._waiting.values()):
+        for future, _ in list(self._pending.values()):
             if not future.done():
                 future.set_exception(self._lost)
         self._writer.close()
@@ -307,7 +314,7 @@ class Connection:
 
 
 def split(body: Body, sizes: Sequence[int]) -> list[memoryview]:
-    """Cut a body into its items. Raises Damaged when the sizes do not fit."""
+    """Split a body into its items. Raises Damaged when the sizes do not match."""
     if any(not isinstance(size, int) or size < 0 for size in sizes) or sum(sizes) != len(body):
         raise Damaged(f"The sizes of {len(sizes)} items do not add up to {len(body)} bytes.")
     view, at, parts = memoryview(body), 0, []

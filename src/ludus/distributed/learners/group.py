@@ -1,11 +1,11 @@
-"""Several learners for one model: each computes the gradient of its part of every minibatch, all apply the same sum.
+"""Several learners for one model: each computes the gradient of its part of every minibatch, and all apply the same sum.
 
-    rank 0 (the trainer's process) ──link: state, batches as they come──▶ rank 1 … N-1 (supervised processes, or other nodes)
-           └────────────── group: the gradient of every minibatch, summed ──────────────┘
+    rank 0 (the trainer's process) ──channel: state, batches──▶ rank 1 … N-1 (supervised processes, or other nodes)
+           └────────────── all-reduce: the gradient of every minibatch, summed ──────────────┘
 
-Ranks are given the whole batch (on one node: a file in shared memory that rank 0 fills once) and prepare it all alike, random
-numbers included; so the same batches give the same weights on one learner and on several, but for rounding. A rank that is
-lost ends the learning with WorkerFailed: whoever started rank 0 starts again from the newest checkpoint.
+All ranks get the whole batch (on one node: a file in shared memory that rank 0 fills once) and prepare it in the same way,
+including random numbers; except for rounding, one learner and several produce the same weights. A lost rank ends the training
+with WorkerFailed; the supervisor of rank 0 restarts from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -29,26 +30,37 @@ from ludus.config.schema import AlgorithmConfig
 from ludus.core import tree
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
-from ludus.distributed.code_bundle import Luggage
-from ludus.distributed.hub.server import shared_memory
-from ludus.distributed.learners.channel import DONE, HELLO, JOIN, LEARN, READY, SPEC, STATE, WELCOME, Entrance, Frame, Link
+from ludus.distributed.code_bundle import CodeBundle
+from ludus.distributed.learners.channel import (
+    DONE,
+    HELLO,
+    JOIN,
+    LEARN,
+    READY,
+    SPEC,
+    STATE,
+    WELCOME,
+    Frame,
+    LearnerChannel,
+    LearnerListener,
+)
 from ludus.distributed.learners.rank import (
     FINGERPRINT,
     START_S,
-    Order,
+    BatchHeader,
     Recipe,
     Welcome,
     batch_path,
     fingerprint,
-    joined,
+    join_group,
     pack_state,
     serve,
     spec_json,
 )
 from ludus.errors import StoreFull, WorkerFailed
 from ludus.io.addresses import tcp_address
-from ludus.process.temp_dirs import Scratch
-from ludus.process.workers.supervisor import NEVER, OVER, Context, Process, Supervisor
+from ludus.process.temp_dirs import TempDir, shared_memory_dir
+from ludus.process.workers.supervisor import FINAL_STATES, NEVER, Context, Process, Supervisor
 from ludus.transport.shared_memory import BlockLayout
 
 log = logging.getLogger(__name__)
@@ -57,14 +69,29 @@ Transport = Literal["shared", "gloo", "nccl"]
 """How gradients are summed: over shared memory (one node, CPUs), or by torch.distributed."""
 
 _GRACE_S = 1.0
-_VERDICT_S = 2.0
+_CAUSE_S = 2.0
 _CHECK_EVERY = 50
 _DRIFT = 1e-3
-"""Of the norm of all weights: rounding errors of a sum in another order are far below."""
+"""Tolerance relative to the norm of all weights: rounding errors of a reordered sum are far below."""
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """`supervisor`: starts the processes of ranks on this node (default: a new one).
+
+    `remote`: number of ranks on other nodes, which connect to `listener`.
+    """
+
+    transport: Transport | None = None
+    timeout_s: float = COLLECTIVE_S
+    start_s: float = START_S
+    supervisor: Supervisor | None = None
+    remote: int = 0
+    listener: LearnerListener | None = None
 
 
 class BatchFile:
-    """Where rank 0 leaves the batch of an update for the ranks of its node; a larger batch gets a new file."""
+    """File with the batch of an update for the ranks of this node; a larger batch gets a new file."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self.number = directory, 0
@@ -72,12 +99,12 @@ class BatchFile:
         self._layout: BlockLayout | None = None
 
     def put(self, segments: Segments) -> memoryview:
-        """Copy the segments; returns their bytes. Nobody may be reading. Raises StoreFull."""
+        """Copy the segments and return their bytes. No rank may be reading. Raises StoreFull."""
         layout = self._layout
         if layout is None or layout.spec != segments.spec or layout.rows != segments.rows:
             layout = self._layout = BlockLayout(segments.spec, segments.rows)
         if self._map is None or len(self._map) < layout.nbytes:
-            self._map = self._larger(layout.nbytes)  # the former one goes when nothing looks at it any more
+            self._map = self._allocate(layout.nbytes)  # the old map is freed with its last view
         buffer = memoryview(self._map)[: layout.nbytes]
         for name, whole in layout.views(buffer).arrays().items():
             if not name.startswith("episode_"):
@@ -85,7 +112,7 @@ class BatchFile:
         layout.seal(segments, buffer)
         return buffer
 
-    def _larger(self, size: int) -> mmap.mmap:
+    def _allocate(self, size: int) -> mmap.mmap:
         self.number += 1
         path = batch_path(self._directory, self.number)
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
@@ -100,91 +127,80 @@ class BatchFile:
             return mmap.mmap(file.fileno(), size)
 
 
-class Learners:
-    """Ranks 1 … N-1, seen from rank 0. They hold what the given algorithm holds, from the moment this is made."""
+class LearnerGroup:
+    """Ranks 1 … N-1, seen from rank 0. They have the state of the given algorithm from the start."""
 
     def __init__(
-        self,
-        algorithm: Algorithm,
-        config: AlgorithmConfig,
-        size: int,
-        log_dir: Path | None,
-        *,
-        transport: Transport | None = None,
-        timeout_s: float = COLLECTIVE_S,
-        start_s: float = START_S,
-        supervisor: Supervisor | None = None,
-        away: int = 0,
-        entrance: Entrance | None = None,
+        self, algorithm: Algorithm, config: AlgorithmConfig, size: int, log_dir: Path | None, options: GroupOptions
     ) -> None:
-        """`config`: with which the algorithm was made. `supervisor`: to start them under, whose logs are in `log_dir`.
-
-        So many of them as `away` says are on other nodes: they call `learn_for` with the address of the entrance.
-        """
+        """`config`: that of the algorithm. `log_dir`: where the supervisor writes its logs."""
+        supervisor, remote, listener = options.supervisor, options.remote, options.listener
         self.size, self._log_dir = size, log_dir
-        self._algorithm, self._timeout_s = algorithm, timeout_s
+        self._algorithm, self._timeout_s = algorithm, options.timeout_s
         self._processes: dict[int, Process] = {}
-        self._links: dict[int, Link] = {}
+        self._channels: dict[int, LearnerChannel] = {}
         self._spec: SegmentSpec | None = None
         self._updates = 0
-        self._busy = self._checked = False
+        self._busy = self._checking = False
         self._expected: tuple[float, ...] | None = None
         self._store: Any = None
-        self._transport = transport or _transport_for(algorithm.optimizer.device, size - away, away)
+        self._transport = options.transport or _transport_for(algorithm.optimizer.device, size - remote, remote)
         with contextlib.ExitStack() as undo:
-            self._scratch = Scratch(shared_memory())
+            self._scratch = TempDir(shared_memory_dir())
             undo.callback(self._scratch.close)
             self._batch = BatchFile(self._scratch.path)
             if supervisor is None:
                 supervisor = Supervisor(log_dir=log_dir, preload=("numpy", "torch", __name__))
                 undo.callback(supervisor.close, _GRACE_S)
             undo.callback(self._stop)
-            deadline = time.monotonic() + start_s
-            self._start(supervisor, away)
-            if entrance is not None:
-                self._await_far(entrance, away, deadline)
-            self._gather(Recipe.of(algorithm, config), entrance, deadline)
+            deadline = time.monotonic() + options.start_s
+            self._start(supervisor, remote)
+            if listener is not None:
+                self._accept_remote(listener, remote, deadline)
+            self._join_ranks(Recipe.of(algorithm, config), listener, deadline)
             self.send_state()
             self._undo = undo.pop_all()
 
     # -- starting
 
-    def _start(self, supervisor: Supervisor, away: int) -> None:
-        for rank in range(1, self.size - away):
+    def _start(self, supervisor: Supervisor, remote: int) -> None:
+        for rank in range(1, self.size - remote):
             ours, theirs = socket.socketpair()
-            self._links[rank] = Link(ours, f"Learner {rank}")
+            self._channels[rank] = LearnerChannel(ours, f"Learner {rank}")
             with theirs:
                 fds, kind = [theirs.fileno()], type(self._algorithm)
-                luggage = Luggage.of(models=[self._algorithm.policy.config.custom_model])
-                self._processes[rank] = supervisor.start(f"learner-{rank}", _local_rank, kind, luggage, fds=fds, restart=NEVER)
-
-    def _await_far(self, entrance: Entrance, away: int, deadline: float) -> None:
-        for rank in range(self.size - away, self.size):
-            link = entrance.admit(deadline - time.monotonic())
-            if link is None:
-                raise WorkerFailed(
-                    f"Learner {rank} of {self.size} did not come to {entrance.address} in time.",
-                    "Is it started on its node, with the token of this run?",
+                code_bundle = CodeBundle.of(models=[self._algorithm.policy.config.custom_model])
+                self._processes[rank] = supervisor.start(
+                    f"learner-{rank}", _run_local_rank, kind, code_bundle, fds=fds, restart=NEVER
                 )
-            self._links[rank] = link
 
-    def _gather(self, recipe: Recipe, entrance: Entrance | None, deadline: float) -> None:
-        """Tell all ranks what they are, and join them."""
-        place, device = str(self._scratch.path / "group"), self._algorithm.optimizer.device
+    def _accept_remote(self, listener: LearnerListener, remote: int, deadline: float) -> None:
+        for rank in range(self.size - remote, self.size):
+            channel = listener.accept_rank(deadline - time.monotonic())
+            if channel is None:
+                raise WorkerFailed(
+                    f"Learner {rank} of {self.size} did not come to {listener.address} in time.",
+                    "Check that it is started on its node, with the token of this run.",
+                )
+            self._channels[rank] = channel
+
+    def _join_ranks(self, recipe: Recipe, listener: LearnerListener | None, deadline: float) -> None:
+        """Configure all ranks and join the group."""
+        rendezvous, device = str(self._scratch.path / "group"), self._algorithm.optimizer.device
         if self._transport == "shared":
-            SharedMemoryAllReduce.create(Path(place), self.size, self._algorithm.optimizer.allreduce_buffer.numel())
-        elif entrance is not None:
-            place = self._open_store(entrance.host)
-        welcome = Welcome(recipe, self.size, self._transport, place, str(self._scratch.path), "cpu", self._timeout_s)
-        for rank, link in self._links.items():
-            self._hear(rank, HELLO, deadline)
+            SharedMemoryAllReduce.create(Path(rendezvous), self.size, self._algorithm.optimizer.allreduce_buffer.numel())
+        elif listener is not None:
+            rendezvous = self._open_store(listener.host)
+        welcome = Welcome(recipe, self.size, self._transport, rendezvous, str(self._scratch.path), "cpu", self._timeout_s)
+        for rank, channel in self._channels.items():
+            self._receive(rank, HELLO, deadline)
             mine = Welcome(**{**vars(welcome), "device": _device_of(rank, device)})
-            link.send(WELCOME, rank, self.size, mine.to_json())
-        for rank in self._links:
-            self._hear(rank, READY, deadline)
-        for link in self._links.values():
-            link.send(JOIN)
-        self._algorithm.optimizer.group = joined(welcome, 0, device, self.check)
+            channel.send(WELCOME, rank, self.size, mine.to_json())
+        for rank in self._channels:
+            self._receive(rank, READY, deadline)
+        for channel in self._channels.values():
+            channel.send(JOIN)
+        self._algorithm.optimizer.group = join_group(welcome, 0, device, self.check)
 
     def _open_store(self, host: str) -> str:
         stores: Any = torch.distributed
@@ -192,65 +208,65 @@ class Learners:
         self._store = stores.TCPStore(host, 0, self.size, True, limit, wait_for_workers=False)
         return tcp_address(host, self._store.port)
 
-    def _hear(self, rank: int, kind: int, deadline: float) -> Frame:
-        """A frame from that rank, or the reason why there will be none."""
-        link = self._links[rank]
-        while not link.waiting(0.05):
+    def _receive(self, rank: int, kind: int, deadline: float) -> Frame:
+        """Receive a frame from that rank. Raises WorkerFailed with the reason why there is none."""
+        channel = self._channels[rank]
+        while not channel.has_data(0.05):
             self.check()
             if time.monotonic() >= deadline:
                 raise WorkerFailed(f"Learner {rank} of {self.size} did not answer in time.", self._hint(rank))
         try:
-            return link.receive(kind)
+            return channel.receive(kind)
         except WorkerFailed as error:
-            raise self.verdict(error) from error
+            raise self.find_cause(error) from error
 
-    # -- every update
+    # -- updates
 
     def send_state(self) -> None:
-        """Make all ranks what rank 0 is."""
-        self.settle()
+        """Send the state of rank 0 to all ranks."""
+        self.wait_until_done()
         body = pack_state(self._algorithm)
-        for link in self._links.values():
-            link.send(STATE, 0, 0, body)
+        for channel in self._channels.values():
+            channel.send(STATE, 0, 0, body)
 
     def begin(self, segments: Segments, timestep: int, version: int | None) -> None:
-        """Have all ranks learn from these segments; rank 0 does so next."""
-        self.settle()
+        """Let all ranks learn from these segments; rank 0 does so next."""
+        self.wait_until_done()
         self.check()
         self._updates, self._expected = self._updates + 1, None
-        self._checked = self._updates == 1 or self._updates % _CHECK_EVERY == 0
+        self._checking = self._updates == 1 or self._updates % _CHECK_EVERY == 0
         spec = spec_json(segments.spec) if segments.spec != self._spec else None
         self._spec = segments.spec
         with self._batch.put(segments) as data:
-            for link in self._links.values():
+            for channel in self._channels.values():
                 if spec is not None:
-                    link.send(SPEC, 0, 0, spec)
-                file = 0 if link.far else self._batch.number
-                order = Order(timestep, -1 if version is None else version, segments.rows, file, int(self._checked))
-                link.send(LEARN, 0, 0, order.packed(), *([data] if link.far else []))
+                    channel.send(SPEC, 0, 0, spec)
+                file = 0 if channel.is_remote else self._batch.number
+                header = BatchHeader(timestep, -1 if version is None else version, segments.rows, file, int(self._checking))
+                channel.send(LEARN, 0, 0, header.pack(), *([data] if channel.is_remote else []))
         self._busy = True
 
     def end(self) -> None:
-        """Rank 0 has learned. That the others have is awaited when it matters: before the next batch."""
-        self._expected = fingerprint(self._algorithm.optimizer) if self._checked else None
+        """RingRecord the result of rank 0. The other ranks are awaited before the next batch."""
+        self._expected = fingerprint(self._algorithm.optimizer) if self._checking else None
 
-    def settle(self) -> None:
-        """All ranks are done with the batch. Raises WorkerFailed when they are not, or are no longer alike."""
+    def wait_until_done(self) -> None:
+        """Wait until all ranks are done with the batch. Raises WorkerFailed when they fail or their weights differ."""
         if not self._busy:
             return
         self._busy = False
         deadline = time.monotonic() + self._timeout_s
-        for rank in self._links:
-            frame = self._hear(rank, DONE, deadline)
+        for rank in self._channels:
+            frame = self._receive(rank, DONE, deadline)
             if self._expected is not None and frame.body:
                 self._compare(rank, FINGERPRINT.unpack(frame.body), self._expected)
 
     @staticmethod
     def _compare(rank: int, found: Sequence[float], expected: Sequence[float]) -> None:
-        apart = [abs(a - b) for a, b in zip(found, expected, strict=True)]
-        if not all(gap <= _DRIFT * max(1.0, expected[0]) for gap in apart):  # so written, NaN is a difference
+        differences = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+        if not all(gap <= _DRIFT * max(1.0, expected[0]) for gap in differences):  # in this form NaN counts as a difference
             raise WorkerFailed(
-                f"Learner {rank} has other weights than learner 0 (norm {found[0]:.6g} and {expected[0]:.6g}, apart by {max(apart):.3g}).",
+                f"Learner {rank} has other weights than learner 0 (norm {found[0]:.6g} and {expected[0]:.6g}, differences by {max(differences):.3g}).",
                 "An algorithm that learners share must be a function of its state(), the batch and its seed; "
                 "use num_learners: 1, or correct it.",
             )
@@ -259,26 +275,26 @@ class Learners:
 
     def check(self) -> None:
         """Raises WorkerFailed when a rank is known to be lost."""
-        lost = self._lost()
+        lost = self._find_lost_rank()
         if lost is not None:
             raise lost
 
-    def verdict(self, error: WorkerFailed) -> WorkerFailed:
-        """The reason behind a failed collective or link: which rank was lost, if that comes out in a moment."""
-        deadline = time.monotonic() + _VERDICT_S
+    def find_cause(self, error: WorkerFailed) -> WorkerFailed:
+        """Cause of a failed all-reduce or channel: the lost rank, if it becomes known within _CAUSE_S."""
+        deadline = time.monotonic() + _CAUSE_S
         while time.monotonic() < deadline:
-            lost = self._lost()
+            lost = self._find_lost_rank()
             if lost is not None:
                 return lost
             time.sleep(0.02)
         return error
 
-    def _lost(self) -> WorkerFailed | None:
-        for rank, link in self._links.items():
+    def _find_lost_rank(self) -> WorkerFailed | None:
+        for rank, channel in self._channels.items():
             process = self._processes.get(rank)
-            if process is not None and process.state in OVER:
+            if process is not None and process.state in FINAL_STATES:
                 why = process.error.rstrip().rpartition("\n")[2] or "it ended"
-            elif process is None and link.gone:
+            elif process is None and channel.is_closed:
                 why = "its connection is broken"
             else:
                 continue
@@ -287,16 +303,16 @@ class Learners:
 
     def _hint(self, rank: int) -> str:
         path = self._log_dir / f"learner-{rank}.log" if self._log_dir and rank in self._processes else None
-        return "The run can go on from its newest checkpoint." + (f" The learner's log: {path}" if path else "")
+        return "The run can be resumed from its newest checkpoint." + (f" The learner's log: {path}" if path else "")
 
     def close(self) -> None:
-        """Again: no effect."""
+        """Idempotent."""
         self._undo.close()
 
     def _stop(self) -> None:
-        """Hang up, which ends the ranks; those that do not notice are killed."""
-        for link in self._links.values():
-            link.close()
+        """Close the channels, which ends the ranks; kill those that do not end."""
+        for channel in self._channels.values():
+            channel.close()
         for process in self._processes.values():
             process.ask_to_stop(_GRACE_S)
         for process in self._processes.values():
@@ -306,38 +322,38 @@ class Learners:
         self._store = None
 
 
-def _local_rank(context: Context, kind: type[Algorithm], luggage: Luggage) -> None:
-    luggage.unpack()
-    with contextlib.closing(Link(socket.socket(fileno=context.fds[0]), "Learner 0")) as link:
-        serve(link, kind=kind, beat=context.beat, ready=context.ready)
+def _run_local_rank(context: Context, kind: type[Algorithm], code_bundle: CodeBundle) -> None:
+    code_bundle.unpack()
+    with contextlib.closing(LearnerChannel(socket.socket(fileno=context.fds[0]), "Learner 0")) as channel:
+        serve(channel, kind=kind, beat=context.beat, ready=context.ready)
 
 
-def _transport_for(device: torch.device, here: int, away: int) -> Transport:
+def _transport_for(device: torch.device, here: int, remote: int) -> Transport:
     if device.type == "cpu":
-        return "gloo" if away else "shared"
-    enough = torch.cuda.device_count() >= here  # nccl refuses two learners on one accelerator
+        return "gloo" if remote else "shared"
+    enough = torch.cuda.device_count() >= here  # nccl does not allow two learners on one device
     return "nccl" if enough and torch.distributed.is_nccl_available() else "gloo"
 
 
 def _device_of(rank: int, device: torch.device) -> str:
-    """The learners of a node have an accelerator each, as long as there are enough."""
+    """Each learner of a node has its own accelerator, as long as there are enough."""
     if device.type != "cuda":
         return str(device)
     return f"cuda:{((device.index or 0) + rank) % torch.cuda.device_count()}"
 
 
 class SharedAlgorithm:
-    """An algorithm whose gradients are computed by several learners; to the trainer, an algorithm like any other."""
+    """An algorithm whose gradients are computed by several learners, with the interface of an algorithm."""
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
 
-    def __init__(self, algorithm: Algorithm, learners: Learners) -> None:
+    def __init__(self, algorithm: Algorithm, learners: LearnerGroup) -> None:
         self._algorithm, self._learners = algorithm, learners
         self.policy, self.optimizer = algorithm.policy, algorithm.optimizer
 
     @property
     def version(self) -> int | None:
-        """Of the weights that learn now; the trainer sets it for algorithms that look at it."""
+        """Version of the weights that learn; the trainer sets it for algorithms that use it."""
         return getattr(self._algorithm, "version", None)
 
     @version.setter
@@ -350,7 +366,7 @@ class SharedAlgorithm:
         try:
             numbers = self._algorithm.learn(segments, timestep)
         except WorkerFailed as error:
-            raise self._learners.verdict(error) from error
+            raise self._learners.find_cause(error) from error
         self._learners.end()
         return numbers | {"learners": float(self._learners.size)}
 
@@ -358,7 +374,7 @@ class SharedAlgorithm:
         return self._algorithm.state()
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
-        """Also sends the weights as they are now to all learners: load those first."""
+        """Load the state and send it with the current weights to all learners: load the weights first."""
         self._algorithm.load_state(arrays, plain)
         self._learners.send_state()
 
@@ -372,11 +388,12 @@ class SharedAlgorithm:
 def share_learning(
     algorithm: Algorithm, config: AlgorithmConfig, learners: int, log_dir: Path | None, **options: Any
 ) -> Algorithm:
-    """The same algorithm on so many learners, this process among them. `config`: with which it was made.
+    """Run the algorithm on several learners, including this process. `config`: that of the algorithm.
 
-    Options are those of Learners.
+    Options are those of `GroupOptions`.
     """
     if learners <= 1:
         return algorithm
-    shared: Algorithm = SharedAlgorithm(algorithm, Learners(algorithm, config, learners, log_dir, **options))
+    group = LearnerGroup(algorithm, config, learners, log_dir, GroupOptions(**options))
+    shared: Algorithm = SharedAlgorithm(algorithm, group)
     return shared

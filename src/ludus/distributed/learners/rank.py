@@ -1,4 +1,4 @@
-"""One of several learners: it does what rank 0 does, with its own part of every minibatch."""
+"""Ranks 1 … N-1 of several learners: each does what rank 0 does, with its own part of every minibatch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from ludus.distributed.learners.channel import (
     STATE,
     WELCOME,
     Frame,
-    Link,
-    enter,
+    LearnerChannel,
+    connect,
 )
 from ludus.errors import TrainingDiverged, WorkerFailed
 from ludus.io.addresses import host_and_port, is_tcp, local_address
@@ -49,17 +49,17 @@ from ludus.transport.shared_memory import BlockLayout
 log = logging.getLogger(__name__)
 
 START_S = 120.0
-"""How long a learner may take to import, build its model and join."""
+"""Time limit for a learner to import, build its model and join."""
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
-# -- what travels -------------------------------------------------------------------------------------------------------
+# -- messages -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a rank builds the algorithm that rank 0 has: plain data."""
+    """How a rank builds the same algorithm as rank 0. Plain data."""
 
     algorithm: str
     policy: Mapping[str, Any]
@@ -69,11 +69,11 @@ class Recipe:
     @classmethod
     def of(cls, algorithm: Algorithm, config: AlgorithmConfig) -> Recipe:
         kind = type(algorithm)
-        named = f"{kind.__module__}:{kind.__qualname__}"
-        return cls(named, algorithm.policy.description(), config.model_dump(mode="json", by_alias=True), config.seed)
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        return cls(name, algorithm.policy.description(), config.model_dump(mode="json", by_alias=True), config.seed)
 
     def build(self, device: torch.device, kind: type[Algorithm] | None = None) -> Algorithm:
-        trust.allow(self.algorithm, self.policy)  # rank 0 of the same run has imported them, and proved that it knows the token
+        trust.allow(self.algorithm, self.policy)  # rank 0 has imported them and has proved that it knows the token
         kind = kind or algorithm_class(self.algorithm)
         config = kind.Config.model_validate(self.config)
         torch.set_num_threads(max(1, config.torch_threads))
@@ -82,13 +82,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Welcome:
-    """What rank 0 tells a rank about its place."""
+    """Configuration of a rank, sent by rank 0."""
 
     recipe: Recipe
     size: int
     transport: str
     group: str
-    """Where they meet to sum: a file in shared memory, a file for torch's FileStore, or tcp://host:port of its TCPStore."""
+    """Rendezvous for all-reduce: a file in shared memory, a file for torch's FileStore, or tcp://host:port of its TCPStore."""
     directory: str
     device: str
     timeout_s: float
@@ -102,39 +102,39 @@ class Welcome:
         return cls(**{**plain, "recipe": Recipe(**plain["recipe"])})
 
 
-_ORDER = struct.Struct("<qqqqq")
+_BATCH_HEADER = struct.Struct("<qqqqq")
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a rank is told with every batch."""
+class BatchHeader:
+    """Header of a batch."""
 
     timestep: int
     version: int
-    """Of the weights that learn; -1: not known."""
+    """Version of the weights that learn; -1: unknown."""
     rows: int
     file: int
     """Number of the batch file; 0: the bytes of the batch follow."""
-    checked: int
-    """Whether it is to show its fingerprint afterwards."""
+    check: int
+    """Whether the rank replies with its fingerprint."""
 
-    def packed(self) -> bytes:
-        return _ORDER.pack(self.timestep, self.version, self.rows, self.file, self.checked)
+    def pack(self) -> bytes:
+        return _BATCH_HEADER.pack(self.timestep, self.version, self.rows, self.file, self.check)
 
     @classmethod
-    def unpacked(cls, data: bytes | bytearray) -> tuple[Order, memoryview]:
-        """And what follows it."""
-        return cls(*_ORDER.unpack_from(data)), memoryview(data)[_ORDER.size :]
+    def unpack(cls, data: bytes | bytearray) -> tuple[BatchHeader, memoryview]:
+        """Return the header and the rest of the data."""
+        return cls(*_BATCH_HEADER.unpack_from(data)), memoryview(data)[_BATCH_HEADER.size :]
 
 
 FINGERPRINT = struct.Struct("<4d")
 
 
 def fingerprint(optimizer: FlatAdam[Policy]) -> tuple[float, ...]:
-    """Norm and sum, and what every second weight, and one half of them, has more than the rest.
+    """Norm and sum of the weights, and differences between the sums of alternate weights and of the two halves.
 
-    Random differences change all but the norm by about as much as the difference is long; that one of them stays within a
-    thousandth of the norm is rare, that all three do is not seen.
+    Random differences change all but the norm by about their own norm. One of these values rarely stays within a thousandth of
+    the norm; that all three do has not been seen.
     """
     flat = optimizer.flat.double()
     total, half = flat.sum(), flat.numel() // 2
@@ -147,7 +147,7 @@ def pack_state(algorithm: Algorithm) -> bytes:
     return tree.encode({"weights": algorithm.policy.weights(), "arrays": arrays}, {"plain": json.dumps(plain)})
 
 
-def load_packed(algorithm: Algorithm, data: bytes | bytearray) -> None:
+def load_packed_state(algorithm: Algorithm, data: bytes | bytearray) -> None:
     whole, meta = tree.decode(memoryview(data))
     algorithm.policy.load_weights(whole["weights"])
     algorithm.load_state({name: array.copy() for name, array in whole["arrays"].items()}, json.loads(meta["plain"]))
@@ -157,68 +157,70 @@ _TREES = ("observation", "action", "state")
 
 
 def spec_json(spec: SegmentSpec) -> bytes:
-    plain = {**vars(spec), **{name: _plain(getattr(spec, name)) for name in _TREES}}
+    plain = {**vars(spec), **{name: _to_json(getattr(spec, name)) for name in _TREES}}
     return json.dumps(plain).encode()
 
 
 def spec_from_json(data: bytes | bytearray) -> SegmentSpec:
     plain = json.loads(data)
-    trees = {name: _specs(plain[name]) for name in _TREES}
+    trees = {name: _from_json(plain[name]) for name in _TREES}
     return SegmentSpec(**{**plain, **trees, "results": tuple(plain["results"])})
 
 
-def _plain(specs: Tree) -> Any:
+def _to_json(specs: Tree) -> Any:
     """JSON has no tuples: {"d": dict}, {"t": list}, {"a": leaf}."""
     if isinstance(specs, Mapping):
-        return {"d": {key: _plain(item) for key, item in specs.items()}}
+        return {"d": {key: _to_json(item) for key, item in specs.items()}}
     if isinstance(specs, tuple):
-        return {"t": [_plain(item) for item in specs]}
+        return {"t": [_to_json(item) for item in specs]}
     return {"a": [list(specs.shape), specs.dtype.str]}
 
 
-def _specs(plain: Any) -> Tree:
+def _from_json(plain: Any) -> Tree:
     if "d" in plain:
-        return {key: _specs(item) for key, item in plain["d"].items()}
+        return {key: _from_json(item) for key, item in plain["d"].items()}
     if "t" in plain:
-        return tuple(_specs(item) for item in plain["t"])
+        return tuple(_from_json(item) for item in plain["t"])
     shape, dtype = plain["a"]
     return ArraySpec(tuple(shape), np.dtype(dtype))
 
 
 def batch_path(directory: Path, number: int) -> Path:
-    """The file in shared memory in which rank 0 leaves a batch."""
+    """File in shared memory to which rank 0 writes a batch."""
     return directory / f"batch-{number}"
 
 
-def joined(welcome: Welcome, rank: int, device: torch.device, check: Callable[[], None] = lambda: None) -> GradientAllReduce:
-    """Join the others; all ranks do so at about the same time. Raises WorkerFailed."""
-    place, size, timeout_s = welcome.group, welcome.size, welcome.timeout_s
+def join_group(welcome: Welcome, rank: int, device: torch.device, check: Callable[[], None] = lambda: None) -> GradientAllReduce:
+    """Join the all-reduce group; all ranks do so at about the same time. Raises WorkerFailed."""
+    rendezvous, size, timeout_s = welcome.group, welcome.size, welcome.timeout_s
     if welcome.transport == "shared":
-        return SharedMemoryAllReduce(Path(place), rank, size, timeout_s=timeout_s, check=check)
+        return SharedMemoryAllReduce(Path(rendezvous), rank, size, timeout_s=timeout_s, check=check)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    stores: Any = torch.distributed  # absent where torch is built without it
-    if not is_tcp(place):
+    stores: Any = torch.distributed  # missing if torch is built without it
+    if not is_tcp(rendezvous):
         return TorchAllReduce(
-            stores.FileStore(place, size), rank, size, backend=welcome.transport, timeout_s=timeout_s, check=check
+            stores.FileStore(rendezvous, size), rank, size, backend=welcome.transport, timeout_s=timeout_s, check=check
         )
-    store = stores.TCPStore(*host_and_port(place), size, False, datetime.timedelta(seconds=timeout_s))
+    store = stores.TCPStore(*host_and_port(rendezvous), size, False, datetime.timedelta(seconds=timeout_s))
     options: Any = {
         "backend": welcome.transport,
-        "address": local_address(*host_and_port(place), socket.AF_INET),
+        "address": local_address(*host_and_port(rendezvous), socket.AF_INET),
         "timeout_s": timeout_s,
     }
     return TorchAllReduce(store, rank, size, check=check, **options)
 
 
-# -- its life -----------------------------------------------------------------------------------------------------------
+# -- the rank -----------------------------------------------------------------------------------------------------------
 
 
 class Rank:
-    """Ranks 1 … N-1."""
+    """One of the ranks 1 … N-1."""
 
-    def __init__(self, link: Link, rank: int, welcome: Welcome, kind: type[Algorithm] | None, device: str | None) -> None:
-        self._link, self._rank, self._welcome = link, rank, welcome
+    def __init__(
+        self, channel: LearnerChannel, rank: int, welcome: Welcome, kind: type[Algorithm] | None, device: str | None
+    ) -> None:
+        self._channel, self._rank, self._welcome = channel, rank, welcome
         self._device = torch.device(device or welcome.device)
         self._algorithm = welcome.recipe.build(self._device, kind)
         self._spec: SegmentSpec | None = None
@@ -226,51 +228,51 @@ class Rank:
         self._map: tuple[int, mmap.mmap] | None = None
 
     def join(self) -> None:
-        self._algorithm.optimizer.group = joined(self._welcome, self._rank, self._device, self._check)
+        self._algorithm.optimizer.group = join_group(self._welcome, self._rank, self._device, self._check)
 
     def _check(self) -> None:
-        if self._link.gone:
+        if self._channel.is_closed:
             raise WorkerFailed("Learner 0 is gone.", "See its log.")
 
     def serve(self, beat: Callable[[], None]) -> None:
-        """Until rank 0 hangs up."""
+        """Serve until rank 0 closes the channel."""
         while True:
             beat()
-            if not self._link.waiting(_LOOK_S):
+            if not self._channel.has_data(_POLL_S):
                 continue
             try:
-                frame = self._link.receive()
+                frame = self._channel.receive()
             except WorkerFailed:
-                log.info("learner 0 has hung up; this one ends")
+                log.info("learner 0 has closed the channel; this learner ends")
                 return
             if frame.kind == STATE:
-                load_packed(self._algorithm, frame.body)
+                load_packed_state(self._algorithm, frame.body)
             elif frame.kind == SPEC:
                 self._spec, self._layout = spec_from_json(frame.body), None
             elif frame.kind == LEARN:
                 self._learn(frame)
 
     def _learn(self, frame: Frame) -> None:
-        order, rest = Order.unpacked(frame.body)
+        header, rest = BatchHeader.unpack(frame.body)
         assert self._spec is not None
-        if self._layout is None or self._layout.rows != order.rows:
-            self._layout = BlockLayout(self._spec, order.rows)
-        buffer = self._mapped(order.file) if order.file else rest
+        if self._layout is None or self._layout.rows != header.rows:
+            self._layout = BlockLayout(self._spec, header.rows)
+        buffer = self._map_batch(header.file) if header.file else rest
         segments = self._layout.load(buffer[: self._layout.nbytes])
         if hasattr(self._algorithm, "version"):
-            self._algorithm.version = None if order.version < 0 else order.version
+            self._algorithm.version = None if header.version < 0 else header.version
         optimizer = self._algorithm.optimizer
         try:
-            self._algorithm.learn(segments, order.timestep)
-        except TrainingDiverged as error:  # rank 0 says it, too, and decides
+            self._algorithm.learn(segments, header.timestep)
+        except TrainingDiverged as error:  # rank 0 raises it too, and decides
             log.error("%s", error)
-        except WorkerFailed as error:  # another learner was lost; this one must not be taken for the cause
+        except WorkerFailed as error:  # another learner was lost; this one must not look like the cause
             log.error("%s", error)
             optimizer.group.close()
             return
-        self._link.send(DONE, optimizer.updates, 0, FINGERPRINT.pack(*fingerprint(optimizer)) if order.checked else b"")
+        self._channel.send(DONE, optimizer.updates, 0, FINGERPRINT.pack(*fingerprint(optimizer)) if header.check else b"")
 
-    def _mapped(self, number: int) -> memoryview:
+    def _map_batch(self, number: int) -> memoryview:
         if self._map is None or self._map[0] != number:
             with batch_path(Path(self._welcome.directory), number).open("r+b") as file:
                 self._map = number, mmap.mmap(file.fileno(), 0)
@@ -284,29 +286,29 @@ class Rank:
 
 
 def serve(
-    link: Link,
+    channel: LearnerChannel,
     *,
     kind: type[Algorithm] | None = None,
     device: str | None = None,
     beat: Callable[[], None] = lambda: None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """A rank's life: rank 0 tells it over the link what it is. `kind`: the algorithm, where its name is not enough."""
+    """Run a rank; rank 0 sends its configuration. `kind`: class of the algorithm, if its name is not enough."""
     keep_freed_memory()
-    link.send(HELLO, os.getpid())
-    frame = link.receive(WELCOME, START_S)
-    with contextlib.closing(Rank(link, frame.first, Welcome.from_json(frame.body), kind, device)) as rank:
-        link.send(READY)
-        link.receive(JOIN, START_S)
+    channel.send(HELLO, os.getpid())
+    frame = channel.receive(WELCOME, START_S)
+    with contextlib.closing(Rank(channel, frame.first, Welcome.from_json(frame.body), kind, device)) as rank:
+        channel.send(READY)
+        channel.receive(JOIN, START_S)
         rank.join()
         ready()
         rank.serve(beat)
 
 
-def learn_for(address: str, token: bytes, *, device: str | None = None, beat: Callable[[], None] = lambda: None) -> None:
-    """A rank of a rank 0 on another node, which waits for it at `address`. Returns when that one hangs up.
+def serve_remote_rank(address: str, token: bytes, *, device: str | None = None, beat: Callable[[], None] = lambda: None) -> None:
+    """Run a rank for the rank 0 that listens at `address` on another node. Returns when that closes the channel.
 
-    `device`: what this node computes on, where it is not what rank 0 thinks.
+    `device`: device of this node, if it differs from that of rank 0.
     """
-    with contextlib.closing(enter(address, token)) as link:
-        serve(link, device=device, beat=beat)
+    with contextlib.closing(connect(address, token)) as channel:
+        serve(channel, device=device, beat=beat)

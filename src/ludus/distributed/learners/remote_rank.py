@@ -1,6 +1,6 @@
-"""A learner beside the first one, on another machine of a job: `python -m ludus.distributed.learners.remote_rank`, until it is ended.
+"""A learner on another machine than the first one of its job: `python -m ludus.distributed.learners.remote_rank`, until it is ended.
 
-The first learner may be started again, from its newest checkpoint; then this one comes to it again.
+The first learner may be restarted from its newest checkpoint; this one then connects again.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _POLL_S = 0.5
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGINT, _exit)
     job = JobEnv.from_environ(os.environ)
     if job is None:
         raise UsageError("This process belongs to no job.", "It is started by `ludus submit` or `ludus learner start`.")
     token, (host, port) = job.token(), job.learner_address
-    from ludus.distributed.learners.rank import learn_for  # torch
+    from ludus.distributed.learners.rank import serve_remote_rank  # torch
 
-    said = ""
+    logged = ""
     while True:
         try:
-            learn_for(f"tcp://{host}:{port}", token)
+            serve_remote_rank(f"tcp://{host}:{port}", token)
             why = "the first learner has left"
-        except (WorkerFailed, UsageError) as error:  # one that dies while it greets us seems to refuse our token
+        except (WorkerFailed, UsageError) as error:  # a learner that dies during the handshake looks like a refused token
             why = str(error)
-        if why != said:
-            log.info("%s; it is looked for again", why)
-            said = why
+        if why != logged:
+            log.info("%s; connecting again", why)
+            logged = why
         time.sleep(_POLL_S)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    os._exit(0)  # nothing of a learner outlives it; a sum that it is waiting for would keep it
+def _exit(number: int, frame: FrameType | None) -> None:
+    os._exit(0)  # a learner owns nothing that must be closed; a pending all-reduce would block the exit
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the learner of a fleet tells its workers: the orders, which stay as they are, and the bulletin, which changes all the time.
+"""Messages between the learner of a fleet and its workers: the worker spec, which does not change, and the weights notice, which does.
 
-The orders are a file in the store, the bulletin a notice on the board of the exchange, the weights that it names a file again.
-All of it is plain data. But the orders name an environment, which a worker imports: whoever may write them chooses what it runs.
+The spec is a file in the store, the notice a message in the stream, and the weights that it names are a file again. All of it is
+plain data, but the spec names an environment that workers import: write access to it means control over what they run.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ludus.errors import Damaged, IncompatibleCheckpoint
 from ludus.storage.safe_read import parse_json
 
 PROTOCOL = 1
-"""Of orders, bulletins and messages; others are refused."""
+"""Version of the spec, notices and messages; others are refused."""
 
-ORDERS = "fleet/orders.json"
+SPEC = "fleet/orders.json"
 CHANNEL = "fleet/channel"
 END = "fleet/over"
-"""Is there when the run has come to its end; for workers that could not hear of it."""
+"""Exists when the run has ended, for workers that missed the last notice."""
 WEIGHTS = "fleet/weights"
-BULLETIN = "bulletin"
+NOTICE = "bulletin"
 PRESENCE = "worker/"
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What a worker has to do."""
+class WorkerSpec:
+    """What a worker does."""
 
     channel: str
-    """Of the exchange: no two runs have the same."""
+    """Of the message stream; unique per run."""
     room: int
     env: str
     env_config: Mapping[str, Any]
@@ -43,11 +43,11 @@ class Orders:
     num_envs: int
     steps: int
     description: Mapping[str, Any]
-    """Of the policy, spaces included, as `model.json` says it."""
+    """Of the policy, including its spaces, as in `model.json`."""
     masked: bool
     seed: int
     in_turn: bool
-    """Wait for the next version when the share of this one is made; else never wait."""
+    """Wait for the next version after the share of this one is made; else never wait."""
     explore: bool = True
     forgiving: bool = False
     device: str = "cpu"
@@ -60,17 +60,17 @@ class Orders:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same orders: every message says which ones it was made by."""
+        """Hash of the spec, which every message contains."""
         return hashlib.sha256(self.encode()).hexdigest()[:16]
 
     @classmethod
-    def decode(cls, data: bytes) -> Orders:
-        """Raises IncompatibleCheckpoint when they are of another version of the code, Damaged when they are no orders."""
+    def decode(cls, data: bytes) -> WorkerSpec:
+        """Raises IncompatibleCheckpoint for a spec of another version of the code, Damaged for a malformed one."""
         try:
-            plain = parse_json(data, ORDERS)
+            plain = parse_json(data, SPEC)
             made_by, protocol = str(plain["ludus"]), plain["protocol"]
         except (ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{ORDERS} is damaged: {error!r}.") from error
+            raise Damaged(f"{SPEC} is damaged: {error!r}.") from error
         if protocol != PROTOCOL or made_by != ludus.__version__:
             raise IncompatibleCheckpoint(
                 f"The learner is ludus {made_by} (fleet protocol {protocol}), this worker {ludus.__version__} (protocol {PROTOCOL}).",
@@ -78,42 +78,42 @@ class Orders:
             )
         names = {field.name for field in fields(cls)}
         try:
-            orders = cls(**{**plain, "wrappers": tuple(plain["wrappers"])})
-            if plain.keys() != names or not (orders.channel and orders.env):
+            spec = cls(**{**plain, "wrappers": tuple(plain["wrappers"])})
+            if plain.keys() != names or not (spec.channel and spec.env):
                 raise ValueError(f"it has the keys {sorted(plain)}")
         except (KeyError, TypeError, ValueError) as error:
-            raise Damaged(f"{ORDERS} is damaged: {error!r}.") from error
-        return orders
+            raise Damaged(f"{SPEC} is damaged: {error!r}.") from error
+        return spec
 
 
 @dataclass(frozen=True)
-class Bulletin:
-    """What is new: which weights to use, and how many segments to make with them."""
+class WeightsNotice:
+    """Which weights to use, and how many segments to make with them."""
 
     incarnation: int
-    """Of the learner; an older one cannot take a newer one's notice down."""
+    """Of the learner; an older learner cannot replace the notice of a newer one."""
     version: int
     share: int
-    """Segments that each worker makes with this version, where sampling and learning take turns."""
+    """Segments that each worker makes with this version, if sampling and learning alternate."""
     orders: str
-    """Fingerprint of the orders that are in force."""
+    """Fingerprint of the current worker spec."""
     timesteps: int = 0
-    """How far training had come when this version was made."""
+    """Timesteps of training when this version was made."""
     over: bool = False
-    """The run has come to its end: workers may go home."""
+    """The run has ended: workers exit."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Bulletin:
+    def decode(cls, data: bytes) -> WeightsNotice:
         """Raises Damaged."""
-        return cls(**_read(cls, data, "The bulletin of the fleet"))
+        return cls(**_read(cls, data, "The weights notice"))
 
 
 @dataclass(frozen=True)
 class Presence:
-    """What a worker says of itself every few seconds."""
+    """State of a worker, posted every few seconds."""
 
     host: str
     pid: int
@@ -121,7 +121,7 @@ class Presence:
     """starting, sampling, waiting for weights, waiting for room, refused, failed."""
     why: str = ""
     beat: int = 0
-    """Goes up as long as it lives."""
+    """Increases as long as the worker is alive."""
     version: int = 0
     steps: int = 0
     blocks: int = 0
@@ -133,34 +133,34 @@ class Presence:
     env_restarts: int = 0
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self) | {"why": self.why[:_LONG], "host": self.host[:_LONG]}).encode()
+        return json.dumps(asdict(self) | {"why": self.why[:_MAX_CHARACTERS], "host": self.host[:_MAX_CHARACTERS]}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Presence:
         """Raises Damaged."""
-        return cls(**_read(cls, data, "A worker's notice"))
+        return cls(**_read(cls, data, "The presence message of a worker"))
 
 
 def weights_key(version: int) -> str:
     return f"{WEIGHTS}/{version:08d}.safetensors"
 
 
-def channel_in(orders: bytes) -> tuple[str, int]:
-    """Channel and room of orders of any version. Raises Damaged."""
+def channel_in(spec: bytes) -> tuple[str, int]:
+    """Channel and capacity in a spec of any version. Raises Damaged."""
     try:
-        plain = json.loads(orders)
+        plain = json.loads(spec)
         return str(plain["channel"]), _integer(plain["room"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{ORDERS} is damaged: {type(error).__name__}.") from error
+        raise Damaged(f"{SPEC} is damaged: {type(error).__name__}.") from error
 
 
-# -- what anybody may have written --------------------------------------------------------------------------------------
+# -- decoding of untrusted data -----------------------------------------------------------------------------------------
 
-_LONG = 500
+_MAX_CHARACTERS = 500
 
 
 def _read(cls: type[Any], data: bytes, what: str) -> dict[str, Any]:
-    """The fields of a notice, each of its kind. Raises Damaged."""
+    """Decode the fields of a message, each according to its type. Raises Damaged."""
     try:
         plain = json.loads(data)
         return {field.name: _KINDS[str(field.type)](plain[field.name]) for field in fields(cls)}
@@ -181,7 +181,7 @@ def _number(value: Any) -> float:
 
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
-    "str": lambda value: str(value)[:_LONG],
+    "str": lambda value: str(value)[:_MAX_CHARACTERS],
     "int": _integer,
     "float": _number,
     "bool": bool,

@@ -9,8 +9,8 @@ from ludus.algorithms.trainer import Trainer
 from ludus.buffers.segment_validation import SegmentValidator
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.publishing_pool import PublishingPool
-from ludus.distributed.redis.learner import Fleet, channel_of
-from ludus.distributed.redis.messages import Orders
+from ludus.distributed.redis.learner import BatchSettings, FleetRun, PublishedWeights, RedisFleet, channel_of
+from ludus.distributed.redis.messages import WorkerSpec
 from ludus.errors import ConfigError
 from ludus.experiments.assembly.components import (
     ComponentStack,
@@ -73,7 +73,7 @@ def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
 
 def _make_fleet(
     prepared: PreparedRun, hooks: RunHooks, shape: EnvironmentShape, policy: Policy, pool: LocalVersionStore, run: Run
-) -> Fleet:
+) -> RedisFleet:
     resolved, before = prepared.resolved, prepared.before
     e, config = resolved.experiment, resolved.config
     in_turn = config.sampling != "async"
@@ -85,7 +85,7 @@ def _make_fleet(
             "Use fewer num_envs_per_worker, or a shorter rollout_fragment_length.",
         )
     blocks = blocks_of(config)
-    orders = Orders(
+    spec = WorkerSpec(
         channel=channel_of(run.store, uuid.uuid4().hex[:16]),
         room=max(4, 2 * blocks, config.workers * config.blocks_ahead),
         env=e.env,
@@ -104,19 +104,20 @@ def _make_fleet(
         self_play=config.self_play.model_dump(mode="json"),
     )
     clock = make_clock(config, pool.newest(DEFAULT_MODEL)[1], prepared.timesteps)
-    return Fleet(
+    return RedisFleet(
         e.memory,
-        run.store,
-        orders,
-        pool.incarnation(DEFAULT_MODEL),
-        inspect=SegmentValidator(shape.observation_space, shape.action_space, layout.spec).find_error,
-        layout=layout,
-        blocks=blocks,
-        max_age=0 if in_turn and not config.replays else config.max_lag,
-        resumed=before.state["models"][DEFAULT_MODEL]["version"] if before else None,
-        latest=lambda: newest_weights(pool),
-        finished=lambda: run.status == "finished",
-        confirm=pool.confirm,
-        timesteps=clock.timesteps,
+        spec,
+        FleetRun(run.store, pool.incarnation(DEFAULT_MODEL), lambda: run.status == "finished", pool.confirm),
+        PublishedWeights(
+            lambda: newest_weights(pool),
+            resumed=before.state["models"][DEFAULT_MODEL]["version"] if before else None,
+            timesteps=clock.timesteps,
+        ),
+        BatchSettings(
+            layout,
+            blocks,
+            max_age=0 if in_turn and not config.replays else config.max_lag,
+            inspect=SegmentValidator(shape.observation_space, shape.action_space, layout.spec).find_error,
+        ),
         announce=hooks.announce,
     )

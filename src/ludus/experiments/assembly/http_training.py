@@ -38,7 +38,7 @@ from ludus.protocol.spec import read_token
 from ludus.sampling.segment_recorder import session_spec
 
 if TYPE_CHECKING:
-    from ludus.distributed.gateway_source import FleetGathering
+    from ludus.distributed.gateway_source import GatewaySource
 
 _BATCHES_AHEAD = 4
 """Batches that may wait for the learner; also bounds how many sessions record at a time."""
@@ -66,7 +66,7 @@ def assemble_http(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack)
     algorithms = distribute_all(algorithms, policies, each, run, stack)
     pool = make_pool(run, policies, prepared, stack)
 
-    games: InlineGatewaySource | FleetGathering
+    games: InlineGatewaySource | GatewaySource
     publisher: Publisher
     if config.workers:
         games, memory, publisher = _start_gateway_workers(listening, external, seats, config, policies, pool, run, stack)
@@ -130,15 +130,15 @@ def _start_gateway_workers(
     pool: LocalVersionStore,
     run: Run,
     stack: ComponentStack,
-) -> tuple[FleetGathering, CollatedBatches, Publisher]:
+) -> tuple[GatewaySource, CollatedBatches, Publisher]:
     """Gateways in `num_workers` processes, which serve games while the learner computes."""
-    from ludus.distributed.gateway_source import Boards, FleetGathering
+    from ludus.distributed.gateway_source import GatewayBoards, GatewaySource
     from ludus.distributed.publishing_pool import PublishingPool
 
-    boards = stack.own(Boards(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size))
+    boards = stack.own(GatewayBoards(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size))
     for name in pool.names():
         boards.publish(name, pool.newest(name)[1])
     memory = stack.own(CollatedBatches([boards.memory.of(name) for name in policies], config.train_batch_size))
     settings, logs = gateway_settings(external, seats), run.directory / "logs" / "actor"
-    given = (listening, settings, seats.seats, config.workers, config.steps, boards, memory, logs)
-    return stack.own(FleetGathering(*given, explore=config.explore)), memory, PublishingPool(pool, boards.publish)
+    given = (listening, settings, seats.seats, config.workers, boards, memory, logs)
+    return stack.own(GatewaySource(*given, explore=config.explore)), memory, PublishingPool(pool, boards.publish)

@@ -89,7 +89,7 @@ def _distribute_to_nodes(
 ) -> Algorithm:
     """The learners of the config run here; those of other nodes are as many more, and connect to this process."""
     from ludus.distributed.learners.group import share_learning
-    from ludus.distributed.learners.listener import FarEntrance
+    from ludus.distributed.learners.listener import JobLearnerListener
 
     if model != DEFAULT_MODEL:
         error = UsageError(
@@ -99,9 +99,9 @@ def _distribute_to_nodes(
         error.final = True
         raise error
     hint = f"Are their machines up, and what do their logs say? `ludus train --resume {display_path(run.directory)}` goes on."
-    with contextlib.closing(FarEntrance(job, hint)) as listener:
+    with contextlib.closing(JobLearnerListener(job, hint)) as listener:
         log.info("waiting for %d learners of other machines at %s", job.learners, listener.address)
-        options: Any = {"away": job.learners, "entrance": listener, "start_s": job.wait_s}
+        options: Any = {"remote": job.learners, "listener": listener, "start_s": job.wait_s}
         made_with = config.model_copy(update=threads_of(policy, config))
         return share_learning(algorithm, made_with, config.learners + job.learners, run.directory / "logs" / "learner", **options)
 

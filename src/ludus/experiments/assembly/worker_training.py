@@ -20,9 +20,9 @@ from ludus.buffers.block_batches import BlockBatches
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.distributed.publishing_pool import PublishingPool
-from ludus.distributed.sampling_pool import LocalNode, Nodes, Plan, Sampling, ThisNode
+from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPlan, SamplingPool, SingleNode
 from ludus.envs.vector_env import make_environments
 from ludus.envs.wrappers import wrapper_names
 from ludus.experiments.assembly import byte_scales
@@ -45,7 +45,7 @@ from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.resolve import Announce, ClusterOptions
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalVersionStore
-from ludus.process.workers.supervisor import Restart
+from ludus.process.workers.supervisor import WorkerRestart
 from ludus.sampling.sampler import VersionClock, segment_spec
 
 _STEADY_S = 1.0
@@ -88,7 +88,7 @@ def assemble_workers(prepared: PreparedRun, hooks: RunHooks, stack: ComponentSta
     logs = run.directory / "logs" / "sampler"
     if hooks.announce is not None:
         hooks.announce(f"starting {config.workers} workers …" if config.workers > 1 else "starting 1 worker …")
-    sampling = stack.own(Sampling(lambda bell: connect(plan, bell, logs), config.workers, lambda: newest_weights(pool)))
+    sampling = stack.own(SamplingPool(lambda bell: connect(plan, bell, logs), config.workers, lambda: newest_weights(pool)))
 
     trainer = Trainer(
         {DEFAULT_MODEL: algorithm},
@@ -146,9 +146,9 @@ def make_plan(
     seed: int,
     begun: int = 0,
     run: str = "",
-) -> Plan:
+) -> SamplingPlan:
     """What a worker has to know. `begun`: timesteps of earlier parts of the run. `run`: its directory."""
-    return Plan(
+    return SamplingPlan(
         env=env,
         env_config=config.env_config,
         preprocess=config.preprocess,
@@ -161,23 +161,23 @@ def make_plan(
         ahead=_BATCHES_AHEAD[config.sampling],
         slots=config.blocks_ahead,
         hang_s=config.worker_hang_s,
-        restart=Restart(config.max_worker_restarts, config.worker_restart_backoff_s, steady_s=_STEADY_S),
+        restart=WorkerRestart(config.max_worker_restarts, config.worker_restart_backoff_s, steady_s=_STEADY_S),
         forgiving=config.restart_failed_sub_environments,
         explore=config.explore,
         device=config.inference_device,
         self_play=config.self_play,
         run=run,
         clock=make_clock(config, first_version, begun),
-        luggage=Luggage.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model]),
+        code_bundle=CodeBundle.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model]),
     )
 
 
 def _cluster_nodes(
     options: ClusterOptions | None, announce: Announce | None, stack: ComponentStack
-) -> Callable[[Plan, Path, Path], Nodes]:
+) -> Callable[[SamplingPlan, Path, Path], SamplingNodes]:
     """Connect to the Ray cluster, if there is one. Returns the function that starts workers on its nodes, or on this machine."""
     if options is None:
-        return lambda plan, bell, logs: ThisNode(LocalNode(plan, bell, log_dir=logs))
+        return lambda plan, bell, logs: SingleNode(LocalNode(plan, bell, log_dir=logs))
     from ludus.distributed.ray_nodes import RayNodes
     from ludus.ray_cluster.cluster import Cluster
 
@@ -193,7 +193,7 @@ def newest_weights(pool: LocalVersionStore) -> tuple[int, Mapping[str, Array]]:
     return version, {name: tensor.detach().cpu().numpy() for name, tensor in policy.state_dict().items()}
 
 
-def make_batches(sampling: Sampling, pool: LocalVersionStore, config: AlgorithmConfig) -> BlockBatches:
+def make_batches(sampling: SamplingPool, pool: LocalVersionStore, config: AlgorithmConfig) -> BlockBatches:
     sampling.batches = BlockBatches(
         sampling,
         config.workers,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ludus import errors
 from ludus.core.metrics import Numbers, Sink
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.errors import LudusError
 from ludus.io import json_lines
 from ludus.models.weights import serialization
@@ -59,7 +59,7 @@ class SupervisorPipe:
         """The supervisor closes the sinks of the caller."""
 
 
-def run_learner(context: Context, learn: Learn, bundle: Luggage, again: bool, set_up: bool, announces: bool) -> None:
+def run_learner(context: Context, learn: Learn, bundle: CodeBundle, again: bool, set_up: bool, announces: bool) -> None:
     """Entry point of the process: train, then report the result. Signals stop it like a training in the foreground."""
     pipe, file = context.fds
     supervisor = SupervisorPipe(pipe)

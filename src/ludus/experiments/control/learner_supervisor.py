@@ -24,8 +24,7 @@ from typing import Any, NoReturn
 
 from ludus.core.metrics import Sink
 from ludus.core.types import DEFAULT_MODEL
-from ludus.distributed.code_bundle import Luggage
-from ludus.distributed.hub.server import shared_memory
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.errors import Fenced, LudusError, StoreFull, StoreUnavailable, WorkerFailed
 from ludus.experiments.control.callbacks import find_stop_request, notify_checkpoint
 from ludus.experiments.control.learner_process import Learn, run_learner, unpack_error
@@ -42,9 +41,9 @@ from ludus.io.json_lines import LineReader
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import Claim, newest_claim
 from ludus.process.host import StopSignal, stop_on_signals
-from ludus.process.temp_dirs import sweep
+from ludus.process.temp_dirs import shared_memory_dir, sweep
 from ludus.process.workers.forkserver import anonymous_file
-from ludus.process.workers.supervisor import OVER, Process, Supervisor
+from ludus.process.workers.supervisor import FINAL_STATES, Process, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ class LearnerSupervisor:
         self,
         directory: Path,
         learn: Learn,
-        bundle: Luggage,
+        bundle: CodeBundle,
         *,
         max_failures: int,
         seed: int,
@@ -128,7 +127,7 @@ class LearnerSupervisor:
         self._set_up = (self._directory / CONFIG).exists()
         restarts = int(run.meta().get("learner_restarts", 0))
         self._claims = {name: claim.number for name, claim in _claims_of(run)}
-        shared = shared_memory()  # looked up before a learner can fill it
+        shared = shared_memory_dir()  # looked up before a learner can fill it
         try:
             with (
                 _mute_supervisor(),
@@ -195,7 +194,7 @@ class LearnerSupervisor:
         """Handle the messages of a learner until it exits; stop it on a signal or a stop request."""
         stopping_since, over = math.inf, False
         while not over:
-            over = process.state in OVER  # before the pipe is read: its last messages are in there
+            over = process.state in FINAL_STATES  # before the pipe is read: its last messages are in there
             if not over:
                 messages.wait(_POLL_S)
             for message in messages.take():

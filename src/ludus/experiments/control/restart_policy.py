@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ludus.errors import LudusError, MemoryClosed, StoreUnavailable, Unreachable, UsageError, WorkerFailed
-from ludus.process.workers.supervisor import Restart
+from ludus.process.workers.supervisor import WorkerRestart
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RestartPolicy:
     CURABLE = (WorkerFailed, MemoryClosed, Unreachable, StoreUnavailable)
     """Errors from outside the learner, which may not occur again. All our other errors would."""
 
-    def __init__(self, limit: int, backoff: Restart = Restart(limit=None, backoff_s=0.5, max_backoff_s=30.0)) -> None:  # noqa: B008
+    def __init__(self, limit: int, backoff: WorkerRestart = WorkerRestart(limit=None, backoff_s=0.5, max_backoff_s=30.0)) -> None:  # noqa: B008
         """`limit`: most failures without a new checkpoint."""
         self._limit, self._backoff = limit, backoff
         self._failures = 0

@@ -15,7 +15,7 @@ import torch
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.vector_env import Environments
 from ludus.envs.wrappers import wrapper_names
 from ludus.errors import LudusError
@@ -24,8 +24,8 @@ from ludus.experiments.evaluation.evaluation_video import RecordedVideos, VideoR
 from ludus.experiments.runs.checkpoint import FOLDER
 from ludus.experiments.runs.remote_runs import store_of
 from ludus.models.weights import serialization
-from ludus.process.workers.supervisor import Context, Restart
-from ludus.process.workers.task_pool import Errands
+from ludus.process.workers.supervisor import Context, WorkerRestart
+from ludus.process.workers.task_pool import TaskPool
 from ludus.sampling.episode_runner import Score
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ def make_evaluation_workers(
     plan: EvaluationPlan, config: AlgorithmConfig, directory: Path, interrupted: Callable[[], bool], notice: Notice
 ) -> EvaluationWorkers:
     """`directory`: of the run. `notice` is called once if videos cannot be recorded."""
-    bundle = Luggage.of(plan.env, *wrapper_names(config.wrappers), models=[config.model.custom_model])
-    restart = Restart(config.max_worker_restarts, config.worker_restart_backoff_s)
+    bundle = CodeBundle.of(plan.env, *wrapper_names(config.wrappers), models=[config.model.custom_model])
+    restart = WorkerRestart(config.max_worker_restarts, config.worker_restart_backoff_s)
     pool = WorkerSettings(config.evaluation_num_workers, config.worker_hang_s, restart)
     return EvaluationWorkers(plan, bundle, directory, pool, interrupted, notice)
 
@@ -45,7 +45,7 @@ def make_evaluation_workers(
 class WorkerSettings:
     workers: int
     hang_s: float
-    restart: Restart
+    restart: WorkerRestart
 
 
 class EvaluationWorkers:
@@ -54,7 +54,7 @@ class EvaluationWorkers:
     def __init__(
         self,
         plan: EvaluationPlan,
-        bundle: Luggage,
+        bundle: CodeBundle,
         directory: Path,
         pool: WorkerSettings,
         interrupted: Callable[[], bool],
@@ -65,7 +65,7 @@ class EvaluationWorkers:
         self.interrupted, self._notice = interrupted, notice
         self._records = bool(plan.videos)
         self._workers = min(pool.workers, plan.groups)
-        self._errands: Errands | None = None
+        self._errands: TaskPool | None = None
         self._numbers = itertools.count(1)
         self._iteration: int | None = None
         self._open: dict[int, int] = {}  # errand → first row
@@ -84,7 +84,7 @@ class EvaluationWorkers:
         """Have that checkpoint played. Returns at once; nothing else may be under way."""
         if self._errands is None:
             logs = self._directory / "logs" / "evaluation"
-            self._errands = Errands(
+            self._errands = TaskPool(
                 "evaluation", Player, self._plan, self._bundle,
                 workers=self._workers, hang_s=self._pool.hang_s, restart=self._pool.restart, log_dir=logs, preload=("torch", __name__),
             )  # fmt: skip
@@ -96,7 +96,7 @@ class EvaluationWorkers:
             self._open[number] = first
             seed = self._plan.seed_of(iteration)
             video = iteration if first == 0 and self._records else None
-            self._errands.give(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
+            self._errands.submit(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
 
     def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
         """(iteration, score) when all of it has been played, None before; no score: it failed, which has been said."""
@@ -143,7 +143,7 @@ def _added(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 class Player:
     """What a worker does: load the weights of a checkpoint and play its share."""
 
-    def __init__(self, context: Context, plan: EvaluationPlan, bundle: Luggage) -> None:
+    def __init__(self, context: Context, plan: EvaluationPlan, bundle: CodeBundle) -> None:
         torch.set_num_threads(1)
         bundle.unpack()
         self._context, self._plan, self._policy = context, plan, plan.policy()

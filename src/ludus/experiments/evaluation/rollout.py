@@ -25,7 +25,7 @@ from ludus.core import spaces, statistics, trust
 from ludus.core.spaces import ACTION_MASK
 from ludus.core.tree import Tree
 from ludus.core.types import DEFAULT_MODEL
-from ludus.distributed.code_bundle import Luggage
+from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.pettingzoo import make_match
 from ludus.envs.preprocessing import saved_preprocess
 from ludus.envs.registry import factory_of
@@ -54,7 +54,7 @@ from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.process.workers.supervisor import Context
-from ludus.process.workers.task_pool import Errands
+from ludus.process.workers.task_pool import TaskPool
 from ludus.sampling.episode_runner import Score, episode_step_limit
 from ludus.sampling.multi_agent import Step, play_episode
 from ludus.sampling.trained_agent import TrainedAgent
@@ -138,7 +138,7 @@ class RolloutSpec:
     recorded_episodes: int = 0
     """Number of first episodes whose frames are recorded."""
     depth: bool = False
-    code_bundle: Luggage = field(default_factory=Luggage)
+    code_bundle: CodeBundle = field(default_factory=CodeBundle)
 
     def policies(self) -> dict[str, Policy]:
         return {name: actor_policy(_policy(description, Path(weights))) for name, (description, weights) in self.models.items()}
@@ -204,7 +204,7 @@ def rollout_spec(
         env_config={**settings.get("env_config", {}), **(env_config or {})},
         preprocess=saved_preprocess(settings),
         wrappers=wrappers,
-        code_bundle=Luggage.of(name, *wrapper_names(wrappers), models=custom),
+        code_bundle=CodeBundle.of(name, *wrapper_names(wrappers), models=custom),
         **options,
     )
     return run, found.name, stage
@@ -242,7 +242,7 @@ def agent_rollout_spec(
             env_config={**settings.get("env_config", {}), **(env_config or {})},
             preprocess=saved_preprocess(settings),
             wrappers=wrappers,
-            code_bundle=Luggage.of(name, *wrapper_names(wrappers), models=[described["network"].get("custom_model")]),
+            code_bundle=CodeBundle.of(name, *wrapper_names(wrappers), models=[described["network"].get("custom_model")]),
             **options,
         )
 
@@ -527,7 +527,7 @@ class _EpisodeQueue:
         self._results: dict[int, EpisodeResult] = {}
         self._remaining: Iterator[int] = iter(range(episodes))
         if workers:
-            self._task_pool = Errands(
+            self._task_pool = TaskPool(
                 "rollout",
                 RolloutWorker,
                 stage,
@@ -542,7 +542,7 @@ class _EpisodeQueue:
     def _submit(self, count: int) -> None:
         for _, episode in zip(range(count), self._remaining, strict=False):
             assert self._task_pool is not None
-            self._task_pool.give(episode, {"episode": episode, "max_steps": self._limit})
+            self._task_pool.submit(episode, {"episode": episode, "max_steps": self._limit})
 
     def episode(self, episode: int, left: int) -> EpisodeResult:
         """The result of an episode, played to its end or to `left` steps. Raises the error of the worker."""

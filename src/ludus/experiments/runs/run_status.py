@@ -26,7 +26,7 @@ from ludus.experiments.runs import remote_runs
 from ludus.experiments.runs.run_dir import CONFIG, META, METRICS
 from ludus.io.atomic_file import replace_json
 from ludus.process import procfs
-from ludus.process.identity import alive_since, start_ticks
+from ludus.process.identity import is_alive_since, start_ticks
 from ludus.storage.base import WriteGuard
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def is_alive(who: Mapping[str, Any]) -> bool | None:
     """Whether that process runs; None if it is on another host or in another pid namespace."""
     if not who.get("pid") or who.get("host") != platform.node() or who.get("space", "") not in ("", _pid_space()):
         return None
-    return alive_since(int(who["pid"]), int(who.get("started", 0)))
+    return is_alive_since(int(who["pid"]), int(who.get("started", 0)))
 
 
 def now_text() -> str:

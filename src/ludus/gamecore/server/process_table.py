@@ -391,7 +391,7 @@ class ProcessTable:
         )
         status.pid = process.pid
         loop.call_soon_threadsafe(self._on_started, record, process)
-        began = {pid: since for pid in (process.pid, process.guard) if (since := identity.started(pid)) is not None}
+        began = {pid: since for pid in (process.pid, process.guard) if (since := identity.start_time(pid)) is not None}
         self.state_dir.save(status, began)
         return process
 

@@ -307,7 +307,7 @@ def _lock_file(path: Path) -> int:
 
 
 def _list_alive(processes: dict[int, str]) -> list[int]:
-    found = [pid for pid, since in processes.items() if identity.alive(pid, since)]
+    found = [pid for pid, since in processes.items() if identity.is_alive(pid, since)]
     return [*found, *(below for pid in found for below in procfs.list_descendants(pid))]
 
 

@@ -76,7 +76,7 @@ class _ServerProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[bound.fileno(), ready],
                 start_new_session=True,  # Ctrl-C goes to the watchdog, which forwards it
-                preexec_fn=lambda: identity.end_with(parent, signal.SIGTERM),  # safe without threads
+                preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGTERM),  # safe without threads
             )
         finally:
             os.close(ready)

@@ -187,7 +187,7 @@ class SlurmOrchestrator(JobIndex):
         if not job_dir.is_this_machine(record.machine):
             raise UsageError(f"The job {directory.id} runs interactively on {record.machine.split()[0]}.", "Interrupt it there.")
         if record.supervisor is not None:
-            identity.send(record.supervisor.pid, record.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
+            identity.send_signal(record.supervisor.pid, record.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
 
     # -- status
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from ludus.core.backoff import Backoff
 from ludus.errors import LudusError, UsageError
-from ludus.process.auth import GREETING_S, Guard, greet, keep_alive, read_token
+from ludus.process.auth import HANDSHAKE_S, Authenticator, client_handshake, enable_keepalive, read_token
 from ludus.process.job_env import TOKEN, JobEnv
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class LifelineServer:
     """`expected`: numbers of the nodes to notify."""
 
     def __init__(self, token: bytes, expected: Sequence[int], linger_s: float = LINGER_S) -> None:
-        self._guard, self._linger_s = Guard(token), linger_s
+        self._guard, self._linger_s = Authenticator(token), linger_s
         self._unnotified = set(expected)
         self._clients: dict[asyncio.StreamWriter, int] = {}
         self._over = asyncio.Event()
@@ -64,10 +64,10 @@ class LifelineServer:
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            keep_alive(writer.get_extra_info("socket"))
-            if not await self._guard.admits(reader, writer):
+            enable_keepalive(writer.get_extra_info("socket"))
+            if not await self._guard.authenticate(reader, writer):
                 return
-            async with asyncio.timeout(GREETING_S):
+            async with asyncio.timeout(HANDSHAKE_S):
                 node = int(await reader.readline())
             self._clients[writer] = node
             log.info("node %d connected", node)
@@ -129,9 +129,9 @@ async def _stay_connected(address: tuple[str, int], node: int, token: bytes) -> 
     async with asyncio.timeout(_CALL_S):
         reader, writer = await asyncio.open_connection(*address, limit=_LINE)
     try:
-        keep_alive(writer.get_extra_info("socket"))
+        enable_keepalive(writer.get_extra_info("socket"))
         async with asyncio.timeout(_CALL_S):
-            await greet(reader, writer, token, "the first node of this job")
+            await client_handshake(reader, writer, token, "the first node of this job")
             writer.write(b"%d\n" % node)
             await writer.drain()
         log.info("connected to the first node at %s:%d", *address)

@@ -1,16 +1,16 @@
-"""Games as processes that behave: started, watched and ended, with a bounded log, and none of them outlives us.
+"""Runs programs, such as games, under guards: started, watched and ended, with a bounded log, and never outliving this process.
 
     with Games() as games:
         game = games.start(["./mygame", "--headless"], log=Path("logs/game-1.log"))
         ended = game.wait(timeout_s=600) or game.stop(grace_s=5)
         print(ended)  # "ended with code 0"; ended.last_lines
 
-Games that are written in Python, and import much, start in milliseconds and share what they import as forks of one process:
+Games written in Python can be forks of one process that has imported their module: they start in milliseconds and share memory.
 
     with Games(warm="mygame.main") as games:
         game = games.start(["mygame", "--headless"], warm=True, log=Path("logs/game-1.log"))
 
-What the module must be like is in `warm.py`. The processes between us and the games, and why there are any, are in `keeper.py`.
+`prefork.py` lists what the module must provide. `command_guard.py` describes the processes between this one and the games.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ludus.io import json_lines, rotating_log
 from ludus.io.json_lines import LineReader
 from ludus.io.rotating_log import MAX_BYTES
 from ludus.process import identity
-from ludus.process.commands.command_guard import keeper_command
+from ludus.process.commands.command_guard import spawner_command
 from ludus.process.commands.prefork import ONE_THREAD
 from ludus.process.commands.thread_limits import require_room, thread_limits
 
@@ -44,13 +44,13 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 WARM_S = 600.0
-"""So long may a module take that is imported by a warm keeper. The Arena takes 0.7 s, but half a minute of CPU time on a machine where
-it was never compiled, which was more than two minutes beside ten others that computed."""
+"""Time limit for the import of a warm module. The Arena takes 0.7 s, but half a minute of CPU time where it was never compiled,
+which took more than two minutes on a machine with ten other busy processes."""
 
 _WARM_TRIES = 3
-_START_S = 10.0
-_GONE_S = 15.0
-"""After a kill: longer than a guard tries, so that it can say what it could not kill."""
+_START_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S = 15.0
+"""Wait after a kill: longer than a guard tries, so that it can report what it could not kill."""
 
 _CHUNK = 65_536
 _GUARD_THREADS = 1
@@ -58,10 +58,10 @@ _GUARD_THREADS = 1
 
 @dataclass(frozen=True)
 class GameExit:
-    """How a game ended, and that nothing of it is left.
+    """How a command ended. None of its processes are left, except those in `left`.
 
-    `code` is that of its process, negative for a signal; None when not even its guard lived to see it.
-    `killed`: it did not end by itself in the time that it was given. `left`: processes that could not be killed.
+    `code`: exit code of its process, negative for a signal; None if its guard was killed too.
+    `killed`: it did not end by itself in the time it was given. `left`: processes that could not be killed.
     """
 
     code: int | None
@@ -82,20 +82,20 @@ class GameExit:
 
 
 class GameProcess:
-    """One game, with all that it has started. Made by `Games.start`; may be used from any thread."""
+    """A running command with all processes that it has started. Created by `Games.start`; thread-safe."""
 
     def __init__(
-        self, name: str, kind: str, log_path: Path, line: socket.socket, on_exit: Callable[[GameProcess], object] | None
+        self, name: str, kind: str, log_path: Path, channel: socket.socket, on_exit: Callable[[GameProcess], object] | None
     ):
         self.name, self.kind, self.log_path = name, kind, log_path
         self.pid = self.guard = 0
         self.began = time.monotonic()
         self.threads = 1
-        """As last counted, those of the processes that it started included; counted often at first, then every half minute."""
-        self._line, self._reader, self._on_exit = line, LineReader(line), on_exit
+        """Last count, including its child processes; updated often at first, then every half minute."""
+        self._channel, self._reader, self._on_exit = channel, LineReader(channel), on_exit
         self._failure: str | None = None
         self._exit: GameExit | None = None
-        self._begun, self._ended = threading.Event(), threading.Event()
+        self._started, self._ended = threading.Event(), threading.Event()
 
     @property
     def exit(self) -> GameExit | None:
@@ -103,125 +103,127 @@ class GameProcess:
         return self._exit
 
     def wait(self, timeout_s: float) -> GameExit | None:
-        """None when it still runs then."""
+        """Returns None if it still runs after `timeout_s`."""
         self._ended.wait(timeout_s)
         return self._exit
 
     def ask_to_stop(self, grace_s: float = GRACE_S) -> None:
-        """SIGTERM to its group; whatever is left of it after `grace_s` is killed. Does not wait; a shorter grace replaces a longer."""
-        self._say(stop=max(0.0, grace_s))
+        """Send SIGTERM to its process group; after `grace_s` the rest is killed. Does not wait; a shorter grace replaces a longer one."""
+        self._send(stop=max(0.0, grace_s))
 
     def stop(self, grace_s: float = GRACE_S) -> GameExit:
-        """As `ask_to_stop`, and wait until nothing of it is left."""
+        """Like `ask_to_stop`, and wait until all its processes have ended."""
         self.ask_to_stop(grace_s)
-        ended = self.wait(grace_s + _GONE_S)
+        ended = self.wait(grace_s + _KILL_TIMEOUT_S)
         if ended is None:
-            raise WorkerFailed(f"The game {self.name} (process {self.pid}) could not be stopped.", "Its guard does not answer.")
+            raise WorkerFailed(f"The game {self.name} (process {self.pid}) could not be stopped.", "Its guard does not respond.")
         return ended
 
     def count_threads(self) -> int:
-        """Now, instead of when it was last looked at."""
+        """Count its threads now; see `threads`."""
         if self._exit is None and self.guard:
             self.threads = max(1, identity.threads_below(self.guard))
         return self.threads
 
     def last_lines(self, count: int = 20) -> list[str]:
-        """Of its log, as it is written by now: with counts in place of lines that were repeated."""
+        """Last lines of its log. Repeated lines are replaced by their count."""
         return list(self._exit.last_lines[-count:]) if self._exit else rotating_log.tail(self.log_path, count)
 
-    # -- by Games
+    # -- called by Games
 
-    def _say(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # it has ended
-            self._line.sendall(json_lines.encode(message))
+            self._channel.sendall(json_lines.encode(message))
 
-    def _hear(self) -> bool:
-        """Read what its guard says. False: that was the last."""
+    def _read_messages(self) -> bool:
+        """Read messages of its guard; returns False at end of file."""
         for line in self._reader.read():
-            self._told(json_lines.decode(line))
+            self._handle_message(json_lines.decode(line))
         if self._reader.at_end:
-            self._end(GameExit(None, seconds=time.monotonic() - self.began))
+            self._set_exit(GameExit(None, seconds=time.monotonic() - self.began))
         return not self._reader.at_end
 
-    def _told(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if "started" in message:
             self.pid, self.guard = message["started"], message["guard"]
-            self._begun.set()
+            self._started.set()
         elif "threads" in message:
             self.threads = max(1, message["threads"])
         elif "failed" in message:
             self._failure = f"{message['failed']}{': ' if message['file'] else ''}{message['file']}"
-            self._begun.set()
+            self._started.set()
         elif "exited" in message:
             seconds, lines = time.monotonic() - self.began, tuple(message["lines"])
-            self._end(GameExit(message["exited"], message["killed"], lines, tuple(message["left"]), message["lost"], seconds))
+            self._set_exit(
+                GameExit(message["exited"], message["killed"], lines, tuple(message["left"]), message["lost"], seconds)
+            )
 
-    def _end(self, how: GameExit) -> None:
+    def _set_exit(self, outcome: GameExit) -> None:
         if self._ended.is_set():
             return
-        self._exit = how
-        self._begun.set()
+        self._exit = outcome
+        self._started.set()
         self._ended.set()
         if self._on_exit is not None and self.pid:
             try:
                 self._on_exit(self)
-            except Exception:  # the caller's own; the other games go on
-                log.exception("what was to be done at the end of the game %s failed", self.name)
+            except Exception:  # raised by the caller's function; the other commands go on
+                log.exception("on_exit of the game %s failed", self.name)
 
 
-class _Keeper:
-    """The process that starts games here, and our line to it."""
+class _Spawner:
+    """The spawner process and the control socket to it."""
 
     def __init__(self, warm: str, environment: Mapping[str, str] | None) -> None:
         self.began = time.monotonic()
         self.control, theirs = socket.socketpair()
-        self.control.settimeout(_START_S)
+        self.control.settimeout(_START_TIMEOUT_S)
         with contextlib.closing(theirs):
             self.process = subprocess.Popen(  # noqa: S603 - this interpreter, with a program of ours
-                keeper_command(theirs.fileno(), os.getpid(), warm),
+                spawner_command(theirs.fileno(), os.getpid(), warm),
                 env={**(os.environ if environment is None else environment), **ONE_THREAD} if warm else None,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C at a terminal is not for it
+                start_new_session=True,  # Ctrl-C at a terminal must not reach it
             )
         self.is_ready = threading.Event()
-        """It takes orders, or is gone."""
+        """It accepts requests, or has ended."""
         if not warm:
             self.is_ready.set()
-        self.has_spoken = not warm
-        """It has said whether it is warm, and why not: its failure."""
+        self.has_reported = not warm
+        """It has reported whether the import succeeded, and otherwise `failure`."""
         self.failure = ""
         self._reader = LineReader(self.control)
 
-    def hear(self) -> bool:
-        """Read what it says. False: that was the last."""
+    def read_messages(self) -> bool:
+        """Read its messages; returns False after the last one."""
         for line in self._reader.read():
             self.failure = json_lines.decode(line)["failed"]
-            self.has_spoken = True
+            self.has_reported = True
             return False
         if self._reader.at_end:
             self.end()
         return not self._reader.at_end
 
     def end(self) -> None:
-        """Its exit code is known then."""
+        """Wait until it has ended; kill it after a time-out."""
         try:
-            self.process.wait(_GONE_S)
+            self.process.wait(_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            log.warning("the keeper of games (process %d) did not end and is killed", self.process.pid)
+            log.warning("the spawner of games (process %d) did not end and is killed", self.process.pid)
             self.process.kill()
-            self.process.wait(_GONE_S)
+            self.process.wait(_KILL_TIMEOUT_S)
 
 
 class Games:
-    """Starts games and looks after them; when it is closed, or this process is gone, however that happened, so are they.
+    """Starts commands under guards. When it is closed, or this process ends for whatever reason, so do the commands.
 
-    It costs one thread here, one small process for all games (`keeper.py`), and for each game a small process and a descriptor.
-    Do not use it in a fork of the process that made it.
+    Costs one thread here, one small process for all commands (the spawner), and a small process and a descriptor per command.
+    Must not be used in a fork of the process that created it.
 
-    `warm`: a module of which games can be started as forks (`warm.py`); it is imported in the background, in an `environment`
-    (this process's if None) that only the process which imports it has. If that fails, commands can still be started.
+    `warm`: a module whose games can be forks (`prefork.py`). It is imported in the background, in `environment` (that of this process
+    if None), which only the importing process has. If the import fails, commands can still be started.
     """
 
     def __init__(self, warm: str = "", environment: Mapping[str, str] | None = None) -> None:
@@ -229,14 +231,14 @@ class Games:
         self._warm_failure: str | None = None
         self._warm_deaths = 0
         self._lock, self._admission = threading.Lock(), threading.Lock()
-        self._running: dict[int, GameProcess] = {}  # by the descriptor of its line
+        self._running: dict[int, GameProcess] = {}  # by the descriptor of its channel
         self._peaks: dict[str, int] = {}
         self._closed = self._over = False
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, functools.partial(self._woken.recv, _CHUNK))
-        self._keeper = self._start_keeper()
-        self._thread = threading.Thread(target=self._listen, name="ludus-games", daemon=True)
+        self._spawner = self._start_spawner()
+        self._thread = threading.Thread(target=self._run, name="ludus-games", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Games:
@@ -251,8 +253,8 @@ class Games:
             return list(self._running.values())
 
     @property
-    def keeper_pid(self) -> int:
-        return self._keeper.process.pid
+    def spawner_pid(self) -> int:
+        return self._spawner.process.pid
 
     @property
     def warm_failure(self) -> str | None:
@@ -260,7 +262,7 @@ class Games:
         return self._warm_failure
 
     def wait_until_warm(self, timeout_s: float = WARM_S) -> None:
-        """Raises WorkerFailed if the module cannot be kept warm, or is not yet."""
+        """Raises WorkerFailed if the module cannot be kept warm or is not imported in time."""
         if not self._warm:
             raise WorkerFailed("No module is kept warm here.", "Name one: Games(warm=MODULE).")
         self._wait_until_ready(timeout_s)
@@ -284,14 +286,14 @@ class Games:
         log_bytes: int = MAX_BYTES,
         on_exit: Callable[[GameProcess], object] | None = None,
     ) -> GameProcess:
-        """Blocks until the program runs, some milliseconds; raises WorkerFailed if it cannot be started, or if there is no room for it.
+        """Start a program and return when it runs, after some milliseconds. Raises WorkerFailed if that fails or a thread limit is reached.
 
-        `command` is run as it is, without a shell; a relative program is looked up in the PATH of `environment` (this process's
-        if None). `kind`: games of one kind have about as many threads (the name of the program, if not given); `threads`: how
-        many, if that is known in advance. `on_exit` is called once, in the thread that all games share: it must be quick.
+        `command` is run without a shell; a relative program is looked up in the PATH of `environment` (that of this process
+        if None). `kind`: commands of one kind have about the same number of threads (default: name of the program); `threads`: that
+        number, if known in advance. `on_exit` is called once, in a thread that all commands share: it must be quick.
 
-        `warm`: a fork of the module that is kept warm, whose `main` is called with `command[1:]`; the first of it is no more than a
-        name. The first such game waits until the module is imported.
+        `warm`: fork the warm module and call its `main` with `command[1:]`; `command[0]` is only a name. The first such call waits for
+        the import of the module.
         """
         kind = kind or Path(command[0]).name
         environment = dict(os.environ if environment is None else environment)
@@ -300,17 +302,17 @@ class Games:
             self.wait_until_warm()
         elif self._warm:
             self._wait_until_ready(WARM_S)
-        with self._admission:  # each is counted before there is room for the next
+        with self._admission:  # each command is counted before the next one is admitted
             self._require_room(kind, threads)
             log.parent.mkdir(parents=True, exist_ok=True)
-            deadline = time.monotonic() + _START_S
+            deadline = time.monotonic() + _START_TIMEOUT_S
             ours, theirs = socket.socketpair()
-            # An environment may be larger than what a socket holds, and a keeper that is stopped reads nothing.
-            ours.settimeout(_START_S)
+            # An environment may be larger than a socket buffer, and a stopped spawner reads nothing.
+            ours.settimeout(_START_TIMEOUT_S)
             game = GameProcess(name or log.stem, kind, log, ours, on_exit)
             with contextlib.closing(theirs):
-                self._hand_over(game, ours, theirs)
-        game._say(
+                self._send_to_spawner(game, ours, theirs)
+        game._send(
             command=[os.fspath(word) for word in command],
             environment=environment,
             directory=str(directory.absolute()) if directory else None,
@@ -319,10 +321,12 @@ class Games:
             name=game.name,
             warm=warm,
         )
-        if not game._begun.wait(max(0.0, deadline - time.monotonic())):
+        if not game._started.wait(max(0.0, deadline - time.monotonic())):
             with contextlib.suppress(OSError):
                 ours.shutdown(socket.SHUT_RDWR)
-            raise WorkerFailed(f"The game {game.name} was not started within {_START_S:g} s.", "Is this machine overloaded?")
+            raise WorkerFailed(
+                f"The game {game.name} was not started within {_START_TIMEOUT_S:g} s.", "Is this machine overloaded?"
+            )
         if game._failure is not None or not game.pid:
             why = game._failure or "its guard was killed"
             raise WorkerFailed(
@@ -331,7 +335,7 @@ class Games:
         return game
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """Stop all games, all at once, and wait until nothing of them is left."""
+        """Stop all commands at the same time and wait until their processes have ended."""
         with self._lock:
             if self._closed:
                 return
@@ -339,136 +343,138 @@ class Games:
             games = list(self._running.values())
         for game in games:
             game.ask_to_stop(grace_s)
-        deadline = time.monotonic() + grace_s + _GONE_S
+        deadline = time.monotonic() + grace_s + _KILL_TIMEOUT_S
         for game in games:
             game.wait(max(0.0, deadline - time.monotonic()))
-        keeper = self._keeper
-        if not keeper.is_ready.is_set():
-            keeper.process.terminate()  # it has started nothing, and does not listen yet
-        self._hang_up(keeper)  # from here on it ends whatever is left, and itself
-        keeper.end()
+        spawner = self._spawner
+        if not spawner.is_ready.is_set():
+            spawner.process.terminate()  # it has started nothing and does not read its socket yet
+        self._disconnect(spawner)  # it then ends what is left, and itself
+        spawner.end()
         self._over = True
         self._wake.send(b".")
-        self._thread.join(_GONE_S)
-        for game in self.running:  # its guard waits for a disk, and cannot be killed before that answers
-            game._end(GameExit(None, killed=True))
+        self._thread.join(_KILL_TIMEOUT_S)
+        for game in self.running:  # its guard is blocked by disk I/O and cannot be killed before that returns
+            game._set_exit(GameExit(None, killed=True))
         for end in (self._selector, self._wake, self._woken):
             end.close()
 
-    # -- room
+    # -- thread limits
 
     def expected_threads(self, kind: str) -> int:
-        """The most that a game of this kind was seen to have; 1 of one that was never seen."""
+        """Highest thread count seen of a command of this kind; 1 if there was none."""
         return max([self._peaks.get(kind, 1), *(game.threads for game in self.running if game.kind == kind)])
 
     def _require_room(self, kind: str, threads: int | None) -> None:
-        """Before a limit is reached: a game that cannot start one of its threads fails in ways that nobody can read."""
+        """Raise WorkerFailed before a thread limit is reached: a game that cannot start a thread fails with an obscure error."""
         with self._lock:
             if threads is not None:
                 self._peaks[kind] = max(threads, self._peaks.get(kind, 1))
         limits = thread_limits()
         each = self.expected_threads(kind) + _GUARD_THREADS
         try:
-            require_room(1, each, limits, self._promised())
+            require_room(1, each, limits, self._pending_threads())
         except WorkerFailed:
-            for game in self.running:  # some may have started by now what they were still expected to
+            for game in self.running:  # some may have started the expected threads by now
                 game.count_threads()
-            require_room(1, each, thread_limits(), self._promised())
+            require_room(1, each, thread_limits(), self._pending_threads())
 
-    def _promised(self) -> int:
-        """Threads that games are still going to start, as far as games of their kind are known."""
+    def _pending_threads(self) -> int:
+        """Threads that running commands are still expected to start, by their kind."""
         running = self.running
         most = {kind: self.expected_threads(kind) for kind in {game.kind for game in running}}
         return sum(most[game.kind] - game.threads for game in running)
 
-    # -- lines
+    # -- channels to guards
 
-    def _hand_over(self, game: GameProcess, ours: socket.socket, theirs: socket.socket) -> None:
+    def _send_to_spawner(self, game: GameProcess, ours: socket.socket, theirs: socket.socket) -> None:
         with self._lock:
             if self._closed:
                 ours.close()
-                raise WorkerFailed(f"The game {game.name} cannot be started: Games is closed.")
-            self._revive()
+                raise WorkerFailed(f"The game {game.name} cannot be started: its Games is closed.")
+            self._restart_dead_spawner()
             self._running[ours.fileno()] = game
-            self._selector.register(ours, selectors.EVENT_READ, functools.partial(self._hear_game, game))
+            self._selector.register(ours, selectors.EVENT_READ, functools.partial(self._on_guard_message, game))
             self._wake.send(b".")
             try:
-                socket.send_fds(self._keeper.control, [b"."], [theirs.fileno()])
+                socket.send_fds(self._spawner.control, [b"."], [theirs.fileno()])
             except OSError as error:
                 self._forget(game)
-                hint = "Its keeper does not answer." if isinstance(error, TimeoutError) else "Its keeper was killed; try again."
+                hint = (
+                    "Its spawner does not respond." if isinstance(error, TimeoutError) else "Its spawner was killed; try again."
+                )
                 raise WorkerFailed(f"The game {game.name} cannot be started: {error}.", hint) from error
 
-    def _listen(self) -> None:
+    def _run(self) -> None:
         while not self._over:
             for key, _ in self._selector.select():
                 key.data()
 
-    def _hear_game(self, game: GameProcess) -> None:
-        if not game._hear():
+    def _on_guard_message(self, game: GameProcess) -> None:
+        if not game._read_messages():
             with self._lock:
                 self._forget(game)
 
     def _forget(self, game: GameProcess) -> None:
         self._peaks[game.kind] = max(self._peaks.get(game.kind, 1), game.threads)
-        if self._running.pop(game._line.fileno(), None) is not None:
-            self._selector.unregister(game._line)
-            game._line.close()
+        if self._running.pop(game._channel.fileno(), None) is not None:
+            self._selector.unregister(game._channel)
+            game._channel.close()
 
-    # -- the keeper
+    # -- the spawner
 
-    def _start_keeper(self) -> _Keeper:
+    def _start_spawner(self) -> _Spawner:
         warm = self._warm if self._warm_failure is None else ""
-        keeper = _Keeper(warm, self._environment)
+        spawner = _Spawner(warm, self._environment)
         if warm:
-            self._selector.register(keeper.control, selectors.EVENT_READ, functools.partial(self._hear_keeper, keeper))
+            self._selector.register(spawner.control, selectors.EVENT_READ, functools.partial(self._on_spawner_message, spawner))
             self._wake.send(b".")
-        return keeper
+        return spawner
 
-    def _hear_keeper(self, keeper: _Keeper) -> None:
-        if keeper.hear():
+    def _on_spawner_message(self, spawner: _Spawner) -> None:
+        if spawner.read_messages():
             return
         with self._lock:
-            self._warm_failure = self._warm_failure or keeper.failure or None
-            self._warm_deaths = 0 if keeper.has_spoken else self._warm_deaths
-            with contextlib.suppress(KeyError, ValueError):  # it was hung up
-                self._selector.unregister(keeper.control)
-        keeper.is_ready.set()
+            self._warm_failure = self._warm_failure or spawner.failure or None
+            self._warm_deaths = 0 if spawner.has_reported else self._warm_deaths
+            with contextlib.suppress(KeyError, ValueError):  # disconnected before
+                self._selector.unregister(spawner.control)
+        spawner.is_ready.set()
 
-    def _revive(self) -> None:
-        """A keeper that was killed took its games along; the next ones have another."""
-        code = self._keeper.process.poll()
+    def _restart_dead_spawner(self) -> None:
+        """Start a new spawner if the current one has ended (its commands ended with it)."""
+        code = self._spawner.process.poll()
         if code is None:
             return
-        if not self._keeper.has_spoken:
+        if not self._spawner.has_reported:
             self._warm_deaths += 1
             if self._warm_deaths >= _WARM_TRIES:
                 self._warm_failure = f"its process {GameExit(code)} when it was imported, {_WARM_TRIES} times in a row"
-        self._hang_up(self._keeper)
-        self._keeper = self._start_keeper()
+        self._disconnect(self._spawner)
+        self._spawner = self._start_spawner()
 
-    def _hang_up(self, keeper: _Keeper) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it was not listened to any more
-            self._selector.unregister(keeper.control)
-        keeper.control.close()
-        keeper.is_ready.set()
+    def _disconnect(self, spawner: _Spawner) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # unregistered before
+            self._selector.unregister(spawner.control)
+        spawner.control.close()
+        spawner.is_ready.set()
 
     def _wait_until_ready(self, timeout_s: float) -> None:
-        """Until a keeper takes orders, be it warm or not; raises WorkerFailed if none does within this time."""
+        """Wait until a spawner, warm or not, accepts requests. Raises WorkerFailed after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
                 if self._closed:
                     return
-                self._revive()
-                keeper = self._keeper
-            if keeper.is_ready.wait(max(0.0, deadline - time.monotonic())):
-                if keeper.process.poll() is None:
+                self._restart_dead_spawner()
+                spawner = self._spawner
+            if spawner.is_ready.wait(max(0.0, deadline - time.monotonic())):
+                if spawner.process.poll() is None:
                     return
-            elif time.monotonic() < keeper.began + WARM_S:
-                raise WorkerFailed(f"The module {self._warm} was not imported within {timeout_s:g} s.", "Give it more time.")
+            elif time.monotonic() < spawner.began + WARM_S:
+                raise WorkerFailed(f"The module {self._warm} was not imported within {timeout_s:g} s.", "Allow more time.")
             else:
                 with self._lock:
                     self._warm_failure = f"it was not imported within {WARM_S:g} s"
-                keeper.process.kill()
-                keeper.end()
+                spawner.process.kill()
+                spawner.end()

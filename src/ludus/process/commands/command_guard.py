@@ -1,19 +1,19 @@
-"""The processes between us and the games that we start: `process.py` starts this program and is its only client.
+"""The processes between a `Games`, the owner, and the commands (games) that it starts. `command.py` is the only client.
 
-    owner ──a byte and one end of a line, for each game──▶ keeper ──fork──▶ guard ──exec──▶ the game, and whatever that starts
+    owner ──a byte and one end of a channel, per game──▶ spawner ──fork──▶ guard ──exec──▶ the game and its child processes
       ▲                                                                      │
-      └──────────────the line: what to start, stop │ started, exited─────────┘
+      └──────────────channel: what to start, stop │ started, exited──────────┘
 
-The *keeper*, one for all games of an owner, forks guards: it is small and has one thread, so that this is cheap and safe, and so
-that the kernel's signal for a parent's death, which is bound to the thread that forked, comes when it should.
+The *spawner*, one per owner, forks guards. It is small and has a single thread, so that forking is cheap and safe, and so that the
+parent-death signal, which the kernel binds to the forking thread, arrives when the process ends.
 
-A *guard* starts one game, in a session of its own, writes down what it says (repeated lines are counted) and ends it. All that a
-game starts stays below its guard, whatever it does to get away: orphans fall to the guard, not to init. So whoever dies, nothing
-is left: if the owner does, keeper and guards hear it on their lines; if the keeper does, the kernel tells the guards; if a guard
-does, the kernel kills the game, and the rest falls to the keeper, which ends it.
+A *guard* starts one game in a new session, logs its output (repeated lines are counted) and ends it. It is the subreaper of
+everything that the game starts: orphans become its children, not those of init. Nothing is left whichever process dies: if the owner
+dies, spawner and guards read end of file; if the spawner dies, the kernel signals the guards; if a guard dies, the kernel kills the
+game, and its other processes become children of the spawner, which kills them.
 
-A *warm* keeper has imported a module before it obeys (`warm.py`), and says on its own line whether it could. A game of that module
-is a fork of the guard, where another is a program that it executes; all else is the same.
+A *warm* spawner has imported a module first (`prefork.py`) and reports on its control socket whether that succeeded. A game of that
+module is a fork of the guard instead of an executed program; everything else is the same.
 
 Standard library only.
 """
@@ -40,96 +40,101 @@ from ludus.process import identity, procfs
 from ludus.process.signals import SignalQueue
 
 if TYPE_CHECKING:
-    from ludus.process.commands.prefork import Warm
+    from ludus.process.commands.prefork import PreforkModule
 
 LAST_LINES = 20
-"""So many of a game's last lines are handed over with its exit code."""
+"""Number of a game's last lines that are sent with its exit code."""
 
 _CHUNK = 65_536
 _READS = 16
 _TICK_S = 1.0
-_ORDER_S = 10.0
-_GONE_S = 10.0
-_GUARDS_S = 1.0
+_REQUEST_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S = 10.0
+_GUARDS_TIMEOUT_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP)
-"""Only the first two have an effect; the others are for the owner. None is ignored: that would outlive exec, into the game."""
-_LOOKS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds between the times at which a game's threads are counted; from then on at the last of them."""
+"""Only the first two have an effect; the others are for the owner. None is ignored: that would survive exec, in the game."""
+_COUNT_INTERVALS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Seconds between the counts of a game's threads; the last value repeats."""
 
 
-def say(line: socket.socket, **message: Any) -> None:
-    """Whoever hung up does not want to know."""
+def send_message(channel: socket.socket, **message: Any) -> None:
+    """Send a message; a closed channel is not an error."""
     with contextlib.suppress(OSError):
-        line.sendall(json_lines.encode(message))
+        channel.sendall(json_lines.encode(message))
 
 
 # -- the guard ----------------------------------------------------------------------------------------------------------
 
 
-class Guard:
-    """One game, from its start until nothing of it is left."""
+class CommandGuard:
+    """Runs one game, from its start until all its processes have ended."""
 
     def __init__(
-        self, line: socket.socket, reader: LineReader, order: dict[str, Any], signals: SignalQueue, warm: Warm | None
+        self,
+        channel: socket.socket,
+        reader: LineReader,
+        request: dict[str, Any],
+        signals: SignalQueue,
+        warm: PreforkModule | None,
     ) -> None:
-        self._line, self._reader, self._signals = line, reader, signals
+        self._channel, self._reader, self._signals = channel, reader, signals
         self._game = 0
-        self._returned: int | None = None
-        self._alone = False
+        self._exit_code: int | None = None
+        self._no_children = False
         """There is no process below this one."""
         self._deadline: float | None = None
-        """Until then the game may end by itself; it has been asked to."""
+        """Set when the game was asked to stop: it is killed at this time."""
         self._killed = False
-        self._began = self._ticked = time.monotonic()
-        self._looks, self._threads = 0, 0
-        self._log = DeduplicatingLog(Path(order["log"]), order.get("log_bytes", MAX_BYTES))
-        self._game, self._pipe = self._fork(order, warm) if order["warm"] else self._execute(order)
-        say(line, started=self._game, guard=os.getpid())
+        self._began = self._last_tick = time.monotonic()
+        self._counts, self._threads = 0, 0
+        self._log = DeduplicatingLog(Path(request["log"]), request.get("log_bytes", MAX_BYTES))
+        self._game, self._pipe = self._fork(request, warm) if request["warm"] else self._execute(request)
+        send_message(channel, started=self._game, guard=os.getpid())
         os.set_blocking(self._pipe.fileno(), False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._pipe, selectors.EVENT_READ, self._copy)
-        self._selector.register(line, selectors.EVENT_READ, self._hear)
-        self._selector.register(signals, selectors.EVENT_READ, self._heed)
+        self._selector.register(self._pipe, selectors.EVENT_READ, self._copy_output)
+        self._selector.register(channel, selectors.EVENT_READ, self._read_requests)
+        self._selector.register(signals, selectors.EVENT_READ, self._handle_signals)
 
-    def _execute(self, order: dict[str, Any]) -> tuple[int, IO[bytes]]:
+    def _execute(self, request: dict[str, Any]) -> tuple[int, IO[bytes]]:
         parent = os.getpid()
-        self._process = subprocess.Popen(  # noqa: S603 # the owner's order is from whoever may start games here
-            order["command"],
-            env=order["environment"],
-            cwd=order["directory"],
+        self._process = subprocess.Popen(  # noqa: S603 # the owner decides which commands run
+            request["command"],
+            env=request["environment"],
+            cwd=request["directory"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: identity.end_with(parent, signal.SIGKILL),  # there are no threads here
+            preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGKILL),  # there are no threads here
         )
         assert self._process.stdout is not None
         return self._process.pid, self._process.stdout
 
-    def _fork(self, order: dict[str, Any], warm: Warm | None) -> tuple[int, IO[bytes]]:
+    def _fork(self, request: dict[str, Any], warm: PreforkModule | None) -> tuple[int, IO[bytes]]:
         if warm is None:
-            raise ValueError("its keeper is not warm")
-        pid, pipe = warm.start(order, (self._line, self._signals))
+            raise ValueError("its spawner is not warm")
+        pid, pipe = warm.start(request, (self._channel, self._signals))
         return pid, open(pipe, "rb", buffering=0)
 
     def run(self) -> None:
         while not self._is_over():
-            for key, _ in self._selector.select(self._until_next()):
+            for key, _ in self._selector.select(self._select_timeout()):
                 key.data()
             now = time.monotonic()
             if self._deadline is not None and now >= self._deadline:
                 self._killed = True
                 break
-            if self._log.pending and now >= self._ticked + _TICK_S:
-                self._ticked = now
+            if self._log.pending and now >= self._last_tick + _TICK_S:
+                self._last_tick = now
                 self._log.tick()
-            self._look(now)
-        left = self._end_all()
-        self._copy()
+            self._count_threads(now)
+        left = self._kill_all()
+        self._copy_output()
         self._log.close()
-        say(
-            self._line,
-            exited=self._returned,
+        send_message(
+            self._channel,
+            exited=self._exit_code,
             killed=self._killed,
             left=left,
             lost=self._log.lost,
@@ -137,22 +142,22 @@ class Guard:
         )
 
     def _is_over(self) -> bool:
-        """One that was asked to end may leave others behind it that still save what they have; one that ended by itself may not."""
-        return self._killed or self._alone or (self._returned is not None and self._deadline is None)
+        """A game that was asked to stop may leave processes that still save their state until the deadline; otherwise they are killed."""
+        return self._killed or self._no_children or (self._exit_code is not None and self._deadline is None)
 
-    def _until_next(self) -> float:
+    def _select_timeout(self) -> float:
         now = time.monotonic()
-        due = [self._look_due()]
+        due = [self._next_count()]
         if self._deadline is not None:
             due.append(self._deadline)
         if self._log.pending:
-            due.append(self._ticked + _TICK_S)
+            due.append(self._last_tick + _TICK_S)
         return max(0.0, min(due) - now)
 
-    # -- what happens
+    # -- events
 
-    def _copy(self) -> None:
-        for _ in range(_READS):  # one that writes without end does not keep the others waiting
+    def _copy_output(self) -> None:
+        for _ in range(_READS):  # bounded, so that endless output does not block the other events
             try:
                 data = os.read(self._pipe.fileno(), _CHUNK)
             except (BlockingIOError, ValueError):
@@ -163,98 +168,104 @@ class Guard:
                 return
             self._log.write(data)
 
-    def _hear(self) -> None:
+    def _read_requests(self) -> None:
         for line in self._reader.read():
-            self._ask(float(json_lines.decode(line)["stop"]))
-        if self._reader.at_end:  # the owner hung up, or is gone
+            self._request_stop(float(json_lines.decode(line)["stop"]))
+        if self._reader.at_end:  # the owner closed it or is gone
             self._killed = True
 
-    def _ask(self, grace_s: float) -> None:
+    def _request_stop(self, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
         self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
-        if self._returned is None:
-            for number in (signal.SIGTERM, signal.SIGCONT):  # one that is stopped could not end
+        if self._exit_code is None:
+            for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped process could not end
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._game, number)
 
-    def _heed(self) -> None:
+    def _handle_signals(self) -> None:
         if signal.SIGTERM in self._signals.take():
             self._killed = True
-        self._collect()
+        self._reap_children()
 
-    def _collect(self) -> None:
+    def _reap_children(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == self._game:
-                    self._returned = os.waitstatus_to_exitcode(status)
+                    self._exit_code = os.waitstatus_to_exitcode(status)
                 if pid == 0:
                     return
-        self._alone = True
+        self._no_children = True
 
-    def _look_due(self) -> float:
-        return self._began + sum(_LOOKS_S[: self._looks + 1]) + max(0, self._looks + 1 - len(_LOOKS_S)) * _LOOKS_S[-1]
+    def _next_count(self) -> float:
+        return (
+            self._began
+            + sum(_COUNT_INTERVALS_S[: self._counts + 1])
+            + max(0, self._counts + 1 - len(_COUNT_INTERVALS_S)) * _COUNT_INTERVALS_S[-1]
+        )
 
-    def _look(self, now: float) -> None:
-        if now < self._look_due():
+    def _count_threads(self, now: float) -> None:
+        if now < self._next_count():
             return
-        self._looks += 1
+        self._counts += 1
         threads = identity.threads_below(os.getpid())
         if threads != self._threads:
             self._threads = threads
-            say(self._line, threads=threads)
+            send_message(self._channel, threads=threads)
 
-    def _end_all(self) -> list[int]:
-        """Returns who could not be killed."""
-        deadline = time.monotonic() + _GONE_S
-        # First its group, at one stroke: as long as its exit code is not taken the number is its own. (Elsewhere there is nothing else.)
-        if self._returned is None or sys.platform != "linux":
+    def _kill_all(self) -> list[int]:
+        """Kill everything; returns the processes that could not be killed."""
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        # The process group first: its id stays valid until the exit code is collected. (Other systems have only this.)
+        if self._exit_code is None or sys.platform != "linux":
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._game, signal.SIGKILL)
         while True:
             left = identity.kill_descendants()
-            self._collect()
-            if self._alone:
+            self._reap_children()
+            if self._no_children:
                 return []
             if time.monotonic() > deadline:
                 return left
-            time.sleep(0.005)  # a killed process is gone when the kernel gets round to it, which nothing here can wait for
+            time.sleep(0.005)  # a killed process disappears asynchronously; there is no event to wait for
 
 
-def _guard(line: socket.socket, keeper: int, warm: Warm | None) -> None:
+def _run_guard(channel: socket.socket, spawner: int, warm: PreforkModule | None) -> None:
     identity.adopt_orphans()
     signals = SignalQueue(*_SIGNALS)
-    identity.end_with(keeper, signal.SIGTERM)
+    identity.die_with_parent(spawner, signal.SIGTERM)
     try:
-        line.settimeout(_ORDER_S)
-        reader = LineReader(line)
-        order = reader.read_line(_ORDER_S)
-        if order is None:
+        channel.settimeout(_REQUEST_TIMEOUT_S)
+        reader = LineReader(channel)
+        request = reader.read_line(_REQUEST_TIMEOUT_S)
+        if request is None:
             return
-        guard = Guard(line, reader, json_lines.decode(order), signals, warm)
+        guard = CommandGuard(channel, reader, json_lines.decode(request), signals, warm)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        say(line, failed=getattr(error, "strerror", None) or str(error), file=str(getattr(error, "filename", None) or ""))
+        send_message(
+            channel, failed=getattr(error, "strerror", None) or str(error), file=str(getattr(error, "filename", None) or "")
+        )
         return
     guard.run()
 
 
-# -- the keeper ---------------------------------------------------------------------------------------------------------
+# -- the spawner --------------------------------------------------------------------------------------------------------
 
 
-class Keeper:
-    """Forks a guard for each line that it is handed, until its owner is gone or hangs up."""
+class Spawner:
+    """Forks a guard for each channel it receives, until its owner ends or closes the control socket."""
 
-    def __init__(self, control: socket.socket, owner: int, warm: Warm | None) -> None:
+    def __init__(self, control: socket.socket, owner: int, warm: PreforkModule | None) -> None:
         self._control, self._pid, self._warm = control, os.getpid(), warm
         self._guards: set[int] = set()
         self._over = False
         self._signals = SignalQueue(*_SIGNALS)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(control, selectors.EVENT_READ, self._obey)
-        self._selector.register(self._signals, selectors.EVENT_READ, self._heed)
+        self._selector.register(control, selectors.EVENT_READ, self._accept_channel)
+        self._selector.register(self._signals, selectors.EVENT_READ, self._handle_signals)
         self._owner_fd: int | None = None
-        with contextlib.suppress(OSError, AttributeError):  # an old or other kernel
-            # A second sign of the owner's end: what the owner forked without exec may hold a copy of the control socket.
+        with contextlib.suppress(OSError, AttributeError):  # not supported by this kernel
+            # A fork of the owner without exec may hold a copy of the control socket: watch the owner process as well.
             self._owner_fd = os.pidfd_open(owner)
             self._selector.register(self._owner_fd, selectors.EVENT_READ, self._end)
         self._over = os.getppid() != owner
@@ -266,16 +277,16 @@ class Keeper:
         for pid in self._guards:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + _GUARDS_S
-        while self._guards and time.monotonic() < deadline:  # each ends its game, and writes down what that said
-            self._collect()
+        deadline = time.monotonic() + _GUARDS_TIMEOUT_S
+        while self._guards and time.monotonic() < deadline:  # each ends its game and writes the rest of its log
+            self._reap_children()
             time.sleep(0.005)
         identity.end_descendants()
 
     def _end(self) -> None:
         self._over = True
 
-    def _obey(self) -> None:
+    def _accept_channel(self) -> None:
         try:
             message, fds, _, _ = socket.recv_fds(self._control, 1, 1)
         except OSError:
@@ -286,19 +297,19 @@ class Keeper:
             os.set_inheritable(fd, False)
             self._fork(socket.socket(fileno=fd))
 
-    def _fork(self, line: socket.socket) -> None:
+    def _fork(self, channel: socket.socket) -> None:
         try:
             pid = os.fork()
         except OSError as error:
-            say(line, failed=f"no process can be started: {error.strerror}", file="")
-            line.close()
+            send_message(channel, failed=f"no process can be started: {error.strerror}", file="")
+            channel.close()
             return
         if pid == 0:
-            self._become_guard(line)
+            self._become_guard(channel)
         self._guards.add(pid)
-        line.close()
+        channel.close()
 
-    def _become_guard(self, line: socket.socket) -> NoReturn:
+    def _become_guard(self, channel: socket.socket) -> NoReturn:
         code = 1
         try:
             self._selector.close()
@@ -306,60 +317,60 @@ class Keeper:
             self._control.close()
             if self._owner_fd is not None:
                 os.close(self._owner_fd)
-            _guard(line, self._pid, self._warm)
+            _run_guard(channel, self._pid, self._warm)
             code = 0
-        except BaseException:  # it ends here, and the keeper clears up after it
+        except BaseException:  # this fork must not return into the spawner's loop
             import traceback
 
             traceback.print_exc()
         finally:
             os._exit(code)
 
-    def _heed(self) -> None:
+    def _handle_signals(self) -> None:
         if signal.SIGTERM in self._signals.take():
             self._over = True
-        self._collect()
+        self._reap_children()
 
-    def _collect(self) -> None:
+    def _reap_children(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
                 self._guards.discard(pid)
-        self._end_strays()
+        self._kill_strays()
 
-    def _end_strays(self) -> None:
-        """Who became our child without being a guard has lost his."""
+    def _kill_strays(self) -> None:
+        """Kill children that are not guards: their guard has died."""
         for stray in set(procfs.list_children(self._pid)) - self._guards:
             for pid in (stray, *procfs.list_descendants(stray)):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def _warm_up(name: str, control: socket.socket, owner: int) -> Warm:
-    """What a failure has left here, memory and threads, goes with a new program in this very process: a keeper that is not warm."""
-    from ludus.process.commands.prefork import CannotBeWarm, Warm
+def _import_warm_module(name: str, control: socket.socket, owner: int) -> PreforkModule:
+    """Import the module. After a failure, replace this process by a fresh spawner without one, to get rid of memory and threads."""
+    from ludus.process.commands.prefork import PreforkFailed, PreforkModule
 
-    def look(number: int, frame: FrameType | None) -> None:
-        if os.getppid() != owner:  # nobody listens to its line in the meantime
+    def exit_without_owner(number: int, frame: FrameType | None) -> None:
+        if os.getppid() != owner:  # the control socket is not read during the import
             os._exit(1)
 
-    signal.signal(signal.SIGALRM, look)
+    signal.signal(signal.SIGALRM, exit_without_owner)
     signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
     warm, failure = None, ""
     try:
-        warm = Warm(name)
-    except CannotBeWarm as error:
+        warm = PreforkModule(name)
+    except PreforkFailed as error:
         failure = str(error)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    say(control, failed=failure)
+    send_message(control, failed=failure)
     if warm is None:
         control.set_inheritable(True)
-        os.execv(sys.executable, keeper_command(control.fileno(), owner))  # noqa: S606
+        os.execv(sys.executable, spawner_command(control.fileno(), owner))  # noqa: S606
     return warm
 
 
-def keeper_command(control: int, owner: int, warm: str = "") -> list[str]:
-    """That starts a keeper; `control`: a descriptor that it inherits."""
+def spawner_command(control: int, owner: int, warm: str = "") -> list[str]:
+    """Command line of a spawner; `control`: a descriptor that it inherits."""
     return [
         sys.executable,
         "-P",
@@ -375,7 +386,7 @@ def main(words: list[str]) -> None:
     control, owner = socket.socket(fileno=int(words[0])), int(words[1])
     identity.adopt_orphans()
     control.set_inheritable(False)
-    # What the owner ignores or blocks outlives exec, and must not reach the games.
+    # Ignored and blocked signals survive exec and must not reach the games.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (
         signal.SIGQUIT,
@@ -387,10 +398,10 @@ def main(words: list[str]) -> None:
         signal.SIGTTOU,
     ):
         signal.signal(number, signal.SIG_DFL)
-    warm = _warm_up(words[2], control, owner) if words[2:] else None
+    warm = _import_warm_module(words[2], control, owner) if words[2:] else None
     gc.collect()
-    gc.freeze()  # a collection in a guard would copy pages that all of them share
-    Keeper(control, owner, warm).run()
+    gc.freeze()  # a collection in a guard would copy pages that all guards share
+    Spawner(control, owner, warm).run()
 
 
 if __name__ == "__main__":

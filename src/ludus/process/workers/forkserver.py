@@ -1,12 +1,12 @@
-"""The process that forks workers, and what a worker does first. `processes.py` starts it and is its only client.
+"""The process that forks workers, and the start of a worker. `supervisor.py` starts it and is its only client.
 
-It is a fresh interpreter with the heavy modules imported, and it has one thread, so that a fork of it is safe and cheap. Its
-control socket is its lifeline: when the other end is gone, so are the workers and it.
+It is a fresh interpreter with the heavy modules imported and a single thread, so that forking it is safe and cheap. It watches its
+control socket: at end of file it kills the workers and exits.
 
-    supervisor ──SPAWN(number, incarnation) + descriptors, SIGNAL(number)──▶ forkserver ──fork──▶ worker
-               ◀──HELLO, EXIT(number, status), NO_FORK(number, errno)──────             │
+    supervisor ──SPAWN(id, incarnation) + descriptors, SIGNAL(id)───────────▶ forkserver ──fork──▶ worker
+               ◀──HELLO, EXIT(id, status), NO_FORK(id, errno)──────────────             │
                ◀──a pipe: one JSON object per line: pid, ready, terminated, error───────┤
-               ◀──a shared page: when the worker's loop last turned─────────────────────┘
+               ◀──a shared page: time of the worker's last heartbeat────────────────────┘
 """
 
 from __future__ import annotations
@@ -42,49 +42,49 @@ from ludus.process.signals import SignalQueue
 log = logging.getLogger(__name__)
 
 MESSAGE = struct.Struct("<iiiq")
-"""kind, argument, descriptors that come along, number of the life it is about."""
+"""kind, argument, number of attached descriptors, id of the incarnation."""
 
 SPAWN, SIGNAL, HELLO, EXIT, NO_FORK = range(5)
 
 BEAT = struct.Struct("d")
 PAGE_BYTES = BEAT.size
-"""The shared page holds one float: `time.monotonic()` of the last beat, a clock that all processes of a machine share."""
+"""The shared page holds one float: `time.monotonic()` of the last heartbeat, a clock that all processes of a machine share."""
 
 MAX_FDS = 253
-"""Descriptors that Linux carries in one message (SCM_MAX_FD)."""
+"""Limit of Linux for descriptors in one message (SCM_MAX_FD)."""
 
 OWN_FDS = 3
-"""The first descriptors of a SPAWN are ours: payload, page, report."""
+"""The first descriptors of a SPAWN message: payload, page, report."""
 
 LOG_BYTES = 5_000_000
 LOG_BACKUPS = 3
-LOG_LOOK_S = 10.0
-"""A log that has grown beyond LOG_BYTES is put aside, at the start of a worker and while it lives; so many old ones are kept."""
+LOG_CHECK_S = 10.0
+"""A log that exceeds LOG_BYTES is rotated, at the start of a worker and every LOG_CHECK_S; LOG_BACKUPS old files are kept."""
 
 ERROR_CHARACTERS = 32_000
 LENGTH = struct.Struct("<q")
 
-_HELD_BACK = (signal.SIGTERM, signal.SIGINT)
-"""Blocked in the forkserver, which ends by its lifeline alone; a worker opens them once it can handle them."""
+_BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Blocked in the forkserver, which ends only with its control socket; a worker unblocks them after setting its handlers."""
 
 
 def anonymous_file() -> int:
-    """A descriptor of a file without a name, gone with its last descriptor."""
+    """Return a descriptor of a file without a name."""
     if sys.platform == "linux":
         return os.memfd_create("ludus")
-    else:  # noqa: RET505 - the type checker follows a choice of platform in this form only
+    else:  # noqa: RET505 - mypy narrows the platform in this form only
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
 
 
-def tell(report: int, **message: Any) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this process is about to be
+def send_report(report: int, **message: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this process will be killed
         json_lines.write(report, message)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker is to find itself: as the supervisor's process was at the moment of start()."""
+class WorkerEnvironment:
+    """Environment of a worker: that of the supervisor's process at the call of `start`."""
 
     name: str
     log_path: Path | None
@@ -95,7 +95,7 @@ class Place:
 
 
 class Context:
-    """What a worker knows about itself; the first argument of its target."""
+    """State of a worker process; the first argument of its target."""
 
     def __init__(
         self, name: str, incarnation: int, fds: tuple[int, ...], log_path: Path | None, *, page: int, report: int
@@ -107,36 +107,36 @@ class Context:
         self._callbacks: list[Callable[[], object]] = []
 
     def ready(self) -> None:
-        """Say that this worker serves now; from here on its beats are watched. Again: no effect."""
+        """Report that this worker is ready; from now on its heartbeat is monitored. Idempotent."""
         self.beat()
         if not self._ready:
             self._ready = True
-            tell(self._report, ready=True)
+            send_report(self._report, ready=True)
 
     def beat(self) -> None:
-        """Say that the loop turns. A store into a shared page, about 0.15 µs."""
+        """Record a heartbeat: a store into a shared page, about 0.15 µs."""
         self._beats[0] = time.monotonic()
 
     @property
     def stopping(self) -> bool:
-        """SIGTERM came."""
+        """Whether SIGTERM has arrived."""
         return self._stopping
 
     def on_stop(self, callback: Callable[[], object]) -> None:
-        """`callback` runs in the main thread, inside the signal handler, on the first SIGTERM; now, if that came already.
+        """Run `callback` in the main thread, inside the signal handler, on the first SIGTERM; now, if that has arrived already.
 
-        An event loop is told by `on_stop(lambda: loop.call_soon_threadsafe(stop))`. Without any callback SIGTERM raises
+        For an event loop: `on_stop(lambda: loop.call_soon_threadsafe(stop))`. Without any callback SIGTERM raises
         SystemExit(0) in the main thread.
         """
         self._callbacks.append(callback)
         if self._stopping:
             callback()
 
-    def _terminated(self, number: int, frame: object) -> None:
+    def _on_sigterm(self, number: int, frame: object) -> None:
         if self._stopping:
             return
         self._stopping = True
-        tell(self._report, terminated=True)
+        send_report(self._report, terminated=True)
         if not self._callbacks:
             raise SystemExit(0)
         for callback in self._callbacks:
@@ -144,8 +144,8 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a forked process has in its hands."""
+class SpawnedWorker:
+    """Message and descriptors that a forked process starts from."""
 
     incarnation: int
     payload: int
@@ -154,70 +154,72 @@ class Job:
     fds: tuple[int, ...]
 
 
-# ---------------------------------------------------------------- in the worker
+# -- in the worker ------------------------------------------------------------------------------------------------------
 
 
-def run(job: Job) -> NoReturn:
-    """Be the worker; ends this process."""
+def run(spawned: SpawnedWorker) -> NoReturn:
+    """Run the worker and exit this process."""
     code, orderly = 1, False
     try:
-        tell(job.report, pid=os.getpid())
-        _work(job)
+        send_report(spawned.report, pid=os.getpid())
+        _run_target(spawned)
         code, orderly = 0, True
     except SystemExit as end:
-        code, orderly = _exit_code(end, job.report), True
-    except BaseException as error:  # whatever the target raises has to reach the supervisor and the log
+        code, orderly = _exit_code(end, spawned.report), True
+    except BaseException as error:  # any error of the target must reach the supervisor and the log
         text = _traceback(error)
-        tell(job.report, error=text[-ERROR_CHARACTERS:])
-        _complain(text)
-    _leave(code, orderly)
+        send_report(spawned.report, error=text[-ERROR_CHARACTERS:])
+        _write_to_stderr(text)
+    _exit_process(code, orderly)
 
 
-def _work(job: Job) -> None:
-    with mmap.mmap(job.payload, 0, access=mmap.ACCESS_READ) as payload, memoryview(payload) as content:
+def _run_target(spawned: SpawnedWorker) -> None:
+    with mmap.mmap(spawned.payload, 0, access=mmap.ACCESS_READ) as payload, memoryview(payload) as content:
         middle = LENGTH.size + LENGTH.unpack(content[: LENGTH.size])[0]
-        place: Place = pickle.loads(content[LENGTH.size : middle])  # noqa: S301 - written by our own supervisor
-        context = Context(place.name, job.incarnation, job.fds, place.log_path, page=job.page, report=job.report)
+        environment: WorkerEnvironment = pickle.loads(content[LENGTH.size : middle])  # noqa: S301 - written by our own supervisor
+        context = Context(
+            environment.name, spawned.incarnation, spawned.fds, environment.log_path, page=spawned.page, report=spawned.report
+        )
         _handle_signals(context)
-        _move_to(place)
-        _log_to_stderr(place.name)
+        _apply_environment(environment)
+        _log_to_stderr(environment.name)
         _reseed()
-        target, args, kwargs = pickle.loads(content[middle:])  # noqa: S301 - likewise; after sys.path is in place
-    os.close(job.payload)
-    os.close(job.page)
+        target, args, kwargs = pickle.loads(content[middle:])  # noqa: S301 - likewise; needs sys.path
+    os.close(spawned.payload)
+    os.close(spawned.page)
     gc.enable()
     target(context, *args, **kwargs)
 
 
 def _handle_signals(context: Context) -> None:
-    signal.signal(signal.SIGTERM, context._terminated)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us in order
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+    signal.signal(signal.SIGTERM, context._on_sigterm)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent, which stops its workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
 
 
-def _move_to(place: Place) -> None:
-    if place.log_path is not None:
-        _append_output_to(place.log_path)
+def _apply_environment(environment: WorkerEnvironment) -> None:
+    if environment.log_path is not None:
+        _log_output_to(environment.log_path)
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr] # a kill must not eat lines
     if sys.stderr is not None:
         faulthandler.enable()
     kept = os.environ.get("OMP_WAIT_POLICY", "")
     os.environ.clear()
-    os.environ.update({"OMP_WAIT_POLICY": kept} | place.environ)
-    sys.path[:], sys.argv[:] = place.sys_path, place.argv
+    os.environ.update({"OMP_WAIT_POLICY": kept} | environment.environ)
+    sys.path[:], sys.argv[:] = environment.sys_path, environment.argv
     importlib.invalidate_caches()
-    if place.cwd is not None:
-        os.chdir(place.cwd)
-    identity.set_name(place.name)
+    if environment.cwd is not None:
+        os.chdir(environment.cwd)
+    identity.set_name(environment.name)
 
 
-def _append_output_to(path: Path) -> None:
-    """Standard output and error go to the end of `path`, which is kept from growing without end."""
-    path = path.absolute()  # the worker may move
+def _log_output_to(path: Path) -> None:
+    """Append standard output and error to a log of limited size."""
+    path = path.absolute()  # the worker may change its directory
     rotate(path)
     _redirect_output(path)
-    threading.Thread(target=_keep_small, args=(path,), name="ludus-log", daemon=True).start()
+    threading.Thread(target=_rotate_periodically, args=(path,), name="ludus-log", daemon=True).start()
 
 
 def _redirect_output(path: Path) -> None:
@@ -228,7 +230,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def rotate(path: Path) -> bool:
-    """Put a log aside that has grown large: it becomes `.1`, what was `.1` becomes `.2`, the oldest goes. True when it did."""
+    """Rename a log above LOG_BYTES to `.1`, `.1` to `.2` and so on; returns whether it did."""
     if not path.exists() or path.stat().st_size <= LOG_BYTES:
         return False
     for number in range(LOG_BACKUPS - 1, 0, -1):
@@ -238,11 +240,11 @@ def rotate(path: Path) -> bool:
     return True
 
 
-def _keep_small(path: Path) -> None:
-    """What is written between putting the log aside and opening the next one lands in the former: nothing is lost."""
+def _rotate_periodically(path: Path) -> None:
+    """Rotate the log periodically. Output between the rename and the reopening goes to the old file: nothing is lost."""
     while True:
-        time.sleep(LOG_LOOK_S)
-        with contextlib.suppress(OSError):  # the disk is full, or the directory was removed: the worker has better things to do
+        time.sleep(LOG_CHECK_S)
+        with contextlib.suppress(OSError):  # disk full, or directory removed: the worker goes on
             if rotate(path):
                 _redirect_output(path)
 
@@ -257,7 +259,7 @@ def _log_to_stderr(name: str) -> None:
 
 
 def _reseed() -> None:
-    """A fork copies the state of generators; `random` reseeds itself, the others are told to."""
+    """Seed the generators that a fork would copy; `random` reseeds itself."""
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
@@ -267,7 +269,7 @@ def _reseed() -> None:
 
 
 def _traceback(error: BaseException) -> str:
-    """Without the frames of this file at its top, which say nothing about the error."""
+    """Format the error without the frames of this file at the top."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -277,48 +279,48 @@ def _traceback(error: BaseException) -> str:
 def _exit_code(end: SystemExit, report: int) -> int:
     if end.code is None or isinstance(end.code, int):
         return (end.code or 0) & 0xFF
-    tell(report, error=str(end.code)[-ERROR_CHARACTERS:])
-    _complain(f"{end.code}\n")
+    send_report(report, error=str(end.code)[-ERROR_CHARACTERS:])
+    _write_to_stderr(f"{end.code}\n")
     return 1
 
 
-def _complain(text: str) -> None:
+def _write_to_stderr(text: str) -> None:
     if sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # the disk is full, or the target has closed it
+        with contextlib.suppress(OSError, ValueError):  # disk full, or closed by the target
             sys.stderr.write(text)
 
 
-def _leave(code: int, orderly: bool) -> NoReturn:
-    """What an interpreter does at its end, except taking itself apart: slow with large libraries, and known to crash there.
+def _exit_process(code: int, orderly: bool) -> NoReturn:
+    """Exit like the interpreter but without tearing down modules, which is slow with large libraries and known to crash.
 
-    After an exception threads are not waited for: the worker is to be replaced, not to linger half alive.
+    After an exception, threads are not joined: the worker is to be replaced at once.
     """
     try:
         if orderly:
-            threading._shutdown()  # type: ignore[attr-defined] # joins what is not a daemon
+            threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-    finally:  # whatever comes in between, SIGTERM or a full disk
+    finally:  # also after SIGTERM or with a full disk
         os._exit(code)
 
 
-def end_with_forkserver(forkserver: int, lifeline: int | None) -> None:
-    """From now on this process is killed when the forkserver is gone, however that happened."""
+def die_with_forkserver(forkserver: int, lifeline: int | None) -> None:
+    """Have this process killed when the forkserver ends, for whatever reason."""
     if sys.platform != "linux" and lifeline is not None:
-        threading.Thread(target=watch, args=(lifeline,), name="lifeline", daemon=True).start()
-    identity.end_with(forkserver, signal.SIGKILL)
+        threading.Thread(target=kill_at_end_of_file, args=(lifeline,), name="lifeline", daemon=True).start()
+    identity.die_with_parent(forkserver, signal.SIGKILL)
 
 
-def watch(lifeline: int) -> None:
-    """Wait until nobody holds the other end of this pipe, then die at once."""
+def kill_at_end_of_file(lifeline: int) -> None:
+    """Kill this process when all write ends of the pipe are closed."""
     while os.read(lifeline, 1):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# ---------------------------------------------------------------- in the forkserver
+# -- in the forkserver --------------------------------------------------------------------------------------------------
 
 
 class ForkServer:
@@ -326,7 +328,7 @@ class ForkServer:
 
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control, self._parent, self._pid = control, parent, os.getpid()
-        self._numbers: dict[int, int] = {}  # pid → number of the life it lives
+        self._ids: dict[int, int] = {}  # PID → id of the incarnation
         self._deaths = SignalQueue(signal.SIGCHLD)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._control, selectors.EVENT_READ)
@@ -334,47 +336,47 @@ class ForkServer:
         self._parent_fd: int | None = None
         self._lifeline: tuple[int, int] | None = None
         if sys.platform == "linux":
-            # A second sign of the parent's end: what the parent forked without exec may hold a copy of the control socket.
-            with contextlib.suppress(OSError):  # an old or simulated kernel
+            # A fork of the parent without exec may hold a copy of the control socket: kill_at_end_of_file the parent process as well.
+            with contextlib.suppress(OSError):  # not supported by this kernel
                 self._parent_fd = os.pidfd_open(parent)
                 self._selector.register(self._parent_fd, selectors.EVENT_READ)
         else:
             self._lifeline = os.pipe()
 
-    def serve(self) -> Job:
-        """Returns in each forked process, with its job. The forkserver itself stays inside until its end."""
+    def serve(self) -> SpawnedWorker:
+        """Run the forkserver. Returns only in forked processes, with what they need."""
         if os.getppid() != self._parent:
-            self._end()
+            self._kill_workers_and_exit()
         self._send(HELLO)
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._deaths:
                     self._reap()
                 elif key.fileobj is self._control:
-                    job = self._obey()
-                    if job is not None:
-                        return job
+                    spawned = self._handle_request()
+                    if spawned is not None:
+                        return spawned
                 else:
-                    self._end()
+                    self._kill_workers_and_exit()
 
-    def _obey(self) -> Job | None:
+    def _handle_request(self) -> SpawnedWorker | None:
         try:
             message, fds, _, _ = socket.recv_fds(self._control, MESSAGE.size, MAX_FDS)
         except ConnectionResetError:
-            self._end()
-        if len(message) < MESSAGE.size:  # so small a message arrives whole or not at all
-            self._end()
-        for fd in fds:  # received ones would leak into every program that a worker executes
+            self._kill_workers_and_exit()
+        if len(message) < MESSAGE.size:  # a message this small arrives whole or not at all
+            self._kill_workers_and_exit()
+        for fd in fds:  # programs that a worker executes must not inherit them
             os.set_inheritable(fd, False)
-        kind, argument, expected, number = MESSAGE.unpack(message)
+        kind, argument, expected, child_id = MESSAGE.unpack(message)
         if kind == SPAWN:
-            return self._spawn(number, argument, expected, fds)
-        for pid, known in self._numbers.items():
-            if known == number:
+            return self._spawn(child_id, argument, expected, fds)
+        for pid, known in self._ids.items():
+            if known == child_id:
                 _signal(pid, argument)
         return None
 
-    def _spawn(self, number: int, incarnation: int, expected: int, fds: list[int]) -> Job | None:
+    def _spawn(self, child_id: int, incarnation: int, expected: int, fds: list[int]) -> SpawnedWorker | None:
         problem = errno.EMFILE if len(fds) != expected else 0
         pid = -1
         if not problem:
@@ -383,24 +385,24 @@ class ForkServer:
             except OSError as error:
                 problem = error.errno or errno.EAGAIN
         if pid == 0:
-            self._let_go()
+            self._detach_from_forkserver()
             payload, page, report = fds[:OWN_FDS]
-            return Job(incarnation, payload, page, report, tuple(fds[OWN_FDS:]))
+            return SpawnedWorker(incarnation, payload, page, report, tuple(fds[OWN_FDS:]))
         for fd in fds:
             os.close(fd)
         if problem:
-            self._send(NO_FORK, problem, number)
+            self._send(NO_FORK, problem, child_id)
         else:
-            self._numbers[pid] = number
-            with contextlib.suppress(OSError):  # the worker does it too; whoever comes first
+            self._ids[pid] = child_id
+            with contextlib.suppress(OSError):  # the worker does it too; one of the two is first
                 os.setpgid(pid, pid)
         return None
 
-    def _let_go(self) -> None:
-        """In a forked process: keep nothing of the forkserver, above all no end of its socket."""
-        # A group of its own: what a worker starts can be ended with it, and Ctrl-C at a terminal reaches neither.
+    def _detach_from_forkserver(self) -> None:
+        """In a forked process: release everything of the forkserver, above all its ends of sockets."""
+        # A new process group: what a worker starts can be ended with it, and Ctrl-C at a terminal reaches neither.
         os.setpgid(0, 0)
-        end_with_forkserver(self._pid, self._lifeline[0] if self._lifeline else None)
+        die_with_forkserver(self._pid, self._lifeline[0] if self._lifeline else None)
         self._selector.close()
         self._deaths.close()
         self._control.close()
@@ -415,33 +417,33 @@ class ForkServer:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                number = self._numbers.pop(pid, None)
-                if number is not None:
-                    _kill_group(pid)  # what it has left behind
-                    self._send(EXIT, os.waitstatus_to_exitcode(status), number)
+                child_id = self._ids.pop(pid, None)
+                if child_id is not None:
+                    _kill_group(pid)  # processes that the worker left behind
+                    self._send(EXIT, os.waitstatus_to_exitcode(status), child_id)
 
-    def _send(self, kind: int, argument: int = 0, number: int = 0) -> None:
+    def _send(self, kind: int, argument: int = 0, child_id: int = 0) -> None:
         try:
-            self._control.sendall(MESSAGE.pack(kind, argument, 0, number))
+            self._control.sendall(MESSAGE.pack(kind, argument, 0, child_id))
         except OSError:
-            self._end()
+            self._kill_workers_and_exit()
 
-    def _end(self) -> NoReturn:
+    def _kill_workers_and_exit(self) -> NoReturn:
         deadline = time.monotonic() + 1.0
-        for pid in self._numbers:
+        for pid in self._ids:
             _signal(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # they are gone
+        with contextlib.suppress(ChildProcessError):  # all have ended
             while time.monotonic() < deadline:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     time.sleep(0.002)
-        # A process that was killed could not remove its shared memory, and its parent may be dead as well.
+        # Killed workers could not remove their shared memory, and their parent may be dead as well.
         with contextlib.suppress(OSError):
             temp_dirs.sweep_all()
         os._exit(0)
 
 
 def _signal(pid: int, number: int) -> None:
-    """SIGKILL is also for what the worker has started, every other signal for the worker alone, who is to stop in order."""
+    """Send SIGKILL to the worker and its process group, every other signal to the worker alone, which then stops in order."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
     if number == signal.SIGKILL:
@@ -449,12 +451,12 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """A number stays taken as long as a group bears it, so this cannot hit somebody else's."""
+    """Kill a process group. Its number cannot be reused while the group exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
-def _import(names: Sequence[str], parent: int) -> None:
+def _import_modules(names: Sequence[str], parent: int) -> None:
     for name in names:
         if os.getppid() != parent:
             os._exit(0)
@@ -462,30 +464,30 @@ def _import(names: Sequence[str], parent: int) -> None:
             importlib.import_module(name)
         except ImportError as error:
             log.debug("%s is not preloaded: %s", name, error)
-        except Exception as error:  # a module of the user's; the workers that need it will see its error
+        except Exception as error:  # a user's module may raise anything; workers that need it report the error
             log.warning("%s is not preloaded: %s", name, error)
 
 
-def _be_alone() -> None:
-    """OpenBLAS starts threads when numpy is imported, and stops them before any fork: one fork, and they are gone."""
+def _stop_blas_threads() -> None:
+    """Fork once to end the threads that OpenBLAS starts at the import of numpy: it stops them before a fork."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
     if (count := len(procfs.list_thread_names())) > 1:
-        log.warning("a preloaded module runs %d threads; forking beside them may hang workers", count - 1)
+        log.warning("a preloaded module runs %d threads; workers forked from this process may hang", count - 1)
 
 
 def main(control: int, parent: int, preload: Sequence[str]) -> NoReturn:
-    """`control` is the inherited end of the socket to the process `parent`."""
-    # Handlers and masks outlive exec: what the parent ignored or blocked must not reach the workers.
-    signal.pthread_sigmask(signal.SIG_SETMASK, _HELD_BACK)
+    """Program of the forkserver. `control`: the inherited end of the socket to the process `parent`."""
+    # Handlers and masks survive exec: what the parent ignored or blocked must not affect the workers.
+    signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED_SIGNALS)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.set_inheritable(control, False)
-    gc.disable()  # a collection in between would leave holes in pages that workers share
-    _import(preload, parent)
-    _be_alone()
+    gc.disable()  # a collection would copy pages that workers share
+    _import_modules(preload, parent)
+    _stop_blas_threads()
     gc.collect()
     gc.freeze()
     run(ForkServer(socket.socket(fileno=control), parent).serve())

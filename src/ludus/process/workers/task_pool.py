@@ -1,11 +1,11 @@
-"""Processes that carry out errands: plain values in, plain values out, each process one at a time.
+"""Worker processes that run tasks: JSON values in, JSON values out, one task at a time per process.
 
-    with Errands("evaluation", make_player, course, workers=2, hang_s=60) as errands:
-        errands.give(7, {"weights": "…"})
-        for done in errands.take(timeout_s=0): …
+    with TaskPool("evaluation", make_player, course, workers=2, hang_s=60) as pool:
+        pool.submit(7, {"weights": "…"})
+        for result in pool.take(timeout_s=0): …
 
-`make_player(context, course)` runs once in each process and returns the function that carries an errand out. A process that dies
-or hangs is replaced and its errand given out again, a few times; one that raises an error of ours has answered.
+`make_player(context, course)` runs once in each process and returns the function that runs a task. A process that dies
+or hangs is replaced and its task is submitted again, up to ATTEMPTS times; a LudusError is a result.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from ludus import errors
 from ludus.errors import LudusError, WorkerFailed
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
-from ludus.process.workers.supervisor import OVER, Context, Process, Restart, Supervisor
+from ludus.process.workers.supervisor import FINAL_STATES, Context, Process, Supervisor, WorkerRestart
 
 log = logging.getLogger(__name__)
 
 Make = Callable[..., Callable[[Any], Any]]
 
 ATTEMPTS = 3
-"""An errand that kills whoever carries it out is given up after so many of them."""
+"""Number of worker processes a task may kill before it fails."""
 
 _BEAT_S = 0.5
-_RESTART = Restart(limit=100)
+_RESTART = WorkerRestart(limit=100)
 
 
 @dataclass(frozen=True)
-class Done:
-    """What became of an errand: an answer, or why there is none."""
+class TaskResult:
+    """Result of a task: an answer or an error."""
 
     number: int
     answer: Any = None
     error: LudusError | None = None
 
 
-class Errands:
-    """A few supervised processes and what they have to do. Not for several threads; `close` ends the processes."""
+class TaskPool:
+    """Supervised processes and their queue of tasks. Not thread-safe; `close` ends the processes."""
 
     def __init__(
         self,
@@ -58,40 +58,40 @@ class Errands:
         *args: Any,
         workers: int,
         hang_s: float | None = None,
-        restart: Restart = _RESTART,
+        restart: WorkerRestart = _RESTART,
         log_dir: Path | None = None,
         preload: Sequence[str] = ("numpy", "torch"),
     ) -> None:
-        self._waiting: deque[tuple[int, Any]] = deque()
-        self._tries: dict[int, int] = {}
-        self._done: list[Done] = []
+        self._queue: deque[tuple[int, Any]] = deque()
+        self._attempts: dict[int, int] = {}
+        self._results: list[TaskResult] = []
         self._selector = selectors.DefaultSelector()
-        self._bell, self._rung = os.pipe()
-        os.set_blocking(self._bell, False)
-        os.set_blocking(self._rung, False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._wake_receiver, self._wake_sender = os.pipe()
+        os.set_blocking(self._wake_receiver, False)
+        os.set_blocking(self._wake_sender, False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._supervisor = Supervisor(log_dir=log_dir, preload=preload)
-        self._hands: list[_Hand] = []
+        self._workers: list[_PoolWorker] = []
         try:
             for i in range(workers):
                 mine, theirs = socket.socketpair()
                 try:
                     process = self._supervisor.start(
                         f"{name}-{i}", _serve, make, args, fds=(theirs.fileno(),), hang_s=hang_s, restart=restart,
-                        on_change=self._ring,
+                        on_change=self._wake_owner,
                     )  # fmt: skip
                 except BaseException:
                     mine.close()
                     raise
                 finally:
                     theirs.close()
-                self._hands.append(_Hand(process, mine))
+                self._workers.append(_PoolWorker(process, mine))
                 self._selector.register(mine, selectors.EVENT_READ)
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> Errands:
+    def __enter__(self) -> TaskPool:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -99,170 +99,170 @@ class Errands:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that live now."""
-        return [hand.process.pid for hand in self._hands if hand.process.pid is not None]
+        """PIDs of the running processes."""
+        return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
     @property
-    def open(self) -> int:
-        """Errands that are not done."""
-        return len(self._waiting) + sum(hand.holds is not None for hand in self._hands)
+    def pending(self) -> int:
+        """Number of tasks that are not done."""
+        return len(self._queue) + sum(worker.task is not None for worker in self._workers)
 
-    def give(self, number: int, errand: Any) -> None:
-        """Have it carried out as soon as a process is free. Numbers are the caller's, each used once. Returns at once."""
-        self._waiting.append((number, errand))
-        self._share_out()
+    def submit(self, number: int, task: Any) -> None:
+        """Queue a task; returns at once. The caller chooses the number, which must be unique."""
+        self._queue.append((number, task))
+        self._dispatch()
 
-    def drop(self) -> None:
-        """Forget all that nobody has begun with."""
-        self._waiting.clear()
+    def cancel_pending(self) -> None:
+        """Discard tasks that no process has started."""
+        self._queue.clear()
 
-    def take(self, timeout_s: float = 0.0) -> list[Done]:
-        """What is done since the last call; waits for the first, but not longer than `timeout_s`."""
+    def take(self, timeout_s: float = 0.0) -> list[TaskResult]:
+        """Results since the last call; waits at most `timeout_s` for the first."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._look()
+            self._update()
             left = deadline - time.monotonic()
-            if self._done or left <= 0 or not self.open:
-                done, self._done = self._done, []
+            if self._results or left <= 0 or not self.pending:
+                done, self._results = self._results, []
                 return done
             self._selector.select(left)
 
     def close(self) -> None:
         self._supervisor.close(grace_s=1.0)
         self._selector.close()
-        for hand in self._hands:
-            hand.socket.close()
-        self._hands.clear()
-        self._waiting.clear()
-        for end in (self._bell, self._rung):
+        for worker in self._workers:
+            worker.socket.close()
+        self._workers.clear()
+        self._queue.clear()
+        for end in (self._wake_receiver, self._wake_sender):
             with contextlib.suppress(OSError):  # closed before
                 os.close(end)
-        self._bell = self._rung = -1
+        self._wake_receiver = self._wake_sender = -1
 
-    def _ring(self, process: Process) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already; or we are closing
-            os.write(self._rung, b"!")
+    def _wake_owner(self, process: Process) -> None:
+        with contextlib.suppress(OSError):  # the pipe is full and will wake the owner anyway, or it is closing
+            os.write(self._wake_sender, b"!")
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(self._bell, 4096)
-        for hand in self._hands:
-            for message in hand.heard():
-                if hand.holds is not None and message.get("number") == hand.holds[0]:
-                    self._done.append(_done(message))
-                    self._tries.pop(hand.holds[0], None)
-                    hand.holds = None
-            if hand.holds is not None and hand.lost():
-                self._again(hand.process, *hand.holds)
-                hand.holds = None
-        self._share_out()
+            os.read(self._wake_receiver, 4096)
+        for worker in self._workers:
+            for message in worker.read_results():
+                if worker.task is not None and message.get("number") == worker.task[0]:
+                    self._results.append(_parse_result(message))
+                    self._attempts.pop(worker.task[0], None)
+                    worker.task = None
+            if worker.task is not None and worker.lost_task():
+                self._retry(worker.process, *worker.task)
+                worker.task = None
+        self._dispatch()
 
-    def _again(self, process: Process, number: int, errand: Any) -> None:
-        if self._tries[number] < ATTEMPTS:
-            self._waiting.appendleft((number, errand))
+    def _retry(self, process: Process, number: int, task: Any) -> None:
+        if self._attempts[number] < ATTEMPTS:
+            self._queue.appendleft((number, task))
         else:
             self._fail(number, process)
 
-    def _share_out(self) -> None:
-        for hand in self._hands:
-            if self._waiting and hand.free:
-                number, errand = self._waiting.popleft()
-                self._tries[number] = self._tries.get(number, 0) + 1
-                hand.send(number, errand)
-        if self._hands and all(hand.useless() for hand in self._hands):
-            while self._waiting:
-                self._fail(self._waiting.popleft()[0], self._hands[0].process)
+    def _dispatch(self) -> None:
+        for worker in self._workers:
+            if self._queue and worker.is_idle:
+                number, task = self._queue.popleft()
+                self._attempts[number] = self._attempts.get(number, 0) + 1
+                worker.send(number, task)
+        if self._workers and all(worker.is_hopeless() for worker in self._workers):
+            while self._queue:
+                self._fail(self._queue.popleft()[0], self._workers[0].process)
 
     def _fail(self, number: int, process: Process) -> None:
-        self._tries.pop(number, None)
+        self._attempts.pop(number, None)
         why = process.error.rstrip().rpartition("\n")[2] or "unknown"
-        self._done.append(Done(number, error=WorkerFailed(f"The worker {process.name!r} failed: {why}")))
+        self._results.append(TaskResult(number, error=WorkerFailed(f"The worker {process.name!r} failed: {why}")))
 
 
-class _Hand:
-    """One process, seen from here: its end of a socket, and the errand it holds."""
+class _PoolWorker:
+    """One process: the socket to it and the task it runs."""
 
     def __init__(self, process: Process, ours: socket.socket) -> None:
         self.process, self.socket = process, ours
         self.socket.setblocking(False)
-        self.holds: tuple[int, Any] | None = None
-        self._given_to = self._served = 0
+        self.task: tuple[int, Any] | None = None
+        self._sent_to = self._last_ready = 0
         self._reader = LineReader(ours)
 
     @property
-    def free(self) -> bool:
+    def is_idle(self) -> bool:
         if self.process.state != "ready":
             return False
-        self._served = self.process.incarnation
-        return self.holds is None
+        self._last_ready = self.process.incarnation
+        return self.task is None
 
-    def useless(self) -> bool:
-        """It is over, or the last few of it did not live to serve."""
-        return self.process.state in OVER or self.process.incarnation - self._served > ATTEMPTS
+    def is_hopeless(self) -> bool:
+        """It has ended, or its last few incarnations died before they were ready."""
+        return self.process.state in FINAL_STATES or self.process.incarnation - self._last_ready > ATTEMPTS
 
-    def lost(self) -> bool:
-        """Whoever had the errand is not the one that lives now."""
-        return self.process.incarnation != self._given_to or self.process.state != "ready"
+    def lost_task(self) -> bool:
+        """The incarnation that got the task is gone."""
+        return self.process.incarnation != self._sent_to or self.process.state != "ready"
 
-    def send(self, number: int, errand: Any) -> None:
-        self.holds, self._given_to = (number, errand), self.process.incarnation
-        line = json_lines.encode({"number": number, "errand": errand, "for": self._given_to})
-        with contextlib.suppress(OSError):  # it is dead, which is noticed in one place; the buffer has room for many lines
+    def send(self, number: int, task: Any) -> None:
+        self.task, self._sent_to = (number, task), self.process.incarnation
+        line = json_lines.encode({"number": number, "task": task, "for": self._sent_to})
+        with contextlib.suppress(OSError):  # its death is handled in one place; the socket buffer holds many lines
             self.socket.sendall(line)
 
-    def heard(self) -> Iterator[dict[str, Any]]:
-        return json_lines.decode_valid(self._reader.read_available())  # a killed process may have left half a line
+    def read_results(self) -> Iterator[dict[str, Any]]:
+        return json_lines.decode_valid(self._reader.read_available())  # a killed process may have left an incomplete line
 
 
-def _done(message: dict[str, Any]) -> Done:
+def _parse_result(message: dict[str, Any]) -> TaskResult:
     if "error" not in message:
-        return Done(message["number"], message["answer"])
+        return TaskResult(message["number"], message["answer"])
     kind = LudusError if message["error"] == "Refused" else getattr(errors, message["error"], LudusError)
-    return Done(message["number"], error=kind(message["message"], message["hint"]))
+    return TaskResult(message["number"], error=kind(message["message"], message["hint"]))
 
 
-# ---------------------------------------------------------------- in the worker
+# -- in the worker ------------------------------------------------------------------------------------------------------
 
 
 def _serve(context: Context, make: Make, args: tuple[Any, ...]) -> None:
-    """Ends by SIGTERM, which raises SystemExit wherever it is, or when nobody gives errands any more."""
+    """Run tasks until SIGTERM (which raises SystemExit) or until the owner closes the socket."""
     with contextlib.ExitStack() as stack:
-        orders = stack.enter_context(socket.socket(fileno=os.dup(context.fds[0])))
-        carry_out = _made(context, make, args)
-        if hasattr(carry_out, "close"):
-            stack.callback(carry_out.close)
+        channel = stack.enter_context(socket.socket(fileno=os.dup(context.fds[0])))
+        run_task = _make_task_function(context, make, args)
+        if hasattr(run_task, "close"):
+            stack.callback(run_task.close)
         context.ready()
-        orders.settimeout(_BEAT_S)
-        reader = LineReader(orders)
+        channel.settimeout(_BEAT_S)
+        reader = LineReader(channel)
         while not reader.at_end:
             context.beat()
             lines: list[bytes] = []
             with contextlib.suppress(TimeoutError):
                 lines = reader.read()
-            for order in map(json_lines.decode, lines):
-                if order["for"] == context.incarnation:  # else one that a predecessor did not live to read
-                    _answer(orders, order["number"], carry_out, order["errand"])
+            for request in map(json_lines.decode, lines):
+                if request["for"] == context.incarnation:  # else it was sent to a predecessor
+                    _run_and_reply(channel, request["number"], run_task, request["task"])
 
 
-def _made(context: Context, make: Make, args: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """What cannot be made here cannot be made by a replacement either: it is the answer to every errand."""
+def _make_task_function(context: Context, make: Make, args: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Make the task function. If that fails with a LudusError, a replacement would fail too: every task fails with this error."""
     try:
         return make(context, *args)
     except LudusError as error:
         why = error
 
-    def refuse(errand: Any) -> Any:
+    def refuse(task: Any) -> Any:
         raise why
 
     return refuse
 
 
-def _answer(orders: socket.socket, number: int, carry_out: Callable[[Any], Any], errand: Any) -> None:
+def _run_and_reply(channel: socket.socket, number: int, run_task: Callable[[Any], Any], task: Any) -> None:
     message: dict[str, Any] = {"number": number}
     try:
-        message["answer"] = carry_out(errand)
+        message["answer"] = run_task(task)
     except LudusError as error:
         message |= {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-    orders.settimeout(None)  # whoever reads may be in the middle of an update; if it is gone, so are we
-    orders.sendall(b"\n" + json_lines.encode(message))  # the first ends what a killed predecessor had begun
-    orders.settimeout(_BEAT_S)
+    channel.settimeout(None)  # the owner may be busy with an update for long
+    channel.sendall(b"\n" + json_lines.encode(message))  # the newline ends an incomplete line of a killed predecessor
+    channel.settimeout(_BEAT_S)

@@ -26,7 +26,7 @@ from ludus.display import headless
 from ludus.errors import LudusError
 from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, ok, skipped, warning
 from ludus.process import procfs
-from ludus.process.identity import adopt_orphans, end_descendants, reap, send, started
+from ludus.process.identity import adopt_orphans, end_descendants, reap_children, send_signal, start_time
 
 SMOKE_TEST_S = 30.0
 STEPS = 5
@@ -182,10 +182,10 @@ def _end_processes(runner: int) -> None:
             os.killpg(runner, signal.SIGKILL)
     end = time.monotonic() + _TERM_S
     for pid in procfs.list_descendants(os.getpid()):
-        if (since := started(pid)) is not None:
-            send(pid, since, signal.SIGKILL if pid == runner else signal.SIGTERM)  # the runner had its time
+        if (since := start_time(pid)) is not None:
+            send_signal(pid, since, signal.SIGKILL if pid == runner else signal.SIGTERM)  # the runner had its time
     while time.monotonic() < end and procfs.list_descendants(os.getpid()):
-        reap()
+        reap_children()
         time.sleep(_TICK_S / 5)  # these are not children: there is no wait call
     end_descendants(_END_S)
 

@@ -15,10 +15,11 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import RayTaskError
 
-from ludus.distributed import ray_nodes
-from ludus.distributed.node_agent import BUNDLE_BYTES, NodeAgent, Served
-from ludus.distributed.ray_nodes import Patience, RayNodes, room_for
-from ludus.distributed.sampling_pool import Node, Plan
+from ludus.distributed import gcs_thread, ray_nodes
+from ludus.distributed.gcs_thread import StallAwareClock
+from ludus.distributed.node_agent import BUNDLE_BYTES, BellNode, NodeAgent
+from ludus.distributed.ray_nodes import RayNodes, RayTimeouts, max_blocks_ahead
+from ludus.distributed.sampling_pool import SamplingNode, SamplingPlan
 from ludus.errors import Unreachable, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster, Member
 from ludus.transport.ring_buffer import Wakeup
@@ -85,7 +86,7 @@ class Host:
         answer = getattr(self.agent, method)(*args)
         return "nonsense" if self.nonsense and method == "next_bundle" else answer
 
-    def _make(self, plan: Plan, log_dir: Path | None, name: str) -> Served:
+    def _make(self, plan: SamplingPlan, log_dir: Path | None, name: str) -> BellNode:
         self.workers = Scripted(Path(tempfile.mkdtemp(dir=self._directory)), plan)
         return self.workers
 
@@ -115,7 +116,7 @@ class Rig:
         return self.there or [Member(name, name, "127.0.0.1", 2, alive=True, head=name == self.here) for name in self.hosts]
 
     @contextlib.contextmanager
-    def nodes(self, plan: Plan, **settings: Any) -> Iterator[RayNodes]:
+    def nodes(self, plan: SamplingPlan, **settings: Any) -> Iterator[RayNodes]:
         nodes = RayNodes(cast(Cluster, self), plan, self.bell.path, **{"agent_here": True, **settings})
         try:
             yield nodes
@@ -131,7 +132,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig = Rig(("a", "b"), tmp_path)
     monkeypatch.setattr("ray._private.auto_init_hook.enable_auto_connect", False)  # as a real cluster would have done
     monkeypatch.setattr(ray_nodes, "_agents", lambda: lambda member: rig.hosts[member])
-    monkeypatch.setattr(ray_nodes, "_MEMBERS_S", 0.05)
+    monkeypatch.setattr(gcs_thread, "_MEMBERS_S", 0.05)
     monkeypatch.setattr(ray_nodes, "_CLOSE_S", 1.0)
     yield rig
     for host in rig.hosts.values():
@@ -139,7 +140,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.bell.close()
 
 
-def named(nodes: RayNodes) -> dict[str, Node]:
+def named(nodes: RayNodes) -> dict[str, SamplingNode]:
     return {node.name: node for node in nodes.current()}
 
 
@@ -171,7 +172,7 @@ def test_a_worker_that_could_not_be_started_is_not_forgotten(rig: Rig) -> None:
 def test_a_node_has_room_for_its_workers_and_for_a_bundle_of_tiny_blocks(
     workers: int, slots: int, block_bytes: int, room: int
 ) -> None:
-    assert room_for(workers, slots, block_bytes) == room
+    assert max_blocks_ahead(workers, slots, block_bytes) == room
 
 
 def test_a_learner_that_takes_nothing_stops_the_workers(rig: Rig) -> None:
@@ -221,7 +222,7 @@ def test_an_agent_that_cannot_be_placed_is_no_reason_not_to_begin(rig: Rig) -> N
 def test_one_that_does_not_answer_joins_later(rig: Rig) -> None:
     rig.hosts["b"].answers.clear()
     began = time.monotonic()
-    with rig.nodes(plan(), start_s=60.0, others_s=0.1) as nodes:
+    with rig.nodes(plan(), timeouts=RayTimeouts(start_s=60.0, others_s=0.1)) as nodes:
         assert time.monotonic() - began < 30
         assert list(named(nodes)) == ["a"]
         rig.hosts["b"].answers.set()
@@ -232,7 +233,7 @@ def test_our_own_mistake_is_not_taken_for_the_heads(rig: Rig) -> None:
     def wrong() -> None:
         raise TypeError("of ours")
 
-    with rig.nodes(plan(), head_s=0.0) as nodes:
+    with rig.nodes(plan(), timeouts=RayTimeouts(head_s=0.0)) as nodes:
         rig.ask = wrong
         with pytest.raises(WorkerFailed, match=r"learner's side of the cluster failed: TypeError: of ours"):
             rig.until(lambda: not nodes.current())
@@ -245,7 +246,7 @@ def test_a_head_is_gone_when_it_has_not_answered_several_times(rig: Rig) -> None
         asked.append(time.monotonic())
         raise Unreachable("no answer")
 
-    with rig.nodes(plan(), head_s=0.0) as nodes:
+    with rig.nodes(plan(), timeouts=RayTimeouts(head_s=0.0)) as nodes:
         assert named(nodes), "whatever the clock says: it has always answered"
         rig.ask = gone
         with pytest.raises(WorkerFailed, match="The head of the cluster is gone: head:1 has not answered") as failed:
@@ -256,10 +257,10 @@ def test_a_head_is_gone_when_it_has_not_answered_several_times(rig: Rig) -> None
 
 def test_a_head_that_keeps_the_clerk_is_gone_and_that_of_a_job_may_return(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.returns = True
-    monkeypatch.setattr(ray_nodes, "_STUCK_S", 0.3)
+    monkeypatch.setattr(gcs_thread, "_STUCK_S", 0.3)
     over = threading.Event()
     with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(rig.nodes(plan(), head_s=0.5))
+        nodes = stack.enter_context(rig.nodes(plan(), timeouts=RayTimeouts(head_s=0.5)))
         stack.callback(over.set)
         rig.ask = lambda: cast(None, over.wait(WAIT_S))
         with pytest.raises(WorkerFailed, match="The head of the cluster is gone") as gone:
@@ -269,7 +270,7 @@ def test_a_head_that_keeps_the_clerk_is_gone_and_that_of_a_job_may_return(rig: R
 
 def test_time_in_which_we_stood_still_does_not_count() -> None:
     now = 100.0
-    patience = Patience(lambda: now)
+    patience = StallAwareClock(lambda: now)
     began = patience.now()
     for step in (0.1, 0.9, 30.0, 0.5):
         now += step
