@@ -160,7 +160,8 @@ def test_the_batch_of_a_preset_fits_the_workers_that_it_is_given() -> None:
     data, result = described("CartPole_ClippedPPO", num_workers=3)
     assert data["config"]["train_batch_size"] == 1032
     assert result == [
-        "train_batch_size is 1032, not 1024 as in the preset CartPole_ClippedPPO: 3 workers with 8 environments make it up together"
+        "train_batch_size is 1032, not 1024 as in the preset CartPole_ClippedPPO: a multiple of the steps that 3 workers "
+        "with 8 environments sample together"
     ]
     assert resolve({"name": "a", **data}).config.workers == 3
     assert described("CartPole_ClippedPPO", num_workers=2)[1] == []

@@ -1,4 +1,4 @@
-"""From the arguments of `ludus.train` to one experiment, unchecked: those of a preset or file, with what the call sets differently."""
+"""Builds the experiment of `ludus.train` from a preset or file and the keyword arguments. Does not validate it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The presets: experiments that come with the package, each with the return that it is known to reach within its budget.
-
-They have names of their own; the names of Coach's presets stand for them, too (`familiar.py`).
-"""
+"""The presets of the package: experiments with a measured return. Names of Coach presets are accepted as aliases."""
 
 from __future__ import annotations
 
@@ -36,11 +33,11 @@ class CoachPresetSummary:
 
     name: str
     preset: str
-    """Which of ours it is."""
+    """Name of the corresponding preset."""
     run: str
     levels: tuple[str, ...]
     target: TargetConfig | None
-    """None: nobody has measured it, or it depends on the level."""
+    """None: not measured, or dependent on the level."""
 
 
 def names() -> list[str]:

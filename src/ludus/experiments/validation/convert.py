@@ -1,4 +1,4 @@
-"""Old experiments in their present form: RLlib's names become ours, and what is left out is said, with the reason."""
+"""Converts experiment files with RLlib keys to current keys, with comments about renamed and dropped keys."""
 
 from __future__ import annotations
 
@@ -75,33 +75,33 @@ RLLIB_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "target_network_update_freq": 500,
     },
 }
-"""What RLlib takes where a file says nothing, and we would take something else."""
+"""Defaults of RLlib that differ from those of Ludus."""
 
 
 @dataclass
 class ConvertedExperiment:
-    """One experiment in present names, with what there is to say about its keys."""
+    """One experiment with current keys, and comments about them."""
 
     name: str
     data: dict[str, Any]
     notes: dict[str, str] = field(default_factory=dict)
     """Path → comment behind the key."""
     dropped: dict[str, list[str]] = field(default_factory=dict)
-    """Section → comments about keys that are not there any more."""
+    """Section → comments about dropped keys."""
     lost: list[str] = field(default_factory=list)
-    """What was dropped although it changes the experiment."""
+    """Dropped keys that change the experiment."""
 
 
 @dataclass(frozen=True)
 class ConvertedFile:
-    """The text of a new file, and what the old one asked for and the new one does not."""
+    """The text of the new file, and the dropped keys that change the experiments."""
 
     text: str
     lost: list[str]
 
 
 def convert(experiments: Mapping[str, Mapping[str, Any]], source: str, *, with_defaults: bool = False) -> ConvertedFile:
-    """The new file. Raises ConfigError for whatever is neither right nor understood."""
+    """Convert a file. Raises ConfigError for invalid or unknown keys."""
     out, wrong = [], []
     for name, data in experiments.items():
         try:
@@ -109,9 +109,9 @@ def convert(experiments: Mapping[str, Mapping[str, Any]], source: str, *, with_d
         except UsageError as error:
             wrong += [f"{name}: {line}" for line in str(error).splitlines()]
     if wrong:
-        raise ConfigError("\n".join(wrong), "Correct these first: nothing can be said about what was meant.")
+        raise ConfigError("\n".join(wrong), "Correct these first: their meaning is unknown.")
     text = "\n".join([*_header(source, with_defaults), *(line for each in out for line in _render(each))]) + "\n"
-    for name, data in parse_yaml(text, "the converted file").items():  # what we write is read by the same rules
+    for name, data in parse_yaml(text, "the converted file").items():  # validate the output
         left = validate.validate_experiment({"name": name, **data}, env_too=False)
         if left:
             raise ConfigErrors(left)
@@ -170,7 +170,7 @@ def _note_iterations(out: ConvertedExperiment, run: str, schema: type[AlgorithmC
 
 
 def _drop(out: ConvertedExperiment, key: KeyNotice, why: str) -> None:
-    """A comment, as a whole sentence, in place of a key."""
+    """Replace a key by a comment."""
     section, _, name = _split(key.path)
     reason = why.rstrip(".").removesuffix(" Leave it out").rstrip(".")
     out.dropped.setdefault(section, []).append(f"{name}: {_inline(key.value)} was removed: {reason}.")
@@ -184,7 +184,7 @@ def _name_environment(out: ConvertedExperiment) -> None:
 
 
 def _split(path: str) -> tuple[str, str, str]:
-    """A section and its key; those of stop may have dots and slashes of their own."""
+    """A section and its key; keys of stop may contain dots and slashes."""
     return ("stop", ".", path.removeprefix("stop.")) if path.startswith("stop.") else path.rpartition(".")
 
 
@@ -248,7 +248,7 @@ def _section(each: ConvertedExperiment, data: Mapping[str, Any], path: str, inde
             yield f"{indent}{_inline(key)}: {_inline(value)}{note}"
     for comment in each.dropped.get(path, []):
         yield f"{indent}# {comment}"
-    for section, comments in each.dropped.items():  # of a section of which nothing is left
+    for section, comments in each.dropped.items():  # sections without remaining keys
         parent, _, name = section.rpartition(".")
         if section and parent == path and name not in data:
             yield from (f"{indent}# {name}.{comment}" for comment in comments)

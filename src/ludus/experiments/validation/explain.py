@@ -1,4 +1,4 @@
-"""Every key of an experiment: what it is, its defaults, its other names. What `ludus config explain` and docs/config.md say."""
+"""The catalogue of all keys of an experiment, for `ludus config explain` and the tables of docs/config.md."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class ConfigKey:
     kind: str
     defaults: Mapping[str, str]
     algorithms: tuple[str, ...]
-    """That have it; () for a key of all."""
+    """Algorithms that have the key; () if all have it."""
     others: tuple[str, ...]
-    """Spellings that mean the same, most of them RLlib's."""
+    """Other accepted names, most of them of RLlib."""
 
     @property
     def section(self) -> str:
@@ -46,7 +46,7 @@ class ConfigKey:
 
     @property
     def default(self) -> str:
-        """For people: one value, or which algorithm has which."""
+        """The default as text: one value, or the values by algorithm."""
         if len(self.defaults) == 1:
             return next(iter(self.defaults.values()))
         by_value: dict[str, list[str]] = {}
@@ -133,7 +133,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as it is written in YAML."""
+    """Format a value as YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -149,7 +149,7 @@ def format_value(value: Any) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """A type in words."""
+    """Describe a type."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(parts[0])
@@ -188,7 +188,7 @@ def explain(asked: str) -> list[str]:
 
 
 def _find_keys(asked: str) -> list[ConfigKey]:
-    """Keys by this path, or the end of it; by another spelling if there is none."""
+    """Keys with this path or path suffix, else with this alias."""
     keys = catalogue()
     path, _, name = asked.rpartition(".")
     exact = [key for key in keys.values() if key.path in (asked, f"config.{asked}")]
@@ -273,18 +273,18 @@ def list_keys() -> Iterator[str]:
 _SECTION_ORDER = ["", "stop", "config", "tune", "track", "target"]
 
 
-# -- the page -----------------------------------------------------------------------------------------------------------
+# -- docs/config.md -----------------------------------------------------------------------------------------------------
 
 _TABLE = re.compile(r"(<!-- keys: (?P<name>[\w. -]+) -->\n)(?P<table>.*?)(<!-- end of keys -->)", re.DOTALL)
 
 
 def fill_tables(page: str) -> str:
-    """The text of docs/config.md with its tables as the schemas have them now."""
+    """The text of docs/config.md with its tables regenerated from the schemas."""
     return _TABLE.sub(lambda found: f"{found[1]}{table(found['name'])}{found[4]}", page)
 
 
 def table(name: str) -> str:
-    """The keys of a section, as Markdown; of `config` those that all algorithms have, of `algorithms` the others."""
+    """The keys of a section as Markdown. `config`: keys that all algorithms have; `algorithms`: the others."""
     section = {"experiment": "", "algorithms": "config"}.get(name, name)
     chosen = [key for key in catalogue().values() if key.section == section]
     if section == "config":

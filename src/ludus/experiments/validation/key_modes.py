@@ -1,7 +1,7 @@
-"""Which keys of `config:` have an effect in which mode of a run, and why not in the others: one table, for checks and for the docs.
+"""The table of keys of `config:` that have no effect in some training modes, with reasons; used by validation and the docs.
 
-A key that has no effect where it is given is refused with the reason, if its value is not the default. A key that another setting
-switches off is noticed by name. What a run has saved is not checked: it names every key.
+A key without effect is an error unless it has its default value. A key that another setting switches off gives a notice. Saved
+configurations are not checked, as they contain every key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ludus.transport.message_stream import EMBEDDED
 
 
 class TrainingMode(enum.Enum):
-    """How the experience of a run comes about. Workers are the same on this machine and on a Ray cluster."""
+    """How a run collects experience. Local workers and those of a Ray cluster are the same mode."""
 
     IN_PROCESS = "in this process (num_workers: 0)"
     IN_TURN = "workers, sampling: sync"
@@ -105,7 +105,7 @@ REFUSED_ELSEWHERE: Mapping[str, frozenset[TrainingMode]] = {
     "evaluation_duration_unit": frozenset({TrainingMode.AGENTS}),
     "evaluation_num_workers": frozenset({TrainingMode.AGENTS}),
 }
-"""Key → modes in which it is refused where the experiment is resolved, by a rule with a sentence of its own."""
+"""Key → modes in which other checks refuse it."""
 
 EVERYWHERE = frozenset(
     {
@@ -145,7 +145,7 @@ def is_default(config: AlgorithmConfig, key: str) -> bool:
 
 
 def _is_used(key: str, config: AlgorithmConfig, mode: TrainingMode) -> bool:
-    """Exceptions: evaluations may have workers of their own; 0 evaluations is what a game that calls us gets."""
+    """Exceptions: evaluation workers use worker keys, and external games allow evaluation_duration 0."""
     if key == "evaluation_duration":
         return config.evaluation_duration == 0
     return key in _OF_EVALUATION_WORKERS and mode is not TrainingMode.EXTERNAL and config.evaluation_num_workers > 0
@@ -156,7 +156,7 @@ def _scale_is_unused(config: AlgorithmConfig) -> bool:
 
 
 def find_idle_self_play(env: str, config: AlgorithmConfig) -> str | None:
-    """Why `self_play` has no effect in an environment; None: it has, or nothing was set. Makes the environment to find out."""
+    """Why `self_play` has no effect; None if it has, or is not set. Makes the environment."""
     if is_default(config, "self_play") or env in (EXTERNAL, GAMECORE):
         return None
     rows = row_info(env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)

@@ -100,9 +100,9 @@ class ParsedExperiment:
 
 
 def validate_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[ConfigProblem]:
-    """Everything that can be said about one experiment. With search values in it: about every one of them.
+    """All problems of one experiment, for each of its search values.
 
-    `env_too`: its environment must exist here.
+    `env_too`: also check that its environment exists.
     """
     out: dict[ConfigProblem, None] = {}
     from ludus.config import search_space
@@ -154,7 +154,7 @@ def _notices_of_values(parsed: ParsedExperiment) -> Iterator[ConfigProblem]:
 
 
 class _ProblemCollector:
-    """Collects what is raised by checks that do not depend on one another."""
+    """Collects the errors of independent checks."""
 
     def __init__(self) -> None:
         self.problems: list[ConfigProblem] = []
@@ -220,7 +220,7 @@ def keys_without_effect(parsed: ParsedExperiment, *, env_too: bool = True) -> li
 def validate_config(
     schema: type[AlgorithmConfig], inner: Mapping[str, Any], *, collated: bool = False, run: str = ""
 ) -> list[ConfigProblem]:
-    """What is wrong with `config:`. Keys with a wrong value are left out for a second look at how the others fit together."""
+    """Problems of `config:`. If keys have wrong values, the others are checked together in a second pass."""
     first, second = _ProblemCollector(), _ProblemCollector()
     checked = first.attempt(
         lambda: parse_algorithm_config(schema, inner, collated=collated, run=run, owners=algorithms_with_key),
@@ -241,7 +241,7 @@ def validate_config(
 def _minibatch_too_large(
     schema: type[AlgorithmConfig], inner: Mapping[str, Any], checked: AlgorithmConfig
 ) -> list[ConfigProblem]:
-    """The default is no complaint: it is as much of the batch as there is. Nor is what a run has saved, which names every key."""
+    """Not a problem for the default value, which is limited to the batch, as in saved configurations."""
     size, batch = getattr(checked, "minibatch_size", None), checked.train_batch_size
     reading = translate_config(inner, schema)
     given = "minibatch_size" in reading.data and size != schema.model_fields["minibatch_size"].default
@@ -253,7 +253,7 @@ def _minibatch_too_large(
 
 
 def _validate_unknown_algorithm(inner: Mapping[str, Any], run: Any, *, collated: bool) -> list[ConfigProblem]:
-    """What is wrong with `config:` when the algorithm is unknown: for the one that is probably meant, else for all of them."""
+    """Problems of `config:` with an unknown algorithm: those for the most similar name, else those common to all algorithms."""
     known = config_schemas()
     near = difflib.get_close_matches(str(run).upper(), known, n=1, cutoff=0.6)
     if near:
@@ -297,7 +297,7 @@ def _substitute(data: Mapping[str, Any], chosen: Mapping[tuple[str, ...], Any]) 
 
 
 def trust_names(experiments: Mapping[str, Mapping[str, Any]]) -> None:
-    """The user wrote these experiments: what they name may be imported, also under the name that an environment has today."""
+    """Allow importing what experiments of the user name, including current names of legacy environments."""
     trust.allow(experiments)
     for data in experiments.values():
         env = translate_experiment(data).data.get("env")
