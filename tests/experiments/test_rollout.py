@@ -76,7 +76,7 @@ def test_an_evaluation_says_how_far_to_trust_it(run: Path) -> None:
     assert ludus.evaluate(agent, 12, env=WALK).returns == score.returns
     assert ludus.evaluate(agent, 2, env=WALK, env_config={"length": 30}).lengths[0] >= 30
     assert ludus.evaluate(agent, 12).returns == score.returns, "a loaded agent knows its run"
-    with pytest.raises(UsageError, match="does not name an environment"):
+    with pytest.raises(UsageError, match="has no run that names an environment"):
         ludus.evaluate(TrainedAgent(agent.policy), 1)
 
 
@@ -181,7 +181,7 @@ def test_a_grid_shows_episodes_side_by_side_and_dims_those_that_have_ended(run: 
 
 def test_depth_is_refused_as_a_video_and_written_under_its_own_name_when_asked_for(run: Path, tmp_path: Path) -> None:
     for kind in ("one", "bytes"):
-        with pytest.raises(UsageError, match=r"not an RGB picture \(a depth map\?\).*--depth"):
+        with pytest.raises(UsageError, match=r"not an RGB image \(a depth map\?\).*--depth"):
             ludus.rollout(run, 1, env_config={"depth": kind}, video=tmp_path / "x.mp4")
         played = ludus.rollout(run, 1, env_config={"depth": kind}, video=tmp_path / f"{kind}.mp4", depth=True)
         assert played.video == tmp_path / f"{kind}-depth.mp4"

@@ -49,7 +49,7 @@ class WorkerSettings:
 
 
 class EvaluationWorkers:
-    """Other processes play the versions that were checkpointed; whoever trains looks now and then whether they are done."""
+    """Evaluates checkpointed versions in worker processes; the trainer polls for results."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ def algorithms_with_key(key: str) -> list[str]:
 
 
 def algorithm_of(run: str) -> type[Algorithm]:
-    """The class of an algorithm. Raises UnknownName, which says what stands for one that RLlib has."""
+    """The class of an algorithm. Raises UnknownName, which suggests a substitute for algorithms of RLlib."""
     try:
         return algorithm_class(run)
     except UnknownName as error:
