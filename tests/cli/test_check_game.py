@@ -71,7 +71,7 @@ def test_a_game_with_spaces_hears_random_actions_that_fit(form: Any) -> None:
     assert (stats.errors, checked.server.summary.matches, checked.findings) == ({}, 4, [])
 
 
-def test_a_retry_is_answered_from_memory_and_is_no_mistake() -> None:
+def test_a_retry_gets_the_stored_reply_and_is_not_a_mistake() -> None:
     with checking() as checked, connected(checked) as connection:
         for seq, kind in enumerate(("start", "tick", "end")):
             assert [exchange(connection, step(kind, "a", b"x", f"seq: {seq}")) for _ in range(2)] == [200, 200]
@@ -274,6 +274,6 @@ def test_the_command_tells_mistakes_once_and_ends_with_1() -> None:
         (["--token-file", "/nonexistent"], "Cannot read"),
     ],
 )
-def test_what_cannot_be_checked_is_refused(arguments: list[str], words: str) -> None:
+def test_invalid_options_are_refused(arguments: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         CliRunner().invoke(app, ["check-game", *arguments], catch_exceptions=False)

@@ -364,7 +364,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.mark.parametrize("size", ["64k", "16k"], ids=["too small for a checkpoint", "too small for the metrics"])
-def test_a_full_disk_is_one_line_and_what_was_written_stays(call: Call, disk: Callable[[str], Path], size: str) -> None:
+def test_a_full_disk_is_a_one_line_error_and_written_files_stay(call: Call, disk: Callable[[str], Path], size: str) -> None:
     where = disk(size)
     result = call("train", "CartPole-v1", *SMALL, "--quiet", "--stop", "iterations=40", "--project", where, "--trial", "run")
     assert result.code == 1
@@ -602,7 +602,7 @@ def test_an_environment_with_other_spaces_is_refused(call: Call, trained: tuple[
         (["--num-gpus", "1"], "played on the CPU"),
         (["--out", "steps.csv"], r"does not end in \.npz"),
         (["--config", "{"], "--config is not JSON"),
-        (["--config", '{"lr": 1}'], r"is not understood.*env_config"),
+        (["--config", '{"lr": 1}'], r"is not supported.*env_config"),
         (["--env", "CartPol-v1"], "Did you mean 'CartPole-v1'"),
     ],
 )
@@ -751,7 +751,7 @@ def test_a_damaged_run_does_not_hide_the_others(call: Call, two: Path) -> None:
     assert {row["env"] for row in rows} == {"CartPole-v1", "tests.environments:make_count"}
 
 
-def test_a_reader_that_goes_away_is_no_error_worth_a_traceback(two: Path) -> None:
+def test_a_closed_output_pipe_causes_no_traceback(two: Path) -> None:
     listing = subprocess.Popen(
         [*LUDUS, "runs", "show", str(two / "a" / "cartpole")],
         stdout=subprocess.PIPE,

@@ -94,7 +94,7 @@ def test_notices_quote_ignored_options_as_they_were_typed(call: Call, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--play"], "--play is not here"),
+        (["--play"], "--play is not supported"),
         (["-p", "CartPole_DQN", "--evaluate", "100"], "ludus rollout RUN --episodes 20"),
         (["-r", "-p", "CartPole_DQN"], "-r is not supported: training is not rendered"),
         (["-p", "CartPole_DQN", "-crf", "x"], "a checkpoint is a directory here"),
@@ -108,7 +108,7 @@ def test_notices_quote_ignored_options_as_they_were_typed(call: Call, tmp_path: 
         (["tests.environments:make_count", "-asc"], "no target return is known"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_do(call: Call, words: list[str], message: str) -> None:
+def test_unsupported_options_are_refused_with_a_hint(call: Call, words: list[str], message: str) -> None:
     result = call("train", *words)
     assert result.code == 2
     assert message in result.err
@@ -250,7 +250,7 @@ def test_a_fleet_gets_the_same_experiment(tmp_path: Path, monkeypatch: pytest.Mo
         (["--set", "config.num_rollout_workers=2"], "cannot be combined with -dc: the number of workers is set by -n"),
     ],
 )
-def test_what_a_fleet_cannot_have_is_refused(call: Call, words: list[str], message: str) -> None:
+def test_options_that_a_fleet_does_not_support_are_refused(call: Call, words: list[str], message: str) -> None:
     result = call("train", "-p", "CartPole_ClippedPPO", "-dc", "-n", "2", *words)
     assert result.code == 2
     assert message in result.err

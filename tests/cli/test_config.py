@@ -106,7 +106,7 @@ def test_every_other_spelling_leads_to_its_key() -> None:
                 assert any(key.name == new for key in explain._find_keys(old)), f"{section}: {old}"
 
 
-def test_the_page_of_keys_is_what_the_schemas_say() -> None:
+def test_the_page_of_keys_matches_the_schemas() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert explain.fill_tables(page) == page, "docs/config.md is outdated: run  python scripts/config_page.py"
     shown = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
@@ -143,7 +143,7 @@ def line_of(file: Path, words: str) -> int:
     return next(number for number, line in enumerate(file.read_text().splitlines(), 1) if words in line)
 
 
-def test_errors_name_file_and_line_whatever_the_line_breaks_are(call: Call, tmp_path: Path) -> None:
+def test_errors_name_file_and_line_for_all_line_breaks(call: Call, tmp_path: Path) -> None:
     text = "x:\r\n  env: CartPole-v1\r\n  run: PP0\r\n  config:\r\n    lr: fast\r\n    model:\r\n      hidden: 3\r\n"
     file = tmp_path / "dos.yaml"
     file.write_bytes(text.encode())
@@ -236,7 +236,7 @@ def test_every_key_of_an_old_file_is_there_or_is_accounted_for(file: Path) -> No
                 assert key in text, f"{key} vanished"
 
 
-def test_the_reason_for_what_is_left_out_stands_where_it_was() -> None:
+def test_a_comment_replaces_each_dropped_key() -> None:
     text = convert(load_experiments(REPOSITORY / "tests/old/dodgeball-ppo-fcnet.yaml"), "old.yaml").text
     assert "    # framework: tf was removed: the same layers are built with PyTorch." in text
     assert "    # log_level: WARN was removed: it is an option of the command: -v, -vv." in text
@@ -258,7 +258,7 @@ def test_an_environment_and_an_algorithm_of_today_are_written(call: Call, tmp_pa
     assert "    # use_critic: true was removed: it is already the default." in result.out
 
 
-def test_a_conversion_that_drops_what_changes_the_experiment_fails(call: Call, tmp_path: Path) -> None:
+def test_a_conversion_that_changes_the_experiment_fails(call: Call, tmp_path: Path) -> None:
     soft = {"env": "CartPole-v1", "run": "DQN", "config": {"exploration_config": {"type": "SoftQ"}, "log_level": "WARN"}}
     new = tmp_path / "new.yaml"
     result = call("config", "convert", write(tmp_path / "old.yaml", {"x": soft}), "-o", new)
@@ -330,7 +330,7 @@ def test_a_file_is_written_once_and_never_over_another(call: Call, tmp_path: Pat
         ({"x": {"env": "A", "config": [1]}}, "config is [1]"),
     ],
 )
-def test_what_is_not_understood_is_not_converted(call: Call, tmp_path: Path, data: dict[str, Any], words: str) -> None:
+def test_unknown_keys_are_not_converted(call: Call, tmp_path: Path, data: dict[str, Any], words: str) -> None:
     result = call("config", "convert", write(tmp_path / "old.yaml", data), "-o", tmp_path / "new.yaml")
     assert result.code == 2
     assert words in result.err
@@ -353,7 +353,7 @@ def test_experiments_of_a_file_run_one_after_another(call: Call, tmp_path: Path)
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"one", "two"}
 
 
-def test_one_that_fails_is_reported_and_the_others_run(call: Call, tmp_path: Path) -> None:
+def test_a_failed_experiment_is_reported_and_the_others_run(call: Call, tmp_path: Path) -> None:
     bad = small.data(1, env="tests.environments:make_faulty", env_config={"fault": "raises in reset"})
     file = write(tmp_path / "two.yaml", {"bad": bad, "good": tiny()})
     result = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--json", "--quiet")
@@ -391,7 +391,7 @@ def test_an_interruption_ends_them_all(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"one"}
 
 
-def test_unfinished_experiments_go_on_and_finished_ones_are_left_alone(call: Call, tmp_path: Path) -> None:
+def test_unfinished_experiments_are_resumed_and_finished_ones_are_skipped(call: Call, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     file = write(tmp_path / "two.yaml", {"one": tiny(), "two": tiny(2)})
     assert call("train", "-f", file, "--experiment", "one", "--local-dir", runs, "--quiet").code == 0
@@ -413,7 +413,7 @@ def test_a_run_that_is_continued_takes_over_its_stop_and_its_checkpoints_and_not
     assert changed.code == 2
     assert "config.seed is 0 in the run, but 7 in the settings." in changed.err
     assert "config.model.fcnet_hiddens is " in changed.err
-    assert "--restore x begins a new one" in one_line(call(*again, "--restore", "x"))
+    assert "--restore x starts a new one" in one_line(call(*again, "--restore", "x"))
     assert "is finished" in call(*again, "--set", "lr=0.001").err, "repeating an unchanged setting is allowed"
     assert call(*again, "--stop", "iterations=2").json["iterations"] == 2
     write(tmp_path / "one.yaml", {"one": tiny(3, lr=1e-3) | {"checkpoint_freq": 1}})
@@ -460,7 +460,7 @@ def test_options_are_stronger_than_the_file_and_say_nothing_where_they_are_not_g
     assert (inner["lr"], inner["num_epochs"], inner["minibatch_size"], inner["seed"]) == (1e-4, 1, 32, 5)
 
 
-def test_what_is_saved_with_a_run_is_an_experiment_again(call: Call, tmp_path: Path) -> None:
+def test_the_saved_config_of_a_run_is_a_valid_experiment(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", {"one": tiny(1, lr_schedule=[[0, 1e-3], [100, 0]], lambda_=0.9)})
     assert call("train", "-f", file, "--local-dir", tmp_path / "runs", "--quiet").code == 0
     (run,) = (tmp_path / "runs" / "one").iterdir()
@@ -562,5 +562,5 @@ def test_several_samples_or_searched_values_make_a_sweep(data: dict[str, Any], e
         (["-f", "x", "--resume", "--json"], ["-f", "x", "--resume", "newest", "--json"]),
     ],
 )
-def test_resume_may_stand_alone(words: list[str], expected: list[str]) -> None:
+def test_resume_needs_no_value(words: list[str], expected: list[str]) -> None:
     assert train.add_resume_value(words) == expected

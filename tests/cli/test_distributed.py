@@ -63,7 +63,7 @@ until ask ping 2>/dev/null | grep -q PONG; do sleep 0.05; done
 
 
 @contextmanager
-def door(
+def start_fleet(
     tmp_path: Path, learner: str, *words: str, worker: str = "exec sleep 600", lives: int = MAX_FAILURES, as_json: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
     script = f"""
@@ -115,7 +115,7 @@ cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' > "$LUDUS_JOB_DIR/commands
 printf %s "$LUDUS_MEMORY_PASSWORD" | grep -rlF -f - "$LUDUS_JOB_DIR"
 exit 7
 """
-    with door(tmp_path, learner, "CartPole-v1", "--set", "lr=1e-3") as process:
+    with start_fleet(tmp_path, learner, "CartPole-v1", "--set", "lr=1e-3") as process:
         shown, told = process.communicate(timeout=60)
     assert process.returncode == 7
     port = int(re.findall(r"^port (\d+)$", shown, re.MULTILINE)[0])
@@ -142,7 +142,7 @@ exit 7
 
 
 @needs_redis
-def test_a_memory_that_is_killed_comes_back_with_what_it_had(tmp_path: Path) -> None:
+def test_a_killed_redis_is_restarted_with_its_data(tmp_path: Path) -> None:
     learner = """
 ask set kept it >/dev/null
 was=$(ask info server | tr -d '\\r' | sed -n 's/process_id://p')
@@ -151,7 +151,7 @@ until ask ping 2>/dev/null | grep -q PONG; do sleep 0.05; done
 echo "still $(ask get kept)"
 sleep 1.5
 """
-    with door(tmp_path, learner) as process:
+    with start_fleet(tmp_path, learner) as process:
         shown, told = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "still it" in shown
@@ -161,7 +161,7 @@ sleep 1.5
 @needs_redis
 def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_path: Path) -> None:
     learner = "trap 'echo saved; exit 130' TERM; echo ready; while :; do sleep 0.05; done"
-    with door(tmp_path, learner) as process:
+    with start_fleet(tmp_path, learner) as process:
         line(process, "ready")
         process.send_signal(signal.SIGINT)
         shown, told = process.communicate(timeout=60)
@@ -170,7 +170,7 @@ def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_pat
         assert "the learner saves a checkpoint" in told
         assert "before it had saved" not in told
         assert [status.state for status in jobs(tmp_path).list()] == ["cancelled"]
-    with door(tmp_path, "trap 'echo deaf' TERM; echo ready; while :; do sleep 0.05; done") as process:
+    with start_fleet(tmp_path, "trap 'echo deaf' TERM; echo ready; while :; do sleep 0.05; done") as process:
         line(process, "ready")
         process.send_signal(signal.SIGTERM)
         line(process, "deaf")
@@ -183,7 +183,7 @@ def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_pat
 
 @needs_redis
 def test_it_ends_when_its_output_pipe_is_closed(tmp_path: Path) -> None:
-    with door(tmp_path, "trap 'exit 130' TERM; echo ready; while :; do echo more; sleep 0.05; done") as process:
+    with start_fleet(tmp_path, "trap 'exit 130' TERM; echo ready; while :; do echo more; sleep 0.05; done") as process:
         line(process, "ready")
         assert process.stdout is not None
         process.stdout.close()
@@ -191,7 +191,7 @@ def test_it_ends_when_its_output_pipe_is_closed(tmp_path: Path) -> None:
         assert [status.state for status in jobs(tmp_path).list()] == ["cancelled"]
 
 
-def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+def test_signals_ignored_by_nohup_stay_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with cancel_on_signals(jobs(tmp_path), "trial"):
@@ -203,7 +203,7 @@ def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
 
 @needs_redis
 def test_nothing_is_left_when_the_command_itself_is_killed(tmp_path: Path) -> None:
-    with door(tmp_path, "echo ready; exec sleep 600") as process:
+    with start_fleet(tmp_path, "echo ready; exec sleep 600") as process:
         line(process, "ready")
         (status,) = jobs(tmp_path).list()
         running = [p.pid for p in status.processes if p.pid is not None]
@@ -216,13 +216,13 @@ def test_nothing_is_left_when_the_command_itself_is_killed(tmp_path: Path) -> No
 
 
 @needs_redis
-def test_the_same_command_a_second_time_leaves_the_first_alone(tmp_path: Path) -> None:
-    with door(tmp_path, "echo ready; exec sleep 600") as first:
+def test_a_second_run_of_the_same_command_keeps_the_first(tmp_path: Path) -> None:
+    with start_fleet(tmp_path, "echo ready; exec sleep 600") as first:
         line(first, "ready")
         (status,) = jobs(tmp_path).list()
-        with door(tmp_path, "echo never") as second:
+        with start_fleet(tmp_path, "echo never") as second:
             shown, told = second.communicate(timeout=60)
-            assert f"The job {status.id} trains {tmp_path}/runs/trial already." in told
+            assert f"The job {status.id} already trains {tmp_path}/runs/trial." in told
             assert second.returncode != 0
             assert shown == ""
             assert [found.state for found in jobs(tmp_path).list()] == ["running"]
@@ -230,7 +230,7 @@ def test_the_same_command_a_second_time_leaves_the_first_alone(tmp_path: Path) -
 
 @needs_redis
 def test_a_job_whose_workers_all_refuse_their_work_is_ended(tmp_path: Path) -> None:
-    with door(tmp_path, "exec sleep 600", worker="echo there is no such model; exit 2", lives=2) as process:
+    with start_fleet(tmp_path, "exec sleep 600", worker="echo there is no such model; exit 2", lives=2) as process:
         _, told = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "failed: each worker ended with code 2 2 times in a row" in told
@@ -241,7 +241,7 @@ def test_a_job_whose_workers_all_refuse_their_work_is_ended(tmp_path: Path) -> N
 @needs_redis
 def test_with_json_the_result_is_all_that_goes_to_stdout(tmp_path: Path) -> None:
     result = '{"run_dir": "there", "iterations": 3}'
-    with door(tmp_path, f"echo starting; echo '{{\"a\": 1}}'; echo '{result}'; echo bye", as_json=True) as process:
+    with start_fleet(tmp_path, f"echo starting; echo '{{\"a\": 1}}'; echo '{result}'; echo bye", as_json=True) as process:
         shown, told = process.communicate(timeout=60)
     assert process.returncode == 0
     assert shown == f"{result}\n"
@@ -350,7 +350,7 @@ def test_a_file_that_is_called_like_one_of_pythons_does_not_break_a_role(tmp_pat
     assert result.returncode == 0, result.stderr
 
 
-def test_a_word_that_is_a_secret_by_chance_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_equals_an_unused_secret_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "a-longer-test")
     monkeypatch.delenv(PASSWORD, raising=False)
@@ -373,7 +373,7 @@ def test_a_fleet_does_not_hide_the_runs_of_an_experiment(tmp_path: Path) -> None
     check_place(str(place))
     Run.create(place / "PPO_one", {"trial": {"env": "CartPole-v1"}})
     check_place(str(place / "PPO_one"))
-    with door(tmp_path, "exit 0") as process:
+    with start_fleet(tmp_path, "exit 0") as process:
         _, told = process.communicate(timeout=60)
     assert process.returncode != 0
     assert f"{place} holds 1 run that no fleet created, and the run of this fleet would hide them. Choose another -e." in told
@@ -404,7 +404,7 @@ def test_patience_ends_when_all_workers_fail_in_a_row_or_the_memory_does() -> No
 # -- a run that is there ------------------------------------------------------------------------------------------------
 
 
-def test_other_settings_of_a_fleets_run_are_refused_with_what_a_fleet_can_do(tmp_path: Path) -> None:
+def test_changed_settings_of_a_fleet_run_are_refused_with_a_hint(tmp_path: Path) -> None:
     config = {"env": "CartPole-v1", "run": "PPO", "memory": "redis://h", "config": {"num_workers": 2}}
     Run.create(tmp_path / "run", {"exp": config})
     with pytest.raises(

@@ -24,7 +24,7 @@ from tests.cli.programs import program
 from tests.local_servers import gateway, say
 
 
-def test_the_actor_counts_what_it_answers_and_sums_up_at_ctrl_c() -> None:
+def test_the_fake_actor_counts_requests_and_prints_a_summary_at_ctrl_c() -> None:
     with program("fake", "actor", "--port", "0", "--tick-return", "left", "--json") as server:
         stats = FakeGamecore(server.url, games=2, ticks=10, body=bytes(100)).run(matches=2)
         say(server.port, b"POST /step HTTP/1.1\r\nsession: a\r\nContent-Length: 0\r\n\r\n")
@@ -110,7 +110,7 @@ def test_an_unreachable_server_is_an_error() -> None:
         (["actor", "--tick-return-file", "/nonexistent"], "Cannot read"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         CliRunner().invoke(app, ["fake", *arguments], catch_exceptions=False)
 
@@ -124,7 +124,7 @@ def at(seconds: float, **totals: Any) -> TrafficSample:
     )
 
 
-def test_a_line_tells_what_happened_since_the_line_before() -> None:
+def test_a_line_covers_the_time_since_the_previous_line() -> None:
     before = at(10.0, requests=100, bytes_in=1_000, cpu_s=3.0)
     now = at(12.0, requests=300, bytes_in=5_001_000, cpu_s=4.0, sessions=7)
     before.errors["silent"] = 2

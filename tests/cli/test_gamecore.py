@@ -103,7 +103,7 @@ def test_a_wait_ends_with_the_result_or_with_why_there_is_none(call: Call) -> No
     assert call("gamecore", "logs", "cli-3", "-n", "1").out == "the map is missing\n"
 
 
-def test_a_match_whose_actor_was_never_reached_is_no_success(call: Call) -> None:
+def test_a_match_with_an_unreachable_actor_fails(call: Call) -> None:
     words = ("gamecore", "start", "cli-8", "--mode", "1v1", "--camp", "127.0.0.1:9", "-o", "behave=lose camp", "--wait")
     lost = call(*words)
     assert lost.code == 1
@@ -134,7 +134,7 @@ def test_the_example_of_the_guide_works_as_printed(call: Call, tmp_path: Path) -
             assert played.out.startswith(f"Game '{words[2]}' has finished")
 
 
-def test_what_a_game_has_recorded_is_brought_here(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recording_of_a_game_is_downloaded(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     call("gamecore", "start", "cli-7", "--mode", "1v1", "--wait")
     brought = call("gamecore", "fetch", "cli-7")
@@ -157,7 +157,7 @@ def test_actors_get_their_token_from_a_file(call: Call, tmp_path: Path) -> None:
     assert (wrong.code, "--actor-token-file" in one_line(wrong)) == (2, True)
 
 
-def test_the_server_and_its_catalogue_are_shown_and_what_is_over_is_forgotten(call: Call) -> None:
+def test_the_server_and_its_catalogue_are_shown_and_finished_games_are_cleared(call: Call) -> None:
     call("gamecore", "start", "cli-6", "--mode", "1v1", "--wait")
     health = call("gamecore", "status")
     assert (health.code, "is up; games: " in health.out) == (0, True)

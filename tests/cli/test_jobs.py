@@ -135,7 +135,7 @@ def completions(*words: str) -> list[str]:
     return subprocess.run([ludus], env=os.environ | line, capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_what_is_over_is_cleaned_and_nothing_else(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+def test_only_finished_jobs_are_cleaned(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     over, running = submit("exit 0", name="over"), submit("sleep 600", name="running")
     ended(local, over)
     result = call("jobs", "clean", "--yes")
@@ -181,7 +181,7 @@ def test_an_unreachable_backend_does_not_hide_the_jobs_of_others(call: Call, loc
     jobs.add_orchestrator("no.such.module:Class")
     result = call("jobs", "list")
     assert job_id in result.out
-    assert "left out: squeue did not answer" in one_line(result)
+    assert "skipped: squeue did not answer" in one_line(result)
     assert call("jobs", "status", job_id[:8], "--json").json["id"] == job_id
     result = call("jobs", "status", "another")
     assert result.code == 1
@@ -223,7 +223,7 @@ def test_failing_user_orchestrators_do_not_hide_the_jobs_of_others(
     assert (listed.code, [job["id"] for job in listed.json]) == (0, [job_id])
     assert len(lines(listed)) == len(wrong)
     for result, (name, why) in zip(lines(listed), wrong.items(), strict=True):
-        assert result.startswith(f"ludus: left out: The orchestrator {name} failed: ")
+        assert result.startswith(f"ludus: skipped: The orchestrator {name} failed: ")
         assert why.rstrip(".") in result
         assert why.rstrip(".") in lines(call("jobs", "list", "--on", name))[0]
     for command, code in (("status", 0), ("logs", 0), ("cancel", 0), ("wait", 3)):
@@ -263,7 +263,7 @@ def test_logs_are_shown_whole_by_role_and_from_their_end(call: Call, local: Loca
     assert "Did you mean 'main'?" in one_line(result)
 
 
-def test_following_shows_what_comes_and_each_line_once(local: LocalOrchestrator, submit: Submit, tmp_path: Path) -> None:
+def test_following_prints_each_new_line_once(local: LocalOrchestrator, submit: Submit, tmp_path: Path) -> None:
     go = tmp_path / "go"
     job_id = submit(
         f"echo one; echo two; touch $LUDUS_JOB_DIR/result; until [ -e {go} ]; do sleep 0.02; done; echo three",
@@ -423,7 +423,7 @@ def test_a_backend_that_is_away_for_a_moment_is_waited_for(
         jobs.wait_for_end(jobs.JobHandle("away", Away(), first), 30.0)
 
 
-def test_what_is_remembered_is_this_users_own_and_once(local: LocalOrchestrator, tmp_path: Path) -> None:
+def test_a_user_orchestrator_is_stored_once_in_a_file_of_this_user(local: LocalOrchestrator, tmp_path: Path) -> None:
     for name in ("mine:Orchestrator", "local", "mine:Orchestrator", "yours:Orchestrator"):
         jobs.add_orchestrator(name)
     assert jobs.known_orchestrators() == ["mine:Orchestrator", "yours:Orchestrator"]
@@ -433,7 +433,7 @@ def test_what_is_remembered_is_this_users_own_and_once(local: LocalOrchestrator,
 # -- mending ------------------------------------------------------------------------------------------------------------
 
 
-def test_of_a_job_of_this_machine_there_is_nothing_to_mend(call: Call, submit: Submit) -> None:
+def test_mend_is_not_supported_for_local_jobs(call: Call, submit: Submit) -> None:
     job_id = submit("sleep 600")
     result = call("jobs", "mend", job_id)
     assert result.code == 2

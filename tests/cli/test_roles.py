@@ -136,12 +136,12 @@ def test_the_password_of_an_old_ray_is_dropped_and_never_shown(call: Call, words
     assert "is in use" in result.err
 
 
-def test_where_nothing_was_started_there_is_nothing_to_show(call: Call) -> None:
+def test_status_without_roles_fails(call: Call) -> None:
     result = call("learner", "status")
     assert (result.code, result.err) == (1, "no learner was started here\n")
     assert call("actor", "status", "--json").json == []
     assert "No cluster was started from this machine" in one_line(call("cluster", "status"))
-    assert "There is no cluster 'x'" in one_line(call("cluster", "down", "x"))
+    assert "No cluster 'x' was started" in one_line(call("cluster", "down", "x"))
 
 
 def test_the_default_port_is_the_same_in_all_modules() -> None:
@@ -192,7 +192,7 @@ def test_the_number_of_actors(option: int | None, environ: Mapping[str, str], li
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "six", "6.0", "99999", "1" * 5000])
-def test_what_is_no_number_of_actors(text: str) -> None:
+def test_invalid_numbers_of_workers_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"ACTOR_NUM=.* is not a valid number of workers"):
         worker_count(None, {"ACTOR_NUM": text}, 0)
 
@@ -203,19 +203,19 @@ def test_the_address_of_a_gamecore_server(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["node1", ":1", "node1:", "node1:0", "node1:65536", "a b:1", "node1:" + "1" * 5000])
-def test_what_is_no_address_of_a_gamecore_server(text: str) -> None:
+def test_invalid_gamecore_addresses_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not the address of a gamecore server"):
         parse_server(text)
 
 
 @pytest.mark.parametrize(("text", "host"), [("", ""), (" node1 ", "node1"), ("10.0.0.7", "10.0.0.7"), ("[fd00::1]", "fd00::1")])
-def test_by_what_games_reach_the_actors(text: str, host: str) -> None:
+def test_the_address_at_which_games_reach_the_actors(text: str, host: str) -> None:
     assert parse_host(text) == host
 
 
 @pytest.mark.parametrize("text", ["10.0.0.7:8000", "http://node1", "node 1", "me@node1", "[fd00::1]:8000", "[fd00::1"])
-def test_what_is_no_name_of_this_machine(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is not a name or address.*no port"):
+def test_invalid_advertised_hosts_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is not a name or address.*without a port"):
         parse_host(text)
 
 
@@ -313,7 +313,7 @@ def test_a_start_replaces_the_same_training_and_another_one_only_on_request(
     assert [orchestrator.status(each.id).state for each in (first, second, third)] == ["cancelled", "cancelled", "running"]
 
 
-def test_of_starts_at_the_same_time_one_goes_on_and_the_next_ends_what_it_began(orchestrator: LocalOrchestrator) -> None:
+def test_concurrent_starts_run_one_after_the_other(orchestrator: LocalOrchestrator) -> None:
     class Hurried(LocalOrchestrator):
         """Somebody else begins just when it does."""
 
@@ -343,7 +343,7 @@ def test_a_start_waits_for_no_other_role_or_port(orchestrator: LocalOrchestrator
         ]
 
 
-def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> None:
+def test_the_task_of_a_learner_is_stored_with_its_job(tmp_path: Path) -> None:
     Path("x.yaml").write_text(FILE)
     listed = load_hostfile(Path("learner.iplist"))
     meeting = jobs.Rendezvous(LocalAddress(0, "127.0.0.1", "127.0.0.1"), tmp_path / "token", tmp_path / "logs")
@@ -404,7 +404,7 @@ def make_record(name: str, job_id: str, token: str = "") -> cluster.ClusterRecor
     return found
 
 
-def test_a_cluster_is_remembered_with_its_token_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_record_of_a_cluster_and_its_token_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     games = make_record("games", "games-20261116-1-ab", "secret" * 10)
     assert cluster.find("games") == cluster.choose_cluster(None) == cluster.choose_cluster("games") == games
     assert games.token == tmp_path / "state" / "clusters" / "games" / "token"
@@ -413,20 +413,20 @@ def test_a_cluster_is_remembered_with_its_token_for_its_owner_alone(tmp_path: Pa
     make_record("other", "other-1")
     with pytest.raises(UsageError, match=r"There are 2 clusters: games, other. Pass the name"):
         cluster.choose_cluster(None)
-    with pytest.raises(UnknownName, match=r"There is no cluster 'gmaes'.*Did you mean 'games'"):
+    with pytest.raises(UnknownName, match=r"No cluster 'gmaes' was started.*Did you mean 'games'"):
         cluster.choose_cluster("gmaes")
     games.remove()
     assert cluster.find("games") is None
     assert not games.directory.exists()
 
 
-def test_a_path_is_not_the_name_of_a_cluster_and_what_others_have_put_there_is_theirs(call: Call, tmp_path: Path) -> None:
+def test_a_path_is_not_a_cluster_name_and_foreign_files_are_kept(call: Call, tmp_path: Path) -> None:
     precious = tmp_path / "x" / "precious"
     precious.parent.mkdir()
     precious.touch()
     (tmp_path / "x" / "job").write_text("hi")
     for name in (str(tmp_path / "x"), "../../x"):
-        assert f"There is no cluster {name!r}" in one_line(call("cluster", "down", name))
+        assert f"No cluster {name!r} was started" in one_line(call("cluster", "down", name))
     games = make_record("games", "games-1")
     (games.directory / "notes").touch()
     assert "the cluster games is down" in call("cluster", "down", "games").out
@@ -481,7 +481,7 @@ def test_the_record_of_a_cluster_with_an_unreachable_head_is_kept(call: Call, ss
         assert there.status(games.id).state == "cancelled"
 
 
-def test_a_cluster_whose_head_is_gone_for_good_can_be_forgotten(call: Call, ssh: Path) -> None:
+def test_the_record_of_a_cluster_with_a_lost_head_can_be_removed(call: Call, ssh: Path) -> None:
     with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
         make_record("games", there.submit(sleeping("games", "")))
     (ssh.parent / "refuse").touch()

@@ -66,7 +66,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_the_limit_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_the_bottleneck_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setenv("COLUMNS", "200")
@@ -196,7 +196,7 @@ def test_something_that_is_not_a_run_is_an_error(tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
-def test_a_run_without_the_file_shows_what_its_metrics_say(tmp_path: Path) -> None:
+def test_a_run_without_a_status_file_is_shown_from_its_metrics(tmp_path: Path) -> None:
     small.train(tmp_path / "run", 2)
     (tmp_path / "run" / run_status.FILE).unlink()
     seen = run_status.read_status(tmp_path / "run")
@@ -231,7 +231,7 @@ def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path:
     assert "limit" in text
 
 
-def test_shares_of_a_worker_add_up_to_at_most_all_of_its_time_however_long_its_segments_are() -> None:
+def test_the_time_shares_of_a_worker_sum_to_at_most_one() -> None:
     rates = WorkerRates()
 
     def look(at: float, steps: float, environment_s: float, policy_s: float, blocked_s: float) -> dict[str, Any]:

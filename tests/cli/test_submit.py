@@ -157,7 +157,7 @@ def test_an_interrupt_leaves_the_job_running(home: Home, monkeypatch: pytest.Mon
 # -- nothing is touched -------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_shows_what_would_be_done_and_touches_nothing(call: Call, here: Path) -> None:
+def test_a_dry_run_prints_the_job_and_changes_nothing(call: Call, here: Path) -> None:
     (here / "desk" / "cluster.yaml").write_text("on: local\nname: dry\nenvironment: {A: file, B: file}\n")
     before = tree(here)
     options = ("--dry-run", "-f", "cluster.yaml", "--env", "A=option", "--grace-s", "7")
@@ -175,7 +175,7 @@ def test_a_dry_run_shows_what_would_be_done_and_touches_nothing(call: Call, here
     assert tree(here) == before
 
 
-def test_what_was_shown_is_what_is_written(call: Call, here: Path) -> None:
+def test_the_printed_files_are_the_written_ones(call: Call, here: Path) -> None:
     words = ("--", "presets", "list")
     shown = call("submit", "--dry-run", "--json", *words).json["files"]
     assert shown.pop("command").endswith(f" {here}/state/jobs/ID\n"), "what is run, and not written"

@@ -62,7 +62,7 @@ def test_the_line_for_ssh_leads_to_where_we_are(environ: dict[str, str], line: s
     assert SshTunnel.of(environ).line(6009) == line
 
 
-def test_only_what_listens_on_loopback_needs_to_be_forwarded() -> None:
+def test_a_tunnel_command_is_printed_only_for_loopback() -> None:
     there = SshTunnel("anna", "gpu3")
     result = announcement("runs", "127.0.0.1", 6007, there)
     assert "http://127.0.0.1:6007/" in result
@@ -94,7 +94,7 @@ def test_a_place_without_runs_and_a_port_in_use_are_errors(call: Call, run: Path
         port = taken.getsockname()[1]
         result = call("tensorboard", run, "--port", str(port))
         assert result.code == 2
-        assert f"Port {port} of 127.0.0.1 is taken" in one_line(result)
+        assert f"Port {port} of 127.0.0.1 is in use" in one_line(result)
 
 
 # -- the real one -------------------------------------------------------------------------------------------------------

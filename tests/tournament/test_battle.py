@@ -577,7 +577,7 @@ def test_a_score_is_two_numbers(score: Any, lopsided: float) -> None:
 
 @pytest.mark.parametrize("name", ["../../lock", "/etc/hostname", "pipe", "link", "missing", "", 7, None, ".hidden", "big"])
 def test_only_plain_files_of_the_game_itself_are_handed_out(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_dir, "MAX_KEPT", 100)
+    monkeypatch.setattr(state_dir, "MAX_ARTIFACT", 100)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/etc/hostname")
     (tmp_path / ".hidden").write_text("x")

@@ -23,7 +23,7 @@ import ray
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
 
-from ludus.ray_cluster.cluster import environment
+from ludus.ray_cluster.cluster import environment_variables
 from ludus.tuning.messages import (
     SCORE,
     OnTrialEvent,
@@ -235,7 +235,7 @@ def fit(
     )
     _listeners.append(hear)
     try:
-        with environment(_ENVIRONMENT), _mute_tune_log(), _sigterm_as_sigint(), warnings.catch_warnings():
+        with environment_variables(_ENVIRONMENT), _mute_tune_log(), _sigterm_as_sigint(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Consider boosting PBT")  # by reusing processes
             tuner.fit()
     finally:

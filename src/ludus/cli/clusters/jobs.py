@@ -265,7 +265,7 @@ def all_jobs(on: str | None = None) -> list[JobHandle]:
     troubles: list[LudusError] = []
     found = list(_list_all(list(orchestrators(on)), troubles))
     for error in troubles:
-        say(f"left out: {error}")
+        say(f"skipped: {error}")
     return sorted(found, key=lambda job: (job.status.submitted_at, job.id))
 
 
@@ -288,7 +288,7 @@ def orchestrators(on: str | None = None) -> Iterator[tuple[str, Orchestrator]]:
         except (UnknownName, MissingExtra):  # not importable from this directory
             continue
         except LudusError as error:
-            say(f"left out: {error}")
+            say(f"skipped: {error}")
             continue
         yield name, orchestrator
 

@@ -92,7 +92,7 @@ def test_a_store_that_cannot_be_reached_is_named(boxes: Path, call: Call, words:
     assert "Traceback" not in result.err
 
 
-def test_a_run_on_a_store_is_watched_less_often_than_one_that_is_here(
+def test_a_remote_run_is_polled_less_often_than_a_local_one(
     boxes: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []

@@ -96,7 +96,7 @@ def test_the_first_start_creates_and_notes_a_run_and_the_last_one_finds_it_finis
     assert (quiet.code, quiet.json["run_dir"]) == (0, first.json["run_dir"])
 
 
-def test_a_life_goes_on_from_the_checkpoint_of_the_one_that_was_terminated(
+def test_a_restart_resumes_from_the_checkpoint_of_the_terminated_start(
     call: Call, note: Callable[[], Any], tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
@@ -113,7 +113,7 @@ def test_a_life_goes_on_from_the_checkpoint_of_the_one_that_was_terminated(
     assert Run.open(run).meta()["status"] == "interrupted"
 
 
-def test_a_life_that_was_killed_before_its_run_was_there_is_followed_by_one_that_begins_at_that_place(
+def test_a_restart_uses_the_directory_reserved_by_a_start_killed_before_its_run(
     call: Call, note: Callable[[], Any], tmp_path: Path
 ) -> None:
     place = tmp_path / "runs" / "default" / "PPO_CartPole-v1_never"
@@ -146,7 +146,7 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(call: Call, note: Calla
     assert note() == {"default": result.json["run_dir"]} != {"default": other}
 
 
-def test_of_several_experiments_the_finished_are_passed_over_and_the_interrupted_goes_on(
+def test_resume_skips_finished_experiments_and_continues_the_interrupted_one(
     call: Call, note: Callable[[], Any], tmp_path: Path
 ) -> None:
     settings = {"num_envs_per_worker": 8, "train_batch_size": 256, "minibatch_size": 64, "evaluation_duration": 0}
@@ -166,9 +166,7 @@ def test_of_several_experiments_the_finished_are_passed_over_and_the_interrupted
     assert (a / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_job_that_is_to_resume_a_run_does_so_in_every_life_until_it_is_over(
-    call: Call, note: Callable[[], Any], tmp_path: Path
-) -> None:
+def test_a_job_with_resume_resumes_its_run_after_each_restart(call: Call, note: Callable[[], Any], tmp_path: Path) -> None:
     run = tmp_path / "project" / "run"
     assert call(*TRAIN, "--stop", "iterations=1", "--project", run.parent, "--trial", run.name).code == 0
     (tmp_path / "job" / "note").unlink()
