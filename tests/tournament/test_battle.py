@@ -87,7 +87,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("size", "games", "seconds"), [(1, 20, 300), (3, 6, 200)])
-def test_scripts_fare_as_on_the_ladder(size: int, games: int, seconds: int) -> None:
+def test_bots_score_as_in_the_round_robin(size: int, games: int, seconds: int) -> None:
     settings = ArenaSettings(seconds=seconds)
     (standing,) = play_pairs(games, size, 9, (("hard", "medium"),), settings)
     result = battle(HARD, MEDIUM, BattleSettings(games, mode=f"{size}v{size}", lineups="random", seconds=seconds, seed=9))
@@ -96,7 +96,7 @@ def test_scripts_fare_as_on_the_ladder(size: int, games: int, seconds: int) -> N
     assert tuple(game.seconds for game in result.games) == standing.seconds
 
 
-def test_a_policy_plays_as_if_it_were_asked_alone_for_every_seat() -> None:
+def test_batched_play_equals_play_seat_by_seat() -> None:
     """Against a loop that knows nothing of batches: one match, one seat, one decision after the other."""
     policy = arena_policy(3)
     terms = BattleSettings(6, seconds=25, seed=5)
@@ -133,7 +133,7 @@ def _alone(policy: Policy, pairing: Pairing, seconds: int) -> Arena:
 
 
 @pytest.mark.parametrize("kind", ["script", "policy"])
-def test_a_player_against_itself_wins_one_side_as_often_as_the_other(kind: str) -> None:
+def test_a_player_against_itself_wins_as_often_as_it_loses(kind: str) -> None:
     """The same match from both sides: whoever wins it as A loses it as B."""
     one: Contestant = EASY if kind == "script" else trained(arena_policy(1))
     heroes = ((107,), (111,)), ((190,), (117,)), ((173,), (141,)), ((107,), (107,))
@@ -154,7 +154,7 @@ def test_a_player_against_itself_wins_one_side_as_often_as_the_other(kind: str) 
         assert share.won, "something must happen for this to mean anything"
 
 
-def test_who_is_called_a_makes_no_difference_to_the_matches() -> None:
+def test_swapping_a_and_b_swaps_the_results() -> None:
     terms = BattleSettings(8, seconds=240, seed=2)
     queue = schedule_matches(terms, 1)
     turned = [replace(pairing, a_camp=1 - pairing.a_camp) for pairing in queue]
@@ -168,7 +168,7 @@ def test_who_is_called_a_makes_no_difference_to_the_matches() -> None:
     assert ahead.won > ahead.lost
 
 
-def test_how_many_are_played_at_once_makes_no_difference_to_scripts() -> None:
+def test_parallelism_does_not_change_the_results_of_bots() -> None:
     terms = BattleSettings(10, seconds=200, seed=4, lineups="random")
     found = []
     for max_parallel in (1, 3, 64):
@@ -178,7 +178,7 @@ def test_how_many_are_played_at_once_makes_no_difference_to_scripts() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_the_same_seed_is_the_same_battle_and_another_is_not() -> None:
+def test_a_battle_is_reproducible_by_its_seed() -> None:
     one, other = trained(arena_policy(1)), trained(arena_policy(2), "other")
     drawn = BattleSettings(4, seconds=15, seed=3, deterministic=False, lineups="random")
     assert battle(one, other, drawn) == battle(one, other, drawn)
@@ -191,7 +191,7 @@ def test_the_same_seed_is_the_same_battle_and_another_is_not() -> None:
 
 
 @pytest.mark.parametrize("mode", ["1v1", "3v3"])
-def test_what_a_policy_does_is_legal(mode: str) -> None:
+def test_a_policy_takes_only_legal_actions(mode: str) -> None:
     size = int(mode[0])
     one = trained(arena_policy(1, size, NetworkConfig(fcnet_hiddens=(16,))))
     result = battle(one, MEDIUM, BattleSettings(4, mode=mode, seconds=40, deterministic=False, lineups="random"))
@@ -243,7 +243,7 @@ def test_an_exported_policy_plays_the_same_matches(run: Path, tmp_path: Path) ->
         contestant(tmp_path / "rubbish.onnx")
 
 
-def test_a_version_that_no_checkpoint_has_any_more_is_read_from_the_kept_ones(run: Path, tmp_path: Path) -> None:
+def test_a_version_without_a_checkpoint_is_read_from_the_stored_versions(run: Path, tmp_path: Path) -> None:
     import shutil
 
     copy = tmp_path / "copy"
@@ -256,7 +256,7 @@ def test_a_version_that_no_checkpoint_has_any_more_is_read_from_the_kept_ones(ru
     assert battle(one, contestant(run), BattleSettings(2, seconds=10)).drawn == 2
 
 
-def test_a_run_on_a_store_takes_part(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_run_is_a_contestant(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "cache"))
     settings: dict[str, Any] = {**SETTINGS, "env_config": {"seconds": 30}, "evaluation_duration": 0}
     where = ludus.train("ludus/Arena-1v1-v0", stop={"iterations": 1}, local_dir=s3_url, **settings).place
@@ -268,7 +268,7 @@ def test_a_run_on_a_store_takes_part(s3_url: str, tmp_path: Path, monkeypatch: p
     assert last_states(one, EASY, terms) == last_states(other, EASY, terms)
 
 
-def test_names_that_lead_nowhere_are_told_with_what_was_meant(run: Path, tmp_path: Path) -> None:
+def test_unknown_names_are_refused_with_a_suggestion(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Did you mean 'rule:hard'"):
         contestant("hard")
     with pytest.raises(UsageError, match=r"'hrad'.*Did you mean 'rule:hard'"):
@@ -281,7 +281,7 @@ def test_names_that_lead_nowhere_are_told_with_what_was_meant(run: Path, tmp_pat
         contestant(run, model="mdel")
 
 
-def test_a_checkpoint_with_other_spaces_is_refused_with_both_of_them(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_spaces_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(IncompatibleCheckpoint, match=r"observes \{entities: \[32.*the match has.*36.*--mode 1v1"):
         battle(contestant(run), EASY, BattleSettings(2, mode="3v3"))
     train(tmp_path / "poles", 1, evaluation_duration=0)
@@ -289,7 +289,7 @@ def test_a_checkpoint_with_other_spaces_is_refused_with_both_of_them(run: Path, 
         battle(contestant(tmp_path / "poles"), EASY, BattleSettings(2))
 
 
-def test_decisions_are_as_far_apart_as_in_the_training_of_the_first(run: Path) -> None:
+def test_the_decision_interval_is_that_of_the_first_policy(run: Path) -> None:
     mine, other = contestant(run), trained(arena_policy(), "other")
     assert decision_interval(BattleSettings(), (mine, EASY)) == (5, [])
     assert decision_interval(BattleSettings(), (EASY, EASY))[0] == 3
@@ -313,7 +313,7 @@ def test_the_functions_of_the_package_do_the_same(run: Path) -> None:
 # -- what is kept ---------------------------------------------------------------------------------------------------------
 
 
-def test_recordings_are_of_the_matches_and_play_again_bit_for_bit(tmp_path: Path) -> None:
+def test_recordings_replay_bit_for_bit(tmp_path: Path) -> None:
     result = battle(trained(arena_policy(1)), EASY, BattleSettings(5, seconds=15), RecordingSettings(tmp_path / "all"))
     for game in result.games:
         recording = read_recording(Path(game.recording or ""))
@@ -324,7 +324,7 @@ def test_recordings_are_of_the_matches_and_play_again_bit_for_bit(tmp_path: Path
     assert len(list((tmp_path / "all").iterdir())) == 5
 
 
-def test_of_many_matches_the_most_lopsided_are_kept_and_filmed(tmp_path: Path) -> None:
+def test_the_most_lopsided_matches_are_recorded_and_rendered(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     result = battle(
         HARD,
@@ -341,7 +341,7 @@ def test_of_many_matches_the_most_lopsided_are_kept_and_filmed(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_recordings_need_a_place(tmp_path: Path) -> None:
+def test_recordings_need_a_directory(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--record"):
         RecordingSettings(None, videos=1)
     (tmp_path / "file").write_text("")
@@ -352,7 +352,7 @@ def test_recordings_need_a_place(tmp_path: Path) -> None:
 # -- counting -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_failed_counts_for_nobody_and_a_draw_is_not_won() -> None:
+def test_failed_matches_do_not_count_and_draws_are_not_wins() -> None:
     games = [
         MatchResult(0, 0, 1, "a"),
         MatchResult(1, 1, 2, "b"),
@@ -366,7 +366,7 @@ def test_what_failed_counts_for_nobody_and_a_draw_is_not_won() -> None:
     assert share.bounds == pytest.approx((0.0615, 0.7923), abs=1e-4)
 
 
-def test_a_match_is_lopsided_by_what_is_left_of_both() -> None:
+def test_lopsidedness_compares_buildings_and_gold() -> None:
     assert lopsidedness((1.0, 0.0), (900.0, 100.0)) == pytest.approx(1.8)
     assert lopsidedness((0.5, 0.5), (100.0, 100.0)) == 0.0
     assert lopsidedness((0.0, 1.0), (0.0, 0.0)) == 1.0
@@ -378,7 +378,7 @@ def test_a_match_is_lopsided_by_what_is_left_of_both() -> None:
     assert [game.number for game in most_lopsided(games, 5)] == [1, 0]
 
 
-def test_each_plays_the_same_heroes_from_both_sides() -> None:
+def test_both_contestants_play_the_same_heroes_from_both_sides() -> None:
     lineups = read_lineups("mage/107; 117 / Falcon")
     assert lineups == ((("mage",), (107,)), ((117,), ("Falcon",)))
     plan = schedule(BattleSettings(5, lineups=lineups), 1)
@@ -397,7 +397,7 @@ def test_each_plays_the_same_heroes_from_both_sides() -> None:
         battle(EASY, EASY, BattleSettings(2, lineups=read_lineups("nobody/107")))
 
 
-def test_heroes_are_told_by_their_means_over_the_matches_they_were_in() -> None:
+def test_hero_statistics_are_means_over_their_matches() -> None:
     games = tuple(
         MatchResult(number, 0, 0, "a", heroes=(HeroStats("a", name, {"kills": kills}), HeroStats("b", "Lancer", {"kills": 1})))
         for number, (name, kills) in enumerate([("Ember", 2), ("Ember", 4), ("Grace", 0)])
@@ -412,7 +412,7 @@ def test_heroes_are_told_by_their_means_over_the_matches_they_were_in() -> None:
 # -- games on a server ------------------------------------------------------------------------------------------------------
 
 
-def test_a_served_player_is_fought_through_a_private_server_and_the_match_is_the_same(tmp_path: Path) -> None:
+def test_a_match_over_http_equals_the_match_in_process(tmp_path: Path) -> None:
     """Two policies that always do the same: over HTTP and in this process the states are equal to the last bit."""
     pytest.importorskip("uvicorn")
     mine, theirs = arena_policy(1), arena_policy(2)
@@ -478,7 +478,7 @@ def nim(greedy: bool) -> Policy:
     return policy
 
 
-def test_any_game_of_two_camps_is_played_and_its_winner_believed(server: RunningServer) -> None:
+def test_the_winner_of_any_two_camp_game_counts(server: RunningServer) -> None:
     """Of 21 stones the one who begins wins if it plays well: the rule does, so each contestant wins as blue."""
     result = battle(
         ScriptedContestant(""),
@@ -491,7 +491,7 @@ def test_any_game_of_two_camps_is_played_and_its_winner_believed(server: Running
     assert result.sides["red"].lost == 2
 
 
-def test_recordings_and_films_of_any_game_are_brought_here(server: RunningServer, tmp_path: Path) -> None:
+def test_recordings_and_videos_of_a_game_are_downloaded(server: RunningServer, tmp_path: Path) -> None:
     """What its result names; of the most lopsided by their score. The bytes are those that the game has written."""
     place = GameLocation(server.url, "filmed")
     result = battle(
@@ -512,7 +512,7 @@ def test_recordings_and_films_of_any_game_are_brought_here(server: RunningServer
     assert not result.notes
 
 
-def test_a_recording_and_a_film_of_one_ending_are_two_files(server: RunningServer, tmp_path: Path) -> None:
+def test_a_recording_and_a_video_with_the_same_suffix_are_two_files(server: RunningServer, tmp_path: Path) -> None:
     place = GameLocation(server.url, "filmed", options={"alike": 1})
     result = battle(
         ScriptedContestant(""), ScriptedContestant(""), BattleSettings(1), RecordingSettings(tmp_path, videos=1), place
@@ -523,7 +523,9 @@ def test_a_recording_and_a_film_of_one_ending_are_two_files(server: RunningServe
     assert sorted(path.name for path in tmp_path.iterdir()) == ["game-0000-film.webm", "game-0000.webm"]
 
 
-def test_what_cannot_be_brought_costs_no_match(server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_does_not_fail_the_match(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(client: GamecoreClient, runtime_id: str, what: str) -> bytes:
         raise Refused(404, "no_file", "gone")
 
@@ -544,7 +546,7 @@ def test_what_cannot_be_brought_costs_no_match(server: RunningServer, tmp_path: 
     assert any(note.startswith("2 games have no recording: ") for note in spoilt.notes)
 
 
-def test_a_game_that_keeps_nothing_is_told_in_a_note(server: RunningServer, tmp_path: Path) -> None:
+def test_a_game_without_recordings_gives_a_note(server: RunningServer, tmp_path: Path) -> None:
     result = battle(
         ScriptedContestant(""),
         ScriptedContestant(""),
@@ -576,7 +578,7 @@ def test_a_score_is_two_numbers(score: Any, lopsided: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../lock", "/etc/hostname", "pipe", "link", "missing", "", 7, None, ".hidden", "big"])
-def test_only_plain_files_of_the_game_itself_are_handed_out(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_regular_files_of_the_game_are_served(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_dir, "MAX_ARTIFACT", 100)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/etc/hostname")
@@ -591,7 +593,7 @@ def test_only_plain_files_of_the_game_itself_are_handed_out(name: Any, tmp_path:
     assert refused.value.status == 404
 
 
-def test_recordings_of_the_arena_come_from_a_server_elsewhere_as_well(tmp_path: Path) -> None:
+def test_recordings_of_the_arena_are_downloaded_from_a_server(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     terms = BattleSettings(2, seconds=6, seed=8)
     mine = arena_policy(1)
@@ -604,7 +606,7 @@ def test_recordings_of_the_arena_come_from_a_server_elsewhere_as_well(tmp_path: 
         assert verify(recordings[0]) == verify(recordings[1])
 
 
-def test_a_policy_is_served_with_a_token_of_its_own_and_answers_the_game(server: RunningServer) -> None:
+def test_a_local_policy_plays_a_game_of_the_server(server: RunningServer) -> None:
     """Of 7 stones three leave four, from which the rule cannot win against whoever takes the rest; one leaves six, from which it does."""
     place = GameLocation(server.url, "nim", options={"stones": 7})
     greedy = battle(trained(nim(greedy=True)), ScriptedContestant(""), BattleSettings(4, mode="1v1"), location=place)
@@ -616,7 +618,7 @@ def test_a_policy_is_served_with_a_token_of_its_own_and_answers_the_game(server:
     assert (both.won, both.lost) == (4, 0), "7, 4, 3, 0 and 7, 6, 3, 2, 0: the last stones are for who is greedy"
 
 
-def test_a_team_that_was_trained_on_a_game_of_its_own_fights_and_serves_under_its_names(tmp_path: Path) -> None:
+def test_seat_names_of_training_hold_in_battle_and_service(tmp_path: Path) -> None:
     """One policy for two seats, which are called as `env_config` calls them: in training, battle and service."""
     pytest.importorskip("uvicorn")
     game = f"games: {{pairs: {{command: ['{{python}}', '{Path(__file__).with_name('pairs.py')}'], modes: [2v2]}}}}"
@@ -637,7 +639,7 @@ def test_a_team_that_was_trained_on_a_game_of_its_own_fights_and_serves_under_it
     assert set(CheckpointSource(str(tmp_path / "run")).spec()["seats"]) == {"tank", "mage"}
 
 
-def test_a_game_that_crashes_in_the_middle_is_no_result_and_is_shown(server: RunningServer) -> None:
+def test_a_crashed_game_is_a_failed_match(server: RunningServer) -> None:
     result = battle(
         ScriptedContestant(""),
         ScriptedContestant(""),
@@ -652,7 +654,7 @@ def test_a_game_that_crashes_in_the_middle_is_no_result_and_is_shown(server: Run
 
 
 @pytest.mark.parametrize(("game", "why"), [("odd", "unknown camp 5"), ("mute", "no result")])
-def test_nonsense_is_no_result(server: RunningServer, game: str, why: str) -> None:
+def test_an_invalid_result_is_a_failed_match(server: RunningServer, game: str, why: str) -> None:
     result = battle(ScriptedContestant(""), ScriptedContestant(""), BattleSettings(2), location=GameLocation(server.url, game))
     assert len(result.failed) == 2
     assert why in result.failed[0].failed
@@ -660,7 +662,7 @@ def test_nonsense_is_no_result(server: RunningServer, game: str, why: str) -> No
     json.dumps(result.to_json())
 
 
-def test_what_cannot_be_played_there_is_said_before_anything_begins(server: RunningServer, tmp_path: Path) -> None:
+def test_unplayable_settings_are_refused_before_the_first_match(server: RunningServer, tmp_path: Path) -> None:
     place = GameLocation(server.url, "nim")
     with pytest.raises(UsageError, match=r"no game 'nmi'.*'nim'"):
         battle(EASY, EASY, BattleSettings(1), location=replace(place, game="nmi"))
@@ -679,7 +681,7 @@ def test_what_cannot_be_played_there_is_said_before_anything_begins(server: Runn
 
 
 @pytest.mark.parametrize("way", ["advertise", "variable", "towards the server"])
-def test_games_elsewhere_reach_us_by_what_is_said_or_found(
+def test_games_connect_to_the_advertised_or_local_address(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     at: list[str] = []

@@ -75,12 +75,12 @@ class Names:
         return BatchDecision(action, action, sure, zeros, (state[0] + 1,) if self.recurrent else ())
 
 
-def named(after: int = 0, counts: bool = False, unsure: int = -1) -> TrainedContestant:
+def named_policy(after: int = 0, counts: bool = False, unsure: int = -1) -> TrainedContestant:
     policy = Names(after, counts, unsure)
     return TrainedContestant(f"names {after}", policy, 1, seats={"": policy})
 
 
-def fought(
+def run_battle(
     a: Contestant, b: Contestant, games: int = 12, recording_settings: RecordingSettings | None = None, **more: Any
 ) -> BattleResult:
     terms = BattleSettings(games, **{name: more.pop(name) for name in ("swap_sides", "seed", "deterministic") if name in more})
@@ -90,8 +90,8 @@ def fought(
 # -- the outcome is the outcome -------------------------------------------------------------------------------------------
 
 
-def test_whoever_earns_more_has_won_from_either_side() -> None:
-    result = fought(named(0), named(1), games=40)
+def test_the_camp_with_the_higher_return_wins_from_either_side() -> None:
+    result = run_battle(named_policy(0), named_policy(1), games=40)
     assert (result.won, result.lost, result.drawn) == (40, 0, 0)
     assert [game.a_camp for game in result.games] == [0, 1] * 20
     assert all(game.lopsided == 5.0 and game.ticks == 5 for game in result.games)
@@ -100,29 +100,29 @@ def test_whoever_earns_more_has_won_from_either_side() -> None:
     assert result.terms["camps"] == {"blue": ["red_0", "red_1"], "red": ["blue_0", "blue_1"]}
     assert result.lengths["p50"] == 5
     assert not result.clocked
-    assert fought(named(1), named(0), games=6).lost == 6
-    assert fought(named(0), named(0), games=6).drawn == 6
+    assert run_battle(named_policy(1), named_policy(0), games=6).lost == 6
+    assert run_battle(named_policy(0), named_policy(0), games=6).drawn == 6
 
 
-def test_a_state_belongs_to_an_agent_of_a_match() -> None:
+def test_recurrent_state_is_per_agent_and_match() -> None:
     """It counts its own acts: in five rounds it is right in the first and in the fifth, whatever else is played beside it."""
-    result = fought(named(counts=True), named(1), games=40)
+    result = run_battle(named_policy(counts=True), named_policy(1), games=40)
     assert result.heroes["a"]["red_0"]["return"] == result.heroes["a"]["blue_1"]["return"] == 2.0
 
 
-def test_an_agent_that_is_out_acts_no_more() -> None:
-    result = fought(named(0), RANDOM, games=60, options={"leaves": 2, "rounds": 6})
+def test_an_agent_that_left_does_not_act() -> None:
+    result = run_battle(named_policy(0), RANDOM, games=60, options={"leaves": 2, "rounds": 6})
     assert not result.failed
     decisions = {hero.numbers["decisions"] for game in result.games for hero in game.heroes}
     assert decisions == {2.0, 6.0}
 
 
-@pytest.mark.parametrize("b", [RANDOM, named(1)], ids=["random", "drawn"])
-def test_random_numbers_belong_to_the_match(b: Contestant) -> None:
+@pytest.mark.parametrize("b", [RANDOM, named_policy(1)], ids=["random", "drawn"])
+def test_random_streams_are_per_match(b: Contestant) -> None:
     def played(max_parallel: int, seed: int = 3) -> list[MatchResult]:
         games: list[MatchResult] = []
         terms = BattleSettings(30, seed=seed, deterministic=False)
-        with EnvStage((named(0), b), BattleEnv(ENV), terms, max_parallel=max_parallel) as stage:
+        with EnvStage((named_policy(0), b), BattleEnv(ENV), terms, max_parallel=max_parallel) as stage:
             stage.play(stage.pairings, lambda end: games.append(end.result))
         return sorted(games, key=lambda game: game.number)
 
@@ -134,7 +134,7 @@ def test_random_numbers_belong_to_the_match(b: Contestant) -> None:
 
 def test_chance_is_fair() -> None:
     """One card in four: the mean of 2,000 rounds of four agents lies within five standard deviations."""
-    result = fought(RANDOM, RANDOM, games=400)
+    result = run_battle(RANDOM, RANDOM, games=400)
     for who in ("a", "b"):
         for numbers in result.heroes[who].values():
             assert abs(numbers["return"] / 5 - 0.25) < 5 * (0.25 * 0.75 / 1000) ** 0.5
@@ -142,7 +142,7 @@ def test_chance_is_fair() -> None:
     assert result.lost > 100
 
 
-def test_matches_that_all_go_the_same_way_are_told() -> None:
+def test_repeated_courses_give_a_note() -> None:
     env = GameLocation(env="pettingzoo/tictactoe_v3")
     policy = toe(1)
     always = battle(policy, policy, BattleSettings(20), location=env)
@@ -163,7 +163,7 @@ def toe(seed: int) -> TrainedContestant:
     return TrainedContestant(f"toe {seed}", policy, 1, seats={"": policy})
 
 
-def test_turns_and_masks_are_played_as_one_agent_after_the_other_would() -> None:
+def test_batched_turns_equal_play_episode() -> None:
     """Against `play_episode`, which asks for one agent at a time: the same returns and lengths, match for match."""
     a, b = toe(1), toe(2)
     result = battle(a, b, BattleSettings(6), location=GameLocation(env="pettingzoo/tictactoe_v3"))
@@ -190,7 +190,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def test_a_run_says_itself_what_it_plays(run: Path, tmp_path: Path) -> None:
+def test_a_run_names_its_own_environment(run: Path, tmp_path: Path) -> None:
     result = ludus.battle(run, f"{run}@2", 20)
     assert result.terms["game"] == "pettingzoo/tictactoe_v3"
     assert (result.won, result.lost) in ((10, 10), (0, 0))  # the same player: every match is one of two
@@ -240,12 +240,12 @@ def test_a_served_player_answers_the_same_matches(run: Path) -> None:
     with answering("player_1") as served, pytest.raises(IncompatibleCheckpoint, match="no seat 'player_2'"):
         battle(contestant(run), ServedContestant(served.url), BattleSettings(2))
     with answering("") as served, pytest.raises(IncompatibleCheckpoint, match="'red_0'"):
-        fought(named(0), ServedContestant(served.url))
+        run_battle(named_policy(0), ServedContestant(served.url))
     with pytest.raises(Unreachable):
         battle(contestant(run), ServedContestant("http://127.0.0.1:9"), BattleSettings(2))
 
 
-def test_a_served_player_that_goes_away_costs_its_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_of_an_unreachable_player_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("uvicorn")
     monkeypatch.setattr(players, "_RESTART_TIMEOUT_S", 1.0)
     games: list[MatchResult] = []
@@ -269,8 +269,10 @@ def test_a_served_player_that_goes_away_costs_its_matches(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("breaks", [0, 3], ids=["reset", "step"])
-def test_a_match_that_breaks_counts_for_nobody_and_the_others_go_on(breaks: int, tmp_path: Path) -> None:
-    result = fought(named(0), named(1), games=30, options={"breaks": breaks}, recording_settings=RecordingSettings(tmp_path))
+def test_a_broken_match_fails_and_the_others_continue(breaks: int, tmp_path: Path) -> None:
+    result = run_battle(
+        named_policy(0), named_policy(1), games=30, options={"breaks": breaks}, recording_settings=RecordingSettings(tmp_path)
+    )
     broken = [game for game in result.games if game.seed % 2]
     assert 0 < len(broken) < 30
     assert list(result.failed) == broken
@@ -281,22 +283,22 @@ def test_a_match_that_breaks_counts_for_nobody_and_the_others_go_on(breaks: int,
 
 def test_a_match_without_end_is_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.sampling.episode_runner.EPISODE_STEPS", 50)
-    result = fought(named(0), named(1), games=3, options={"endless": True})
+    result = run_battle(named_policy(0), named_policy(1), games=3, options={"endless": True})
     assert (result.drawn, result.games[0].reason) == (3, "not over after 50 steps")
 
 
-def test_what_does_not_fit_is_told_before_anything_begins(run: Path) -> None:
+def test_mismatches_are_refused_before_the_first_match(run: Path) -> None:
     with pytest.raises(IncompatibleCheckpoint, match="cannot play 'red_0': its observation space is"):
-        fought(contestant(run), RANDOM)
+        run_battle(contestant(run), RANDOM)
     with pytest.raises(UsageError, match=r"no player 'rule:hard'.*rule:random"):
-        fought(named(0), ScriptedContestant("hard"))
+        run_battle(named_policy(0), ScriptedContestant("hard"))
     with pytest.raises(UsageError, match="--lineup is for the Arena"):
-        battle(named(0), named(1), BattleSettings(1, lineups="random"), location=GameLocation(env=ENV))
+        battle(named_policy(0), named_policy(1), BattleSettings(1, lineups="random"), location=GameLocation(env=ENV))
     with pytest.raises(UsageError, match="Leave out --env"):
         GameLocation(env=ENV, server="127.0.0.1:9")
 
 
-def test_camps_are_two_agents_two_kinds_or_what_is_said() -> None:
+def test_camps_are_two_agents_two_kinds_or_patterns() -> None:
     assert split_camps(["a1", "a2"], None, "x") == (("a1",), ("a2",))
     assert split_camps(["agent_0", "adversary_0", "adversary_1"], None, "x") == (("agent_0",), ("adversary_0", "adversary_1"))
     assert split_camps(TEAMS, "blue_*/red_0, red_1", "x") == (("blue_0", "blue_1"), ("red_0", "red_1"))
@@ -315,10 +317,12 @@ def test_camps_are_two_agents_two_kinds_or_what_is_said() -> None:
 # -- what is kept ---------------------------------------------------------------------------------------------------------
 
 
-def test_recordings_have_every_step_and_the_most_lopsided_is_filmed(tmp_path: Path) -> None:
+def test_recordings_have_every_step_and_the_most_lopsided_has_a_video(tmp_path: Path) -> None:
     import imageio
 
-    result = fought(named(0), RANDOM, games=10, options={"rounds": 30}, recording_settings=RecordingSettings(tmp_path, videos=1))
+    result = run_battle(
+        named_policy(0), RANDOM, games=10, options={"rounds": 30}, recording_settings=RecordingSettings(tmp_path, videos=1)
+    )
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".npz") == [f"game-{i:04d}.npz" for i in range(10)]
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
     for game in result.games:
@@ -338,10 +342,14 @@ def test_recordings_have_every_step_and_the_most_lopsided_is_filmed(tmp_path: Pa
     assert not result.notes
 
 
-def test_a_film_of_what_does_not_happen_twice_says_so(tmp_path: Path) -> None:
+def test_a_video_of_an_irreproducible_match_gives_a_note(tmp_path: Path) -> None:
     options = {"kind": "other", "rounds": 30}
-    result = fought(
-        named(0), named(1), games=2, options=options, recording_settings=RecordingSettings(tmp_path, most=0, videos=1)
+    result = run_battle(
+        named_policy(0),
+        named_policy(1),
+        games=2,
+        options=options,
+        recording_settings=RecordingSettings(tmp_path, most=0, videos=1),
     )
     assert any("shows another course" in note for note in result.notes)
     assert [path.suffix for path in tmp_path.iterdir()] == [".mp4"]
@@ -350,13 +358,13 @@ def test_a_film_of_what_does_not_happen_twice_says_so(tmp_path: Path) -> None:
 # -- at the edges -----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_is_equal_however_it_was_added_up() -> None:
+def test_equal_returns_are_a_draw_despite_rounding() -> None:
     """Camps of three and of two, a tenth for everybody: sums and means of tenths differ in their last bit."""
-    result = fought(named(0), named(1), games=6, options={"kind": "paid", "reds": 3})
+    result = run_battle(named_policy(0), named_policy(1), games=6, options={"kind": "paid", "reds": 3})
     assert (result.drawn, {game.lopsided for game in result.games}) == (6, {0.0})
 
 
-def test_a_version_of_several_models_lets_each_play_its_own(tmp_path: Path) -> None:
+def test_each_model_of_a_version_plays_its_own_agents(tmp_path: Path) -> None:
     where = tmp_path / "teams"
     section = {"policies": ["reds", "blues"], "policy_mapping": {"red_*": "reds", "blue_*": "blues"}}
     train(where, 1, env=ENV, multiagent=section, evaluation_duration=0, train_batch_size=64, num_envs_per_worker=4)
@@ -373,7 +381,7 @@ def test_a_version_of_several_models_lets_each_play_its_own(tmp_path: Path) -> N
     ).failed
 
 
-def test_noise_belongs_to_the_match_also_of_several_models() -> None:
+def test_noise_is_per_match_with_several_models() -> None:
     policies = {agent: Names(i) for i, agent in enumerate(TEAMS)}
     one = TrainedContestant("four", policies["red_0"], 1, seats=policies)
 
@@ -389,45 +397,48 @@ def test_noise_belongs_to_the_match_also_of_several_models() -> None:
     assert played(1) == played(7)
 
 
-def test_a_policy_without_an_answer_loses_that_match_alone() -> None:
-    result = fought(named(0, unsure=3), named(1), games=40, options={"rounds": 1})
+def test_a_policy_without_an_action_fails_only_that_match() -> None:
+    result = run_battle(named_policy(0, unsure=3), named_policy(1), games=40, options={"rounds": 1})
     lost = [game for game in result.games if game.failed]
     assert 0 < len(lost) < 40
     assert all("'red_0'" in game.failed or "'blue_0'" in game.failed for game in lost)
     assert result.won == 40 - len(lost)
 
 
-def test_an_environment_that_cannot_be_made_anew_costs_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_fail_when_environments_cannot_be_recreated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cards, "left", 4)
     games: list[MatchResult] = []
-    with EnvStage((named(0), named(1)), BattleEnv(ENV, {"breaks": 3}), BattleSettings(20), max_parallel=2) as stage:
+    with EnvStage((named_policy(0), named_policy(1)), BattleEnv(ENV, {"breaks": 3}), BattleSettings(20), max_parallel=2) as stage:
         stage.play(stage.pairings, lambda end: games.append(end.result))
     assert sorted(game.number for game in games) == list(range(20))
     assert any(game.winner == "a" for game in games)
     assert sum("no cards left" in game.failed for game in games) > 5
 
 
-def test_what_is_over_before_it_began_is_no_result() -> None:
-    result = fought(named(0), named(1), games=4, options={"kind": "empty"})
+def test_a_match_that_is_over_at_reset_fails() -> None:
+    result = run_battle(named_policy(0), named_policy(1), games=4, options={"kind": "empty"})
     assert len(result.failed) == 4
     assert "over before any agent has acted" in result.failed[0].failed
 
 
-def test_rewards_for_those_who_have_left_are_told() -> None:
-    result = fought(named(0), named(1), games=4, options={"kind": "late"})
+def test_rewards_after_departure_give_a_note() -> None:
+    result = run_battle(named_policy(0), named_policy(1), games=4, options={"kind": "late"})
     assert any(note.startswith("8 rewards came to agents that had left") for note in result.notes)
 
 
-def test_what_an_agent_is_given_that_never_acted_is_its_own() -> None:
+def test_rewards_of_an_agent_that_never_acted_count() -> None:
     """In turns, the first move ends the match: the second player has lost without a move, and no reward is nobody's."""
     result = battle(
-        named(0), named(1), BattleSettings(4), location=GameLocation(env="tests.cards:make_turns", options={"moves": 1})
+        named_policy(0),
+        named_policy(1),
+        BattleSettings(4),
+        location=GameLocation(env="tests.cards:make_turns", options={"moves": 1}),
     )
     assert [game.winner for game in result.games] == ["a", "b", "a", "b"]
     assert not result.notes
 
 
-def test_players_who_always_do_the_same_are_not_the_same_matches() -> None:
+def test_constant_players_still_play_different_matches() -> None:
     policy = Names()
     policy.act = lambda observation, *more: BatchDecision(  # type: ignore[method-assign]
         np.zeros(len(observation), np.int64),
@@ -437,32 +448,46 @@ def test_players_who_always_do_the_same_are_not_the_same_matches() -> None:
         (),
     )
     always = TrainedContestant("zero", policy, 1, seats={"": policy})
-    assert not fought(always, always, games=40).notes  # the cards are others
+    assert not run_battle(always, always, games=40).notes  # the cards are others
 
 
-def test_a_film_that_cannot_be_is_told_before_or_in_a_note(tmp_path: Path) -> None:
+def test_an_impossible_video_is_refused_or_noted(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="renders nothing"):
-        fought(named(0), named(1), games=2, options={"kind": "blind"}, recording_settings=RecordingSettings(tmp_path, videos=1))
+        run_battle(
+            named_policy(0),
+            named_policy(1),
+            games=2,
+            options={"kind": "blind"},
+            recording_settings=RecordingSettings(tmp_path, videos=1),
+        )
     for speed in (0.0, -1.0, float("nan"), 1e9):
         with pytest.raises(UsageError, match="times the speed"):
             RecordingSettings(tmp_path, videos=1, speed=speed)
     (tmp_path / "game-0000.mp4").mkdir()
-    blocked = fought(named(0), named(1), games=1, recording_settings=RecordingSettings(tmp_path, most=0, videos=1))
+    blocked = run_battle(
+        named_policy(0), named_policy(1), games=1, recording_settings=RecordingSettings(tmp_path, most=0, videos=1)
+    )
     assert blocked.won == 1
     assert any("game 0 has no video" in note for note in blocked.notes)
     Cards.left = 17  # one to look at, sixteen to play, none for the film
     try:
-        result = fought(named(0), named(1), games=20, recording_settings=RecordingSettings(tmp_path / "late", most=0, videos=1))
+        result = run_battle(
+            named_policy(0), named_policy(1), games=20, recording_settings=RecordingSettings(tmp_path / "late", most=0, videos=1)
+        )
     finally:
         Cards.left = 1 << 30
     assert result.won == 20
     assert any("has no video" in note and "no cards left" in note for note in result.notes)
 
 
-def test_a_film_of_another_course_is_told_also_when_nobody_earned_anything(tmp_path: Path) -> None:
+def test_an_irreproducible_video_gives_a_note_without_rewards(tmp_path: Path) -> None:
     options = {"kind": "other", "rounds": 30}
-    result = fought(
-        named(1), named(2), games=2, options=options, recording_settings=RecordingSettings(tmp_path, most=0, videos=1)
+    result = run_battle(
+        named_policy(1),
+        named_policy(2),
+        games=2,
+        options=options,
+        recording_settings=RecordingSettings(tmp_path, most=0, videos=1),
     )
     assert result.drawn == 2
     assert any("shows another course" in note for note in result.notes)
@@ -472,7 +497,7 @@ def test_many_agents_are_recorded_with_few_open_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     try:
-        result = fought(
+        result = run_battle(
             RANDOM, RANDOM, games=18, options={"reds": 15, "blues": 15}, recording_settings=RecordingSettings(tmp_path)
         )
     finally:
@@ -484,22 +509,22 @@ def test_only_the_sides_that_are_played_need_to_fit() -> None:
     wrong = Names()
     wrong.observation_space = gym.spaces.Box(0.0, 1.0, (CARDS + 1,), np.float32)
     reds = TrainedContestant("reds", Names(), 1, seats={"red_0": Names(), "red_1": Names(), "blue_0": wrong, "blue_1": wrong})
-    assert fought(reds, named(1), games=3, swap_sides=False).sides["blue"].won == 3
-    assert fought(reds, named(1), games=1).won == 1
+    assert run_battle(reds, named_policy(1), games=3, swap_sides=False).sides["blue"].won == 3
+    assert run_battle(reds, named_policy(1), games=1).won == 1
     with pytest.raises(IncompatibleCheckpoint, match="--no-swap-sides"):
-        fought(reds, named(1), games=2)
+        run_battle(reds, named_policy(1), games=2)
 
 
 @pytest.mark.parametrize("seated", [False, True])
-def test_a_served_agent_that_comes_back_begins_anew(seated: bool) -> None:
+def test_a_served_agent_that_returns_starts_with_a_new_state(seated: bool) -> None:
     pytest.importorskip("uvicorn")
-    counting = named(counts=True)
+    counting = named_policy(counts=True)
     names = TEAMS if seated else ("",)
     spaces = dict.fromkeys(names, SeatSpaces(OBSERVATION, counting.policy.action_space))
     options = {"kind": "away", "rounds": 6}
-    near = fought(counting, named(1), games=4, options=options)
+    near = run_battle(counting, named_policy(1), games=4, options=options)
     with gateway(lambda: actor(counting, *names), GatewaySettings(spec=seats_to_spec(spaces))) as served:
-        far = fought(ServedContestant(served.url), named(1), games=4, options=options)
+        far = run_battle(ServedContestant(served.url), named_policy(1), games=4, options=options)
     assert not far.failed
     assert [game.heroes for game in far.games] == [game.heroes for game in near.games]
     assert near.heroes["a"]["red_0"]["decisions"] == 5.0  # of six rounds; right in the first, and in the first after it is back
@@ -517,26 +542,26 @@ class Listening(BuiltinActor):
         return await super().end(body)
 
 
-def test_a_served_player_hears_how_it_ended() -> None:
+def test_a_served_player_receives_the_final_reward() -> None:
     pytest.importorskip("uvicorn")
     Listening.heard.clear()
-    one = named(0)
+    one = named_policy(0)
     with gateway(lambda: Listening({"": Seat(BatchedPolicy(FixedPolicySource(one.policy, 1), deterministic=True))})) as served:
-        result = fought(ServedContestant(served.url), named(1), games=2, options={"rounds": 2})
+        result = run_battle(ServedContestant(served.url), named_policy(1), games=2, options={"rounds": 2})
     assert not result.failed
     assert Listening.heard == [{"reward": 1.0, "terminated": True}] * 4
 
 
-def test_rewards_before_the_first_move_are_nobodys(tmp_path: Path) -> None:
+def test_rewards_before_the_first_action_are_not_sent(tmp_path: Path) -> None:
     """Of agents in turns the second has been paid before it first acts: a served one is not told of that."""
     pytest.importorskip("uvicorn")
-    one = named(0)
+    one = named_policy(0)
     env = GameLocation(env="tests.cards:make_turns")
     with gateway(lambda: actor(one, "")) as served:
-        far = battle(ServedContestant(served.url), named(1), BattleSettings(4), location=env)
+        far = battle(ServedContestant(served.url), named_policy(1), BattleSettings(4), location=env)
     assert not far.failed
     assert [game.winner for game in far.games] == [
-        game.winner for game in battle(one, named(1), BattleSettings(4), location=env).games
+        game.winner for game in battle(one, named_policy(1), BattleSettings(4), location=env).games
     ]
 
 
@@ -570,10 +595,10 @@ def test_a_policy_with_a_centralised_value(tmp_path: Path) -> None:
     assert ludus.battle(f"{where}@2", where, 4, deterministic=False).total.games == 4
 
 
-def test_options_that_mean_nothing_there_are_refused() -> None:
+def test_options_without_effect_are_refused() -> None:
     for more in ({"limit_s": 5.0}, {"advertise": "node1"}, {"token_file": "x"}):
         with pytest.raises(UsageError, match="is for games of a server"):
-            fought(named(0), named(1), games=2, **more)
+            run_battle(named_policy(0), named_policy(1), games=2, **more)
     with pytest.raises(UsageError, match="--camps is for environments"):
         battle(
             ScriptedContestant("easy"),
@@ -581,4 +606,4 @@ def test_options_that_mean_nothing_there_are_refused() -> None:
             BattleSettings(1, seconds=5),
             location=GameLocation(camps="a/b"),
         )
-    assert fought(named(0), named(1), games=4, parallel=1).won == 4
+    assert run_battle(named_policy(0), named_policy(1), games=4, parallel=1).won == 4
