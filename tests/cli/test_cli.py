@@ -151,7 +151,7 @@ def test_help_names_every_command_and_option(call: Call) -> None:
         *("--queue-trials", "--torch", "--eager", "--trace", "--no-ray-ui", "--redis-password"),
     ):
         assert option in options, option
-    options = call("rollout", "--help").out
+    options = call("rollout", "--help-all").out
     for option in (
         *("--run", "--env", "--episodes", "--steps", "--seed", "--video", "--monitor", "--video-dir", "--save-info", "--out"),
         *("--num-workers", "--num-gpus", "--config", "--deterministic", "--stochastic", "--json"),
