@@ -575,7 +575,7 @@ def test_a_video_of_odd_sides_loses_one_row_not_its_colours(call: Call, counting
     ("environment", "reason"),
     [
         ("tests.environments:make_without_pictures", r"make_without_pictures cannot render RGB frames"),
-        ("tests.environments:make_dark", r"make_dark renders float32\[8, 8\], which is not an RGB picture"),
+        ("tests.environments:make_dark", r"make_dark renders float32\[8, 8\], which is not an RGB image"),
     ],
 )
 def test_an_environment_without_rgb_pictures_is_refused_with_the_reason(

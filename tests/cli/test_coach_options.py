@@ -15,7 +15,7 @@ from ludus.cli.main import app
 from ludus.cli.training import coach_options, train
 from ludus.errors import UsageError
 from ludus.experiments.resolve import resolve
-from ludus.experiments.source.experiment_source import experiments_from, source_of
+from ludus.experiments.source.experiment_source import experiments_from, read_source
 from ludus.launch.job import Job, JobStatus
 from tests.cli.calling import Call
 
@@ -151,7 +151,7 @@ def test_a_python_file_is_a_preset(call: Call, tmp_path: Path) -> None:
 
 def described(preset: str, **settings: Any) -> tuple[dict[str, Any], list[str]]:
     result: list[str] = []
-    source = source_of(None, preset)
+    source = read_source(None, preset)
     ((_, data),) = experiments_from(source, None, None, {}, {}, settings, {}, [], say=result.append).items()
     return data, result
 
@@ -160,7 +160,8 @@ def test_the_batch_of_a_preset_fits_the_workers_that_it_is_given() -> None:
     data, result = described("CartPole_ClippedPPO", num_workers=3)
     assert data["config"]["train_batch_size"] == 1032
     assert result == [
-        "train_batch_size is 1032, not 1024 as in the preset CartPole_ClippedPPO: 3 workers with 8 environments make it up together"
+        "train_batch_size is 1032, not 1024 as in the preset CartPole_ClippedPPO: a multiple of the steps that 3 workers "
+        "with 8 environments sample together"
     ]
     assert resolve({"name": "a", **data}).config.workers == 3
     assert described("CartPole_ClippedPPO", num_workers=2)[1] == []
@@ -173,7 +174,7 @@ def test_an_explicit_batch_size_is_not_changed() -> None:
 
 
 def test_set_comes_after_a_custom_parameter_which_comes_after_single_options() -> None:
-    source = source_of(None, "cartpole")
+    source = read_source(None, "cartpole")
     ((_, data),) = experiments_from(
         source, None, None, {}, {"iterations": 1}, {"seed": 1, "lr": 1.0}, {}, ["lr=3"], custom=["lr=2; seed=2"]
     ).items()
@@ -182,7 +183,7 @@ def test_set_comes_after_a_custom_parameter_which_comes_after_single_options() -
 
 def test_a_target_is_not_that_of_another_environment() -> None:
     for custom, top in ((["env_params.level='Acrobot-v1'"], {}), ([], {"env": "Acrobot-v1"})):
-        source = source_of(None, "CartPole_ClippedPPO")
+        source = read_source(None, "CartPole_ClippedPPO")
         ((_, data),) = experiments_from(source, None, None, top, {}, {}, {}, [], custom=custom).items()
         assert (data["env"], "target" in data) == ("Acrobot-v1", False)
         assert coach_options.solved_at(data) == -100, "what Gymnasium says of it"

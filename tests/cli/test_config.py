@@ -103,12 +103,12 @@ def test_every_other_spelling_leads_to_its_key() -> None:
     for section, table in rllib_keys.RENAMED.items():
         for old, new in table.items():
             if old != "lambda_":
-                assert any(key.name == new for key in explain._named(old)), f"{section}: {old}"
+                assert any(key.name == new for key in explain._find_keys(old)), f"{section}: {old}"
 
 
 def test_the_page_of_keys_matches_the_schemas() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert explain.filled(page) == page, "docs/config.md is outdated: run  python scripts/config_page.py"
+    assert explain.fill_tables(page) == page, "docs/config.md is outdated: run  python scripts/config_page.py"
     shown = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     assert {key.name for key in explain.catalogue().values()} <= shown
 
@@ -218,7 +218,7 @@ def test_an_old_file_becomes_one_in_present_names_that_means_the_same(file: Path
     new: dict[str, Any] = yaml.safe_load(convert(old, file.name, with_defaults=with_defaults).text)
     assert list(new) == list(old)
     for name, data in new.items():
-        assert validate.of_experiment({"name": name, **data}, env_too=False) == []
+        assert validate.validate_experiment({"name": name, **data}, env_too=False) == []
         read = translate_experiment(data)
         inner = translate_config(data["config"], validate.algorithm_of(data["run"]).Config)
         assert not read.spelled_as, "there is no old name any more"
@@ -411,7 +411,7 @@ def test_a_run_that_is_continued_takes_over_its_stop_and_its_checkpoints_and_not
     assert call(*again).json["iterations"] == 1
     changed = call(*again, "--seed", "7", "--set", "model.fcnet_hiddens=[3]")
     assert changed.code == 2
-    assert "config.seed is 0 in the run, and is to be 7." in changed.err
+    assert "config.seed is 0 in the run, but 7 in the settings." in changed.err
     assert "config.model.fcnet_hiddens is " in changed.err
     assert "--restore x starts a new one" in one_line(call(*again, "--restore", "x"))
     assert "is finished" in call(*again, "--set", "lr=0.001").err, "repeating an unchanged setting is allowed"
@@ -425,7 +425,7 @@ def test_a_run_that_is_continued_takes_over_its_stop_and_its_checkpoints_and_not
     write(tmp_path / "one.yaml", {"one": tiny(9, lr=1e-4)})
     edited = call(*again)
     assert edited.code == 2
-    assert "config.lr is 0.001 in the run, and is to be 0.0001." in edited.err
+    assert "config.lr is 0.001 in the run, but 0.0001 in the settings." in edited.err
     assert len(list((tmp_path / "runs" / "one").iterdir())) == 1
 
 

@@ -408,9 +408,9 @@ def test_changed_settings_of_a_fleet_run_are_refused_with_a_hint(tmp_path: Path)
     config = {"env": "CartPole-v1", "run": "PPO", "memory": "redis://h", "config": {"num_workers": 2}}
     Run.create(tmp_path / "run", {"exp": config})
     with pytest.raises(
-        ConfigError, match=r"(?s)num_workers is 2 in the run, and is to be 3.*same -n.*ludus fleet worker"
+        ConfigError, match=r"(?s)num_workers is 2 in the run, but 3 in the settings.*same -n.*ludus fleet worker"
     ) as caught:
-        resume_diff.changes(tmp_path / "run", {"name": "exp", **config, "config": {"num_workers": 3}})
+        resume_diff.resume_changes(tmp_path / "run", {"name": "exp", **config, "config": {"num_workers": 3}})
     assert "--resume" not in str(caught.value)
 
 

@@ -173,7 +173,7 @@ def test_models_of_several_agents_are_named_and_verified_on_their_observations(c
     np.testing.assert_array_equal(seen, np.concatenate([east, far_east]))
     code, out, err = call("export", run, "--model", "right")
     assert code == 0, err
-    assert "random observations alone" not in out + err
+    assert "only on random observations" not in out + err
 
 
 def test_a_game_plays_with_onnxruntime_and_numpy_alone(run: Path, tmp_path: Path) -> None:

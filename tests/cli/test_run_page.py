@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ludus.cli.evaluation.run_page import RunFacts, changed_settings, collect, page_lines
 from ludus.cli.main import app
 from ludus.core.metrics import JsonLinesSink
-from ludus.experiments.runs.checkpoint import Best
+from ludus.experiments.runs.checkpoint import BestRecord
 from tests.experiments.test_compare import made
 
 NOW = 1_767_225_600.0 + 7200
@@ -40,7 +40,7 @@ def test_a_page_shows_facts_times_returns_and_settings() -> None:
         state="finished (step limit reached)",
         rows=ROWS,
         checkpoints=["000001", "000003"],
-        best=Best("000003", 1.0, "evaluation"),
+        best=BestRecord("000003", 1.0, "evaluation"),
         changed={"lr": 0.1, "model.core": "lstm"},
         files=[f"videos/{i}.mp4" for i in range(5)],
     )

@@ -9,7 +9,7 @@ import pytest
 
 from ludus.cli.training import tune
 from ludus.cli.training.tune import SweepDisplay
-from ludus.tuning.messages import Event
+from ludus.tuning.messages import TrialEvent
 
 
 class Terminal(io.StringIO):
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 
 def hear(board: SweepDisplay, name: str, kind: str, numbers: Mapping[str, float] = {}, error: str = "") -> None:
-    board.on_event(Event(name, kind, dict(numbers), {}, error))
+    board.on_event(TrialEvent(name, kind, dict(numbers), {}, error))
 
 
 def test_a_trial_that_ends_is_counted_among_all_trials_of_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ CLEANRL_PPO = {
 
 
 def read(run: str, data: dict[str, Any]) -> AlgorithmConfig:
-    return parse_algorithm_config(SCHEMAS[run], data, run=run, owners=validate.owners)
+    return parse_algorithm_config(SCHEMAS[run], data, run=run, owners=validate.algorithms_with_key)
 
 
 @pytest.mark.parametrize(

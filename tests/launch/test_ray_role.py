@@ -34,7 +34,7 @@ from ludus.launch.ray_role import (
 from ludus.process.host import usable_cores
 from ludus.process.job_env import PORTS, JobEnv, candidate_ports, find_free_ports
 from ludus.ray_cluster import dashboard_stub
-from ludus.ray_cluster.node_process import Orders
+from ludus.ray_cluster.node_process import NodeSpec
 from tests.waiting import wait_until
 
 BUSY_S = 120.0
@@ -135,9 +135,9 @@ def test_arguments_are_parsed_and_auto_means_detected() -> None:
     assert ray_role.parse_options(words) == RayNodeOptions(None, 2, 7, 100, "h:1", True, Path("logs"), True)
 
 
-def test_orders_survive_a_round_trip() -> None:
-    orders = Orders(True, "a:1", "a", "node-0", "/tmp/x", 1, None, 2, ports={"node_manager_port": 3}, labels={"x": "1"})
-    assert Orders.read(orders.line()) == orders
+def test_a_node_spec_survives_a_round_trip() -> None:
+    orders = NodeSpec(True, "a:1", "a", "node-0", "/tmp/x", 1, None, 2, ports={"node_manager_port": 3}, labels={"x": "1"})
+    assert NodeSpec.read(orders.to_line()) == orders
 
 
 def test_error_lines_of_a_ray_log_are_found() -> None:
@@ -334,7 +334,7 @@ def test_a_training_joins_the_private_ray_of_its_job_which_leaves_nothing(tmp_pa
 def test_a_wrong_token_and_a_missing_head_are_errors(tmp_path: Path) -> None:
     with start_rig(tmp_path, 2, wait_s=1.0) as job:
         assert job.start(1).wait(BUSY_S) == 1
-        assert f"The head of this job's Ray at {job.env.head} was not there within 1 s" in job.log_of(1)
+        assert f"The head of this job's Ray at {job.env.head} was not reachable within 1 s" in job.log_of(1)
         job.start(0)
         job.until(lambda: job.up(0))
         other = tmp_path / "other-token"

@@ -105,7 +105,7 @@ def test_a_wrong_token_an_absent_one_and_an_absent_head_are_told_apart(tmp_path:
             return said
 
         assert "does not accept the token from /mnt/wrong" in ended(0, RAY_AUTH_TOKEN_PATH=str(SHARED / "wrong"))
-        assert "asks for a token, and there is none here" in ended(0, RAY_AUTH_TOKEN_PATH="")
+        assert "requires a token, and none is set" in ended(0, RAY_AUTH_TOKEN_PATH="")
         assert "is not part of the Ray cluster" in ended(1)
         cluster.hosts.power_off(0)
         assert f"no Ray cluster at {cluster.address}" in ended(1)

@@ -23,7 +23,16 @@ from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
 from ludus.process import identity, reaper
 from ludus.process.job_env import JobEnv
 from ludus.ray_cluster import cluster
-from ludus.ray_cluster.cluster import Cluster, Member, absent, accepted, address_of, assembled, find, sweep
+from ludus.ray_cluster.cluster import (
+    Cluster,
+    Member,
+    address_of,
+    check_membership,
+    missing_nodes,
+    probe_cluster,
+    sweep,
+    wait_for_nodes,
+)
 
 ANSWER = {
     "address": "127.0.0.1:6379",
@@ -103,9 +112,9 @@ def test_where_nobody_listens_there_is_no_cluster() -> None:
 def test_somebody_who_listens_and_says_nothing_is_given_up() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as mute,
-        pytest.raises(UsageError, match=r"did not answer within|cannot be joined"),
+        pytest.raises(UsageError, match=r"did not reply within|cannot be joined"),
     ):
-        find(f"127.0.0.1:{mute.getsockname()[1]}", os.environ, within_s=3)
+        probe_cluster(f"127.0.0.1:{mute.getsockname()[1]}", os.environ, within_s=3)
 
 
 def test_sizes_are_not_for_a_cluster_that_runs_already() -> None:
@@ -115,13 +124,13 @@ def test_sizes_are_not_for_a_cluster_that_runs_already() -> None:
 
 def test_other_versions_are_refused_with_both_numbers() -> None:
     with pytest.raises(UsageError, match=r"Ray 1\.13\.0 \(here \d.*Python 2\.7 \(here 3"):
-        accepted({**ANSWER, "ray": "1.13.0", "python": "2.7.18"}, "head:6379")
+        check_membership({**ANSWER, "ray": "1.13.0", "python": "2.7.18"}, "head:6379")
 
 
 def test_a_machine_that_is_no_member_is_told_how_to_become_one() -> None:
     foreign = {**ANSWER["members"][0], "address": "192.0.2.77"}  # type: ignore[dict-item]
     with pytest.raises(UsageError, match=r"its nodes are 192\.0\.2\.77.*ray start --address=127\.0\.0\.1:6379"):
-        accepted({**ANSWER, "members": [foreign]}, "head:6379")
+        check_membership({**ANSWER, "members": [foreign]}, "head:6379")
 
 
 # -- the Ray of a job
@@ -129,13 +138,13 @@ def test_a_machine_that_is_no_member_is_told_how_to_become_one() -> None:
 JOB = JobEnv(("10.0.0.1", "10.0.0.2", "10.0.0.3"), 0, 20_000, None, 3, 0.3)
 
 
-class Told(cluster.Head):
+class Told(cluster.RayHead):
     """A head that says what it is told to, one answer after the other, and the last one for ever."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.address, self._answers = JOB.head, list(answers)
 
-    def ask(self, timeout_s: float) -> dict[str, Any]:
+    def query(self, timeout_s: float) -> dict[str, Any]:
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
 
@@ -162,40 +171,38 @@ def test_a_job_with_a_ray_has_its_address_and_any_other_comes_first() -> None:
 
 def test_work_begins_when_all_nodes_are_there_and_their_coming_is_told_once(heard: list[str]) -> None:
     head = Told({}, there(0), there(0, 2), there(0, 1, 2))
-    assert assembled(JOB, head, time.monotonic() + 20, heard.append).directory == "/tmp/0"
+    assert wait_for_nodes(JOB, head, time.monotonic() + 20, heard.append).directory == "/tmp/0"
     assert heard == ["waiting for nodes: 1 of 3 is here"]
 
 
 def test_fewer_nodes_are_enough_if_the_job_says_so_but_not_without_this_one(heard: list[str]) -> None:
     head = Told(there(1, 2), there(0, 1))
-    assert assembled(replace(JOB, ray=2), head, time.monotonic() + 20, heard.append).address == "10.0.0.1"
+    assert wait_for_nodes(replace(JOB, ray=2), head, time.monotonic() + 20, heard.append).address == "10.0.0.1"
 
 
 def test_at_the_deadline_those_who_did_not_come_are_named(heard: list[str]) -> None:
-    with pytest.raises(
-        WorkerFailed, match=r"2 of 3 nodes came within 0\.3 s; nobody came from 10\.0\.0\.3\..*jobs logs j-1"
-    ) as failed:
-        assembled(JOB, Told(there(0, 1)), time.monotonic() + 0.3, heard.append)
+    with pytest.raises(WorkerFailed, match=r"2 of 3 nodes joined within 0\.3 s; missing: 10\.0\.0\.3\..*jobs logs j-1") as failed:
+        wait_for_nodes(JOB, Told(there(0, 1)), time.monotonic() + 0.3, heard.append)
     assert failed.value.exit_code == 1
     assert failed.value.final, "another attempt would wait as long again"
 
 
 def test_a_head_that_never_comes_is_named_at_the_deadline(heard: list[str]) -> None:
-    with pytest.raises(WorkerFailed, match=r"head of this job's Ray at 10\.0\.0\.1:20000 did not answer within 0\.3 s"):
-        assembled(JOB, Told({}), time.monotonic() + 0.3, heard.append)
+    with pytest.raises(WorkerFailed, match=r"head of this job's Ray at 10\.0\.0\.1:20000 did not reply within 0\.3 s"):
+        wait_for_nodes(JOB, Told({}), time.monotonic() + 0.3, heard.append)
     assert heard == []
 
 
 def test_a_head_of_another_token_or_another_ray_is_not_waited_for(heard: list[str]) -> None:
     with pytest.raises(UsageError, match="does not accept the token"):
-        assembled(JOB, Told({"refused": "token"}), time.monotonic() + 20, heard.append)
+        wait_for_nodes(JOB, Told({"refused": "token"}), time.monotonic() + 20, heard.append)
     with pytest.raises(UsageError, match=r"runs Ray 1\.13\.0"):
-        assembled(JOB, Told(there(0, ray="1.13.0", python="3.11.0")), time.monotonic() + 20, heard.append)
+        wait_for_nodes(JOB, Told(there(0, ray="1.13.0", python="3.11.0")), time.monotonic() + 20, heard.append)
 
 
 def test_of_several_nodes_at_one_address_as_many_are_missed_as_did_not_come() -> None:
-    assert absent(("10.0.0.1", "10.0.0.1", "10.0.0.2"), ["10.0.0.1"]) == ["10.0.0.1", "10.0.0.2"]
-    assert absent(("10.0.0.1", "10.0.0.1"), ["10.0.0.1", "10.0.0.1"]) == []
+    assert missing_nodes(("10.0.0.1", "10.0.0.1", "10.0.0.2"), ["10.0.0.1"]) == ["10.0.0.1", "10.0.0.2"]
+    assert missing_nodes(("10.0.0.1", "10.0.0.1"), ["10.0.0.1", "10.0.0.1"]) == []
 
 
 # -- a Ray of ours
@@ -278,13 +285,13 @@ def test_a_ray_of_ours_is_private_and_dies_with_its_owner(tmp_path: Path) -> Non
 
         token = {"RAY_AUTH_TOKEN_PATH": str(owner.home / "token")}
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(tmp_path)}
-        found = find(owner.address, clean | token, within_s=60)
+        found = probe_cluster(owner.address, clean | token, within_s=60)
         assert found.authentication == {"RAY_AUTH_MODE": "token", **token}
-        with pytest.raises(UsageError, match="asks for a token, and there is none here"):
-            find(owner.address, clean, within_s=60)
+        with pytest.raises(UsageError, match="requires a token, and none is set"):
+            probe_cluster(owner.address, clean, within_s=60)
         (tmp_path / "wrong").write_text("0" * 64)
         with pytest.raises(UsageError, match=rf"does not accept the token from {tmp_path}/wrong"):
-            find(owner.address, clean | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "wrong")}, within_s=60)
+            probe_cluster(owner.address, clean | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "wrong")}, within_s=60)
 
         assert len(owner.processes) >= 2
         owner.end(signal.SIGKILL)
@@ -347,6 +354,6 @@ def test_a_reaper_that_does_not_end_hides_no_error(tmp_path: Path, monkeypatch: 
             time.sleep(0.01)
         raise WorkerFailed("the real reason")
 
-    with pytest.raises(WorkerFailed, match="the real reason"), cluster.reaped(tmp_path):
+    with pytest.raises(WorkerFailed, match="the real reason"), cluster.reaper_process(tmp_path):
         fail()
     assert not psutil.pid_exists(int(pid.read_text().strip(".")))

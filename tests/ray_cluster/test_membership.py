@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from ludus.errors import Unreachable
-from ludus.ray_cluster.membership import Resident, read, take
+from ludus.ray_cluster.membership import NodeRecord, parse_output, query_nodes
 
-HEAD = Resident("10.0.0.2", "node2", 0, True, 100.0)
-LOST = Resident("10.0.0.3", "node3", 6, False, 101.0, 200.0, "health check failed")
+HEAD = NodeRecord("10.0.0.2", "node2", 0, True, 100.0)
+LOST = NodeRecord("10.0.0.3", "node3", 6, False, 101.0, 200.0, "health check failed")
 
 
 def test_the_last_line_says_who_is_there_oldest_first() -> None:
     said = "a warning of Ray\n" + json.dumps({"residents": [vars(LOST), vars(HEAD)]}) + "\n"
-    assert read(said, "node2:1") == [HEAD, LOST]
+    assert parse_output(said, "node2:1") == [HEAD, LOST]
     assert (HEAD.alive, LOST.alive) == (True, False)
 
 
@@ -30,9 +30,9 @@ def test_the_last_line_says_who_is_there_oldest_first() -> None:
 )
 def test_anything_else_is_no_answer(said: str, message: str) -> None:
     with pytest.raises(Unreachable, match=message):
-        read(said, "node2:1")
+        parse_output(said, "node2:1")
 
 
 def test_a_process_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(Unreachable, match=r"did not answer within 0\.01 s"):
-        take("127.0.0.1:1", tmp_path / "token", within_s=0.01)
+        query_nodes("127.0.0.1:1", tmp_path / "token", within_s=0.01)

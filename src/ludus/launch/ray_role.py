@@ -32,7 +32,7 @@ from ludus.process.host import usable_cores
 from ludus.process.job_env import JobEnv
 from ludus.process.signals import SignalQueue
 from ludus.ray_cluster import cluster
-from ludus.ray_cluster.node_process import Orders
+from ludus.ray_cluster.node_process import NodeSpec
 
 GAMECORE = "GAMECORE_SERVER_ADDR"
 AUTO = "auto"
@@ -187,21 +187,21 @@ class RayNodeRunner:
         name = os.environ.get("LUDUS_JOB_ID", self._job.head)
         with reserve_ports(name, self._job.node, block_size(cpus), taken) as first:
             ports = assign_ports(first, block_size(cpus))
-            orders = self._orders(cpus, ports)
+            spec = self._node_spec(cpus, ports)
             say(
-                f"node {self._job.node} of {len(self._job.nodes)}, {orders.address}: {'the head' if orders.first else 'joins'} "
-                f"{orders.head}, {cpus} cores, ports {first}-{ports['max_worker_port']}, object store {orders.store_bytes >> 20} MB"
+                f"node {self._job.node} of {len(self._job.nodes)}, {spec.address}: {'the head' if spec.first else 'joins'} "
+                f"{spec.head}, {cpus} cores, ports {first}-{ports['max_worker_port']}, object store {spec.store_bytes >> 20} MB"
             )
-            return self._run_process(orders, signals)
+            return self._run_process(spec, signals)
 
-    def _orders(self, cpus: int, ports: Mapping[str, int]) -> Orders:
+    def _node_spec(self, cpus: int, ports: Mapping[str, int]) -> NodeSpec:
         job, options = self._job, self._options
         shm = Path("/dev/shm")  # noqa: S108
         free = shutil.disk_usage(shm).free if shm.is_dir() else options.store_bytes
-        return Orders(
+        return NodeSpec(
             first=job.node == 0,
             head=job.head,
-            address=cluster.resolved(job.nodes[job.node]),
+            address=cluster.resolve_host(job.nodes[job.node]),
             name=cluster.node_name(job.node),
             directory=str(self._directory / "r"),
             store_bytes=limit_store(options.store_bytes, free),
@@ -213,7 +213,7 @@ class RayNodeRunner:
             labels={cluster.SHARES: "1"} if options.share_weights else {},
         )
 
-    def _run_process(self, orders: Orders, signals: SignalQueue) -> int:
+    def _run_process(self, spec: NodeSpec, signals: SignalQueue) -> int:
         parent = os.getpid()
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ludus.ray_cluster.node_process"],
@@ -226,7 +226,7 @@ class RayNodeRunner:
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which is handled below
-            process.stdin.write(orders.line())
+            process.stdin.write(spec.to_line())
             process.stdin.close()
         with selectors.DefaultSelector() as selector, process.stdout:
             selector.register(signals, selectors.EVENT_READ)
@@ -239,11 +239,11 @@ class RayNodeRunner:
                             return 0
                         continue
                     for line in reader.read():
-                        self._handle_message(json_lines.decode(line), orders)
+                        self._handle_message(json_lines.decode(line), spec)
                     if reader.at_end:
                         return self._report_end()
 
-    def _handle_message(self, message: Mapping[str, Any], orders: Orders) -> None:
+    def _handle_message(self, message: Mapping[str, Any], spec: NodeSpec) -> None:
         if "waiting" in message:
             say(f"waiting for the head at {message['waiting']} …")
         elif "ready" in message:
@@ -277,7 +277,7 @@ def run_node(job: JobEnv, options: RayNodeOptions) -> int:
     """Run a Ray node until it ends or SIGTERM, then kill all its processes and delete its files. Raises LudusError."""
     token = job.token()
     identity.adopt_orphans()
-    with SignalQueue(*_ENDS) as signals, cluster.home() as directory, cluster.reaped(directory):
+    with SignalQueue(*_ENDS) as signals, cluster.ray_temp_dir() as directory, cluster.reaper_process(directory):
         with open(os.open(directory / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(token)
         try:

@@ -1,10 +1,10 @@
-"""The Ray cluster of a run that goes beyond one machine: found by its address or started here, and left without a trace.
+"""The Ray cluster of a run on several machines: joined by its address or started here, and left without leftovers.
 
     with Cluster(address_of(option, os.environ), announce=print) as cluster:
         for member in cluster.members(): ...
 
-We join only what we were pointed at. Whether a cluster wants a token is found out before Ray is touched, by a process of its
-own: Ray itself decides by what happens to lie in the home directory, tries for half a minute, and may end the process it is in.
+Only the given cluster is joined. Whether it requires a token is determined first, in a separate process: Ray itself decides by the
+files in the home directory, retries for half a minute, and may terminate its process.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ log = logging.getLogger(__name__)
 
 LOCAL, AUTO = "local", "auto"
 PORT = 6379
-REACH_S = 10.0
-"""For a connection to the head; whoever does not answer by then is not there."""
+CONNECT_S = 10.0
+"""Time limit for a TCP connection to the head."""
 
 JOIN_S = 30.0
-"""For what it has to say to us, after that: a machine that is busy takes a while to import Ray."""
+"""Time limit for its reply after that: a busy machine takes a while to import Ray."""
 
 STORE_BYTES = 512 << 20
-"""Of the object store of a Ray that we start: it holds a few bundles of blocks and two versions of the weights."""
+"""Size of the object store of a Ray that is started here: room for a few bundles of blocks and two versions of the weights."""
 
 HEALTH = {
     "health_check_initial_delay_ms": 1000,
@@ -54,52 +54,52 @@ HEALTH = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 5,
 }
-"""With these the head takes a node that is cut off for dead after about 8 seconds; by default it takes more than a minute."""
+"""With these settings the head declares an unreachable node dead after about 8 seconds; the default is more than a minute."""
 
 SHARES = "ludus-shares-weights"
-"""A label of nodes of Ray; see `Member.shares`."""
+"""Label of Ray nodes; see `Member.shares`."""
 
 NODE_LOG_DIR = "LUDUS_NODE_LOG_DIR"
-"""Of a node of Ray: where the logs of the workers go that run there, as actor_N.log."""
+"""Environment variable of a Ray node: log directory of the workers that run there (actor_N.log)."""
 
-_ASK_S, _PAUSE_S = 3.0, 0.1
+_QUERY_S, _PAUSE_S = 3.0, 0.1
 _SHUTDOWN_S = 15.0
 _END_S = 5.0
-_NOTE = "owner"
+_OWNER_FILE = "owner"
 _PREFIX = "ludus-ray-"
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call that comes too late would start a Ray of its own
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a late call would start another Ray
 }
 _LOCALHOST = ("127.0.0.1", "localhost", "::1")
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Where Ray believes that there can be no other machines, it listens on 127.0.0.1 alone."""
+"""With 0 Ray assumes that there are no other machines and listens on 127.0.0.1 only."""
 
 Announce = Callable[[str], None]
 
 
 def address_of(option: str | None, environ: Mapping[str, str]) -> str | None:
-    """Which cluster is meant: the option, else RAY_ADDRESS, else ip_head, else that of the job this process belongs to.
+    """Address of the cluster: the option, else RAY_ADDRESS, else ip_head, else that of the job of this process.
 
-    None: no Ray at all. Raises UsageError.
+    None: no Ray. Raises UsageError.
     """
     named = [value.strip() for value in (option, environ.get("RAY_ADDRESS"), environ.get("ip_head")) if value and value.strip()]
     if not named:
         job = JobEnv.from_environ(environ)
         return job.head if job is not None and job.ray else None
     address = named[0]
-    if address == AUTO:  # whichever runs on this machine, unless the environment names one
+    if address == AUTO:  # the one on this machine, unless the environment names one
         address = next((value for value in named[1:] if value != AUTO), AUTO)
-    return _checked(address)
+    return _parse_address(address)
 
 
-def _checked(address: str) -> str:
+def _parse_address(address: str) -> str:
     if address in (LOCAL, AUTO):
         return address
     if "://" in address:
         raise UsageError(
-            f"{address} is the address of a Ray client server, which carries no bulk data.",
+            f"{address} is the address of a Ray client server, which cannot transfer bulk data.",
             "Start the run on a machine of the cluster, and give the address of its head: --address HOST:6379.",
         )
     host, colon, port = address.rpartition(":")
@@ -112,7 +112,7 @@ def _checked(address: str) -> str:
 
 @dataclass(frozen=True)
 class Member:
-    """A machine of the cluster, as the head sees it."""
+    """A Ray node, as the head reports it."""
 
     id: str
     host: str
@@ -122,13 +122,13 @@ class Member:
     head: bool
     name: str = ""
     shares: bool = False
-    """Its cores are for the learner on the same machine to use, if there is one."""
+    """Its cores are used by the learner on the same machine, if there is one."""
     directory: str = ""
 
 
 class Cluster:
-    """A connection to Ray, and the Ray itself if it was started here. A context manager, to be used from the main thread:
-    the kernel ends what was started when the thread that started it ends.
+    """A connection to Ray, and Ray itself if it was started here. A context manager, for use in the main thread: the kernel ends what
+    was started when the starting thread ends.
     """
 
     def __init__(
@@ -140,16 +140,16 @@ class Cluster:
         announce: Announce | None = None,
         join_s: float = JOIN_S,
     ) -> None:
-        """Connects. Raises MissingExtra, and UsageError when there is no such cluster or it does not let us in."""
-        self._say = announce or (lambda sentence: None)
+        """Connect. Raises MissingExtra; UsageError when there is no such cluster or it cannot be joined."""
+        self._announce = announce or (lambda sentence: None)
         self.started = address == LOCAL
         self.returns = False
-        """Whether somebody starts it again when it is gone."""
+        """Whether it is restarted when it is lost."""
         self._undo = contextlib.ExitStack()
-        _need_ray()
+        _require_ray()
         if not self.started and (num_cpus is not None or object_store_memory is not None):
             raise UsageError(
-                "The number of cores and the size of the object store are settled where a Ray is started.",
+                "The number of cores and the size of the object store can be set only when Ray is started.",
                 f"Leave --ray-num-cpus and --ray-object-store-memory out, or give them to `ray start`. Address: {address}.",
             )
         try:
@@ -165,7 +165,7 @@ class Cluster:
             self._undo.close()
             raise
         cores = sum(member.cores for member in members)
-        self._say(f"Ray: {_count(len(members), 'node')}, {_count(cores, 'core')}")
+        self._announce(f"Ray: {_count(len(members), 'node')}, {_count(cores, 'core')}")
 
     def __enter__(self) -> Cluster:
         return self
@@ -174,63 +174,65 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Leave; end what was started here. Nobody may use Ray in this process any more. Again: no effect."""
+        """Disconnect, and end what was started here. Ray must not be used in this process afterwards. Idempotent."""
         self._undo.close()
 
     def members(self, timeout_s: float = 3.0) -> list[Member]:
-        """All machines that are or were part of the cluster. Raises Unreachable when the head does not answer in time."""
+        """All nodes that are or were part of the cluster. Raises Unreachable when the head does not reply in time."""
         try:
-            answer = _worker().gcs_client.get_all_node_info(timeout=timeout_s)
-        except Exception as error:  # Ray raises what its C++ part hands it: RpcError, RaySystemError, ValueError …
+            reply = _worker().gcs_client.get_all_node_info(timeout=timeout_s)
+        except Exception as error:  # the C++ part of Ray raises RpcError, RaySystemError, ValueError …
             raise Unreachable(f"The head of the cluster at {self.address} does not answer: {error}") from error
-        return [_member(info) for info in answer.values()]
+        return [_member(info) for info in reply.values()]
 
-    # -- a Ray of our own
+    # -- started here
 
     def _start(self, num_cpus: int | None, store_bytes: int) -> None:
-        self._say("starting Ray …")
-        place = self._undo.enter_context(home())
-        token = place / "token"
+        self._announce("starting Ray …")
+        directory = self._undo.enter_context(ray_temp_dir())
+        token = directory / "token"
         with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-        self._undo.enter_context(reaped(place))
+        self._undo.enter_context(reaper_process(directory))
         settings = SETTINGS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _LOOPBACK: "0"}
-        self._undo.enter_context(environment(settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
-        with _loopback(), _signals_kept():
+        self._undo.enter_context(environment_variables(settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
+        with _loopback(), _keep_signal_handlers():
             self._connect(
                 address=LOCAL,
                 num_cpus=num_cpus,
                 object_store_memory=store_bytes,
                 include_dashboard=False,
-                _temp_dir=str(place / "r"),
+                _temp_dir=str(directory / "r"),
                 _system_config=HEALTH,
             )
-        self.home: Path | None = place
-        _drop_helpers()
+        self.home: Path | None = directory
+        _kill_unused_processes()
 
-    # -- another's
+    # -- an existing cluster
 
     def _join(self, address: str, join_s: float) -> None:
-        self._say(f"joining the Ray cluster at {address} …" if address != AUTO else "joining the Ray cluster of this machine …")
-        found = find(address, os.environ, join_s)
+        self._announce(
+            f"joining the Ray cluster at {address} …" if address != AUTO else "joining the Ray cluster of this machine …"
+        )
+        found = probe_cluster(address, os.environ, join_s)
         self.home = None
-        self._undo.enter_context(environment(SETTINGS | found.authentication, remove=found.remove))
-        with _signals_kept():
+        self._undo.enter_context(environment_variables(SETTINGS | found.authentication, remove=found.remove))
+        with _keep_signal_handlers():
             self._connect(address=found.address)
 
-    # -- the one of the job that this process belongs to
+    # -- the cluster of the job of this process
 
     def _join_job(self, job: JobEnv) -> None:
-        """Nothing has to be found out, and whoever is not there yet is on his way."""
-        self._say(f"joining the Ray of this job at {job.head} …")
+        """The settings are known from the job; wait for the nodes that are missing."""
+        self._announce(f"joining the Ray of this job at {job.head} …")
         self.home, self.returns = None, True
         job.token()
         settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.token_file)}
-        self._undo.enter_context(environment(SETTINGS | settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
-        here = assembled(job, Head(job.head), time.monotonic() + job.wait_s, self._say)
-        # Where Ray is told of 127.0.0.1 it takes another address of this machine, unless it believes that there are no others.
+        self._undo.enter_context(environment_variables(SETTINGS | settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
+        here = wait_for_nodes(job, RayHead(job.head), time.monotonic() + job.wait_s, self._announce)
+        # Given 127.0.0.1, Ray uses another address of this machine, unless it assumes that there are no others.
         here_only = _loopback() if job.nodes[0] in _LOCALHOST else contextlib.nullcontext()
-        with _signals_kept(), here_only:
+        with _keep_signal_handlers(), here_only:
             self._connect(address=job.head, _temp_dir=here.directory)
 
     def _connect(self, **options: Any) -> None:
@@ -241,13 +243,13 @@ class Cluster:
         self._undo.callback(self._leave)
         try:
             context = ray.init(log_to_driver=False, configure_logging=False, **options)
-        except Exception as error:  # see members()
+        except Exception as error:  # as in members()
             raise WorkerFailed(f"Ray could not be started or joined: {error}", _log_hint(options.get("_temp_dir"))) from error
         logging.getLogger("ray").setLevel(logging.ERROR)
-        ray._private.worker.print_to_stdstream = _to_log  # else the raylets' last words appear in the middle of a display
+        ray._private.worker.print_to_stdstream = _log_output  # else output of the raylets would break progress displays
         self.address: str = context.address_info["address"]
         self.here: str = context.address_info["node_id"]
-        """The member on which this process runs."""
+        """Id of the node on which this process runs."""
 
     def _leave(self) -> None:
         ray = _ray()
@@ -261,73 +263,73 @@ class Cluster:
             import atexit
 
             atexit.unregister(ray._private.worker.shutdown)  # it would wait once more
-        _end([info.process for info in infos])
+        _wait_or_kill([info.process for info in infos])
 
 
-# -- the Ray of a job -----------------------------------------------------------------------------------------------------
+# -- the cluster of a job -------------------------------------------------------------------------------------------------
 
 
-class Head:
-    """The head of a job's Ray, asked from this process: how it wants to be spoken to is known. Imports Ray."""
+class RayHead:
+    """The head of a job's Ray, queried from this process, whose authentication settings are known. Imports Ray."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        _need_ray()
+        _require_ray()
         self.ray = _ray()
         _forget_cached_settings()
         self._client: Any = None
 
-    def ask(self, timeout_s: float) -> dict[str, Any]:
-        """As `_ask`; {} while it does not answer."""
+    def query(self, timeout_s: float) -> dict[str, Any]:
+        """Members and versions, like `_print_query`; {} while the head does not reply."""
         try:
             if self._client is None:
                 self._client = self.ray._raylet.GcsClient(address=self.address)
-            return _answer(self._client, self.address, timeout_s)
+            return _query_members(self._client, self.address, timeout_s)
         except self.ray.exceptions.AuthenticationError:
             return {"refused": "token"}
-        except Exception as error:  # see Cluster.members
-            log.debug("the head at %s does not answer: %s", self.address, error)
+        except Exception as error:  # as in Cluster.members
+            log.debug("the head at %s does not reply: %s", self.address, error)
             self._client = None
             return {}
 
-    def check(self, answer: Mapping[str, Any]) -> None:
-        """Raises UsageError: token, versions."""
-        if answer.get("refused") == "token":
+    def check(self, reply: Mapping[str, Any]) -> None:
+        """Raises UsageError for a refused token or different versions."""
+        if reply.get("refused") == "token":
             raise UsageError(
                 f"The Ray of this job at {self.address} does not accept the token of this process.",
-                "Do all processes of the job see the same file? Or does another Ray listen at that port?",
+                "All processes of the job must see the same token file; another Ray may be listening on that port.",
             )
-        if answer:
-            _same_versions(answer, self.address)
+        if reply:
+            _check_versions(reply, self.address)
 
 
-def assembled(job: JobEnv, head: Head, deadline: float, say: Announce) -> Member:
-    """Wait until as many nodes as the job asks for are there, and the one of this process among them, which is returned.
+def wait_for_nodes(job: JobEnv, head: RayHead, deadline: float, announce: Announce) -> Member:
+    """Wait until the job's number of nodes has joined, including that of this process, which is returned.
 
     Raises UsageError (token, versions), WorkerFailed at the deadline.
     """
-    told = False
+    announced = False
     while True:
-        answer = head.ask(_ASK_S) if listens(job.head, _ASK_S) else {}
-        head.check(answer)
-        members = [member for member in (Member(**said) for said in answer.get("members", ())) if member.alive]
-        here = _here(job, members)
+        reply = head.query(_QUERY_S) if is_listening(job.head, _QUERY_S) else {}
+        head.check(reply)
+        members = [member for member in (Member(**output) for output in reply.get("members", ())) if member.alive]
+        here = _own_member(job, members)
         if here is not None and len(members) >= job.ray:
             return here
         if time.monotonic() > deadline:
-            raise _incomplete(job, members, answer)
-        if not told and answer:
-            say(f"waiting for nodes: {len(members)} of {job.ray} {'is' if len(members) == 1 else 'are'} here")
-            told = True
-        time.sleep(_PAUSE_S)  # Ray tells nobody that somebody has joined, without being asked
+            raise _incomplete_error(job, members, reply)
+        if not announced and reply:
+            announce(f"waiting for nodes: {len(members)} of {job.ray} joined")
+            announced = True
+        time.sleep(_PAUSE_S)  # Ray has no notification for joining nodes
 
 
 def node_name(node: int) -> str:
-    """What a node of a job is called in its Ray: where several are on one machine, their addresses are the same."""
+    """Name of a node of a job in its Ray: several nodes on one machine have the same address."""
     return f"node-{node}"
 
 
-def listens(address: str, within_s: float) -> bool:
+def is_listening(address: str, within_s: float) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), within_s).close()
@@ -336,86 +338,86 @@ def listens(address: str, within_s: float) -> bool:
     return True
 
 
-def _here(job: JobEnv, members: list[Member]) -> Member | None:
+def _own_member(job: JobEnv, members: list[Member]) -> Member | None:
     """The node on which this process runs."""
     address = job.nodes[job.node]
-    mine = [member for member in members if member.address in (address, resolved(address))]
+    mine = [member for member in members if member.address in (address, resolve_host(address))]
     return next((member for member in mine if member.name == node_name(job.node)), mine[0] if len(mine) == 1 else None)
 
 
-def absent(nodes: tuple[str, ...], came: list[str]) -> list[str]:
-    """Addresses from which nobody came; of several nodes at one address, as often as nobody did."""
-    rest = Counter(resolved(address) for address in came)
+def missing_nodes(nodes: tuple[str, ...], came: list[str]) -> list[str]:
+    """Addresses of nodes that have not joined; several nodes may have the same address."""
+    rest = Counter(resolve_host(address) for address in came)
     missing = []
     for node in nodes:
-        if rest[resolved(node)]:
-            rest[resolved(node)] -= 1
+        if rest[resolve_host(node)]:
+            rest[resolve_host(node)] -= 1
         else:
             missing.append(node)
     return missing
 
 
-def _incomplete(job: JobEnv, members: list[Member], answer: Mapping[str, Any]) -> WorkerFailed:
+def _incomplete_error(job: JobEnv, members: list[Member], reply: Mapping[str, Any]) -> WorkerFailed:
     logs = (
-        f"`ludus jobs logs {os.environ['LUDUS_JOB_ID']} --role ray` says" if os.environ.get("LUDUS_JOB_ID") else "Their logs say"
+        f"See `ludus jobs logs {os.environ['LUDUS_JOB_ID']} --role ray`." if os.environ.get("LUDUS_JOB_ID") else "See their logs."
     )
-    if not answer:
-        error = WorkerFailed(f"The head of this job's Ray at {job.head} did not answer within {job.wait_s:g} s.", f"{logs} why.")
+    if not reply:
+        error = WorkerFailed(f"The head of this job's Ray at {job.head} did not reply within {job.wait_s:g} s.", logs)
     else:
-        missing = absent(job.nodes, [member.address for member in members])
+        missing = missing_nodes(job.nodes, [member.address for member in members])
         error = WorkerFailed(
-            f"{len(members)} of {job.ray} nodes came within {job.wait_s:g} s; nobody came from {', '.join(missing)}.",
-            f"{logs} why. Can those machines reach {job.head}?",
+            f"{len(members)} of {job.ray} nodes joined within {job.wait_s:g} s; missing: {', '.join(missing)}.",
+            f"{logs} Check that those machines can reach {job.head}.",
         )
-    error.final = True  # whoever starts the learner again would wait as long again
+    error.final = True  # a restarted learner would wait as long again
     return error
 
 
-def resolved(address: str) -> str:
-    """Nodes may be given by name; Ray speaks of numbers."""
+def resolve_host(address: str) -> str:
+    """IP address of a host: nodes may be given by name, but Ray reports addresses."""
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     return address
 
 
-# -- finding out about a cluster -----------------------------------------------------------------------------------------
+# -- joining an existing cluster ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Found:
+class ClusterAccess:
     address: str
     authentication: dict[str, str]
     remove: tuple[str, ...]
 
 
-def find(address: str, environ: Mapping[str, str], within_s: float) -> Found:
-    """Reach the head and learn how it wants to be spoken to. Raises UsageError: unreachable, token, versions, not a member."""
+def probe_cluster(address: str, environ: Mapping[str, str], within_s: float) -> ClusterAccess:
+    """Contact the head and determine how to authenticate. Raises UsageError: unreachable, token, versions, not a member."""
     if address != AUTO:
-        _reach(address, min(REACH_S, within_s))
-    authentication, remove, source = _token(environ)
-    # Speaking with a token to a cluster that has none would work until it calls back: so both ways are tried.
+        _check_reachable(address, min(CONNECT_S, within_s))
+    authentication, remove, source = _find_token(environ)
+    # A token is harmful with a cluster that has none (its calls back fail), so both variants are tried.
     ways = [{"RAY_AUTH_MODE": "disabled"}] + ([authentication] if source else [])
     with ThreadPoolExecutor(len(ways)) as threads:
-        open_to_all, *answers = threads.map(lambda way: _probe(address, {**environ, **way}, within_s), ways)
-    if open_to_all.get("refused") != "token":
+        without_token, *replies = threads.map(lambda way: _probe(address, {**environ, **way}, within_s), ways)
+    if without_token.get("refused") != "token":
         if environ.get("RAY_AUTH_MODE", "").lower() == "token":
             raise UsageError(
-                f"The Ray cluster at {address} asks for no token, but RAY_AUTH_MODE=token is set.",
-                "Start the cluster with RAY_AUTH_MODE=token, or unset it here: anyone who reaches the cluster can run code in it.",
+                f"The Ray cluster at {address} requires no token, but RAY_AUTH_MODE=token is set.",
+                "Start the cluster with RAY_AUTH_MODE=token, or unset it here: without a token anyone can run code in the cluster.",
             )
-        return Found(accepted(open_to_all, address), {"RAY_AUTH_MODE": "disabled"}, ())
+        return ClusterAccess(check_membership(without_token, address), {"RAY_AUTH_MODE": "disabled"}, ())
     if source is None:
         raise UsageError(
-            f"The Ray cluster at {address} asks for a token, and there is none here.",
+            f"The Ray cluster at {address} requires a token, and none is set.",
             "Set RAY_AUTH_TOKEN_PATH to a file with the token of the cluster (or RAY_AUTH_TOKEN), or put it into ~/.ray/auth_token.",
         )
-    if answers[0].get("refused") == "token":
-        raise UsageError(f"The Ray cluster at {address} does not accept the token from {source}.", "Is it the one of its head?")
-    return Found(accepted(answers[0], address), authentication, remove)
+    if replies[0].get("refused") == "token":
+        raise UsageError(f"The Ray cluster at {address} does not accept the token from {source}.", "Use the token of its head.")
+    return ClusterAccess(check_membership(replies[0], address), authentication, remove)
 
 
-def _token(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...], str | None]:
-    """How to authenticate with the token there is, which variables are in the way, and where the token comes from."""
+def _find_token(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...], str | None]:
+    """Settings for the available token, variables to remove, and the source of the token."""
     if environ.get("RAY_AUTH_TOKEN"):
         return {"RAY_AUTH_MODE": "token"}, ("RAY_AUTH_TOKEN_PATH",), "RAY_AUTH_TOKEN"
     path = environ.get("RAY_AUTH_TOKEN_PATH")
@@ -426,83 +428,85 @@ def _token(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...],
                 return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(source)}, ("RAY_AUTH_TOKEN",), str(source)
         except OSError as error:
             raise UsageError(f"The token of the Ray cluster in {source} cannot be read: {error.strerror}.") from error
-        raise UsageError(f"The file {source} holds no token.", "Copy the token file of the cluster's head.")
+        raise UsageError(f"The file {source} is empty.", "Copy the token file of the cluster's head.")
     return {}, (), None
 
 
-def accepted(answer: Mapping[str, Any], address: str) -> str:
-    if "refused" in answer:
-        raise UsageError(f"The Ray cluster at {address} cannot be joined: {answer['refused']}")
-    _same_versions(answer, address)
-    members = [Member(**member) for member in answer["members"]]
-    living = sorted({member.address for member in members if member.alive})
-    if not any(_is_ours(ip) for ip in living):
+def check_membership(reply: Mapping[str, Any], address: str) -> str:
+    if "refused" in reply:
+        raise UsageError(f"The Ray cluster at {address} cannot be joined: {reply['refused']}")
+    _check_versions(reply, address)
+    members = [Member(**member) for member in reply["members"]]
+    addresses = sorted({member.address for member in members if member.alive})
+    if not any(_is_local_address(ip) for ip in addresses):
         raise UsageError(
-            f"This machine is not part of the Ray cluster at {address}; its nodes are {', '.join(living) or 'gone'}.",
-            f"Run `ray start --address={answer['address']}` here first (add --num-cpus=0 if no workers should run here).",
+            f"This machine is not part of the Ray cluster at {address}; its nodes are {', '.join(addresses) or 'gone'}.",
+            f"Run `ray start --address={reply['address']}` here first (add --num-cpus=0 if no workers should run here).",
         )
-    return str(answer["address"])
+    return str(reply["address"])
 
 
-def _same_versions(answer: Mapping[str, Any], address: str) -> None:
+def _check_versions(reply: Mapping[str, Any], address: str) -> None:
     ours = {"Ray": _version(), "Python": ".".join(map(str, sys.version_info[:2]))}
-    theirs = {"Ray": answer["ray"], "Python": ".".join(answer["python"].split(".")[:2])}
+    theirs = {"Ray": reply["ray"], "Python": ".".join(reply["python"].split(".")[:2])}
     if theirs["Ray"] and ours != theirs:
         differ = ", ".join(f"{name} {theirs[name]} (here {ours[name]})" for name in ours if ours[name] != theirs[name])
         raise UsageError(f"The Ray cluster at {address} runs {differ}.", "Use the same versions on all machines.")
 
 
-def _reach(address: str, within_s: float) -> None:
-    """Whether anybody listens there; a firewall that swallows packets shall not cost more than the deadline."""
+def _check_reachable(address: str, within_s: float) -> None:
+    """Raises UsageError if nothing listens there. Bounded even if a firewall drops packets."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), within_s).close()
     except OSError as error:
-        why = "it does not answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        why = "it does not respond" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise UsageError(
             f"There is no Ray cluster at {address}: {why}.",
-            "Is its head running (`ray start --head --port=6379`), and is the port open for this machine?",
+            "Check that its head is running (`ray start --head --port=6379`) and that this machine can reach the port.",
         ) from error
 
 
 def _probe(address: str, environ: Mapping[str, str], within_s: float) -> dict[str, Any]:
-    """Ask the head, in a process of its own: what Ray has once read of its settings it does not read again."""
-    script = f"import sys; sys.path[:] = {sys.path!r}; from ludus.ray_cluster.cluster import _ask; _ask({address!r})"
+    """Query the head in a separate process: Ray reads its settings only once per process."""
+    script = (
+        f"import sys; sys.path[:] = {sys.path!r}; from ludus.ray_cluster.cluster import _print_query; _print_query({address!r})"
+    )
     try:
         done = subprocess.run(  # noqa: S603 - this interpreter, with a script of ours
             [sys.executable, "-c", script], env=dict(environ), capture_output=True, timeout=within_s
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(f"The head of the Ray cluster at {address} did not answer within {within_s:.0f} s.") from None
+        raise UsageError(f"The head of the Ray cluster at {address} did not reply within {within_s:.0f} s.") from None
     try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        reply: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise UsageError(f"The Ray cluster at {address} cannot be joined: {' '.join(last) or 'no answer'}") from None
-    return answer
+        raise UsageError(f"The Ray cluster at {address} cannot be joined: {' '.join(last) or 'no reply'}") from None
+    return reply
 
 
-def _ask(address: str) -> None:
-    """The probe's whole life: one line of JSON. Nothing that the head sends is more than data to whoever reads it."""
+def _print_query(address: str) -> None:
+    """Program of the probe process: print one line of JSON, which the reader treats as data only."""
     ray = _ray()
     try:
         if address == AUTO:
             found = ray._private.services.canonicalize_bootstrap_address(AUTO)
             if not found:
-                raise ConnectionError("no Ray runs on this machine that `ray start` has started")
+                raise ConnectionError("no Ray started by `ray start` runs on this machine")
             address = str(found)
-        answer = _answer(ray._raylet.GcsClient(address=address), address, 5)
+        reply = _query_members(ray._raylet.GcsClient(address=address), address, 5)
     except ray.exceptions.AuthenticationError:
-        answer = {"refused": "token"}
-    except Exception as error:  # whatever it is, it is the answer
-        answer = {"refused": f"{error}"}
-    sys.stdout.write(json.dumps(answer) + "\n")
+        reply = {"refused": "token"}
+    except Exception as error:  # any error is the result
+        reply = {"refused": f"{error}"}
+    sys.stdout.write(json.dumps(reply) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # Ray's threads have nothing to tidy up, and may wait for a head that is gone
+    os._exit(0)  # Ray's threads need no cleanup, and may wait for a head that is gone
 
 
-def _answer(client: Any, address: str, timeout_s: float) -> dict[str, Any]:
-    """Who is part of the cluster, and what it runs. Raises whatever Ray does."""
+def _query_members(client: Any, address: str, timeout_s: float) -> dict[str, Any]:
+    """Members and versions of the cluster. Raises the errors of Ray."""
     metadata = json.loads(client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster", timeout=timeout_s) or b"{}")
     members = [vars(_member(info)) for info in client.get_all_node_info(timeout=timeout_s).values()]
     versions = {"ray": metadata.get("ray_version", ""), "python": metadata.get("python_version", "")}
@@ -523,8 +527,8 @@ def _member(info: Any) -> Member:
     )
 
 
-def _is_ours(ip: str) -> bool:
-    """Whether this machine has that address: then one can bind to it."""
+def _is_local_address(ip: str) -> bool:
+    """Return whether the address belongs to this machine: then it can be bound."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family) as tried:
         tried.bind((ip, 0))
@@ -532,10 +536,10 @@ def _is_ours(ip: str) -> bool:
     return False
 
 
-# -- Ray's surroundings ---------------------------------------------------------------------------------------------------
+# -- environment of Ray -------------------------------------------------------------------------------------------------
 
 
-def _need_ray() -> None:
+def _require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise MissingExtra("Runs on a cluster need Ray, which is not installed.", "pip install 'ludus[cluster]'")
 
@@ -545,7 +549,7 @@ def _version() -> str:
 
 
 def _ray() -> Any:
-    """Much of what we need is no part of Ray's documented interface; here is all of it, in one file."""
+    """Ray, including undocumented parts: all uses of those are in this file."""
     import ray
 
     return ray
@@ -555,9 +559,9 @@ def _worker() -> Any:
     return _ray()._private.worker.global_worker
 
 
-def _to_log(said: Mapping[str, Any], **_: Any) -> None:
-    """What Ray would print: that a node or a worker was lost, with the end of its log."""
-    log.info("Ray: %s", "\n".join(said["lines"]))
+def _log_output(output: Mapping[str, Any], **_: Any) -> None:
+    """Log what Ray would print: lost nodes and workers with the end of their logs."""
+    log.info("Ray: %s", "\n".join(output["lines"]))
 
 
 def _log_hint(temp_dir: str | None) -> str:
@@ -565,38 +569,38 @@ def _log_hint(temp_dir: str | None) -> str:
 
 
 @contextlib.contextmanager
-def home() -> Iterator[Path]:
-    """A private directory for a Ray, with a short name: the path of a unix socket may have about 100 bytes, and Ray takes 64."""
-    base = _base()
+def ray_temp_dir() -> Iterator[Path]:
+    """A private directory for Ray, with a short name: a unix socket path may have about 100 bytes, of which Ray uses 64."""
+    base = _short_temp_dir()
     sweep(base)
     made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     try:
-        (made / _NOTE).write_text(f"{os.getpid()} {identity.start_ticks(os.getpid()) or 0}")
+        (made / _OWNER_FILE).write_text(f"{os.getpid()} {identity.start_ticks(os.getpid()) or 0}")
         yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _base() -> Path:
+def _short_temp_dir() -> Path:
     temp = Path(tempfile.gettempdir())
     return temp if len(os.fsencode(temp)) <= 15 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
 
 
 def sweep_leftovers() -> None:
-    """Remove what Rays and workers of this user have left that were killed: directories, rings, weights, logs."""
-    sweep(_base())
+    """Remove leftovers of killed Ray processes and workers of this user: directories, rings, weights, logs."""
+    sweep(_short_temp_dir())
     temp_dirs.sweep_all()
 
 
 def sweep(base: Path) -> int:
-    """Remove the directories of Rays whose owners were killed; what ran in them died with the owners."""
+    """Remove the directories of Ray clusters whose owners were killed; their processes died with the owners."""
     swept = 0
     for home in base.glob(f"{_PREFIX}*"):
         try:
             if home.is_symlink() or home.stat().st_uid != os.getuid():
                 continue
-            pid, started = map(int, (home / _NOTE).read_text().split())
-        except (OSError, ValueError):  # of another user; or it is being made, or removed, at this moment
+            pid, started = map(int, (home / _OWNER_FILE).read_text().split())
+        except (OSError, ValueError):  # of another user, or being created or removed
             continue
         if not identity.is_alive_since(pid, started):
             shutil.rmtree(home, ignore_errors=True)
@@ -605,9 +609,9 @@ def sweep(base: Path) -> int:
 
 
 @contextlib.contextmanager
-def reaped(home: Path) -> Iterator[None]:
-    """If this process is killed inside the block, whatever was started with `home` as its directory is ended."""
-    if not Path("/proc/self/environ").exists():  # no Linux: what Ray does by itself has to be enough
+def reaper_process(home: Path) -> Iterator[None]:
+    """If this process is killed inside the block, a reaper process ends what was started with `home` as its directory."""
+    if not Path("/proc/self/environ").exists():  # not Linux: rely on Ray's own cleanup
         yield
         return
     command = [sys.executable, "-I", "-S", reaper.__file__, str(home), *map(str, temp_dirs.base_dirs())]
@@ -619,12 +623,12 @@ def reaped(home: Path) -> Iterator[None]:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(b"!")
                 process.stdin.close()
-            _end([process])
+            _wait_or_kill([process])
 
 
 @contextlib.contextmanager
-def environment(settings: Mapping[str, str], remove: tuple[str, ...] = ()) -> Iterator[None]:
-    """Variables that Ray and the processes that it starts read; as they were before when the block is left."""
+def environment_variables(settings: Mapping[str, str], remove: tuple[str, ...] = ()) -> Iterator[None]:
+    """Set environment variables for Ray and its processes; restored afterwards."""
     environ: MutableMapping[str, str] = os.environ
     before = {name: environ.get(name) for name in (*settings, *remove)}
     environ.update(settings)
@@ -641,26 +645,26 @@ def environment(settings: Mapping[str, str], remove: tuple[str, ...] = ()) -> It
 
 
 @contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Ray would put its own handler of SIGTERM in the place of ours, also while it starts: then the process ends with code 15."""
+def _keep_signal_handlers() -> Iterator[None]:
+    """Keep the signal handlers of this process: Ray would install its own for SIGTERM, which exits with code 15."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    its = _ray()._private.utils
-    puts = its.set_sigterm_handler
-    its.set_sigterm_handler = lambda handler: None
+    utils = _ray()._private.utils
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
-        its.set_sigterm_handler = puts
+        utils.set_sigterm_handler = set_handler
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _loopback() -> Iterator[None]:
-    """For a Ray that was imported before we could set the variable."""
+    """The same effect as the variable, for a Ray that is already imported."""
     constants = _ray()._private.ray_constants
     before = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False
@@ -671,7 +675,7 @@ def _loopback() -> Iterator[None]:
 
 
 def _forget_cached_settings() -> None:
-    """Ray reads its variables when it is imported, and the token once. This process may have had another cluster before."""
+    """Ray reads its variables at import, and the token once; this process may have used another cluster before."""
     ray = _ray()
     ray._private.auto_init_hook.enable_auto_connect = False
     _raylet = ray._raylet
@@ -679,23 +683,23 @@ def _forget_cached_settings() -> None:
     _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _drop_helpers() -> None:
-    """End what a Ray of one machine does not need: the autoscaler's monitor listens on all interfaces, and each costs 100 MB."""
+def _kill_unused_processes() -> None:
+    """End processes that a Ray of one machine does not need: the autoscaler's monitor listens on all interfaces; each takes 100 MB."""
     node = _ray()._private.worker._global_node
     for part in ("monitor", "log_monitor", "dashboard"):
         if part in getattr(node, "all_processes", {}):
             getattr(node, f"kill_{part}")(check_alive=False)
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """They have been asked to end; see that they do. Never raises."""
+def _wait_or_kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Wait for processes that were asked to end, and kill those that do not. Never raises."""
     deadline = time.monotonic() + _END_S
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # why we leave is more important than what stays
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the error that leads here is more important
                 process.wait(_END_S)
 
 

@@ -1,7 +1,6 @@
-"""Stands where a node of Ray wants the agent of a dashboard: a small program that says that there is none.
+"""Replacement for the dashboard agent of a Ray node, which Ray starts even without a dashboard and which takes 100 MB and a second.
 
-Ray starts that agent whether there is a dashboard or not, waits for it, and ends with it: 100 MB and a second for nothing. It is given
-the agent's command line, and writes what the agent of a Ray without dashboard writes: that its ports are -1.
+It gets the agent's command line and writes what the agent of a Ray without a dashboard writes: its ports are -1. Ray ends with it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # run as a file, without the packages that are installed
+if __name__ == "__main__":  # run as a file, without installed packages
     sys.path.append(str(Path(__file__).parents[2]))
 
 from ludus.process import identity
@@ -22,9 +21,9 @@ PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_po
 def main(words: list[str]) -> None:
     parent = os.getppid()
     identity.die_with_parent(parent, signal.SIGKILL)
-    told = dict(word.removeprefix("--").partition("=")[::2] for word in words if word.startswith("--"))
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in words if word.startswith("--"))
     for name in PORTS:
-        path = Path(told["session-dir"]) / f"{name}_{told['node-id']}"
+        path = Path(options["session-dir"]) / f"{name}_{options['node-id']}"
         part = path.with_suffix(".part")
         part.write_text("-1")
         part.rename(path)

@@ -1,6 +1,6 @@
-"""Who is and was part of a Ray, and since when: `python -m ludus.ray_cluster.membership HOST:PORT TOKEN_FILE` says it as one line of JSON.
+"""Present and former nodes of a Ray cluster: `python -m ludus.ray_cluster.membership HOST:PORT TOKEN_FILE` prints one line of JSON.
 
-In a process of its own: what Ray has once read of its settings it does not read again, and it may end the process it is in.
+A separate process, because Ray reads its settings only once per process and may terminate it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from ludus.errors import Unreachable
 
-ASK_S = 10.0
+QUERY_S = 10.0
 WITHIN_S = 40.0
-"""A machine that is busy takes a while to import Ray."""
+"""A busy machine takes a while to import Ray."""
 
 
 @dataclass(frozen=True)
-class Resident:
-    """A machine, as the head sees it. `since`, `until`: seconds since 1970; it is still there while `until` is 0. `why` it is not."""
+class NodeRecord:
+    """A node, as the head reports it. `since`, `until`: seconds since 1970; `until` is 0 while it is alive, else `why` is the reason."""
 
     address: str
     host: str
@@ -38,58 +38,58 @@ class Resident:
         return not self.until
 
 
-def words(address: str, token_file: Path | str) -> tuple[str, ...]:
-    """What is said to the module, here or on another machine."""
+def arguments(address: str, token_file: Path | str) -> tuple[str, ...]:
+    """Arguments of this module, here or on another machine."""
     return (address, str(token_file))
 
 
-def take(address: str, token_file: Path, within_s: float = WITHIN_S) -> list[Resident]:
-    """Oldest first. Raises Unreachable."""
-    command = [sys.executable, "-P", "-m", __name__, *words(address, token_file)]
+def query_nodes(address: str, token_file: Path, within_s: float = WITHIN_S) -> list[NodeRecord]:
+    """Query the nodes, oldest first. Raises Unreachable."""
+    command = [sys.executable, "-P", "-m", __name__, *arguments(address, token_file)]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=within_s, check=False)  # noqa: S603 - this interpreter, and us
+        done = subprocess.run(command, capture_output=True, timeout=within_s, check=False)  # noqa: S603 - this module
     except subprocess.TimeoutExpired:
         raise Unreachable(f"The head of the Ray at {address} did not answer within {within_s:g} s.") from None
-    return read(done.stdout.decode(errors="replace"), address)
+    return parse_output(done.stdout.decode(errors="replace"), address)
 
 
-def read(said: str, address: str) -> list[Resident]:
-    """What the process said. Raises Unreachable."""
-    for line in reversed(said.splitlines()):
+def parse_output(output: str, address: str) -> list[NodeRecord]:
+    """Parse the output of the process. Raises Unreachable."""
+    for line in reversed(output.splitlines()):
         if not line.startswith("{"):
             continue
         try:
             found = json.loads(line)
-        except ValueError:  # cut off
+        except ValueError:  # incomplete
             break
         if "refused" in found:
             raise Unreachable(f"The head of the Ray at {address} does not answer: {found['refused']}")
-        return sorted((Resident(**each) for each in found["residents"]), key=lambda each: (each.since, each.address))
+        return sorted((NodeRecord(**each) for each in found["residents"]), key=lambda each: (each.since, each.address))
     raise Unreachable(f"The head of the Ray at {address} does not answer.")
 
 
-def main(said: Sequence[str]) -> None:
-    address, token_file = said
+def main(output: Sequence[str]) -> None:
+    address, token_file = output
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_file, "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ.pop("RAY_AUTH_TOKEN", None)
-    answer: dict[str, Any]
+    reply: dict[str, Any]
     try:
         import ray
 
         client = ray._raylet.GcsClient(address=address)  # type: ignore[attr-defined]
-        answer = {"residents": [asdict(_resident(info)) for info in client.get_all_node_info(timeout=ASK_S).values()]}
-    except Exception as error:  # whatever it is, it is the answer
-        answer = {"refused": f"{error}"}
-    sys.stdout.write(json.dumps(answer) + "\n")
+        reply = {"residents": [asdict(_node_record(info)) for info in client.get_all_node_info(timeout=QUERY_S).values()]}
+    except Exception as error:  # any error is the result
+        reply = {"refused": f"{error}"}
+    sys.stdout.write(json.dumps(reply) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # Ray's threads have nothing to tidy up, and may wait for a head that is gone
+    os._exit(0)  # Ray's threads need no cleanup, and may wait for a head that is gone
 
 
-def _resident(info: Any) -> Resident:
+def _node_record(info: Any) -> NodeRecord:
     cores = int(dict(info.resources_total).get("CPU", 0))
     gone = 0.0 if info.state == 0 else info.end_time_ms / 1000 or 1.0
     why = str(info.death_info.reason_message) if gone else ""
-    return Resident(
+    return NodeRecord(
         info.node_manager_address, info.node_manager_hostname, cores, info.is_head_node, info.start_time_ms / 1000, gone, why
     )
 

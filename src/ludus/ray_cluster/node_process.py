@@ -1,8 +1,7 @@
-"""A node of Ray, held by this process: `python -P -m ludus.ray_cluster.node_process`, with `Orders` as one line of JSON on its input.
+"""Process that runs a Ray node: `python -P -m ludus.ray_cluster.node_process`, with a `NodeSpec` as one line of JSON on its input.
 
-It does what `ray start` does, less what nobody here asks for: dashboard, autoscaler, log monitor, and a client server, which
-`ray start` cannot be told to leave out and which listens. What it has to say are lines of JSON on its output: waiting, ready, failed.
-It ends when Ray does. The kernel ends Ray when it ends, however that happens.
+It does what `ray start` does, without dashboard, autoscaler, log monitor and client server; the latter listens and cannot be disabled
+in `ray start`. It reports as lines of JSON on its output: waiting, ready, failed. It ends when Ray does; the kernel ends Ray with it.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import Any
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.io import json_lines
 from ludus.ray_cluster import dashboard_stub
-from ludus.ray_cluster.cluster import HEALTH, Head, listens
+from ludus.ray_cluster.cluster import HEALTH, RayHead, is_listening
 
-_ASK_S, _PAUSE_S = 3.0, 0.1
+_QUERY_S, _PAUSE_S = 3.0, 0.1
 _SETTINGS = HEALTH | {
-    "prestart_worker_first_driver": False,  # an idle Python of 60 MB for every core, when one agent is all that will run
+    "prestart_worker_first_driver": False,  # else an idle Python of 60 MB per core, though only one agent will run
 }
 
 
 @dataclass(frozen=True)
-class Orders:
-    """`head`: HOST:PORT. `wait_s`: how long a node that joins waits for it; None: for ever. `ports`: by Ray's names for them."""
+class NodeSpec:
+    """`head`: HOST:PORT. `wait_s`: how long a joining node waits for the head; None: without limit. `ports`: by Ray's names for them."""
 
     first: bool
     head: str
@@ -42,111 +41,109 @@ class Orders:
     ports: Mapping[str, int] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    def line(self) -> bytes:
+    def to_line(self) -> bytes:
         return json_lines.encode(asdict(self))
 
     @staticmethod
-    def read(line: bytes | str) -> Orders:
-        return Orders(**json_lines.decode(line))
+    def read(line: bytes | str) -> NodeSpec:
+        return NodeSpec(**json_lines.decode(line))
 
 
 def main() -> int:
-    out = os.dup(1)  # what Ray prints goes where errors go
+    out = os.dup(1)  # output of Ray goes to standard error
     os.dup2(2, 1)
-    orders = Orders.read(sys.stdin.readline())
+    spec = NodeSpec.read(sys.stdin.readline())
     began = time.monotonic()
 
-    def say(**said: Any) -> None:
-        json_lines.write(out, said)
+    def report(**message: Any) -> None:
+        json_lines.write(out, message)
 
     try:
-        head = Head(orders.head)  # Ray is imported here, while the head may still be starting
-        if not orders.first:
-            _await_head(orders, head, lambda: say(waiting=orders.head))
-        node = _start(orders)
+        head = RayHead(spec.head)  # imports Ray, while the head may still be starting
+        if not spec.first:
+            _wait_for_head(spec, head, lambda: report(waiting=spec.head))
+        node = _start(spec)
     except LudusError as error:
-        say(failed=error.message, hint=error.hint)
+        report(failed=error.message, hint=error.hint)
         return error.exit_code
-    except Exception as error:  # Ray raises whatever its parts hand it
-        say(failed=f"Ray could not be started: {' '.join(str(error).split()) or type(error).__name__}", hint="")
+    except Exception as error:  # Ray raises many types; any of them is reported
+        report(failed=f"Ray could not be started: {' '.join(str(error).split()) or type(error).__name__}", hint="")
         return 1
-    say(ready=round(time.monotonic() - began, 2), logs=node.get_logs_dir_path())
+    report(ready=round(time.monotonic() - began, 2), logs=node.get_logs_dir_path())
     ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
     names = {info.process.pid: name for name, infos in node.all_processes.items() for info in infos}
     pid = -1 if ended is None else ended.si_pid
-    say(failed=f"{names.get(pid, 'a process of Ray')} ended with {_spoken(ended)}", hint="")
+    report(failed=f"{names.get(pid, 'a process of Ray')} ended with {_describe_exit(ended)}", hint="")
     return 1
 
 
-def _await_head(orders: Orders, head: Head, waiting: Callable[[], None]) -> None:
-    """Until the head lets us in and is itself a node. Raises UsageError (token, versions), WorkerFailed at the deadline."""
-    deadline = None if orders.wait_s is None else time.monotonic() + orders.wait_s
-    told = False
+def _wait_for_head(spec: NodeSpec, head: RayHead, waiting: Callable[[], None]) -> None:
+    """Wait until the head accepts us and is itself a node. Raises UsageError (token, versions), WorkerFailed at the deadline."""
+    deadline = None if spec.wait_s is None else time.monotonic() + spec.wait_s
+    announced = False
     while True:
-        if listens(orders.head, _ASK_S):
-            answer = head.ask(_ASK_S)
-            head.check(answer)
-            if any(member["head"] and member["alive"] for member in answer.get("members", ())):
+        if is_listening(spec.head, _QUERY_S):
+            reply = head.query(_QUERY_S)
+            head.check(reply)
+            if any(member["head"] and member["alive"] for member in reply.get("members", ())):
                 return
         if deadline is not None and time.monotonic() > deadline:
             raise WorkerFailed(
-                f"The head of this job's Ray at {orders.head} was not there within {orders.wait_s:g} s.",
-                "Is its node running, and can this machine reach that port?",
+                f"The head of this job's Ray at {spec.head} was not reachable within {spec.wait_s:g} s.",
+                "Check that its node is running and that this machine can reach that port.",
             )
-        if not told:
+        if not announced:
             waiting()
-            told = True
-        time.sleep(_PAUSE_S)  # nobody tells us that somebody begins to listen
+            announced = True
+        time.sleep(_PAUSE_S)  # there is no notification for a port that begins to listen
 
 
-def _start(orders: Orders) -> Any:
+def _start(spec: NodeSpec) -> Any:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
     from ray._private.resource_isolation_config import ResourceIsolationConfig
 
-    class Plain(Node):  # type: ignore[misc,unused-ignore]
+    class NodeWithoutDashboard(Node):  # type: ignore[misc,unused-ignore]
         def start_api_server(self, **_: Any) -> None:
-            """Starts a process of 100 MB also where no dashboard is wanted."""
+            """Do nothing: it would start a process of 100 MB even without a dashboard."""
 
-    _leave_out_dashboard_agent()
+    _replace_dashboard_agent()
 
-    port = int(orders.head.rpartition(":")[2])
-    given: dict[str, Any] = (
-        {"gcs_server_port": port, "_system_config": _SETTINGS} if orders.first else {"gcs_address": orders.head}
-    )
-    given["include_log_monitor"] = False  # annotated as a string, and read as a bool
+    port = int(spec.head.rpartition(":")[2])
+    given: dict[str, Any] = {"gcs_server_port": port, "_system_config": _SETTINGS} if spec.first else {"gcs_address": spec.head}
+    given["include_log_monitor"] = False  # annotated as a string, but read as a bool
     params = RayParams(
-        node_ip_address=orders.address,
-        node_name=orders.name,
-        num_cpus=orders.cpus,
-        num_gpus=orders.gpus,
-        memory=orders.memory,
-        object_store_memory=orders.store_bytes,
-        temp_dir=orders.directory,
-        labels=dict(orders.labels),
+        node_ip_address=spec.address,
+        node_name=spec.name,
+        num_cpus=spec.cpus,
+        num_gpus=spec.gpus,
+        memory=spec.memory,
+        object_store_memory=spec.store_bytes,
+        temp_dir=spec.directory,
+        labels=dict(spec.labels),
         include_dashboard=False,
         no_monitor=True,
         resource_isolation_config=ResourceIsolationConfig(enable_resource_isolation=False),
         **given,
-        **dict[str, Any](orders.ports),
+        **dict[str, Any](spec.ports),
     )
-    return Plain(params, head=orders.first, shutdown_at_exit=False, spawn_reaper=True)
+    return NodeWithoutDashboard(params, head=spec.first, shutdown_at_exit=False, spawn_reaper=True)
 
 
-def _leave_out_dashboard_agent() -> None:
+def _replace_dashboard_agent() -> None:
     from ray._private import ray_constants, services
 
     build = services._build_python_executable_command_memory_profileable
 
-    def built(component: str, *args: Any, **options: Any) -> list[str]:
+    def build_or_replace(component: str, *args: Any, **options: Any) -> list[str]:
         if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
             return [sys.executable, "-I", "-S", str(dashboard_stub.__file__)]
         return list(build(component, *args, **options))
 
-    services._build_python_executable_command_memory_profileable = built
+    services._build_python_executable_command_memory_profileable = build_or_replace
 
 
-def _spoken(ended: Any) -> str:
+def _describe_exit(ended: Any) -> str:
     if ended is None:
         return "no code"
     return f"code {ended.si_status}" if ended.si_code == os.CLD_EXITED else f"signal {ended.si_status}"

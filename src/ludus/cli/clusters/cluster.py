@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ludus.launch.job import JobStatus, ProcessStatus
     from ludus.launch.ssh.backend import SshOrchestrator
     from ludus.launch.ssh.connection import SshNode, SshSettings
-    from ludus.ray_cluster.membership import Resident
+    from ludus.ray_cluster.membership import NodeRecord
 
 app = HelpApp(help="Start, show and stop a Ray cluster over SSH.", no_args_is_help=True)
 
@@ -324,7 +324,7 @@ def _wait_for_nodes(orchestrator: SshOrchestrator, record: ClusterRecord, deadli
         if status.over:
             raise WorkerFailed(f"The cluster {record.name} has ended: {status.reason or status.state}.", f"Logs: {status.logs}")
         settings = _settings(orchestrator, record)
-        residents: Sequence[Resident] = ()
+        residents: Sequence[NodeRecord] = ()
         with suppress(Unreachable):  # the head is not up yet
             residents = _query_nodes(orchestrator, record, status)
         missing = [node.host for node in settings.nodes if not _find_node(node, residents, alive=True)]
@@ -371,7 +371,7 @@ def _remote_token_path(status: JobStatus, head: SshNode) -> str:
     return str(Path(status.logs.removeprefix(f"{head.host}:")).parents[2] / TOKEN)
 
 
-def _query_nodes(orchestrator: SshOrchestrator, record: ClusterRecord, status: JobStatus) -> list[Resident]:
+def _query_nodes(orchestrator: SshOrchestrator, record: ClusterRecord, status: JobStatus) -> list[NodeRecord]:
     """Query the Ray nodes over SSH on the head, whose port may be closed to this machine. Raises Unreachable."""
     from ludus.launch.ssh.connection import ssh_words
     from ludus.ray_cluster import membership
@@ -379,13 +379,13 @@ def _query_nodes(orchestrator: SshOrchestrator, record: ClusterRecord, status: J
     settings, address = _settings(orchestrator, record), _address(orchestrator, record)
     if not status.logs:
         raise Unreachable(f"{settings.nodes[0].host} has not reported its job directory yet.")
-    arguments = membership.words(address, _remote_token_path(status, settings.nodes[0]))
+    arguments = membership.arguments(address, _remote_token_path(status, settings.nodes[0]))
     try:
         words = ssh_words(settings, 0, "ludus.ray_cluster.membership", *arguments)
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unreachable(f"{settings.nodes[0].host} did not answer: {error}.") from error
-    return membership.read(done.stdout.decode(errors="replace"), address)
+    return membership.parse_output(done.stdout.decode(errors="replace"), address)
 
 
 def _page(orchestrator: SshOrchestrator, record: ClusterRecord) -> dict[str, Any]:
@@ -425,7 +425,7 @@ def _process_of(orchestrator: SshOrchestrator, record: ClusterRecord, status: Jo
     return next((each for each in status.processes if roles[each.role].node(each.index) == node), None)
 
 
-def _find_node(node: SshNode, residents: Sequence[Resident], *, alive: bool) -> Resident | None:
+def _find_node(node: SshNode, residents: Sequence[NodeRecord], *, alive: bool) -> NodeRecord | None:
     """The latest Ray node of a machine that is alive, or that has left."""
     from ludus.launch.local_address import HostNetwork
 

@@ -368,7 +368,7 @@ def _machines_of(orchestrator: LocalOrchestrator, status: JobStatus) -> list[dic
     from ludus.ray_cluster import membership
 
     token = JobDirectory(orchestrator.directory / status.id).job().roles[0].environment[TOKEN]
-    found = membership.take(status.place, Path(token))
+    found = membership.query_nodes(status.place, Path(token))
     living = {each.address for each in found if each.alive}
     lost = {each.address: each for each in found if not each.alive and each.address not in living}
     return [asdict(each) for each in (*(each for each in found if each.alive), *lost.values())]

@@ -14,7 +14,7 @@ from ludus.cli.run_argument import complete_run, run_place
 from ludus.cli.training import options as o
 
 if TYPE_CHECKING:
-    from ludus.tournament.result import BattleResult, Played, Share
+    from ludus.tournament.result import BattleResult, MatchResult, WinLossCount
 
 _MATCHES, _PLAYERS, _FILES, _SERVER = "Matches", "Players", "Recordings and videos", "Gamecore server"
 _COLUMNS = {
@@ -243,16 +243,16 @@ def battle(
     from ludus.protocol.spec import read_token
     from ludus.tournament.battle import battle as run
     from ludus.tournament.contestants import contestant
-    from ludus.tournament.gamecore_matches import Place
-    from ludus.tournament.settings import Keeping, Terms, read_lineups
+    from ludus.tournament.gamecore_matches import GameLocation
+    from ludus.tournament.settings import BattleSettings, RecordingSettings, read_lineups
 
-    terms = Terms(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
-    keeping = Keeping(record, record_most, video, video_speed)
-    place = Place(server, game, token_file, advertise, read_options(option or ()), parallel, limit, env, camps)
+    settings = BattleSettings(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
+    recording_settings = RecordingSettings(record, record_most, video, video_speed)
+    location = GameLocation(server, game, token_file, advertise, read_options(option or ()), parallel, limit, env, camps)
     token = read_token(actor_token_file)
     one, other = contestant(a, model=model_a, token=token), contestant(b, model=model_b, token=token)
     with _Progress(games, quiet=json_) as progress:
-        result = run(one, other, terms, keeping, place, progress.count, progress.render)
+        result = run(one, other, settings, recording_settings, location, progress.count, progress.render)
     if json_:
         print(json.dumps(result.to_json()), flush=True)
     else:
@@ -278,7 +278,7 @@ class _Progress:
         self._end_games()
         self._videos.__exit__(*exc)
 
-    def count(self, played: Played) -> None:
+    def count(self, played: MatchResult) -> None:
         self._games.advance()
         if played.failed:
             print(f"game {played.number} has no result: {played.failed}", file=sys.stderr, flush=True)
@@ -334,7 +334,7 @@ def _headline(result: BattleResult) -> str:
     return f"{played}: A wins {_percent(total)} %" if total.games else f"{played}: none has a result"
 
 
-def _percent(share: Share) -> str:
+def _percent(share: WinLossCount) -> str:
     low, high = share.bounds
     return f"{100 * (share.rate or 0.0):.1f} [{100 * low:.1f}–{100 * high:.1f}]"
 

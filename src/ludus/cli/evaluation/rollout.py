@@ -16,7 +16,7 @@ from ludus.cli.training import options as o
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
-    from ludus.experiments.evaluation.rollout import Played, Told
+    from ludus.experiments.evaluation.rollout import EpisodeResult, RolloutResult
 
 _FILES = "Videos and steps"
 
@@ -99,7 +99,7 @@ def rollout(
         say("--use-shelve changes nothing: steps are always streamed to disk, into one .npz", to_stderr=True)
     if no_render:
         say("--no-render changes nothing: nothing is shown on a screen; --video needs no screen", to_stderr=True)
-    directory, name, stage = rollouts.stage_of(
+    directory, name, stage = rollouts.rollout_spec(
         checkpoint,
         env=env,
         env_config=_settings(config),
@@ -118,8 +118,8 @@ def rollout(
     )
     watch = _EpisodePrinter(episodes, track_progress, json_)
     with DeferredProgressBar("writing the video", "frames", quiet=json_) as bar:
-        files = rollouts.Files(steps_file, video_file, video_grid, bar.update)
-        played = rollouts.rollout(stage, episodes, max_steps=steps, workers=num_workers, watch=watch, files=files)
+        files = rollouts.RolloutFiles(steps_file, video_file, video_grid, bar.update)
+        played = rollouts.rollout(stage, episodes, max_steps=steps, workers=num_workers, on_episode=watch, files=files)
     result = played.to_json() | _upload_files(played)
     _show(played, result, steps, json_)
     if depth and played.video:
@@ -130,14 +130,14 @@ def rollout(
 
         fetch(directory)
         before = set(directory.glob("events.*"))
-        if tracking.attach(directory, [played.video]):
+        if tracking.attach_files(directory, [played.video]):
             for written in set(directory.glob("events.*")) - before:
                 upload(written)
     if json_:
         print(json.dumps(result), flush=True)
 
 
-def _upload_files(played: Played) -> dict[str, str]:
+def _upload_files(played: RolloutResult) -> dict[str, str]:
     """Copy the files to the store of a remote run; returns their places."""
     from ludus.experiments.runs.remote_runs import upload
 
@@ -152,19 +152,19 @@ class _EpisodePrinter:
         self._episodes, self._progress, self._to_stderr = episodes, progress, to_stderr
         self._steps = 0
 
-    def __call__(self, episode: int, told: Told) -> None:
+    def __call__(self, episode: int, told: EpisodeResult) -> None:
         from ludus.cli.output import say
 
         self._steps += told.length
         if told.over:
             by_agent = "".join(f"  {agent} {gained:.2f}" for agent, gained in told.agents.items())
-            line = f"episode {episode:>3}  return {told.gained:>10.2f}  length {told.length:>6}{by_agent}"
+            line = f"episode {episode:>3}  return {told.total_return:>10.2f}  length {told.length:>6}{by_agent}"
             say(line, to_stderr=self._to_stderr)
         if self._progress:
             say(f"{episode + 1} of {self._episodes} episodes, {self._steps:,} steps", to_stderr=True)
 
 
-def _show(played: Played, r: dict[str, Any], steps: int | None, to_stderr: bool) -> None:
+def _show(played: RolloutResult, r: dict[str, Any], steps: int | None, to_stderr: bool) -> None:
     from ludus.cli.output import say
 
     if played.cut:

@@ -15,13 +15,13 @@ from ludus.core.formatting import format_duration, format_number, sparkline
 from ludus.core.metrics import read_jsonl
 from ludus.experiments.control.training_display import evaluated_win_rates, format_with_interval, is_zero_sum, training_win_rates
 from ludus.experiments.runs import checkpoint
-from ludus.experiments.runs.checkpoint import Best
-from ludus.experiments.runs.compare import defining
-from ludus.experiments.runs.remote_runs import shown
+from ludus.experiments.runs.checkpoint import BestRecord
+from ludus.experiments.runs.compare import defining_settings
+from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_dir import Run, find_runs, is_script
 from ludus.experiments.runs.run_names import RUNS, short_name
-from ludus.experiments.runs.run_status import look
-from ludus.experiments.runs.tracking import flat
+from ludus.experiments.runs.run_status import read_status
+from ludus.experiments.runs.tracking import flatten
 
 _TRAINED, _EVALUATED = "episode_return_mean", "evaluation/return_mean"
 _FOLDERS = ("videos", "rollouts", "exports", "plots", "recordings")
@@ -41,7 +41,7 @@ class RunFacts:
     state: str
     rows: Sequence[Mapping[str, Any]] = ()
     checkpoints: Sequence[str] = ()
-    best: Best | None = None
+    best: BestRecord | None = None
     changed: Mapping[str, Any] = field(default_factory=dict)
     files: Sequence[str] = ()
 
@@ -51,14 +51,14 @@ def collect(directory: Path) -> RunFacts:
     run = Run(directory) if is_script(directory) else Run.open(directory)
     config = {} if is_script(directory) else run.config()
     return RunFacts(
-        place=shown(directory),
+        place=display_path(directory),
         short=short_name(directory, [*find_runs(RUNS)]),
         config=config,
         meta=run.meta(),
-        state=look(directory, fetched=True).said,
+        state=read_status(directory, fetched=True).sentence,
         rows=read_jsonl(run.metrics_path),
         checkpoints=checkpoint.names(run.store),
-        best=checkpoint.best(run.store),
+        best=checkpoint.read_best(run.store),
         changed=changed_settings(config),
         files=written_files(directory),
     )
@@ -76,9 +76,9 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
     name = config.get("run", "PPO")
     schema = algorithm_class(name).Config if name in ALGORITHMS else AlgorithmConfig
-    defaults = flat(dump_config(parse_algorithm_config(schema, {})))
-    own = flat(config.get("config") or {})
-    derived = {key for key, value in defining({f"config.{k}": v for k, v in own.items()}).items() if value is None}
+    defaults = flatten(dump_config(parse_algorithm_config(schema, {})))
+    own = flatten(config.get("config") or {})
+    derived = {key for key, value in defining_settings({f"config.{k}": v for k, v in own.items()}).items() if value is None}
     return {
         key: value
         for key, value in own.items()

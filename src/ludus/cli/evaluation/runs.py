@@ -16,7 +16,7 @@ from ludus.core.formatting import format_duration, format_number
 from ludus.errors import LudusError, NotFound
 
 if TYPE_CHECKING:
-    from ludus.experiments.runs.compare import Comparison, Standing
+    from ludus.experiments.runs.compare import Comparison, GroupScore
 
 app = HelpApp(help="List, inspect, compare, plot, rename, tag and delete runs.", no_args_is_help=True)
 
@@ -92,18 +92,18 @@ def compare(
 ) -> None:
     """Compare runs: the settings that differ, and groups of seeds with mean, interval and whether the difference is significant."""
     from ludus.experiments.runs import compare as comparing
-    from ludus.experiments.runs.plot import curves, draw_panels
+    from ludus.experiments.runs.plot import draw_panels, read_curves
 
     runs = _find_runs(directories)
     lowest = lower_is_better and metric == METRIC
     rows = [_summary(run, lowest) | settings for run, settings in zip(runs, _differences(runs, every=as_json), strict=True)]
     try:
-        groups = comparing.grouped(curves(runs, metric, over), group_by)
+        groups = comparing.group_runs(read_curves(runs, metric, over), group_by)
     except NotFound as error:  # no curves yet: list the runs without a comparison
         _print_comparison(_sort_best_first(rows, "best", lowest), None, [str(error)], None, as_json)
         return
-    result = comparing.compared(groups, at, lower_is_better=lower_is_better)
-    compared = {run: value for standing in result.standings for run, value in standing.values.items()}
+    result = comparing.compare_groups(groups, at, lower_is_better=lower_is_better)
+    compared = {run: value for standing in result.scores for run, value in standing.values.items()}
     column = f"{metric} ({at})"
     rows = _sort_best_first([_insert_column(row, column, compared.get(row["run"])) for row in rows], column, lower_is_better)
     title = "" if all(len(g.curves) == 1 for g in groups) else "mean over seeds, 95 % interval (bootstrap)"
@@ -180,11 +180,11 @@ def tag(
     ] = None,
 ) -> None:
     """Add or remove tags of a run; `ludus runs list --tag TAG` selects by them. Without tags, print those of the run."""
-    from ludus.experiments.runs.remote_runs import directory_of, shown
+    from ludus.experiments.runs.remote_runs import directory_of, display_path
     from ludus.experiments.runs.run_edit import tag_run
 
     directory = directory_of(run)
-    print(f"{shown(directory)}: {', '.join(tag_run(directory, tags or (), remove or ())) or 'no tags'}")
+    print(f"{display_path(directory)}: {', '.join(tag_run(directory, tags or (), remove or ())) or 'no tags'}")
 
 
 @app.command()
@@ -237,7 +237,7 @@ def plot(
     if group_by is None:
         print(plotting.plot(runs, out, metric, over, smoothing))
         return
-    groups = comparing.grouped(plotting.curves(runs, metric, over), group_by)
+    groups = comparing.group_runs(plotting.read_curves(runs, metric, over), group_by)
     print(plotting.draw({group.label: group.curves for group in groups}, out, metric, over, smoothing))
 
 
@@ -267,20 +267,20 @@ def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
     """The row of a run in `ludus runs list`. `lowest`: the best return is the lowest."""
     from ludus.core.metrics import read_jsonl
     from ludus.experiments.runs.compare import settings_of
-    from ludus.experiments.runs.remote_runs import shown
+    from ludus.experiments.runs.remote_runs import display_path
     from ludus.experiments.runs.run_dir import Run
     from ludus.experiments.runs.run_edit import tags_of
-    from ludus.experiments.runs.run_status import look
+    from ludus.experiments.runs.run_status import read_status
 
     settings = settings_of(run)
     rows = read_jsonl(run / "metrics.jsonl")
     means = [float(row["episode_return_mean"]) for row in rows if row.get("episode_return_mean") is not None]
     last = next((row for row in reversed(rows) if "time_s" in row), rows[-1] if rows else {})  # rows of evaluations have no time
     return {
-        "run": shown(run),
+        "run": display_path(run),
         "env": settings["env"],
         "algorithm": settings["run"],
-        "status": look(run, fetched=True).state,
+        "status": read_status(run, fetched=True).state,
         "timesteps": last.get("timesteps"),
         "return": means[-1] if means else None,
         "best": (min if lowest else max)(means, default=None),
@@ -308,14 +308,14 @@ def _differences(runs: list[Path], every: bool) -> list[dict[str, Any]]:
 
     Comparable runs have the same environment and algorithm; other algorithms have other keys.
     """
-    from ludus.experiments.runs.compare import EXECUTION, all_settings, differing
+    from ludus.experiments.runs.compare import EXECUTION, differing_keys, read_all_settings
 
-    settings = all_settings(runs)
+    settings = read_all_settings(runs)
     kinds: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     for one in settings:
         kinds.setdefault((one["env"], one["run"]), []).append(one)
-    within = dict.fromkeys(key for alike in kinds.values() for key in differing(alike) if key not in EXECUTION)
-    keys = [key for key in (differing(settings) if every else within) if key.startswith("config.")]
+    within = dict.fromkeys(key for alike in kinds.values() for key in differing_keys(alike) if key not in EXECUTION)
+    keys = [key for key in (differing_keys(settings) if every else within) if key.startswith("config.")]
     return [{key.removeprefix("config."): one.get(key) for key in keys} for one in settings]
 
 
@@ -329,22 +329,22 @@ def _print_comparison(
     _print_table(rows, as_json=False)
     if result is not None:
         print()
-        _print_table([_group_row(s) for s in result.standings], as_json=False)
+        _print_table([_group_row(s) for s in result.scores], as_json=False)
         print()
-        best = {verdict.a: None for verdict in result.verdicts if verdict.a not in {other.b for other in result.verdicts}}
-        few = len(result.standings) <= _ALL_PAIRS
-        for verdict in result.verdicts:
+        best = {verdict.a: None for verdict in result.differences if verdict.a not in {other.b for other in result.differences}}
+        few = len(result.scores) <= _ALL_PAIRS
+        for verdict in result.differences:
             if few or verdict.a in best:
-                print(verdict.said)
+                print(verdict.sentence)
         if not few:
-            print(f"({len(result.verdicts)} comparisons, corrected for multiple testing; --json prints all of them)")
+            print(f"({len(result.differences)} comparisons, corrected for multiple testing; --json prints all of them)")
     for note in notes:
         print(f"note: {note}")
     if picture is not None:
         print(f"written: {picture}")
 
 
-def _group_row(s: Standing) -> dict[str, Any]:
+def _group_row(s: GroupScore) -> dict[str, Any]:
     numbers = {"mean": s.mean, "from": s.low, "to": s.high, "std": s.std}
     cells = {name: None if math.isnan(value) else value for name, value in numbers.items()}
     return {

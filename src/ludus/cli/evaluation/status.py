@@ -15,7 +15,7 @@ from ludus.core.formatting import format_duration, format_number
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ludus.experiments.runs.run_status import Look
+    from ludus.experiments.runs.run_status import RunStatus
 
 _WATCH_S, _WATCH_REMOTE_S = 1.0, 5.0  # a run on a store uploads its status at most this often
 _ACTIVE = ("running", "starting", "restarting")
@@ -38,9 +38,9 @@ def status(
     ] = False,
 ) -> None:
     """Show the state of a run, its workers and what limits its speed."""
-    from ludus.experiments.runs.run_status import look
+    from ludus.experiments.runs.run_status import read_status
 
-    current = look(run)
+    current = read_status(run)
     if as_json:
         print(json.dumps(current.to_json()), flush=True)
         while watch and current.state in _ACTIVE:
@@ -50,7 +50,7 @@ def status(
     _show(run, current, watch=watch)
 
 
-def _show(run: str, current: Look, *, watch: bool) -> None:
+def _show(run: str, current: RunStatus, *, watch: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -68,25 +68,25 @@ def _show(run: str, current: Look, *, watch: bool) -> None:
             live.update(page(current), refresh=True)
 
 
-def _wait_and_read(run: str) -> Look:
+def _wait_and_read(run: str) -> RunStatus:
     from ludus.experiments.runs.remote_runs import directory_of, is_remote
-    from ludus.experiments.runs.run_status import look
+    from ludus.experiments.runs.run_status import read_status
 
     time.sleep(_WATCH_REMOTE_S if is_remote(directory_of(run)) else _WATCH_S)
-    return look(run)
+    return read_status(run)
 
 
-def page(current: Look) -> RenderableType:
+def page(current: RunStatus) -> RenderableType:
     """The status as a table of facts and a table of workers."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    from ludus.experiments.runs.remote_runs import shown
+    from ludus.experiments.runs.remote_runs import display_path
 
     head = Table.grid(padding=(0, 2))
-    head.add_row("run", Text(shown(current.run)))
-    head.add_row("state", Text(current.said, style=_COLOURS.get(current.state, "red")))
+    head.add_row("run", Text(display_path(current.run)))
+    head.add_row("state", Text(current.sentence, style=_COLOURS.get(current.state, "red")))
     for name, value in _facts(current):
         head.add_row(name, Text(value))
     parts: list[RenderableType] = [head]
@@ -96,8 +96,8 @@ def page(current: Look) -> RenderableType:
     return Group(*parts)
 
 
-def _facts(current: Look) -> Iterable[tuple[str, str]]:
-    from ludus.experiments.runs.run_status import many, summary
+def _facts(current: RunStatus) -> Iterable[tuple[str, str]]:
+    from ludus.experiments.runs.run_status import pluralize, summarize_load
 
     known, progress = current.status, current.status.get("progress") or {}
     numbers = {name: value for name, value in (known.get("numbers") or {}).items() if isinstance(value, (int, float))}
@@ -114,8 +114,8 @@ def _facts(current: Look) -> Iterable[tuple[str, str]]:
     if current.state in _ACTIVE:
         nodes = (known.get("sampling") or {}).get("nodes") or []
         if len(nodes) > 1:
-            yield "nodes", ", ".join(f"{node.get('name')} ({many(node.get('cores', 0), 'core')})" for node in nodes)
-        if parts := summary(numbers):
+            yield "nodes", ", ".join(f"{node.get('name')} ({pluralize(node.get('cores', 0), 'core')})" for node in nodes)
+        if parts := summarize_load(numbers):
             yield "parts", parts
         if "memory/waiting" in numbers:
             yield "queue", f"{numbers['memory/waiting']:,.0f} segments wait for the learner"

@@ -188,9 +188,9 @@ class EventMirror:
 
     def _copy_events(self, run: Path) -> None:
         from ludus.experiments.runs.remote_runs import store_of
-        from ludus.experiments.runs.run_status import ENDED, look
+        from ludus.experiments.runs.run_status import ENDED, read_status
 
-        ended = look(run, fetched=True).state in ENDED
+        ended = read_status(run, fetched=True).state in ENDED
         if ended and run in self._complete:
             return
         copy = self._copies / run.relative_to(self._top)

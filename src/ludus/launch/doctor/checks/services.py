@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from ludus.errors import AlreadyExists, ExchangeUnavailable, LudusError, StoreError
 from ludus.launch.doctor.checks.directories import filesystem_type
 from ludus.launch.doctor.finding import DoctorFinding, failed, ok, warning
-from ludus.ray_cluster.cluster import environment
+from ludus.ray_cluster.cluster import environment_variables
 from ludus.storage.base import open_store
 from ludus.transport.message_stream import PASSWORD, open_message_stream, split_password
 
@@ -91,7 +91,7 @@ def inspect_store(location: str) -> ServiceProbe:
     key = f".doctor-{uuid.uuid4().hex}"
     before = _missing_directories(location)
     try:
-        with environment({name: os.environ.get(name, value) for name, value in _S3_TIMEOUTS.items()}):
+        with environment_variables({name: os.environ.get(name, value) for name, value in _S3_TIMEOUTS.items()}):
             store = open_store(location)
         try:
             durations["write"], _ = _measure(lambda: store.put(f"{key}/value", _PAYLOAD))
