@@ -151,7 +151,7 @@ def test_help_names_every_command_and_option(call: Call) -> None:
         *("--queue-trials", "--torch", "--eager", "--trace", "--no-ray-ui", "--redis-password"),
     ):
         assert option in options, option
-    options = call("rollout", "--help").out
+    options = call("rollout", "--help-all").out
     for option in (
         *("--run", "--env", "--episodes", "--steps", "--seed", "--video", "--monitor", "--video-dir", "--save-info", "--out"),
         *("--num-workers", "--num-gpus", "--config", "--deterministic", "--stochastic", "--json"),
@@ -263,7 +263,7 @@ def test_a_new_run_starts_from_a_checkpoint(call: Call, counting: Path, tmp_path
         (["CartPole-v1", "--project", "somewhere"], r"--project and --trial go together"),
         (["CartPole-v1", "--project", "somewhere", "--trial", "../x"], r"--trial '\.\./x' is not a plain name"),
         (["-f", "no-such-file.yaml"], r"Cannot read no-such-file\.yaml"),
-        (["--resume", "somewhere", "CartPole-v1", "--seed", "3"], r"--resume continues .* ENV, --seed cannot be changed"),
+        (["--resume", "somewhere", "CartPole-v1", "--seed", "3"], r"--resume keeps .* ENV, --seed cannot be changed"),
         ([], r"Which environment\?"),
     ],
 )

@@ -173,8 +173,8 @@ def test_the_server_and_its_catalogue_are_shown_and_finished_games_are_cleared(c
     ("words", "code", "message"),
     [
         (("start", "../x", "--mode", "1v1"), 2, "runtime_id is '../x'"),
-        (("start", "x", "--heroes", "a/b"), 2, "--heroes is 'a/b'"),
-        (("start", "x", "--mode", "1v1", "-o", "speed"), 2, "--option is 'speed'"),
+        (("start", "x", "--heroes", "a/b"), 2, "--heroes 'a/b' is not valid"),
+        (("start", "x", "--mode", "1v1", "-o", "speed"), 2, "--option 'speed' is not valid"),
         (("start", "x", "--mode", "1v1", "--camp", "rule", "--camp", "nowhere"), 2, "server_config[1]"),
         (("start", "x", "--mode", "1v1", "--game", "tyo"), 2, "'toy'"),
         (("start", "x", "--mode", "1v1", "-o", "behave=$(id)"), 2, "options.behave"),
