@@ -1,11 +1,10 @@
-"""The Arena: who beats whom among the built-in players, and how many decisions a second one core makes.
+"""Strength of the Arena's bots against each other, and decisions per second on one core.
 
     python -m bench.arena --ladder           400 games of every pair, 1v1 and 3v3 (about 10 minutes)
     python -m bench.arena --speed            (about 3 minutes)
 
-The ladder: random line-ups, either script once with either camp; won is whoever destroyed the base, and a match that time ends is
-won by nobody. Speed: orders are drawn at random from all there are, so that many are refused and do nothing; targets that cannot be
-aimed at are replaced by the nearest that can, and every step builds observations and masks.
+The ladder: random line-ups, each bot once in each camp; a match at the time limit is a draw. Speed: uniformly random orders, of
+which many are illegal; invalid targets are replaced by the nearest valid one, and every step builds observations and masks.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ GOALS = {
 SIZES = (1, 3)
 AT_ONCE = (1, 64)
 DECISIONS = {1: 5_000, 64: 20_000}
-"""A second, on one core: what is to be reached."""
+"""Goals: decisions per second on one core, by number of matches."""
 UNCOMPILED_S = 600.0
 
 
@@ -75,7 +74,7 @@ def heroes_table(found: Row) -> str:
 
 
 def run_ladder(games: int, seed: int) -> bool:
-    """Whether all goals are reached."""
+    """Run the ladder; return whether all goals are reached."""
     standings = []
     for size in SIZES:
         for pair in PAIRS:
@@ -84,9 +83,9 @@ def run_ladder(games: int, seed: int) -> bool:
     found = play_hero_pairs(max(2, games // 10), seed)
     head = provenance()
     page = (
-        f"# The ladder of the Arena's scripts\n\n{head['date']}, commit {head['commit']}, {head['cpu']}\n\n"
-        f"Random line-ups, each played by either script; seed {seed}. Won: the base destroyed; 480 seconds of the game, then nobody "
-        f"has won. Intervals: Wilson.\n\n{ladder_table(standings)}\n\n"
+        f"# The ladder of the Arena's bots\n\n{head['date']}, commit {head['commit']}, {head['cpu']}\n\n"
+        f"Random line-ups, each played by both bots; seed {seed}. Won: the base destroyed; after 480 seconds of game time a draw. "
+        f"Intervals: Wilson.\n\n{ladder_table(standings)}\n\n"
         f"Heroes, 1v1, hard against hard, {found['games']} games, {found['drawn']} of them ended by time:\n\n{heroes_table(found)}\n"
     )
     if games >= 400:
@@ -101,7 +100,7 @@ def run_ladder(games: int, seed: int) -> bool:
 
 
 def decisions(size: int, matches: int, seconds: float) -> float:
-    """Decisions of heroes a second: step, observations, masks; orders are drawn beforehand and aimed leniently."""
+    """Return hero decisions per second, with observations and masks; orders are drawn beforehand."""
     arena = Arena(size, matches, lenient=True)
     arena.reset(range(matches))
     rng = np.random.default_rng(0)
@@ -132,13 +131,13 @@ def _nearest(units: Ints32, out: Ints32) -> None:
 
 @kernel
 def nearest_compiled(units: Ints32, out: Ints32) -> None:
-    """The nearest enemy of every unit: a part of the rules that can be written without loops as well."""
+    """Find the nearest enemy of every unit, compiled."""
     for m in range(units.shape[0]):
         _nearest(units[m], out[m])
 
 
 def nearest_numpy(units: Ints32, out: Ints32) -> None:
-    """The same, for all matches at once."""
+    """Find the nearest enemy of every unit with NumPy, for all matches at once."""
     x, y = units[:, X].astype(np.int64), units[:, Y].astype(np.int64)
     far = (x[:, :, None] - x[:, None]) ** 2 + (y[:, :, None] - y[:, None]) ** 2
     alive, camp = units[:, ALIVE] == 1, units[:, CAMP]
@@ -148,7 +147,7 @@ def nearest_numpy(units: Ints32, out: Ints32) -> None:
 
 
 def part(matches: int, seconds: float, function: Callable[[Ints32, Ints32], None]) -> float:
-    """Microseconds for each match: nearest enemies in the middle of a 3v3."""
+    """Return microseconds per match for nearest enemies in the middle of a 3v3."""
     arena = Arena(3, matches)
     arena.reset(range(matches))
     who = np.full((matches, 6), BOTS.index("medium"), np.int8)
@@ -165,7 +164,7 @@ def part(matches: int, seconds: float, function: Callable[[Ints32, Ints32], None
 
 
 def agree() -> None:
-    """Both forms find targets at the same distance: what is compared is the same work."""
+    """Check that both forms find targets at the same distance."""
     arena = Arena(3, 8)
     arena.reset(range(8))
     who = np.full((8, 6), BOTS.index("medium"), np.int8)
@@ -179,13 +178,13 @@ def agree() -> None:
         + (arena.units[:, Y] - np.take_along_axis(arena.units[:, Y], f, 1)).astype(np.int64) ** 2
         for f in found
     ]
-    # Roots are rounded down, so that squares may differ by less than two of them.
+    # Square roots are rounded down, so that squares may differ slightly.
     if not np.array_equal(np.sqrt(far[0]).astype(int), np.sqrt(far[1]).astype(int)):
         raise SystemExit("the compiled and the numpy form do not find the same targets")
 
 
 def uncompiled(size: int, matches: int) -> float:
-    """The same kernels as plain Python, in a process of their own."""
+    """Return decisions per second without compilation, in a separate process."""
     code = f"from bench.arena import decisions; print(decisions({size}, {matches}, 5.0))"
     environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=UNCOMPILED_S)
@@ -193,7 +192,7 @@ def uncompiled(size: int, matches: int) -> float:
 
 
 def run_speed(rounds: int, seconds: float) -> bool:
-    """Whether the goals are reached."""
+    """Run the speed measurements; return whether the goals are reached."""
     agree()
     rows: list[Row] = []
     measures: list[tuple[dict[str, Any], Callable[[], float]]] = [
@@ -206,7 +205,7 @@ def run_speed(rounds: int, seconds: float) -> bool:
             ({"what": f"nearest, µs a match, {name}", "size": 3, "matches": m}, lambda m=m, f=function: part(m, seconds / 3, f))  # type: ignore[misc]
             for m in AT_ONCE
         ]
-    for number in range(rounds + 1):  # the first round warms up, and does not count
+    for number in range(rounds + 1):  # the first round is a warm-up
         for label, measure in measures:
             row = label | {"round": number, "value": round(measure(), 3)}
             print(json.dumps(row), flush=True)

@@ -1,4 +1,4 @@
-"""The Arena through HTTP: game processes that call a trivial actor, and what a hero's decision costs both of them.
+"""Cost of a hero decision over HTTP: game processes of the Arena with a trivial actor.
 
 python -m bench.arena_http                1v1 and 3v3, one match in a process and sixteen
 """
@@ -36,13 +36,13 @@ GOAL, FRAMES, ROUNDS = 3_000, 1_500, 5
 WAYS = (("1v1", 1), ("1v1", 16), ("3v3", 1), ("3v3", 16))
 
 HOW = """\
-A game process plays so many matches at once and asks an actor, in a process of its own, over HTTP for every hero of both camps: msgpack, a session for
-each camp, observations and masks built and sent. The actor is our gateway with a few lines that read the message and answer "nothing". Per core: heroes'
-decisions in a second of CPU time, that of game and actor together. Median [least–most] of {rounds} interleaved rounds."""
+A game process plays the matches and requests the actions of all heroes of both camps over HTTP from an actor in another process: msgpack, one session
+per camp, observations and masks built and sent. The actor is a Ludus gateway with a few lines that decode the message and answer "nothing". Per core: hero
+decisions per second of CPU time of game and actor together. Median [least–most] of {rounds} interleaved rounds."""
 
 
 class Trivial(Actor):
-    """Reads what every hero sees, and does nothing."""
+    """Decodes the observations and does nothing."""
 
     async def tick(self, body: bytes) -> bytes:
         seats = msgpack.unpackb(body)["seats"]
@@ -55,20 +55,20 @@ class Row:
     mode: str
     matches: int
     decisions: int
-    """Of heroes, that were asked for over HTTP."""
+    """Hero decisions requested over HTTP."""
     seconds: float
     game_cpu_s: float
     actor_cpu_s: float
 
     @property
     def per_core(self) -> float:
-        """Decisions in a second of CPU, that of the game and the actor together."""
+        """Decisions per second of CPU time of game and actor."""
         return self.decisions / (self.game_cpu_s + self.actor_cpu_s)
 
 
 @contextmanager
 def actor() -> Iterator[tuple[str, Connection]]:
-    """The address of a gateway in a process of its own, and where to ask for its CPU time."""
+    """Start a gateway process; yield its address and a pipe that returns its CPU time."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -105,7 +105,7 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _asked_cpu_s(pipe: Connection) -> float:
+def _actor_cpu_s(pipe: Connection) -> float:
     pipe.send(None)
     if not pipe.poll(LIMIT_S):
         raise TimeoutError("The actor does not answer.")
@@ -114,19 +114,19 @@ def _asked_cpu_s(pipe: Connection) -> float:
 
 
 def through_http(mode: str, matches: int, frames: int = 1500) -> Row:
-    """Both camps are played by the actor, in `matches` matches of one process."""
+    """Measure `matches` matches of one process with the actor in both camps."""
     prepare()
     with actor() as (url, pipe):
-        for limit in (60, frames):  # a short one first: whatever happens once does not count
-            before, busy, at = _asked_cpu_s(pipe), _cpu_s(), time.perf_counter()
-            results = _played(mode, matches, limit, url)
-            seconds, game, there = time.perf_counter() - at, _cpu_s() - busy, _asked_cpu_s(pipe) - before
+        for limit in (60, frames):  # a short one first as warm-up
+            before, busy, at = _actor_cpu_s(pipe), _cpu_s(), time.perf_counter()
+            results = _play(mode, matches, limit, url)
+            seconds, game, there = time.perf_counter() - at, _cpu_s() - busy, _actor_cpu_s(pipe) - before
     assert not any(result["lost"] or result["late"] or result["garbled"] for result in results)
     decisions = sum(hero["asked"] for result in results for hero in result["heroes"])
     return Row(mode, matches, decisions, seconds, game, there)
 
 
-def _played(mode: str, matches: int, frames: int, url: str) -> list[dict[str, Any]]:
+def _play(mode: str, matches: int, frames: int, url: str) -> list[dict[str, Any]]:
     camps = [{"url": url}, {"url": url}]
     config = {"mode": mode, "camps": camps, "max_frames": frames}
     plans = [read_plan(config | {"runtime_id": f"bench-{i}", "seed": i}, (None, None), BOTS) for i in range(matches)]
@@ -159,16 +159,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=FRAMES)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    said = parser.parse_args()
+    args = parser.parse_args()
     load = os.getloadavg()[0]
     rows: list[dict[str, Any]] = []
-    for number in range(said.rounds):
+    for number in range(args.rounds):
         for mode, matches in WAYS:
-            row = through_http(mode, matches, said.frames)
+            row = through_http(mode, matches, args.frames)
             rows.append({"round": number, **dataclasses.asdict(row), "per_core": row.per_core})
             print(rows[-1], flush=True)
     body = f"{table(rows)}\n\nLoad of the machine before it: {load:.1f}."
-    keep("arena-http", said.frames >= FRAMES and said.rounds >= ROUNDS, rows, body, HOW.format(rounds=said.rounds))
+    keep("arena-http", args.frames >= FRAMES and args.rounds >= ROUNDS, rows, body, HOW.format(rounds=args.rounds))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""How well the Arena is learned: the presets, each for a fixed time, and then battles against the built-in players.
+"""Learning results on the Arena: train the presets for a fixed time, then play against the bots.
 
     python -m bench.arena_learn --mode 1v1 --seeds 1 2 3          (half an hour a seed, and some minutes of battles)
     python -m bench.arena_learn --mode 3v3 --seeds 1 2 3          (an hour and a half a seed)
-    python -m bench.arena_learn --mode 1v1 --runs RUN [RUN …]     only the battles, of runs that are there already
+    python -m bench.arena_learn --mode 1v1 --runs RUN [RUN …]     only the battles, of existing runs
 
-A battle is 200 matches with sides swapped, from the beginning, with the most probable actions and once more with drawn ones, as in
-training; won is whoever destroyed the base, and a match that time ends is won by nobody. The same matches against `medium` are played by the exported policy (onnxruntime). The curve is of the matches of training, in which actions are drawn.
+A battle is 200 full matches with sides swapped, once with the most probable actions and once with sampled ones, as in training. A
+match at the time limit is a draw. The exported policy (onnxruntime) plays the same matches against `medium`. The curve shows the
+training matches, in which actions are sampled.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ GOALS = {("1v1", "medium"): 0.90, ("1v1", "hard"): 0.60, ("3v3", "medium"): 0.75
 OPPONENTS = ("easy", "medium", "hard")
 HOW = ("most probable", "drawn", "most probable, ONNX")
 JUDGED = "medium"
-"""By the exported policy."""
+"""Opponent of the exported policy."""
 GAMES = 200
 POINTS = 16
-"""Of a curve."""
+"""Points of a curve."""
 
 
-def trained(mode: str, seed: int, minutes: float, directory: Path) -> Path:
-    """The run of one seed."""
+def train(mode: str, seed: int, minutes: float, directory: Path) -> Path:
+    """Train one seed; return its run directory."""
     ludus_command = Path(sys.executable).with_name("ludus")
     words = [
         "train",
@@ -54,7 +55,7 @@ def trained(mode: str, seed: int, minutes: float, directory: Path) -> Path:
 
 
 def curve(run: Path) -> list[dict[str, float]]:
-    """Some of the reports: time, timesteps, and how many of the last matches were won."""
+    """Return some reports: time, timesteps and win rates of the last matches."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     reports = [row for row in rows if "match/win/medium" in row]
     chosen = [reports[round(i * (len(reports) - 1) / (POINTS - 1))] for i in range(POINTS)] if len(reports) >= POINTS else reports
@@ -62,7 +63,7 @@ def curve(run: Path) -> list[dict[str, float]]:
     return [{name: round(row[name], 3) for name in names if name in row} for row in chosen]
 
 
-def judged(mode: str, run: Path, games: int) -> Row:
+def evaluate(mode: str, run: Path, games: int) -> Row:
     def against(player: Path, who: str, *, drawn: bool = False) -> Row:
         found = ludus.battle(player, f"rule:{who}", games, mode=mode, seed=1, deterministic=not drawn)
         low, high = found.interval
@@ -127,9 +128,9 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("runs"))
     asked = parser.parse_args()
     minutes = asked.minutes or MINUTES[asked.mode]
-    runs = asked.runs or [trained(asked.mode, seed, minutes, asked.directory) for seed in asked.seeds]
+    runs = asked.runs or [train(asked.mode, seed, minutes, asked.directory) for seed in asked.seeds]
     head = provenance() | {"load": round(os.getloadavg()[0], 1)}
-    rows = [judged(asked.mode, run, asked.games) for run in runs]
+    rows = [evaluate(asked.mode, run, asked.games) for run in runs]
     name = f"arena-learn-{asked.mode}"
     (RESULTS / f"{name}.json").write_text(json.dumps(head | {"rows": rows}, indent=1))
     text = page(asked.mode, rows, head)

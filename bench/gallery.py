@@ -65,7 +65,7 @@ def evaluated(run_dir: Path) -> tuple[float, int]:
 
 def trained(name: str, seed: int, folder: Path, episodes: int, timeout_s: float) -> Row:
     """One seed of one preset: half of the budget, then the other half after a resumption."""
-    target = preset_index.summary(name).target
+    target = preset_index.read_summary(name).target
     began = time.monotonic()
     ((_, data),) = preset_index.experiments(name).items()
     duration = max(episodes, data["config"].get("evaluation_duration", 0))
@@ -88,7 +88,7 @@ def trained(name: str, seed: int, folder: Path, episodes: int, timeout_s: float)
 
 
 def exhibit(name: str, seeds: list[int], episodes: int, timeout_s: float) -> Row:
-    about = preset_index.summary(name)
+    about = preset_index.read_summary(name)
     row: Row = {
         "preset": name,
         "env": about.env,
@@ -158,7 +158,7 @@ def main() -> int:
     quick = [name for name in QUICK if name in known]
     asked = {"quick": quick, "all": known}.get(args.presets, args.presets.split(","))
     for name in asked:
-        preset_index.summary(name)  # a misspelt one is refused before hours have passed
+        preset_index.read_summary(name)  # a misspelt one is refused before hours have passed
     began, rows = time.monotonic(), []
     for name in asked:
         print(f"{name} …", flush=True)

@@ -1,4 +1,4 @@
-"""Servers that serve while a test talks to them: on an event loop in a thread of its own."""
+"""Test servers on an event loop in a background thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from ludus.cli.serving.conformance_server import CheckServer
+from ludus.cli.serving.conformance_server import ConformanceServer
 from ludus.distributed.gateway_workers import bind
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.protocol.conformance import CheckFinding, Conformance
@@ -23,7 +23,7 @@ LIMIT_S = 20.0
 
 @contextlib.contextmanager
 def loop_thread() -> Iterator[Callable[[Coroutine[Any, Any, T]], T]]:
-    """A function that runs a coroutine there and waits for it."""
+    """Return a function that runs a coroutine on the loop and waits for it."""
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -66,9 +66,9 @@ def gateway(make_actor: Callable[[], Any], settings: GatewaySettings | None = No
 
 @dataclass
 class Checked:
-    server: CheckServer
+    server: ConformanceServer
     port: int
-    told: list[CheckFinding] = field(default_factory=list)
+    findings: list[CheckFinding] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -77,25 +77,25 @@ class Checked:
 
     def tell(self, finding: CheckFinding) -> None:
         with self.changed:
-            self.told.append(finding)
+            self.findings.append(finding)
             self.changed.notify_all()
 
     def hears(self, kind: str) -> str:
-        """The words of a finding that has come, or comes now."""
+        """Wait for a finding of this kind, and return its text."""
         with self.changed:
-            assert self.changed.wait_for(lambda: any(f.check.kind == kind for f in self.told), LIMIT_S), self.told
-            return next(f.seen for f in self.told if f.check.kind == kind)
+            assert self.changed.wait_for(lambda: any(f.check.kind == kind for f in self.findings), LIMIT_S), self.findings
+            return next(f.seen for f in self.findings if f.check.kind == kind)
 
     @property
     def kinds(self) -> set[str]:
-        return {finding.check.kind for finding in self.told}
+        return {finding.check.kind for finding in self.findings}
 
 
 @contextlib.contextmanager
 def checking(conformance: Conformance | None = None, **settings: Any) -> Iterator[Checked]:
     listening = bind("127.0.0.1", 0)
     checked = Checked(None, listening.getsockname()[1])  # type: ignore[arg-type]
-    checked.server = CheckServer(conformance or Conformance(), checked.tell, **settings)
+    checked.server = ConformanceServer(conformance or Conformance(), checked.tell, **settings)
     with loop_thread() as run:
         run(checked.server.start(listening))
         try:
@@ -105,7 +105,7 @@ def checking(conformance: Conformance | None = None, **settings: Any) -> Iterato
 
 
 def received(connected: socket.socket) -> bytes:
-    """One whole reply, by its Content-Length; what is there when the other side closes."""
+    """Read one reply by its Content-Length, or until the peer closes."""
     data = b""
     while True:
         head, mark, body = data.partition(b"\r\n\r\n")
@@ -120,7 +120,7 @@ def received(connected: socket.socket) -> bytes:
 
 
 def say(port: int, raw: bytes) -> bytes:
-    """Send bytes on a connection of their own; the reply."""
+    """Send bytes on a new connection, and return the reply."""
     with socket.create_connection(("127.0.0.1", port), LIMIT_S) as connected:
         connected.sendall(raw)
         return received(connected)

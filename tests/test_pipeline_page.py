@@ -31,7 +31,7 @@ def test_experiments_on_the_page_are_accepted_and_their_environments_made(experi
     env.close()
 
 
-def test_the_matches_of_the_first_example_are_as_many_as_it_says() -> None:
+def test_the_first_example_plays_the_stated_number_of_matches() -> None:
     config = EXPERIMENTS[0]["arena"]["config"]
     env = GamecoreVectorEnv(config["num_envs_per_worker"], **config["env_config"])
     kinds = [slot.kind for slot in env.slots]

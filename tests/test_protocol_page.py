@@ -110,7 +110,7 @@ def test_the_python_client_plays_without_a_finding_and_hears_the_same_again() ->
             bot.end()
         bot.connection.close()
     summary = checked.server.summary
-    assert (summary.matches, summary.retries, summary.mistakes, summary.warnings, checked.told) == (2, 2, 0, 0, [])
+    assert (summary.matches, summary.retries, summary.mistakes, summary.warnings, checked.findings) == (2, 2, 0, 0, [])
 
 
 def test_the_yaml_declares_spaces_for_the_check_and_for_training() -> None:

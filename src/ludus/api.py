@@ -22,7 +22,7 @@ from ludus.sampling.trained_agent import TrainedAgent
 
 if TYPE_CHECKING:
     from ludus.core.tree import Array
-    from ludus.experiments.evaluation.rollout import Played
+    from ludus.experiments.evaluation.rollout import RolloutResult
     from ludus.sampling.episode_runner import Score
     from ludus.tournament.result import BattleResult
     from ludus.tuning.report import SweepResult
@@ -205,7 +205,7 @@ def rollout(
     save_info: bool = False,
     num_workers: int = 0,
     trust: bool = False,
-) -> Played:
+) -> RolloutResult:
     """Play a run or checkpoint; return returns and lengths, and write every step to `out` (see `read_rollout`) and a video.
 
     `trust`: import any code that the stored run names (docs/security.md).
@@ -214,9 +214,9 @@ def rollout(
 
     options = {"seed": seed, "deterministic": deterministic, "save_info": save_info, "depth": depth}
     name = None if env is None else env_name(env)
-    files = rollouts.Files(None if out is None else Path(out), None if video is None else Path(video), video_grid)
+    files = rollouts.RolloutFiles(None if out is None else Path(out), None if video is None else Path(video), video_grid)
     with trusts.consent(trust, str(where)):
-        *_, stage = rollouts.stage_of(where, env=name, env_config=env_config, **options)
+        *_, stage = rollouts.rollout_spec(where, env=name, env_config=env_config, **options)
         return rollouts.rollout(stage, episodes, max_steps=steps, files=files, workers=num_workers)
 
 
@@ -247,13 +247,13 @@ def battle(
     """
     from ludus.tournament import battle as battles
     from ludus.tournament.contestants import contestant
-    from ludus.tournament.gamecore_matches import Place
-    from ludus.tournament.settings import Keeping, Terms, read_lineups
+    from ludus.tournament.gamecore_matches import GameLocation
+    from ludus.tournament.settings import BattleSettings, RecordingSettings, read_lineups
 
-    terms = Terms(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
-    keeping = Keeping(None if record is None else Path(record), films=video)
+    settings = BattleSettings(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
+    recording_settings = RecordingSettings(None if record is None else Path(record), videos=video)
     with trusts.consent(trust):
-        return battles.battle(contestant(a), contestant(b), terms, keeping, Place(server, game, **place))
+        return battles.battle(contestant(a), contestant(b), settings, recording_settings, GameLocation(server, game, **place))
 
 
 def read_rollout(path: str | Path) -> list[dict[str, Array]]:

@@ -1,4 +1,4 @@
-"""Scenes in the Arena that are set up by hand, and players who do whatever is allowed."""
+"""Hand-made states of the Arena and random legal play."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Scene:
         self.arena.reset([seed])
         self.size = size
         self.orders = np.zeros((1, 2 * size, 4), np.int32)
-        for h in range(2 * size):  # apart from each other, and from whatever happens in the middle
+        for h in range(2 * size):  # far from each other and from the middle
             self.put(h, 6_000 if h < size else LENGTH - 6_000, WIDTH // 2)
 
     @property
@@ -71,7 +71,7 @@ class Scene:
             self.units[getattr(layout, name.upper()), slot] = value
 
     def creep(self, camp: int, i: int, x: int, y: int = WIDTH // 2, kind: int = MELEE, **fields: int) -> int:
-        """A creep as we want it: slow to act, and without armour."""
+        """Place a creep without armour and attack."""
         slot = creep_slot(self.size, camp, i)
         self.units[:, slot] = 0
         for field, value in (
@@ -86,7 +86,7 @@ class Scene:
         return hero_slot(self.size, camp, i)
 
     def order(self, h: int, what: int, *, direction: int = 0, at: int | None = None) -> None:
-        """Until another order: `at` is the slot that it is aimed at."""
+        """Set the order of hero h until the next one; `at`: target slot."""
         self.orders[0, h] = 0
         self.orders[0, h, WHAT] = what
         self.orders[0, h, MOVE_DIRECTION] = self.orders[0, h, SKILL_DIRECTION] = direction
@@ -94,14 +94,14 @@ class Scene:
             self.orders[0, h, TARGET_UNIT] = self.row(h, at)
 
     def row(self, h: int, slot: int) -> int:
-        """Of the observation of hero h, that shows this slot."""
+        """Return the row of `slot` in the observation of hero h."""
         return next(row for row in range(self.arena.slots) if observed_slot(self.match, h, row) == slot)
 
     def play(self, ticks: int = 1) -> None:
         self.arena.advance(self.orders, ticks)
 
     def look(self) -> None:
-        """A tick in which nobody does anything: who sees whom is found out at its end."""
+        """Play a tick without orders, which updates visibility, and observe."""
         self.arena.advance(np.zeros_like(self.orders), 1)
         self.arena.observe()
 
@@ -113,7 +113,7 @@ class Scene:
 
 
 def duel(**fields: int) -> Scene:
-    """Two heroes face to face in the middle; fields of both."""
+    """Two heroes face to face in the middle; `fields` are set for both."""
     scene = Scene()
     scene.put(0, MIDDLE, **fields)
     scene.put(1, MIDDLE + 1_500, **fields)
@@ -122,11 +122,11 @@ def duel(**fields: int) -> Scene:
 
 
 _EAGER = np.array([0.05, 1.0, 3.0, 2.0, 2.0, 2.0, 1.0, 0.02])
-"""How much a player likes each button: left to chance alone, nobody would ever meet."""
+"""Weights of the buttons; with uniform ones heroes would rarely meet."""
 
 
 def legal_play(arena: Arena, random: np.random.Generator) -> npt.NDArray[np.int32]:
-    """Something that is allowed, for all heroes; mostly forward. `arena.observe()` was called."""
+    """Return random legal orders for all heroes, mostly forward. Call `arena.observe()` before."""
     mask, lead = arena.mask, arena.mask.shape[:2]
     orders = np.zeros((*lead, 4), np.int32)
     orders[..., WHAT] = np.argmax(random.random((*lead, 8)) * _EAGER * mask[..., :8], axis=-1)

@@ -1,4 +1,4 @@
-"""The rules of the Arena, against what was worked out by hand. Numbers that may be tuned are read, not repeated."""
+"""Rules of the Arena against values computed by hand. Tunable numbers are read from the code."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def is_near(scene: Scene, slot: int, x: int, y: int, by: int) -> bool:
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_of_a_blow_armour_leaves_one_hundredth_of_a_hundred_plus_armour() -> None:
+def test_armour_reduces_damage_by_100_over_100_plus_armour() -> None:
     scene = duel(attack=100, armour=25, hp=500)
     scene.order(0, STRIKE, at=1)
     scene.play()
@@ -93,7 +93,7 @@ def test_of_a_blow_armour_leaves_one_hundredth_of_a_hundred_plus_armour() -> Non
     assert scene.get(HP, 0) == 500
 
 
-def test_the_next_blow_comes_a_period_after_the_first() -> None:
+def test_attacks_are_one_period_apart() -> None:
     scene = duel(attack=100, armour=0, hp=500, period=7)
     scene.order(0, STRIKE, at=1)
     left = []
@@ -103,14 +103,14 @@ def test_the_next_blow_comes_a_period_after_the_first() -> None:
     assert left == [400] * 7 + [300] * 2
 
 
-def test_a_blow_does_at_least_one() -> None:
+def test_an_attack_does_at_least_one_damage() -> None:
     scene = duel(attack=1, armour=100_000, hp=500)
     scene.order(0, STRIKE, at=1)
     scene.play()
     assert scene.get(HP, 1) == 499
 
 
-def test_two_who_strike_each_other_down_in_one_tick_both_die() -> None:
+def test_two_heroes_can_kill_each_other_in_one_tick() -> None:
     scene = duel(attack=1_000, armour=0, hp=500)
     scene.order(0, STRIKE, at=1)
     scene.order(1, STRIKE, at=0)
@@ -120,7 +120,7 @@ def test_two_who_strike_each_other_down_in_one_tick_both_die() -> None:
     assert [scene.get(DEATHS, h) for h in (0, 1)] == [1, 1]
 
 
-def test_whoever_is_out_of_range_is_walked_up_to_and_not_struck() -> None:
+def test_a_target_out_of_range_is_approached_and_not_hit() -> None:
     scene = duel(attack=100, armour=0, hp=500)
     scene.put(1, MIDDLE + 10_000)
     scene.look()
@@ -136,7 +136,7 @@ def test_whoever_is_out_of_range_is_walked_up_to_and_not_struck() -> None:
 
 
 @pytest.mark.parametrize(("kind", "left"), [(MELEE, 940), (RANGED, 940), (SIEGE, 900)])
-def test_creeps_with_swords_and_bows_hurt_heroes_less(kind: int, left: int) -> None:
+def test_melee_and_ranged_creeps_do_less_damage_to_heroes(kind: int, left: int) -> None:
     scene = Scene()
     scene.put(0, MIDDLE, hp=1_000, max_hp=1_000, armour=0, seen=1)
     scene.creep(1, 0, MIDDLE + 900, kind=kind, attack=100, range=2_000)
@@ -144,7 +144,7 @@ def test_creeps_with_swords_and_bows_hurt_heroes_less(kind: int, left: int) -> N
     assert scene.get(HP, 0) == left
 
 
-def test_a_ram_does_twice_the_damage_to_buildings() -> None:
+def test_a_ram_does_double_damage_to_buildings() -> None:
     scene = Scene()
     outer = structure_slot(1, 1, OUTER)
     scene.put(outer, LENGTH - OUTER_X, armour=0, attack=0)
@@ -155,7 +155,7 @@ def test_a_ram_does_twice_the_damage_to_buildings() -> None:
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_a_hero_alone_does_little_to_buildings(guarded: bool) -> None:
+def test_a_hero_without_creeps_does_less_damage_to_buildings(guarded: bool) -> None:
     scene = Scene()
     outer = structure_slot(1, 1, OUTER)
     at = LENGTH - OUTER_X
@@ -172,10 +172,10 @@ def test_a_hero_alone_does_little_to_buildings(guarded: bool) -> None:
 # -- buildings --------------------------------------------------------------------------------------------------------
 
 
-def test_buildings_fall_from_the_outer_tower_to_the_base() -> None:
+def test_buildings_are_vulnerable_from_the_outer_tower_to_the_base() -> None:
     scene = Scene()
     slots = [structure_slot(1, 1, which) for which in (OUTER, INNER, CORE)]
-    scene.put(0, LENGTH - 14_000)  # all three are near enough to be ordered to be attacked
+    scene.put(0, LENGTH - 14_000)  # all three are in attack distance
     for slot in slots:
         scene.put(slot, LENGTH - 14_000 + 3_000, attack=0)
     for fallen in range(3):
@@ -183,7 +183,7 @@ def test_buildings_fall_from_the_outer_tower_to_the_base() -> None:
         scene.units[HP, slots[fallen]], scene.units[ALIVE, slots[fallen]] = 0, 0
 
 
-def test_creeps_do_not_strike_what_is_still_protected() -> None:
+def test_creeps_do_not_attack_protected_buildings() -> None:
     scene = Scene()
     inner = structure_slot(1, 1, INNER)
     scene.creep(0, 0, scene.get(X, inner) - 2_000, attack=100, range=5_000)
@@ -196,7 +196,7 @@ def test_creeps_do_not_strike_what_is_still_protected() -> None:
     assert scene.get(HP, inner) < before
 
 
-def test_a_tower_shoots_at_creeps_before_heroes_unless_a_hero_attacks_a_hero() -> None:
+def test_a_tower_prefers_creeps_unless_a_hero_attacks_a_hero() -> None:
     scene = Scene()
     tower = structure_slot(1, 1, OUTER)
     at = scene.get(X, tower)
@@ -204,7 +204,7 @@ def test_a_tower_shoots_at_creeps_before_heroes_unless_a_hero_attacks_a_hero() -
     scene.put(1, at - 2_500)
     scene.look()
     scene.play()
-    assert scene.get(TARGET, tower) == 0  # nobody else is there
+    assert scene.get(TARGET, tower) == 0  # no other target
     creep = scene.creep(0, 0, at - 6_000, attack=0, speed=0, range=1)
     scene.units[TARGET, tower] = -1
     scene.play()
@@ -214,7 +214,7 @@ def test_a_tower_shoots_at_creeps_before_heroes_unless_a_hero_attacks_a_hero() -
     assert scene.get(TARGET, tower) == 0
 
 
-def test_a_tower_keeps_whom_it_has_begun_to_shoot_at() -> None:
+def test_a_tower_keeps_its_target() -> None:
     scene = Scene()
     tower = structure_slot(1, 1, OUTER)
     at = scene.get(X, tower)
@@ -226,7 +226,7 @@ def test_a_tower_keeps_whom_it_has_begun_to_shoot_at() -> None:
 
 
 @pytest.mark.parametrize("camp", [0, 1])
-def test_the_camp_whose_base_falls_has_lost(camp: int) -> None:
+def test_the_camp_whose_base_is_destroyed_loses(camp: int) -> None:
     scene = Scene()
     _raze(scene, 1 - camp)
     _besiege(scene, camp)
@@ -238,7 +238,7 @@ def test_the_camp_whose_base_falls_has_lost(camp: int) -> None:
     assert scene.arena.reward[0, camp] > 0 > scene.arena.reward[0, 1 - camp]
 
 
-def test_nobody_wins_when_both_bases_fall_in_one_tick() -> None:
+def test_two_bases_destroyed_in_one_tick_are_a_draw() -> None:
     scene = Scene()
     for camp in (0, 1):
         _raze(scene, 1 - camp)
@@ -263,7 +263,7 @@ def _besiege(scene: Scene, camp: int) -> None:
     scene.order(camp, STRIKE, at=base)
 
 
-def test_a_match_that_is_over_stands_still() -> None:
+def test_a_finished_match_does_not_change() -> None:
     scene = Scene()
     _raze(scene, 1)
     _besiege(scene, 0)
@@ -275,7 +275,7 @@ def test_a_match_that_is_over_stands_still() -> None:
     assert np.all(scene.arena.reward == 0)
 
 
-def test_time_is_up_after_the_seconds_that_were_set_with_no_winner() -> None:
+def test_a_match_at_the_time_limit_is_a_draw() -> None:
     scene = Scene(settings=ArenaSettings(seconds=2))
     scene.play(2 * TICKS_PER_SECOND - 1)
     assert not scene.arena.over[0]
@@ -285,7 +285,7 @@ def test_time_is_up_after_the_seconds_that_were_set_with_no_winner() -> None:
     assert scene.match[TICK] == 2 * TICKS_PER_SECOND
 
 
-def test_a_decision_lasts_as_many_ticks_as_were_set() -> None:
+def test_a_decision_lasts_the_configured_ticks() -> None:
     scene = Scene(settings=ArenaSettings(every=5))
     scene.arena.step(scene.orders)
     assert scene.match[TICK] == 5
@@ -294,11 +294,11 @@ def test_a_decision_lasts_as_many_ticks_as_were_set() -> None:
 # -- waves ------------------------------------------------------------------------------------------------------------
 
 
-def test_waves_come_for_both_camps_alike_at_their_times_and_some_have_a_ram() -> None:
+def test_waves_are_equal_for_both_camps_and_some_have_a_ram() -> None:
     scene = Scene()
     seen = []
     for tick in range(1, rules.FIRST_WAVE + 3 * rules.WAVE_EVERY + 1):
-        for camp in (0, 1):  # nobody is left of the waves before
+        for camp in (0, 1):  # remove earlier waves
             scene.units[ALIVE, creep_slot(1, camp, 0) : creep_slot(1, camp, 0) + 12] = 0
         scene.play()
         kinds = [_kinds(scene, camp) for camp in (0, 1)]
@@ -317,7 +317,7 @@ def _kinds(scene: Scene, camp: int) -> list[int]:
     return sorted(scene.get(KIND, slot) for slot in slots if scene.get(ALIVE, slot))
 
 
-def test_later_waves_are_stronger_and_both_camps_creeps_walk_to_the_enemy() -> None:
+def test_later_waves_are_stronger_and_creeps_walk_to_the_enemy() -> None:
     scene = Scene()
     first = creep_slot(1, 0, 0), creep_slot(1, 1, 0)
     scene.play(rules.FIRST_WAVE)
@@ -331,7 +331,7 @@ def test_later_waves_are_stronger_and_both_camps_creeps_walk_to_the_enemy() -> N
     assert scene.get(MAX_HP, first[0]) > early
 
 
-def test_more_creeps_than_there_are_places_do_not_come() -> None:
+def test_waves_do_not_exceed_the_creep_slots() -> None:
     scene = Scene()
     for i in range(12):
         scene.creep(0, i, BASE_X + 3_000 + 100 * i, hp=i + 1)
@@ -344,7 +344,7 @@ def test_more_creeps_than_there_are_places_do_not_come() -> None:
 
 
 def _kill_a_creep(*near: int) -> Scene:
-    """Hero 1 strikes down an enemy's creep; of its side these are near, the others just too far away."""
+    """Hero 1 kills an enemy creep; the allies `near` are in range of the experience, the others just outside."""
     scene = Scene(3)
     creep = scene.creep(1, 0, MIDDLE, hp=1, attack=0, range=1)
     far = rules.EXPERIENCE + scene.get(RADIUS, 0) + 350 + 1
@@ -357,7 +357,7 @@ def _kill_a_creep(*near: int) -> Scene:
     return scene
 
 
-def test_gold_is_for_the_last_blow_and_experience_is_shared_by_those_who_are_near() -> None:
+def test_the_last_hit_gets_gold_and_near_heroes_share_experience() -> None:
     alone = _kill_a_creep(1)
     both = _kill_a_creep(1, 2)
     gold, experience = alone.get(GOLD, 1), alone.get(XP, 1)
@@ -370,7 +370,7 @@ def test_gold_is_for_the_last_blow_and_experience_is_shared_by_those_who_are_nea
     assert [both.get(LAST_HITS, h) for h in range(3)] == [0, 1, 0]
 
 
-def test_the_dead_learn_nothing() -> None:
+def test_dead_heroes_get_no_experience() -> None:
     scene = Scene(3)
     creep = scene.creep(1, 0, MIDDLE, hp=1, attack=0, range=1)
     for h in (1, 2):
@@ -383,7 +383,7 @@ def test_the_dead_learn_nothing() -> None:
     assert scene.get(XP, 1) == _kill_a_creep(1).get(XP, 1)
 
 
-def test_who_strikes_a_hero_down_earns_more_than_who_helped_and_who_did_nothing_earns_nothing() -> None:
+def test_a_kill_pays_more_than_an_assist() -> None:
     scene = Scene(3)
     victim = scene.hero(1)
     scene.put(victim, MIDDLE, hp=2_000, max_hp=2_000, armour=0)
@@ -403,7 +403,7 @@ def test_who_strikes_a_hero_down_earns_more_than_who_helped_and_who_did_nothing_
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_creeps_kill_is_credited_to_who_hurt_the_hero_in_the_last_ten_seconds(late: bool) -> None:
+def test_a_kill_by_a_creep_is_credited_to_the_last_hero_within_ten_seconds(late: bool) -> None:
     scene = Scene()
     scene.put(1, MIDDLE, hp=500, max_hp=500, armour=0)
     scene.put(0, MIDDLE - 1_200)
@@ -421,7 +421,7 @@ def test_a_creeps_kill_is_credited_to_who_hurt_the_hero_in_the_last_ten_seconds(
     assert scene.get(KILLS, 0) == (0 if late else 1)
 
 
-def test_a_tower_that_falls_pays_the_whole_camp() -> None:
+def test_a_destroyed_tower_pays_the_whole_camp() -> None:
     scene = Scene(3)
     tower = structure_slot(3, 1, OUTER)
     scene.put(tower, LENGTH - OUTER_X, hp=1, attack=0)
@@ -435,7 +435,7 @@ def test_a_tower_that_falls_pays_the_whole_camp() -> None:
 
 
 @pytest.mark.parametrize("hero", HEROES, ids=lambda hero: hero.name)
-def test_a_level_adds_what_the_table_says_and_what_was_lacking_still_lacks(hero: object) -> None:
+def test_a_level_adds_the_growth_of_the_table_and_keeps_missing_health(hero: object) -> None:
     known = next(h for h in HEROES if h is hero)
     scene = Scene(lineup=((known.id,), (known.id,)))
     scene.put(0, MIDDLE, hp=known.hp - 100, mana=known.mana - 50)
@@ -450,14 +450,14 @@ def test_a_level_adds_what_the_table_says_and_what_was_lacking_still_lacks(hero:
     assert scene.get(ARMOUR, 0) == known.armour + 2 * known.armour_growth
 
 
-def test_nobody_rises_above_the_highest_level() -> None:
+def test_levels_stop_at_the_maximum() -> None:
     scene = Scene()
     scene.units[XP, 0] = 1_000_000
     scene.play()
     assert scene.get(LEVEL, 0) == rules.MAX_LEVEL
 
 
-def test_gold_buys_items_at_the_fountain_and_nowhere_else() -> None:
+def test_gold_buys_items_only_at_the_fountain() -> None:
     known = HEROES[0]
     scene = Scene(lineup=((known.id,), (known.id,)))
     scene.put(0, MIDDLE)
@@ -482,10 +482,10 @@ def test_income_is_the_same_for_all_and_counts_as_earned() -> None:
     assert scene.get(EARNED, 0) % 5 == 0
 
 
-# -- life and death ---------------------------------------------------------------------------------------------------
+# -- death and healing ------------------------------------------------------------------------------------------------
 
 
-def _slain(level: int) -> Scene:
+def kill_hero(level: int) -> Scene:
     scene = duel(armour=0, attack=10_000)
     scene.units[LEVEL, 1] = level
     scene.order(0, STRIKE, at=1)
@@ -495,8 +495,8 @@ def _slain(level: int) -> Scene:
     return scene
 
 
-def test_a_dead_hero_is_back_at_home_with_full_health_when_its_time_has_come() -> None:
-    scene = _slain(level=1)
+def test_a_dead_hero_respawns_at_home_with_full_health() -> None:
+    scene = kill_hero(level=1)
     left = scene.get(RESPAWN, 1)
     assert left > 0
     scene.play(left - 1)
@@ -508,11 +508,11 @@ def test_a_dead_hero_is_back_at_home_with_full_health_when_its_time_has_come() -
     assert is_near(scene, 1, LENGTH - BASE_X, LANE_Y, rules.FOUNTAIN)
 
 
-def test_death_lasts_longer_for_those_of_a_high_level() -> None:
-    assert _slain(level=8).get(RESPAWN, 1) > _slain(level=1).get(RESPAWN, 1)
+def test_respawn_takes_longer_at_higher_levels() -> None:
+    assert kill_hero(level=8).get(RESPAWN, 1) > kill_hero(level=1).get(RESPAWN, 1)
 
 
-def test_a_recall_takes_its_time_and_leads_home() -> None:
+def test_a_recall_teleports_home_after_its_duration() -> None:
     scene = Scene()
     scene.put(0, MIDDLE)
     scene.order(0, RECALL)
@@ -526,7 +526,7 @@ def test_a_recall_takes_its_time_and_leads_home() -> None:
 
 @pytest.mark.parametrize("by", ["a move", "damage", "a stun"])
 def test_a_recall_is_interrupted(by: str) -> None:
-    scene = Scene(lineup=((107,), (117,)))  # whose first skill stuns
+    scene = Scene(lineup=((107,), (117,)))  # the first skill of 117 stuns
     scene.put(0, MIDDLE)
     scene.order(0, RECALL)
     scene.play(10)
@@ -549,7 +549,7 @@ def test_a_recall_is_interrupted(by: str) -> None:
     assert is_near(scene, 0, MIDDLE, LANE_Y, 3_000)
 
 
-def test_the_fountain_heals_much_faster_than_time() -> None:
+def test_the_fountain_heals_faster_than_regeneration() -> None:
     away, home = Scene(), Scene()
     away.put(0, MIDDLE, hp=100)
     home.put(0, BASE_X, hp=100)
@@ -560,7 +560,7 @@ def test_the_fountain_heals_much_faster_than_time() -> None:
     assert home.get(MANA, 0) == home.get(MANA, 1)
 
 
-def test_mending_heals_and_has_to_be_waited_for_and_is_not_for_the_healthy() -> None:
+def test_the_heal_button_has_a_cooldown_and_needs_missing_health() -> None:
     scene = Scene()
     scene.put(0, MIDDLE)
     assert not scene.may(0, MEND)
@@ -583,7 +583,7 @@ FIRST_DIRECTION = 0
 
 
 @pytest.mark.parametrize(("hero", "number", "skill"), SKILLS, ids=[f"{h.name}-{s.name}" for h, _, s in SKILLS])
-def test_a_skill_does_what_its_entry_in_the_table_says(hero: object, number: int, skill: Skill) -> None:
+def test_a_skill_matches_its_table_entry(hero: object, number: int, skill: Skill) -> None:
     known = next(h for h in HEROES if h is hero)
     scene = Scene(2, lineup=((known.id, 107), (107, 107)))
     ally, foe = 1, 2
@@ -617,7 +617,7 @@ def test_a_skill_does_what_its_entry_in_the_table_says(hero: object, number: int
     assert (scene.get(X, 0) != at) == (skill.effect == DASHES)
 
 
-def test_a_skill_grows_with_the_level_and_armour_counts_against_it() -> None:
+def test_skill_damage_grows_with_level_and_is_reduced_by_armour() -> None:
     hero = HEROES[2]
     skill = hero.skills[0]
     scene = Scene(lineup=((hero.id,), (107,)))
@@ -629,7 +629,7 @@ def test_a_skill_grows_with_the_level_and_armour_counts_against_it() -> None:
     assert scene.get(HP, 1) == 3_000 - (skill.damage + 4 * skill.growth + 200 * skill.ratio // 100) // 2
 
 
-def test_a_line_misses_who_stands_beside_it_and_an_area_who_has_left_it() -> None:
+def test_lines_and_areas_miss_units_outside_of_them() -> None:
     mage = Scene(lineup=((190,), (107,)))
     line, area = HEROES[2].skills[1], HEROES[2].skills[2]
     mage.put(0, MIDDLE)
@@ -654,7 +654,7 @@ def test_a_line_misses_who_stands_beside_it_and_an_area_who_has_left_it() -> Non
     assert mage.get(HP, 1) == 5_000
 
 
-def test_skills_neither_hurt_buildings_nor_may_be_aimed_at_them() -> None:
+def test_skills_do_not_affect_buildings() -> None:
     scene = Scene(lineup=((190,), (107,)))
     tower = structure_slot(1, 1, OUTER)
     scene.put(0, LENGTH - OUTER_X - 4_000, hp=9_000, max_hp=9_000)
@@ -666,7 +666,7 @@ def test_skills_neither_hurt_buildings_nor_may_be_aimed_at_them() -> None:
     assert scene.get(HP, tower) == scene.get(MAX_HP, tower)
 
 
-def test_without_mana_or_while_it_cools_down_a_skill_is_not_allowed() -> None:
+def test_a_skill_needs_mana_and_no_cooldown() -> None:
     scene = duel()
     assert scene.may(0, SKILL_1)
     scene.units[MANA, 0] = HEROES[0].skills[0].mana - 1
@@ -677,7 +677,7 @@ def test_without_mana_or_while_it_cools_down_a_skill_is_not_allowed() -> None:
     assert not scene.may(0, SKILL_1)
 
 
-def test_whoever_is_stunned_may_do_nothing_and_does_not_move() -> None:
+def test_a_stunned_hero_can_do_nothing_and_does_not_move() -> None:
     scene = duel()
     scene.units[STUN, 0] = 5
     assert [scene.may(0, what) for what in range(8)] == [True] + [False] * 7
@@ -690,7 +690,7 @@ def test_whoever_is_stunned_may_do_nothing_and_does_not_move() -> None:
     assert scene.may(0, MOVE)
 
 
-def test_whoever_is_slowed_walks_so_many_percent_slower() -> None:
+def test_a_slowed_hero_walks_slower_by_the_given_percentage() -> None:
     scene = Scene()
     scene.put(0, MIDDLE, speed=200, slow=10, slow_by=30)
     scene.order(0, MOVE)
@@ -702,11 +702,11 @@ def test_whoever_is_slowed_walks_so_many_percent_slower() -> None:
     assert scene.get(X, 0) - at == 200
 
 
-# -- moving -----------------------------------------------------------------------------------------------------------
+# -- movement ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("direction", "x", "y"), [(0, 1, 0), (4, 0, 1), (8, -1, 0), (12, 0, -1)])
-def test_directions_are_as_the_own_camp_sees_the_field(direction: int, x: int, y: int) -> None:
+def test_directions_are_relative_to_the_own_camp(direction: int, x: int, y: int) -> None:
     scene = Scene()
     for h in (0, 1):
         scene.put(h, MIDDLE + 10_000 * h, speed=200)
@@ -716,7 +716,7 @@ def test_directions_are_as_the_own_camp_sees_the_field(direction: int, x: int, y
     assert (scene.get(X, 1) - MIDDLE - 10_000, scene.get(Y, 1) - LANE_Y) == (-200 * x, -200 * y)
 
 
-def test_nobody_leaves_the_field() -> None:
+def test_units_stay_on_the_field() -> None:
     scene = Scene()
     for h in (0, 1):
         scene.order(h, MOVE, direction=6)
@@ -726,10 +726,10 @@ def test_nobody_leaves_the_field() -> None:
         assert 0 <= scene.get(Y, h) <= WIDTH
 
 
-# -- seeing -----------------------------------------------------------------------------------------------------------
+# -- sight ------------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_too_far_away_is_not_seen_and_cannot_be_aimed_at() -> None:
+def test_units_out_of_sight_are_invisible_and_no_targets() -> None:
     scene = Scene()
     sight = rules.SIGHT + scene.get(RADIUS, 0) + scene.get(RADIUS, 1)
     for far, seen in ((sight, True), (sight + 1, False)):
@@ -743,7 +743,7 @@ def test_who_is_too_far_away_is_not_seen_and_cannot_be_aimed_at() -> None:
         assert scene.may(0, STRIKE, 1) is seen
 
 
-def test_nothing_of_an_unseen_hero_is_shown_but_who_it_is() -> None:
+def test_of_an_invisible_hero_only_the_archetype_is_observed() -> None:
     scene = Scene()
     scene.look()
     hidden = scene.arena.entities[0, 0, scene.row(0, 1)].copy()
@@ -754,7 +754,7 @@ def test_nothing_of_an_unseen_hero_is_shown_but_who_it_is() -> None:
 
 
 @pytest.mark.parametrize("bush", range(len(BUSHES)))
-def test_a_bush_hides_from_all_but_those_who_are_near_or_in_it(bush: int) -> None:
+def test_a_bush_hides_units_except_from_near_or_the_same_bush(bush: int) -> None:
     scene = Scene()
     x, y = BUSHES[bush]
     scene.put(1, x, y)
@@ -762,7 +762,7 @@ def test_a_bush_hides_from_all_but_those_who_are_near_or_in_it(bush: int) -> Non
     scene.put(0, x, y + inwards * 8_000)
     scene.look()
     assert scene.get(SEEN, 1) == 0
-    assert scene.get(SEEN, 0) == 1  # the one in the bush looks out of it
+    assert scene.get(SEEN, 0) == 1  # a bush does not limit sight from inside
     scene.put(0, x, y + inwards * 3_900)  # in the same bush
     scene.look()
     assert scene.get(SEEN, 1) == 1
@@ -775,7 +775,7 @@ def test_a_bush_hides_from_all_but_those_who_are_near_or_in_it(bush: int) -> Non
         assert scene.get(SEEN, 1) == seen
 
 
-def test_creeps_and_towers_see_for_their_camp_and_buildings_are_always_seen() -> None:
+def test_creeps_and_towers_give_sight_and_buildings_are_always_visible() -> None:
     scene = Scene()
     scene.put(1, MIDDLE + 2_000)
     creep = scene.creep(0, 0, MIDDLE + 2_000 - rules.CREEP_SIGHT, speed=0, attack=0, range=1)
@@ -790,7 +790,7 @@ def test_creeps_and_towers_see_for_their_camp_and_buildings_are_always_seen() ->
     assert all(scene.get(SEEN, structure_slot(1, camp, which)) for camp in (0, 1) for which in range(3))
 
 
-def test_who_has_gone_out_of_sight_is_no_longer_struck() -> None:
+def test_an_attack_stops_when_the_target_is_out_of_sight() -> None:
     scene = duel(hp=500, attack=100, armour=0)
     scene.order(0, STRIKE, at=1)
     scene.play()
@@ -799,13 +799,13 @@ def test_who_has_gone_out_of_sight_is_no_longer_struck() -> None:
     scene.play()
     scene.put(1, MIDDLE + 1_500)
     scene.units[READY, 0] = 0
-    scene.play()  # not seen yet when this tick began
+    scene.play()  # not visible at the start of this tick
     assert scene.get(HP, 1) == left
     scene.play()
     assert scene.get(HP, 1) < left
 
 
-def test_an_order_that_is_not_allowed_is_counted_and_does_nothing() -> None:
+def test_an_illegal_order_is_counted_and_does_nothing() -> None:
     scene = duel()
     scene.units[COOLDOWN_1, 0] = 100
     scene.order(0, SKILL_1, at=1)
@@ -816,7 +816,7 @@ def test_an_order_that_is_not_allowed_is_counted_and_does_nothing() -> None:
     assert scene.get(ILLEGAL, 1) == 0
 
 
-def test_the_field_of_a_new_match_is_the_same_for_both_camps() -> None:
+def test_a_new_match_is_symmetric() -> None:
     scene = Scene(3)
     kinds = [scene.get(KIND, structure_slot(3, 0, which)) for which in range(3)]
     assert kinds == [TOWER, TOWER, BASE]

@@ -19,7 +19,7 @@ from ludus.errors import MemoryClosed
 from ludus.gateway.agent import Agent
 from ludus.models.policy import Policy
 from ludus.transport.local import LocalMemory
-from tests.gateway.scripted import Table, run, tiny_policy
+from tests.gateway.scripted import RecordedSeat, run, tiny_policy
 
 FLOAT = np.dtype(np.float32)
 
@@ -177,13 +177,13 @@ EPISODES = [3, 1, 8, 5, 2, 8, 6, 1, 7]
 
 def recorded(policy: Policy, steps: int, lengths: list[int] = EPISODES) -> tuple[Segments, list[list[float]]]:
     """The same terminated episodes in segments of any length, and the rewards of each."""
-    table, rewards = Table(policy, steps), []
+    recorded_seat, rewards = RecordedSeat(policy, steps), []
 
     async def play() -> None:
         random = np.random.default_rng(3)
         distinct = iter(random.permutation(np.linspace(-1, 1, sum(lengths))).tolist())  # a step is known by its reward
         for length in lengths:
-            agent, earned = Agent(table.seat), []
+            agent, earned = Agent(recorded_seat.seat), []
             for _ in range(length):
                 await agent.act(random.normal(size=3), random.random(4) < [0.5, 0.5, 0.5, 1.1])
                 earned.append(next(distinct))
@@ -192,7 +192,7 @@ def recorded(policy: Policy, steps: int, lengths: list[int] = EPISODES) -> tuple
             rewards.append(earned)
 
     run(play())
-    return join_segments(table.recorded()), rewards
+    return join_segments(recorded_seat.segments()), rewards
 
 
 def learner(policy: Policy, **settings: Any) -> PPO:

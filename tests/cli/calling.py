@@ -1,4 +1,4 @@
-"""A command in the process of the test, and what it said."""
+"""Run a command in the test process and capture its output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandResult:
     code: int
     out: str
     err: str
@@ -19,19 +19,19 @@ class Said:
         return json.loads(self.out.splitlines()[-1])
 
 
-Call = Callable[..., Said]
+Call = Callable[..., CommandResult]
 
 
-def one_line(said: Said) -> str:
-    """The error of a command: one line that is ours, and no traceback."""
-    (line,) = lines(said)
+def one_line(result: CommandResult) -> str:
+    """The error message of a command; asserts that it is a single line without a traceback."""
+    (line,) = lines(result)
     return line
 
 
-def lines(said: Said) -> list[str]:
-    """The error of a command, which is ours, and no traceback."""
-    assert "Traceback" not in said.err
-    found = [line for line in said.err.splitlines() if line.strip()]
-    assert found, "nothing was said"
+def lines(result: CommandResult) -> list[str]:
+    """The lines of a command's error message; asserts that there is no traceback."""
+    assert "Traceback" not in result.err
+    found = [line for line in result.err.splitlines() if line.strip()]
+    assert found, "no error message"
     assert found[0].startswith("ludus: ")
     return found

@@ -60,7 +60,7 @@ class Program:
             assert self.changed.wait_for(lambda: len(self.lines["out"]) >= wanted, LIMIT_S), self.lines
 
     def finish(self) -> tuple[int, str, str]:
-        """Wait for its end: exit code, and all that it said."""
+        """Wait for its end; returns the exit code, stdout and stderr."""
         code = self.process.wait(LIMIT_S)
         for thread in self.threads:
             thread.join(LIMIT_S)
@@ -69,7 +69,7 @@ class Program:
 
 @contextlib.contextmanager
 def program(*arguments: str | Path, listens: bool = True, files: tuple[int, int] | None = None) -> Iterator[Program]:
-    """Killed at the end if it still runs. When it `listens`, it has said where. `files`: soft and hard limit of open files."""
+    """Start a command; killed at the end if it still runs. With `listens`, wait until it prints its address. `files`: soft and hard limit of open files."""
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "300"}
     command = [sys.executable, "-m", "ludus.cli.main", *map(str, arguments)]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`ludus battle`: what people see, what programs get, and how it fails."""
+"""`ludus battle`: text output, JSON and errors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SHORT = ("--games", "4", "--seconds", "200", "--lineup", "random", "--seed", "9"
 
 def test_programs_get_one_object_and_its_numbers_are_those_of_the_ladder(call: Call) -> None:
     (standing,) = play_pairs(4, 1, 9, (("hard", "easy"),), ArenaSettings(seconds=200))
-    said = call("battle", "rule:hard", "rule:easy", *SHORT, "--json")
-    assert said.code == 0
-    assert len(said.out.splitlines()) == 1
-    found = said.json
+    result = call("battle", "rule:hard", "rule:easy", *SHORT, "--json")
+    assert result.code == 0
+    assert len(result.out.splitlines()) == 1
+    found = result.json
     assert [found[key] for key in ("games", "won", "lost", "drawn")] == [4, standing.won, standing.lost, standing.drawn]
     assert (found["low"], found["high"]) == tuple(round(bound, 4) for bound in standing.bounds)
     assert found["a"]["name"] == "rule:hard"
@@ -31,20 +31,20 @@ def test_programs_get_one_object_and_its_numbers_are_those_of_the_ladder(call: C
 
 
 def test_people_see_a_table(call: Call) -> None:
-    said = call("battle", "rule:hard", "rule:random", *SHORT, "--no-swap-sides")
-    assert said.code == 0
-    assert "A  rule:hard" in said.out
-    assert "4 games of arena 1v1, seed 9" in said.out
-    assert "won, % [95 %]" in said.out
-    assert "last hits" in said.out
-    assert not any(line.startswith("red") for line in said.out.splitlines())
+    result = call("battle", "rule:hard", "rule:random", *SHORT, "--no-swap-sides")
+    assert result.code == 0
+    assert "A  rule:hard" in result.out
+    assert "4 games of arena 1v1, seed 9" in result.out
+    assert "won, % [95 %]" in result.out
+    assert "last hits" in result.out
+    assert not any(line.startswith("red") for line in result.out.splitlines())
 
 
-def test_recordings_can_be_looked_at(call: Call, tmp_path: Path) -> None:
-    said = call(
+def test_recordings_can_be_inspected(call: Call, tmp_path: Path) -> None:
+    result = call(
         "battle", "rule:easy", "rule:random", "--games", "3", "--seconds", "20", "--record", tmp_path, "--record-most", "1"
     )
-    assert said.code == 0
+    assert result.code == 0
     (file,) = tmp_path.iterdir()
     replayed = call("games", "arena", "replay", file, "--check")
     assert replayed.code == 0
@@ -54,12 +54,12 @@ def test_recordings_can_be_looked_at(call: Call, tmp_path: Path) -> None:
 
 def test_an_environment_with_several_agents(call: Call, tmp_path: Path) -> None:
     env = ("--env", "tests.cards:make_cards", "-o", "rounds=3", "--camps", "blue_*/red_*", "--games", "6")
-    said = call("battle", "rule:random", "rule:random", *env, "--record", tmp_path, "--record-most", "2")
-    assert said.code == 0
-    assert "6 games of tests.cards:make_cards, seed 0" in said.out
-    assert "blue  blue_0, blue_1" in said.out
-    assert "length  3 steps [3–3], 3 to 3 steps" in said.out
-    assert re.search(r"agent +games +return +decisions", said.out)
+    result = call("battle", "rule:random", "rule:random", *env, "--record", tmp_path, "--record-most", "2")
+    assert result.code == 0
+    assert "6 games of tests.cards:make_cards, seed 0" in result.out
+    assert "blue  blue_0, blue_1" in result.out
+    assert "length  3 steps [3–3], 3 to 3 steps" in result.out
+    assert re.search(r"agent +games +return +decisions", result.out)
     assert len(list(tmp_path.iterdir())) == 2
     found = call("battle", "rule:random", "rule:random", *env, "--json").json
     assert found["steps"]["p50"] == 3
@@ -75,20 +75,24 @@ def test_an_environment_with_several_agents(call: Call, tmp_path: Path) -> None:
         (("hard", "rule:easy"), 2, "Did you mean 'rule:hard'"),
         (("no/such/run", "rule:easy"), 2, "There is no run or checkpoint"),
         (("rule:hard", "rule:easy", "--mode", "1v2"), 2, "no mode '1v2'"),
-        (("rule:hard", "rule:easy", "--lineup", "107"), 2, "The line-up is '107'"),
+        (("rule:hard", "rule:easy", "--lineup", "107"), 2, "The line-up '107'"),
         (("rule:hard", "rule:easy", "--lineup", "lacner/107"), 2, "no hero 'lacner'"),
         (("rule:hard", "rule:easy", "--video", "1"), 2, "--record DIR"),
         (("rule:hard", "rule:easy", "--every", "99"), 2, "every 99 ticks"),
         (("rule:hard", "rule:easy", "--camps", "a/b"), 2, "--camps is for environments"),
         (("rule:hard", "rule:random", "--env", "tests.cards:make_cards"), 2, "no player 'rule:hard'"),
-        (("rule:random", "rule:random", "--env", "tests.cards:make_cards", "--camps", "red_*"), 2, "The camps are 'red_*'"),
+        (
+            ("rule:random", "rule:random", "--env", "tests.cards:make_cards", "--camps", "red_*"),
+            2,
+            "--camps 'red_*' does not have two parts",
+        ),
         (("rule:random", "rule:random", "--env", "tests.cards:make_card"), 2, "make_card"),
         (("rule:hard", "rule:easy", "--game", "nim"), 2, "--server HOST:PORT"),
         (("rule:hard", "http://127.0.0.1:9"), 1, "127.0.0.1:9"),
         (("rule:hard", "rule:hard", "--server", "127.0.0.1:9"), 1, "127.0.0.1:9"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(call: Call, words: tuple[str, ...], code: int, told: str) -> None:
-    said = call("battle", *words)
-    assert said.code == code
-    assert told in one_line(said)
+def test_usage_errors_are_one_line(call: Call, words: tuple[str, ...], code: int, told: str) -> None:
+    result = call("battle", *words)
+    assert result.code == code
+    assert told in one_line(result)

@@ -1,4 +1,4 @@
-"""`ludus check-game`, as a game team meets it: a client does something, the server says what was wrong with it."""
+"""`ludus check-game`: the server reports the mistakes of a client."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ def test_our_own_client_is_flawless_and_hears_an_echo() -> None:
             client.end("a")
         FakeGamecore(checked.url, games=5, ticks=5).run(matches=2)
     summary = checked.server.summary
-    assert (summary.matches, summary.mistakes, summary.warnings, checked.told) == (11, 0, 0, [])
+    assert (summary.matches, summary.mistakes, summary.warnings, checked.findings) == (11, 0, 0, [])
 
 
 @pytest.mark.parametrize("form", ["json", "msgpack"])
 def test_a_game_with_spaces_hears_random_actions_that_fit(form: Any) -> None:
     with checking(Conformance(form, ONE), seats=ONE) as checked:
         stats = FakeGamecore(checked.url, games=2, ticks=10, form=form).run(matches=2)
-    assert (stats.errors, checked.server.summary.matches, checked.told) == ({}, 4, [])
+    assert (stats.errors, checked.server.summary.matches, checked.findings) == ({}, 4, [])
 
 
-def test_a_retry_is_answered_from_memory_and_is_no_mistake() -> None:
+def test_a_retry_gets_the_stored_reply_and_is_not_a_mistake() -> None:
     with checking() as checked, connected(checked) as connection:
         for seq, kind in enumerate(("start", "tick", "end")):
             assert [exchange(connection, step(kind, "a", b"x", f"seq: {seq}")) for _ in range(2)] == [200, 200]
-    assert (checked.server.summary.retries, checked.told) == (3, [])
+    assert (checked.server.summary.retries, checked.findings) == (3, [])
 
 
 # -- mistakes, one by one
@@ -233,7 +233,7 @@ def test_leaving_is_not_held_against_the_game() -> None:
         exchange(connection, step("start", "a", b"", "seq: 0"))
         connection.sendall(step("tick", "a", b"", "seq: 1"))
         wait_until_it_has(checked, requests=2)
-    assert checked.told == []
+    assert checked.findings == []
     assert {row.check.kind for row in checked.server.summary.rows if row.count} == {"no_match", "unfinished"}
 
 
@@ -274,6 +274,6 @@ def test_the_command_tells_mistakes_once_and_ends_with_1() -> None:
         (["--token-file", "/nonexistent"], "Cannot read"),
     ],
 )
-def test_what_cannot_be_checked_is_refused(arguments: list[str], words: str) -> None:
+def test_invalid_options_are_refused(arguments: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         CliRunner().invoke(app, ["check-game", *arguments], catch_exceptions=False)

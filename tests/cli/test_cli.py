@@ -1,4 +1,4 @@
-"""The command line: what people type, what they read, and the exit codes that scripts rely on."""
+"""The main commands: options, output and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import ludus
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import Run
 from ludus.storage.local import LocalStore
-from tests.cli.calling import Call, Said, one_line
+from tests.cli.calling import Call, CommandResult, one_line
 from tests.experiments import small
 from tests.waiting import wait_until
 
@@ -45,21 +45,21 @@ def start(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Popen[s
     )
 
 
-def finish(process: subprocess.Popen[str]) -> Said:
+def finish(process: subprocess.Popen[str]) -> CommandResult:
     try:
         out, err = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait(30)
-    return Said(process.returncode, out, err)
+    return CommandResult(process.returncode, out, err)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
-    """One training by the real command, and what it said."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CommandResult]:
+    """One training by the real command, and its output."""
     runs = tmp_path_factory.mktemp("cli") / "runs"
-    said = finish(
+    result = finish(
         start(
             "train",
             "CartPole-v1",
@@ -75,7 +75,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
         )
     )
     (run,) = (runs / "default").iterdir()
-    return run, said
+    return run, result
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +127,9 @@ def test_the_installed_command_answers() -> None:
 
 
 def test_help_names_every_command_and_option(call: Call) -> None:
-    said = call("--help")
-    assert said.code == 0
-    assert all(re.search(rf"\b{command}\b", said.out) for command in ("train", "rollout", "runs", "demo"))
+    result = call("--help")
+    assert result.code == 0
+    assert all(re.search(rf"\b{command}\b", result.out) for command in ("train", "rollout", "runs", "demo"))
     options = call("train", "--help-all").out
     for option in (
         *(
@@ -151,7 +151,7 @@ def test_help_names_every_command_and_option(call: Call) -> None:
         *("--queue-trials", "--torch", "--eager", "--trace", "--no-ray-ui", "--redis-password"),
     ):
         assert option in options, option
-    options = call("rollout", "--help").out
+    options = call("rollout", "--help-all").out
     for option in (
         *("--run", "--env", "--episodes", "--steps", "--seed", "--video", "--monitor", "--video-dir", "--save-info", "--out"),
         *("--num-workers", "--num-gpus", "--config", "--deterministic", "--stochastic", "--json"),
@@ -162,11 +162,11 @@ def test_help_names_every_command_and_option(call: Call) -> None:
 # -- train --------------------------------------------------------------------------------------------------------------
 
 
-def test_training_ends_with_one_line_of_json(trained: tuple[Path, Said]) -> None:
-    run, said = trained
-    assert said.code == 0, said.err
-    assert said.out.count("\n") == 1, "with --json standard output holds the result and nothing else"
-    result = said.json
+def test_training_ends_with_one_line_of_json(trained: tuple[Path, CommandResult]) -> None:
+    run, command = trained
+    assert command.code == 0, command.err
+    assert command.out.count("\n") == 1, "with --json standard output holds the result and nothing else"
+    result = command.json
     assert list(result) == RESULT
     assert result["run_dir"] == str(run)
     assert result["checkpoint"] == str(run / "checkpoints" / "000003")
@@ -175,11 +175,11 @@ def test_training_ends_with_one_line_of_json(trained: tuple[Path, Said]) -> None
     assert result["episode_return_mean"] > 5
     assert result["time_s"] > 0
     assert result["fps"] > 0
-    assert "Traceback" not in said.err
-    assert f"ludus rollout {run} --video" in said.err
+    assert "Traceback" not in command.err
+    assert f"ludus rollout {run} --video" in command.err
 
 
-def test_the_options_of_a_training_are_in_its_config(trained: tuple[Path, Said]) -> None:
+def test_the_options_of_a_training_are_in_its_config(trained: tuple[Path, CommandResult]) -> None:
     run, _ = trained
     (config,) = yaml.safe_load((run / "config.yaml").read_text()).values()
     assert (config["env"], config["run"], config["checkpoint_freq"]) == ("CartPole-v1", "PPO", 2)
@@ -192,25 +192,25 @@ def test_the_options_of_a_training_are_in_its_config(trained: tuple[Path, Said])
 def test_quiet_is_quiet_and_a_file_is_read(call: Call, tmp_path: Path) -> None:
     config = {"mine": small.data(2)}
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
-    said = call(
+    result = call(
         "train", "-f", tmp_path / "experiment.yaml", "--local-dir", tmp_path, "--quiet", "--set", "lr=5e-4", "--num-envs", "4"
     )
-    assert (said.code, said.out, said.err) == (0, "", "")
+    assert (result.code, result.out, result.err) == (0, "", "")
     (run,) = (tmp_path / "mine").iterdir()
     saved = Run.open(run).config()["config"]
     assert (saved["lr"], saved["num_envs_per_worker"], saved["minibatch_size"]) == (5e-4, 4, 64)
 
 
-def test_without_quiet_a_person_is_told_how_it_goes_and_what_to_do_next(call: Call, tmp_path: Path) -> None:
-    said = call("train", "CartPole-v1", *SMALL, "--stop", "iterations=2", "--project", tmp_path, "--trial", "one")
-    assert said.code == 0
-    assert said.err == ""
-    assert "Stopped: iteration limit reached. " in said.out
-    assert re.search(r"^100 % █{10}  2 of 2 iterations  .*steps/s", said.out, re.MULTILINE)
-    assert len(re.findall("2 of 2 iterations", said.out)) == 1  # the last line, once
-    assert re.search(r"^[\d,]+ steps in ", said.out, re.MULTILINE)
-    assert f"run         {tmp_path / 'one'}" in said.out
-    assert f"ludus rollout {tmp_path / 'one'} --video" in said.out
+def test_without_quiet_progress_and_next_commands_are_printed(call: Call, tmp_path: Path) -> None:
+    result = call("train", "CartPole-v1", *SMALL, "--stop", "iterations=2", "--project", tmp_path, "--trial", "one")
+    assert result.code == 0
+    assert result.err == ""
+    assert "Stopped: iteration limit reached. " in result.out
+    assert re.search(r"^100 % █{10}  2 of 2 iterations  .*steps/s", result.out, re.MULTILINE)
+    assert len(re.findall("2 of 2 iterations", result.out)) == 1  # the last line, once
+    assert re.search(r"^[\d,]+ steps in ", result.out, re.MULTILINE)
+    assert f"run         {tmp_path / 'one'}" in result.out
+    assert f"ludus rollout {tmp_path / 'one'} --video" in result.out
 
 
 def test_a_project_and_trial_is_used_once_and_can_be_resumed(call: Call, tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_a_project_and_trial_is_used_once_and_can_be_resumed(call: Call, tmp_pat
 
 def test_a_new_run_starts_from_a_checkpoint(call: Call, counting: Path, tmp_path: Path) -> None:
     arguments = ["train", "tests.environments:make_count", *SMALL, "--set", "model.fcnet_hiddens=[16]", "--quiet", "--json"]
-    said = call(*arguments, "--restore", counting, "--stop", "iterations=3", "--local-dir", tmp_path)
-    assert said.code == 0, said.err
-    assert said.json["iterations"] == 3
+    result = call(*arguments, "--restore", counting, "--stop", "iterations=3", "--local-dir", tmp_path)
+    assert result.code == 0, result.err
+    assert result.json["iterations"] == 3
     refused = call("train", "CartPole-v1", *SMALL, "--restore", counting, "--local-dir", tmp_path / "new", "--quiet")
     assert refused.code == 2
     assert "trained on tests.environments:make_count, not on CartPole-v1" in one_line(refused)
@@ -263,7 +263,7 @@ def test_a_new_run_starts_from_a_checkpoint(call: Call, counting: Path, tmp_path
         (["CartPole-v1", "--project", "somewhere"], r"--project and --trial go together"),
         (["CartPole-v1", "--project", "somewhere", "--trial", "../x"], r"--trial '\.\./x' is not a plain name"),
         (["-f", "no-such-file.yaml"], r"Cannot read no-such-file\.yaml"),
-        (["--resume", "somewhere", "CartPole-v1", "--seed", "3"], r"--resume continues .* ENV, --seed cannot be changed"),
+        (["--resume", "somewhere", "CartPole-v1", "--seed", "3"], r"--resume keeps .* ENV, --seed cannot be changed"),
         ([], r"Which environment\?"),
     ],
 )
@@ -271,35 +271,35 @@ def test_wrong_usage_is_one_line_and_exit_code_2_before_anything_is_made(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], complaint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said = call("train", *arguments)
-    assert said.code == 2
-    assert re.search(complaint, one_line(said)), said.err
+    result = call("train", *arguments)
+    assert result.code == 2
+    assert re.search(complaint, one_line(result)), result.err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [["--nonsense"], ["--num-envs", "many"], ["CartPole-v1", "Acrobot-v1"]])
 def test_options_that_do_not_exist_are_exit_code_2_as_well(call: Call, arguments: list[str]) -> None:
-    said = call("train", *arguments)
-    assert said.code == 2
-    assert "Traceback" not in said.err
+    result = call("train", *arguments)
+    assert result.code == 2
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.parametrize("text", ["a: [1", "a: 1", "[]", "", "a: {env: X, env: Y}", "env: CartPole-v1"])
 def test_a_file_that_holds_no_experiment_is_refused(call: Call, tmp_path: Path, text: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
-    said = call("train", "-f", tmp_path / "x.yaml", "--local-dir", tmp_path / "runs")
-    assert said.code == 2
-    assert "x.yaml" in said.err
-    assert "Traceback" not in said.err
+    result = call("train", "-f", tmp_path / "x.yaml", "--local-dir", tmp_path / "runs")
+    assert result.code == 2
+    assert "x.yaml" in result.err
+    assert "Traceback" not in result.err
     assert not (tmp_path / "runs").exists()
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(call: Call, tmp_path: Path) -> None:
-    said = call("train", "CartPol-v1", "--debug", "--local-dir", tmp_path)
-    assert said.code == 2
-    assert "Traceback (most recent call last)" in said.err
-    assert "ConfigError" in said.err
-    assert said.err.splitlines()[-1].startswith("ludus: Unknown environment")
+    result = call("train", "CartPol-v1", "--debug", "--local-dir", tmp_path)
+    assert result.code == 2
+    assert "Traceback (most recent call last)" in result.err
+    assert "ConfigError" in result.err
+    assert result.err.splitlines()[-1].startswith("ludus: Unknown environment")
 
 
 @pytest.mark.parametrize(
@@ -319,27 +319,27 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(call: Call, tmp_path:
 def test_an_environment_that_misbehaves_is_one_line_and_exit_code_1(
     call: Call, tmp_path: Path, settings: str, complaint: str
 ) -> None:
-    said = call(
+    result = call(
         "train", "tests.environments:make_faulty", *SMALL, "--set", f"env_config={settings}", "--quiet", "--local-dir", tmp_path
     )
-    assert said.code == 1
-    assert re.search(complaint, one_line(said))
+    assert result.code == 1
+    assert re.search(complaint, one_line(result))
 
 
-def test_a_directory_that_cannot_be_written_is_said(call: Call, tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_an_error(call: Call, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    said = call("train", "CartPole-v1", *SMALL, "--quiet", "--local-dir", tmp_path / "file")
-    assert said.code == 1
-    assert str(tmp_path / "file") in one_line(said)
+    result = call("train", "CartPole-v1", *SMALL, "--quiet", "--local-dir", tmp_path / "file")
+    assert result.code == 1
+    assert str(tmp_path / "file") in one_line(result)
     assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_permission_is_said_with_the_remedy(call: Call, tmp_path: Path) -> None:
+def test_a_directory_without_permission_is_an_error_with_a_remedy(call: Call, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
-    said = call("train", "CartPole-v1", *SMALL, "--quiet", "--local-dir", tmp_path / "closed")
-    assert said.code == 1
-    assert "Choose another --local-dir" in one_line(said)
+    result = call("train", "CartPole-v1", *SMALL, "--quiet", "--local-dir", tmp_path / "closed")
+    assert result.code == 1
+    assert "Choose another --local-dir" in one_line(result)
 
 
 @pytest.fixture
@@ -364,31 +364,33 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.mark.parametrize("size", ["64k", "16k"], ids=["too small for a checkpoint", "too small for the metrics"])
-def test_a_full_disk_is_one_line_and_what_was_written_stays(call: Call, disk: Callable[[str], Path], size: str) -> None:
+def test_a_full_disk_is_a_one_line_error_and_written_files_stay(call: Call, disk: Callable[[str], Path], size: str) -> None:
     where = disk(size)
-    said = call("train", "CartPole-v1", *SMALL, "--quiet", "--stop", "iterations=40", "--project", where, "--trial", "run")
-    assert said.code == 1
-    assert re.search(r"No space left", one_line(said))
-    assert "unexpected" not in said.err
+    result = call("train", "CartPole-v1", *SMALL, "--quiet", "--stop", "iterations=40", "--project", where, "--trial", "run")
+    assert result.code == 1
+    assert re.search(r"No space left", one_line(result))
+    assert "unexpected" not in result.err
     run = Run.open(where / "run")
     assert run.config()["env"] == "CartPole-v1"
     assert checkpoint.names(run.store) == []
 
 
 @pytest.mark.parametrize("where", ["nonsense", "."])
-def test_resuming_nonsense_says_what_it_is_not(call: Call, tmp_path: Path, where: str) -> None:
-    said = call("train", "--resume", tmp_path / where, "--quiet")
-    assert said.code == 1
-    assert re.search(r"is not the directory of a run .*ludus runs list", one_line(said))
+def test_resuming_something_that_is_not_a_run_is_an_error(call: Call, tmp_path: Path, where: str) -> None:
+    result = call("train", "--resume", tmp_path / where, "--quiet")
+    assert result.code == 1
+    assert re.search(r"is not the directory of a run .*ludus runs list", one_line(result))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_checkpoint_is_one_line_that_names_the_others(call: Call, trained: tuple[Path, Said], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_one_line_that_names_the_others(
+    call: Call, trained: tuple[Path, CommandResult], tmp_path: Path
+) -> None:
     shutil.copytree(trained[0], tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "000003" / "model.safetensors").write_bytes(b"x")
-    said = call("rollout", tmp_path / "run")
-    assert said.code == 1
-    assert re.search(r"000003/model\.safetensors is damaged.*Others in this run: 000002", one_line(said))
+    result = call("rollout", tmp_path / "run")
+    assert result.code == 1
+    assert re.search(r"000003/model\.safetensors is damaged.*Others in this run: 000002", one_line(result))
 
 
 # -- signals ------------------------------------------------------------------------------------------------------------
@@ -401,10 +403,10 @@ def test_an_interrupted_training_saves_a_checkpoint_and_exits_with_130(tmp_path:
     process = start(*endless, "--project", tmp_path, "--trial", "run")
     _wait_for_lines(tmp_path / "run" / "metrics.jsonl", process)
     process.send_signal(number)
-    said = finish(process)
-    assert said.code == 130, said.err
-    assert "Traceback" not in said.err
-    result = said.json
+    output = finish(process)
+    assert output.code == 130, output.err
+    assert "Traceback" not in output.err
+    result = output.json
     assert result["stopped_by"] == f"interrupted ({number.name})"
     _, found = checkpoint.open_checkpoint(result["checkpoint"])
     assert found.state["progress"]["iterations"] == result["iterations"] >= 1
@@ -420,9 +422,9 @@ def test_a_command_that_is_interrupted_while_it_starts_exits_with_130(tmp_path: 
     assert process.stderr.readline() == "starting …\n"
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
-    said = finish(process)
-    assert said.code == 130, said.err
-    assert "Traceback" not in said.err
+    result = finish(process)
+    assert result.code == 130, result.err
+    assert "Traceback" not in result.err
 
 
 def _wait_for_lines(path: Path, process: subprocess.Popen[str]) -> None:
@@ -436,24 +438,26 @@ def _wait_for_lines(path: Path, process: subprocess.Popen[str]) -> None:
 # -- rollout ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_prints_every_episode_and_their_statistics(call: Call, trained: tuple[Path, Said], tmp_path: Path) -> None:
-    said = call("rollout", trained[0], "--episodes", "4", "--out", tmp_path / "steps.npz")
-    assert said.code == 0, said.err
-    episodes = re.findall(r"episode +(\d+) +return +([\d.]+) +length +(\d+)", said.out)
+def test_a_rollout_prints_every_episode_and_their_statistics(
+    call: Call, trained: tuple[Path, CommandResult], tmp_path: Path
+) -> None:
+    result = call("rollout", trained[0], "--episodes", "4", "--out", tmp_path / "steps.npz")
+    assert result.code == 0, result.err
+    episodes = re.findall(r"episode +(\d+) +return +([\d.]+) +length +(\d+)", result.out)
     assert [int(i) for i, _, _ in episodes] == [0, 1, 2, 3]
     returns = [float(r) for _, r, _ in episodes]
     assert returns == [float(length) for _, _, length in episodes], "CartPole pays 1 a step"
-    stats = re.search(r"return mean ([\d.]+) +std ([\d.]+) +min ([\d.]+) +max ([\d.]+)", said.out)
+    stats = re.search(r"return mean ([\d.]+) +std ([\d.]+) +min ([\d.]+) +max ([\d.]+)", result.out)
     assert stats is not None
     expected = [np.mean(returns), np.std(returns), min(returns), max(returns)]
     assert [float(x) for x in stats.groups()] == pytest.approx(expected, abs=0.01)
 
 
 def test_every_step_is_in_one_file_that_numpy_opens_with_its_defaults(
-    call: Call, trained: tuple[Path, Said], tmp_path: Path
+    call: Call, trained: tuple[Path, CommandResult], tmp_path: Path
 ) -> None:
-    said = call("rollout", trained[0], "--episodes", "3", "--out", tmp_path / "steps.npz", "--json")
-    result = said.json
+    output = call("rollout", trained[0], "--episodes", "3", "--out", tmp_path / "steps.npz", "--json")
+    result = output.json
     assert result["steps_file"] == str(tmp_path / "steps.npz")
     with np.load(tmp_path / "steps.npz") as file:  # allow_pickle is False
         columns = {name: file[name] for name in file.files}
@@ -476,17 +480,17 @@ def test_every_step_is_in_one_file_that_numpy_opens_with_its_defaults(
     assert (np.abs(columns["observation"][columns["step"] == 0]) <= 0.05).all(), "the observation before the step, not after it"
 
 
-def test_infos_are_kept_when_asked_for(call: Call, counting: Path, tmp_path: Path) -> None:
-    said = call("rollout", counting, "--episodes", "2", "--save-info", "--out", tmp_path / "steps.npz", "--json")
-    assert said.code == 0
+def test_infos_are_saved_on_request(call: Call, counting: Path, tmp_path: Path) -> None:
+    result = call("rollout", counting, "--episodes", "2", "--save-info", "--out", tmp_path / "steps.npz", "--json")
+    assert result.code == 0
     with np.load(tmp_path / "steps.npz") as file:
         infos = [json.loads(text) for text in file["info"]]
     assert infos == [{"steps": i} for i in (1, 2, 3, 4, 5)] * 2
 
 
 def test_a_number_of_steps_ends_a_rollout_in_the_middle_of_an_episode(call: Call, counting: Path, tmp_path: Path) -> None:
-    said = call("rollout", counting, "--steps", "7", "--out", tmp_path / "steps.npz", "--json")
-    assert said.json["lengths"] == [5]
+    result = call("rollout", counting, "--steps", "7", "--out", tmp_path / "steps.npz", "--json")
+    assert result.json["lengths"] == [5]
     with np.load(tmp_path / "steps.npz") as file:
         assert file["episode"].tolist() == [0] * 5 + [1] * 2
     none = call("rollout", counting, "--steps", "3", "--out", tmp_path / "short.npz")
@@ -495,9 +499,9 @@ def test_a_number_of_steps_ends_a_rollout_in_the_middle_of_an_episode(call: Call
 
 
 def test_the_result_of_a_rollout_is_one_line_of_json(call: Call, counting: Path) -> None:
-    said = call("rollout", counting, "--episodes", "3", "--json")
-    assert said.out.count("\n") == 1
-    result = said.json
+    output = call("rollout", counting, "--episodes", "3", "--json")
+    assert output.out.count("\n") == 1
+    result = output.json
     assert result["episodes"] == 3
     assert (result["return_mean"], result["return_std"], result["return_min"], result["return_max"]) == (5, 0, 5, 5)
     assert (result["length_mean"], result["returns"], result["lengths"]) == (5, [5, 5, 5], [5, 5, 5])
@@ -508,7 +512,7 @@ def test_the_result_of_a_rollout_is_one_line_of_json(call: Call, counting: Path)
 
 
 def test_the_same_seed_plays_the_same_and_sampling_plays_differently(
-    call: Call, trained: tuple[Path, Said], tmp_path: Path
+    call: Call, trained: tuple[Path, CommandResult], tmp_path: Path
 ) -> None:
     played = {}
     for name, options in {
@@ -529,27 +533,27 @@ def test_the_same_seed_plays_the_same_and_sampling_plays_differently(
     ("suffix", "name"), [("", "000003"), ("/latest", "000003"), ("/checkpoints/000002", "000002"), ("/best", None)]
 )
 def test_a_rollout_takes_a_run_a_word_or_a_checkpoint(
-    call: Call, trained: tuple[Path, Said], suffix: str, name: str | None
+    call: Call, trained: tuple[Path, CommandResult], suffix: str, name: str | None
 ) -> None:
-    said = call("rollout", f"{trained[0]}{suffix}", "--episodes", "1", "--json")
+    result = call("rollout", f"{trained[0]}{suffix}", "--episodes", "1", "--json")
     expected = name or checkpoint.best_name(LocalStore(trained[0]))
-    assert Path(said.json["steps_file"]).parent.name.startswith(f"{expected}-")
+    assert Path(result.json["steps_file"]).parent.name.startswith(f"{expected}-")
 
 
 _IMAGEIO_LEAKS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its reader leaves pipes open
 
 
 @_IMAGEIO_LEAKS
-def test_a_video_has_rgb_frames_that_move(call: Call, trained: tuple[Path, Said], tmp_path: Path) -> None:
-    said = call("rollout", trained[0], "--video", "--video-dir", tmp_path, "--episodes", "1", "--steps", "30", "--json")
-    assert said.code == 0, said.err
-    video = Path(said.json["video"])
+def test_a_video_has_rgb_frames_that_move(call: Call, trained: tuple[Path, CommandResult], tmp_path: Path) -> None:
+    result = call("rollout", trained[0], "--video", "--video-dir", tmp_path, "--episodes", "1", "--steps", "30", "--json")
+    assert result.code == 0, result.err
+    video = Path(result.json["video"])
     assert video.parent == tmp_path
     assert video.suffix == ".mp4"
     frames = imageio.v3.imread(video)
     assert frames.dtype == np.uint8
     assert frames.shape[1:] == (400, 600, 3)
-    with np.load(said.json["steps_file"]) as file:
+    with np.load(result.json["steps_file"]) as file:
         assert len(frames) == len(file["step"])
     assert frames[0].std() > 5, "a picture, not one colour"
     assert (frames[0].astype(int) - frames[-1].astype(int)).any(), "the pole moves"
@@ -557,8 +561,8 @@ def test_a_video_has_rgb_frames_that_move(call: Call, trained: tuple[Path, Said]
 
 @_IMAGEIO_LEAKS
 def test_a_video_of_odd_sides_loses_one_row_not_its_colours(call: Call, counting: Path, tmp_path: Path) -> None:
-    said = call("rollout", counting, "--monitor", "--video-dir", tmp_path, "--episodes", "5", "--json")
-    frames = imageio.v3.imread(said.json["video"])
+    result = call("rollout", counting, "--monitor", "--video-dir", tmp_path, "--episodes", "5", "--json")
+    frames = imageio.v3.imread(result.json["video"])
     assert frames.shape == (15, 32, 48, 3), "three episodes are filmed"
     strongest = frames[4].reshape(-1, 3).mean(axis=0)
     assert strongest.argmax() == 1, "a first episode is green"
@@ -571,24 +575,24 @@ def test_a_video_of_odd_sides_loses_one_row_not_its_colours(call: Call, counting
     ("environment", "reason"),
     [
         ("tests.environments:make_without_pictures", r"make_without_pictures cannot render RGB frames"),
-        ("tests.environments:make_dark", r"make_dark renders float32\[8, 8\], which is not an RGB picture"),
+        ("tests.environments:make_dark", r"make_dark renders float32\[8, 8\], which is not an RGB image"),
     ],
 )
 def test_an_environment_without_rgb_pictures_is_refused_with_the_reason(
     call: Call, counting: Path, tmp_path: Path, environment: str, reason: str
 ) -> None:
-    said = call("rollout", counting, "--env", environment, "--video", "--video-dir", tmp_path)
-    assert said.code == 2
-    assert re.search(reason, one_line(said))
+    result = call("rollout", counting, "--env", environment, "--video", "--video-dir", tmp_path)
+    assert result.code == 2
+    assert re.search(reason, one_line(result))
     assert not list(tmp_path.glob("*.mp4"))
     assert call("rollout", counting, "--env", environment, "--episodes", "1").code == 0
 
 
 @pytest.mark.parametrize("environment", ["Acrobot-v1", "tests.environments:make_like_cartpole"])
-def test_an_environment_with_other_spaces_is_refused(call: Call, trained: tuple[Path, Said], environment: str) -> None:
-    said = call("rollout", trained[0], "--env", environment)
-    assert said.code == 2
-    assert re.search(rf"trained on CartPole-v1; the spaces of {environment} are others", one_line(said))
+def test_an_environment_with_other_spaces_is_refused(call: Call, trained: tuple[Path, CommandResult], environment: str) -> None:
+    result = call("rollout", trained[0], "--env", environment)
+    assert result.code == 2
+    assert re.search(rf"trained on CartPole-v1; the spaces of {environment} are others", one_line(result))
 
 
 @pytest.mark.parametrize(
@@ -598,56 +602,56 @@ def test_an_environment_with_other_spaces_is_refused(call: Call, trained: tuple[
         (["--num-gpus", "1"], "played on the CPU"),
         (["--out", "steps.csv"], r"does not end in \.npz"),
         (["--config", "{"], "--config is not JSON"),
-        (["--config", '{"lr": 1}'], r"is not understood.*env_config"),
+        (["--config", '{"lr": 1}'], r"is not supported.*env_config"),
         (["--env", "CartPol-v1"], "Did you mean 'CartPole-v1'"),
     ],
 )
 def test_a_rollout_that_cannot_be_is_refused(call: Call, counting: Path, arguments: list[str], complaint: str) -> None:
-    said = call("rollout", counting, *arguments)
-    assert said.code == 2
-    assert re.search(complaint, one_line(said))
+    result = call("rollout", counting, *arguments)
+    assert result.code == 2
+    assert re.search(complaint, one_line(result))
 
 
 def test_options_that_change_nothing_here_are_taken_with_a_notice(call: Call, counting: Path) -> None:
-    said = call("rollout", counting, "--episodes", "2", "--use-shelve", "--no-render", "--track-progress", "--json")
-    assert said.code == 0
-    assert said.json["episodes"] == 2
-    assert re.search(r"--use-shelve: not needed.*--no-render: nothing is shown", said.err, re.DOTALL)
-    assert re.search(r"1 of 2 episodes, 5 steps.*2 of 2 episodes, 10 steps", said.err, re.DOTALL)
+    result = call("rollout", counting, "--episodes", "2", "--use-shelve", "--no-render", "--track-progress", "--json")
+    assert result.code == 0
+    assert result.json["episodes"] == 2
+    assert re.search(r"--use-shelve changes nothing.*--no-render changes nothing", result.err, re.DOTALL)
+    assert re.search(r"1 of 2 episodes, 5 steps.*2 of 2 episodes, 10 steps", result.err, re.DOTALL)
 
 
 def test_a_grid_of_episodes_is_one_video(call: Call, counting: Path, tmp_path: Path) -> None:
-    said = call("rollout", counting, "--episodes", "3", "--video-grid", "--video-dir", tmp_path, "--json")
-    assert said.code == 0, said.err
-    assert [path.name for path in tmp_path.iterdir()] == [Path(said.json["video"]).name]
-    assert said.json["video"].endswith("-grid.mp4")
+    result = call("rollout", counting, "--episodes", "3", "--video-grid", "--video-dir", tmp_path, "--json")
+    assert result.code == 0, result.err
+    assert [path.name for path in tmp_path.iterdir()] == [Path(result.json["video"]).name]
+    assert result.json["video"].endswith("-grid.mp4")
 
 
 def test_a_rollout_of_nonsense_is_not_found(call: Call, tmp_path: Path) -> None:
-    said = call("rollout", tmp_path / "nonsense")
-    assert said.code == 1
-    assert re.search(r"no run or checkpoint at .*nonsense.*ludus runs list", one_line(said))
+    result = call("rollout", tmp_path / "nonsense")
+    assert result.code == 1
+    assert re.search(r"no run or checkpoint at .*nonsense.*ludus runs list", one_line(result))
 
 
 def test_settings_of_the_environment_can_be_changed_for_a_rollout(call: Call, counting: Path) -> None:
-    said = call("rollout", counting, "--config", '{"env_config": {"length": 9}}', "--episodes", "2", "--json")
-    assert said.json["lengths"] == [9, 9]
+    result = call("rollout", counting, "--config", '{"env_config": {"length": 9}}', "--episodes", "2", "--json")
+    assert result.json["lengths"] == [9, 9]
 
 
 def test_an_environment_that_raises_during_a_rollout_is_named(call: Call, counting: Path) -> None:
-    said = call(
+    result = call(
         *("rollout", counting, "--env", "tests.environments:make_faulty"),
         *("--config", '{"env_config": {"fault": "raises in step"}}'),
     )
-    assert said.code == 1
-    assert re.search(r"make_faulty raised RuntimeError in step .*: the game crashed", one_line(said))
+    assert result.code == 1
+    assert re.search(r"make_faulty raised RuntimeError in step .*: the game crashed", one_line(result))
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def two(trained: tuple[Path, Said], counting: Path, tmp_path: Path) -> Path:
+def two(trained: tuple[Path, CommandResult], counting: Path, tmp_path: Path) -> Path:
     """A directory with two runs."""
     shutil.copytree(trained[0], tmp_path / "runs" / "a" / "cartpole")
     shutil.copytree(counting, tmp_path / "runs" / "a" / "counting")
@@ -655,9 +659,11 @@ def two(trained: tuple[Path, Said], counting: Path, tmp_path: Path) -> Path:
 
 
 def test_runs_are_listed(call: Call, two: Path) -> None:
-    said = call("runs", "list", two)
-    assert said.code == 0
-    assert all(word in said.out for word in ("cartpole", "counting", "CartPole-v1", "tests.environments:make_count", "finished"))
+    result = call("runs", "list", two)
+    assert result.code == 0
+    assert all(
+        word in result.out for word in ("cartpole", "counting", "CartPole-v1", "tests.environments:make_count", "finished")
+    )
     rows = call("runs", "list", two, "--json").json
     by_env = {row["env"]: row for row in rows}
     assert by_env["tests.environments:make_count"]["return"] == 5
@@ -671,10 +677,10 @@ def test_runs_are_found_in_the_default_directory(call: Call, two: Path, monkeypa
 
 
 def test_a_run_is_shown_in_full(call: Call, two: Path) -> None:
-    said = call("runs", "show", two / "a" / "cartpole", "--full")
-    assert said.code == 0
+    result = call("runs", "show", two / "a" / "cartpole", "--full")
+    assert result.code == 0
     for words in ("env: CartPole-v1", '"status": "finished"', '"versions"', '"000003"', "episode_return_mean", '"best"'):
-        assert words in said.out, words
+        assert words in result.out, words
 
 
 def test_looking_at_a_run_does_not_disturb_it(call: Call, two: Path, tmp_path: Path) -> None:
@@ -696,16 +702,16 @@ def test_runs_are_compared_best_first_with_the_settings_that_differ(call: Call, 
     assert {group["n"] for group in compared["groups"]} == {1}
     assert compared["differences"] == [], "two environments are not compared"
     assert imageio.v3.imread(compared["picture"]).std() > 5
-    said = call("runs", "compare", two, "--out", tmp_path / "compare.png")
-    assert said.code == 0, said.err
-    assert "2 environments; groups are compared only within one of them" in said.out
-    assert str(tmp_path / "compare.png") in said.out
+    result = call("runs", "compare", two, "--out", tmp_path / "compare.png")
+    assert result.code == 0, result.err
+    assert "2 environments; groups are compared only within one of them" in result.out
+    assert str(tmp_path / "compare.png") in result.out
 
 
 def test_several_curves_are_drawn_in_one_picture(call: Call, two: Path, tmp_path: Path) -> None:
-    said = call("runs", "plot", two, "--out", tmp_path / "plots" / "curves.png")
-    assert said.code == 0, said.err
-    assert said.out.strip() == str(tmp_path / "plots" / "curves.png")
+    result = call("runs", "plot", two, "--out", tmp_path / "plots" / "curves.png")
+    assert result.code == 0, result.err
+    assert result.out.strip() == str(tmp_path / "plots" / "curves.png")
     picture = imageio.v3.imread(tmp_path / "plots" / "curves.png")
     assert picture.shape[0] > 300
     assert picture.shape[1] > 500
@@ -725,16 +731,16 @@ def test_several_curves_are_drawn_in_one_picture(call: Call, two: Path, tmp_path
         (["plot", "nowhere"], r"No runs in nowhere"),
     ],
 )
-def test_runs_that_are_not_there_are_said(call: Call, arguments: list[str], complaint: str) -> None:
-    said = call("runs", *arguments)
-    assert said.code == 1
-    assert re.search(complaint, one_line(said))
+def test_missing_runs_are_an_error(call: Call, arguments: list[str], complaint: str) -> None:
+    result = call("runs", *arguments)
+    assert result.code == 1
+    assert re.search(complaint, one_line(result))
 
 
-def test_a_metric_that_does_not_exist_is_said(call: Call, two: Path, tmp_path: Path) -> None:
-    said = call("runs", "plot", two, "--metric", "happiness", "--out", tmp_path / "x.png")
-    assert said.code == 1
-    assert "has values of 'happiness'" in one_line(said)
+def test_an_unknown_metric_is_an_error(call: Call, two: Path, tmp_path: Path) -> None:
+    result = call("runs", "plot", two, "--metric", "happiness", "--out", tmp_path / "x.png")
+    assert result.code == 1
+    assert "has values of 'happiness'" in one_line(result)
     assert not (tmp_path / "x.png").exists()
 
 
@@ -745,7 +751,7 @@ def test_a_damaged_run_does_not_hide_the_others(call: Call, two: Path) -> None:
     assert {row["env"] for row in rows} == {"CartPole-v1", "tests.environments:make_count"}
 
 
-def test_a_reader_that_goes_away_is_no_error_worth_a_traceback(two: Path) -> None:
+def test_a_closed_output_pipe_causes_no_traceback(two: Path) -> None:
     listing = subprocess.Popen(
         [*LUDUS, "runs", "show", str(two / "a" / "cartpole")],
         stdout=subprocess.PIPE,

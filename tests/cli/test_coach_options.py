@@ -1,4 +1,4 @@
-"""`ludus train` as Coach's users type it: options, presets, levels, custom parameters, and what goes to a fleet."""
+"""`ludus train` with the options of Coach: presets, levels, custom parameters and fleets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ludus.cli.main import app
 from ludus.cli.training import coach_options, train
 from ludus.errors import UsageError
 from ludus.experiments.resolve import resolve
-from ludus.experiments.source.experiment_source import experiments_from, source_of
+from ludus.experiments.source.experiment_source import experiments_from, read_source
 from ludus.launch.job import Job, JobStatus
 from tests.cli.calling import Call
 
@@ -70,7 +70,7 @@ def saved(runs: Path, name: str) -> dict[str, Any]:
         (["CartPole-v1", "--resume"], {"env": "CartPole-v1", "resume": train.NEWEST}),
     ],
 )  # fmt: skip
-def test_short_and_long_options_are_understood_beside_those_that_there_were(words: list[str], understood: dict[str, Any]) -> None:
+def test_short_and_long_coach_options_are_accepted_with_the_other_options(words: list[str], understood: dict[str, Any]) -> None:
     found = parsed(train_command(), *words)
     assert {name: found[name] for name in understood} == understood
 
@@ -80,21 +80,23 @@ def test_every_option_that_is_spoken_of_is_one() -> None:
         assert parsed(train_command(), name)["noted" if name in coach_options.names(coach_options.IGNORED) else "refused"] is True
 
 
-def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Path) -> None:
-    said = call("train", "CartPole-v1", *SMALL, "--stop", "iterations=1", "-ep", tmp_path, "-tb", "--no_summary", "-dcp", "x.ini")
-    assert said.code == 0
-    assert "-tb changes nothing: numbers always go to TensorBoard" in said.out
-    assert "--no_summary changes nothing" in said.out
-    assert "--tensorboard" not in said.out
-    assert "-dcp x.ini changes nothing: it is for -dc." in said.out
+def test_notices_quote_ignored_options_as_they_were_typed(call: Call, tmp_path: Path) -> None:
+    result = call(
+        "train", "CartPole-v1", *SMALL, "--stop", "iterations=1", "-ep", tmp_path, "-tb", "--no_summary", "-dcp", "x.ini"
+    )
+    assert result.code == 0
+    assert "-tb changes nothing: metrics are always written for TensorBoard" in result.out
+    assert "--no_summary changes nothing" in result.out
+    assert "--tensorboard" not in result.out
+    assert "-dcp x.ini changes nothing without -dc." in result.out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--play"], "--play is not here"),
+        (["--play"], "--play is not supported"),
         (["-p", "CartPole_DQN", "--evaluate", "100"], "ludus rollout RUN --episodes 20"),
-        (["-r", "-p", "CartPole_DQN"], "-r is not here: training is not rendered"),
+        (["-r", "-p", "CartPole_DQN"], "-r is not supported: training is not rendered"),
         (["-p", "CartPole_DQN", "-crf", "x"], "a checkpoint is a directory here"),
         (["-f", "tensorflow", "-p", "CartPole_DQN"], "networks are always PyTorch's"),
         (["-p", "CartPole_A3C"], "CartPole_A3C is not supported"),
@@ -106,18 +108,18 @@ def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Pa
         (["tests.environments:make_count", "-asc"], "no target return is known"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_do(call: Call, words: list[str], message: str) -> None:
-    said = call("train", *words)
-    assert said.code == 2
-    assert message in said.err
+def test_unsupported_options_are_refused_with_a_hint(call: Call, words: list[str], message: str) -> None:
+    result = call("train", *words)
+    assert result.code == 2
+    assert message in result.err
 
 
 def test_a_preset_is_trained_by_its_name_in_coach_with_its_options(call: Call, tmp_path: Path) -> None:
     custom = "agent_params.algorithm.discount=0.5; heatup_steps=EnvironmentSteps(40); improve_steps=TrainingSteps(2)"
     words = ["-p", "cartpole_clippedppo", "-e", "mine", "-ep", tmp_path, "-cp", custom, "-s", "7", "-asc", "-c", "--seed", "3"]
-    said = call("train", *words, "--set", "evaluation_duration=0", "--set", "lambda=0.5", "--json", "-q")
-    assert said.code == 0
-    assert said.json["iterations"] == 2
+    result = call("train", *words, "--set", "evaluation_duration=0", "--set", "lambda=0.5", "--json", "-q")
+    assert result.code == 0
+    assert result.json["iterations"] == 2
     data = saved(tmp_path, "mine")
     assert {key: data["config"][key] for key in ("gamma", "lambda", "seed", "learner_device")} == {
         "gamma": 0.5, "lambda": 0.5, "seed": 3, "learner_device": "cpu",
@@ -128,10 +130,10 @@ def test_a_preset_is_trained_by_its_name_in_coach_with_its_options(call: Call, t
 
 
 def test_presets_are_listed_by_l(call: Call) -> None:
-    said = call("train", "-l")
-    assert said.code == 0
-    assert "CartPole_ClippedPPO" in said.out
-    assert "lunarlander" in said.out
+    result = call("train", "-l")
+    assert result.code == 0
+    assert "CartPole_ClippedPPO" in result.out
+    assert "lunarlander" in result.out
 
 
 def test_a_python_file_is_a_preset(call: Call, tmp_path: Path) -> None:
@@ -139,8 +141,8 @@ def test_a_python_file_is_a_preset(call: Call, tmp_path: Path) -> None:
         "small = dict(num_envs_per_worker=2, train_batch_size=32, minibatch_size=16, evaluation_duration=0)\n"
         "def preset():\n    return {'env': 'CartPole-v1', 'stop': {'iterations': 1}, 'config': small}\n"
     )
-    said = call("train", "-p", tmp_path / "mine.py", "--local-dir", tmp_path / "runs", "-lvl", "Acrobot-v1", "-q")
-    assert said.code == 0
+    result = call("train", "-p", tmp_path / "mine.py", "--local-dir", tmp_path / "runs", "-lvl", "Acrobot-v1", "-q")
+    assert result.code == 0
     assert saved(tmp_path / "runs", "mine")["env"] == "Acrobot-v1"
 
 
@@ -148,30 +150,31 @@ def test_a_python_file_is_a_preset(call: Call, tmp_path: Path) -> None:
 
 
 def described(preset: str, **settings: Any) -> tuple[dict[str, Any], list[str]]:
-    said: list[str] = []
-    source = source_of(None, preset)
-    ((_, data),) = experiments_from(source, None, None, {}, {}, settings, {}, [], say=said.append).items()
-    return data, said
+    result: list[str] = []
+    source = read_source(None, preset)
+    ((_, data),) = experiments_from(source, None, None, {}, {}, settings, {}, [], say=result.append).items()
+    return data, result
 
 
 def test_the_batch_of_a_preset_fits_the_workers_that_it_is_given() -> None:
-    data, said = described("CartPole_ClippedPPO", num_workers=3)
+    data, result = described("CartPole_ClippedPPO", num_workers=3)
     assert data["config"]["train_batch_size"] == 1032
-    assert said == [
-        "train_batch_size is 1032, not 1024 as in the preset CartPole_ClippedPPO: 3 workers with 8 environments make it up together"
+    assert result == [
+        "train_batch_size is 1032, not 1024 as in the preset CartPole_ClippedPPO: a multiple of the steps that 3 workers "
+        "with 8 environments sample together"
     ]
     assert resolve({"name": "a", **data}).config.workers == 3
     assert described("CartPole_ClippedPPO", num_workers=2)[1] == []
     assert described("CartPole_DQN", num_workers=3)[1] == []
 
 
-def test_a_batch_that_somebody_asked_for_is_not_changed() -> None:
-    data, said = described("CartPole_ClippedPPO", num_workers=3, train_batch_size=1000)
-    assert (data["config"]["train_batch_size"], said) == (1000, [])
+def test_an_explicit_batch_size_is_not_changed() -> None:
+    data, result = described("CartPole_ClippedPPO", num_workers=3, train_batch_size=1000)
+    assert (data["config"]["train_batch_size"], result) == (1000, [])
 
 
 def test_set_comes_after_a_custom_parameter_which_comes_after_single_options() -> None:
-    source = source_of(None, "cartpole")
+    source = read_source(None, "cartpole")
     ((_, data),) = experiments_from(
         source, None, None, {}, {"iterations": 1}, {"seed": 1, "lr": 1.0}, {}, ["lr=3"], custom=["lr=2; seed=2"]
     ).items()
@@ -180,7 +183,7 @@ def test_set_comes_after_a_custom_parameter_which_comes_after_single_options() -
 
 def test_a_target_is_not_that_of_another_environment() -> None:
     for custom, top in ((["env_params.level='Acrobot-v1'"], {}), ([], {"env": "Acrobot-v1"})):
-        source = source_of(None, "CartPole_ClippedPPO")
+        source = read_source(None, "CartPole_ClippedPPO")
         ((_, data),) = experiments_from(source, None, None, top, {}, {}, {}, [], custom=custom).items()
         assert (data["env"], "target" in data) == ("Acrobot-v1", False)
         assert coach_options.solved_at(data) == -100, "what Gymnasium says of it"
@@ -196,7 +199,7 @@ def words_of(*typed: str) -> list[str]:
     return coach_options.learner_words(given, ["checkpoint_time_s=5"])
 
 
-def test_a_fleet_is_told_the_same_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_gets_the_same_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("a: {env: CartPole-v1}\n")
     Path("mine.py").write_text("preset = {}\n")
@@ -235,23 +238,23 @@ def test_a_fleet_is_told_the_same_experiment(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--resume"], "--resume newest cannot stand beside -dc: rerun the same command"),
-        (["-crd", "x"], "--restore x cannot stand beside -dc"),
-        (["--local-dir", "x"], "--local-dir x cannot stand beside -dc: the location of the run is set in the -dcp file"),
-        (["--address", "local"], "its workers need no Ray"),
-        (["--num-samples", "2"], "it trains one run"),
-        (["--set", "memory=redis://:hush@host"], "--set memory cannot stand beside -dc"),
-        (["-cp", "lr=1; memory='redis://:hush@host'"], "-cp memory cannot stand beside -dc"),
-        (["--set", "track.mlflow.tracking_uri=http://me:hush@host"], "a password in a URL"),
-        (["-cp", "num_workers=2"], "-cp num_workers cannot stand beside -dc: the number of workers is set by -n"),
-        (["--set", "config.num_rollout_workers=2"], "cannot stand beside -dc: the number of workers is set by -n"),
+        (["--resume"], "--resume newest cannot be combined with -dc: rerun the same command"),
+        (["-crd", "x"], "--restore x cannot be combined with -dc"),
+        (["--local-dir", "x"], "--local-dir x cannot be combined with -dc: the location of the run is set in the -dcp file"),
+        (["--address", "local"], "the workers of a fleet do not use Ray"),
+        (["--num-samples", "2"], "a fleet trains one run"),
+        (["--set", "memory=redis://:hush@host"], "--set memory cannot be combined with -dc"),
+        (["-cp", "lr=1; memory='redis://:hush@host'"], "-cp memory cannot be combined with -dc"),
+        (["--set", "track.mlflow.tracking_uri=http://me:hush@host"], "a URL with a password"),
+        (["-cp", "num_workers=2"], "-cp num_workers cannot be combined with -dc: the number of workers is set by -n"),
+        (["--set", "config.num_rollout_workers=2"], "cannot be combined with -dc: the number of workers is set by -n"),
     ],
 )
-def test_what_a_fleet_cannot_have_is_refused(call: Call, words: list[str], message: str) -> None:
-    said = call("train", "-p", "CartPole_ClippedPPO", "-dc", "-n", "2", *words)
-    assert said.code == 2
-    assert message in said.err
-    assert "hush" not in said.out + said.err
+def test_options_that_a_fleet_does_not_support_are_refused(call: Call, words: list[str], message: str) -> None:
+    result = call("train", "-p", "CartPole_ClippedPPO", "-dc", "-n", "2", *words)
+    assert result.code == 2
+    assert message in result.err
+    assert "hush" not in result.out + result.err
 
 
 class Nowhere:
@@ -264,7 +267,7 @@ class Nowhere:
         raise UsageError("; ".join(f"{role.name} looks in {role.environment['LUDUS_MODEL_PATH']}" for role in job.roles))
 
 
-def test_all_roles_look_for_models_beside_the_file(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_roles_import_models_next_to_the_file(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LUDUS_MODEL_PATH", raising=False)
     (tmp_path / "mine.yaml").write_text("a: {env: CartPole-v1}\n")
     lines = (
@@ -275,13 +278,13 @@ def test_all_roles_look_for_models_beside_the_file(call: Call, tmp_path: Path, m
         f"nfs_path = {tmp_path}",
     )
     (tmp_path / "fleet.ini").write_text("\n".join(lines))
-    said = call("train", "-f", tmp_path / "mine.yaml", "-dc", "-dcp", tmp_path / "fleet.ini")
-    assert said.code == 2
-    assert f"learner looks in {tmp_path}; worker looks in {tmp_path}" in said.err
+    result = call("train", "-f", tmp_path / "mine.yaml", "-dc", "-dcp", tmp_path / "fleet.ini")
+    assert result.code == 2
+    assert f"learner looks in {tmp_path}; worker looks in {tmp_path}" in result.err
 
 
 def test_a_fleet_has_a_worker() -> None:
     assert [coach_options.fleet_workers(number) for number in (None, 1, 3)] == [1, 1, 3]
     for wrong in (0, "auto"):
-        with pytest.raises(UsageError, match=rf"-n {wrong}: a fleet has 1 worker or more"):
+        with pytest.raises(UsageError, match=rf"-n {wrong}: a fleet needs at least 1 worker"):
             coach_options.fleet_workers(wrong)

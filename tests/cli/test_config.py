@@ -70,25 +70,25 @@ def saved(local_dir: Path, name: str) -> dict[str, Any]:
     ],
 )
 def test_a_key_is_explained_by_any_of_its_names(call: Call, key: str, words: list[str]) -> None:
-    said = call("config", "explain", key)
-    assert said.code == 0, said.err
-    assert all(word in said.out for word in words), said.out
+    result = call("config", "explain", key)
+    assert result.code == 0, result.err
+    assert all(word in result.out for word in words), result.out
 
 
 def test_an_unknown_key_is_answered_with_the_nearest(call: Call) -> None:
-    said = call("config", "explain", "gama")
-    assert said.code == 2
-    assert one_line(said).startswith("ludus: There is no key 'gama'. Did you mean 'gamma'")
+    result = call("config", "explain", "gama")
+    assert result.code == 2
+    assert one_line(result).startswith("ludus: There is no key 'gama'. Did you mean 'gamma'")
 
 
 def test_without_a_key_all_are_listed(call: Call) -> None:
-    said = call("config", "explain")
-    assert said.code == 0
-    listed = {line.split()[0] for line in said.out.splitlines() if line.startswith("  ")}
+    result = call("config", "explain")
+    assert result.code == 0
+    listed = {line.split()[0] for line in result.out.splitlines() if line.startswith("  ")}
     assert listed == set(explain.catalogue())
 
 
-def test_every_key_of_every_schema_is_in_the_catalogue_and_says_what_it_is() -> None:
+def test_every_key_of_every_schema_is_in_the_catalogue_with_a_description() -> None:
     found = explain.catalogue()
     for run, schema in config_schemas().items():
         for name in schema.model_fields:
@@ -103,12 +103,12 @@ def test_every_other_spelling_leads_to_its_key() -> None:
     for section, table in rllib_keys.RENAMED.items():
         for old, new in table.items():
             if old != "lambda_":
-                assert any(key.name == new for key in explain._named(old)), f"{section}: {old}"
+                assert any(key.name == new for key in explain._find_keys(old)), f"{section}: {old}"
 
 
-def test_the_page_of_keys_is_what_the_schemas_say() -> None:
+def test_the_page_of_keys_matches_the_schemas() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert explain.filled(page) == page, "docs/config.md is outdated: run  python scripts/config_page.py"
+    assert explain.fill_tables(page) == page, "docs/config.md is outdated: run  python scripts/config_page.py"
     shown = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     assert {key.name for key in explain.catalogue().values()} <= shown
 
@@ -118,17 +118,17 @@ def test_the_page_of_keys_is_what_the_schemas_say() -> None:
 
 def test_a_file_without_a_fault_is_praised(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "good.yaml", {"one": tiny(), "two": tiny(lr={"grid_search": [1e-3, 1e-4]})})
-    said = call("config", "check", file)
-    assert (said.code, said.out) == (0, f"{file}: one, two: no errors.\n")
+    result = call("config", "check", file)
+    assert (result.code, result.out) == (0, f"{file}: one, two: no errors.\n")
 
 
 def test_all_complaints_of_all_experiments_come_at_once_and_nothing_is_made(call: Call, tmp_path: Path) -> None:
     bad = {"one": tiny(gama=1, framework="jax"), "two": {"env": "NoSuch-v1", "stop": {"iteration": 1}}}
     file = write(tmp_path / "bad.yaml", bad)
     for command in (["config", "check", file], ["train", "-f", file, "--local-dir", tmp_path / "runs"]):
-        said = call(*command)
-        assert said.code == 2
-        found = "\n".join(lines(said))
+        result = call(*command)
+        assert result.code == 2
+        found = "\n".join(lines(result))
         for words in (
             f"{file}:{line_of(file, 'framework')}: one: config.framework ('jax')",
             f"{file}:{line_of(file, 'gama')}: one: Unknown key 'config.gama'",
@@ -143,24 +143,24 @@ def line_of(file: Path, words: str) -> int:
     return next(number for number, line in enumerate(file.read_text().splitlines(), 1) if words in line)
 
 
-def test_errors_name_file_and_line_whatever_the_line_breaks_are(call: Call, tmp_path: Path) -> None:
+def test_errors_name_file_and_line_for_all_line_breaks(call: Call, tmp_path: Path) -> None:
     text = "x:\r\n  env: CartPole-v1\r\n  run: PP0\r\n  config:\r\n    lr: fast\r\n    model:\r\n      hidden: 3\r\n"
     file = tmp_path / "dos.yaml"
     file.write_bytes(text.encode())
     for command in (["config", "check", file], ["train", "-f", file]):
-        said = call(*command)
-        assert said.code == 2
-        assert [line.split(" ")[0] for line in lines(said)[-3:]] == ["ludus:", f"{file}:5:", f"{file}:7:"]
-        assert f"ludus: {file}:3: Unknown algorithm 'PP0'" in said.err
+        result = call(*command)
+        assert result.code == 2
+        assert [line.split(" ")[0] for line in lines(result)[-3:]] == ["ludus:", f"{file}:5:", f"{file}:7:"]
+        assert f"ludus: {file}:3: Unknown algorithm 'PP0'" in result.err
     file.write_bytes(text.replace("PP0", "PPO").replace("fast", "1e-3").replace("hidden: 3", "use_lstm: true").encode())
     assert call("config", "check", file).code == 0
 
 
 def test_an_error_of_the_command_line_has_no_line_of_the_file(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", {"one": tiny(lr=1e-3)})
-    said = call("train", "-f", file, "--set", "lr=fast", "--local-dir", tmp_path / "runs")
-    assert said.code == 2
-    assert one_line(said).startswith("ludus: config.lr is 'fast'")
+    result = call("train", "-f", file, "--set", "lr=fast", "--local-dir", tmp_path / "runs")
+    assert result.code == 2
+    assert one_line(result).startswith("ludus: config.lr is 'fast'")
 
 
 def test_a_file_that_passes_the_check_starts_and_one_that_cannot_start_does_not_pass(call: Call, tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_a_file_that_passes_the_check_starts_and_one_that_cannot_start_does_not_
     ):
         file = write(tmp_path / "one.yaml", {"one": {"env": "CartPole-v1", "config": settings}})
         for command in (["config", "check", file], ["train", "-f", file, "--local-dir", tmp_path / "runs"]):
-            said = call(*command)
-            assert said.code == 2, said.out
-            assert f"{file}:{line_of(file, next(iter(settings)))}: {words}" in said.err
+            result = call(*command)
+            assert result.code == 2, result.out
+            assert f"{file}:{line_of(file, next(iter(settings)))}: {words}" in result.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -183,12 +183,12 @@ def test_gpus_that_are_not_here_are_named_and_may_be_left_out(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     file = write(tmp_path / "one.yaml", {"one": tiny(num_gpus_per_learner=1, num_learners=1)})
     for command in (["config", "check", file], ["train", "-f", file]):
-        said = call(*command)
-        assert said.code == 2
-        assert "config.num_gpus is 1, but PyTorch finds no GPU on this machine. Train on the CPU with --num-gpus 0" in said.err
+        result = call(*command)
+        assert result.code == 2
+        assert "config.num_gpus is 1, but PyTorch finds no GPU on this machine. Train on the CPU with --num-gpus 0" in result.err
     assert call("config", "check", file, "--num-gpus", "0").code == 0
-    said = call("train", "-f", file, "--num-gpus", "0", "--local-dir", tmp_path / "runs", "--quiet")
-    assert said.code == 0, said.err
+    result = call("train", "-f", file, "--num-gpus", "0", "--local-dir", tmp_path / "runs", "--quiet")
+    assert result.code == 0, result.err
 
 
 def test_notices_are_printed_once_by_the_check_and_by_the_training(call: Call, tmp_path: Path) -> None:
@@ -199,11 +199,11 @@ def test_notices_are_printed_once_by_the_check_and_by_the_training(call: Call, t
     }
     file = write(tmp_path / "one.yaml", {"one": tiny(**ignored)})
     for command in (["config", "check", file], ["train", "-f", file, "--local-dir", tmp_path / "runs"]):
-        said = call(*command)
-        assert said.code == 0, said.err
+        result = call(*command)
+        assert result.code == 0, result.err
         for key in ignored:
-            assert said.out.count(f"config.{key} ") == 1, said.out
-        assert said.out.count("it is one trial") == 1
+            assert result.out.count(f"config.{key} ") == 1, result.out
+        assert result.out.count("it is one trial") == 1
     (run,) = (tmp_path / "runs" / "one").iterdir()
     assert (run / "config.yaml").exists(), "one run, no sweep"
 
@@ -218,7 +218,7 @@ def test_an_old_file_becomes_one_in_present_names_that_means_the_same(file: Path
     new: dict[str, Any] = yaml.safe_load(convert(old, file.name, with_defaults=with_defaults).text)
     assert list(new) == list(old)
     for name, data in new.items():
-        assert validate.of_experiment({"name": name, **data}, env_too=False) == []
+        assert validate.validate_experiment({"name": name, **data}, env_too=False) == []
         read = translate_experiment(data)
         inner = translate_config(data["config"], validate.algorithm_of(data["run"]).Config)
         assert not read.spelled_as, "there is no old name any more"
@@ -236,7 +236,7 @@ def test_every_key_of_an_old_file_is_there_or_is_accounted_for(file: Path) -> No
                 assert key in text, f"{key} vanished"
 
 
-def test_the_reason_for_what_is_left_out_stands_where_it_was() -> None:
+def test_a_comment_replaces_each_dropped_key() -> None:
     text = convert(load_experiments(REPOSITORY / "tests/old/dodgeball-ppo-fcnet.yaml"), "old.yaml").text
     assert "    # framework: tf was removed: the same layers are built with PyTorch." in text
     assert "    # log_level: WARN was removed: it is an option of the command: -v, -vv." in text
@@ -250,22 +250,22 @@ def test_an_environment_and_an_algorithm_of_today_are_written(call: Call, tmp_pa
         "run": "A2C",
         "config": {"train_batch_size": 200, "disable_env_checking": True, "use_critic": True},
     }
-    said = call("config", "convert", write(tmp_path / "old.yaml", {"x": old}))
-    assert said.code == 0, said.err
-    assert "  env: Pendulum-v1  # was Pendulum-v0" in said.out
-    assert "  run: PPO  # was A2C" in said.out
-    assert "    # disable_env_checking: true was removed: environments are always checked." in said.out
-    assert "    # use_critic: true was removed: it is already the default." in said.out
+    result = call("config", "convert", write(tmp_path / "old.yaml", {"x": old}))
+    assert result.code == 0, result.err
+    assert "  env: Pendulum-v1  # was Pendulum-v0" in result.out
+    assert "  run: PPO  # was A2C" in result.out
+    assert "    # disable_env_checking: true was removed: environments are always checked." in result.out
+    assert "    # use_critic: true was removed: it is already the default." in result.out
 
 
-def test_a_conversion_that_drops_what_changes_the_experiment_fails(call: Call, tmp_path: Path) -> None:
+def test_a_conversion_that_changes_the_experiment_fails(call: Call, tmp_path: Path) -> None:
     soft = {"env": "CartPole-v1", "run": "DQN", "config": {"exploration_config": {"type": "SoftQ"}, "log_level": "WARN"}}
     new = tmp_path / "new.yaml"
-    said = call("config", "convert", write(tmp_path / "old.yaml", {"x": soft}), "-o", new)
-    assert said.code == 1
-    assert "is another experiment than" in said.err
-    assert "config.exploration_config" in said.err
-    assert "log_level" not in said.err
+    result = call("config", "convert", write(tmp_path / "old.yaml", {"x": soft}), "-o", new)
+    assert result.code == 1
+    assert "differs from the experiment in" in result.err
+    assert "config.exploration_config" in result.err
+    assert "log_level" not in result.err
     assert call("config", "check", new).code == 0, "what is left is written, and can be trained"
 
 
@@ -291,7 +291,7 @@ def test_rllibs_defaults_are_keys_that_the_algorithm_has() -> None:
         ("PPO", ""),
     ],
 )
-def test_an_iteration_that_is_another_than_rllibs_is_said(run: str, words: str) -> None:
+def test_an_iteration_that_differs_from_rllib_is_reported(run: str, words: str) -> None:
     counting = {"env": "CartPole-v1", "run": run, "stop": {"training_iteration": 5}, "config": {"evaluation_interval": 2}}
     text = convert({"x": counting}, "f").text
     assert words in text
@@ -301,12 +301,12 @@ def test_an_iteration_that_is_another_than_rllibs_is_said(run: str, words: str) 
     assert "counts updates" not in convert({"x": by_steps}, "f").text
 
 
-def test_what_an_iteration_is_is_said_when_a_run_begins(call: Call, tmp_path: Path) -> None:
+def test_the_length_of_an_iteration_is_printed_at_the_start(call: Call, tmp_path: Path) -> None:
     words = ["train", "CartPole-v1", "--run", "DQN", "--local-dir", tmp_path, "--set", "evaluation_duration=0"]
-    said = call(*words, "--stop", "iterations=2", "--checkpoint-freq", "2")
-    assert said.code == 0, said.err
-    assert "checkpoint_freq counts updates (32 steps sampled for each)" in said.out
-    assert said.out.count("64 steps in") == 1
+    result = call(*words, "--stop", "iterations=2", "--checkpoint-freq", "2")
+    assert result.code == 0, result.err
+    assert "checkpoint_freq counts updates (32 steps sampled for each)" in result.out
+    assert result.out.count("64 steps in") == 1
     assert "counts updates" not in call(*words, "--stop", "timesteps=64").out
 
 
@@ -317,7 +317,7 @@ def test_a_file_is_written_once_and_never_over_another(call: Call, tmp_path: Pat
     assert call("config", "check", new).code == 0
     again = call("config", "convert", OLD[0], "-o", new)
     assert again.code == 2
-    assert "is already there" in one_line(again)
+    assert "already exists" in one_line(again)
     assert new.read_bytes() == before
 
 
@@ -330,10 +330,10 @@ def test_a_file_is_written_once_and_never_over_another(call: Call, tmp_path: Pat
         ({"x": {"env": "A", "config": [1]}}, "config is [1]"),
     ],
 )
-def test_what_is_not_understood_is_not_converted(call: Call, tmp_path: Path, data: dict[str, Any], words: str) -> None:
-    said = call("config", "convert", write(tmp_path / "old.yaml", data), "-o", tmp_path / "new.yaml")
-    assert said.code == 2
-    assert words in said.err
+def test_unknown_keys_are_not_converted(call: Call, tmp_path: Path, data: dict[str, Any], words: str) -> None:
+    result = call("config", "convert", write(tmp_path / "old.yaml", data), "-o", tmp_path / "new.yaml")
+    assert result.code == 2
+    assert words in result.err
     assert not (tmp_path / "new.yaml").exists()
 
 
@@ -347,26 +347,26 @@ def test_a_value_with_line_breaks_stays_on_the_line_of_its_comment() -> None:
 
 def test_experiments_of_a_file_run_one_after_another(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "two.yaml", {".all": {}, "one": tiny(), "two": tiny(2)})
-    said = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--json", "--quiet")
-    assert said.code == 0, said.err
-    assert [(line["experiment"], line["iterations"]) for line in said.json] == [("one", 1), ("two", 2)]
+    result = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--json", "--quiet")
+    assert result.code == 0, result.err
+    assert [(line["experiment"], line["iterations"]) for line in result.json] == [("one", 1), ("two", 2)]
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"one", "two"}
 
 
-def test_one_that_fails_is_reported_and_the_others_run(call: Call, tmp_path: Path) -> None:
+def test_a_failed_experiment_is_reported_and_the_others_run(call: Call, tmp_path: Path) -> None:
     bad = small.data(1, env="tests.environments:make_faulty", env_config={"fault": "raises in reset"})
     file = write(tmp_path / "two.yaml", {"bad": bad, "good": tiny()})
-    said = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--json", "--quiet")
-    assert said.code == 1
-    assert said.err.startswith("ludus: bad: ")
-    assert said.json[0]["experiment"] == "good"
-    assert "no game server" in said.json[1]["error"]
+    result = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--json", "--quiet")
+    assert result.code == 1
+    assert result.err.startswith("ludus: bad: ")
+    assert result.json[0]["experiment"] == "good"
+    assert "no game server" in result.json[1]["error"]
 
 
 def test_one_experiment_of_a_file_is_chosen_by_name(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "two.yaml", {"one": {"env": "NoSuch-v1"}, "two": tiny()})
-    said = call("train", "-f", file, "--experiment", "two", "--local-dir", tmp_path / "runs", "--quiet")
-    assert said.code == 0, said.err
+    result = call("train", "-f", file, "--experiment", "two", "--local-dir", tmp_path / "runs", "--quiet")
+    assert result.code == 0, result.err
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["two"]
     absent = call("train", "-f", file, "--experiment", "tow")
     assert "There is no experiment 'tow'" in one_line(absent)
@@ -391,13 +391,13 @@ def test_an_interruption_ends_them_all(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"one"}
 
 
-def test_unfinished_experiments_go_on_and_finished_ones_are_left_alone(call: Call, tmp_path: Path) -> None:
+def test_unfinished_experiments_are_resumed_and_finished_ones_are_skipped(call: Call, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     file = write(tmp_path / "two.yaml", {"one": tiny(), "two": tiny(2)})
     assert call("train", "-f", file, "--experiment", "one", "--local-dir", runs, "--quiet").code == 0
-    said = call("train", "-f", file, "--local-dir", runs, "--quiet", "--json", "--resume")
-    assert said.code == 0, said.err
-    assert [line["experiment"] for line in said.json] == ["two"]
+    result = call("train", "-f", file, "--local-dir", runs, "--quiet", "--json", "--resume")
+    assert result.code == 0, result.err
+    assert [line["experiment"] for line in result.json] == ["two"]
     (run,) = (runs / "two").iterdir()
     Run.open(run).write_meta({"status": "interrupted"})
     again = call("train", "-f", file, "--local-dir", runs, "--resume", "--json")
@@ -411,10 +411,10 @@ def test_a_run_that_is_continued_takes_over_its_stop_and_its_checkpoints_and_not
     assert call(*again).json["iterations"] == 1
     changed = call(*again, "--seed", "7", "--set", "model.fcnet_hiddens=[3]")
     assert changed.code == 2
-    assert "config.seed is 0 in the run, and is to be 7." in changed.err
+    assert "config.seed is 0 in the run, but 7 in the settings." in changed.err
     assert "config.model.fcnet_hiddens is " in changed.err
-    assert "--restore x begins a new one" in one_line(call(*again, "--restore", "x"))
-    assert "is finished" in call(*again, "--set", "lr=0.001").err, "what is the same may be said again"
+    assert "--restore x starts a new one" in one_line(call(*again, "--restore", "x"))
+    assert "is finished" in call(*again, "--set", "lr=0.001").err, "repeating an unchanged setting is allowed"
     assert call(*again, "--stop", "iterations=2").json["iterations"] == 2
     write(tmp_path / "one.yaml", {"one": tiny(3, lr=1e-3) | {"checkpoint_freq": 1}})
     longer = call(*again)
@@ -425,14 +425,14 @@ def test_a_run_that_is_continued_takes_over_its_stop_and_its_checkpoints_and_not
     write(tmp_path / "one.yaml", {"one": tiny(9, lr=1e-4)})
     edited = call(*again)
     assert edited.code == 2
-    assert "config.lr is 0.001 in the run, and is to be 0.0001." in edited.err
+    assert "config.lr is 0.001 in the run, but 0.0001 in the settings." in edited.err
     assert len(list((tmp_path / "runs" / "one").iterdir())) == 1
 
 
 def test_a_run_with_a_name_of_its_own_is_found_again(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", {"one": tiny()})
     words = ["train", "-f", file, "--project", tmp_path / "mine", "--trial", "first", "--json", "--resume"]
-    assert "a new one begins" in call(*words).err
+    assert "holds no run to resume: starting a new one" in call(*words).err
     assert "is finished" in call(*words).err
     assert call(*words, "--stop", "iterations=2").json["run_dir"] == str(tmp_path / "mine" / "first")
 
@@ -451,8 +451,8 @@ def test_options_are_stronger_than_the_file_and_say_nothing_where_they_are_not_g
         "--stop",
         '{"training_iteration": 2}',
     ]
-    said = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--quiet", *options, "--seed", "5")
-    assert said.code == 0, said.err
+    result = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--quiet", *options, "--seed", "5")
+    assert result.code == 0, result.err
     found = saved(tmp_path / "runs", "one")
     assert {key: found[key] for key in top} == top
     assert found["stop"]["iterations"] == 2
@@ -460,7 +460,7 @@ def test_options_are_stronger_than_the_file_and_say_nothing_where_they_are_not_g
     assert (inner["lr"], inner["num_epochs"], inner["minibatch_size"], inner["seed"]) == (1e-4, 1, 32, 5)
 
 
-def test_what_is_saved_with_a_run_is_an_experiment_again(call: Call, tmp_path: Path) -> None:
+def test_the_saved_config_of_a_run_is_a_valid_experiment(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", {"one": tiny(1, lr_schedule=[[0, 1e-3], [100, 0]], lambda_=0.9)})
     assert call("train", "-f", file, "--local-dir", tmp_path / "runs", "--quiet").code == 0
     (run,) = (tmp_path / "runs" / "one").iterdir()
@@ -476,7 +476,7 @@ def test_a_preset_may_be_a_path(call: Call, tmp_path: Path) -> None:
     assert "both name an experiment" in one_line(call("train", "-p", file, "-f", file))
 
 
-def test_options_without_meaning_are_said_to_change_nothing(call: Call, tmp_path: Path) -> None:
+def test_ignored_options_print_a_notice(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", {"one": tiny()})
     older = ["--torch", "--eager", "--trace", "--queue-trials", "--no-ray-ui"]
     valued = [
@@ -489,18 +489,18 @@ def test_options_without_meaning_are_said_to_change_nothing(call: Call, tmp_path
         "--checkpoint-score-attr",
         "episode_reward_mean",
     ]
-    said = call("train", "-f", file, "--local-dir", tmp_path / "runs", *older, *valued, "--ray-num-nodes", "1")
-    assert said.code == 0, said.err
+    result = call("train", "-f", file, "--local-dir", tmp_path / "runs", *older, *valued, "--ray-num-nodes", "1")
+    assert result.code == 0, result.err
     for option in (*older, "--redis-password", "--ray-num-gpus", "--ray-num-cpus"):
-        (notice,) = [line for line in said.out.splitlines() if line.startswith(option) and "nothing" in line]
+        (notice,) = [line for line in result.out.splitlines() if line.startswith(option) and "nothing" in line]
         assert notice.endswith(".")
-    assert "s3cret" not in said.out + said.err
+    assert "s3cret" not in result.out + result.err
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ray-num-nodes", "2"], "nodes that are only emulated"),
+        (["--ray-num-nodes", "2"], "emulated nodes have no more cores"),
         (["--upload-dir", "s3://bucket"], "--upload-dir s3://bucket: runs are not copied"),
         (["--checkpoint-score-attr", "min-loss"], "--checkpoint-score-attr min-loss chooses the best checkpoint"),
         (["--num-cpus", "3", "--num-workers", "2"], "--num-cpus is 3 and --num-workers is 2; they mean the same"),
@@ -510,9 +510,9 @@ def test_options_without_meaning_are_said_to_change_nothing(call: Call, tmp_path
     ],
 )
 def test_options_that_cannot_be_are_refused_with_the_reason(call: Call, options: list[str], words: str) -> None:
-    said = call("train", "CartPole-v1", *options)
-    assert said.code == 2
-    assert words in one_line(said)
+    result = call("train", "CartPole-v1", *options)
+    assert result.code == 2
+    assert words in one_line(result)
 
 
 @pytest.fixture
@@ -523,10 +523,10 @@ def own_temp_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_temp_dir")
-def test_temporary_files_go_where_the_option_says(call: Call, tmp_path: Path) -> None:
+def test_temporary_files_go_to_the_directory_of_the_option(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", {"one": tiny()})
-    said = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--quiet", "--temp-dir", tmp_path / "a" / "b")
-    assert said.code == 0, said.err
+    result = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--quiet", "--temp-dir", tmp_path / "a" / "b")
+    assert result.code == 0, result.err
     assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(tmp_path / "a" / "b")
 
 
@@ -562,5 +562,5 @@ def test_several_samples_or_searched_values_make_a_sweep(data: dict[str, Any], e
         (["-f", "x", "--resume", "--json"], ["-f", "x", "--resume", "newest", "--json"]),
     ],
 )
-def test_resume_may_stand_alone(words: list[str], expected: list[str]) -> None:
+def test_resume_needs_no_value(words: list[str], expected: list[str]) -> None:
     assert train.add_resume_value(words) == expected

@@ -1,4 +1,4 @@
-"""`ludus train -dc`, with small programs in the place of learner and workers, and a real Redis between them."""
+"""`ludus train -dc` with small programs as learner and workers, and a real Redis."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ until ask ping 2>/dev/null | grep -q PONG; do sleep 0.05; done
 
 
 @contextmanager
-def door(
+def start_fleet(
     tmp_path: Path, learner: str, *words: str, worker: str = "exec sleep 600", lives: int = MAX_FAILURES, as_json: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
     script = f"""
@@ -99,10 +99,10 @@ def jobs(tmp_path: Path) -> LocalOrchestrator:
 
 def line(process: subprocess.Popen[str], beginning: str) -> str:
     assert process.stdout is not None
-    for said in process.stdout:
-        if said.startswith(beginning):
-            return said.strip()
-    raise AssertionError(f"it never said {beginning}")
+    for result in process.stdout:
+        if result.startswith(beginning):
+            return result.strip()
+    raise AssertionError(f"it never result {beginning}")
 
 
 @needs_redis
@@ -115,7 +115,7 @@ cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' > "$LUDUS_JOB_DIR/commands
 printf %s "$LUDUS_MEMORY_PASSWORD" | grep -rlF -f - "$LUDUS_JOB_DIR"
 exit 7
 """
-    with door(tmp_path, learner, "CartPole-v1", "--set", "lr=1e-3") as process:
+    with start_fleet(tmp_path, learner, "CartPole-v1", "--set", "lr=1e-3") as process:
         shown, told = process.communicate(timeout=60)
     assert process.returncode == 7
     port = int(re.findall(r"^port (\d+)$", shown, re.MULTILINE)[0])
@@ -128,9 +128,9 @@ exit 7
     (status,) = jobs(tmp_path).list()
     directory = Path(status.logs).parent
     assert "redis-server" in (directory / "commands").read_text()
-    found = [said for said in shown.splitlines() if said.startswith(str(directory))]
+    found = [result for result in shown.splitlines() if result.startswith(str(directory))]
     assert found == [f"{directory}/scratch/redis/redis.conf"], "the password is in sight"
-    assert f"the logs of all are in {status.logs}" in told
+    assert f"all logs are in {status.logs}" in told
     for sentence in ("Redis Streams", "2 workers", f"the run is {tmp_path}/runs/trial", "failed: learner-0 ended with code 7"):
         assert sentence in told
     assert {path.name for path in Path(status.logs).iterdir()} == {
@@ -142,7 +142,7 @@ exit 7
 
 
 @needs_redis
-def test_a_memory_that_is_killed_comes_back_with_what_it_had(tmp_path: Path) -> None:
+def test_a_killed_redis_is_restarted_with_its_data(tmp_path: Path) -> None:
     learner = """
 ask set kept it >/dev/null
 was=$(ask info server | tr -d '\\r' | sed -n 's/process_id://p')
@@ -151,17 +151,17 @@ until ask ping 2>/dev/null | grep -q PONG; do sleep 0.05; done
 echo "still $(ask get kept)"
 sleep 1.5
 """
-    with door(tmp_path, learner) as process:
+    with start_fleet(tmp_path, learner) as process:
         shown, told = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "still it" in shown
-    assert "memory-0 ended with code 137 and is started again (1); its log: " in told
+    assert "memory-0 ended with code 137 and is restarted (1); its log: " in told
 
 
 @needs_redis
 def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_path: Path) -> None:
     learner = "trap 'echo saved; exit 130' TERM; echo ready; while :; do sleep 0.05; done"
-    with door(tmp_path, learner) as process:
+    with start_fleet(tmp_path, learner) as process:
         line(process, "ready")
         process.send_signal(signal.SIGINT)
         shown, told = process.communicate(timeout=60)
@@ -170,20 +170,20 @@ def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_pat
         assert "the learner saves a checkpoint" in told
         assert "before it had saved" not in told
         assert [status.state for status in jobs(tmp_path).list()] == ["cancelled"]
-    with door(tmp_path, "trap 'echo deaf' TERM; echo ready; while :; do sleep 0.05; done") as process:
+    with start_fleet(tmp_path, "trap 'echo deaf' TERM; echo ready; while :; do sleep 0.05; done") as process:
         line(process, "ready")
         process.send_signal(signal.SIGTERM)
         line(process, "deaf")
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=60)
         assert process.returncode == 130
-        assert "the learner was ended before it had saved (code 137); there is no checkpoint" in told
+        assert "the learner ended before it saved a checkpoint (code 137); there is no checkpoint" in told
         assert [status.exit_code for status in jobs(tmp_path).list()] == [130, 137]
 
 
 @needs_redis
-def test_it_ends_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
-    with door(tmp_path, "trap 'exit 130' TERM; echo ready; while :; do echo more; sleep 0.05; done") as process:
+def test_it_ends_when_its_output_pipe_is_closed(tmp_path: Path) -> None:
+    with start_fleet(tmp_path, "trap 'exit 130' TERM; echo ready; while :; do echo more; sleep 0.05; done") as process:
         line(process, "ready")
         assert process.stdout is not None
         process.stdout.close()
@@ -191,7 +191,7 @@ def test_it_ends_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
         assert [status.state for status in jobs(tmp_path).list()] == ["cancelled"]
 
 
-def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+def test_signals_ignored_by_nohup_stay_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with cancel_on_signals(jobs(tmp_path), "trial"):
@@ -203,7 +203,7 @@ def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
 
 @needs_redis
 def test_nothing_is_left_when_the_command_itself_is_killed(tmp_path: Path) -> None:
-    with door(tmp_path, "echo ready; exec sleep 600") as process:
+    with start_fleet(tmp_path, "echo ready; exec sleep 600") as process:
         line(process, "ready")
         (status,) = jobs(tmp_path).list()
         running = [p.pid for p in status.processes if p.pid is not None]
@@ -216,13 +216,13 @@ def test_nothing_is_left_when_the_command_itself_is_killed(tmp_path: Path) -> No
 
 
 @needs_redis
-def test_the_same_command_a_second_time_leaves_the_first_alone(tmp_path: Path) -> None:
-    with door(tmp_path, "echo ready; exec sleep 600") as first:
+def test_a_second_run_of_the_same_command_keeps_the_first(tmp_path: Path) -> None:
+    with start_fleet(tmp_path, "echo ready; exec sleep 600") as first:
         line(first, "ready")
         (status,) = jobs(tmp_path).list()
-        with door(tmp_path, "echo never") as second:
+        with start_fleet(tmp_path, "echo never") as second:
             shown, told = second.communicate(timeout=60)
-            assert f"The job {status.id} trains {tmp_path}/runs/trial already." in told
+            assert f"The job {status.id} already trains {tmp_path}/runs/trial." in told
             assert second.returncode != 0
             assert shown == ""
             assert [found.state for found in jobs(tmp_path).list()] == ["running"]
@@ -230,7 +230,7 @@ def test_the_same_command_a_second_time_leaves_the_first_alone(tmp_path: Path) -
 
 @needs_redis
 def test_a_job_whose_workers_all_refuse_their_work_is_ended(tmp_path: Path) -> None:
-    with door(tmp_path, "exec sleep 600", worker="echo there is no such model; exit 2", lives=2) as process:
+    with start_fleet(tmp_path, "exec sleep 600", worker="echo there is no such model; exit 2", lives=2) as process:
         _, told = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "failed: each worker ended with code 2 2 times in a row" in told
@@ -241,12 +241,12 @@ def test_a_job_whose_workers_all_refuse_their_work_is_ended(tmp_path: Path) -> N
 @needs_redis
 def test_with_json_the_result_is_all_that_goes_to_stdout(tmp_path: Path) -> None:
     result = '{"run_dir": "there", "iterations": 3}'
-    with door(tmp_path, f"echo starting; echo '{{\"a\": 1}}'; echo '{result}'; echo bye", as_json=True) as process:
+    with start_fleet(tmp_path, f"echo starting; echo '{{\"a\": 1}}'; echo '{result}'; echo bye", as_json=True) as process:
         shown, told = process.communicate(timeout=60)
     assert process.returncode == 0
     assert shown == f"{result}\n"
-    for said in ("starting", '{"a": 1}', "bye"):
-        assert said in told.splitlines()
+    for output in ("starting", '{"a": 1}', "bye"):
+        assert output in told.splitlines()
 
 
 # -- the program --------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_a_fleet_that_cannot_be_is_refused(name: str, workers: int, complaint: s
         fleet_job(read_fleet_file("[ludus]\nredis_url = redis://host"), name, [], workers, 1)
 
 
-def test_secrets_are_taken_from_where_the_file_says(tmp_path: Path) -> None:
+def test_secrets_are_read_from_the_places_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("from file\n")
     environ: dict[str, str] = {}
     use_credentials(read_fleet_file(f"[ludus]\nredis_url = redis://host\nredis_password_file = {tmp_path}/password"), environ)
@@ -292,24 +292,24 @@ def test_secrets_are_taken_from_where_the_file_says(tmp_path: Path) -> None:
 
 def test_credentials_under_their_older_names_are_found() -> None:
     s3 = read_fleet_file("[coach]\nredis_url = redis://host\ndata_store = s3\ns3_bucket_name = games")
-    said: list[str] = []
+    result: list[str] = []
     environ = {"ACCESS_KEY_ID": "id", "SECRET_ACCESS_KEY": "hush"}
-    use_credentials(s3, environ, said.append)
+    use_credentials(s3, environ, result.append)
     assert (environ["AWS_ACCESS_KEY_ID"], environ["AWS_SECRET_ACCESS_KEY"]) == ("id", "hush")
-    assert said == ["ACCESS_KEY_ID is taken for AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY is taken for AWS_SECRET_ACCESS_KEY"]
+    assert result == ["ACCESS_KEY_ID is used as AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY is used as AWS_SECRET_ACCESS_KEY"]
     environ = {"ACCESS_KEY_ID": "older", "AWS_ACCESS_KEY_ID": "newer"}
     use_credentials(s3, environ)
     assert environ["AWS_ACCESS_KEY_ID"] == "newer"
 
 
-def test_what_a_process_said_last_is_said_with_it(tmp_path: Path) -> None:
+def test_the_last_log_line_of_a_process_is_reported(tmp_path: Path) -> None:
     (tmp_path / "worker-0.log").write_text("x" * 10_000 + "\nfirst\nno such server\n\n")
     status = JobStatus("id", "trial", "running", processes=(ProcessStatus("worker", 0, "waiting", 2),), logs=str(tmp_path))
     (sentence,) = new_restarts(status, {})
     assert sentence.endswith(f"its log: {tmp_path}/worker-0.log: no such server")
 
 
-def test_what_happened_to_processes_is_said_once() -> None:
+def test_restarts_of_processes_are_reported_once() -> None:
     known: dict[str, int] = {}
 
     def at(*processes: ProcessStatus) -> list[str]:
@@ -317,11 +317,11 @@ def test_what_happened_to_processes_is_said_once() -> None:
 
     assert at(ProcessStatus("worker", 0, "running"), ProcessStatus("worker", 1, "pending")) == []
     waits = ProcessStatus("worker", 0, "waiting", 1)
-    assert at(waits) == ["worker-0 ended with code 1 and is started again (1); its log: /logs/worker-0.log"]
+    assert at(waits) == ["worker-0 ended with code 1 and is restarted (1); its log: /logs/worker-0.log"]
     assert at(waits) == []
     assert at(ProcessStatus("worker", 0, "running", 1, restarts=1)) == []
     assert at(ProcessStatus("worker", 0, "running", 137, restarts=3)) == [
-        "worker-0 ended with code 137 and is started again (3); its log: /logs/worker-0.log"
+        "worker-0 ended with code 137 and is restarted (3); its log: /logs/worker-0.log"
     ]
     assert at(ProcessStatus("worker", 2, "waiting", 0)) == []
     assert at(ProcessStatus("worker", 1, "ended", 0), ProcessStatus("learner", 0, "ended", 130)) == []
@@ -335,7 +335,7 @@ def test_a_learner_has_time_to_save_and_its_place_is_known() -> None:
     assert job.place == job.roles[0].command[job.roles[0].command.index("--store") + 1]
 
 
-def test_models_beside_the_file_are_found_by_workers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_next_to_the_file_are_found_by_workers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MODELS, "/elsewhere")
     job = fleet_job(read_fleet_file("[ludus]\nredis_url = redis://host"), "trial", [], 1, 1, tmp_path)
     assert MODELS == loader.VARIABLE
@@ -344,13 +344,13 @@ def test_models_beside_the_file_are_found_by_workers_too(tmp_path: Path, monkeyp
 
 def test_a_file_that_is_called_like_one_of_pythons_does_not_break_a_role(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise RuntimeError('this is not the one')\n")
-    said = subprocess.run(
+    result = subprocess.run(
         [*LUDUS, "fleet", "worker", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
-    assert said.returncode == 0, said.stderr
+    assert result.returncode == 0, result.stderr
 
 
-def test_a_word_that_is_a_secret_by_chance_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_equals_an_unused_secret_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "a-longer-test")
     monkeypatch.delenv(PASSWORD, raising=False)
@@ -373,10 +373,10 @@ def test_a_fleet_does_not_hide_the_runs_of_an_experiment(tmp_path: Path) -> None
     check_place(str(place))
     Run.create(place / "PPO_one", {"trial": {"env": "CartPole-v1"}})
     check_place(str(place / "PPO_one"))
-    with door(tmp_path, "exit 0") as process:
+    with start_fleet(tmp_path, "exit 0") as process:
         _, told = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert f"{place} holds 1 run that no fleet began, and a fleet's run would take their place. Choose another -e." in told
+    assert f"{place} holds 1 run that no fleet created, and the run of this fleet would hide them. Choose another -e." in told
     assert jobs(tmp_path).list() == []
 
 
@@ -404,17 +404,17 @@ def test_patience_ends_when_all_workers_fail_in_a_row_or_the_memory_does() -> No
 # -- a run that is there ------------------------------------------------------------------------------------------------
 
 
-def test_other_settings_of_a_fleets_run_are_refused_with_what_a_fleet_can_do(tmp_path: Path) -> None:
+def test_changed_settings_of_a_fleet_run_are_refused_with_a_hint(tmp_path: Path) -> None:
     config = {"env": "CartPole-v1", "run": "PPO", "memory": "redis://h", "config": {"num_workers": 2}}
     Run.create(tmp_path / "run", {"exp": config})
     with pytest.raises(
-        ConfigError, match=r"(?s)num_workers is 2 in the run, and is to be 3.*same -n.*ludus fleet worker"
+        ConfigError, match=r"(?s)num_workers is 2 in the run, but 3 in the settings.*same -n.*ludus fleet worker"
     ) as caught:
-        resume_diff.changes(tmp_path / "run", {"name": "exp", **config, "config": {"num_workers": 3}})
+        resume_diff.resume_changes(tmp_path / "run", {"name": "exp", **config, "config": {"num_workers": 3}})
     assert "--resume" not in str(caught.value)
 
 
-def test_a_finished_run_says_its_result_again(call: Call, tmp_path: Path) -> None:
+def test_a_finished_run_prints_its_result_again(call: Call, tmp_path: Path) -> None:
     small = ["--num-envs", "2", "--set", "train_batch_size=32", "--set", "minibatch_size=16", "--set", "evaluation_duration=0"]
     trained = call("train", "CartPole-v1", *small, "--stop", "iterations=1", "--json", "--local-dir", tmp_path).json
     assert fleet.stored_result(Path(trained["run_dir"])).to_json() == trained

@@ -1,4 +1,4 @@
-"""`ludus doctor` as it is typed: what it prints, and its exit code."""
+"""`ludus doctor`: output and exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.calling import Call, one_line
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="looks at Linux and macOS")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="supports Linux and macOS only")
 
 KEYS = {"node", "check", "status", "found", "fix"}
 
@@ -36,30 +36,30 @@ def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_check_is_one_line_below_the_name_of_its_node(call: Call) -> None:
-    said = call("doctor", "--quick", "--num-workers", "1")
-    first, *lines, last = said.out.splitlines()
+    result = call("doctor", "--quick", "--num-workers", "1")
+    first, *lines, last = result.out.splitlines()
     assert not first.startswith(" ")
     assert all(line.startswith("  ") and line.split()[0] in ("ok", "warning", "failed", "skipped") for line in lines)
     assert len(lines) > 10
-    assert last.startswith("healthy" if said.code == 0 else "not healthy")
+    assert last.startswith("healthy" if result.code == 0 else "not healthy")
 
 
 def test_as_json_it_is_a_list_and_its_exit_code_is_its_verdict(call: Call, tmp_path: Path) -> None:
-    said = call("doctor", "--quick", "--json", "--num-workers", "1")
-    found = said.json
+    result = call("doctor", "--quick", "--json", "--num-workers", "1")
+    found = result.json
     assert all(finding.keys() == KEYS for finding in found)
-    assert said.code == (1 if any(finding["status"] == "failed" for finding in found) else 0)
+    assert result.code == (1 if any(finding["status"] == "failed" for finding in found) else 0)
     assert {finding["node"] for finding in found} == {found[0]["node"]}
 
     game = tmp_path / "game.x86_64"
     game.write_bytes(b"MZ")
-    said = call("doctor", "--quick", "--json", "--game", game)
-    (finding,) = [finding for finding in said.json if finding["check"] == "game"]
+    result = call("doctor", "--quick", "--json", "--game", game)
+    (finding,) = [finding for finding in result.json if finding["check"] == "game"]
     assert finding["status"] == "failed"
-    assert said.code == 1
+    assert result.code == 1
 
 
-def test_a_fix_stands_beside_what_was_found_and_nothing_secret(
+def test_a_fix_is_printed_next_to_the_finding_without_secrets(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = tmp_path / "token"
@@ -67,24 +67,24 @@ def test_a_fix_stands_beside_what_was_found_and_nothing_secret(
     token.chmod(0o640)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", "hunter22")
-    said = call("doctor", "--quick", "--memory", "redis://:swordfish@127.0.0.1:1")
-    assert said.code == 1
-    (line,) = [line for line in said.out.splitlines() if " token " in line]
+    result = call("doctor", "--quick", "--memory", "redis://:swordfish@127.0.0.1:1")
+    assert result.code == 1
+    (line,) = [line for line in result.out.splitlines() if " token " in line]
     assert f"(mode 0640)  → chmod 600 {token}" in line
     for secret in ("feedfacecafebeef", "hunter22", "swordfish"):
-        assert secret not in said.out + said.err
+        assert secret not in result.out + result.err
 
 
 def test_a_store_is_tried_for_real(call: Call, tmp_path: Path) -> None:
-    said = call("doctor", "--json", "--store", tmp_path / "shared" / "runs")
-    (finding,) = [finding for finding in said.json if finding["check"] == "store"]
+    result = call("doctor", "--json", "--store", tmp_path / "shared" / "runs")
+    (finding,) = [finding for finding in result.json if finding["check"] == "store"]
     assert finding["status"] in ("ok", "warning")
     assert "written, read back and removed" in finding["found"]
     assert not (tmp_path / "shared").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--on", "ssh"), "No machines are given"),
         (("--on", "mainframe"), "mainframe is unknown"),
@@ -93,13 +93,13 @@ def test_a_store_is_tried_for_real(call: Call, tmp_path: Path) -> None:
         (("--on", "kubernetes"), "ludus doctor does not support kubernetes"),
     ],
 )
-def test_what_makes_no_sense_is_refused(call: Call, options: tuple[str, ...], said: str) -> None:
+def test_invalid_options_are_refused(call: Call, options: tuple[str, ...], message: str) -> None:
     refused = call("doctor", "--quick", *options)
     assert refused.code == 2
-    assert said in one_line(refused)
+    assert message in one_line(refused)
 
 
-def test_an_allocation_is_asked_for_with_the_same_options_and_without_the_password(
+def test_an_allocation_is_requested_with_the_same_options_and_without_the_password(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     salloc = tmp_path / "bin" / "salloc"
@@ -109,10 +109,10 @@ def test_an_allocation_is_asked_for_with_the_same_options_and_without_the_passwo
     monkeypatch.setenv("PATH", f"{salloc.parent}:/usr/bin:/bin")
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     options = ("--on=slurm", "--time=5", "--memory=redis://:swordfish@127.0.0.1:1", "--port=80", "--port=81", "--num-workers=3")
-    said = call("doctor", "--json", *options)
-    assert said.code == 1
+    result = call("doctor", "--json", *options)
+    assert result.code == 1
     words = (tmp_path / "words").read_text()
-    assert "swordfish" not in words + said.out + said.err
+    assert "swordfish" not in words + result.out + result.err
     assert (tmp_path / "password").read_text() == "swordfish\n"
     for option in ("--on slurm", "--time 5", "--memory redis://127.0.0.1:1", "--port 80", "--port 81", "--num-workers 3"):
         assert option in words
@@ -123,8 +123,8 @@ def test_machines_come_from_the_file_of_the_cluster(call: Call, tmp_path: Path) 
     (tmp_path / "cluster.yaml").write_text(
         '"on": ssh\nmachines:\n  - {host: 127.0.0.1, port: 1}\n  - {host: no-such-host.invalid}\n'
     )
-    said = call("doctor", "--quick", "--json", "-f", "cluster.yaml")
-    assert said.code == 1
-    failures = {finding["node"]: finding for finding in said.json if finding["status"] == "failed"}
+    result = call("doctor", "--quick", "--json", "-f", "cluster.yaml")
+    assert result.code == 1
+    failures = {finding["node"]: finding for finding in result.json if finding["status"] == "failed"}
     assert failures.keys() >= {"127.0.0.1", "no-such-host.invalid"}
     assert failures["no-such-host.invalid"]["check"] == "ssh"

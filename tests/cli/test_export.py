@@ -39,8 +39,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capfd.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
+        result = capfd.readouterr()
+        return int(ended.value.code or 0), result.out, result.err
 
     yield run
     for number, handler in before.items():
@@ -85,7 +85,7 @@ def test_a_run_becomes_a_file_with_its_report(call: Call, run: Path) -> None:
     assert report["version"] == OnnxPolicy(file).version == checkpoint.open_checkpoint(run)[1].state["models"]["model"]["version"]
 
 
-def test_int8_is_measured_on_what_the_agent_sees(call: Call, run: Path, tmp_path: Path) -> None:
+def test_int8_is_verified_on_observations_of_the_agent(call: Call, run: Path, tmp_path: Path) -> None:
     code, out, err = call("export", run, "--quantize", "int8", "--out", tmp_path / "small.onnx", "--json", "--opset", "17")
     report = json.loads(out.splitlines()[-1])
     if code == 0:
@@ -113,10 +113,10 @@ def test_a_rollout_of_the_run_is_compared_on(call: Call, run: Path, tmp_path: Pa
     assert call("export", run, "--observations", tmp_path / "none.npz")[0] == 2
 
 
-def test_what_does_not_act_like_the_original_is_not_written(call: Call, tmp_path: Path) -> None:
+def test_an_export_that_differs_from_the_original_is_not_written(call: Call, tmp_path: Path) -> None:
     code, out, err = call("export", bad_run(tmp_path / "bad"), "--out", tmp_path / "out", "--json")
     assert code == 1
-    assert "does not act like the original" in err
+    assert "differs from the original" in err
     assert json.loads(out)["file"] is None
     assert json.loads(out)["reasons"]
     assert not (tmp_path / "out").exists()
@@ -152,9 +152,7 @@ def test_of_several_models_one_must_be_chosen(call: Call, tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "run" / "exports").glob("*.onnx")] == ["right-000002.onnx"]
 
 
-def test_the_models_of_several_agents_are_named_with_their_agents_and_compared_on_what_those_saw(
-    call: Call, tmp_path: Path
-) -> None:
+def test_models_of_several_agents_are_named_and_verified_on_their_observations(call: Call, tmp_path: Path) -> None:
     algorithms = {name: small.make_ppo(i, network=None) for i, name in enumerate(["left", "right"])}
     settings = {"multiagent": {"policy_mapping": {"west": "left", "east": "right", "far_east": "right"}}}
     config = {"run": "PPO", "env": "module:pairs", "config": settings}
@@ -175,7 +173,7 @@ def test_the_models_of_several_agents_are_named_with_their_agents_and_compared_o
     np.testing.assert_array_equal(seen, np.concatenate([east, far_east]))
     code, out, err = call("export", run, "--model", "right")
     assert code == 0, err
-    assert "random observations alone" not in out + err
+    assert "only on random observations" not in out + err
 
 
 def test_a_game_plays_with_onnxruntime_and_numpy_alone(run: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`ludus fake actor` and `ludus fake gamecore`: the numbers they print are the numbers that were."""
+"""`ludus fake actor` and `ludus fake gamecore`: the printed numbers are correct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
-from ludus.cli.serving.fake import Sample, game_line, server_line, usage
+from ludus.cli.serving.fake import TrafficSample, game_line, server_line, usage
 from ludus.errors import Refused, UsageError
 from ludus.gateway.server import GatewaySettings
 from ludus.protocol.client import Client
@@ -24,7 +24,7 @@ from tests.cli.programs import program
 from tests.local_servers import gateway, say
 
 
-def test_the_actor_counts_what_it_answers_and_sums_up_at_ctrl_c() -> None:
+def test_the_fake_actor_counts_requests_and_prints_a_summary_at_ctrl_c() -> None:
     with program("fake", "actor", "--port", "0", "--tick-return", "left", "--json") as server:
         stats = FakeGamecore(server.url, games=2, ticks=10, body=bytes(100)).run(matches=2)
         say(server.port, b"POST /step HTTP/1.1\r\nsession: a\r\nContent-Length: 0\r\n\r\n")
@@ -58,7 +58,7 @@ def test_workers_count_together(tmp_path: Path) -> None:
     assert summary["errors"] == {"unauthorized": 1}
 
 
-def test_the_game_plays_and_says_what_it_measured() -> None:
+def test_the_fake_game_plays_and_prints_its_measurements() -> None:
     with gateway(FakeActor) as served:
         arguments = ["--url", served.url, "--games", "3", "--ticks", "20", "--body-size", "10", "--matches", "2", "--json"]
         with program("fake", "gamecore", *arguments, listens=False) as game:
@@ -93,7 +93,7 @@ def test_the_game_makes_bodies_from_the_spec_and_ends_with_1_when_actions_do_not
     assert "categories" in err
 
 
-def test_nobody_there_is_an_error() -> None:
+def test_an_unreachable_server_is_an_error() -> None:
     arguments = ["--url", "http://127.0.0.1:9", "--matches", "1"]
     with program("fake", "gamecore", *arguments, listens=False) as game:
         code, _, err = game.finish()
@@ -110,7 +110,7 @@ def test_nobody_there_is_an_error() -> None:
         (["actor", "--tick-return-file", "/nonexistent"], "Cannot read"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         CliRunner().invoke(app, ["fake", *arguments], catch_exceptions=False)
 
@@ -118,11 +118,13 @@ def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:
 # -- the numbers
 
 
-def at(seconds: float, **totals: Any) -> Sample:
-    return Sample(seconds, totals.pop("requests", 0), totals.pop("bytes_in", 0), 0, totals.pop("cpu_s", 0.0), 5_000_000, **totals)
+def at(seconds: float, **totals: Any) -> TrafficSample:
+    return TrafficSample(
+        seconds, totals.pop("requests", 0), totals.pop("bytes_in", 0), 0, totals.pop("cpu_s", 0.0), 5_000_000, **totals
+    )
 
 
-def test_a_line_tells_what_happened_since_the_line_before() -> None:
+def test_a_line_covers_the_time_since_the_previous_line() -> None:
     before = at(10.0, requests=100, bytes_in=1_000, cpu_s=3.0)
     now = at(12.0, requests=300, bytes_in=5_001_000, cpu_s=4.0, sessions=7)
     before.errors["silent"] = 2
@@ -136,7 +138,7 @@ def test_a_line_tells_what_happened_since_the_line_before() -> None:
 
 def test_errors_are_refusals_by_word_and_sessions_that_ended_badly() -> None:
     health = {"sessions": 3, "requests": 9, "silent": 2, "failed": 0, "ended": 5, "refused_before": {"session": 1}}
-    sample = Sample.of((1, 2, 3), [health, health, {}], [])
+    sample = TrafficSample.of((1, 2, 3), [health, health, {}], [])
     assert (sample.sessions, sample.errors) == (6, {"silent": 4, "session": 2})
 
 

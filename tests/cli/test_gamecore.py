@@ -1,4 +1,4 @@
-"""`ludus gamecore`: what people type, what they read, and the exit codes that scripts rely on."""
+"""`ludus gamecore`: options, output and exit codes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def _address(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADDRESS_VARIABLE, f"{server.host}:{server.port}")
 
 
-def test_a_match_from_start_to_end_says_that_the_server_works(call: Call, server: RunningServer) -> None:
-    said = call("gamecore", "test", "--server", server.url)
-    assert said.code == 0, said.err
-    assert "has finished" in said.out
-    assert "winner 1" in said.out
-    assert "190,173,117 against 141,111,107" in said.err
-    assert "the server works" in said.err
+def test_a_complete_match_shows_that_the_server_works(call: Call, server: RunningServer) -> None:
+    output = call("gamecore", "test", "--server", server.url)
+    assert output.code == 0, output.err
+    assert "has finished" in output.out
+    assert "winner 1" in output.out
+    assert "190,173,117 against 141,111,107" in output.err
+    assert "the server works" in output.err
     result = call("gamecore", "test", "--json", "--heroes", "190/141", "--seed", "3").json
     assert (result["state"], result["mode"], result["eval_mode"], result["seed"]) == ("finished", "1v1", True, 3)
 
@@ -54,13 +54,13 @@ def test_a_match_from_start_to_end_says_that_the_server_works(call: Call, server
 def test_a_test_that_takes_too_long_leaves_no_game_behind(call: Call, tmp_path: Path) -> None:
     slow = save(tmp_path, CATALOGUE.replace("default: end", "default: go on"))
     with running(Settings(port=0, games=slow, state_dir=tmp_path / "state")) as other:
-        said = call("gamecore", "test", "--server", other.url, "--timeout", "0.2")
-        assert said.code == 124
-        assert "was not over after 0.2 s" in said.err
+        result = call("gamecore", "test", "--server", other.url, "--timeout", "0.2")
+        assert result.code == 124
+        assert "was not over after 0.2 s" in result.err
         assert [game.state for game in GamecoreClient(other.url).list()] == ["stopped"]
 
 
-def test_a_game_is_started_listed_looked_at_and_stopped(call: Call) -> None:
+def test_a_game_is_started_listed_inspected_and_stopped(call: Call) -> None:
     started = call("gamecore", "start", "cli-1", "--mode", "3v3", "--seed", "9", "--task", "cup", *GO_ON, "--json")
     assert started.code == 0, started.err
     assert started.json["runtime_id"] == "cli-1"
@@ -103,7 +103,7 @@ def test_a_wait_ends_with_the_result_or_with_why_there_is_none(call: Call) -> No
     assert call("gamecore", "logs", "cli-3", "-n", "1").out == "the map is missing\n"
 
 
-def test_a_match_whose_actor_was_never_reached_is_no_success(call: Call) -> None:
+def test_a_match_with_an_unreachable_actor_fails(call: Call) -> None:
     words = ("gamecore", "start", "cli-8", "--mode", "1v1", "--camp", "127.0.0.1:9", "-o", "behave=lose camp", "--wait")
     lost = call(*words)
     assert lost.code == 1
@@ -134,7 +134,7 @@ def test_the_example_of_the_guide_works_as_printed(call: Call, tmp_path: Path) -
             assert played.out.startswith(f"Game '{words[2]}' has finished")
 
 
-def test_what_a_game_has_recorded_is_brought_here(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recording_of_a_game_is_downloaded(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     call("gamecore", "start", "cli-7", "--mode", "1v1", "--wait")
     brought = call("gamecore", "fetch", "cli-7")
@@ -157,7 +157,7 @@ def test_actors_get_their_token_from_a_file(call: Call, tmp_path: Path) -> None:
     assert (wrong.code, "--actor-token-file" in one_line(wrong)) == (2, True)
 
 
-def test_the_server_and_its_catalogue_are_shown_and_what_is_over_is_forgotten(call: Call) -> None:
+def test_the_server_and_its_catalogue_are_shown_and_finished_games_are_cleared(call: Call) -> None:
     call("gamecore", "start", "cli-6", "--mode", "1v1", "--wait")
     health = call("gamecore", "status")
     assert (health.code, "is up; games: " in health.out) == (0, True)
@@ -165,16 +165,16 @@ def test_the_server_and_its_catalogue_are_shown_and_what_is_over_is_forgotten(ca
     assert "behave" in call("gamecore", "catalogue").out
     assert call("gamecore", "catalogue", "--json").json["games"]["toy"]["modes"] == ["1v1", "3v3"]
     cleared = call("gamecore", "clear", "--tasks")
-    assert "games are forgotten, and all tasks" in one_line(cleared)
+    assert "games and all tasks" in one_line(cleared)
     assert "no games" in one_line(call("gamecore", "list"))
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (("start", "../x", "--mode", "1v1"), 2, "runtime_id is '../x'"),
-        (("start", "x", "--heroes", "a/b"), 2, "--heroes is 'a/b'"),
-        (("start", "x", "--mode", "1v1", "-o", "speed"), 2, "--option is 'speed'"),
+        (("start", "x", "--heroes", "a/b"), 2, "--heroes 'a/b' is not valid"),
+        (("start", "x", "--mode", "1v1", "-o", "speed"), 2, "--option 'speed' is not valid"),
         (("start", "x", "--mode", "1v1", "--camp", "rule", "--camp", "nowhere"), 2, "server_config[1]"),
         (("start", "x", "--mode", "1v1", "--game", "tyo"), 2, "'toy'"),
         (("start", "x", "--mode", "1v1", "-o", "behave=$(id)"), 2, "options.behave"),
@@ -187,13 +187,13 @@ def test_the_server_and_its_catalogue_are_shown_and_what_is_over_is_forgotten(ca
         (("list", "--token-file", "none"), 2, "token file none"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(call: Call, words: tuple[str, ...], code: int, said: str) -> None:
+def test_invalid_commands_are_reported_in_one_line(call: Call, words: tuple[str, ...], code: int, message: str) -> None:
     wrong = call("gamecore", *words)
     assert wrong.code == code, wrong.err
-    assert said in one_line(wrong)
+    assert message in one_line(wrong)
 
 
-def test_where_nobody_listens_every_command_says_how_to_start_a_server(call: Call) -> None:
+def test_without_a_server_every_command_explains_how_to_start_one(call: Call) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{free.getsockname()[1]}"
@@ -203,7 +203,7 @@ def test_where_nobody_listens_every_command_says_how_to_start_a_server(call: Cal
             assert f"No gamecore server listens on {where}. Start one there: `ludus gamecore serve" in one_line(missing)
 
 
-def test_the_command_serves_until_it_is_asked_to_end(games: Path, tmp_path: Path) -> None:
+def test_the_command_serves_until_it_is_terminated(games: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ludus.cli.main", "gamecore", "serve", "--port", "0", "--json"]
     command += ["--games", str(games), "--state-dir", str(tmp_path / "state"), "--max-games", "1"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -222,17 +222,17 @@ def test_the_command_serves_until_it_is_asked_to_end(games: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--host", "0.0.0.0"], "token"),
         (["--games", "none.yaml"], "none.yaml"),
         (["--token-file", "none"], "none"),
     ],
 )
-def test_a_server_that_must_not_be_is_refused_before_it_listens(call: Call, tmp_path: Path, words: list[str], said: str) -> None:
+def test_an_insecure_server_is_refused_before_it_listens(call: Call, tmp_path: Path, words: list[str], message: str) -> None:
     refused = call("gamecore", "serve", "--port", "0", "--state-dir", tmp_path / "state", *words)
     assert refused.code == 2, refused.err
-    assert said in one_line(refused)
+    assert message in one_line(refused)
 
 
 def test_help_brings_nothing_heavy() -> None:

@@ -1,4 +1,4 @@
-"""`ludus games arena`: recordings looked at, matches played."""
+"""`ludus games arena`: recordings are inspected, matches are played."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rich.console import Console
 from ludus.cli.games import games
 from ludus.games.arena.engine.heroes import HEROES
 from ludus.games.arena.engine.recording import read_recording, verify
-from tests.arena.recorded import recorded
+from tests.arena.random_recordings import write_random_recording
 from tests.cli.calling import Call, one_line
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("matches") / "match.arena"
-    recorded(path, decisions=60)
+    write_random_recording(path, decisions=60)
     return path
 
 
-def test_a_recording_says_what_it_is_and_is_checked(call: Call, file: Path) -> None:
-    said = call("games", "arena", "replay", file, "--check", "--json")
-    assert said.code == 0
-    assert said.json["mode"] == "1v1"
-    assert said.json["camps"] == ["Blue · left", "Red · right"]
-    assert said.json["outcome"] == "not over after 0:12"
-    assert said.json["hash"] == verify(read_recording(file))
+def test_a_recording_is_described_and_verified(call: Call, file: Path) -> None:
+    result = call("games", "arena", "replay", file, "--check", "--json")
+    assert result.code == 0
+    assert result.json["mode"] == "1v1"
+    assert result.json["camps"] == ["Blue · left", "Red · right"]
+    assert result.json["outcome"] == "not over after 0:12"
+    assert result.json["hash"] == verify(read_recording(file))
     assert "bit for bit: 60 decisions" in call("games", "arena", "replay", file, "--check").out
 
 
@@ -51,9 +51,9 @@ def test_a_moment_becomes_a_picture_and_a_match_a_film(call: Call, file: Path, t
         "--width",
         "320",
     ]
-    said = call("games", "arena", "replay", file, *arguments)
-    assert said.code == 0, said.err
-    assert said.out.splitlines()[1:] == [f"picture    {picture}", f"video      {film}"]
+    result = call("games", "arena", "replay", file, *arguments)
+    assert result.code == 0, result.err
+    assert result.out.splitlines()[1:] == [f"picture    {picture}", f"video      {film}"]
     with Image.open(picture) as image:
         assert image.size == (320, 136)
     assert film.stat().st_size > 1_000
@@ -61,9 +61,9 @@ def test_a_moment_becomes_a_picture_and_a_match_a_film(call: Call, file: Path, t
 
 def test_a_match_names_the_files_it_wrote_also_as_json(call: Call, tmp_path: Path) -> None:
     recording, picture = tmp_path / "m.arena", tmp_path / "end.png"
-    said = call("games", "arena", "play", "--record", recording, "--picture", picture, "--width", "160", "--json")
-    assert (said.json["recording"], said.json["picture"]) == (str(recording), str(picture))
-    assert "video" not in said.json
+    result = call("games", "arena", "play", "--record", recording, "--picture", picture, "--width", "160", "--json")
+    assert (result.json["recording"], result.json["picture"]) == (str(recording), str(picture))
+    assert "video" not in result.json
     assert recording.exists()
     assert picture.exists()
 
@@ -71,19 +71,19 @@ def test_a_match_names_the_files_it_wrote_also_as_json(call: Call, tmp_path: Pat
 def test_a_file_that_is_none_is_one_line(call: Call, tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("nothing")
-    said = call("games", "arena", "replay", text)
-    assert said.code == 2
-    assert "notes.txt is not a recording of the Arena" in one_line(said)
-    said = call("games", "arena", "replay", tmp_path / "gone.arena")
-    assert said.code == 1
-    assert "There is no file" in one_line(said)
+    result = call("games", "arena", "replay", text)
+    assert result.code == 2
+    assert "notes.txt is not a recording of the Arena" in one_line(result)
+    result = call("games", "arena", "replay", tmp_path / "gone.arena")
+    assert result.code == 1
+    assert "There is no file" in one_line(result)
 
 
 def test_the_heroes_are_listed_with_their_skills(call: Call) -> None:
-    said = call("games", "arena", "heroes")
-    assert said.code == 0
+    result = call("games", "arena", "heroes")
+    assert result.code == 0
     for hero in HEROES:
-        (line,) = (line for line in said.out.splitlines() if line.split()[:2] == [str(hero.id), hero.name])
+        (line,) = (line for line in result.out.splitlines() if line.split()[:2] == [str(hero.id), hero.name])
         assert all(skill.name in line for skill in hero.skills)
     assert [row["id"] for row in call("games", "arena", "heroes", "--json").json] == [hero.id for hero in HEROES]
 
@@ -91,13 +91,13 @@ def test_the_heroes_are_listed_with_their_skills(call: Call) -> None:
 def test_two_scripts_play_a_match_that_can_be_replayed(call: Call, tmp_path: Path) -> None:
     file, picture = tmp_path / "match.arena", tmp_path / "end.png"
     arguments = ["--camps", "nearest,random", "--heroes", "Ember/tank", "--seed", "3", "--record", file, "--picture", picture]
-    said = call("games", "arena", "play", *arguments, "--json")
-    assert said.code == 0, said.err
+    output = call("games", "arena", "play", *arguments, "--json")
+    assert output.code == 0, output.err
     found = read_recording(file)
     assert found.names == ("nearest", "random")
-    assert said.json["lineup"] == [["Ember"], ["Bulwark"]]
-    assert said.json["winner"] == found.result["winner"]
-    assert [hero["hero"] for hero in said.json["heroes"]] == ["Ember", "Bulwark"]
+    assert output.json["lineup"] == [["Ember"], ["Bulwark"]]
+    assert output.json["winner"] == found.result["winner"]
+    assert [hero["hero"] for hero in output.json["heroes"]] == ["Ember", "Bulwark"]
     assert found.result["over"]
     verify(found)
     with Image.open(picture) as image:
@@ -107,7 +107,7 @@ def test_two_scripts_play_a_match_that_can_be_replayed(call: Call, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--camps", "hard"], "does not name two scripts"),
+        (["--camps", "hard"], "does not name two scripted bots"),
         (["--camps", "hard,mediun"], "medium"),
         (["--mode", "2v3"], "no mode '2v3'"),
         (["--heroes", "Ember"], "does not fit 1v1"),
@@ -116,15 +116,15 @@ def test_two_scripts_play_a_match_that_can_be_replayed(call: Call, tmp_path: Pat
     ],
 )
 def test_a_match_that_cannot_be_is_one_line(arguments: list[str], expected: str, call: Call) -> None:
-    said = call("games", "arena", "play", *arguments)
-    assert said.code in (1, 2)
-    assert expected in one_line(said)
+    result = call("games", "arena", "play", *arguments)
+    assert result.code in (1, 2)
+    assert expected in one_line(result)
 
 
 def test_scripts_play_one_another(call: Call) -> None:
-    said = call("games", "arena", "ladder", "--games", "2", "--pairs", "nearest:random", "--json")
-    assert said.code == 0, said.err
-    (row,) = said.json
+    result = call("games", "arena", "ladder", "--games", "2", "--pairs", "nearest:random", "--json")
+    assert result.code == 0, result.err
+    (row,) = result.json
     assert (row["first"], row["second"], row["games"]) == ("nearest", "random", 2)
     assert row["won"] + row["lost"] + row["drawn"] == 2
 
@@ -133,7 +133,7 @@ def test_the_table_of_a_match_fits_into_a_terminal_of_80_columns() -> None:
     numbers = {"level": 10, "kills": 4, "deaths": 1, "assists": 8, "last hits": 12, "gold": 12_780, "damage": 18_428}
     row = {"camp": "Blue", "hero": "Bulwark"} | numbers | {"to buildings": 2_045, "healed": 13_183}
     out = io.StringIO()
-    games._table([row], Console(file=out, force_terminal=True, color_system=None, width=80))
+    games._print_table([row], Console(file=out, force_terminal=True, color_system=None, width=80))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert max(map(len, lines)) <= 80
     assert [line.split() for line in lines if line.startswith("Blue")] == [

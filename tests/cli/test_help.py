@@ -43,11 +43,11 @@ def snapshot(path: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.parametrize("path", command_paths(), ids=" ".join)
-def test_a_help_page_is_the_one_that_was_reviewed(path: tuple[str, ...]) -> None:
+def test_a_help_page_matches_its_snapshot(path: tuple[str, ...]) -> None:
     assert help_page(*path, "--help") == snapshot(path).read_text(encoding="utf-8"), "python -m tests.cli.test_help"
 
 
-def test_there_is_no_snapshot_of_a_command_that_is_gone() -> None:
+def test_every_snapshot_belongs_to_a_command() -> None:
     assert {file.name for file in SNAPSHOTS.iterdir()} == {snapshot(path).name for path in command_paths()}
 
 

@@ -1,4 +1,4 @@
-"""`ludus jobs`: real jobs of local processes, as the commands show, follow, end and wait for them."""
+"""`ludus jobs` with real jobs of local processes: list, logs, cancel, wait."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def submit(local: LocalOrchestrator) -> Submit:
 # -- the list -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_jobs_the_list_says_how_to_make_one_and_touches_nothing(
+def test_without_jobs_the_list_explains_how_to_submit_one_and_creates_no_files(
     call: Call, tmp_path: Path, local: LocalOrchestrator
 ) -> None:
-    said = call("jobs", "list")
-    assert (said.code, said.out) == (0, "")
-    assert "ludus submit" in one_line(said)
+    result = call("jobs", "list")
+    assert (result.code, result.out) == (0, "")
+    assert "ludus submit" in one_line(result)
     assert call("jobs", "list", "--json").json == []
     assert list(tmp_path.iterdir()) == []
 
@@ -64,8 +64,8 @@ def test_the_list_shows_the_newest_last(call: Call, local: LocalOrchestrator, su
     first, second = submit("exit 3", name="first"), submit("sleep 600", name="second")
     ended(local, first)
     wait_until(lambda: local.status(second).state == "running")
-    said = call("jobs", "list")
-    head, *rows = [line.split() for line in said.out.splitlines()]
+    result = call("jobs", "list")
+    head, *rows = [line.split() for line in result.out.splitlines()]
     assert head == ["id", "on", "state", "exit", "age", "place", "run"]
     assert [row[:4] for row in rows] == [[first, "local", "failed", "3"], [second, "local", "running", "–"]]
     found = call("jobs", "list", "--json").json
@@ -80,17 +80,17 @@ def test_old_ones_are_shown_on_demand(
     for job_id in ids:
         ended(local, job_id)
     ids = [status.id for status in local.list()]  # those of one second are in any order
-    said = call("jobs", "list")
-    assert [line.split()[0] for line in said.out.splitlines()[1:]] == ids[-1:]
-    assert "2 older ones are not shown" in one_line(said)
+    result = call("jobs", "list")
+    assert [line.split()[0] for line in result.out.splitlines()[1:]] == ids[-1:]
+    assert "2 older jobs are hidden" in one_line(result)
     assert [line.split()[0] for line in call("jobs", "list", "--all").out.splitlines()[1:]] == ids
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(-1.0, "0 s"), (5.4, "5 s"), (119.0, "119 s"), (120.0, "2 min"), (7300.0, "2 h"), (2e5, "2 d")]
+    ("seconds", "message"), [(-1.0, "0 s"), (5.4, "5 s"), (119.0, "119 s"), (120.0, "2 min"), (7300.0, "2 h"), (2e5, "2 d")]
 )
-def test_an_age_is_said_in_two_words(seconds: float, said: str) -> None:
-    assert jobs.age(seconds) == said
+def test_an_age_is_formatted_as_number_and_unit(seconds: float, message: str) -> None:
+    assert jobs.age(seconds) == message
 
 
 # -- finding one --------------------------------------------------------------------------------------------------------
@@ -102,11 +102,11 @@ def test_a_job_is_found_by_its_id_and_by_a_beginning_that_no_other_has(
     one, other = submit("exit 0", name="atari-a"), submit("exit 0", name="atari-b")
     for word in (one, one[:10], "atari-a"):
         assert call("jobs", "status", word, "--json").json["id"] == one
-    said = call("jobs", "status", "atari")
-    assert said.code == 2
-    assert "2 jobs begin with 'atari'" in one_line(said)
-    assert one in said.err
-    assert other in said.err
+    result = call("jobs", "status", "atari")
+    assert result.code == 2
+    assert "2 jobs begin with 'atari'" in one_line(result)
+    assert one in result.err
+    assert other in result.err
 
 
 def test_a_job_is_found_by_short_names(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
@@ -135,12 +135,12 @@ def completions(*words: str) -> list[str]:
     return subprocess.run([ludus], env=os.environ | line, capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_what_is_over_is_cleaned_and_nothing_else(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+def test_only_finished_jobs_are_cleaned(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     over, running = submit("exit 0", name="over"), submit("sleep 600", name="running")
     ended(local, over)
-    said = call("jobs", "clean", "--yes")
-    assert said.code == 0
-    assert f"removed: {over}" in said.out
+    result = call("jobs", "clean", "--yes")
+    assert result.code == 0
+    assert f"removed: {over}" in result.out
     assert [status.id for status in local.list()] == [running]
     with pytest.raises(UsageError, match="is not over"):
         local.remove(running)
@@ -151,18 +151,18 @@ def test_an_unknown_one_is_answered_with_the_nearest(call: Call, local: LocalOrc
     assert "There is no job 'x'. `ludus jobs list`" in one_line(call("jobs", "status", "x"))
     job_id = submit("exit 0")
     for command in ("status", "logs", "cancel", "wait"):
-        said = call("jobs", command, job_id.replace("trial", "tiral"))
-        assert said.code == 2
-        assert f"Did you mean {job_id!r}?" in one_line(said)
+        result = call("jobs", command, job_id.replace("trial", "tiral"))
+        assert result.code == 2
+        assert f"Did you mean {job_id!r}?" in one_line(result)
     assert call("jobs", "status", "").code == 2
 
 
 def test_a_backend_may_be_named(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     job_id = submit("exit 0")
     assert call("jobs", "status", job_id, "--on", "local", "--json").json["id"] == job_id
-    said = call("jobs", "list", "--on", "lokal")
-    assert said.code == 2
-    assert "Did you mean 'local'?" in one_line(said)
+    result = call("jobs", "list", "--on", "lokal")
+    assert result.code == 2
+    assert "Did you mean 'local'?" in one_line(result)
 
 
 class Away(LocalOrchestrator):
@@ -175,17 +175,17 @@ class Away(LocalOrchestrator):
         raise WorkerFailed("squeue did not answer in 10 s.")
 
 
-def test_who_cannot_be_asked_does_not_hide_the_jobs_of_others(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+def test_an_unreachable_backend_does_not_hide_the_jobs_of_others(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     job_id = submit("exit 0")
     jobs.add_orchestrator("tests.cli.test_jobs:Away")
     jobs.add_orchestrator("no.such.module:Class")
-    said = call("jobs", "list")
-    assert job_id in said.out
-    assert "left out: squeue did not answer" in one_line(said)
+    result = call("jobs", "list")
+    assert job_id in result.out
+    assert "skipped: squeue did not answer" in one_line(result)
     assert call("jobs", "status", job_id[:8], "--json").json["id"] == job_id
-    said = call("jobs", "status", "another")
-    assert said.code == 1
-    assert "squeue did not answer" in one_line(said), "it may be there"
+    result = call("jobs", "status", "another")
+    assert result.code == 1
+    assert "squeue did not answer" in one_line(result), "it may be there"
 
 
 class Unmade(LocalOrchestrator):
@@ -203,7 +203,7 @@ class Unsound(LocalOrchestrator):
         raise RuntimeError("a surprise")
 
 
-def test_orchestrators_of_ones_own_that_fail_do_not_hide_the_jobs_of_others(
+def test_failing_user_orchestrators_do_not_hide_the_jobs_of_others(
     call: Call, local: LocalOrchestrator, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "does_not_parse.py").write_text("class Mine(:\n")
@@ -222,9 +222,9 @@ def test_orchestrators_of_ones_own_that_fail_do_not_hide_the_jobs_of_others(
     listed = call("jobs", "list", "--json")
     assert (listed.code, [job["id"] for job in listed.json]) == (0, [job_id])
     assert len(lines(listed)) == len(wrong)
-    for said, (name, why) in zip(lines(listed), wrong.items(), strict=True):
-        assert said.startswith(f"ludus: left out: The orchestrator {name} failed: ")
-        assert why.rstrip(".") in said
+    for result, (name, why) in zip(lines(listed), wrong.items(), strict=True):
+        assert result.startswith(f"ludus: skipped: The orchestrator {name} failed: ")
+        assert why.rstrip(".") in result
         assert why.rstrip(".") in lines(call("jobs", "list", "--on", name))[0]
     for command, code in (("status", 0), ("logs", 0), ("cancel", 0), ("wait", 3)):
         answer = call("jobs", command, job_id)
@@ -249,8 +249,8 @@ def test_the_status_names_processes_logs_and_why_it_failed(call: Call, local: Lo
 
 def test_logs_are_shown_whole_by_role_and_from_their_end(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     job_id = submit(
-        "until [ -e $LUDUS_JOB_DIR/said ]; do sleep 0.02; done; echo one; echo two; echo three",
-        "echo hello; touch $LUDUS_JOB_DIR/said",
+        "until [ -e $LUDUS_JOB_DIR/result ]; do sleep 0.02; done; echo one; echo two; echo three",
+        "echo hello; touch $LUDUS_JOB_DIR/result",
     )
     ended(local, job_id)
     mains = ["main-0: one", "main-0: two", "main-0: three"]
@@ -258,15 +258,15 @@ def test_logs_are_shown_whole_by_role_and_from_their_end(call: Call, local: Loca
     assert call("jobs", "logs", job_id, "--role", "main").out == "one\ntwo\nthree\n"
     assert call("jobs", "logs", job_id, "--role", "main", "--tail", "2").out == "two\nthree\n"
     assert call("jobs", "logs", job_id, "--tail", "0").out == ""
-    said = call("jobs", "logs", job_id, "--role", "mian")
-    assert said.code == 2
-    assert "Did you mean 'main'?" in one_line(said)
+    result = call("jobs", "logs", job_id, "--role", "mian")
+    assert result.code == 2
+    assert "Did you mean 'main'?" in one_line(result)
 
 
-def test_following_shows_what_comes_and_each_line_once(local: LocalOrchestrator, submit: Submit, tmp_path: Path) -> None:
+def test_following_prints_each_new_line_once(local: LocalOrchestrator, submit: Submit, tmp_path: Path) -> None:
     go = tmp_path / "go"
     job_id = submit(
-        f"echo one; echo two; touch $LUDUS_JOB_DIR/said; until [ -e {go} ]; do sleep 0.02; done; echo three",
+        f"echo one; echo two; touch $LUDUS_JOB_DIR/result; until [ -e {go} ]; do sleep 0.02; done; echo three",
         "echo a; echo b; sleep 600",
     )
     wait_until(lambda: {"main-0: two", "worker0-0: b"} <= set(local.logs(job_id)))
@@ -314,7 +314,7 @@ def test_of_a_log_that_turns_meanwhile_nothing_that_comes_is_left_out(
     assert out.splitlines() == ["old 99", "old 100", "half", *(f"new {n}" for n in range(5))]
 
 
-def test_the_run_that_a_job_has_begun_is_shown(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+def test_the_run_of_a_job_is_shown(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     places = {"pong": "s3://bucket/runs/pong/PPO_Pong_1?endpoint=x", "cartpole": "/shared/runs/PPO_CartPole_2"}
     job_id = submit(f"echo '{json.dumps(places)}' > $LUDUS_JOB_DIR/run.json")
     none, other = submit("exit 0", name="none"), submit("echo nonsense > $LUDUS_JOB_DIR/run.json", name="nonsense")
@@ -338,42 +338,42 @@ def test_cancelling_asks_and_now_kills(call: Call, local: LocalOrchestrator, sub
     asked = submit("trap 'echo saved; exit 130' TERM; echo ready; while :; do sleep 0.02; done")
     killed = submit("trap '' TERM; echo ready; while :; do sleep 0.02; done")
     wait_until(lambda: all("ready" in list(local.logs(job_id)) for job_id in (asked, killed)))
-    said = call("jobs", "cancel", asked, "--wait")
-    assert said.code == 0
-    assert f"{asked}: cancelled with code 130" in said.err
+    result = call("jobs", "cancel", asked, "--wait")
+    assert result.code == 0
+    assert f"{asked}: cancelled with code 130" in result.err
     assert "saved" in list(local.logs(asked))
     assert call("jobs", "wait", asked).code == 130
     assert call("jobs", "cancel", killed, "--now", "--wait").code == 0
     assert local.status(killed).exit_code == 137
-    said = call("jobs", "cancel", killed, asked)
-    assert said.code == 0
-    assert said.err.count("is over already") == 2
+    result = call("jobs", "cancel", killed, asked)
+    assert result.code == 0
+    assert result.err.count("is already over") == 2
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 77])
 def test_waiting_ends_with_the_code_of_the_job(call: Call, submit: Submit, code: int) -> None:
-    said = call("jobs", "wait", submit(f"echo the last word; exit {code}", "echo not this; sleep 600"))
-    assert said.code == code
+    result = call("jobs", "wait", submit(f"echo the last word; exit {code}", "echo not this; sleep 600"))
+    assert result.code == code
     if code:
-        assert f"failed: main-0 ended with code {code}" in said.err
-        assert "  the last word" in said.err.splitlines()
-        assert "not this" not in said.err
+        assert f"failed: main-0 ended with code {code}" in result.err
+        assert "  the last word" in result.err.splitlines()
+        assert "not this" not in result.err
     else:
-        assert said.err == ""
+        assert result.err == ""
 
 
 def test_waiting_may_have_an_end_of_its_own(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     job_id = submit("sleep 600")
-    said = call("jobs", "wait", job_id, "--timeout", "0.05")
-    assert said.code == 124
-    assert "is not over after 0.05 s" in one_line(said)
+    result = call("jobs", "wait", job_id, "--timeout", "0.05")
+    assert result.code == 124
+    assert "is not over after 0.05 s" in one_line(result)
     assert not local.status(job_id).over
 
 
-def test_waiting_as_json_says_how_it_ended(call: Call, submit: Submit) -> None:
-    said = call("jobs", "wait", submit("exit 5"), "--json")
-    assert said.code == 5
-    assert (said.json["state"], said.json["exit_code"]) == ("failed", 5)
+def test_wait_with_json_prints_the_final_status(call: Call, submit: Submit) -> None:
+    result = call("jobs", "wait", submit("exit 5"), "--json")
+    assert result.code == 5
+    assert (result.json["state"], result.json["exit_code"]) == ("failed", 5)
 
 
 class Interrupted(LocalOrchestrator):
@@ -390,10 +390,10 @@ class Interrupted(LocalOrchestrator):
 
 def test_an_interrupt_ends_the_waiting_and_not_the_job(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     job_id = submit("sleep 600")
-    said = call("jobs", "wait", job_id, "--on", "tests.cli.test_jobs:Interrupted")
-    assert (said.code, said.out) == (130, "")
-    assert f"{job_id} is still running" in said.err
-    assert f"ludus jobs cancel {job_id}" in said.err
+    result = call("jobs", "wait", job_id, "--on", "tests.cli.test_jobs:Interrupted")
+    assert (result.code, result.out) == (130, "")
+    assert f"{job_id} is still running" in result.err
+    assert f"ludus jobs cancel {job_id}" in result.err
     assert not local.status(job_id).over
 
 
@@ -417,13 +417,13 @@ def test_a_backend_that_is_away_for_a_moment_is_waited_for(
     status = jobs.wait_for_end(jobs.JobHandle("shaky", Shaky(), first), 30.0)
     assert status is not None
     assert status.exit_code == 4
-    assert capsys.readouterr().err.count("cannot be asked at the moment: The network is away.") == 1
+    assert capsys.readouterr().err.count("cannot be queried at the moment: The network is away.") == 1
     monkeypatch.setattr(jobs, "_UNREACHABLE_S", 0.0)
     with pytest.raises(WorkerFailed):
         jobs.wait_for_end(jobs.JobHandle("away", Away(), first), 30.0)
 
 
-def test_what_is_remembered_is_this_users_own_and_once(local: LocalOrchestrator, tmp_path: Path) -> None:
+def test_a_user_orchestrator_is_stored_once_in_a_file_of_this_user(local: LocalOrchestrator, tmp_path: Path) -> None:
     for name in ("mine:Orchestrator", "local", "mine:Orchestrator", "yours:Orchestrator"):
         jobs.add_orchestrator(name)
     assert jobs.known_orchestrators() == ["mine:Orchestrator", "yours:Orchestrator"]
@@ -433,11 +433,11 @@ def test_what_is_remembered_is_this_users_own_and_once(local: LocalOrchestrator,
 # -- mending ------------------------------------------------------------------------------------------------------------
 
 
-def test_of_a_job_of_this_machine_there_is_nothing_to_mend(call: Call, submit: Submit) -> None:
+def test_mend_is_not_supported_for_local_jobs(call: Call, submit: Submit) -> None:
     job_id = submit("sleep 600")
-    said = call("jobs", "mend", job_id)
-    assert said.code == 2
-    assert f"{job_id} runs on local, where there is nothing to mend. It is for jobs by SSH." in one_line(said)
+    result = call("jobs", "mend", job_id)
+    assert result.code == 2
+    assert f"{job_id} runs on local, which does not support mend. Use it for SSH jobs." in one_line(result)
 
 
 class Mending(LocalOrchestrator):
@@ -451,9 +451,9 @@ class Whole(Mending):
     missing = ()
 
 
-def test_what_was_started_again_is_said(call: Call, submit: Submit) -> None:
+def test_mend_prints_the_restarted_hosts(call: Call, submit: Submit) -> None:
     job_id = submit("sleep 600")
     mended = call("jobs", "mend", "trial", "--on", "tests.cli.test_jobs:Mending")
     assert mended.code == 0
-    assert f"{job_id} is started again on 10.0.0.3, which had {job_id}, 10.0.0.4" in one_line(mended)
-    assert f"nothing is missing of {job_id}" in one_line(call("jobs", "mend", job_id, "--on", "tests.cli.test_jobs:Whole"))
+    assert f"{job_id} is restarted on 10.0.0.3, which had {job_id}, 10.0.0.4" in one_line(mended)
+    assert f"{job_id} has no missing processes" in one_line(call("jobs", "mend", job_id, "--on", "tests.cli.test_jobs:Whole"))

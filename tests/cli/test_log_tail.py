@@ -1,4 +1,4 @@
-"""The end of what is followed, and then all of the rest."""
+"""The last lines of a followed log, then all new ones."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_when_fewer_are_left_than_were_counted_nothing_that_comes_is_taken_for_t
     assert list(lines) == [f"a:{n}" for n in range(10, 30)]
 
 
-def test_what_comes_from_one_process_is_kept_while_the_old_lines_of_another_are_read() -> None:
+def test_new_lines_of_one_process_are_kept_while_old_lines_of_another_are_read() -> None:
     log = ["a:old", "a:new 1", "a:new 2", "b:old 1", "b:old 2", "b:new"]
     assert list(tail_lines(iter(log), 1, {"a": 1, "b": 2}, process_of, WAIT_S)) == ["b:old 2", "a:new 1", "a:new 2", "b:new"]
     assert list(tail_lines(iter(log), 0, {"a": 1, "b": 2}, process_of, WAIT_S)) == ["a:new 1", "a:new 2", "b:new"]
 
 
 @pytest.mark.parametrize("counted", [1, 2, 9])
-def test_what_was_read_is_shown_before_what_went_wrong(counted: int) -> None:
+def test_lines_read_before_an_error_are_printed_first(counted: int) -> None:
     def breaks() -> Iterator[str]:
         yield from ("a:1", "a:2")
         raise WorkerFailed("The connection is gone.")
@@ -59,7 +59,7 @@ def test_what_was_read_is_shown_before_what_went_wrong(counted: int) -> None:
         next(lines)
 
 
-def test_no_more_is_read_ahead_than_somebody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_read_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_tail, "_MAX_BUFFERED", 3)
     taken = threading.Event()
     given: list[int] = []

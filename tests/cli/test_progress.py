@@ -1,4 +1,4 @@
-"""Progress of N of M things."""
+"""Progress bars and lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_without_a_terminal_a_line_is_printed_now_and_then_and_at_the_end() -> N
     ]
 
 
-def test_what_is_short_or_quiet_prints_nothing() -> None:
+def test_short_or_quiet_operations_print_nothing() -> None:
     clock, out = Clock(), io.StringIO()
     with ProgressBar("rendering", 3, stream=out, clock=clock) as progress:
         clock.now = 5.0
@@ -48,7 +48,7 @@ def test_what_is_short_or_quiet_prints_nothing() -> None:
     assert out.getvalue() == ""
 
 
-def test_a_terminal_shows_what_of_how_many_is_done() -> None:
+def test_a_terminal_shows_how_many_items_are_done() -> None:
     out = Terminal()
     with ProgressBar("rendering", 8, "frames", stream=out) as progress:
         progress.update(2)
@@ -69,7 +69,7 @@ def test_a_terminal_shows_what_of_how_many_is_done() -> None:
         (5, None, "playing: 5, 12 s, 0.417 per second"),
     ],
 )
-def test_the_line_says_what_is_left_where_that_is_known(done: int, total: int | None, text: str) -> None:
+def test_the_line_shows_the_remaining_time_if_it_is_known(done: int, total: int | None, text: str) -> None:
     assert progress_line("playing", str(done), done, total, 12.0) == text
 
 

@@ -1,4 +1,4 @@
-"""`ludus learner`, `actor` and `cluster`: what is asked of them before anything is started, and what they say."""
+"""`ludus learner`, `actor` and `cluster`: checks before the start, and output."""
 
 from __future__ import annotations
 
@@ -53,8 +53,11 @@ START = ("start", "--iplist", "learner.iplist")
         (("learner", *START), "nothing to train"),
         (("learner", *START, "CartPole-v1"), "Add --num-workers N: the sum of ACTOR_NUM"),
         (("learner", *START, "CartPole-v1", "--num-workers", "0"), "number of workers of the learner is not given"),
-        (("learner", *START, "CartPole-v1", "-n", "2", "--address", "x:1"), "--address: the run has a Ray of its own"),
-        (("learner", *START, "CartPole-v1", "-n", "2", "-dc"), "-dc: its workers come by `ludus actor start`"),
+        (
+            ("learner", *START, "CartPole-v1", "-n", "2", "--address", "x:1"),
+            "--address is not supported: `ludus learner` starts its own Ray cluster",
+        ),
+        (("learner", *START, "CartPole-v1", "-n", "2", "-dc"), "-dc is not supported: `ludus actor start` starts the workers"),
         (("learner", *START, "CartPole-v1", "-n", "2", "--set", "config.gama=1"), "gamma"),
         (("learner", *START, "CartPole-v9", "-n", "2"), "CartPole-v9"),
         (
@@ -71,25 +74,25 @@ START = ("start", "--iplist", "learner.iplist")
         (("actor", "start", "--iplist", "far.iplist"), "which the machines of a run share, does not exist"),
         (
             ("actor", "start", "--iplist", "far.iplist", "--no-model-pool"),
-            "--no-model-pool is for a machine that the learner runs on",
+            "--no-model-pool works only on the machine of the learner",
         ),
         (("actor", *START, "--gamecore", "nowhere"), "'nowhere' is not the address of a gamecore server"),
         (("learner", "stop", "--port", "1"), ""),
     ],
 )
-def test_what_cannot_be_is_told_and_nothing_is_started(
+def test_invalid_commands_are_reported_and_nothing_is_started(
     call: Call, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ) -> None:
     Path("far.iplist").write_text("192.0.2.7 root 36000 1\n")
     monkeypatch.setenv("NET_CARD_NAME", "lo")  # there may be no way to another machine from here
-    said = call(*words)
+    result = call(*words)
     if message:
-        assert said.code == 2
-        assert message in one_line(said)
-        assert "geheim" not in said.out + said.err
+        assert result.code == 2
+        assert message in one_line(result)
+        assert "geheim" not in result.out + result.err
     else:
-        assert said.code == 0
-        assert "none is running here" in said.out
+        assert result.code == 0
+        assert "none is running here" in result.out
     assert LocalOrchestrator().list() == []
 
 
@@ -98,50 +101,50 @@ def test_workers_that_have_a_gamecore_server_have_an_agent_of_their_own(call: Ca
         port = free.getsockname()[1]
     words = ("--no-model-pool", "--gamecore", "127.0.0.1:23432", "--advertise", "127.0.0.1", "--port", str(port))
     try:
-        said = call("actor", *START, *words)
-        assert said.code == 0, said.err
-        assert "whose games reach this machine as 127.0.0.1" in said.out
-        assert "have an agent of their own, with a copy of the weights" in said.out
-        assert "RUN/logs/sampler" not in said.out, "the learner's own workers know nothing of a gamecore server"
+        result = call("actor", *START, *words)
+        assert result.code == 0, result.err
+        assert "its games reach this machine as 127.0.0.1" in result.out
+        assert "keep their own copy of the weights" in result.out
+        assert "RUN/logs/sampler" not in result.out, "the learner's own workers know nothing of a gamecore server"
     finally:
         assert call("actor", "stop", "--all").code == 0
     assert not [job for job in LocalOrchestrator().list() if job.state == "running"]
 
 
-def test_an_option_that_training_does_not_have_is_told_as_there(call: Call) -> None:
-    said = call("learner", *START, "CartPole-v1", "--num-wrokers", "3")
-    assert said.code == 2
-    assert "--num-wrokers" in said.err
+def test_an_unknown_training_option_is_reported_as_by_train(call: Call) -> None:
+    result = call("learner", *START, "CartPole-v1", "--num-wrokers", "3")
+    assert result.code == 2
+    assert "--num-wrokers" in result.err
     assert LocalOrchestrator().list() == []
 
 
-def test_a_port_that_somebody_has_is_told(call: Call) -> None:
+def test_a_port_in_use_is_reported(call: Call) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = call("learner", *START, "CartPole-v1", "-n", "2", "--port", str(port))
-    assert said.code == 2
-    assert f"Port {port} of this machine is in use. Choose another one with --port" in said.err
+        result = call("learner", *START, "CartPole-v1", "-n", "2", "--port", str(port))
+    assert result.code == 2
+    assert f"Port {port} of this machine is in use. Choose another --port" in result.err
     assert LocalOrchestrator().list() == []
 
 
 @pytest.mark.parametrize("words", [("--redis-password", "geheim"), ("--redis-password=geheim",)])
 def test_the_password_of_an_old_ray_is_dropped_and_never_shown(call: Call, words: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        said = call("learner", *START, "CartPole-v1", *words, "-n", "2", "--port", str(taken.getsockname()[1]))
-    assert "--redis-password is ignored" in said.out
-    assert "geheim" not in said.out + said.err
-    assert "is in use" in said.err
+        result = call("learner", *START, "CartPole-v1", *words, "-n", "2", "--port", str(taken.getsockname()[1]))
+    assert "--redis-password is ignored" in result.out
+    assert "geheim" not in result.out + result.err
+    assert "is in use" in result.err
 
 
-def test_where_nothing_was_started_there_is_nothing_to_show(call: Call) -> None:
-    said = call("learner", "status")
-    assert (said.code, said.err) == (1, "no learner was started here\n")
+def test_status_without_roles_fails(call: Call) -> None:
+    result = call("learner", "status")
+    assert (result.code, result.err) == (1, "no learner was started here\n")
     assert call("actor", "status", "--json").json == []
-    assert "There is no cluster that was brought up from here" in one_line(call("cluster", "status"))
-    assert "There is no cluster 'x'" in one_line(call("cluster", "down", "x"))
+    assert "No cluster was started from this machine" in one_line(call("cluster", "status"))
+    assert "No cluster 'x' was started" in one_line(call("cluster", "down", "x"))
 
 
-def test_the_port_is_the_same_wherever_it_is_said() -> None:
+def test_the_default_port_is_the_same_in_all_modules() -> None:
     assert roles.PORT == jobs.PORT
     assert roles.PORT + 2 < FIRST_PORT
 
@@ -166,7 +169,7 @@ FILE = "cartpole:\n  env: CartPole-v1\n  config: {num_workers: 3, num_learners: 
         (["--resume", "somewhere"], "of the run", 1),
     ],
 )
-def test_the_number_of_workers_is_found_wherever_it_is_said(words: list[str], workers: object, learners: int | None) -> None:
+def test_the_number_of_workers_is_found_in_options_and_files(words: list[str], workers: object, learners: int | None) -> None:
     Path("x.yaml").write_text(FILE)
     assert learner.parse_training(words)[:2] == (workers, learners)
 
@@ -189,8 +192,8 @@ def test_the_number_of_actors(option: int | None, environ: Mapping[str, str], li
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "six", "6.0", "99999", "1" * 5000])
-def test_what_is_no_number_of_actors(text: str) -> None:
-    with pytest.raises(UsageError, match=r"ACTOR_NUM=.* is no number of workers"):
+def test_invalid_numbers_of_workers_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"ACTOR_NUM=.* is not a valid number of workers"):
         worker_count(None, {"ACTOR_NUM": text}, 0)
 
 
@@ -200,19 +203,19 @@ def test_the_address_of_a_gamecore_server(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["node1", ":1", "node1:", "node1:0", "node1:65536", "a b:1", "node1:" + "1" * 5000])
-def test_what_is_no_address_of_a_gamecore_server(text: str) -> None:
+def test_invalid_gamecore_addresses_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not the address of a gamecore server"):
         parse_server(text)
 
 
 @pytest.mark.parametrize(("text", "host"), [("", ""), (" node1 ", "node1"), ("10.0.0.7", "10.0.0.7"), ("[fd00::1]", "fd00::1")])
-def test_by_what_games_reach_the_actors(text: str, host: str) -> None:
+def test_the_address_at_which_games_reach_the_actors(text: str, host: str) -> None:
     assert parse_host(text) == host
 
 
 @pytest.mark.parametrize("text", ["10.0.0.7:8000", "http://node1", "node 1", "me@node1", "[fd00::1]:8000", "[fd00::1"])
-def test_what_is_no_name_of_this_machine(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is not a name or address.*no port"):
+def test_invalid_advertised_hosts_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is not a name or address.*without a port"):
         parse_host(text)
 
 
@@ -223,11 +226,11 @@ def test_a_switch_of_a_script(text: str, meant: bool) -> None:
         is_enabled("X", {"X": "perhaps"})
 
 
-def test_what_would_lead_processes_astray_is_dropped_and_said() -> None:
+def test_misleading_variables_are_removed_and_reported() -> None:
     environ = {"LD_PRELOAD": "x.so", "RAY_ADDRESS": "h:1", "ip_head": "", "PATH": "p"}
     assert roles.clean_environment(environ) == [
-        "LD_PRELOAD=x.so is dropped for the processes of this run",
-        "RAY_ADDRESS=h:1 is dropped for the processes of this run",
+        "LD_PRELOAD=x.so is removed for the processes of this run",
+        "RAY_ADDRESS=h:1 is removed for the processes of this run",
     ]
     assert environ == {"ip_head": "", "PATH": "p"}
 
@@ -291,7 +294,7 @@ def wait_until_running(orchestrator: LocalOrchestrator, job: str) -> None:
     wait_until(lambda: orchestrator.status(job).state != "pending")
 
 
-def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_that_is_said(
+def test_a_start_replaces_the_same_training_and_another_one_only_on_request(
     orchestrator: LocalOrchestrator,
 ) -> None:
     def subject(directory: str, *experiments: str) -> Job:
@@ -301,21 +304,21 @@ def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_t
     for other in (subject("/b", "cartpole"), subject("/a", "pong"), subject("/a", "cartpole", "pong")):
         with pytest.raises(UsageError) as caught:
             roles.start_role(other, orchestrator, "learner")
-        assert f"Another training is at {PLACE}: {first.id}, which trains cartpole in /a; this is" in str(caught.value)
+        assert f"Another training uses {PLACE}: {first.id}, which trains cartpole in /a; this one trains" in str(caught.value)
         assert "another --port" in str(caught.value)
-        assert "ludus learner stop --port 9610, or --replace here" in str(caught.value)
+        assert "ludus learner stop --port 9610, or add --replace" in str(caught.value)
     assert [status.id for status in roles.find_roles(orchestrator, "learner")] == [first.id]
     second = roles.start_role(subject("/a"), orchestrator, "learner")  # --resume RUN
     third = roles.start_role(subject("/b", "pong"), orchestrator, "learner", replaces=True)
     assert [orchestrator.status(each.id).state for each in (first, second, third)] == ["cancelled", "cancelled", "running"]
 
 
-def test_of_starts_at_the_same_time_one_goes_on_and_the_next_ends_what_it_began(orchestrator: LocalOrchestrator) -> None:
+def test_concurrent_starts_run_one_after_the_other(orchestrator: LocalOrchestrator) -> None:
     class Hurried(LocalOrchestrator):
         """Somebody else begins just when it does."""
 
         def submit(self, job: Job) -> str:
-            with pytest.raises(UsageError, match=r"Another start of the actor at 10\.0\.0\.2:9610 has been under way"):
+            with pytest.raises(UsageError, match=r"Another start of the actor at 10\.0\.0\.2:9610 is in progress"):
                 roles.start_role(job, LocalOrchestrator(), "actor", lock_s=0.2)
             return super().submit(job)
 
@@ -332,7 +335,7 @@ def test_a_start_waits_for_no_other_role_or_port(orchestrator: LocalOrchestrator
         others: list[tuple[MachineRole, str]] = [("actor", PLACE), ("learner", PLACE), ("actor", "10.0.0.2:7000")]
         for part, place in others:
             stack.enter_context(roles.start_lock(orchestrator, part, place, 0.0))
-        with pytest.raises(UsageError, match="under way"):
+        with pytest.raises(UsageError, match="in progress"):
             stack.enter_context(roles.start_lock(orchestrator, "actor", PLACE, 0.0))
     with roles.start_lock(orchestrator, "actor", PLACE, 0.0):  # given back
         assert [path.name.split("-")[:2] for path in (orchestrator.directory.parent / "roles").glob("actor-9*")] == [
@@ -340,7 +343,7 @@ def test_a_start_waits_for_no_other_role_or_port(orchestrator: LocalOrchestrator
         ]
 
 
-def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> None:
+def test_the_task_of_a_learner_is_stored_with_its_job(tmp_path: Path) -> None:
     Path("x.yaml").write_text(FILE)
     listed = load_hostfile(Path("learner.iplist"))
     meeting = jobs.Rendezvous(LocalAddress(0, "127.0.0.1", "127.0.0.1"), tmp_path / "token", tmp_path / "logs")
@@ -355,13 +358,13 @@ def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> No
     assert found == {words: jobs.TrainingTask(str(tmp_path), names) for words, names in trained.items()}
 
 
-def test_status_shows_what_it_knows_also_when_the_head_cannot_be_asked(call: Call, orchestrator: LocalOrchestrator) -> None:
+def test_status_is_shown_even_if_the_head_is_unreachable(call: Call, orchestrator: LocalOrchestrator) -> None:
     job_id = orchestrator.submit(sleeping("learner", PLACE))
     (orchestrator.directory / job_id / "job.json").write_text("{")
-    said = call("learner", "status", "--nodes")
-    assert said.code == 0
-    assert f"{job_id}  running" in said.out
-    assert "job.json is damaged" in said.err
+    result = call("learner", "status", "--nodes")
+    assert result.code == 0
+    assert f"{job_id}  running" in result.out
+    assert "job.json is damaged" in result.err
     (told,) = call("learner", "status", "--nodes", "--json").json
     assert (told["id"], told["machines"]) == (job_id, [])
     assert "job.json is damaged" in told["trouble"]
@@ -380,10 +383,10 @@ def test_status_shows_the_run_and_where_its_workers_are(call: Call, tmp_path: Pa
         told = call("learner", "status", "--json").json
         assert [(each["id"], each["state"], each["run"]) for each in told] == [(job_id, "running", str(run))]
         assert told[0]["nodes"] == [{"name": "h1", "workers": 2, "ready": 1}, {"name": "h2", "workers": 1, "ready": 1}]
-        said = call("learner", "status")
-        assert said.code == 0
-        assert "workers on h1: 1 of 2 at work" in said.out
-        assert str(run) in said.out
+        result = call("learner", "status")
+        assert result.code == 0
+        assert "workers on h1: 1 of 2 ready" in result.out
+        assert str(run) in result.out
     finally:
         orchestrator.cancel(job_id, at_once=True)
         wait(orchestrator, job_id, 30)
@@ -401,29 +404,29 @@ def make_record(name: str, job_id: str, token: str = "") -> cluster.ClusterRecor
     return found
 
 
-def test_a_cluster_is_remembered_with_its_token_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_record_of_a_cluster_and_its_token_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     games = make_record("games", "games-20261116-1-ab", "secret" * 10)
     assert cluster.find("games") == cluster.choose_cluster(None) == cluster.choose_cluster("games") == games
     assert games.token == tmp_path / "state" / "clusters" / "games" / "token"
     assert stat.S_IMODE(games.token.stat().st_mode) == 0o600
     assert stat.S_IMODE(games.directory.stat().st_mode) == 0o700
     make_record("other", "other-1")
-    with pytest.raises(UsageError, match=r"There are 2 clusters: games, other. Say which one"):
+    with pytest.raises(UsageError, match=r"There are 2 clusters: games, other. Pass the name"):
         cluster.choose_cluster(None)
-    with pytest.raises(UnknownName, match=r"There is no cluster 'gmaes'.*Did you mean 'games'"):
+    with pytest.raises(UnknownName, match=r"No cluster 'gmaes' was started.*Did you mean 'games'"):
         cluster.choose_cluster("gmaes")
     games.remove()
     assert cluster.find("games") is None
     assert not games.directory.exists()
 
 
-def test_a_path_is_not_the_name_of_a_cluster_and_what_others_have_put_there_is_theirs(call: Call, tmp_path: Path) -> None:
+def test_a_path_is_not_a_cluster_name_and_foreign_files_are_kept(call: Call, tmp_path: Path) -> None:
     precious = tmp_path / "x" / "precious"
     precious.parent.mkdir()
     precious.touch()
     (tmp_path / "x" / "job").write_text("hi")
     for name in (str(tmp_path / "x"), "../../x"):
-        assert f"There is no cluster {name!r}" in one_line(call("cluster", "down", name))
+        assert f"No cluster {name!r} was started" in one_line(call("cluster", "down", name))
     games = make_record("games", "games-1")
     (games.directory / "notes").touch()
     assert "the cluster games is down" in call("cluster", "down", "games").out
@@ -459,14 +462,14 @@ def sleepy(ssh: Path) -> Path:
     return python
 
 
-def test_a_cluster_whose_head_could_not_be_told_is_not_forgotten(call: Call, ssh: Path) -> None:
+def test_the_record_of_a_cluster_with_an_unreachable_head_is_kept(call: Call, ssh: Path) -> None:
     with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
         games = make_record("games", there.submit(sleeping("games", "")))
     (ssh.parent / "refuse").touch()
-    said = call("cluster", "down")
-    assert said.code == 1
-    assert "The cluster games may still be up: its first machine, 127.0.0.1, does not answer" in said.err
-    assert "is down" not in said.out
+    result = call("cluster", "down")
+    assert result.code == 1
+    assert "The cluster games may still be up: its first machine, 127.0.0.1, does not answer" in result.err
+    assert "is down" not in result.out
     again = call("cluster", "up", "--iplist", "learner.iplist", "--name", "games")
     assert again.code == 1
     assert "may still be up" in one_line(again)
@@ -478,7 +481,7 @@ def test_a_cluster_whose_head_could_not_be_told_is_not_forgotten(call: Call, ssh
         assert there.status(games.id).state == "cancelled"
 
 
-def test_a_cluster_whose_head_is_gone_for_good_can_be_forgotten(call: Call, ssh: Path) -> None:
+def test_the_record_of_a_cluster_with_a_lost_head_can_be_removed(call: Call, ssh: Path) -> None:
     with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
         make_record("games", there.submit(sleeping("games", "")))
     (ssh.parent / "refuse").touch()
@@ -486,11 +489,11 @@ def test_a_cluster_whose_head_is_gone_for_good_can_be_forgotten(call: Call, ssh:
     assert cluster.find("games") is None
 
 
-def test_a_cluster_that_was_started_is_known_also_when_it_could_not_be_asked_for_its_token(call: Call, ssh: Path) -> None:
+def test_a_started_cluster_is_recorded_even_if_its_token_cannot_be_fetched(call: Call, ssh: Path) -> None:
     (ssh.parent / "once").touch()  # one connection, and no other
-    said = call("cluster", "up", "--iplist", "learner.iplist", "--python", str(sleepy(ssh)), "--wait", "0")
-    assert said.code == 1
-    assert "Connection refused" in said.err
+    result = call("cluster", "up", "--iplist", "learner.iplist", "--python", str(sleepy(ssh)), "--wait", "0")
+    assert result.code == 1
+    assert "Connection refused" in result.err
     found = cluster.find("cluster")
     assert found is not None
     (ssh.parent / "refuse").unlink()
@@ -512,14 +515,14 @@ def test_keys_that_are_named_here_are_found_from_elsewhere(call: Call, ssh: Path
     assert call("cluster", "down").code == 0
 
 
-def test_a_page_says_what_is_up_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_which_machines_are_up(capsys: pytest.CaptureFixture[str]) -> None:
     now = time.mktime((2026, 11, 16, 10, 0, 0, 0, 0, -1))
     up = {"node": 0, "host": "node2", "up": True, "cores": 8, "since": now, "why": ""}
     lost = {"node": 1, "host": "node1", "up": False, "cores": 6, "since": now, "why": "health check failed"}
     never = {"node": 2, "host": "node3", "up": False, "cores": 0, "since": None, "why": "nothing was started there"}
     page = {"name": "games", "id": "games-1", "state": "running", "reason": "", "trouble": "", "address": "node2:7000"}
     cluster._print({**page, "nodes": [up, lost, never]})
-    said = capsys.readouterr().out
-    assert "node2                up since 2026-11-16 10:00:00, 8 cores" in said
-    assert "node1                DOWN since 2026-11-16 10:00:00: health check failed" in said
-    assert "node3                DOWN: nothing was started there" in said
+    result = capsys.readouterr().out
+    assert "node2                up since 2026-11-16 10:00:00, 8 cores" in result
+    assert "node1                DOWN since 2026-11-16 10:00:00: health check failed" in result
+    assert "node3                DOWN: nothing was started there" in result

@@ -1,4 +1,4 @@
-"""One run as a page."""
+"""The page of `ludus runs show`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ludus.cli.evaluation.run_page import RunFacts, changed_settings, collect, page_lines
 from ludus.cli.main import app
 from ludus.core.metrics import JsonLinesSink
-from ludus.experiments.runs.checkpoint import Best
+from ludus.experiments.runs.checkpoint import BestRecord
 from tests.experiments.test_compare import made
 
 NOW = 1_767_225_600.0 + 7200
@@ -31,7 +31,7 @@ ROWS = [
 CONFIG = {"name": "mine", "env": "CartPole-v1", "run": "PPO", "stop": {"timesteps": 300, "time_s": None}, "config": {"seed": 3}}
 
 
-def test_a_page_says_what_when_how_long_how_good_and_with_which_settings() -> None:
+def test_a_page_shows_facts_times_returns_and_settings() -> None:
     facts = RunFacts(
         place="runs/mine/PPO_CartPole-v1_x-abcde",
         short="abcde",
@@ -40,7 +40,7 @@ def test_a_page_says_what_when_how_long_how_good_and_with_which_settings() -> No
         state="finished (step limit reached)",
         rows=ROWS,
         checkpoints=["000001", "000003"],
-        best=Best("000003", 1.0, "evaluation"),
+        best=BestRecord("000003", 1.0, "evaluation"),
         changed={"lr": 0.1, "model.core": "lstm"},
         files=[f"videos/{i}.mp4" for i in range(5)],
     )
@@ -81,7 +81,7 @@ def test_the_page_of_a_game_with_winners_shows_win_rates() -> None:
     assert any(line.startswith("evaluation   return 1.00") for line in lines)
 
 
-def test_a_run_that_has_only_begun_has_a_page() -> None:
+def test_a_run_without_reports_has_a_page() -> None:
     lines = list(page_lines(RunFacts("runs/x/y", "y", CONFIG, {}, "running"), NOW))
     assert "progress     no report yet" in lines
     assert "checkpoints  none" in lines
@@ -112,11 +112,11 @@ def test_show_prints_the_page_and_the_dump_behind_an_option(tmp_path: Path, monk
     sink = JsonLinesSink(run / "metrics.jsonl")
     sink.write({"iterations": 3, "timesteps": 300, "time_s": 1.5, "episodes": 2, "episode_return_mean": 2.0})
     sink.close()
-    said = CliRunner().invoke(app, ["runs", "show", "last"])
-    assert said.exit_code == 0, said.output
-    assert "training     return 2.00 at the end, best 3.00 at 200 steps" in said.output
-    assert "changed      lr: 0.125" in said.output
-    assert "{" not in said.output
+    result = CliRunner().invoke(app, ["runs", "show", "last"])
+    assert result.exit_code == 0, result.output
+    assert "training     return 2.00 at the end, best 3.00 at 200 steps" in result.output
+    assert "changed      lr: 0.125" in result.output
+    assert "{" not in result.output
     full = CliRunner().invoke(app, ["runs", "show", "abcde", "--full"])
     assert full.output.startswith("PPO on CartPole-v1\n")
     assert '"meta": {' in full.output

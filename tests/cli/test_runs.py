@@ -1,4 +1,4 @@
-"""`--track`, and what `ludus runs` says of runs of all kinds."""
+"""`--track`, and the output of `ludus runs`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def call(*words: str | Path) -> Result:
 
 def test_an_option_switches_tracking_on(tmp_path: Path) -> None:
     small = ["--set", "train_batch_size=256", "--set", "evaluation_duration=0", "--num-envs", "8", "--stop", "iterations=2"]
-    said = call("train", "CartPole-v1", "--track", "csv", *small, "--local-dir", tmp_path, "--quiet")
-    assert said.exit_code == 0, said.output
+    result = call("train", "CartPole-v1", "--track", "csv", *small, "--local-dir", tmp_path, "--quiet")
+    assert result.exit_code == 0, result.output
     (table,) = tmp_path.rglob("metrics.csv")
     with table.open() as file:
         assert [row["iterations"] for row in csv.DictReader(file)] == ["1", "2"]
 
 
-def test_a_service_that_does_not_exist_is_said(tmp_path: Path) -> None:
-    said = call("train", "CartPole-v1", "--track", "wanb", "--local-dir", tmp_path / "runs")
-    assert isinstance(said.exception, ConfigError)
-    assert "'track.wanb'" in str(said.exception)
-    assert "'wandb'" in str(said.exception)
+def test_an_unknown_tracker_is_an_error(tmp_path: Path) -> None:
+    result = call("train", "CartPole-v1", "--track", "wanb", "--local-dir", tmp_path / "runs")
+    assert isinstance(result.exception, ConfigError)
+    assert "'track.wanb'" in str(result.exception)
+    assert "'wandb'" in str(result.exception)
     assert not (tmp_path / "runs").exists()
 
 
@@ -57,18 +57,18 @@ def test_trials_of_scripts_are_listed_and_shown(several: Path) -> None:
     assert len(rows) == 11
     (script,) = [row for row in rows if row["algorithm"] == "script"]
     assert (script["run"], script["timesteps"], script["return"]) == (str(several / "atari" / "ppo-v0"), 7, None)
-    said = call("runs", "show", several / "atari" / "ppo-v0", "--full")
-    assert said.exit_code == 0, said.output
-    assert said.output.startswith("Trial of a script\n")
-    assert '"wins": 3' in said.output
+    result = call("runs", "show", several / "atari" / "ppo-v0", "--full")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("Trial of a script\n")
+    assert '"wins": 3' in result.output
 
 
-def test_a_comparison_says_in_words_numbers_and_a_picture_whether_groups_differ(several: Path, tmp_path: Path) -> None:
+def test_a_comparison_prints_and_plots_whether_groups_differ(several: Path, tmp_path: Path) -> None:
     out = tmp_path / "compare.png"
-    said = call("runs", "compare", several / "sweep", "--out", out)
-    assert said.exit_code == 0, said.output
-    assert "lr=0.001 is 182 higher than lr=0.0001" in said.output
-    assert "n = 5 and 5): significant" in said.output
+    result = call("runs", "compare", several / "sweep", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "lr=0.001 is 182 higher than lr=0.0001" in result.output
+    assert "n = 5 and 5): significant" in result.output
     assert out.read_bytes().startswith(b"\x89PNG")
     found = json.loads(call("runs", "compare", several / "sweep", several / "sweep", "--out", out, "--json").output)
     assert [(group["label"], group["n"], group["mean"]) for group in found["groups"]] == [
@@ -82,13 +82,13 @@ def test_a_comparison_says_in_words_numbers_and_a_picture_whether_groups_differ(
     assert found["runs"][0]["lr"] == 1e-3
 
 
-def test_a_comparison_says_which_return_it_shows_and_shows_no_other(several: Path, tmp_path: Path) -> None:
-    said = call("runs", "compare", several / "sweep", "--out", tmp_path / "c.png").output
-    assert said.startswith("Compared: training return (episode_return_mean: ")
-    (titles,) = [line for line in said.splitlines() if line.startswith("env ")]
+def test_a_comparison_shows_only_the_compared_return(several: Path, tmp_path: Path) -> None:
+    result = call("runs", "compare", several / "sweep", "--out", tmp_path / "c.png").output
+    assert result.startswith("Compared: training return (episode_return_mean: ")
+    (titles,) = [line for line in result.splitlines() if line.startswith("env ")]
     assert titles.count("return") == 1
     assert "training return (last)" in titles
-    assert f"written: {tmp_path / 'c.png'}" in said
+    assert f"written: {tmp_path / 'c.png'}" in result
     listed = call("runs", "list", several / "sweep").output
     assert "training return  best training return  evaluation return" in listed.splitlines()[0]
 
@@ -101,20 +101,20 @@ def test_of_a_metric_that_is_better_when_it_is_low_the_lowest_is_first(several: 
     column = "episode_return_mean (best)"
     assert [row[column] for row in high["runs"]] == sorted((row[column] for row in high["runs"]), reverse=True)
     assert [row[column] for row in low["runs"]] == sorted(row[column] for row in low["runs"])
-    assert low["differences"][0]["said"].startswith("lr=0.0001 is 182 lower than lr=0.001")
+    assert low["differences"][0]["result"].startswith("lr=0.0001 is 182 lower than lr=0.001")
 
 
-def test_a_comparison_without_values_lists_the_runs_and_says_why(several: Path, tmp_path: Path) -> None:
-    said = call("runs", "compare", several, "--metric", "happiness", "--out", tmp_path / "x.png")
-    assert said.exit_code == 0, said.output
-    assert "None of the 11 runs has values of 'happiness'" in said.output
+def test_a_comparison_without_values_lists_the_runs_with_the_reason(several: Path, tmp_path: Path) -> None:
+    result = call("runs", "compare", several, "--metric", "happiness", "--out", tmp_path / "x.png")
+    assert result.exit_code == 0, result.output
+    assert "None of the 11 runs has values of 'happiness'" in result.output
     assert not (tmp_path / "x.png").exists()
 
 
 def test_curves_of_seeds_may_be_drawn_together(several: Path, tmp_path: Path) -> None:
     pictures = {}
     for name, words in {"each": [], "together": ["--group-by", "auto"], "smooth": ["--smoothing", "0.9"]}.items():
-        said = call("runs", "plot", several / "sweep", "--out", tmp_path / f"{name}.png", *words)
-        assert said.exit_code == 0, said.output
+        result = call("runs", "plot", several / "sweep", "--out", tmp_path / f"{name}.png", *words)
+        assert result.exit_code == 0, result.output
         pictures[name] = (tmp_path / f"{name}.png").read_bytes()
     assert pictures["each"] != pictures["together"]

@@ -1,4 +1,4 @@
-"""`ludus status`: what a run is doing, seen from outside; and the words for what limits it."""
+"""`ludus status`: state of a run, and the description of its bottleneck."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludus.errors import NotFound
 from ludus.experiments.control.training_display import TrainingDisplay
 from ludus.experiments.runs import run_status
 from ludus.experiments.runs.run_dir import Run
-from ludus.experiments.runs.run_status import Rates, StatusWriter, judge, summary
+from ludus.experiments.runs.run_status import StatusWriter, WorkerRates, classify_run, summarize_load
 from tests.cli.programs import program
 from tests.experiments import small
 
@@ -44,10 +44,12 @@ WORKING = {
 
 
 def test_the_parts_of_a_run_are_shown_in_one_line() -> None:
-    assert summary(WORKING) == "sampler 92 % busy, learner waits 3 % · lag 0.8 (max 2) · 2 workers, 1 restart"
+    assert summarize_load(WORKING) == "sampler 92 % busy, learner waits 3 % · lag 0.8 (max 2) · 2 workers, 1 restart"
     more = WORKING | {"memory/dropped": 1.0, "learner/dropped_lag": 11.0, "sampler/nodes": 3.0, "learner/restarts": 2.0}
-    assert summary(more).endswith("· 12 dropped · 2 workers, 3 nodes, 1 restart, learner restarted 2×")
-    assert summary({"timesteps": 1.0, "learner_share": 0.5, "learner/lag_mean": 0.0}) == "", "one process has no such parts"
+    assert summarize_load(more).endswith("· 12 dropped · 2 workers, 3 nodes, 1 restart, learner restarted 2×")
+    assert summarize_load({"timesteps": 1.0, "learner_share": 0.5, "learner/lag_mean": 0.0}) == "", (
+        "one process has no such parts"
+    )
 
 
 def test_the_display_shows_the_parts_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +66,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_the_limit_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_the_bottleneck_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setenv("COLUMNS", "200")
@@ -75,7 +77,7 @@ def test_on_a_terminal_the_limit_stands_in_the_table(monkeypatch: pytest.MonkeyP
 
 
 def test_rates_of_a_worker_come_from_its_counters() -> None:
-    rates = Rates()
+    rates = WorkerRates()
     first = {"worker": 0, "steps": 100.0, "environment_s": 1.0, "policy_s": 0.5}
     rates.add_to([first], 10.0)
     assert "fps" not in first
@@ -94,7 +96,7 @@ SEEN = {"state": "running", "pid": 7, "host": "here", "since": "then", "written"
 
 
 @pytest.mark.parametrize(
-    ("meta", "seen", "lives", "state", "said"),
+    ("meta", "seen", "lives", "state", "message"),
     [
         ({"status": "running"}, SEEN, True, "running", "since then as process 7 on here"),
         ({"status": "running"}, SEEN, False, "dead", "process 7 on here is gone, last seen 1 s ago.*--resume"),
@@ -108,27 +110,27 @@ SEEN = {"state": "running", "pid": 7, "host": "here", "since": "then", "written"
         ({"status": "running"}, SEEN | {"state": "restarting"}, False, "dead", "is gone"),
     ],
 )  # fmt: skip
-def test_the_state_of_a_run_follows_from_what_it_wrote_and_who_lives(
-    meta: dict[str, Any], seen: dict[str, Any], lives: bool | None, state: str, said: str
+def test_the_state_of_a_run_follows_from_its_files_and_processes(
+    meta: dict[str, Any], seen: dict[str, Any], lives: bool | None, state: str, message: str
 ) -> None:
-    judged, sentence = judge(meta, seen, {}, NOW, lambda who: lives)
+    judged, sentence = classify_run(meta, seen, {}, NOW, lambda who: lives)
     assert judged == state
-    assert re.search(said, sentence), sentence
+    assert re.search(message, sentence), sentence
 
 
 @pytest.mark.parametrize(
     ("hub", "lives", "state"), [({}, None, "finished"), ({"pid": 7}, True, "running"), ({"pid": 7}, False, "dead")]
 )
-def test_a_trial_of_a_script_is_known_by_its_hub(hub: dict[str, Any], lives: bool | None, state: str) -> None:
-    assert judge({"kind": "session"}, {}, hub, NOW, lambda who: lives)[0] == state
+def test_the_state_of_a_script_trial_follows_from_its_server(hub: dict[str, Any], lives: bool | None, state: str) -> None:
+    assert classify_run({"kind": "session"}, {}, hub, NOW, lambda who: lives)[0] == state
 
 
-def test_a_process_is_told_from_another_one_with_its_number() -> None:
+def test_a_process_is_distinguished_from_another_one_with_its_pid() -> None:
     me = run_status.identity()
-    assert run_status.lives(me) is True
-    assert run_status.lives(me | {"started": me["started"] + 1}) is False
-    assert run_status.lives(me | {"host": "elsewhere"}) is None
-    assert run_status.lives({"pid": os.getpid(), "host": platform.node()}) is True, "one that did not say when it started"
+    assert run_status.is_alive(me) is True
+    assert run_status.is_alive(me | {"started": me["started"] + 1}) is False
+    assert run_status.is_alive(me | {"host": "elsewhere"}) is None
+    assert run_status.is_alive({"pid": os.getpid(), "host": platform.node()}) is True, "one that did not say when it started"
 
 
 # -- the file -----------------------------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ def shown(*words: str | Path) -> tuple[int, str, str]:
         return asked.finish()
 
 
-def test_a_run_that_ended_says_how_and_when_for_people_and_for_programs(tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_shown_as_text_and_json(tmp_path: Path) -> None:
     small.train(tmp_path / "run", 2)
     code, out, err = shown(tmp_path / "run", "--watch")
     assert (code, err) == (0, "")
@@ -186,7 +188,7 @@ def test_a_run_that_ended_says_how_and_when_for_people_and_for_programs(tmp_path
     assert (data["state"], data["progress"]["iterations"], data["checkpoint"]) == ("finished", 2, "000002")
 
 
-def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+def test_something_that_is_not_a_run_is_an_error(tmp_path: Path) -> None:
     code, out, err = shown(tmp_path / "nothing")
     assert (code, out) == (1, "")
     assert "not the directory of a run" in err
@@ -194,13 +196,13 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
-def test_a_run_without_the_file_shows_what_its_metrics_say(tmp_path: Path) -> None:
+def test_a_run_without_a_status_file_is_shown_from_its_metrics(tmp_path: Path) -> None:
     small.train(tmp_path / "run", 2)
     (tmp_path / "run" / run_status.FILE).unlink()
-    seen = run_status.look(tmp_path / "run")
+    seen = run_status.read_status(tmp_path / "run")
     assert (seen.state, seen.status["progress"]["iterations"]) == ("finished", 2)
     with pytest.raises(NotFound):
-        run_status.look(tmp_path)
+        run_status.read_status(tmp_path)
 
 
 def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path: Path) -> None:
@@ -216,21 +218,21 @@ def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path:
     numbers = WORKING | {"memory/waiting": 4.0}
     seen = {**run_status.identity(), "state": "running", "written": time.time(), "sampling": {"workers": workers}}
     nodes = [{"name": "here", "cores": 2}, {"name": "far", "cores": 1}]
-    run_status.write(tmp_path / "run", seen | run_status.described(numbers, {"workers": workers, "nodes": nodes}))
+    run_status.write(tmp_path / "run", seen | run_status.status_fields(numbers, {"workers": workers, "nodes": nodes}))
     console = Console(width=250, record=True, file=io.StringIO())
-    console.print(page(run_status.look(tmp_path / "run")))
+    console.print(page(run_status.read_status(tmp_path / "run")))
     text = console.export_text()
     rows = [line.split() for line in text.splitlines()]
     assert ["0", "here", "ready", "12", "1,234", "81%", "–", "–", "–", "0"] in rows
     assert any(row[:4] == ["1", "far", "waiting", "–"] and row[-3:] == ["IndexError:", "[/bold]", "x[3]"] for row in rows)
     assert "sampler 92 % busy, learner waits 3 % · lag 0.8 (max 2) · 2 workers, 1 restart" in text
-    assert "4 blocks wait for the learner" in text
+    assert "4 segments wait for the learner" in text
     assert "here (2 cores), far (1 core)" in text
     assert "limit" in text
 
 
-def test_shares_of_a_worker_add_up_to_at_most_all_of_its_time_however_long_its_segments_are() -> None:
-    rates = Rates()
+def test_the_time_shares_of_a_worker_sum_to_at_most_one() -> None:
+    rates = WorkerRates()
 
     def look(at: float, steps: float, environment_s: float, policy_s: float, blocked_s: float) -> dict[str, Any]:
         worker = {"worker": 0, "steps": steps, "environment_s": environment_s, "policy_s": policy_s, "blocked_s": blocked_s}

@@ -1,4 +1,4 @@
-"""`ludus submit`: real trainings as jobs of this machine, by the real command; and what it says before anything is started."""
+"""`ludus submit` with real trainings as local jobs; errors before anything is started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ludus.launch.job import JobStatus
 from ludus.launch.local import LocalOrchestrator
 from ludus.storage.local import LocalStore
 from ludus.testing.orchestrator_contract import ended
-from tests.cli.calling import Call, Said, one_line
+from tests.cli.calling import Call, CommandResult, one_line
 from tests.cli.programs import REPOSITORY, program
 from tests.waiting import wait_until
 
@@ -34,7 +34,7 @@ class Home:
         self.work.mkdir()
         self.orchestrator = LocalOrchestrator(self.state)
 
-    def ludus(self, *words: str | Path) -> Said:
+    def ludus(self, *words: str | Path) -> CommandResult:
         done = subprocess.run(
             [sys.executable, "-m", "ludus.cli.main", *map(str, words)],
             capture_output=True,
@@ -43,7 +43,7 @@ class Home:
             cwd=self.work,
             env=os.environ | {"PYTHONPATH": _path(), "LUDUS_STATE_DIR": str(self.state), "COLUMNS": "300"},
         )
-        return Said(done.returncode, done.stdout, done.stderr)
+        return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def _path() -> str:
@@ -82,13 +82,13 @@ def tree(top: Path) -> dict[str, tuple[int, bytes]]:
 # -- real trainings -----------------------------------------------------------------------------------------------------
 
 
-def test_a_training_is_submitted_and_waited_for(home: Home) -> None:
-    said = home.ludus("submit", "--on", "local", "--", "train", "CartPole-v1", "--stop", "timesteps_total=2000")
-    assert said.code == 0, said.err
-    (job_id,) = said.out.split()
-    assert said.out == f"{job_id}\n", "ID=$(ludus submit …)"
+def test_a_training_is_submitted_and_awaited(home: Home) -> None:
+    result = home.ludus("submit", "--on", "local", "--", "train", "CartPole-v1", "--stop", "timesteps_total=2000")
+    assert result.code == 0, result.err
+    (job_id,) = result.out.split()
+    assert result.out == f"{job_id}\n", "ID=$(ludus submit …)"
     assert job_id.startswith("train-CartPole-v1-")
-    assert f"ludus jobs logs -f {job_id}" in one_line(said)
+    assert f"ludus jobs logs -f {job_id}" in one_line(result)
     assert home.ludus("jobs", "wait", job_id).code == 0
     (run,) = find_runs(home.work / "runs")
     assert any(str(run.relative_to(home.work)) in line for line in home.orchestrator.logs(job_id))
@@ -96,17 +96,15 @@ def test_a_training_is_submitted_and_waited_for(home: Home) -> None:
 
 def test_of_a_training_that_fails_the_code_is_that_of_the_wait(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", _path())
-    said = call("submit", "--quiet", "--", "train", "tests.environments:make_crash")
-    assert (said.code, said.err) == (0, "")
-    waited = call("jobs", "wait", said.out.strip())
+    result = call("submit", "--quiet", "--", "train", "tests.environments:make_crash")
+    assert (result.code, result.err) == (0, "")
+    waited = call("jobs", "wait", result.out.strip())
     assert waited.code == 1, waited.err
     assert "failed: main-0 ended with code 1" in waited.err
     assert "port 5005 is taken" in waited.err
 
 
-def test_a_job_outlives_who_waited_for_it_and_saves_a_checkpoint_when_it_is_cancelled(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_outlives_a_killed_wait_and_saves_a_checkpoint_when_cancelled(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUDUS_STATE_DIR", str(home.state))
     monkeypatch.setenv("PYTHONPATH", _path())
     project = home.work / "long"
@@ -126,16 +124,16 @@ def test_a_job_outlives_who_waited_for_it_and_saves_a_checkpoint_when_it_is_canc
 # -- in the foreground --------------------------------------------------------------------------------------------------
 
 
-def test_waiting_shows_what_the_command_says_and_ends_as_it_does(call: Call, here: Path) -> None:
-    said = call("submit", "--wait", "--", "runs", "list", "nowhere")
-    assert said.code == 1
-    assert "No runs in nowhere" in said.out
-    assert "failed: main-0 ended with code 1" in said.err
-    said = call("submit", "--wait", "--json", "--", "presets", "list")
-    assert said.code == 0
-    assert (said.json["on"], said.json["state"], said.json["exit_code"]) == ("local", "succeeded", 0)
-    assert len(said.out.splitlines()) == 1, "all else is said elsewhere"
-    assert "cartpole" in said.err
+def test_wait_prints_the_log_and_returns_the_exit_code(call: Call, here: Path) -> None:
+    result = call("submit", "--wait", "--", "runs", "list", "nowhere")
+    assert result.code == 1
+    assert "No runs in nowhere" in result.out
+    assert "failed: main-0 ended with code 1" in result.err
+    result = call("submit", "--wait", "--json", "--", "presets", "list")
+    assert result.code == 0
+    assert (result.json["on"], result.json["state"], result.json["exit_code"]) == ("local", "succeeded", 0)
+    assert len(result.out.splitlines()) == 1, "all other output goes to stderr"
+    assert "cartpole" in result.err
 
 
 def test_an_interrupt_leaves_the_job_running(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,16 +157,16 @@ def test_an_interrupt_leaves_the_job_running(home: Home, monkeypatch: pytest.Mon
 # -- nothing is touched -------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_shows_what_would_be_done_and_touches_nothing(call: Call, here: Path) -> None:
+def test_a_dry_run_prints_the_job_and_changes_nothing(call: Call, here: Path) -> None:
     (here / "desk" / "cluster.yaml").write_text("on: local\nname: dry\nenvironment: {A: file, B: file}\n")
     before = tree(here)
     options = ("--dry-run", "-f", "cluster.yaml", "--env", "A=option", "--grace-s", "7")
-    said = call("submit", *options, "--", "train", "CartPole-v1", "--stop", "time_s=1")
-    assert said.code == 0
-    assert said.out.startswith("==> job.json <==\n")
+    result = call("submit", *options, "--", "train", "CartPole-v1", "--stop", "time_s=1")
+    assert result.code == 0
+    assert result.out.startswith("==> job.json <==\n")
     whole = call("submit", *options, "--json", "--", "train", "CartPole-v1", "--stop", "time_s=1")
     text = whole.json["files"]["job.json"]
-    assert text.strip() in said.out
+    assert text.strip() in result.out
     assert '"name": "dry"' in text
     assert '"grace_s": 7.0' in text
     assert '"A": "option"' in text, "what an option says counts more than the file"
@@ -177,7 +175,7 @@ def test_a_dry_run_shows_what_would_be_done_and_touches_nothing(call: Call, here
     assert tree(here) == before
 
 
-def test_what_was_shown_is_what_is_written(call: Call, here: Path) -> None:
+def test_the_printed_files_are_the_written_ones(call: Call, here: Path) -> None:
     words = ("--", "presets", "list")
     shown = call("submit", "--dry-run", "--json", *words).json["files"]
     assert shown.pop("command").endswith(f" {here}/state/jobs/ID\n"), "what is run, and not written"
@@ -188,7 +186,7 @@ def test_what_was_shown_is_what_is_written(call: Call, here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "There is no command to run."),
         (["--", "trian", "CartPole-v1"], "has no command 'trian'. Did you mean 'train'?"),
@@ -197,21 +195,21 @@ def test_what_was_shown_is_what_is_written(call: Call, here: Path) -> None:
         (["--on", "slrum", "--", "train", "x"], "Did you mean 'slurm'?"),
         (["--env", "COLOUR", "--", "train", "x"], "--secret COLOUR"),
         (["--secret", "NOT_SET", "--", "train", "x"], "needs the secret NOT_SET"),
-        (["--interactive", "--", "train", "x"], "--interactive is for an allocation of Slurm"),
+        (["--interactive", "--", "train", "x"], "--interactive needs Slurm"),
         (["--nodes", "0", "--", "train", "x"], "nodes"),
-        (["--identity=~no-such-user/id", "--", "train", "x"], "~no-such-user/id is in the home of a user that is not known"),
+        (["--identity=~no-such-user/id", "--", "train", "x"], "~no-such-user/id is in the home directory of a user unknown"),
         (["-f", "nowhere.yaml", "--", "train", "x"], "nowhere.yaml cannot be read"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_started(call: Call, here: Path, words: list[str], said: str) -> None:
+def test_invalid_jobs_are_reported_before_anything_is_started(call: Call, here: Path, words: list[str], message: str) -> None:
     answer = call("submit", *words)
     assert answer.code == 2
-    assert said in one_line(answer)
+    assert message in one_line(answer)
     assert answer.out == ""
     assert LocalOrchestrator(here / "state").list() == []
 
 
-def test_an_option_that_the_command_does_not_have_is_said_at_once(call: Call, here: Path) -> None:
+def test_an_unknown_option_of_the_command_is_reported_at_once(call: Call, here: Path) -> None:
     for words in (("--", "train", "CartPole-v1", "--stpo", "time_s=1"), ("train", "CartPole-v1", "--on", "local")):
         answer = call("submit", *words)
         assert answer.code == 2
@@ -222,18 +220,18 @@ def test_an_option_that_the_command_does_not_have_is_said_at_once(call: Call, he
 
 
 def test_the_password_of_older_trainers_is_ignored_and_nowhere_to_be_seen(call: Call, here: Path) -> None:
-    said = call("submit", "--redis-password", SECRET, "--dry-run", "--", "train", "CartPole-v1", f"--redis-password={SECRET}")
-    assert said.code == 0
-    assert said.err.count("--redis-password is ignored") == 2
-    assert SECRET not in said.out + said.err
-    assert "redis" not in said.out
+    result = call("submit", "--redis-password", SECRET, "--dry-run", "--", "train", "CartPole-v1", f"--redis-password={SECRET}")
+    assert result.code == 0
+    assert result.err.count("--redis-password is ignored") == 2
+    assert SECRET not in result.out + result.err
+    assert "redis" not in result.out
 
 
 def test_secrets_are_handed_on_by_name(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LICENCE_KEY", SECRET)
-    said = call("submit", "--secret", "LICENCE_KEY", "--dry-run", "--", "train", "CartPole-v1")
-    assert "LICENCE_KEY" in said.out
-    assert SECRET not in said.out + said.err
+    result = call("submit", "--secret", "LICENCE_KEY", "--dry-run", "--", "train", "CartPole-v1")
+    assert "LICENCE_KEY" in result.out
+    assert SECRET not in result.out + result.err
     for dry in ((), ("--dry-run",)):
         refused = call("submit", *dry, "--secret", "LICENCE_KEY", "--env", f"KEY={SECRET}", "--", "presets", "list")
         assert refused.code == 2
@@ -255,7 +253,7 @@ def test_a_key_that_is_named_here_is_found_from_elsewhere(call: Call, here: Path
 
 
 @pytest.mark.parametrize("password", [(f"--redis-password={SECRET}",), ("--redis_password", SECRET)])
-def test_an_allocation_is_asked_for_and_this_command_runs_in_it(password: tuple[str, ...]) -> None:
+def test_an_allocation_is_requested_and_this_command_runs_in_it(password: tuple[str, ...]) -> None:
     words = ["submit", "--redis-password", SECRET, "--interactive", "--dry-run", "--", "train", "x", *password]
     ludus = [sys.executable, "-P", "-m", "ludus.cli.main"]
     assert salloc_command(["salloc", "--nodes=2"], words) == [
@@ -270,12 +268,12 @@ def test_an_allocation_is_asked_for_and_this_command_runs_in_it(password: tuple[
     ]
 
 
-def test_without_slurm_it_is_said_what_is_missing(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_an_error_names_what_is_missing(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("PATH", str(here))
-    said = call("submit", "--on", "slurm", "--interactive", "--", "presets", "list")
-    assert said.code == 2
-    assert "salloc cannot be run" in one_line(said)
+    result = call("submit", "--on", "slurm", "--interactive", "--", "presets", "list")
+    assert result.code == 2
+    assert "salloc cannot be run" in one_line(result)
     shown = call(
         "submit", "--on", "slurm", "--interactive", "--nodes", "2", "--dry-run", "--json", "--", "train", "CartPole-v1"
     ).json
@@ -300,13 +298,13 @@ class Mine(LocalOrchestrator):
 """
 
 
-def test_a_class_of_ones_own_has_its_jobs_found_again(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_a_user_orchestrator_are_found_again(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "my_cluster.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(here))
     monkeypatch.setenv("MINE", str(here / "mine"))
-    said = call("submit", "--on", "my_cluster:Mine", "--", "presets", "list")
-    assert said.code == 0, said.err
-    job_id = said.out.strip()
+    result = call("submit", "--on", "my_cluster:Mine", "--", "presets", "list")
+    assert result.code == 0, result.err
+    job_id = result.out.strip()
     assert (here / "mine" / "jobs" / job_id).is_dir()
     assert call("jobs", "wait", job_id).code == 0
     assert [(job["id"], job["on"]) for job in call("jobs", "list", "--json").json] == [(job_id, "my_cluster:Mine")]
@@ -325,11 +323,11 @@ class Fresh(LocalOrchestrator):
         return super().status(job_id)
 
 
-def test_the_id_of_a_job_is_said_whatever_happens_then(call: Call, here: Path) -> None:
-    said = call("submit", "--on", "tests.cli.test_submit:Fresh", "--json", "--", "presets", "list")
-    assert said.code == 0, said.err
-    assert (said.json["state"], said.json["reason"]) == ("pending", "The network is away.")
-    assert call("jobs", "wait", said.json["id"]).code == 0
+def test_the_id_of_a_job_is_printed_even_if_its_status_fails(call: Call, here: Path) -> None:
+    result = call("submit", "--on", "tests.cli.test_submit:Fresh", "--json", "--", "presets", "list")
+    assert result.code == 0, result.err
+    assert (result.json["state"], result.json["reason"]) == ("pending", "The network is away.")
+    assert call("jobs", "wait", result.json["id"]).code == 0
     assert call("submit", "--on", "tests.cli.test_submit:Fresh", "--wait", "--", "runs", "list", "nowhere").code == 1
 
 

@@ -1,4 +1,4 @@
-"""What a sweep shows while its trials run."""
+"""The progress display of a sweep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from ludus.cli.training import tune
 from ludus.cli.training.tune import SweepDisplay
-from ludus.tuning.messages import Event
+from ludus.tuning.messages import TrialEvent
 
 
 class Terminal(io.StringIO):
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 
 def hear(board: SweepDisplay, name: str, kind: str, numbers: Mapping[str, float] = {}, error: str = "") -> None:
-    board.on_event(Event(name, kind, dict(numbers), {}, error))
+    board.on_event(TrialEvent(name, kind, dict(numbers), {}, error))
 
 
 def test_a_trial_that_ends_is_counted_among_all_trials_of_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,7 +32,7 @@ def test_a_trial_that_ends_is_counted_among_all_trials_of_the_sweep(capsys: pyte
     assert failed == "t002 failed: out of memory 0 steps return – (3 of 4 trials done)"
 
 
-def test_the_occasional_line_says_how_many_are_done_failed_and_running(
+def test_the_periodic_line_counts_done_failed_and_running_trials(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SweepDisplay(quiet=False, to_stderr=False) as board:

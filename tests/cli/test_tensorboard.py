@@ -1,4 +1,4 @@
-"""`ludus tensorboard`: a real TensorBoard on real runs, and the line that brings it to another machine."""
+"""`ludus tensorboard`: a real TensorBoard on real runs, and the SSH tunnel command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ludus.cli.evaluation import tensorboard
-from ludus.cli.evaluation.tensorboard import Forwarding, announcement
+from ludus.cli.evaluation.tensorboard import SshTunnel, announcement
 from ludus.experiments.runs import remote_runs
 from ludus.process import identity, procfs
 from tests.cli.calling import Call, one_line
@@ -59,15 +59,15 @@ def get(url: str) -> bytes:
     ],
 )
 def test_the_line_for_ssh_leads_to_where_we_are(environ: dict[str, str], line: str) -> None:
-    assert Forwarding.of(environ).line(6009) == line
+    assert SshTunnel.of(environ).line(6009) == line
 
 
-def test_only_what_listens_on_loopback_needs_to_be_forwarded() -> None:
-    there = Forwarding("anna", "gpu3")
-    said = announcement("runs", "127.0.0.1", 6007, there)
-    assert "http://127.0.0.1:6007/" in said
-    assert "\n  ssh -N -L 6006:127.0.0.1:6007 anna@gpu3\n" in said
-    assert "http://127.0.0.1:6006/" in said
+def test_a_tunnel_command_is_printed_only_for_loopback() -> None:
+    there = SshTunnel("anna", "gpu3")
+    result = announcement("runs", "127.0.0.1", 6007, there)
+    assert "http://127.0.0.1:6007/" in result
+    assert "\n  ssh -N -L 6006:127.0.0.1:6007 anna@gpu3\n" in result
+    assert "http://127.0.0.1:6006/" in result
     assert "\n  ssh -N -L '6006:[::1]:6007' anna@gpu3\n" in announcement("runs", "::1", 6007, there)
     assert "\n  ssh -N -L 6006:localhost:6007 anna@gpu3\n" in announcement("runs", "localhost", 6007, there)
     assert "ssh" not in announcement("runs", "10.0.0.5", 6007, there)
@@ -77,24 +77,24 @@ def test_only_what_listens_on_loopback_needs_to_be_forwarded() -> None:
 def test_print_prints_the_line_and_starts_nothing(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_CONNECTION", "203.0.113.7 50122 198.51.100.4 22")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    said = call("tensorboard", "no/such/run", "--print", "--port", "7000")
-    assert (said.code, said.out) == (0, f"ssh -N -L 6006:127.0.0.1:7000 {USER}@198.51.100.4\n")
+    result = call("tensorboard", "no/such/run", "--print", "--port", "7000")
+    assert (result.code, result.out) == (0, f"ssh -N -L 6006:127.0.0.1:7000 {USER}@198.51.100.4\n")
     for host, reached in {"::1": "'6006:[::1]:7000'", "::": "'6006:[::1]:7000'", "0.0.0.0": "6006:127.0.0.1:7000"}.items():
-        said = call("tensorboard", "no/such/run", "--print", "--port", "7000", "--host", host)
-        assert said.out == f"ssh -N -L {reached} {USER}@198.51.100.4\n"
+        result = call("tensorboard", "no/such/run", "--print", "--port", "7000", "--host", host)
+        assert result.out == f"ssh -N -L {reached} {USER}@198.51.100.4\n"
 
 
 # -- what cannot be -----------------------------------------------------------------------------------------------------
 
 
-def test_a_place_without_runs_and_a_port_that_is_taken_are_said(call: Call, run: Path, tmp_path: Path) -> None:
+def test_a_place_without_runs_and_a_port_in_use_are_errors(call: Call, run: Path, tmp_path: Path) -> None:
     assert "There is no directory" in one_line(call("tensorboard", tmp_path / "nowhere"))
     assert "No runs in" in one_line(call("tensorboard", tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = call("tensorboard", run, "--port", str(port))
-        assert said.code == 2
-        assert f"Port {port} of 127.0.0.1 is taken" in one_line(said)
+        result = call("tensorboard", run, "--port", str(port))
+        assert result.code == 2
+        assert f"Port {port} of 127.0.0.1 is in use" in one_line(result)
 
 
 # -- the real one -------------------------------------------------------------------------------------------------------
@@ -130,14 +130,14 @@ def test_of_a_run_on_a_store_copies_are_shown_and_kept_up_to_date(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "cache"))
-    monkeypatch.setattr(tensorboard, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(tensorboard, "_REFRESH_S", 0.05)
     place, _, query = s3_url.partition("?")
     where = f"{place}/runs/first?{query}"
     store = remote_runs.store_of(remote_runs.directory_of(where))
     store.put("config.yaml", b"name: first\n")
     store.put("events.out.tfevents.1.here", b"one")
     store.put("metrics.jsonl", b"")
-    with tensorboard.shown_directory(f"{place}/runs?{query}") as shown:
+    with tensorboard.event_directory(f"{place}/runs?{query}") as shown:
         copy = shown / "first" / "events.out.tfevents.1.here"
         assert copy.read_bytes() == b"one"
         with open(copy, "rb") as read:  # as TensorBoard does, which never opens it again

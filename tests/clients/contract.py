@@ -1,4 +1,4 @@
-"""What every client promises, whatever its language. A test class inherits from Contract and brings a `driver`."""
+"""The contract of all clients, in any language. A test class inherits from Contract and provides a `driver`."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from tests.local_servers import Served, checking, gateway
 from tests.tools import need
 
 SOON_S = 8.0
-"""Far beyond every deadline and time-out in here, far below what a client that waits for its peer would take."""
+"""Longer than every deadline and time-out here, shorter than the wait of a hanging client."""
 MISS_MS = 100
-"""A deadline that is missed by a tick that is sent all the same. Whatever is to succeed has seconds."""
+"""A deadline that a delayed tick misses. Calls that must succeed have seconds."""
 
 
 class Bot(Actor):
-    """Says how often it was ticked and with what, so that a request that counted twice, or another's reply, shows."""
+    """Replies with its number of ticks and the body, which reveals requests processed twice and mixed-up replies."""
 
     patience = threading.Event()
-    """A tick that says `wait` is answered when this is set."""
+    """A tick with body `wait` is answered when this is set."""
     asked = threading.Event()
-    """Such a tick is here."""
+    """Set when such a tick has arrived."""
 
     def __init__(self) -> None:
         self.ticks = 0
@@ -83,12 +83,12 @@ class Bot(Actor):
 
 
 def actor() -> Bot:
-    """A factory of its own: whoever counts must not share."""
+    """A separate factory per test, because it counts."""
     return Bot()
 
 
 def left_waiting(driver: Driver) -> Outcome:
-    """A tick that the actor has got when this returns, and that the game did not wait for."""
+    """Send a tick that misses its deadline, and return when the actor has received it."""
     Bot.asked.clear()
     late = driver.do("tick", b"wait", deadline_ms=MISS_MS)
     assert Bot.asked.wait(SOON_S)
@@ -96,7 +96,7 @@ def left_waiting(driver: Driver) -> Outcome:
 
 
 class EssentialContract:
-    """The driver is made once for a class; every test opens a client and sessions of its own."""
+    """The driver is created once per class; every test opens its own client and sessions."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -128,11 +128,11 @@ class EssentialContract:
         driver.ok("tick", b"a")
         refused = driver.do("tick", b"refuse")
         assert refused.refusal == ("refused", 422, "observation")
-        assert refused.said.decode() == "It does not fit: größer."
+        assert refused.body.decode() == "It does not fit: größer."
         assert bytes.fromhex(refused.more["hint"][1:]).decode() == 'Send "another".'
         assert driver.ok("tick", b"b") == b"2 b"
 
-    def test_a_session_that_the_server_lost_is_told_apart(self, driver: Driver, served: Served) -> None:
+    def test_a_session_lost_by_the_server_is_recognised(self, driver: Driver, served: Served) -> None:
         driver.open(served.url, fallback="default", default="00")
         driver.ok("start")
         assert driver.do("tick", b"raise").refusal == ("lost", 500, "actor_failed")
@@ -148,7 +148,7 @@ class EssentialContract:
         assert driver.ok("start", session=f"s-{fate[5:]}").startswith(b"started")
         assert driver.ok("tick", b"a") == b"1 a"
         twice = driver.do("tick", b"b")
-        assert (twice.said, twice.missed) == (b"2 b", 0)
+        assert (twice.body, twice.missed) == (b"2 b", 0)
         assert driver.ok("end", b"") == b"ended 2 "
         first = between.seqs[0]
         assert [seq - first for seq in between.seqs] == [0, 0, 1, 1, 2, 2, 2, 3, 3]
@@ -159,12 +159,12 @@ class EssentialContract:
         driver.ok("start")
         assert driver.ok("tick", b"a") == b"1 a"
         late = left_waiting(driver)
-        assert (late.kind, late.said, late.missed, late.fell_back) == ("ok", b"1 a", 1, True)
+        assert (late.kind, late.body, late.missed, late.fell_back) == ("ok", b"1 a", 1, True)
         again = driver.do("tick", b"b", deadline_ms=MISS_MS)  # the actor still waits: 409 busy
-        assert (again.kind, again.said, again.missed, again.fell_back) == ("ok", b"1 a", 2, True)
+        assert (again.kind, again.body, again.missed, again.fell_back) == ("ok", b"1 a", 2, True)
         Bot.patience.set()
         good = driver.do("tick", b"c")
-        assert (good.kind, good.said, good.missed, good.fell_back) == ("ok", b"3 c", 2, False)
+        assert (good.kind, good.body, good.missed, good.fell_back) == ("ok", b"3 c", 2, False)
         assert driver.ok("tick", b"d") == b"4 d"
         assert driver.ok("end", b"") == b"ended 4 "
 
@@ -179,23 +179,23 @@ class EssentialContract:
 
         threading.Thread(target=be_patient, daemon=True).start()
         good = driver.do("tick", b"b")
-        assert (good.said, good.missed) == (b"2 b", 1)
+        assert (good.body, good.missed) == (b"2 b", 1)
 
-    def test_a_request_that_got_lost_in_silence_does_not_count(self, driver: Driver, between: Wire) -> None:
+    def test_a_request_lost_silently_is_not_processed(self, driver: Driver, between: Wire) -> None:
         driver.open(between.url, fallback="default", default="00ff")
         between.plan("pass", "swallow request", "pass")
         driver.ok("start")
         lost = driver.do("tick", b"a", deadline_ms=MISS_MS)
         between.settled(2)
-        assert (lost.said, lost.missed, lost.fell_back) == (b"\x00\xff", 1, True)
+        assert (lost.body, lost.missed, lost.fell_back) == (b"\x00\xff", 1, True)
         good = driver.do("tick", b"b")
-        assert (good.said, good.missed, good.fell_back) == (b"1 b", 1, False)
+        assert (good.body, good.missed, good.fell_back) == (b"1 b", 1, False)
         assert driver.ok("tick", b"c") == b"2 c"
         assert driver.ok("end", b"") == b"ended 2 "
         first = between.seqs[0]
         assert [seq - first for seq in between.seqs] == [0, 1, 2, 1, 2, 3]
 
-    def test_a_reply_that_got_lost_in_silence_is_never_taken_for_the_next(self, driver: Driver, between: Wire) -> None:
+    def test_a_reply_lost_silently_is_never_taken_for_the_next(self, driver: Driver, between: Wire) -> None:
         driver.open(between.url, fallback="default", default="00")
         between.plan("pass", "swallow reply", "pass", "swallow reply", "swallow reply")
         driver.ok("start")
@@ -207,12 +207,10 @@ class EssentialContract:
         assert driver.do("tick", b"d", deadline_ms=MISS_MS).fell_back
         between.settled(5)
         last = driver.do("tick", b"e")
-        assert (last.said, last.missed) == (b"5 e", 3)
+        assert (last.body, last.missed) == (b"5 e", 3)
         assert driver.ok("end", b"") == b"ended 5 "
 
-    def test_a_tick_that_arrives_long_after_the_session_found_its_place_again_does_not_lock_it_out(
-        self, driver: Driver, between: Wire
-    ) -> None:
+    def test_a_very_late_tick_does_not_block_a_resynchronised_session(self, driver: Driver, between: Wire) -> None:
         driver.open(between.url, fallback="default", default="00")
         between.plan("pass", "swallow request", "hold request")
         driver.ok("start")
@@ -224,7 +222,7 @@ class EssentialContract:
         between.settled(5)  # of them c is two; b has counted now, by its own number
         assert driver.ok("tick", b"d") == b"3 d"
         last = driver.do("tick", b"e")
-        assert (last.said, last.missed) == (b"4 e", 2)
+        assert (last.body, last.missed) == (b"4 e", 2)
         assert driver.ok("end", b"") == b"ended 4 "
 
     def test_start_and_end_have_no_fallback(self, driver: Driver, between: Wire) -> None:
@@ -261,7 +259,7 @@ class Contract(EssentialContract):
             driver.ok("end")
         assert len({header(request, "ludus-session") for request in between.requests}) == 2
 
-    def test_start_says_what_it_wants(self, driver: Driver) -> None:
+    def test_start_sends_its_options(self, driver: Driver) -> None:
         with answering(OK) as server:
             driver.open(server.url, token="s3cret")
             driver.ok("start", b"hello", session="a", match="m", model="blue", version=12, temperature=0.25)
@@ -274,7 +272,7 @@ class Contract(EssentialContract):
         assert {header(request, "authorization") for request in server.requests} == {"Bearer s3cret"}
         assert (start.split(b"\r\n")[0], body_of(start)) == (b"POST /step HTTP/1.1", b"hello")
 
-    def test_spec_tells_the_spaces(self, driver: Driver, served: Served) -> None:
+    def test_spec_returns_the_spaces(self, driver: Driver, served: Served) -> None:
         driver.open(served.url)
         assert b'"observation_space"' in driver.ok("spec")
 
@@ -295,7 +293,7 @@ class Contract(EssentialContract):
             between.plan("lose request")
             assert driver.do("tick", b"x").refusal == ("lost", 404, "unknown_session")
 
-    def test_the_token_opens_the_door(self, driver: Driver) -> None:
+    def test_the_token_is_required(self, driver: Driver) -> None:
         with gateway(actor, GatewaySettings(token="s3cret")) as served:
             driver.open(served.url, token="wrong", fallback="default", default="00")
             assert driver.do("start").refusal == ("refused", 401, "unauthorized")
@@ -311,14 +309,14 @@ class Contract(EssentialContract):
         assert driver.do("start", session="x" * 300).kind == "usage"
         assert driver.do("start", match="a\x01b").kind == "usage"
 
-    def test_a_server_that_is_not_there_is_an_error_soon(self, driver: Driver) -> None:
+    def test_an_unreachable_server_is_an_error_soon(self, driver: Driver) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         driver.open(f"http://127.0.0.1:{port}", timeout_ms=2000)
         outcome = driver.do("start")
         assert outcome.kind == "unreachable"
         assert outcome.took_s < SOON_S
-        assert str(port) in outcome.said.decode()
+        assert str(port) in outcome.body.decode()
 
     # -- deadlines
 
@@ -351,7 +349,7 @@ class Contract(EssentialContract):
         assert driver.do("tick", b"wait").kind == "deadline"
         driver.open(between.url, fallback="repeat", deadline_ms=MISS_MS, default="07")
         driver.ok("start", b"not an action")
-        assert driver.do("tick", b"wait").said == b"\x07"
+        assert driver.do("tick", b"wait").body == b"\x07"
 
     def test_the_end_comes_through_after_missed_ticks(self, driver: Driver, between: Wire) -> None:
         driver.open(between.url, fallback="default", default="00")
@@ -395,29 +393,27 @@ class Contract(EssentialContract):
             driver.open(server.url, fallback="default", default="05", deadline_ms=300)
             driver.ok("start")
             late = driver.do("tick", b"x")
-            assert (late.kind, late.said, late.missed) == ("ok", b"\x05", 1)
+            assert (late.kind, late.body, late.missed) == ("ok", b"\x05", 1)
             assert driver.do("end").refusal[:2] == ("refused", 503)
 
     # -- proxies
 
     @pytest.mark.parametrize("status", ["500", "502", "504"])
-    def test_after_an_answer_of_a_proxy_nobody_knows_what_counted(self, driver: Driver, between: Wire, status: str) -> None:
+    def test_a_proxy_reply_leaves_the_outcome_unknown(self, driver: Driver, between: Wire, status: str) -> None:
         driver.open(between.url, fallback="default", default="00")
         between.plan(status, status, status, "pass", status, "pass", status, status, status, "pass", status, status, status)
         assert driver.do("start", b"map").kind == "unreachable"
         assert driver.ok("start", b"map", again=1).startswith(b"started")
         assert driver.ok("tick", b"a") == b"1 a"
         late = driver.do("tick", b"b")
-        assert (late.kind, late.said, late.missed, late.fell_back) == ("ok", b"\x00", 1, True)
+        assert (late.kind, late.body, late.missed, late.fell_back) == ("ok", b"\x00", 1, True)
         assert driver.ok("tick", b"c") == b"3 c"
         assert driver.do("end", b"").kind == "unreachable"
         assert driver.ok("end", b"") == b"ended 3 "
         first = between.seqs[0]
         assert [seq - first for seq in between.seqs] == [0, 0, 0, 0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4]
 
-    def test_a_tick_that_was_not_answered_may_have_counted_whatever_is_said_to_its_retry(
-        self, driver: Driver, between: Wire
-    ) -> None:
+    def test_an_unanswered_tick_may_have_been_processed_whatever_its_retry_returns(self, driver: Driver, between: Wire) -> None:
         driver.open(between.url, fallback="default", default="00")
         between.plan("pass", "lose reply", "full")
         driver.ok("start")
@@ -427,7 +423,7 @@ class Contract(EssentialContract):
 
     # -- TLS
 
-    def test_tls_wants_a_certificate_that_is_trusted(self, driver: Driver, served: Served, tmp_path: Path) -> None:
+    def test_tls_requires_a_trusted_certificate(self, driver: Driver, served: Served, tmp_path: Path) -> None:
         if not self.has_tls:
             pytest.skip("this client has no TLS of its own")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -447,7 +443,7 @@ class Contract(EssentialContract):
 
 
 class HostileContract:
-    """Servers that are none."""
+    """Servers that misbehave."""
 
     @pytest.mark.parametrize("name", MISBEHAVIOURS)
     def test_a_server_that(self, driver: Driver, name: str) -> None:
@@ -487,12 +483,12 @@ class HostileContract:
             port = server.port
         with answering(never, port=port) as stubborn:
             late = driver.do("tick", b"x", deadline_ms=500)
-            assert (late.kind, late.said, late.missed) == ("ok", b"\x00", 2)
+            assert (late.kind, late.body, late.missed) == ("ok", b"\x00", 2)
             assert 2 < len(stubborn.requests) < 200, "it asks again and again, with pauses"
 
 
 class CornerContract:
-    """What is rare."""
+    """Rare cases."""
 
     def test_whatever_comes_back_is_an_answer_or_an_error(self, driver: Driver) -> None:
         rng = random.Random(7)
@@ -525,14 +521,14 @@ class CornerContract:
         with hostile(endless) as server:
             driver.open(server.url, max_reply_bytes=100_000)
             outcome = driver.do("start")
-            assert (outcome.kind, re.search(b"too l(ong|arge)", outcome.said) is not None) == ("unreachable", True)
+            assert (outcome.kind, re.search(b"too l(ong|arge)", outcome.body) is not None) == ("unreachable", True)
         for size, kind in ((1000, "ok"), (1001, "unreachable")):
             with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + bytes(size)) as server:
                 driver.open(server.url, max_reply_bytes=1000)
                 assert driver.do("start").kind == kind
 
     def test_an_address_that_swallows_everything_costs_the_time_out(self, driver: Driver) -> None:
-        """A full backlog drops what knocks, as a firewall does."""
+        """A full backlog drops connections, as a firewall does."""
         with socket.socket() as full, contextlib.ExitStack() as knocking:
             full.bind(("127.0.0.1", 0))
             full.listen(0)
@@ -560,11 +556,11 @@ class CornerContract:
             driver.open(f"http://127.0.0.1:{port}", fallback="default", default="05")
             driver.ok("start")
             late = driver.do("tick", zeros=16 << 20, deadline_ms=150)
-            assert (late.kind, late.said, late.missed) == ("ok", b"\x05", 1)
+            assert (late.kind, late.body, late.missed) == ("ok", b"\x05", 1)
             assert late.took_s < SOON_S
 
     def test_a_refusal_that_comes_before_the_body_was_sent_is_heard_and_the_connection_left(self, driver: Driver) -> None:
-        """What comes next on it would be taken for the rest of the body."""
+        """The next reply would be taken for the rest of the body."""
         large = refusal(b'{"error": "body_too_large", "message": "m", "hint": "h"}', "413 Content Too Large")
         connections = itertools.count()
 
@@ -621,12 +617,12 @@ def self_signed(directory: Path) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """For a program that may write into its home."""
+    """Environment of a program that may write into `home`."""
     return os.environ | {"HOME": str(home), "XDG_DATA_HOME": str(home), "XDG_CONFIG_HOME": str(home), "LC_ALL": "C.UTF-8"}
 
 
 class Balancer(Actor):
-    """Keeps a pole upright by a rule, from raw bodies; what it learned of the session is there afterwards."""
+    """Balances a pole by a rule, from raw bodies, and records each session."""
 
     ended: ClassVar[list[tuple[int, float, int]]] = []
     """Ticks, the sum of rewards and the last flags of every session that ended."""
@@ -663,10 +659,10 @@ def can_be_won_and_lost(*command: str | Path, home: Path) -> None:
 
 
 def makes_no_mistakes(*command: str | Path, home: Path) -> None:
-    """What `ludus check-game` says to it."""
+    """The game passes `ludus check-game`."""
     with checking() as checked:
         _run(command, checked.url, home)
-    assert checked.told == []
+    assert checked.findings == []
     assert checked.server.conformance.matches == 3
 
 

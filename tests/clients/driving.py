@@ -33,7 +33,7 @@ CLIENTS = Path(__file__).parents[2] / "clients"
 @dataclass(frozen=True)
 class Outcome:
     kind: str
-    said: bytes
+    body: bytes
     more: Mapping[str, str]
 
     @property
@@ -59,7 +59,7 @@ class Driver:
     orders: IO[str]
     lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
     other: list[str] = field(default_factory=list)
-    """What the program said besides: engines are talkative."""
+    """Other output of the program."""
     always: tuple[str, ...] = ()
     """Added to every step."""
 
@@ -76,7 +76,7 @@ class Driver:
     def ok(self, command: str, body: bytes | None = None, **more: object) -> bytes:
         outcome = self.do(command, body, **more)
         assert outcome.kind == "ok", (outcome, self.other)
-        return outcome.said
+        return outcome.body
 
     def open(self, url: str, **options: object) -> None:
         self.ok("open", None, url=url, **options)

@@ -1,4 +1,4 @@
-"""What a client meets on a bad day: servers that misbehave, and a wire that loses requests and replies."""
+"""Misbehaving servers, and a proxy that loses requests and replies."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 PATIENCE_S = 20.0
-"""No thread in here lives longer than its test, nor waits longer than this for anything."""
+"""Time limit of every wait in these threads."""
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 @dataclass(frozen=True)
 class Misbehaviour:
-    """What a server does when it has read a request: says something, then closes the connection or does worse."""
+    """What a server does after it has read a request: sends something, then closes or misbehaves."""
 
-    said: bytes = b""
+    data: bytes = b""
     stay: bool = False
-    """Keep the connection and say nothing more, until the client leaves or the test ends."""
+    """Keep the connection open silently, until the client closes or the test ends."""
     pour: bytes = b""
-    """Said again and again, for ever."""
+    """Sent repeatedly, without end."""
     every_s: float = 0.0
     reset: bool = False
     """Close with RST instead of FIN."""
 
     def __call__(self, connected: socket.socket, over: threading.Event) -> None:
-        connected.sendall(self.said)
+        connected.sendall(self.data)
         if self.stay:
             wait_for_end(connected, over)
         while self.pour and not over.is_set():
@@ -94,7 +94,7 @@ MISBEHAVIOURS: dict[str, Misbehaviour] = {
     "continues for ever": Misbehaviour(pour=b"HTTP/1.1 100 Continue\r\n\r\n" * 50),
     "says more than it was asked": Misbehaviour(OK + OK, stay=True),
 }
-"""Everything that a client must turn into an error, in time: never a crash, a hang or an answer."""
+"""Misbehaviour that a client must report as an error in time, without a crash, hang or reply."""
 
 STRANGE: dict[str, tuple[bytes, bytes]] = {
     "in chunks": (CHUNKED + b"1;x=y\r\no\r\n1\r\nk\r\n0\r\nx: y\r\n\r\n", b"ok"),
@@ -103,7 +103,7 @@ STRANGE: dict[str, tuple[bytes, bytes]] = {
     "of version 1.0": (b"HTTP/1.0 200 OK\r\nContent-Length:   2  \r\n\r\nok", b"ok"),
     "with the same length twice": (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nok", b"ok"),
 }
-"""Unusual, yet right: the reply, and its body."""
+"""Unusual but valid replies, with their bodies."""
 
 REFUSALS: dict[str, bytes] = {
     "no JSON": b"<html>oops</html>",
@@ -116,7 +116,7 @@ REFUSALS: dict[str, bytes] = {
     "a negative last": b'{"error": "seq", "message": "m", "hint": "h", "last": -7}',
     "binary": bytes(range(256)),
 }
-"""Bodies that a refusal may bring, if the server is not ours."""
+"""Bodies of refusals from servers other than Ludus."""
 
 
 _REFUSED = b'{"error": "seq", "message": "m\\u00f6\\ud83d\\ude00\\n", "hint": [1, {"a": "]"}], "last": 7}'
@@ -131,7 +131,7 @@ _INSERTED = (b"\r\n", b"\0", b"9", b":", b" ", b"\xff", b"Content-Length: 3\r\n"
 
 
 def mutated(rng: random.Random) -> bytes:
-    """A reply in which something is wrong that nobody has thought of; or nothing; or rubbish."""
+    """A randomly damaged reply, an empty one, or random bytes."""
     whole = bytearray(rng.choice(_WHOLE))
     kind = rng.choice(("rubbish", "cut", "changed", "shortened", "lengthened"))
     if kind == "rubbish":
@@ -189,7 +189,7 @@ def hostile(misbehave: Misbehaviour, *, after: int = 0) -> Iterator[Hostile]:
 
 @contextlib.contextmanager
 def answering(*replies: bytes, port: int = 0) -> Iterator[Hostile]:
-    """These replies, one for every request, the last for all that follow."""
+    """Sends these replies in turn, the last one for all further requests."""
     left = list(replies)
 
     def serve(connected: socket.socket, over: threading.Event) -> None:
@@ -227,14 +227,14 @@ _PROXY = {
 
 @dataclass
 class Wire:
-    """Between a client and the server at `port_behind`: every request has its own fate, in the order in which they come."""
+    """A proxy to the server at `port_behind` that applies a scripted fate to each request in order."""
 
     port_behind: int
     port: int = 0
     fates: list[str] = field(default_factory=list)
     requests: list[bytes] = field(default_factory=list)
     done: int = 0
-    """Requests whose way to the server, and the reply's way here, are over."""
+    """Requests whose fate is complete."""
     changed: threading.Condition = field(default_factory=threading.Condition)
     released: threading.Event = field(default_factory=threading.Event)
 
@@ -243,7 +243,7 @@ class Wire:
         return f"http://127.0.0.1:{self.port}"
 
     def plan(self, *fates: str) -> None:
-        """Of the next requests; those after them pass."""
+        """Set the fates of the next requests; later ones pass."""
         assert set(fates) <= FATES.keys()
         with self.changed:
             self.fates[:] = fates
@@ -253,17 +253,17 @@ class Wire:
         return [int(header(request, "ludus-seq")) for request in self.requests]
 
     def heard(self, count: int) -> None:
-        """Wait until so many requests have come."""
+        """Wait until this many requests have arrived."""
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.requests) >= count, PATIENCE_S), (count, self.requests)
 
     def settled(self, count: int) -> None:
-        """Wait until so many requests have met their fate: a client that gives up may be faster than its request."""
+        """Wait until the fates of this many requests are complete: a client may give up earlier."""
         with self.changed:
             assert self.changed.wait_for(lambda: self.done >= count, PATIENCE_S), (count, self.done, self.requests)
 
     def release(self) -> None:
-        """What is held arrives now. Wait for `settled` to know that it has been answered."""
+        """Release held requests. Wait for `settled` until they are answered."""
         self.released.set()
 
     def serve(self, connected: socket.socket, over: threading.Event) -> None:
@@ -288,7 +288,7 @@ class Wire:
                 connected.sendall(reply)
 
     def _carried(self, request: bytes, fate: str, behind: socket.socket) -> bytes:
-        """To the server and back: what the client gets, if anything."""
+        """Forward a request, and return the reply for the client, if any."""
         if fate in ("lose request", "swallow request"):
             return b""
         if fate == "full":
@@ -315,7 +315,7 @@ def wire(port_behind: int, *, tls: ssl.SSLContext | None = None) -> Iterator[Wir
 def listening(
     serve: Callable[[socket.socket, threading.Event], None], tls: ssl.SSLContext | None = None, port: int = 0
 ) -> Iterator[int]:
-    """Every connection to the port that this yields is served in a thread of its own, and closed after that."""
+    """Serve every connection to the yielded port in its own thread, and close it afterwards."""
     over, threads, open_sockets = threading.Event(), list[threading.Thread](), list[socket.socket]()
 
     def handle(connected: socket.socket) -> None:
@@ -351,14 +351,14 @@ def listening(
 
 
 def wait_for_end(connected: socket.socket, over: threading.Event) -> None:
-    """Until the other side closes; what it still says is ignored."""
+    """Read and ignore data until the peer closes."""
     with contextlib.suppress(OSError):
         while not over.is_set() and connected.recv(65536):
             pass
 
 
 def read_request(connected: socket.socket) -> bytes | None:
-    """One whole request, by its Content-Length; None when there is none any more."""
+    """Read one request by its Content-Length; None at the end of the connection."""
     data = _read_head(connected)
     return None if data is None else _read_body(connected, data)
 

@@ -31,7 +31,7 @@ _SANITIZED = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 def compiled(source: Path, *options: str | Path) -> None:
-    """Without a warning."""
+    """Compile without warnings."""
     command = [need("g++"), *_WARNINGS, f"-I{CLIENT}", *options, source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
     assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ class TestMore:
                 connected.sendall(OK)
                 assert request is not None
                 assert f"Host: [::1]:{listener.getsockname()[1]}".encode() in request
-                assert driven._answer().said == b"ok"
+                assert driven._answer().body == b"ok"
 
     def test_a_kept_connection_that_the_server_closed_is_replaced_without_a_retry(self, driven: Driver) -> None:
         def once(connected: socket.socket, over: object) -> None:
@@ -110,10 +110,10 @@ class TestMore:
             assert [driven.ok("start"), driven.ok("tick", b"x"), driven.ok("end")] == [b"ok"] * 3
 
     def test_a_connection_that_breaks_while_a_large_body_is_being_sent_kills_nobody(self, driven: Driver) -> None:
-        """Whoever writes to such a connection gets a signal, unless he has said that he wants none."""
+        """Writing to such a connection raises SIGPIPE, unless it is disabled."""
 
         def hang_up(connected: socket.socket, over: object) -> None:
-            """At once: the signal comes to who writes on after the end of the other side."""
+            """Writes again at once: the signal comes with a write after the peer has closed."""
 
         with listening(hang_up) as port:
             driven.open(f"http://127.0.0.1:{port}", retries=0)
@@ -133,7 +133,7 @@ class TestMore:
 
 
 class Balance(Actor):
-    """Keeps the pole up, and remembers what it saw."""
+    """Balances the pole and records its observations."""
 
     matches: ClassVar[list[list[tuple[float, int, tuple[float, ...]]]]] = []
 
@@ -163,7 +163,7 @@ def push(seen: tuple[float, ...]) -> int:
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As its makefile builds it."""
+    """Built with its makefile."""
     directory = tmp_path_factory.mktemp("example") / "cpp"
     shutil.copytree(CLIENT, directory, ignore=shutil.ignore_patterns("cartpole"))
     command = [need("make"), "-C", str(directory / "example"), f"CXX={need('g++')}", "CXXFLAGS=-O2 " + " ".join(_WARNINGS)]

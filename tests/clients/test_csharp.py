@@ -1,4 +1,4 @@
-"""The C# client, compiled, on every runtime that is here."""
+"""The compiled C# client on every installed runtime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIMIT_S = 120.0
 
 
 def compiled(target: Path, *sources: Path) -> Path:
-    """In the dialect that Unity understands, and without a warning."""
+    """Compile in Unity's C# dialect without warnings."""
     command = [need("mcs"), "-langversion:7.2", "-warnaserror", "-debug-", f"-out:{target}", *map(str, sources)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr

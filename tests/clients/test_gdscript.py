@@ -1,4 +1,4 @@
-"""The GDScript clients, in the engines themselves."""
+"""The GDScript clients in their engines."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _NAMES = {
     ".empty()": ".is_empty()",
     ".ord_at(": ".unicode_at(",
 }
-"""What Godot 4 calls otherwise."""
+"""Renames of Godot 4."""
 _LINES = {
     "# Ludus client for Godot 3 games": "# Ludus client for Godot 4 games",
     "For Godot 4 use godot4/ludus.gd.": "For Godot 3 use ../ludus.gd.",
@@ -100,11 +100,11 @@ _LINES = {
     "parsed.error != OK or not parsed.result is": "parser.parse(text) != OK or not parser.data is",
     "var said = parsed.result": "var said = parser.data",
 }
-"""What it does otherwise."""
+"""Changed behaviour of Godot 4."""
 
 
 def test_the_two_files_are_the_same_but_for_the_engine() -> None:
-    """What is corrected in one of them is corrected in the other."""
+    """The two clients differ only by these replacements."""
     made, theirs = ((GDSCRIPT / name).read_text(encoding="utf-8") for name in ("ludus.gd", "godot4/ludus.gd"))
     for three, four in (_LINES | _NAMES).items():
         assert three in made, f"nobody needs {three!r} any more"

@@ -58,7 +58,7 @@ def test_where_a_run_in_a_directory_is(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(redis.notices) == 1
 
 
-def test_files_are_found_beside_the_file_that_names_them(tmp_path: Path) -> None:
+def test_files_are_found_next_to_the_file_that_names_them(tmp_path: Path) -> None:
     (tmp_path / "creds").write_text("")
     path = tmp_path / "dist.ini"
     path.write_text(S3 + "s3_creds_file = creds")
@@ -102,7 +102,7 @@ def test_files_are_found_beside_the_file_that_names_them(tmp_path: Path) -> None
         ("[coach]\nimage =\n  two\n  lines\n  of it", "one line"),
     ],
 )
-def test_what_is_wrong_is_said_and_secrets_are_not(text: str, complaint: str) -> None:
+def test_errors_are_reported_without_secrets(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){complaint}") as caught:
         read_fleet_file(text)
     assert "hush" not in str(caught.value)
@@ -132,7 +132,7 @@ def test_a_private_server_keeps_to_the_memory_of_its_container(tmp_path: Path) -
     assert memory_bytes(tmp_path) == 1 << 20
 
 
-def test_keys_of_another_store_are_said_to_mean_nothing() -> None:
+def test_keys_of_another_store_are_reported_as_ignored() -> None:
     found = read_fleet_file("[coach]\norchestrator = local\ns3_bucket_name = games\nnfs_path = /mnt")
     assert found.notices == ("nfs_path, s3_bucket_name: without meaning with data_store = local",)
 

@@ -37,7 +37,7 @@ def test_a_function_makes_one_and_a_mapping_of_several_has_their_names(tmp_path:
     assert sys.path == before
 
 
-def test_a_function_may_import_what_lies_beside_it_when_it_is_called(tmp_path: Path) -> None:
+def test_a_function_may_import_modules_of_its_directory_when_called(tmp_path: Path) -> None:
     written(tmp_path, "LR = 0.25", "beside_the_function.py")
     path = written(
         tmp_path, "def preset():\n    from beside_the_function import LR\n    return {'env': 'A', 'config': {'lr': LR}}\n"
@@ -65,7 +65,7 @@ def test_a_function_may_import_what_lies_beside_it_when_it_is_called(tmp_path: P
         ("preset = {}", ":a.b", r"is not of the form path\.py:object"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, suffix: str, words: str) -> None:
+def test_errors_in_a_file_are_reported(tmp_path: Path, text: str, suffix: str, words: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(UsageError, match=words):
         preset_file.load(f"{path}{suffix}")
@@ -79,6 +79,6 @@ def test_a_directory_may_be_called_like_a_file(tmp_path: Path) -> None:
     assert preset_file.split(str(tmp_path / "agents.py.d" / "x.yaml")) is None
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"There is no file .*none\.py"):
         preset_file.load(str(tmp_path / "none.py"))

@@ -41,7 +41,7 @@ RLLIB = known_to_rllib()
 
 
 def read(run: str, data: dict[str, Any]) -> AlgorithmConfig:
-    return parse_algorithm_config(SCHEMAS[run], data, run=run, owners=validate.owners)
+    return parse_algorithm_config(SCHEMAS[run], data, run=run, owners=validate.algorithms_with_key)
 
 
 def noticed(run: str, data: dict[str, Any]) -> str:
@@ -82,7 +82,7 @@ def test_hundreds_of_names_are_known() -> None:
 
 
 @pytest.mark.parametrize("section", list(rllib_keys.UNSUPPORTED))
-def test_a_key_without_meaning_says_why_and_what_to_do(section: str) -> None:
+def test_an_unsupported_key_has_a_reason_and_a_remedy(section: str) -> None:
     for key, reason in rllib_keys.UNSUPPORTED[section].items():
         assert 15 < len(reason.why) < 160, key
         assert reason.why.endswith("."), key
@@ -97,7 +97,7 @@ def test_every_name_stands_in_one_table(section: str) -> None:
     assert not set(rllib_keys.TRANSLATED[section]) & tables[0]
 
 
-def test_what_is_renamed_becomes_a_key_that_somebody_has() -> None:
+def test_renamed_keys_become_keys_of_a_schema() -> None:
     for section, table in rllib_keys.RENAMED.items():
         having = list(SCHEMAS.values()) if section == "config" else [section_schemas()[section]]
         for name in table.values():
@@ -228,7 +228,7 @@ def test_a_schedule_of_coach_is_read_as_ours(run: str, old: dict[str, Any], new:
         ("TrainingSteps(9)", {"iterations": 9}),
     ],
 )
-def test_improve_steps_says_when_the_training_ends(value: Any, stop: dict[str, int]) -> None:
+def test_improve_steps_sets_the_end_of_the_training(value: Any, stop: dict[str, int]) -> None:
     checked = parse_experiment({"env": "A", "improve_steps": value})
     assert checked.stop.model_dump(exclude_none=True) == stop
 
@@ -249,7 +249,7 @@ def test_improve_steps_says_when_the_training_ends(value: Any, stop: dict[str, i
     ids=str,
 )  # fmt: skip
 def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words: str) -> None:
-    assert re.search(words, "\n".join(validate.of_experiment({"env": "CartPole-v1", **data})))
+    assert re.search(words, "\n".join(validate.validate_experiment({"env": "CartPole-v1", **data})))
 
 
 @pytest.mark.parametrize(
@@ -303,11 +303,11 @@ def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words:
         ("PPO", {"model": {"lstm_cell_size": 0}}, r"config\.model\.lstm_cell_size is 0"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said_about_the_key_as_it_was_written(run: str, data: dict[str, Any], words: str) -> None:
+def test_errors_name_the_key_as_it_was_written(run: str, data: dict[str, Any], words: str) -> None:
     assert re.search(words, said(run, data)), said(run, data)
 
 
-def test_a_value_that_says_the_same_is_not_taken_for_another_that_is_equal_to_it() -> None:
+def test_values_that_match_the_default_are_compared_by_type() -> None:
     assert not said("PPO", {"num_gpus_per_worker": 0})
     assert not said("PPO", {"num_gpus_per_worker": 0.0})
     assert noticed("PPO", {"num_cpus_per_worker": True}), "true is no number of cores"
@@ -394,8 +394,8 @@ def test_an_algorithm_that_is_a_setting_of_another_is_read_as_that(
     data = {"env": "CartPole-v1", "run": run, "config": given}
     found = translate_experiment(data)
     assert (found.data["run"], found.data["config"]) == (meant, keys)
-    assert validate.of_experiment(data) == []
-    assert validate.notices_of(data)[0].startswith(f"run: {run} is trained as {meant} with ")
+    assert validate.validate_experiment(data) == []
+    assert validate.find_notices(data)[0].startswith(f"run: {run} is trained as {meant} with ")
 
 
 def test_present_names_are_found_without_knowing_the_algorithm_and_nothing_is_lost() -> None:
@@ -450,7 +450,7 @@ def test_an_old_way_to_write_an_experiment_is_read_as_the_present_one(old: dict[
         ({"target": {"return_men": 3, "timesteps": 1}}, r"Unknown key 'target\.return_men'\. Did you mean 'return_mean'"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_an_experiment_is_said(data: dict[str, Any], words: str) -> None:
+def test_errors_in_an_experiment_are_reported(data: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_experiment({"env": "x", **data})
     assert re.search(words, str(caught.value)), str(caught.value)
@@ -462,7 +462,7 @@ def test_an_algorithm_of_rllib_that_is_not_here_is_named_with_the_nearest(run: s
         validate.algorithm_of(run)
 
 
-def test_an_algorithm_that_nobody_knows_is_unknown() -> None:
+def test_an_unknown_algorithm_is_an_error() -> None:
     with pytest.raises(UsageError, match="Unknown algorithm 'PPPO'"):
         validate.algorithm_of("PPPO")
 
@@ -488,16 +488,16 @@ def test_a_search_is_a_mapping_of_one_word(value: Any, expected: bool) -> None:
 
 def test_every_value_of_a_search_is_checked() -> None:
     data = {"env": "CartPole-v1", "config": {"lr": {"grid_search": [1e-3, "fast"]}, "gamma": {"choice": [0.9, 1.5]}}}
-    assert validate.of_experiment(data) == [
+    assert validate.validate_experiment(data) == [
         "config.lr is 'fast': Input should be a valid number, unable to parse string as a number.",
         "config.gamma is 1.5: Input should be less than or equal to 1.",
     ]
-    assert validate.of_experiment({"env": "CartPole-v1", "config": {"lr": {"loguniform": [1e-5, 1e-3]}}}) == []
-    assert validate.of_experiment({"env": "CartPole-v1", "config": {"gama": {"loguniform": [1e-5, 1e-3]}}})
+    assert validate.validate_experiment({"env": "CartPole-v1", "config": {"lr": {"loguniform": [1e-5, 1e-3]}}}) == []
+    assert validate.validate_experiment({"env": "CartPole-v1", "config": {"gama": {"loguniform": [1e-5, 1e-3]}}})
 
 
 def test_all_complaints_of_an_experiment_come_at_once() -> None:
-    found = validate.of_experiment(
+    found = validate.validate_experiment(
         {
             "env": "CartPol-v1",
             "checkpoint_frq": 1,
@@ -511,23 +511,25 @@ def test_all_complaints_of_an_experiment_come_at_once() -> None:
 
 @pytest.mark.parametrize("run", ["PP0", "Nobody"])
 def test_an_unknown_algorithm_hides_no_complaint_about_its_config(run: str) -> None:
-    found = validate.of_experiment({"env": "CartPole-v1", "run": run, "config": {"gama": 1, "gamma": 1.5, "model": {"x": 1}}})
+    found = validate.validate_experiment(
+        {"env": "CartPole-v1", "run": run, "config": {"gama": 1, "gamma": 1.5, "model": {"x": 1}}}
+    )
     assert [complaint.path for complaint in found] == ["run", "config.gama", "config.gamma", "config.model.x"] or {
         complaint.path for complaint in found
     } == {"run", "config.gama", "config.gamma", "config.model.x"}
 
 
 def test_keys_of_any_algorithm_are_no_complaint_when_the_algorithm_is_unknown() -> None:
-    found = validate.of_experiment({"env": "CartPole-v1", "run": "Nobody", "config": {"clip_param": 0.1, "double_q": True}})
+    found = validate.validate_experiment({"env": "CartPole-v1", "run": "Nobody", "config": {"clip_param": 0.1, "double_q": True}})
     assert [complaint.path for complaint in found] == ["run"]
 
 
-def test_a_minibatch_larger_than_its_batch_is_a_complaint_beside_others() -> None:
+def test_a_minibatch_larger_than_its_batch_is_reported_with_other_problems() -> None:
     data = {"env": "CartPole-v1", "config": {"sgd_minibatch_size": 4000, "train_batch_size": 1024, "gama": 1}}
-    found = validate.of_experiment(data)
+    found = validate.validate_experiment(data)
     assert {complaint.path for complaint in found} == {"config.sgd_minibatch_size", "config.gama"}
     assert "config.sgd_minibatch_size is 4000, and a batch has 1024 steps (train_batch_size). Set it to 1024 or less." in found
-    assert validate.of_experiment({"env": "CartPole-v1", "config": {"train_batch_size": 512}}) == [], (
+    assert validate.validate_experiment({"env": "CartPole-v1", "config": {"train_batch_size": 512}}) == [], (
         "the default is no complaint"
     )
 
@@ -566,11 +568,11 @@ def test_nonsense_is_complained_about_and_never_a_crash(
     top: dict[str, Any], inner: dict[str, Any], model: dict[str, Any], stop: dict[str, Any], run: str
 ) -> None:
     data = {"env": "CartPole-v1", "run": run, "stop": stop, "config": {**inner, "model": model}, **top}
-    found = validate.of_experiment(data, env_too=False)
+    found = validate.validate_experiment(data, env_too=False)
     assert all(isinstance(line, str) and line for line in found)
     try:
         text = convert({"x": data}, "x").text
     except ConfigError:
         return
     for converted in parse_yaml(text, "x").values():
-        assert validate.of_experiment(converted, env_too=False) == [], "what was converted is right"
+        assert validate.validate_experiment(converted, env_too=False) == [], "what was converted is right"

@@ -36,7 +36,7 @@ CLEANRL_PPO = {
 
 
 def read(run: str, data: dict[str, Any]) -> AlgorithmConfig:
-    return parse_algorithm_config(SCHEMAS[run], data, run=run, owners=validate.owners)
+    return parse_algorithm_config(SCHEMAS[run], data, run=run, owners=validate.algorithms_with_key)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_arguments_of_other_libraries_mean_what_they_meant(run: str, theirs:
     assert read(run, theirs) == read(run, ours)
 
 
-def test_the_weight_of_the_value_is_halved_only_where_cleanrl_keys_stand_beside_it() -> None:
+def test_the_value_weight_is_halved_only_with_other_cleanrl_keys() -> None:
     """CleanRL weighs half of the squared error, SB3 all of it."""
     assert read("PPO", {"vf_coef": 0.5}) == read("PPO", {"vf_loss_coeff": 0.5})
     assert read("PPO", {"vf_coef": 0.5, "update_epochs": 4}) == read("PPO", {"vf_loss_coeff": 0.25, "num_epochs": 4})

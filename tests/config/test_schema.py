@@ -175,7 +175,7 @@ def test_a_batch_smaller_than_its_environments_is_one_step_of_each() -> None:
         ({"train_batch_size": 4096, "num_workers": "auto"}, 64, 64),
     ],
 )
-def test_environments_that_nobody_counted_are_as_many_as_fit_the_batch(keys: dict[str, Any], envs: int, steps: int) -> None:
+def test_the_default_number_of_environments_fits_the_batch(keys: dict[str, Any], envs: int, steps: int) -> None:
     found = ppo(**keys)
     assert (found.num_envs_per_worker, found.steps, found.train_batch_size) == (envs, steps, keys["train_batch_size"])
     workers = keys.get("num_workers", 1)

@@ -77,7 +77,7 @@ def test_what_is_not_there_is_named_with_its_neighbours(path: str, message: str)
 
 
 @pytest.mark.parametrize("file", ["my_game", "absent_game"])
-def test_a_module_that_lacks_a_package_is_told_from_a_missing_module(modules: Path, file: str) -> None:
+def test_a_module_with_a_missing_dependency_differs_from_a_missing_module(modules: Path, file: str) -> None:
     (modules / f"{file}.py").write_text("import absent\n")
     with pytest.raises(MissingExtra, match=r"needs the package 'absent'\. pip install absent"):
         plugins.load_object(f"{file}:Game")

@@ -139,13 +139,13 @@ def test_without_a_mask_the_observation_stays_as_it_is() -> None:
         assert spaces.split_mask(space) == (space, None)
 
 
-def test_a_lone_observation_beside_its_mask_is_unwrapped() -> None:
+def test_a_single_observation_next_to_its_mask_is_unwrapped() -> None:
     board = gs.Box(0, 1, (9,))
     assert spaces.split_mask(gs.Dict({"observation": board, "action_mask": MASK})) == (board, MASK)
     assert spaces.without_mask({"observation": 7, "action_mask": 8}, unwrap=True) == 7
 
 
-def test_several_observations_beside_the_mask_stay_a_dict() -> None:
+def test_several_observations_next_to_the_mask_stay_a_dict() -> None:
     inner: dict[str, Space] = {"observation": gs.Discrete(3), "speed": gs.Box(0, 1, (2,))}
     assert spaces.split_mask(gs.Dict({**inner, "action_mask": MASK})) == (gs.Dict(inner), MASK)
     assert spaces.without_mask({"observation": 7, "speed": 8, "action_mask": 9}, unwrap=False) == {"observation": 7, "speed": 8}

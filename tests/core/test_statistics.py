@@ -37,7 +37,7 @@ def test_the_interval_is_the_bca_interval_of_scipy_at_the_widened_level() -> Non
 
 
 @pytest.mark.parametrize(("n", "lowest"), [(10, 0.91), (20, 0.925)])
-def test_the_interval_holds_the_true_mean_as_often_as_it_says(n: int, lowest: float) -> None:
+def test_the_interval_covers_the_true_mean_at_its_confidence(n: int, lowest: float) -> None:
     rng, inside, trials = np.random.default_rng(n + 1), 0, 1_000
     for trial in range(trials):
         low, high = confidence_interval(rng.normal(2.0, 1.0, n), resamples=1_000, seed=trial)
@@ -109,7 +109,7 @@ def test_groups_of_the_same_source_are_rarely_called_different() -> None:
     assert 0.01 <= wrong / trials <= 0.09
 
 
-def test_a_difference_that_cannot_be_judged_is_said_to_be() -> None:
+def test_a_difference_of_too_few_values_is_reported_as_nan() -> None:
     lone = difference([1.0], [2.0, 3.0])
     assert lone.mean == pytest.approx(-1.5)
     assert math.isnan(lone.low)

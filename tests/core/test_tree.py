@@ -114,7 +114,7 @@ def test_any_key_survives_or_is_refused_when_written(value: Tree) -> None:
     assert same(tree.decode(message)[0], value)
 
 
-def test_the_meta_travels_beside_the_arrays() -> None:
+def test_the_meta_is_encoded_with_the_arrays() -> None:
     meta = {"model": "red", "version": 7, "ratio": 0.5, "none": None, "list": [1, "two"]}
     assert tree.decode(tree.encode((), meta)) == ((), meta)
 

@@ -166,7 +166,7 @@ def test_code_in_a_run_is_not_of_the_project_even_where_one_stands_in_it(project
     assert not (tmp_path / "mark").exists()
 
 
-def test_code_that_came_beside_a_run_is_not_of_the_project(project: Path, tmp_path: Path) -> None:
+def test_code_next_to_a_run_is_not_part_of_the_project(project: Path, tmp_path: Path) -> None:
     """An archive with a run and a module in it, unpacked below the working directory."""
     make_run(project / "shared" / "agent" / "run")
     write_module(project / "shared" / "agent", "trust_beside", tmp_path / "mark")

@@ -22,7 +22,7 @@ from ludus.launch.job import Job, wait
 from ludus.launch.local import LocalOrchestrator
 from ludus.launch.planner import NodeRequest, plan_job
 from ludus.process.job_env import LEARNERS, PORTS, JobEnv, find_free_ports
-from ludus.tuning.trial import Attempt
+from ludus.tuning.trial import TrialRun
 from tests.experiments import small
 
 STEPS = 4096
@@ -164,7 +164,7 @@ def test_the_learner_of_a_driver_waits_for_them_and_says_who_is_missing(tmp_path
 
 @pytest.mark.usefixtures("as_main")
 def test_a_trial_of_a_sweep_does_not_wait_for_them(tmp_path: Path) -> None:
-    with contextlib.closing(Attempt(tmp_path / "trial", small.data(1), report_s=0.0)) as attempt:
+    with contextlib.closing(TrialRun(tmp_path / "trial", small.data(1), report_s=0.0)) as attempt:
         assert LEARNERS not in os.environ, "what it starts would wait for them"
         assert attempt.advance()["timesteps"] > 0
     assert os.environ[LEARNERS] == "2"

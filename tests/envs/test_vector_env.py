@@ -654,7 +654,7 @@ def test_rollouts_play_whole_matches(name: str, tmp_path: Path) -> None:
     trained = {"env": name, "config": {"env_config": {"repeat": 1.0, "states": str(tmp_path / "gone"), "seconds": 30}}}
     env = make_as_trained(trained)
     env.reset(seed=0)
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         make_as_trained(trained, env_config={"repeat": 1.0, "states": str(tmp_path / "gone")})
 
 

@@ -16,8 +16,8 @@ from ludus.experiments.export_run import export_checkpoint
 from ludus.experiments.source import preset_index
 from ludus.gamecore.server.http.app import Settings, running
 from ludus.tournament.battle import battle
-from ludus.tournament.contestants import Script, contestant
-from ludus.tournament.settings import Terms
+from ludus.tournament.contestants import ScriptedContestant, contestant
+from ludus.tournament.settings import BattleSettings
 
 pytestmark = pytest.mark.system
 SELF_PLAY = {"self": 0.5, "past": 0.5}
@@ -65,11 +65,11 @@ def test_a_preset_trains_and_fights(
         low, mean, high = (metrics[f"match/win/{who}{which}"] for which in ("_low", "", "_high"))
         assert 0 <= low <= mean <= high <= 1
         assert high - low > 0.1, "a handful of matches proves little"
-    terms = Terms(2, mode="3v3" if seats == 3 else "1v1", seconds=10, seed=3)
-    played = battle(contestant(tmp_path / "run"), Script("easy"), terms)
+    terms = BattleSettings(2, mode="3v3" if seats == 3 else "1v1", seconds=10, seed=3)
+    played = battle(contestant(tmp_path / "run"), ScriptedContestant("easy"), terms)
     assert not played.failed
     if far and lstm:  # the most of everything; it takes long
         exported = export_checkpoint(tmp_path / "run", out=tmp_path / "agent.onnx").file
         assert exported is not None
-        again = battle(contestant(exported), Script("easy"), terms)
+        again = battle(contestant(exported), ScriptedContestant("easy"), terms)
         assert [game.ticks for game in again.games] == [game.ticks for game in played.games]

@@ -154,7 +154,7 @@ def test_with_workers_callbacks_are_called_here_and_end_the_run(tmp_path: Path) 
     assert diary.entries[-1] == "end"
     assert diary.result is result
     assert Run.open(result.run_dir).meta()["status"] == "finished"
-    assert run_status.look(result.run_dir).status["state"] == "finished"
+    assert run_status.read_status(result.run_dir).status["state"] == "finished"
     assert result.checkpoint is not None
     assert result.checkpoint.exists()
     assert result.agent.evaluate(2).returns

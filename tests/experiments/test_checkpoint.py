@@ -271,19 +271,19 @@ def test_only_the_newest_and_the_best_are_kept(store: LocalStore) -> None:
     for number in range(1, 7):
         store.put_bundle(f"checkpoints/{number:06d}", {"state.json": b"{}"})
     checkpoint.mark_best(store, "000002", 1.0, "evaluation")
-    assert list(checkpoint.retain(store, None)) == []
-    assert list(checkpoint.retain(store, 2)) == ["000001", "000003", "000004"]
+    assert list(checkpoint.apply_retention(store, None)) == []
+    assert list(checkpoint.apply_retention(store, 2)) == ["000001", "000003", "000004"]
     assert checkpoint.names(store) == ["000002", "000005", "000006"]
-    assert list(checkpoint.retain(store, 2)) == []
-    assert list(checkpoint.retain(store, 1, fresh="000005")) == []
-    assert list(checkpoint.retain(store, 1)) == ["000005"]
+    assert list(checkpoint.apply_retention(store, 2)) == []
+    assert list(checkpoint.apply_retention(store, 1, fresh="000005")) == []
+    assert list(checkpoint.apply_retention(store, 1)) == ["000005"]
     assert checkpoint.best_name(store) == "000002"
 
 
 def test_what_is_deleted_is_told_with_its_versions(store: LocalStore) -> None:
     for number in (1, 2):
         write(store, number)
-    assert checkpoint.retain(store, 1) == {"000001": {"model": 2}}
+    assert checkpoint.apply_retention(store, 1) == {"000001": {"model": 2}}
 
 
 # -- finding one --------------------------------------------------------------------------------------------------------
@@ -585,9 +585,9 @@ def test_only_what_the_run_goes_on_from_is_the_newest(
     if newest is None:
         with pytest.raises(NotFound):
             checkpoint.newest(store)
-        assert checkpoint.in_line(store) == []
+        assert checkpoint.active_names(store) == []
     else:
-        assert checkpoint.newest(store).name == checkpoint.in_line(store)[-1] == newest
+        assert checkpoint.newest(store).name == checkpoint.active_names(store)[-1] == newest
 
 
 def test_a_second_one_of_the_same_iteration_comes_after_the_one_that_the_run_began_from(store: LocalStore) -> None:
@@ -602,10 +602,10 @@ def test_a_run_begins_from_its_own_checkpoint_although_the_weights_are_anothers(
     for number in (3, 7):
         checkpoint.write(store, number, {"model": make_ppo()}, {"model": number}, {}, {"progress": {"iterations": number}})
     own = checkpoint.read(store, "000003")
-    assert checkpoint.origin(store, None) is None
-    assert checkpoint.origin(store, own) == "000003"
-    assert checkpoint.origin(store, dataclasses.replace(own, name="000099")) == "000003"
-    assert checkpoint.origin(store, dataclasses.replace(own, state={"progress": {"iterations": 2}})) is None
+    assert checkpoint.resume_origin(store, None) is None
+    assert checkpoint.resume_origin(store, own) == "000003"
+    assert checkpoint.resume_origin(store, dataclasses.replace(own, name="000099")) == "000003"
+    assert checkpoint.resume_origin(store, dataclasses.replace(own, state={"progress": {"iterations": 2}})) is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Comparing runs: groups of seeds, common grids, and verdicts held against every way of sharing the values."""
+"""Comparing runs: groups of seeds, common grids, and differences held against every way of sharing the values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 from ludus.core.metrics import JsonLinesSink
 from ludus.errors import ConfigError, NotFound, UsageError
 from ludus.experiments.runs import compare, plot
-from ludus.experiments.runs.compare import compared, grouped, holm, smallest_p, value_at
-from ludus.experiments.runs.plot import Curve, curve, curves, on_grid, smoothed, spread
+from ludus.experiments.runs.compare import compare_groups, group_runs, holm, smallest_p, value_at
+from ludus.experiments.runs.plot import Curve, align_curves, confidence_band, read_curve, read_curves, smooth
 from ludus.experiments.runs.run_dir import Run, find_runs
 
 
@@ -44,11 +44,11 @@ def flat_run(directory: Path, value: float, **settings: Any) -> Path:
 def test_a_common_grid_is_where_all_curves_have_values_and_joins_points_by_straight_lines() -> None:
     a = Curve(Path("a"), np.array([0.0, 10.0, 20.0]), np.array([0.0, 10.0, 0.0]))
     b = Curve(Path("b"), np.array([5.0, 15.0, 40.0]), np.array([4.0, 4.0, 100.0]))
-    x, y = on_grid([a, b], points=4)
+    x, y = align_curves([a, b], points=4)
     assert x.tolist() == [5.0, 10.0, 15.0, 20.0]
     assert y[0].tolist() == [5.0, 10.0, 5.0, 0.0]
     assert y[1].tolist() == pytest.approx([4.0, 4.0, 4.0, 4.0 + 96 / 5])
-    x, y = on_grid([a, Curve(Path("c"), np.array([50.0]), np.array([1.0]))])
+    x, y = align_curves([a, Curve(Path("c"), np.array([50.0]), np.array([1.0]))])
     assert (x.size, y.shape) == (0, (2, 0))
 
 
@@ -56,17 +56,17 @@ def test_smoothing_is_the_weighted_mean_of_all_that_came_before() -> None:
     y = np.array([3.0, -1.0, 4.0, 1.0])
     weights = [[0.6**k for k in range(i, -1, -1)] for i in range(4)]
     expected = [np.average(y[: i + 1], weights=weights[i]) for i in range(4)]
-    assert smoothed(y, 0.6) == pytest.approx(expected)
-    assert smoothed(y, 0.0) is y
+    assert smooth(y, 0.6) == pytest.approx(expected)
+    assert smooth(y, 0.0) is y
     with pytest.raises(UsageError, match="smoothing of 1"):
-        smoothed(y, 1.0)
+        smooth(y, 1.0)
 
 
 def test_the_shade_of_two_runs_is_between_them_and_of_many_around_their_mean() -> None:
-    low, high = spread(np.array([[1.0, 5.0], [3.0, 2.0]]))
+    low, high = confidence_band(np.array([[1.0, 5.0], [3.0, 2.0]]))
     assert (low.tolist(), high.tolist()) == ([1.0, 2.0], [3.0, 5.0])
     y = np.random.default_rng(0).normal(10.0, 2.0, (12, 3))
-    low, high = spread(y)
+    low, high = confidence_band(y)
     assert (low < y.mean(axis=0)).all()
     assert (high > y.mean(axis=0)).all()
     assert (high - low < 4 * 2.0 / math.sqrt(12) * 1.5).all()
@@ -74,18 +74,18 @@ def test_the_shade_of_two_runs_is_between_them_and_of_many_around_their_mean() -
 
 def test_a_run_without_the_metric_is_left_out_unless_it_is_the_only_one(tmp_path: Path) -> None:
     good, empty = flat_run(tmp_path / "good", 3.0), made(tmp_path / "empty", {})
-    assert [c.run for c in curves([good, empty])] == [good]
+    assert [c.run for c in read_curves([good, empty])] == [good]
     with pytest.raises(NotFound, match=r"None of the 1 runs has values of 'episode_return_mean'"):
-        curves([empty])
+        read_curves([empty])
     with pytest.raises(NotFound, match=r"has no values of 'happiness'"):
-        curve(good, "happiness")
+        read_curve(good, "happiness")
 
 
 # -- groups -------------------------------------------------------------------------------------------------------------
 
 
 def labels(runs: list[Path], by: str = "auto") -> dict[str, list[str]]:
-    return {group.label: [c.run.name for c in group.curves] for group in grouped(curves(runs), by)}
+    return {group.label: [c.run.name for c in group.curves] for group in group_runs(read_curves(runs), by)}
 
 
 def test_runs_that_differ_only_in_their_seed_are_one_group(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_groups_may_be_made_by_any_setting(tmp_path: Path) -> None:
     }
     assert labels(runs) == {"PPO, lr=0.001, model.core=lstm": ["a"], "PPO, lr=0.0001, model.core=None": ["b"], "DQN": ["c"]}
     with pytest.raises(ConfigError, match=r"--group-by 'lrr' is no setting.*config\.lr"):
-        grouped(curves(runs), "lrr")
+        group_runs(read_curves(runs), "lrr")
 
 
 def test_the_same_seed_twice_counts_once(tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_the_same_seed_twice_counts_once(tmp_path: Path) -> None:
     for age, run in enumerate(runs):
         for file in ("config.yaml", "meta.json"):
             os.utime(run / file, (1000 + age, 1000 + age))
-    (group,) = grouped(curves(runs))
+    (group,) = group_runs(read_curves(runs))
     assert [c.run.name for c in group.curves] == ["run1", "run2"]
     assert [one.run.name for one in group.left_out] == ["run0"]
-    assert any(re.search(r"run0 left out: .*run1 has the same seed and is newer", note) for note in compared([group]).notes)
+    assert any(re.search(r"run0 left out: .*run1 has the same seed and is newer", note) for note in compare_groups([group]).notes)
 
 
 def test_a_short_newer_run_does_not_displace_a_long_one_of_the_same_seed(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_a_short_newer_run_does_not_displace_a_long_one_of_the_same_seed(tmp_pat
     for age, run in enumerate((long, short)):
         for file in ("config.yaml", "meta.json"):
             os.utime(run / file, (1000 + age, 1000 + age))
-    (group,) = grouped(curves([long, short]))
+    (group,) = group_runs(read_curves([long, short]))
     assert [c.run.name for c in group.curves] == ["long"]
-    (note,) = compared([group]).notes
+    (note,) = compare_groups([group]).notes
     assert re.search(r"short left out: .*long has the same seed and is longer \(1,000, not 20\)", note)
 
 
@@ -151,12 +151,12 @@ def test_runs_with_other_numbers_of_workers_and_threads_are_repetitions_and_that
         )
         for seed, (workers, length) in enumerate(((0, 64), (1, 64), (2, 32)))
     ]
-    (group,) = grouped(curves(runs))
+    (group,) = group_runs(read_curves(runs))
     assert len(group.curves) == 3
-    (note,) = compared([group]).notes
+    (note,) = compare_groups([group]).notes
     assert "its runs differ in num_workers (0, 1, 2), torch_threads (0, 1, 2), which do not define the experiment" in note
     shorter = flat_run(tmp_path / "shorter", 1.0, **batch, seed=0, num_workers=0, torch_threads=0, rollout_fragment_length=16)
-    assert len(grouped(curves([*runs, shorter]))) == 2, "a length that was chosen defines the experiment"
+    assert len(group_runs(read_curves([*runs, shorter]))) == 2, "a length that was chosen defines the experiment"
 
 
 def test_environments_are_never_compared_with_each_other(tmp_path: Path) -> None:
@@ -165,13 +165,15 @@ def test_environments_are_never_compared_with_each_other(tmp_path: Path) -> None
         for env, lr, value in (("A-v0", 1e-3, 5.0), ("A-v0", 1e-4, 6.0), ("B-v0", 1e-3, 900.0))
     ]
     for by in ("auto", "lr", "algorithm"):
-        groups = grouped(curves(runs), by)
+        groups = group_runs(read_curves(runs), by)
         assert all(len({compare.settings_of(c.run)["env"] for c in group.curves}) == 1 for group in groups)
-        result = compared(groups)
-        assert all(("A-v0" in v.a or "B-v0" not in v.a) and "B-v0" not in v.b for v in result.verdicts)
+        result = compare_groups(groups)
+        assert all(("A-v0" in v.a or "B-v0" not in v.a) and "B-v0" not in v.b for v in result.differences)
         assert "2 environments; groups are compared only within one of them" in result.notes
     assert list(labels(runs, "lr")) == ["A-v0, lr=0.001", "A-v0, lr=0.0001", "B-v0, lr=0.001"]
-    assert [(v.a, v.b) for v in compared(grouped(curves(runs))).verdicts] == [("A-v0, lr=0.0001", "A-v0, lr=0.001")]
+    assert [(v.a, v.b) for v in compare_groups(group_runs(read_curves(runs))).differences] == [
+        ("A-v0, lr=0.0001", "A-v0, lr=0.001")
+    ]
 
 
 def test_a_key_that_an_older_version_did_not_have_makes_no_group_of_its_own(tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ def test_trials_of_scripts_are_found_and_stand_for_themselves(tmp_path: Path) ->
     assert sorted(labels(find_runs(tmp_path / "runs")).values()) == [["one"], ["ppo-v0"]]
 
 
-# -- values and verdicts ------------------------------------------------------------------------------------------------
+# -- values and differences ------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_judged_by_its_last_tenth_its_best_or_what_it_was_then() -> None:
@@ -234,65 +236,67 @@ def test_the_smallest_p_is_that_of_groups_without_overlap() -> None:
         assert smallest_p(n, m) == pytest.approx(found) if n == m else smallest_p(n, m) <= found + 1e-12
 
 
-def groups_of(tmp_path: Path, values: dict[float, list[float]]) -> list[compare.Group]:
+def groups_of(tmp_path: Path, values: dict[float, list[float]]) -> list[compare.RunGroup]:
     runs = [
         flat_run(tmp_path / f"{lr}-{seed}", value, lr=lr, seed=seed)
         for lr, all_values in values.items()
         for seed, value in enumerate(all_values)
     ]
-    return grouped(curves(runs))
+    return group_runs(read_curves(runs))
 
 
 def test_a_clear_difference_of_five_seeds_is_significant_and_says_so(tmp_path: Path) -> None:
-    result = compared(groups_of(tmp_path, {1e-3: [480, 490, 500, 470, 495], 1e-4: [300, 310, 290, 305, 320]}))
-    assert [(s.label, s.n, s.mean) for s in result.standings] == [("lr=0.001", 5, 487.0), ("lr=0.0001", 5, 305.0)]
-    (verdict,) = result.verdicts
+    result = compare_groups(groups_of(tmp_path, {1e-3: [480, 490, 500, 470, 495], 1e-4: [300, 310, 290, 305, 320]}))
+    assert [(s.label, s.n, s.mean) for s in result.scores] == [("lr=0.001", 5, 487.0), ("lr=0.0001", 5, 305.0)]
+    (verdict,) = result.differences
     assert verdict.significant
     assert verdict.difference == 182.0
     assert verdict.p == pytest.approx(2 / 252)
     assert verdict.low < 182 < verdict.high
-    assert "lr=0.001 is 182 higher than lr=0.0001" in verdict.said
-    assert "n = 5 and 5): significant" in verdict.said
+    assert "lr=0.001 is 182 higher than lr=0.0001" in verdict.sentence
+    assert "n = 5 and 5): significant" in verdict.sentence
 
 
 def test_where_lower_is_better_the_lowest_is_first_and_the_best_of_a_run(tmp_path: Path) -> None:
     falls = made(tmp_path / "falls", {100: 90.0, 200: 5.0, 300: 30.0}, lr=0.1)
     stays = made(tmp_path / "stays", {100: 20.0, 200: 20.0, 300: 20.0}, lr=0.2)
-    groups = grouped(curves([stays, falls]))
-    best = compared(groups, "best", lower_is_better=True)
-    assert [(s.label, s.mean) for s in best.standings] == [("lr=0.1", 5.0), ("lr=0.2", 20.0)]
-    assert "lr=0.1 is 15 lower than lr=0.2" in best.verdicts[0].said
-    last = compared(groups, "last", lower_is_better=True)
-    assert [(s.label, s.mean) for s in last.standings] == [("lr=0.2", 20.0), ("lr=0.1", 30.0)]
+    groups = group_runs(read_curves([stays, falls]))
+    best = compare_groups(groups, "best", lower_is_better=True)
+    assert [(s.label, s.mean) for s in best.scores] == [("lr=0.1", 5.0), ("lr=0.2", 20.0)]
+    assert "lr=0.1 is 15 lower than lr=0.2" in best.differences[0].sentence
+    last = compare_groups(groups, "last", lower_is_better=True)
+    assert [(s.label, s.mean) for s in last.scores] == [("lr=0.2", 20.0), ("lr=0.1", 30.0)]
 
 
 def test_the_same_distribution_is_not_a_difference(tmp_path: Path) -> None:
-    (verdict,) = compared(groups_of(tmp_path, {1e-3: [5, 1, 4, 2, 3], 1e-4: [1.5, 4.5, 2.5, 3.5, 3.2]})).verdicts
+    (verdict,) = compare_groups(groups_of(tmp_path, {1e-3: [5, 1, 4, 2, 3], 1e-4: [1.5, 4.5, 2.5, 3.5, 3.2]})).differences
     assert not verdict.significant
     assert verdict.enough
-    assert "could be chance" in verdict.said
+    assert "could be chance" in verdict.sentence
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_with_three_seeds_or_fewer_nobody_can_tell(tmp_path: Path, n: int) -> None:
     """3 against 3: the clearest difference there can be has p = 2 / 20."""
-    (verdict,) = compared(groups_of(tmp_path, {1e-3: [500.0 + i for i in range(n)], 1e-4: [float(i) for i in range(n)]})).verdicts
+    (verdict,) = compare_groups(
+        groups_of(tmp_path, {1e-3: [500.0 + i for i in range(n)], 1e-4: [float(i) for i in range(n)]})
+    ).differences
     assert not verdict.enough
     assert not verdict.significant
-    assert f"not enough seeds to tell (n = {n} and {n})" in verdict.said
+    assert f"not enough seeds to tell (n = {n} and {n})" in verdict.sentence
 
 
 def test_many_comparisons_are_corrected_for(tmp_path: Path) -> None:
     values: dict[float, list[float]] = {0.1: [10, 11, 12, 13, 14], 0.2: [20, 21, 22, 23, 24], 0.3: [11.5, 12.5, 12, 10.5, 13.2]}
-    result = compared(groups_of(tmp_path, values))
-    assert len(result.verdicts) == 3
-    assert {(v.a, v.b): v.significant for v in result.verdicts} == {
+    result = compare_groups(groups_of(tmp_path, values))
+    assert len(result.differences) == 3
+    assert {(v.a, v.b): v.significant for v in result.differences} == {
         ("lr=0.2", "lr=0.1"): True,
         ("lr=0.2", "lr=0.3"): True,
         ("lr=0.1", "lr=0.3"): False,
     }
-    assert all(v.p >= v.p_value for v in result.verdicts)
-    assert result.verdicts[0].p == pytest.approx(3 * 2 / 252)
+    assert all(v.p >= v.p_value for v in result.differences)
+    assert result.differences[0].p == pytest.approx(3 * 2 / 252)
 
 
 @pytest.mark.long
@@ -301,9 +305,9 @@ def test_false_alarms_are_as_rare_as_promised() -> None:
     rng = np.random.default_rng(1)
     alarms, families = 0, 400
     for _ in range(families):
-        standings = [compare._standing(str(g), {str(i): v for i, v in enumerate(rng.normal(size=5))}) for g in range(3)]
-        verdicts = compare._verdicts(list(itertools.combinations(standings, 2)), 0.05)
-        alarms += any(v.significant for v in verdicts)
+        scores = [compare._score(str(g), {str(i): v for i, v in enumerate(rng.normal(size=5))}) for g in range(3)]
+        differences = compare._test_pairs(list(itertools.combinations(scores, 2)), 0.05)
+        alarms += any(v.significant for v in differences)
     assert alarms / families <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / families)
 
 
@@ -312,16 +316,16 @@ def test_runs_that_end_at_different_points_are_pointed_out(tmp_path: Path) -> No
         made(tmp_path / f"{seed}", {100 * i: 1.0 for i in range(1, 11 + 5 * (seed == 2))}, lr=1e-3, seed=seed)
         for seed in range(3)
     ]
-    groups = grouped(curves(runs))
-    assert any("end at different points (1,000 to 1,500); --at 1000" in note for note in compared(groups).notes)
-    assert compared(groups, "1000").notes == []
-    late = compared(groups, "1400")
-    assert late.standings[0].n == 1
+    groups = group_runs(read_curves(runs))
+    assert any("end at different points (1,000 to 1,500); --at 1000" in note for note in compare_groups(groups).notes)
+    assert compare_groups(groups, "1000").notes == []
+    late = compare_groups(groups, "1400")
+    assert late.scores[0].n == 1
     assert any("0, " in note and "left out: not trained up to 1400" in note for note in late.notes)
 
 
 def test_a_comparison_as_json_has_no_number_that_is_none(tmp_path: Path) -> None:
-    text = json.dumps(compared(groups_of(tmp_path, {1e-3: [1.0], 1e-4: [2.0, 3.0]})).to_json(), allow_nan=False)
+    text = json.dumps(compare_groups(groups_of(tmp_path, {1e-3: [1.0], 1e-4: [2.0, 3.0]})).to_json(), allow_nan=False)
     data = json.loads(text)
     assert data["groups"][0]["label"] == "lr=0.0001"
     assert data["differences"][0]["p"] is None

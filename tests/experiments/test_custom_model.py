@@ -90,7 +90,7 @@ def test_a_model_that_cannot_be_learned_with_is_refused_before_there_is_a_run(pr
         ludus.train("CartPole-v1", stop={"iterations": 1}, **settings())
     with pytest.raises(UnknownName, match="Did you mean 'net'"):
         ludus.train("CartPole-v1", stop={"iterations": 1}, **settings("nett"))
-    with pytest.raises(ConfigError, match="use_lstm is set beside"):
+    with pytest.raises(ConfigError, match="use_lstm is set together with"):
         ludus.train("CartPole-v1", stop={"iterations": 1}, **settings(model={"custom_model": "net", "use_lstm": True}))
     assert not (project / "runs").exists()
 
@@ -259,5 +259,5 @@ def test_a_class_in_python_is_written_down_by_its_name(project: Path) -> None:
     with pytest.raises(ConfigError, match="move it to the top level of a file"):
         ludus.train("CartPole-v1", stop={"iterations": 1}, **settings(model={"custom_model": inner}))
     given = {"custom_model": Mine, "custom_model_config": {"size": torch.nn.ReLU}}
-    with pytest.raises(ConfigError, match="cannot be written down"):
+    with pytest.raises(ConfigError, match="cannot be saved as JSON"):
         ludus.train("CartPole-v1", stop={"iterations": 1}, **settings(model=given))

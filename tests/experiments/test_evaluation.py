@@ -23,7 +23,7 @@ from ludus.core.metrics import CsvSink, JsonLinesSink, Numbers, read_jsonl
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.errors import ConfigError
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.evaluation.evaluation import Course, Evaluation
+from ludus.experiments.evaluation.evaluation import Evaluation, EvaluationPlan
 from ludus.experiments.evaluation.evaluation_workers import EvaluationWorkers, WorkerSettings
 from ludus.experiments.runs import checkpoint
 from ludus.models.networks import NetworkConfig
@@ -110,7 +110,7 @@ def test_opponents_from_the_past_are_refused_at_the_start_and_not_at_the_first_e
 
 
 def test_an_environment_for_evaluations_with_other_spaces_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"evaluation_config.env_config makes another environment of .*Walk.*\(6,\)"):
+    with pytest.raises(ConfigError, match=r"evaluation_config.env_config changes the spaces of .*Walk.*\(6,\)"):
         train(tmp_path / "run", env=WALK, evaluation_config={"env_config": {"seen": 6}})
 
 
@@ -128,10 +128,10 @@ def test_an_environment_that_never_ends_is_evaluated_all_the_same(
 # -- in other processes -------------------------------------------------------------------------------------------------
 
 
-def a_course(env: str, env_config: dict[str, Any], episodes: int, explore: bool = True) -> Course:
+def a_course(env: str, env_config: dict[str, Any], episodes: int, explore: bool = True) -> EvaluationPlan:
     torch.manual_seed(0)
     policy = Policy(Walk().observation_space, Walk().action_space, NetworkConfig(fcnet_hiddens=(16,)))
-    return Course(
+    return EvaluationPlan(
         env=env, env_config=env_config, preprocess=PreprocessConfig(), wrappers=(), description=policy.description(),
         duration=episodes, by_steps=False, explore=explore, seed=3, forgiving=False, device="cpu",
     )  # fmt: skip

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from ludus.experiments.evaluation.gap_warning import EvaluationGap, gap_sinks
+from ludus.experiments.evaluation.gap_warning import EvaluationGapWarning, gap_sinks
 from ludus.experiments.resolve import resolve
 from tests.experiments import small
 
 
 def warnings(training: list[float], *evaluations: float, episodes: int = 10) -> list[str]:
     said: list[str] = []
-    sink = EvaluationGap(said.append)
+    sink = EvaluationGapWarning(said.append)
     for value in training:
         sink.write({"timesteps": 1, "episode_return_mean": value})
     for value in evaluations:

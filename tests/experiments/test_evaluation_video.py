@@ -14,9 +14,9 @@ from ludus.algorithms.run_clock import RunClock
 from ludus.core.metrics import read_jsonl
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.evaluation.evaluation import Course, Evaluation
+from ludus.experiments.evaluation.evaluation import Evaluation, EvaluationPlan
 from ludus.experiments.evaluation.evaluation_workers import EvaluationWorkers, WorkerSettings
-from ludus.experiments.runs.remote_runs import carried_files
+from ludus.experiments.runs.remote_runs import synced_files
 from ludus.models.weights import serialization
 from ludus.process.workers.supervisor import WorkerRestart
 from ludus.storage.local import LocalStore
@@ -136,14 +136,14 @@ def test_a_renderer_that_fails_in_a_worker_is_noticed_once(tmp_path: Path) -> No
         assert len(score.returns) == 4
     players.close()
     assert len(notices) == 1
-    assert "float32[64, 80, 1], which is not an RGB picture" in notices[0]
+    assert "float32[64, 80, 1], which is not an RGB image" in notices[0]
 
 
 def test_videos_of_evaluations_go_to_the_store_of_a_run_and_other_videos_do_not(tmp_path: Path) -> None:
     (tmp_path / "videos").mkdir()
     for name in ("evaluation-iteration-000001-episode-1.mp4", "agent.mp4"):
         (tmp_path / "videos" / name).write_bytes(b"video")
-    assert [name for name, _ in carried_files(tmp_path)] == ["videos/evaluation-iteration-000001-episode-1.mp4"]
+    assert [name for name, _ in synced_files(tmp_path)] == ["videos/evaluation-iteration-000001-episode-1.mp4"]
 
 
 def test_a_stop_ends_a_recording_and_keeps_the_score(tmp_path: Path) -> None:
@@ -187,5 +187,5 @@ def test_a_tracked_run_shows_its_videos_as_one_series(tmp_path: Path, monkeypatc
     assert not [key for row in told.history for key in row if key.startswith("videos/")], "none is delivered twice"
 
 
-def _course_with_videos(videos: int, **env_config: Any) -> Course:
+def _course_with_videos(videos: int, **env_config: Any) -> EvaluationPlan:
     return replace(a_course(WALK, env_config, 4, explore=False), videos=videos)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludus.experiments.export_run import PLAYED_STEPS, observations_of
+from ludus.experiments.export_run import PLAY_STEPS, observations_of
 from ludus.experiments.runs import checkpoint
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.networks import NetworkConfig
@@ -43,7 +43,7 @@ def test_without_a_rollout_the_agent_plays_if_it_may(tmp_path: Path) -> None:
     run, policy = made(tmp_path / "run")
     seen = observations_of(run, policy, play=True, within_s=60)
     assert seen is not None
-    assert seen.shape == (PLAYED_STEPS, 4)
+    assert seen.shape == (PLAY_STEPS, 4)
     assert np.abs(seen[:, 2]).max() < 0.5  # a pole that is played with, not numbers drawn from an unbounded space
     assert observations_of(run, policy, play=False, within_s=60) is None
 
@@ -77,4 +77,4 @@ def test_int8_is_served_after_it_was_measured_on_what_the_agent_sees(tmp_path: P
     ((whose, seen),) = follower._observations.items()
     assert whose == ("default", "model")
     assert seen is not None
-    assert seen.shape == (PLAYED_STEPS, 4)
+    assert seen.shape == (PLAY_STEPS, 4)

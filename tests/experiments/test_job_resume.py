@@ -12,7 +12,7 @@ from ludus.errors import UsageError
 from ludus.experiments import runner
 from ludus.experiments.resolve import resolve
 from ludus.experiments.runs import checkpoint
-from ludus.experiments.runs.job_resume import Note
+from ludus.experiments.runs.job_resume import JobResumeFile
 from ludus.experiments.runs.run_dir import Run
 from ludus.process.job_env import RUN
 from ludus.storage.local import LocalStore
@@ -22,25 +22,25 @@ from tests.experiments.small import same
 
 def test_who_takes_the_note_leaves_no_trace_of_it_for_the_processes_that_it_starts(tmp_path: Path) -> None:
     environ = {RUN: str(tmp_path / "note"), "OTHER": "1"}
-    note = Note.take(environ)
+    note = JobResumeFile.take(environ)
     assert note is not None
     assert note.path == tmp_path / "note"
     assert environ == {"OTHER": "1"}
-    assert Note.take(environ) is None
-    assert Note.take({RUN: ""}) is None
+    assert JobResumeFile.take(environ) is None
+    assert JobResumeFile.take({RUN: ""}) is None
 
 
 def test_what_one_life_writes_the_next_one_reads(tmp_path: Path) -> None:
     path = tmp_path / "job" / "note"
-    first = Note.read(path)
-    assert (first.place("a"), first.trouble) == (None, "")
+    first = JobResumeFile.read(path)
+    assert (first.location("a"), first.trouble) == (None, "")
     assert first.write("a", "/runs/a") == first.write("ü", "s3://bucket/runs/ü") == ""
-    second = Note.read(path)
-    assert (second.place("a"), second.place("ü"), second.place("b")) == ("/runs/a", "s3://bucket/runs/ü", None)
+    second = JobResumeFile.read(path)
+    assert (second.location("a"), second.location("ü"), second.location("b")) == ("/runs/a", "s3://bucket/runs/ü", None)
     assert second.names("/runs/a")
     assert not second.names("/runs")
     assert second.write("a", "/elsewhere") == ""
-    assert Note.read(path).place("a") == "/elsewhere"
+    assert JobResumeFile.read(path).location("a") == "/elsewhere"
     assert json.loads(path.read_text()) == {"a": "/elsewhere", "ü": "s3://bucket/runs/ü"}
     assert os.listdir(path.parent) == ["note"], "nothing half written stays"
 
@@ -48,8 +48,8 @@ def test_what_one_life_writes_the_next_one_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("empty", [b"", b"\n", b"{}"])
 def test_an_empty_note_is_a_new_one(tmp_path: Path, empty: bytes) -> None:
     (tmp_path / "note").write_bytes(empty)
-    note = Note.read(tmp_path / "note")
-    assert (note.place("a"), note.trouble) == (None, "")
+    note = JobResumeFile.read(tmp_path / "note")
+    assert (note.location("a"), note.trouble) == (None, "")
 
 
 @pytest.mark.parametrize(
@@ -68,20 +68,20 @@ def test_an_empty_note_is_a_new_one(tmp_path: Path, empty: bytes) -> None:
 )
 def test_what_is_no_note_says_nothing_and_is_replaced(tmp_path: Path, foreign: bytes) -> None:
     (tmp_path / "note").write_bytes(foreign)
-    note = Note.read(tmp_path / "note")
-    assert note.place("a") is None
+    note = JobResumeFile.read(tmp_path / "note")
+    assert note.location("a") is None
     assert note.trouble
     assert note.write("a", "/runs/a") == ""
-    assert Note.read(tmp_path / "note").place("a") == "/runs/a"
+    assert JobResumeFile.read(tmp_path / "note").location("a") == "/runs/a"
 
 
 def test_a_note_that_cannot_be_written_is_a_sentence_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    note = Note.read(tmp_path / "file" / "note")
+    note = JobResumeFile.read(tmp_path / "file" / "note")
     assert "Not a directory" in note.trouble
     assert str(tmp_path / "file") in note.write("a", "/runs/a")
     (tmp_path / "directory").mkdir()
-    assert "directory" in Note.read(tmp_path / "directory").trouble.lower()
+    assert "directory" in JobResumeFile.read(tmp_path / "directory").trouble.lower()
 
 
 def test_where_a_run_will_be_is_told_before_it_is_there_and_not_when_the_place_is_taken(tmp_path: Path) -> None:

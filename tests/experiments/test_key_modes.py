@@ -14,22 +14,29 @@ from ludus.experiments import runner
 from ludus.experiments.resolve import resolve
 from ludus.experiments.training import open_training, prepare_new_run
 from ludus.experiments.validation import validate
-from ludus.experiments.validation.key_modes import EVERYWHERE, REFUSED_BY_RULES, SWITCHED_OFF, WITHOUT_EFFECT, Mode, mode_of
+from ludus.experiments.validation.key_modes import (
+    EVERYWHERE,
+    REFUSED_ELSEWHERE,
+    SWITCHED_OFF,
+    WITHOUT_EFFECT,
+    TrainingMode,
+    mode_of,
+)
 from tests.experiments import small
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 SPACES = {"observation_space": {"type": "Box", "shape": [4]}, "action_space": {"type": "Discrete", "n": 2}}
 PAIR = "tests.experiments.grids:pair"
 
-MODES: dict[Mode, dict[str, Any]] = {
-    Mode.IN_PROCESS: {},
-    Mode.IN_TURN: {"config": {"num_workers": 2}},
-    Mode.PIPELINED: {"config": {"num_workers": 2, "sampling": "pipelined"}},
-    Mode.ASYNC: {"run": "IMPALA", "config": {"num_workers": 2, "sampling": "async"}},
-    Mode.FLEET: {"memory": "redis://127.0.0.1:1/0"},
-    Mode.FLEET_ASYNC: {"run": "IMPALA", "memory": "redis://127.0.0.1:1/0", "config": {"sampling": "async"}},
-    Mode.EXTERNAL: {"env": "external", "config": {"env_config": SPACES, "num_workers": 2}},
-    Mode.AGENTS: {"env": PAIR},
+MODES: dict[TrainingMode, dict[str, Any]] = {
+    TrainingMode.IN_PROCESS: {},
+    TrainingMode.IN_TURN: {"config": {"num_workers": 2}},
+    TrainingMode.PIPELINED: {"config": {"num_workers": 2, "sampling": "pipelined"}},
+    TrainingMode.ASYNC: {"run": "IMPALA", "config": {"num_workers": 2, "sampling": "async"}},
+    TrainingMode.FLEET: {"memory": "redis://127.0.0.1:1/0"},
+    TrainingMode.FLEET_ASYNC: {"run": "IMPALA", "memory": "redis://127.0.0.1:1/0", "config": {"sampling": "async"}},
+    TrainingMode.EXTERNAL: {"env": "external", "config": {"env_config": SPACES, "num_workers": 2}},
+    TrainingMode.AGENTS: {"env": PAIR},
 }
 
 OTHER: dict[str, Any] = {
@@ -59,7 +66,7 @@ OTHER: dict[str, Any] = {
 """A value of every key that some mode does not use, which is not its default."""
 
 
-def data(mode: Mode, **settings: Any) -> dict[str, Any]:
+def data(mode: TrainingMode, **settings: Any) -> dict[str, Any]:
     base = MODES[mode]
     return {"env": "CartPole-v1", **base, "config": {**base.get("config", {}), **settings}}
 
@@ -69,38 +76,42 @@ def cases(table: Any) -> list[Any]:
 
 
 def test_every_key_is_in_the_table() -> None:
-    placed = EVERYWHERE | WITHOUT_EFFECT.keys() | REFUSED_BY_RULES.keys()
+    placed = EVERYWHERE | WITHOUT_EFFECT.keys() | REFUSED_ELSEWHERE.keys()
     assert placed == AlgorithmConfig.model_fields.keys()
-    assert not EVERYWHERE & (WITHOUT_EFFECT.keys() | REFUSED_BY_RULES.keys())
+    assert not EVERYWHERE & (WITHOUT_EFFECT.keys() | REFUSED_ELSEWHERE.keys())
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_a_mode_is_recognised(mode: Mode) -> None:
+def test_a_mode_is_recognised(mode: TrainingMode) -> None:
     resolved = resolve(data(mode))
-    assert mode_of(resolved.experiment.env, resolved.experiment.memory, resolved.config, several=mode is Mode.AGENTS) is mode
-    assert validate.without_effect(data(mode)) == []
+    assert (
+        mode_of(resolved.experiment.env, resolved.experiment.memory, resolved.config, several=mode is TrainingMode.AGENTS) is mode
+    )
+    assert validate.find_keys_without_effect(data(mode)) == []
 
 
 @pytest.mark.parametrize(("key", "mode"), cases(WITHOUT_EFFECT))
-def test_a_key_without_effect_is_refused_with_the_reason(key: str, mode: Mode) -> None:
-    (said,) = validate.without_effect(data(mode, **{key: OTHER[key]}))
+def test_a_key_without_effect_is_refused_with_the_reason(key: str, mode: TrainingMode) -> None:
+    (said,) = validate.find_keys_without_effect(data(mode, **{key: OTHER[key]}))
     assert said.startswith(f"config.{key} has no effect with {mode.value}: {WITHOUT_EFFECT[key][mode]}")
     assert said.path == f"config.{key}"
 
 
-@pytest.mark.parametrize(("key", "mode"), cases(REFUSED_BY_RULES))
-def test_a_key_with_a_rule_of_its_own_is_refused_by_name(key: str, mode: Mode) -> None:
+@pytest.mark.parametrize(("key", "mode"), cases(REFUSED_ELSEWHERE))
+def test_a_key_with_a_rule_of_its_own_is_refused_by_name(key: str, mode: TrainingMode) -> None:
     with pytest.raises(ConfigError, match=key):
         resolve(data(mode, **{key: OTHER[key]}))
 
 
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)
-@pytest.mark.parametrize("mode", [Mode.IN_PROCESS, Mode.ASYNC, Mode.EXTERNAL, Mode.AGENTS], ids=lambda mode: mode.value)
-def test_defaults_and_other_modes_are_accepted(key: str, mode: Mode) -> None:
+@pytest.mark.parametrize(
+    "mode", [TrainingMode.IN_PROCESS, TrainingMode.ASYNC, TrainingMode.EXTERNAL, TrainingMode.AGENTS], ids=lambda mode: mode.value
+)
+def test_defaults_and_other_modes_are_accepted(key: str, mode: TrainingMode) -> None:
     resolved = resolve(data(mode))
-    assert validate.without_effect(data(mode, **{key: resolved.experiment.config[key]})) == []
-    if mode not in {*WITHOUT_EFFECT[key], *REFUSED_BY_RULES.get(key, ())} and key != "self_play":
-        assert validate.without_effect(data(mode, **{key: OTHER[key]})) == []
+    assert validate.find_keys_without_effect(data(mode, **{key: resolved.experiment.config[key]})) == []
+    if mode not in {*WITHOUT_EFFECT[key], *REFUSED_ELSEWHERE.get(key, ())} and key != "self_play":
+        assert validate.find_keys_without_effect(data(mode, **{key: OTHER[key]})) == []
 
 
 def test_what_is_without_effect_is_refused_before_a_run_begins(tmp_path: Path) -> None:
@@ -110,12 +121,12 @@ def test_what_is_without_effect_is_refused_before_a_run_begins(tmp_path: Path) -
 
 
 def test_workers_beside_complete_episodes_are_noticed_by_name() -> None:
-    (said,) = validate.notices_of(data(Mode.IN_TURN, batch_mode="complete_episodes"))
+    (said,) = validate.find_notices(data(TrainingMode.IN_TURN, batch_mode="complete_episodes"))
     assert said.path == "config.num_workers"
 
 
 def test_all_keys_without_effect_are_named_at_once() -> None:
-    found = validate.of_experiment({"name": "x", **data(Mode.IN_PROCESS, max_lag=2, worker_hang_s=3)})
+    found = validate.validate_experiment({"name": "x", **data(TrainingMode.IN_PROCESS, max_lag=2, worker_hang_s=3)})
     assert [complaint.path for complaint in found] == ["config.max_lag", "config.worker_hang_s"]
 
 
@@ -127,21 +138,21 @@ def test_what_an_earlier_release_accepted_can_be_resumed(tmp_path: Path) -> None
 
 
 def test_limits_of_workers_are_for_those_that_evaluate_as_well() -> None:
-    assert validate.without_effect(data(Mode.IN_PROCESS, worker_hang_s=3, evaluation_num_workers=1)) == []
+    assert validate.find_keys_without_effect(data(TrainingMode.IN_PROCESS, worker_hang_s=3, evaluation_num_workers=1)) == []
 
 
 def test_a_game_that_calls_us_may_say_that_it_is_never_evaluated() -> None:
-    assert validate.without_effect(data(Mode.EXTERNAL, evaluation_duration=0)) == []
+    assert validate.find_keys_without_effect(data(TrainingMode.EXTERNAL, evaluation_duration=0)) == []
 
 
 def test_self_play_needs_opponents_from_the_past() -> None:
-    (said,) = validate.without_effect(data(Mode.IN_PROCESS, self_play={"every": 3}))
+    (said,) = validate.find_keys_without_effect(data(TrainingMode.IN_PROCESS, self_play={"every": 3}))
     assert "CartPole-v1 has no opponents from the past" in said
 
 
 def test_a_divisor_is_refused_beside_a_custom_model() -> None:
     settings: dict[str, Any] = {"preprocess": {"scale": 8}, "model": {"custom_model": "mine"}}
-    (said,) = validate.without_effect(data(Mode.IN_PROCESS, **settings))
+    (said,) = validate.find_keys_without_effect(data(TrainingMode.IN_PROCESS, **settings))
     assert said.path == "config.preprocess.scale"
 
 
@@ -152,7 +163,7 @@ def test_a_key_of_another_algorithm_is_refused_by_name(run: str) -> None:
         run
     ].model_fields.keys()
     for key in sorted(others):
-        found = validate.of_experiment({"name": "x", "env": "CartPole-v1", "run": run, "config": {key.rstrip("_"): 1}})
+        found = validate.validate_experiment({"name": "x", "env": "CartPole-v1", "run": run, "config": {key.rstrip("_"): 1}})
         assert any(key.rstrip("_") in complaint for complaint in found), key
 
 
@@ -177,7 +188,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("key", SWITCHED_OFF)
 def test_a_key_that_another_one_switches_off_is_noticed_by_name(key: str) -> None:
     run = "DQN" if key.startswith("replay") else "PPO"
-    found = validate.notices_of({"env": "CartPole-v1", "run": run, "config": SWITCHES[key]})
+    found = validate.find_notices({"env": "CartPole-v1", "run": run, "config": SWITCHES[key]})
     assert [notice.path for notice in found if "has no effect" in notice] == [f"config.{key}"]
 
 
@@ -197,8 +208,8 @@ ELSEWHERE = {
 """Of runs in one process: read while the shape of a batch is worked out, or only beside other processes and some stops."""
 
 
-@pytest.mark.parametrize("mode", [Mode.IN_PROCESS, Mode.AGENTS], ids=lambda mode: mode.value)
-def test_every_key_that_has_an_effect_is_read(mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", [TrainingMode.IN_PROCESS, TrainingMode.AGENTS], ids=lambda mode: mode.value)
+def test_every_key_that_has_an_effect_is_read(mode: TrainingMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[str] = set()
     plain = AlgorithmConfig.__getattribute__
 
@@ -206,14 +217,14 @@ def test_every_key_that_has_an_effect_is_read(mode: Mode, tmp_path: Path, monkey
         seen.add(name)
         return plain(self, name)
 
-    env = PAIR if mode is Mode.AGENTS else "CartPole-v1"
+    env = PAIR if mode is TrainingMode.AGENTS else "CartPole-v1"
     settings: dict[str, Any] = {"normalize_reward": True, "evaluation_interval": 1, "train_batch_size": 64, "minibatch_size": 32}
     resolved = resolve(small.data(1, env=env, **settings))
     monkeypatch.setattr(AlgorithmConfig, "__getattribute__", spy)
     with open_training(prepare_new_run(resolved, tmp_path / "run")) as training:
         training.advance(lambda: False)
     monkeypatch.undo()
-    idle = {key for table in (WITHOUT_EFFECT, REFUSED_BY_RULES) for key, modes in table.items() if mode in modes}
+    idle = {key for table in (WITHOUT_EFFECT, REFUSED_ELSEWHERE) for key, modes in table.items() if mode in modes}
     assert AlgorithmConfig.model_fields.keys() - idle - READ_BEFORE - ELSEWHERE - seen == set()
 
 

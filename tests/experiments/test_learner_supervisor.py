@@ -177,7 +177,7 @@ def test_a_run_in_a_learner_process_is_the_same_run_and_its_result_comes_back(tm
     assert [n["iterations"] for n in there.numbers] == [n["iterations"] for n in here.numbers]
     assert there.closed == 1
     assert Run.open(tmp_path / "there").meta()["status"] == "finished"
-    seen = run_status.look(tmp_path / "there")
+    seen = run_status.read_status(tmp_path / "there")
     assert (seen.state, seen.status["stopped_by"]) == ("finished", "iterations")
 
 
@@ -217,7 +217,7 @@ def test_a_dead_learner_is_restarted_from_its_checkpoint_until_the_limit(tmp_pat
         runner.resume(run, stop={"iterations": 10}, supervised=True)
     meta = Run.open(run).meta()
     assert (meta["status"], meta["learner_restarts"]) == ("failed", 2)
-    assert run_status.look(run).state == "failed"
+    assert run_status.read_status(run).state == "failed"
 
 
 class Killing(Kept):
@@ -335,13 +335,13 @@ def learner(run: Path, process: subprocess.Popen[str], other_than: int = 0) -> d
 
 
 def alive(pid: int) -> bool:
-    return run_status.lives(run_status.identity(pid)) is True
+    return run_status.is_alive(run_status.identity(pid)) is True
 
 
 def test_a_killed_learner_is_replaced_and_ctrl_c_ends_the_run_in_order(tmp_path: Path, training: Program) -> None:
     run = tmp_path / "run"
     first = learner(run, training.process)
-    seen = run_status.look(run)
+    seen = run_status.read_status(run)
     assert seen.state == "running"
     assert {worker["node"] for worker in seen.status["sampling"]["workers"]} == {"here"}
     os.kill(first["pid"], signal.SIGKILL)
@@ -386,12 +386,12 @@ def test_nothing_survives_a_killed_driver_and_the_run_can_be_resumed(
     training.process.wait(30)
     wait_until(lambda: not any(alive(pid) for pid in ours), 10.0)
     wait_until(lambda: os.listdir(shared_memory) == [], 10.0)
-    left = run_status.look(run)
+    left = run_status.read_status(run)
     assert (left.state, Run.open(run).meta()["status"]) == ("dead", "running")
     reached = checkpoint.newest(LocalStore(run)).state["progress"]["iterations"]
     result = runner.resume(run, stop={"iterations": reached + 2})
     assert result.metrics["iterations"] == reached + 2
-    assert run_status.look(run).state == "finished"
+    assert run_status.read_status(run).state == "finished"
 
 
 _SCRIPT = """

@@ -46,7 +46,7 @@ def test_the_gallery_is_whole() -> None:
 def test_a_preset_is_an_experiment_with_a_target_within_its_stop(name: str) -> None:
     ((key, data),) = load_experiments(preset_index.preset(name)).items()
     assert key == name
-    about = preset_index.summary(name)
+    about = preset_index.read_summary(name)
     assert about.description
     for module, family in (("ale_py", "NoFrameskip"), ("vizdoom", "Vizdoom"), ("mpe2", "mpe2/"), ("pettingzoo", "pettingzoo/")):
         if about.env.startswith(family) and importlib.util.find_spec(module) is None:

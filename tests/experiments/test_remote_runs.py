@@ -21,9 +21,9 @@ from ludus.experiments import runner
 from ludus.experiments.control.restart_policy import RestartPolicy
 from ludus.experiments.runs import checkpoint, remote_runs, run_status
 from ludus.experiments.runs import run_sync as carriers
-from ludus.experiments.runs.remote_runs import directory_of, fetch, is_remote, shown, store_of
+from ludus.experiments.runs.remote_runs import directory_of, display_path, fetch, is_remote, store_of
 from ludus.experiments.runs.run_dir import Run, find_runs
-from ludus.experiments.runs.run_sync import Carrier
+from ludus.experiments.runs.run_sync import RunSync
 from ludus.serving.checkpoint_follower import CheckpointFollower, CheckpointSource, UpdateSettings, parse_sources
 from ludus.storage.base import STORES
 from ludus.storage.local import LocalStore
@@ -64,7 +64,7 @@ def test_a_path_is_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not is_remote("runs/a")
     assert not is_remote(f"nfs://{tmp_path}")
     assert isinstance(store_of(tmp_path), LocalStore)
-    assert shown(Path("runs/a")) == "runs/a"
+    assert display_path(Path("runs/a")) == "runs/a"
 
 
 @pytest.mark.parametrize(
@@ -87,22 +87,22 @@ def test_a_run_on_a_store_is_worked_on_in_the_cache(
     assert directory.is_relative_to(tmp_path / expected)
     assert directory.is_dir()
     assert (tmp_path / expected).stat().st_mode & 0o077 == 0, "what is trained is nobody else's business"
-    assert shown(directory) == "s3://bucket/prefix/run"
+    assert display_path(directory) == "s3://bucket/prefix/run"
 
 
 def test_what_is_below_a_place_belongs_below_its_address(boxes: Path) -> None:
     top = directory_of("box://shelf/project?endpoint=http://here:1")
     below = top / "run" / "checkpoints" / "000120"
-    assert shown(below) == "box://shelf/project/run/checkpoints/000120?endpoint=http://here:1"
+    assert display_path(below) == "box://shelf/project/run/checkpoints/000120?endpoint=http://here:1"
     assert is_remote(below)
-    assert store_of(below).url == shown(below)
-    assert directory_of(shown(below)) == below
+    assert store_of(below).url == display_path(below)
+    assert directory_of(display_path(below)) == below
     assert not is_remote(boxes)
 
 
 def test_an_address_that_was_made_a_path_is_known_all_the_same(boxes: Path) -> None:
     assert directory_of(Path("box://shelf/project/run")) == directory_of(PLACE)
-    assert shown(directory_of(Path("box://shelf/run?endpoint=http://here:1"))) == "box://shelf/run?endpoint=http://here:1"
+    assert display_path(directory_of(Path("box://shelf/run?endpoint=http://here:1"))) == "box://shelf/run?endpoint=http://here:1"
     assert is_remote(Path(PLACE))
     assert not is_remote(Path("c:/runs"))
 
@@ -140,7 +140,7 @@ def test_only_the_cache_says_where_a_directory_belongs(boxes: Path, tmp_path: Pa
     run.mkdir(parents=True)
     assert not is_remote(run)
     assert isinstance(store_of(run), LocalStore)
-    assert store_of(run).url == shown(run) == str(run)
+    assert store_of(run).url == display_path(run) == str(run)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / ".place").write_text("box://shelf/of-another-user")
     assert not is_remote(tmp_path / "cache" / "runs" / "box")
@@ -150,7 +150,7 @@ def test_a_cache_may_be_elsewhere_than_it_seems(boxes: Path, tmp_path: Path, mon
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "link"))
-    assert shown(directory_of(PLACE)) == shown(directory_of(PLACE).resolve()) == PLACE
+    assert display_path(directory_of(PLACE)) == display_path(directory_of(PLACE).resolve()) == PLACE
 
 
 def test_a_cache_of_another_user_is_not_believed(boxes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_class_of_the_users_own_is_a_kind_of_store(boxes: Path) -> None:
     assert checkpoint.names(store_of(directory_of(place))) == ["000001", "000002", "000003"]
     assert (boxes / "shelf/project/run/config.yaml").exists()
     assert directory_of(Path(place)) == directory_of(place) == result.run_dir
-    assert shown(result.run_dir / "best") == f"{place}/best"
+    assert display_path(result.run_dir / "best") == f"{place}/best"
 
 
 def test_an_unknown_kind_of_store_is_named(boxes: Path) -> None:
@@ -281,8 +281,8 @@ def test_runs_of_a_store_are_found_oldest_first(boxes: Path, tmp_path: Path, mon
         store.put("meta.json", json.dumps({"started": started, "status": "finished", "ended": started}).encode())
     LocalStore(boxes / "shelf").put("elsewhere/config.yaml", b"default: {env: CartPole-v1}")
     found = find_runs("box://shelf/project")
-    assert [shown(run) for run in found] == [f"box://shelf/project/{name}" for name in ("b", "deep/c", "a")]
-    assert [run_status.look(run).state for run in found] == ["finished"] * 3
+    assert [display_path(run) for run in found] == [f"box://shelf/project/{name}" for name in ("b", "deep/c", "a")]
+    assert [run_status.read_status(run).state for run in found] == ["finished"] * 3
     assert find_runs("box://shelf/none") == []
 
 
@@ -290,7 +290,7 @@ def test_a_sweep_on_a_store_is_refused_with_the_reason(boxes: Path) -> None:
     with pytest.raises(UsageError, match="a store cannot be one"):
         ludus.tune(config={"env": "CartPole-v1"}, num_samples=2, local_dir="box://shelf/sweeps")
     with pytest.raises(UsageError, match="a store cannot be one"):
-        sweep.opened(directory_of("box://shelf/sweeps/default"))
+        sweep.open_sweep(directory_of("box://shelf/sweeps/default"))
 
 
 # -- what is in the cache -----------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_what_another_process_is_writing_here_is_left_to_it(boxes: Path) -> None
     LocalStore(directory).put("metrics.jsonl", b"1\n2\n")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         try:
-            LocalStore(directory).put(remote_runs.WORKER, json.dumps(run_status.identity(other.pid)).encode())
+            LocalStore(directory).put(remote_runs.SYNC_OWNER_FILE, json.dumps(run_status.identity(other.pid)).encode())
             fetch(directory)
             assert (directory / "config.yaml").read_bytes() == b"new"
             assert (directory / "metrics.jsonl").read_bytes() == b"1\n2\n"
@@ -387,15 +387,15 @@ def test_what_another_process_is_writing_here_is_left_to_it(boxes: Path) -> None
 
 def test_weights_for_other_processes_are_files_that_last_as_long_as_they_are_of_use(boxes: Path) -> None:
     directory = directory_of(PLACE)
-    one = remote_runs.kept_file(directory, b"weights")
-    assert remote_runs.kept_file(directory, b"weights") == one
+    one = remote_runs.write_cached_weights(directory, b"weights")
+    assert remote_runs.write_cached_weights(directory, b"weights") == one
     os.utime(one, (0, 0))
-    other = remote_runs.kept_file(directory, b"other weights")
+    other = remote_runs.write_cached_weights(directory, b"other weights")
     assert other.read_bytes() == b"other weights"
     assert not one.exists()
 
 
-# -- the carrier --------------------------------------------------------------------------------------------------------
+# -- the sync --------------------------------------------------------------------------------------------------------
 
 
 class Elsewhere:
@@ -417,63 +417,63 @@ def elsewhere(boxes: Path) -> Elsewhere:
     return Elsewhere(boxes)
 
 
-def arrives(carrier: Carrier, holds: Callable[[], bool]) -> bool:
-    """Waits for the carrier's own thread."""
+def arrives(sync: RunSync, holds: Callable[[], bool]) -> bool:
+    """Waits for the sync's own thread."""
     for _ in range(1000):
         if holds():
             return True
-        carrier.hurry()
+        sync.request()
         threading.Event().wait(0.01)
     return False
 
 
 def test_what_changes_is_carried_and_what_does_not_is_not(elsewhere: Elsewhere) -> None:
     elsewhere.write("1\n")
-    carrier = Carrier(elsewhere.here)
-    assert carrier.carry()
+    sync = RunSync(elsewhere.here)
+    assert sync.upload_now()
     assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n"
-    carrier.carry()
-    assert carrier.uploads == 1
+    sync.upload_now()
+    assert sync.uploads == 1
     elsewhere.write("2\n3")
-    assert carrier.waiting() == ["metrics.jsonl"]
-    carrier.carry()
+    assert sync.pending() == ["metrics.jsonl"]
+    sync.upload_now()
     assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n2\n", "whole lines: another process may go on with them"
     elsewhere.write("{}", "notes.txt")
     elsewhere.write("{}", ".hidden")
-    carrier.carry()
+    sync.upload_now()
     assert sorted(path.name for path in elsewhere.there.iterdir()) == ["metrics.jsonl"]
 
 
 def test_a_thread_carries_and_the_last_word_is_carried_too(elsewhere: Elsewhere) -> None:
     name: list[str | None] = [None]
-    with Carrier(elsewhere.here, mark=lambda: name[0], every_s=0.01) as carrier:
+    with RunSync(elsewhere.here, mark=lambda: name[0], every_s=0.01) as sync:
         elsewhere.write("1\n")
-        assert arrives(carrier, (elsewhere.there / "metrics.jsonl").exists)
+        assert arrives(sync, (elsewhere.there / "metrics.jsonl").exists)
         elsewhere.write("2\n")
     assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n2\n"
-    assert not carrier.waiting()
+    assert not sync.pending()
 
 
 def test_a_store_that_is_away_is_tried_again_and_stops_nobody(elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture) -> None:
     elsewhere.away(True)
-    with caplog.at_level(logging.INFO), Carrier(elsewhere.here, every_s=0.01) as carrier:
+    with caplog.at_level(logging.INFO), RunSync(elsewhere.here, every_s=0.01) as sync:
         elsewhere.write("1\n")
-        assert arrives(carrier, lambda: carrier.failures >= 2)
-        assert "cannot be reached" in carrier.last_error
-        assert carrier.stats() == {"store": {"uploads": 0, "failures": carrier.failures, "last_error": carrier.last_error}}
+        assert arrives(sync, lambda: sync.failures >= 2)
+        assert "cannot be reached" in sync.last_error
+        assert sync.stats() == {"store": {"uploads": 0, "failures": sync.failures, "last_error": sync.last_error}}
         elsewhere.away(False)
-        assert arrives(carrier, lambda: carrier.uploads == 1)
+        assert arrives(sync, lambda: sync.uploads == 1)
     assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n"
-    assert caplog.text.count("cannot be stored for now") == 1, "once for each time that it was away"
+    assert caplog.text.count("is retried") == 1, "once for each time that it was away"
 
 
 def test_what_could_not_be_carried_to_the_end_is_said_with_where_it_is(
     elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
 ) -> None:
     elsewhere.away(True)
-    with Carrier(elsewhere.here):
+    with RunSync(elsewhere.here):
         elsewhere.write("1\n")
-    assert f"not stored: metrics.jsonl; they are in {elsewhere.here}" in caplog.text
+    assert f"not uploaded: metrics.jsonl; the files are in {elsewhere.here}" in caplog.text
 
 
 def test_nothing_is_carried_to_a_run_that_is_another_trainers_now(elsewhere: Elsewhere) -> None:
@@ -481,9 +481,9 @@ def test_nothing_is_carried_to_a_run_that_is_another_trainers_now(elsewhere: Els
         raise Fenced("Another process has taken over.")
 
     elsewhere.write("1\n")
-    with Carrier(elsewhere.here, guard=fenced) as carrier:
+    with RunSync(elsewhere.here, guard=fenced) as sync:
         pass
-    assert carrier.fenced
+    assert sync.fenced
     assert not elsewhere.there.exists()
 
 
@@ -492,17 +492,17 @@ def test_a_run_that_is_taken_over_while_a_file_is_carried_gets_no_other(elsewher
 
     elsewhere.write("1\n")
     elsewhere.write("{}", "status.json")
-    carrier = Carrier(elsewhere.here, guard=lambda: _fence_if((elsewhere.there / "metrics.jsonl").exists()))
-    assert not carrier.carry()
-    assert carrier.fenced
+    sync = RunSync(elsewhere.here, guard=lambda: _fence_if((elsewhere.there / "metrics.jsonl").exists()))
+    assert not sync.upload_now()
+    assert sync.fenced
     assert [path.name for path in elsewhere.there.iterdir()] == ["metrics.jsonl"]
 
 
 def test_who_is_cut_off_during_the_last_file_knows_at_once(elsewhere: Elsewhere) -> None:
     elsewhere.write("1\n")
-    carrier = Carrier(elsewhere.here, guard=lambda: _fence_if((elsewhere.there / "metrics.jsonl").exists()))
-    carrier.carry()
-    assert carrier.fenced
+    sync = RunSync(elsewhere.here, guard=lambda: _fence_if((elsewhere.there / "metrics.jsonl").exists()))
+    sync.upload_now()
+    assert sync.fenced
 
 
 def _fence_if(taken: bool) -> None:
@@ -513,34 +513,34 @@ def _fence_if(taken: bool) -> None:
 def test_a_file_that_is_too_long_is_named_and_keeps_no_other_back(
     elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(carriers, "MOST_BYTES", 10)
-    with Carrier(elsewhere.here) as carrier:
+    monkeypatch.setattr(carriers, "MAX_FILE_BYTES", 10)
+    with RunSync(elsewhere.here) as sync:
         elsewhere.write("1\n")
-        carrier.carry()
+        sync.upload_now()
         elsewhere.write("1234567890\n")
         elsewhere.write("{}", "status.json")
-        carrier.carry()
-        carrier.carry()
-        assert carrier.waiting() == ["metrics.jsonl"]
+        sync.upload_now()
+        sync.upload_now()
+        assert sync.pending() == ["metrics.jsonl"]
         assert (elsewhere.there / "status.json").exists()
     assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n"
-    assert caplog.text.count("metrics.jsonl is longer than") == 1
-    assert f"not stored: metrics.jsonl; they are in {elsewhere.here}" in caplog.text
+    assert caplog.text.count("metrics.jsonl is larger than") == 1
+    assert f"not uploaded: metrics.jsonl; the files are in {elsewhere.here}" in caplog.text
 
 
 def test_a_long_file_is_carried_less_often(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carriers, "BYTES_PER_S", 10)
+    monkeypatch.setattr(carriers, "MAX_BYTES_PER_S", 10)
     elsewhere.write("1234567890\n" * 100)
     elsewhere.write("{}", "status.json")
-    with Carrier(elsewhere.here, every_s=0.01) as carrier:
-        assert arrives(carrier, lambda: carrier.uploads == 2)
-        carrier.carry()
+    with RunSync(elsewhere.here, every_s=0.01) as sync:
+        assert arrives(sync, lambda: sync.uploads == 2)
+        sync.upload_now()
         elsewhere.write("more\n")
         for turn in range(3):
             (elsewhere.here / "status.json").write_text(json.dumps(turn))
-            before = carrier.uploads
+            before = sync.uploads
             for _ in range(1000):
-                if carrier.uploads > before:
+                if sync.uploads > before:
                     break
                 threading.Event().wait(0.01)
         assert "more" not in (elsewhere.there / "metrics.jsonl").read_text()
@@ -550,9 +550,9 @@ def test_a_long_file_is_carried_less_often(elsewhere: Elsewhere, monkeypatch: py
 def test_the_directory_of_a_local_run_is_not_carried_anywhere(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("1\n")
     before = threading.active_count()
-    with Carrier(tmp_path) as carrier:
+    with RunSync(tmp_path) as sync:
         assert threading.active_count() == before
-    assert (carrier.uploads, carrier.failures, carrier.stats(), carrier.waiting()) == (0, 0, {}, [])
+    assert (sync.uploads, sync.failures, sync.stats(), sync.pending()) == (0, 0, {}, [])
 
 
 class _Cuts:

@@ -13,8 +13,8 @@ import pytest
 import ludus
 from ludus.errors import Damaged, EnvironmentFault, NotFound, UsageError
 from ludus.experiments.evaluation import rollout as rollouts
-from ludus.experiments.evaluation.rollout import MatchPlayer, Played, Stage
-from ludus.experiments.evaluation.rollout_file import Part, StepLog
+from ludus.experiments.evaluation.rollout import MultiAgentPlayer, RolloutResult, RolloutSpec
+from ludus.experiments.evaluation.rollout_file import EpisodeSteps, RolloutFile
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
@@ -45,7 +45,7 @@ def columns(path: Path | None) -> dict[str, Any]:
 
 
 def test_any_number_of_processes_plays_and_writes_the_same(run: Path, tmp_path: Path) -> None:
-    def played(workers: int, **options: Any) -> tuple[Played, bytes]:
+    def played(workers: int, **options: Any) -> tuple[RolloutResult, bytes]:
         file = tmp_path / f"{workers}-{len(options)}.npz"
         result = ludus.rollout(run, 7, seed=5, deterministic=False, out=file, num_workers=workers, save_info=True, **options)
         return result, file.read_bytes()
@@ -76,7 +76,7 @@ def test_an_evaluation_says_how_far_to_trust_it(run: Path) -> None:
     assert ludus.evaluate(agent, 12, env=WALK).returns == score.returns
     assert ludus.evaluate(agent, 2, env=WALK, env_config={"length": 30}).lengths[0] >= 30
     assert ludus.evaluate(agent, 12).returns == score.returns, "a loaded agent knows its run"
-    with pytest.raises(UsageError, match="does not name an environment"):
+    with pytest.raises(UsageError, match="has no run that names an environment"):
         ludus.evaluate(TrainedAgent(agent.policy), 1)
 
 
@@ -137,13 +137,13 @@ def test_what_is_no_rollout_is_said_to_be_none(tmp_path: Path) -> None:
 
 
 def test_columns_that_change_their_shape_are_refused(tmp_path: Path) -> None:
-    with Part(tmp_path / "p", False) as part:
+    with EpisodeSteps(tmp_path / "p", False) as part:
         part.add({}, {"seen": np.zeros(2)})
         with pytest.raises(EnvironmentFault, match="'seen' changes its shape from step to step"):
             part.add({}, {"seen": np.zeros(3)})
-    with StepLog(tmp_path / "steps.npz", False) as log:
+    with RolloutFile(tmp_path / "steps.npz", False) as log:
         for sides in (2, 3):
-            with Part(tmp_path / str(sides), False) as part:
+            with EpisodeSteps(tmp_path / str(sides), False) as part:
                 part.add({}, {"seen": np.zeros(sides)})
         log.extend(tmp_path / "2")
         with pytest.raises(EnvironmentFault, match="'seen' changes its shape from episode to episode"):
@@ -181,7 +181,7 @@ def test_a_grid_shows_episodes_side_by_side_and_dims_those_that_have_ended(run: 
 
 def test_depth_is_refused_as_a_video_and_written_under_its_own_name_when_asked_for(run: Path, tmp_path: Path) -> None:
     for kind in ("one", "bytes"):
-        with pytest.raises(UsageError, match=r"not an RGB picture \(a depth map\?\).*--depth"):
+        with pytest.raises(UsageError, match=r"not an RGB image \(a depth map\?\).*--depth"):
             ludus.rollout(run, 1, env_config={"depth": kind}, video=tmp_path / "x.mp4")
         played = ludus.rollout(run, 1, env_config={"depth": kind}, video=tmp_path / f"{kind}.mp4", depth=True)
         assert played.video == tmp_path / f"{kind}-depth.mp4"
@@ -205,7 +205,7 @@ def test_the_result_as_json_has_the_interval(run: Path) -> None:
     assert told["return_low"] < told["return_mean"] < told["return_high"]
     one = ludus.rollout(run, 1).to_json()
     assert (one["return_low"], one["episodes"]) == (None, 1)
-    assert rollouts.Played().to_json()["return_mean"] is None
+    assert rollouts.RolloutResult().to_json()["return_mean"] is None
 
 
 # -- several agents -----------------------------------------------------------------------------------------------------
@@ -249,12 +249,12 @@ def test_what_every_agent_saw_did_and_was_given_is_what_the_game_knows(kind: str
     (tmp_path / "weights").write_bytes(serialization.encode_weights(policy.weights()))
     models = {"model": (policy.description(), str(tmp_path / "weights"))}
     name = f"tests.matches:{kind}"
-    stage = Stage(name, name, models, dict.fromkeys(matches.NAMES, "model"), deterministic=False, steps=True)
-    player = MatchPlayer(stage, dict.fromkeys(matches.NAMES, "model"))
+    stage = RolloutSpec(name, name, models, dict.fromkeys(matches.NAMES, "model"), deterministic=False, steps=True)
+    player = MultiAgentPlayer(stage, dict.fromkeys(matches.NAMES, "model"))
     for episode in range(6):
-        with StepLog(tmp_path / f"{episode}.npz", False) as steps:
-            player.play(episode, 1000, steps.aside / "x", lambda: None)
-            steps.extend(steps.aside / "x" / "steps")
+        with RolloutFile(tmp_path / f"{episode}.npz", False) as steps:
+            player.play(episode, 1000, steps.scratch_dir / "x", lambda: None)
+            steps.extend(steps.scratch_dir / "x" / "steps")
             steps.write()
         books = player._match._env.books  # type: ignore[attr-defined]
         entries = {str(entry["agent"]): entry for entry in ludus.read_rollout(tmp_path / f"{episode}.npz")}

@@ -199,7 +199,7 @@ class _Stage:
     ) -> None:
         limit_s = None if stop is None else stop.time_s
         self.store, self.trainer, self.sink = LocalStore(root) if isinstance(root, Path) else root, _Trainer(limit_s), _Sink()
-        self.pool = LocalVersionStore(self.store, {checkpoint.FROM: began})
+        self.pool = LocalVersionStore(self.store, {checkpoint.BEGUN_FROM: began})
         self.pool.add("model", self.trainer.algorithms["model"].policy)
         trainer, source = cast(Trainer, self.trainer), source or _Sampler()
         self.reporter = MetricsReporter([self.sink], report_every_s)
@@ -808,7 +808,7 @@ def test_a_full_store_ends_a_run_at_once(tmp_path: Path) -> None:
 
 
 def _take_over(store: LocalStore, began: str | None) -> LocalVersionStore:
-    pool = LocalVersionStore(store, {checkpoint.FROM: began})
+    pool = LocalVersionStore(store, {checkpoint.BEGUN_FROM: began})
     pool.add("model", make_ppo().policy)
     return pool
 
@@ -890,9 +890,9 @@ def test_the_checkpoint_of_a_fenced_trainer_that_dies_is_never_the_newest(
     assert stage.names == ["000001", "000002"]
     assert checkpoint.newest_name(store) == "000001"
     assert checkpoint.newest(store).name == "000001"
-    assert "000002 is passed over" in caplog.text
+    assert "000002 is skipped" in caplog.text
     assert checkpoint.locate(tmp_path)[1] == "000001"
-    assert checkpoint.in_line(store) == ["000001"]
+    assert checkpoint.active_names(store) == ["000001"]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, ["000001", "000002", "000002-1"]), (2, ["000001", "000002-1"])])

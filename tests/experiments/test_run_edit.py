@@ -88,7 +88,7 @@ def test_nothing_but_a_run_is_deleted(run: Path, monkeypatch: pytest.MonkeyPatch
         ("runs",): "is not the directory of a run",
         ("runs/mine",): "is not the directory of a run",
         ("nowhere",): "is not the directory of a run",
-        ("project",): "nothing else of a run",
+        ("project",): "no other file of a run",
         ("link",): "is a link to",
         ("mine",): "is an experiment with 2 runs",
         ("last/checkpoints",): "is not the directory of a run",

@@ -443,8 +443,8 @@ def test_a_late_trainer_changes_nothing_of_a_run_that_is_over(run: Path, meanwhi
     with pytest.raises(UsageError, match="already reached its stop"):
         runner.resume(run, stop={"iterations": began + 1})
     assert checkpoint.newest_name(store) == f"{began + 6:06d}"
-    assert dict.fromkeys(checkpoint.in_line(store), b"").items() <= before.items()
-    assert len(checkpoint.in_line(store)) == len(before) - 3
+    assert dict.fromkeys(checkpoint.active_names(store), b"").items() <= before.items()
+    assert len(checkpoint.active_names(store)) == len(before) - 3
     assert all(store.get(name) == data for name, data in before.items() if data)
     assert json.loads(before["meta.json"])["status"] == "finished"
 

@@ -12,7 +12,7 @@ from ludus.core.metrics import read_jsonl
 from ludus.errors import StoreError
 from ludus.experiments import runner
 from ludus.experiments.runs import checkpoint, remote_runs, run_status
-from ludus.experiments.runs.remote_runs import directory_of, shown, store_of
+from ludus.experiments.runs.remote_runs import directory_of, display_path, store_of
 from ludus.experiments.runs.run_dir import Run, find_runs
 from ludus.serving.checkpoint_follower import CheckpointSource
 from ludus.storage.s3 import S3Store
@@ -49,8 +49,8 @@ def test_a_run_is_trained_taken_up_elsewhere_played_and_served(
     assert [(row["iterations"], row["incarnation"]) for row in rows] == [(1, 1), (2, 1), (3, 2), (4, 2)]
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "a third one"))
     (found,) = find_runs(s3_url)
-    seen = run_status.look(found)
-    assert (shown(found), seen.state, seen.status["progress"]["iterations"]) == (where, "finished", 4)
+    seen = run_status.read_status(found)
+    assert (display_path(found), seen.state, seen.status["progress"]["iterations"]) == (where, "finished", 4)
     at = where.replace("?", "/checkpoints/000003?")
     assert len(ludus.rollout(at, episodes=2).returns) == 2
     assert small.same(ludus.load(where).policy.weights(), second.agent.policy.weights())
@@ -68,8 +68,8 @@ def test_a_server_that_takes_nothing_but_checkpoints_does_not_stop_a_training(
     place = s3_server.url(endpoint=s3_proxy.endpoint)
     result = runner.train(small.data(2), place=place)
     assert result.stopped_by == "iterations"
-    assert caplog.text.count("cannot be stored for now") == 1
-    assert "not stored: events.out.tfevents" in caplog.text
+    assert caplog.text.count("is retried") == 1
+    assert "not uploaded: events.out.tfevents" in caplog.text
     straight = store_of(directory_of(place.replace(s3_proxy.endpoint, s3_server.endpoint)))
     assert checkpoint.newest(straight).state["progress"]["iterations"] == 2
     assert json.loads(straight.get("meta.json"))["status"] == "finished"
@@ -82,10 +82,10 @@ def test_a_look_at_a_run_leaves_its_metrics_where_they_are(s3_server: Server, s3
     for name, data in (("config.yaml", b"a: {env: b}"), ("meta.json", b'{"id": "a"}'), ("metrics.jsonl", b'{"iterations": 7}\n')):
         store.put(name, data)
     store.put("status.json", b'{"progress": {"iterations": 8}}')
-    assert run_status.look(place).status["progress"] == {"iterations": 8}
+    assert run_status.read_status(place).status["progress"] == {"iterations": 8}
     assert s3_proxy.count("GET", "metrics.jsonl") == 0
     store.put("status.json", b"{}")
-    assert run_status.look(place).status["progress"] == {"iterations": 7}
+    assert run_status.read_status(place).status["progress"] == {"iterations": 7}
 
 
 def test_unfinished_uploads_of_a_run_are_aborted_when_it_is_taken_up(s3_server: Server, cache: Path) -> None:
@@ -113,11 +113,11 @@ def test_who_may_only_read_looks_and_plays_and_is_told_what_stays_here(
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "a guest"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", READER_SECRET)
-    assert run_status.look(s3_url).state == "finished"
+    assert run_status.read_status(s3_url).state == "finished"
     assert small.same(ludus.load(s3_url).policy.weights(), trained.agent.policy.weights())
     film = directory_of(s3_url) / "film.mp4"
     film.write_bytes(b"of a rollout")
     assert remote_runs.upload(film) == str(film)
-    assert f"{film} stays here: Not allowed to write" in caplog.text
+    assert f"{film} was not uploaded: Not allowed to write" in caplog.text
     with pytest.raises(StoreError, match="Not allowed to write"):
         ludus.resume(s3_url, stop={"iterations": 2})

@@ -94,7 +94,7 @@ def words() -> gym.Env[dict[str, int], int]:
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(here: Path) -> None:
-    with pytest.raises(UsageError, match=r"shows a Dict, .* takes an array"):
+    with pytest.raises(UsageError, match=r"are a Dict, .* takes a Box"):
         scaffold(Path("p"), f"{__name__}:words")
     with pytest.raises(UnknownName):
         scaffold(Path("p"), "CartPoll-v1")

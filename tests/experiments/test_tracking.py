@@ -22,7 +22,7 @@ from ludus.errors import ConfigError, MissingExtra
 from ludus.experiments import runner
 from ludus.experiments.runs import tracking
 from ludus.experiments.runs.run_dir import Run
-from ludus.experiments.runs.tracking import Aside, attach, check, notices, wandb_mode
+from ludus.experiments.runs.tracking import ServiceSink, attach_files, check_tracking, tracking_notices, wandb_mode
 from tests.experiments import small
 from tests.serving import launched_services
 
@@ -84,7 +84,7 @@ def test_a_secret_in_a_config_is_refused_and_not_repeated(section: dict[str, Any
 
 def test_online_without_a_key_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     data = small.data() | {"track": {"wandb": {"mode": "online"}}}
-    with pytest.raises(ConfigError, match=r"no key of Weights & Biases.*wandb login.*offline"):
+    with pytest.raises(ConfigError, match=r"no Weights & Biases key.*wandb login.*offline"):
         runner.train(data, local_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
@@ -93,20 +93,20 @@ def test_without_a_key_a_run_is_offline_and_says_so(tmp_path: Path) -> None:
     asked = track(wandb=True)
     assert asked.wandb is not None
     assert wandb_mode(asked.wandb, {}) == "offline"
-    assert any("offline" in sentence and "wandb sync" in sentence for sentence in notices(asked))
+    assert any("offline" in sentence and "wandb sync" in sentence for sentence in tracking_notices(asked))
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password s3cret\n")
     (tmp_path / "netrc").chmod(0o600)
     assert wandb_mode(asked.wandb, {"NETRC": str(tmp_path / "netrc")}) == "online"
     assert wandb_mode(asked.wandb, {"NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": "http://own.server"}) == "offline"
     assert wandb_mode(asked.wandb, {"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}) == "offline"
-    assert list(notices(asked)) == []
+    assert list(tracking_notices(asked)) == []
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_service_that_is_not_installed_names_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(MissingExtra, match=rf"pip install 'ludus\[{name}\]'"):
-        check(track(**{name: True}))
+        check_tracking(track(**{name: True}))
 
 
 # -- beside the run -----------------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ class _Service:
             raise ConnectionError("https://me:s3cret@host/ does not answer")
 
 
-def _aside(service: _Service, **settings: Any) -> Aside:
-    return Aside(service, **{"gather_s": 0.001, "first_pause_s": 0.001, "close_s": 30.0, **settings})
+def _aside(service: _Service, **settings: Any) -> ServiceSink:
+    return ServiceSink(service, **{"batch_interval_s": 0.001, "min_backoff_s": 0.001, "close_s": 30.0, **settings})
 
 
 def _numbers(i: int) -> Numbers:
@@ -208,7 +208,7 @@ def test_a_service_that_never_answers_is_left_behind_and_what_it_missed_is_count
         sink.write(_numbers(i))
     assert service.tried.acquire(timeout=30), "some are under way, and stay there"
     sink.close()
-    assert "7 reports were not delivered; it has not finished" in caplog.text
+    assert "7 reports were not delivered; it did not finish" in caplog.text
     service.may_go_on.set()
 
 
@@ -304,7 +304,7 @@ def test_a_video_that_is_made_later_is_shown_wherever_the_run_is_tracked(tmp_pat
     video = run.directory / "videos" / "episode.mp4"
     video.parent.mkdir()
     imageio.v3.imwrite(video, np.random.default_rng(0).integers(0, 255, (20, 64, 64, 3), np.uint8), fps=10)
-    assert attach(run.directory, [video])
+    assert attach_files(run.directory, [video])
     told = launched_services.wandb_runs(run.directory)
     assert {part.id for part in told} == {run.meta()["track_id"]}
     assert told[-1].history[-1]["videos/episode/path"].endswith(".mp4")
@@ -379,6 +379,6 @@ def test_trials_that_begin_at_once_share_one_database(tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_tracked_attaches_nothing(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", {"mine": {"env": "CartPole-v1", "config": {}}})
-    assert not attach(run.directory, [])
-    assert tracking.ID not in json.loads((run.directory / "meta.json").read_text())
+    assert not attach_files(run.directory, [])
+    assert tracking.TRACK_ID not in json.loads((run.directory / "meta.json").read_text())
     assert yaml.safe_load((run.directory / "config.yaml").read_text()) == {"mine": {"env": "CartPole-v1", "config": {}}}

@@ -144,7 +144,7 @@ NAMES = {
 
 
 def play(run: Path) -> None:
-    *_, stage = rollout.stage_of(run)
+    *_, stage = rollout.rollout_spec(run)
     rollout.make_player(stage).close()
 
 
@@ -166,8 +166,8 @@ def resume_sweep(run: Path) -> None:
     data = next(iter(parse_yaml((run / CONFIG).read_text(), CONFIG).values()))
     plain = {"format": tuning.FORMAT, "name": "swept", "experiment": data, "trials": [{"name": "a", "values": []}], "ended": {}}
     LocalStore(run).put(tuning.STATE, json.dumps(plain).encode())
-    sweep = tuning.opened(run)
-    tuning._code_bundle(sweep, sweep.left(retry_failed=False))
+    sweep = tuning.open_sweep(run)
+    tuning._code_bundles(sweep, sweep.left(retry_failed=False))
     wrappers.load_wrappers(data["config"].get("wrappers") or ())  # as the process of the trial does
 
 
@@ -256,7 +256,7 @@ def test_with_consent_it_is_imported(trusting: str, run: Path, mark: Path) -> No
     if trusting == "--trust":
         trust.allow_everything()
     with pytest.raises(LudusError):  # it makes nothing that could be played
-        rollout.make_player(rollout.stage_of(run, env=f"{FOREIGN}:make" if trusting == "named" else None)[2])
+        rollout.make_player(rollout.rollout_spec(run, env=f"{FOREIGN}:make" if trusting == "named" else None)[2])
     assert mark.exists()
 
 

@@ -1,4 +1,4 @@
-"""What reads bytes from outside, as functions that a fuzzer can call.
+"""Fuzz targets: every function that reads bytes from outside.
 
 A target either returns or raises one of its expected errors, whatever the bytes are. Everything else, a Python warning included,
 is a finding. `tests/fuzz/test_fuzz.py` drives the targets with Hypothesis for seconds, `bench/fuzz.py` with atheris for as long as
@@ -38,7 +38,7 @@ from ludus.launch.hostfile import parse_hostfile
 from ludus.models.weights import serialization
 from ludus.storage.local import LocalStore
 from ludus.transport.segment_codec import RejectedMessage, SegmentDecoder
-from tests.gateway.scripted import Table, tiny_policy
+from tests.gateway.scripted import RecordedSeat, tiny_policy
 from tests.transport.test_segment_codec import LAYOUT, message
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -50,7 +50,7 @@ class Target:
     run: Callable[[bytes], object]
     expected: tuple[type[Exception], ...]
     seeds: tuple[bytes, ...]
-    """Valid inputs, from which mutations begin."""
+    """Valid inputs, the seeds of mutations."""
 
     def corpus(self) -> list[bytes]:
         return [*self.seeds, *(path.read_bytes() for path in sorted((CORPUS / self.name).glob("*")))]
@@ -75,7 +75,7 @@ class Echo(Actor):
 
 
 class PlainTransport(asyncio.Transport):
-    """Keeps what is written; the other end never reads slowly and never closes."""
+    """A transport that stores what is written and never blocks."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
@@ -112,7 +112,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def talk_http(data: bytes) -> bytes:
-    """What the gateway replies. The first two bytes say where the rest is cut into pieces, and whether it wants a token."""
+    """Feed a gateway connection. The first two bytes determine fragmentation and whether a token is required."""
     if len(data) < 2:
         return b""
     return _loop().run_until_complete(_talk_http(data[2:], 1 + data[0] + (data[1] & 0x7F) * 64, bool(data[1] & 0x80)))
@@ -149,7 +149,7 @@ async def _talk_http(data: bytes, piece: int, with_token: bool) -> bytes:
 
 
 def _check_replies(written: bytes, stranger: bool) -> None:
-    """What was written is whole replies, and a client without the token has got nothing but refusals and open pages."""
+    """Check that the output is whole replies, and without the token only refusals and public pages."""
     while written:
         head, separator, written = written.partition(b"\r\n\r\n")
         assert separator, head
@@ -193,8 +193,8 @@ ACTIONS = gym.spaces.MultiDiscrete([3, 2])
 
 @functools.cache
 def _actors() -> list[builtin_actor.BuiltinActor]:
-    nested = Table(tiny_policy(NESTED, ACTIONS)).seat
-    plain = Table(tiny_policy()).seat
+    nested = RecordedSeat(tiny_policy(NESTED, ACTIONS)).seat
+    plain = RecordedSeat(tiny_policy()).seat
     return [
         builtin_actor.BuiltinActor({"": nested}),
         builtin_actor.BuiltinActor({"": plain}),
@@ -225,7 +225,7 @@ def read_raw(data: bytes) -> None:
 
 @functools.cache
 def _raw_forms() -> list[tuple[RawCodec, Any]]:
-    seat = Table(tiny_policy()).seat
+    seat = RecordedSeat(tiny_policy()).seat
     return [(RawCodec(gym.spaces.Box(-10.0, 10.0, (3,), np.float32), gym.spaces.Discrete(4)), seat)]
 
 
@@ -248,7 +248,7 @@ def read_segment(data: bytes) -> None:
 
 
 def read_notice(data: bytes) -> None:
-    """What a fleet finds on its board and in its store."""
+    """Messages and weights that a fleet reads from Redis and its store."""
     readers: tuple[Callable[[bytes], object], ...] = (WeightsNotice.decode, Presence.decode, WorkerSpec.decode, channel_in)
     accepted = 0
     for read in readers:
@@ -283,7 +283,7 @@ _PARTS = ("state.json", "manifest.json", "default.safetensors")
 
 
 def read_checkpoint(data: bytes) -> None:
-    """The first byte says which file of a stored checkpoint the rest is written over."""
+    """The first byte selects the checkpoint file that the rest overwrites."""
     if not data:
         return
     directory, store = _stored_checkpoint()

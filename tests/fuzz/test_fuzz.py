@@ -1,4 +1,4 @@
-"""Every reader of outside bytes, with inputs that Hypothesis mutates from valid ones. `python -m bench.fuzz` does it for longer."""
+"""All fuzz targets with inputs mutated by Hypothesis. `python -m bench.fuzz` runs longer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = (
 
 @st.composite
 def mutated(draw: st.DrawFn, seeds: tuple[bytes, ...]) -> bytes:
-    """A valid input with a few pieces replaced, removed, repeated or exchanged for awkward ones."""
+    """A valid input with some parts replaced, removed, repeated or swapped for special values."""
     data = draw(st.sampled_from(seeds))
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, len(data)))

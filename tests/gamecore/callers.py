@@ -73,7 +73,7 @@ class Caller:
         return found
 
     def play(self, runtime_id: str, game: str, **more: Any) -> dict[str, Any]:
-        """To its end."""
+        """Wait for the end of the game."""
         answer = self.start(runtime_id, game, **more)
         assert answer.status == 201, answer.body
         return self.wait(runtime_id)

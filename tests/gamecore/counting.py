@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def play(config: dict[str, Any], token: str) -> list[dict[str, Any]]:
-    """The matches that are to follow."""
+    """Matches announced in a reply."""
     options, match = config["options"], config["runtime_id"]
     further: list[dict[str, Any]] = []
     chance = random.Random(config["seed"])
@@ -103,7 +103,7 @@ def play(config: dict[str, Any], token: str) -> list[dict[str, Any]]:
 
 
 def _cut_with_nonsense(told: dict[str, Any]) -> bytes:
-    """What is seen last is no number; as raw bytes, which nobody looks at before they are put together."""
+    """The last observation is NaN, as raw bytes that are checked only when the batch is built."""
     last = struct.pack("<3f", math.nan, 0, 0)
     return _packed(told | {"terminated": False, "truncated": True, "observation": last})
 

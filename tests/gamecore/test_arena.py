@@ -1,4 +1,4 @@
-"""The Arena as a server starts it when it is given no catalogue: states that are saved and gone on with, recordings, evaluations."""
+"""The Arena of the built-in catalogue: saved states, recordings, evaluations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(home: Path) -> Iterator[GamecoreClient]:
-    """The entry that we bring, but every match saves a state."""
+    """The built-in entry, but every match saves a state."""
     ours: dict[str, Any] = yaml.safe_load(catalogue.BUILTIN.read_text())
     ours["games"]["arena"]["states"]["save"] = True
     (home / "games.yaml").write_text(yaml.safe_dump(ours))
@@ -45,7 +45,7 @@ def play(client: GamecoreClient, name: str, lineup: Any = ((107,), (190,)), **mo
     return client.wait_game(name, LIMIT_S)
 
 
-def test_matches_go_on_where_others_were_but_not_in_another_mode_or_an_evaluation(client: GamecoreClient, home: Path) -> None:
+def test_matches_start_from_saved_states_but_not_in_another_mode_or_an_evaluation(client: GamecoreClient, home: Path) -> None:
     assert play(client, "judged", eval_mode=True).state == "finished"
     assert not list((home / "state" / "states").glob("arena/*/*")), "evaluations save none"
     first = play(client, "first", start_from="any", seed=4)
@@ -61,7 +61,7 @@ def test_matches_go_on_where_others_were_but_not_in_another_mode_or_an_evaluatio
         assert play(repeating, "judged", eval_mode=True).start_from is None
 
 
-def test_a_match_is_recorded_where_it_is_played_if_that_is_asked_for(client: GamecoreClient, home: Path) -> None:
+def test_a_match_is_recorded_if_requested(client: GamecoreClient, home: Path) -> None:
     played = play(client, "filmed", seed=11, options={"record": True, "rule": "hard"})
     recording = read_recording(home / "state" / "games" / "filmed" / played.result["recording"])
     assert verify(recording) == played.result["hash"]

@@ -1,4 +1,4 @@
-"""What callers must not be able to do: names, paths, numbers, bodies and connections that are not what they should be."""
+"""Hostile callers: invalid names, paths, numbers, bodies and connections."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def call(home: Path) -> Iterator[Caller]:
 
 
 @pytest.mark.parametrize("key", ["runtime_id", "game", "mode", "start_from", "task_id"])
-def test_names_that_are_none_are_refused_in_every_field(call: Caller, home: Path, key: str) -> None:
+def test_invalid_names_are_refused_in_every_field(call: Caller, home: Path, key: str) -> None:
     for name in EVIL:
         if key == "task_id" and name == "":
             continue  # as if it were not there
@@ -68,7 +68,7 @@ def test_names_that_are_none_are_refused_in_every_field(call: Caller, home: Path
     assert sorted(path.name for path in home.iterdir()) == ["games.yaml", "state"]
 
 
-def test_ids_in_paths_are_looked_at_in_the_same_way(call: Caller) -> None:
+def test_ids_in_paths_are_validated_the_same_way(call: Caller) -> None:
     for path in ("..%2f..%2fetc", "..", "%2e%2e", "a%00b", "a%20b", "$(id)", "-x", "a%0d%0aX:1", "x" * 200):
         for method, rest in (("GET", ""), ("DELETE", ""), ("GET", "/log"), ("GET", "/wait"), ("POST", "/forget")):
             answer = call(method, f"/v1/games/{path}{rest}")
@@ -133,7 +133,7 @@ def test_ids_in_paths_are_looked_at_in_the_same_way(call: Caller) -> None:
     ],
     ids=str,
 )
-def test_values_that_are_none_are_refused(call: Caller, wrong: dict[str, Any]) -> None:
+def test_invalid_values_are_refused(call: Caller, wrong: dict[str, Any]) -> None:
     answer = call("POST", "/v1/games", {"runtime_id": "x", "game": "environment", **wrong})
     assert answer.status == 400, answer
     assert answer.json["error"] in ("bad_request", "option")
@@ -145,13 +145,13 @@ def test_values_that_are_none_are_refused(call: Caller, wrong: dict[str, Any]) -
     [b"", b"[]", b"null", b"{", b"\xff", b'{"seed": NaN}', b'{"seed": Infinity}', b'{"seed": 1e999}', b"[" * 5000, b"9" * 5000],
     ids=repr,
 )
-def test_bodies_that_are_no_order_are_refused(call: Caller, body: bytes) -> None:
+def test_invalid_bodies_are_refused(call: Caller, body: bytes) -> None:
     for path in ("/v1/games", "/v2/newGame", "/v2/exists", "/v2/taskDetail"):
         answer = call("POST", path, raw=body)
         assert (answer.status, answer.json["error"]) in ((400, "bad_request"), (400, "runtime_id")), (path, answer)
 
 
-def test_an_error_of_ours_does_not_show_a_token(call: Caller) -> None:
+def test_an_internal_error_does_not_show_a_token(call: Caller) -> None:
     camps = [{"url": "http://h", "token": "hush-hush", "wrong": 1}]
     assert b"hush" not in call("POST", "/v1/games", {"runtime_id": "x", "game": "sleep", "camps": camps}).body
     assert b"hush" not in call("POST", "/v1/games", {"runtime_id": "x", "game": "sleep", "camps": [{"token": "hush-hush"}]}).body
@@ -174,13 +174,13 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(call: Caller) -> 
         assert read_all(line).startswith(b"HTTP/1.1 413")
 
 
-def test_a_caller_who_does_not_send_what_he_announced_is_not_waited_for(call: Caller) -> None:
+def test_an_incomplete_body_times_out(call: Caller) -> None:
     with connected(call) as line:
         line.sendall(b"POST /v1/games HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
         assert read_all(line).startswith(b"HTTP/1.1 408")
 
 
-def test_a_connection_that_never_says_what_it_wants_is_closed(call: Caller) -> None:
+def test_a_connection_without_a_request_is_closed(call: Caller) -> None:
     with connected(call) as line:
         over = threading.Event()
 
@@ -217,7 +217,7 @@ def test_there_are_never_more_connections_than_allowed(call: Caller) -> None:
     wait_until(lambda: answers(call), what="room again")
 
 
-def test_web_pages_cannot_talk_to_a_server_without_a_token(call: Caller) -> None:
+def test_web_pages_cannot_use_a_server_without_a_token(call: Caller) -> None:
     for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example:80"}, {"Origin": "null"}):
         answer = call("POST", "/v1/games", {"runtime_id": "x", "game": "sleep"}, headers=headers)
         assert (answer.status, answer.json["error"]) == (403, "browser")
@@ -237,13 +237,13 @@ def test_there_are_never_more_games_than_allowed(call: Caller) -> None:
     call("DELETE", "/v1/games/f3?grace_s=0")
 
 
-def test_a_request_id_comes_back_if_it_is_one(call: Caller) -> None:
+def test_a_valid_request_id_is_returned(call: Caller) -> None:
     assert call("GET", "/health", headers={"X-Request-ID": "abc-1"}).headers["x-request-id"] == "abc-1"
     assert len(call("GET", "/health", headers={"X-Request-ID": "a b<script>"}).headers["x-request-id"]) == 32
     assert len(call("GET", "/nowhere").headers["x-request-id"]) == 32
 
 
-def test_a_server_with_tokens_answers_only_those_who_have_one(home: Path) -> None:
+def test_a_server_with_tokens_requires_one(home: Path) -> None:
     tokens = home / "tokens"
     tokens.write_text("ci first-token\nslow second-token 0.1\n")
     settings = Settings(port=0, games=home / "games.yaml", state_dir=home / "with-token", token_file=tokens)
@@ -266,14 +266,14 @@ def test_a_server_with_tokens_answers_only_those_who_have_one(home: Path) -> Non
         assert friend("GET", "/v1/games").status == 401
 
 
-def test_a_log_that_a_game_made_a_link_is_not_read(call: Caller) -> None:
+def test_a_log_replaced_by_a_link_is_not_read(call: Caller) -> None:
     assert call("POST", "/v1/games", {"runtime_id": "linked", "game": "link-log"}).status == 201
     wait_until(lambda: call("GET", "/v1/games/linked").json["state"] == "finished", what="the game to end")
     shown = call("GET", "/v1/games/linked/log").body + call("GET", "/v1/games/linked").body
     assert b"root:" not in shown
 
 
-def test_beyond_this_machine_it_wants_a_token(home: Path) -> None:
+def test_listening_beyond_loopback_requires_a_token(home: Path) -> None:
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.org"):
         with pytest.raises(UsageError, match="without a token would give anyone access"):
             Settings(host=host, state_dir=home / "never").check()
@@ -281,7 +281,7 @@ def test_beyond_this_machine_it_wants_a_token(home: Path) -> None:
         Settings(host=host, state_dir=home / "never").check()
 
 
-def test_what_is_wrong_is_said_before_anything_is_begun(home: Path, tmp_path: Path) -> None:
+def test_invalid_settings_are_reported_before_the_server_starts(home: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         Settings(games=tmp_path / "none.yaml").check()
     with pytest.raises(UsageError, match="max-games"):
@@ -310,7 +310,7 @@ print(*(
 
 @pytest.mark.parametrize(("soft", "hard", "said"), [(1024, 1024, "760 32 5 1024"), (1024, 7000, "4096 4096 5 6160")])
 def test_connections_leave_files_for_the_games(soft: int, hard: int, said: str) -> None:
-    """The soft limit is raised as far as it must be, and connections are bounded by what the hard one leaves."""
+    """The soft limit is raised as needed, and connections are bounded by the hard limit."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(soft), str(hard)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == said.split()
 
@@ -345,7 +345,7 @@ def connected(call: Caller) -> socket.socket:
 
 
 def read_all(line: socket.socket) -> bytes:
-    """Until the server hangs up."""
+    """Read until the server closes."""
     data = b""
     try:
         while part := line.recv(65_536):

@@ -1,4 +1,4 @@
-"""Catalogues: what they say, and what is wrong with those that cannot be meant."""
+"""Catalogues: valid entries and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def one(text: str) -> GameEntry:
     return parse(f"games: {{a: {{{text}}}}}", "games.yaml", Path("/c")).games["a"]
 
 
-def test_the_catalogue_that_we_bring_has_the_arena() -> None:
+def test_the_built_in_catalogue_has_the_arena() -> None:
     found = catalogue.read()
     arena = found.games["arena"]
     assert {"1v1", "3v3"} <= set(arena.modes)
@@ -31,7 +31,7 @@ def test_an_entry_needs_only_a_command() -> None:
     assert entry.supports_mode("anything")
 
 
-def test_a_section_about_restarts_means_that_there_are_some() -> None:
+def test_a_restart_section_enables_restarts() -> None:
     assert one("command: [x], restart: {times: 2}").restart.on == "crash"
     assert one("command: [x], restart: {on: never}").restart.on == "never"
 
@@ -81,13 +81,13 @@ def test_wrappers_are_names_words_and_lists_of_them(wrapper: str, words: tuple[s
         ("command: [x], options: {S/x: {type: boolean}}", "games.a.options.S/x"),
     ],
 )
-def test_what_cannot_be_meant_is_named(text: str, said: str) -> None:
+def test_invalid_entries_are_reported_with_their_key(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         one(text)
     assert said in str(caught.value)
 
 
-def test_names_of_games_are_no_paths() -> None:
+def test_game_names_cannot_be_paths() -> None:
     for name in ("../a", "a/b", "a b", "-a", ".a", "''"):
         with pytest.raises(ConfigError):
             parse(f"games: {{{name}: {{command: [x]}}}}", "games.yaml", Path("/c"))
@@ -96,7 +96,7 @@ def test_names_of_games_are_no_paths() -> None:
             parse(text, "games.yaml", Path("/c"))
 
 
-def test_a_directory_that_is_not_there_is_told_when_the_file_is_read(tmp_path: Path) -> None:
+def test_a_missing_game_directory_is_reported_when_the_catalogue_is_read(tmp_path: Path) -> None:
     path = tmp_path / "games.yaml"
     path.write_text("games: {a: {command: [x], directory: nowhere}}")
     with pytest.raises(ConfigError, match="nowhere does not exist"):
@@ -122,7 +122,7 @@ def test_a_game_is_chosen_by_name_or_by_the_first_that_plays_the_mode() -> None:
         assert (caught.value.status, caught.value.error) == (404, "unknown_game")
 
 
-def test_options_have_defaults_only_if_they_say_so() -> None:
+def test_options_have_defaults_only_if_declared() -> None:
     entry = one(
         "command: [x, '{options.n}'], options: {n: {type: integer, minimum: 1, maximum: 3, default: 2},"
         " s: {type: string, choices: [a, b]}, f: {type: boolean, default: false}}"

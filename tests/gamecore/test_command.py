@@ -1,4 +1,4 @@
-"""From an order to a command with its environment: wrappers, placeholders, what reaches a game and what does not."""
+"""Commands built from requests: wrappers, placeholders, environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def made(entry: str, environ: dict[str, str] | None = None, states: Path | None 
     return build_command(catalogue, asked, GameDirectory(Path("/s/games/r-1")), states, HERE | (environ or {}), lambda: 4711)
 
 
-def test_a_command_is_found_beside_the_catalogue_or_on_the_path() -> None:
+def test_a_command_is_relative_to_the_catalogue_or_on_the_path() -> None:
     assert made("command: [bin/game, -x]").words == ("/cat/bin/game", "-x")
     assert made("command: [./game]").words == ("/cat/game",)
     assert made("command: [/opt/game]").words == ("/opt/game",)
@@ -34,7 +34,7 @@ def test_placeholders_name_what_belongs_to_this_game() -> None:
     assert what.words[1:] == ("r-1", "--c=/s/games/r-1/config.json", "/s/games/r-1/x", "/s/games/r-1/result.json", "4711")
 
 
-def test_options_reach_a_command_only_where_it_asks_for_them() -> None:
+def test_options_reach_a_command_only_through_placeholders() -> None:
     options = "options: {f: {type: boolean, default: true}, n: {type: number, minimum: 0, maximum: 9, default: 1}}"
     assert made(f"command: [game], {options}", options={"n": 3}).words == ("game",)
     assert made(f"command: [game, 'n={{options.n}}', '{{options.f}}'], {options}", options={"n": 3}).words == (
@@ -63,7 +63,7 @@ def test_little_of_the_environment_reaches_a_game() -> None:
     }
 
 
-def test_states_and_tokens_are_told_by_the_environment() -> None:
+def test_states_and_tokens_are_passed_in_environment_variables() -> None:
     camps = [{"address": "a:1", "token": "t0"}, {"address": "b:2"}, None]
     found = made("command: [game]", states=Path("/s/states/a"), camps=camps).environment
     assert found["LUDUS_GAME_STATES"] == "/s/states/a"
@@ -73,7 +73,7 @@ def test_states_and_tokens_are_told_by_the_environment() -> None:
 
 
 @pytest.mark.parametrize(("options", "share"), [({"together": 4}, "0.25"), ({"together": 0}, None), ({}, None)])
-def test_a_game_that_goes_on_with_other_matches_is_told_how_many_of_them_save(options: dict[str, int], share: str | None) -> None:
+def test_a_process_with_several_matches_gets_the_share_that_saves_states(options: dict[str, int], share: str | None) -> None:
     entry = "command: [game], states: {save: 0.25}, options: {together: {type: integer, minimum: 0, maximum: 9}}"
     found = made(entry, states=Path("/s/states/a"), options=options).environment
     assert found.get("LUDUS_GAME_STATES_SHARE") == share
@@ -86,12 +86,12 @@ def test_wine_has_a_prefix_of_its_own_for_every_game() -> None:
     assert "WINEPREFIX" not in made("command: [game], wrapper: nice").environment
 
 
-def test_what_a_display_leaves_behind_goes_with_the_game() -> None:
+def test_files_of_a_display_are_removed_with_the_game() -> None:
     assert made("command: [game], wrapper: xvfb-run").environment["TMPDIR"] == "/s/games/r-1"
     assert "TMPDIR" not in made("command: [game]").environment
 
 
-def test_windows_games_use_wine_where_the_server_is_told_so() -> None:
+def test_windows_games_use_wine_if_the_server_enables_it() -> None:
     asked = {"SIMULATOR_USE_WINE": "1"}
     assert made("command: [bin/game.exe], windows: true, wrapper: xvfb-run", asked).words == (
         "xvfb-run", "--auto-servernum", "wine", "/cat/bin/game.exe",

@@ -1,4 +1,4 @@
-"""Who plays where when a server has no room: orders of a real scheduler, answered as the test wants it."""
+"""The match scheduler with a scripted server: full servers, lost matches, moved matches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GAME: Mapping[str, Any] = {
 
 
 class Server:
-    """Starts what it is asked for, unless it is full; an order may be kept waiting."""
+    """Accepts requests unless it is full; can delay its reply."""
 
     server = "http://nowhere"
 
@@ -57,7 +57,7 @@ class Server:
         pass
 
 
-class Hall:
+class Scenario:
     def __init__(self, matches: int, together: int) -> None:
         self.server = Server()
         self.game = resolve_game("any", None, {}, GAME)
@@ -77,13 +77,13 @@ class Hall:
         return match
 
     def ends(self, slot: int) -> None:
-        """Its match, after a decision."""
+        """End the match of a slot after one decision."""
         match = self.match(slot)
         match.decisions = 1
         self.matches.end(match, tuple(match.rows), {}, {})
 
-    def told(self, match: LiveMatch) -> list[str]:
-        """A session of this match begins: of which others its game hears."""
+    def announced(self, match: LiveMatch) -> list[str]:
+        """Start a session of this match, and return the announced matches."""
         actor = MatchActor(self.matches, StepParser(self.game))
         actor.match = match.id
         body: bytes = asyncio.run(actor.start("1", b'{"camp": %d}' % next(iter(match.rows))))
@@ -91,9 +91,9 @@ class Hall:
 
 
 @pytest.fixture
-def hall() -> Iterator[Hall]:
-    """Five matches in two processes, of which the second has a place left; it is too old for further ones."""
-    found = Hall(5, together=3)
+def scenario() -> Iterator[Scenario]:
+    """Five matches in two processes; the second has free capacity but is too old for more."""
+    found = Scenario(5, together=3)
     wait_until(lambda: len(found.server.started) == 2, what="two processes")
     first, second = found.processes
     assert (len(first.matches), len(second.matches), second.capacity) == (3, 2, 3)
@@ -103,43 +103,43 @@ def hall() -> Iterator[Hall]:
     found.scheduler.close()
 
 
-def test_a_match_that_moves_to_another_process_is_told_of_there_alone(hall: Hall) -> None:
-    first, second = hall.processes
+def test_a_moved_match_is_announced_only_to_its_new_process(scenario: Scenario) -> None:
+    first, second = scenario.processes
     first.began, before = -1e9, set(second.matches)
-    hall.server.full = True
-    hall.server.open.clear()
+    scenario.server.full = True
+    scenario.server.open.clear()
     for slot in range(3):  # the first process has played its matches; while the next one is ordered, all three gather there
-        hall.ends(slot)
-    wait_until(lambda: len(hall.server.asked) == 3, what="the order")
-    (late,) = [process for process in hall.processes if process is not second]
+        scenario.ends(slot)
+    wait_until(lambda: len(scenario.server.asked) == 3, what="the order")
+    (late,) = [process for process in scenario.processes if process is not second]
     assert len(late.matches) == 3
-    hall.server.open.set()
+    scenario.server.open.set()
     wait_until(lambda: len(second.matches) == 3 and len(late.matches) == 2, what="one of three has moved")
     (moved,) = second.matches - before
-    hall.server.full = False
-    wait_until(lambda: late.id in hall.server.started, what="the process of the others")
+    scenario.server.full = False
+    wait_until(lambda: late.id in scenario.server.started, what="the process of the others")
 
     ordered = next(match for match in late.matches if match.id == late.id)
-    assert hall.told(ordered) == [match.id for match in late.matches if match is not ordered]
-    assert moved.id in hall.told(next(match for match in second.matches if match.id == second.id))
+    assert scenario.announced(ordered) == [match.id for match in late.matches if match is not ordered]
+    assert moved.id in scenario.announced(next(match for match in second.matches if match.id == second.id))
 
 
-def test_matches_that_were_given_up_while_they_were_ordered_are_ordered_anew(hall: Hall) -> None:
-    hall.server.full = True
-    hall.server.open.clear()
-    hall.matches.lose(hall.match(0), "its process is gone")
-    wait_until(lambda: len(hall.server.asked) == 3, what="the order")  # and no answer yet
-    hall.matches.lose(hall.match(0), "nobody waits for it any more")
-    hall.server.full = False
-    hall.server.open.set()
+def test_matches_lost_while_being_ordered_are_ordered_again(scenario: Scenario) -> None:
+    scenario.server.full = True
+    scenario.server.open.clear()
+    scenario.matches.lose(scenario.match(0), "its process is gone")
+    wait_until(lambda: len(scenario.server.asked) == 3, what="the order")  # and no answer yet
+    scenario.matches.lose(scenario.match(0), "nobody waits for it any more")
+    scenario.server.full = False
+    scenario.server.open.set()
 
-    wait_until(lambda: sum(len(process.matches) for process in hall.processes if process.accepted) == 5, what="all matches")
-    assert hall.scheduler.fault is None
+    wait_until(lambda: sum(len(process.matches) for process in scenario.processes if process.accepted) == 5, what="all matches")
+    assert scenario.scheduler.fault is None
 
 
 @pytest.mark.parametrize("key", ["protocol", "game", "rules", "hero_table", "mode", "ticks_per_decision"])
-def test_another_game_than_the_one_that_is_meant_is_refused_with_what_is_different(key: str) -> None:
-    """Another match of heroes, say: the same numbers would mean somebody else."""
+def test_a_different_game_is_refused_with_the_difference(key: str) -> None:
+    """For example another hero table: the same ids would mean other heroes."""
     arena = resolve_game("arena", "3v3", {}, {})
     about = {"protocol": spec.VERSION, **arena.expected_start}
     assert "hero_table" in about

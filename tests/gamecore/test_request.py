@@ -1,4 +1,4 @@
-"""Orders as values: what is read from JSON, when two are the same, and that anything else is refused and nothing breaks."""
+"""Requests: parsing, equality, and refusal of anything invalid."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def read(**order: Any) -> GameRequest:
     return parse_request({"runtime_id": "r", **order}, CATALOGUE)
 
 
-def test_an_order_needs_no_more_than_an_id() -> None:
+def test_a_request_needs_only_an_id() -> None:
     assert read() == GameRequest("r", "a", None, [], (None, None), {"n": 1})
 
 
-def test_two_orders_are_equal_if_they_ask_for_the_same() -> None:
+def test_two_requests_are_equal_if_they_describe_the_same_match() -> None:
     camps = [{"address": "h:80", "token": "t"}, None]
     assert read(camps=camps, options={"n": 1}) == read(camps=[{"url": "http://h:80/", "timeout_s": 30, "token": "t"}, None])
     assert read(camps=camps) != read(camps=[{"address": "h:80", "token": "other"}, None])
     assert read(seed=1) != read()
 
 
-def test_tokens_are_in_no_text_about_an_order() -> None:
+def test_tokens_never_appear_in_the_text_of_a_request() -> None:
     order = read(camps=[{"address": "h:80", "token": "hush-hush"}, None])
     assert order.camps[0] == CampActor("http://h:80", 30.0, "hush-hush")
     assert "hush" not in repr(order)
@@ -58,13 +58,13 @@ def test_addresses_of_actors_have_one_form(given_url: str, url: str) -> None:
     assert camp.url == url
 
 
-def test_a_camp_is_there_for_every_list_of_heroes() -> None:
+def test_every_list_of_heroes_has_a_camp() -> None:
     heroes = [[{"hero_id": 1}], [{"hero_id": "mage", "level": 2.5, "symbol": [1, 2], "skin": True}], []]
     assert read(heroes=heroes).camps == (None, None, None)
     assert read(heroes=heroes).heroes == heroes
 
 
-def test_the_game_is_told_what_was_asked_for() -> None:
+def test_the_game_config_contains_the_request() -> None:
     order = read(mode="1v1", camps=[{"address": "h:1", "timeout_s": 2}, None], max_frames=5, eval_mode=True)
     assert order.game_config(7, "/states/x") == {
         "runtime_id": "r",
@@ -95,7 +95,7 @@ NEAR = st.fixed_dictionaries(
 
 @settings(max_examples=80, deadline=None)
 @given(NEAR)
-def test_whatever_is_asked_for_is_an_order_or_is_refused(data: dict[str, Any]) -> None:
+def test_arbitrary_input_is_a_request_or_is_refused(data: dict[str, Any]) -> None:
     made = outcome(lambda: parse_request(parse_json(json.dumps(data).encode()), CATALOGUE))
     if isinstance(made, Refused):
         assert made.status in (400, 404)

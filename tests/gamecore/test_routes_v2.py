@@ -1,4 +1,4 @@
-"""The older form of the pages, as clients of gamecore servers call them."""
+"""The /v2 routes, as used by existing clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def order(runtime_id: str, infos: list[Any], kind: str = "remote", mode: str = "
     }
 
 
-def test_an_order_is_translated() -> None:
+def test_a_v2_request_is_translated() -> None:
     told = to_game_request(
         order("r", [REMOTE, {"request_id": 0}, {}, {}], max_frame_num=20000, task_id="t_swap", extra_abs_key_info={"a": 1})
     )
@@ -72,7 +72,7 @@ def test_an_order_is_translated() -> None:
     ],
     ids=str,
 )
-def test_orders_that_cannot_be_meant_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_v2_requests_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(Refused) as caught:
         to_game_request(wrong)
     assert caught.value.status == 400
@@ -92,7 +92,7 @@ def said(call: Caller, verb: str, data: dict[str, Any]) -> Answer:
 
 
 @pytest.mark.system
-def test_a_game_is_started_asked_for_and_stopped(call: Caller) -> None:
+def test_a_game_is_started_queried_and_stopped(call: Caller) -> None:
     assert said(call, "stopGame", {"runtime_id": "one"}).status == 200  # clients stop first, to be sure
     assert said(call, "exists", {"runtime_id": "one"}).json["exists"] is False
     started = said(call, "newGame", order("one", [{}, {}], mode="1v1"))
@@ -119,7 +119,7 @@ def test_results_of_a_task_are_kept_although_its_games_share_an_id(call: Caller)
 
 
 @pytest.mark.system
-def test_a_match_that_must_resume_is_refused_without_a_state_and_others_begin_anew(call: Caller) -> None:
+def test_must_resume_is_refused_without_a_state_and_others_start_a_new_match(call: Caller) -> None:
     refused = said(call, "newGame", order("two", [{}, {}], "repeat_only"))
     assert (refused.status, refused.json["code"], refused.json["error"]) == (404, 404, "unknown_state")
     assert refused.json["msg"]

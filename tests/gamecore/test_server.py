@@ -1,4 +1,4 @@
-"""The server with real games: started, listed, waited for, stopped, restarted, limited, remembered."""
+"""The server with real games: start, list, wait, stop, restart, limits, records."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_game_is_started_and_shown_and_stopped(call: Caller) -> None:
     assert (again.status, again.json["state"]) == (200, "stopped")
 
 
-def test_a_game_that_ends_shows_its_result_and_what_it_was_told(call: Caller) -> None:
+def test_a_finished_game_shows_its_result_and_config(call: Caller) -> None:
     heroes = [[{"hero_id": 190}], [{"hero_id": 141, "symbol": [1, 2]}]]
     camps = [{"address": "10.0.0.5:8000", "timeout_s": 3, "token": "hush-hush"}, None]
     ended = call.play("two", "quick", heroes=heroes, camps=camps, max_frames=100, seed=9)
@@ -82,13 +82,13 @@ def test_a_game_that_ends_shows_its_result_and_what_it_was_told(call: Caller) ->
     assert "hush-hush" not in config
 
 
-def test_the_first_game_that_plays_the_mode_is_chosen(call: Caller) -> None:
+def test_the_first_game_with_the_mode_is_chosen(call: Caller) -> None:
     answer = call("POST", "/v1/games", {"runtime_id": "by-mode", "mode": "3v3"})
     assert (answer.status, answer.json["game"]) == (201, "quick")
     call.wait("by-mode")
 
 
-def test_the_same_order_again_is_the_same_game_and_another_one_is_refused(call: Caller) -> None:
+def test_a_repeated_request_finds_the_same_game_and_a_different_one_is_refused(call: Caller) -> None:
     first = call.start("same", "sleep")
     assert first.status == 201
     second = call.start("same", "sleep")
@@ -120,7 +120,7 @@ def test_many_callers_at_once_start_one_game(call: Caller) -> None:
     call("DELETE", "/v1/games/race?grace_s=0")
 
 
-def test_a_wait_ends_with_the_game_and_at_the_latest_when_it_was_told_to(call: Caller) -> None:
+def test_a_wait_ends_with_the_game_or_the_time_out(call: Caller) -> None:
     call.start("waited", "sleep")
     assert call("GET", "/v1/games/waited/wait?timeout_s=0.05").json["state"] == "running"
     found: list[str] = []
@@ -131,7 +131,7 @@ def test_a_wait_ends_with_the_game_and_at_the_latest_when_it_was_told_to(call: C
     assert found == ["stopped"]
 
 
-def test_a_crash_is_told_with_its_code_and_last_lines(call: Caller) -> None:
+def test_a_crash_is_reported_with_exit_code_and_last_lines(call: Caller) -> None:
     ended = call.play("crashes", "crash")
     assert (ended["state"], ended["exit_code"], ended["last_lines"]) == ("crashed", 3, ["oh no"])
     assert ended["reason"] == "It ended with code 3."
@@ -140,7 +140,7 @@ def test_a_crash_is_told_with_its_code_and_last_lines(call: Caller) -> None:
     assert "SIGSEGV" in killed["reason"]
 
 
-def test_a_game_that_crashed_is_started_again_as_its_entry_says(call: Caller) -> None:
+def test_a_crashed_game_is_restarted_according_to_its_entry(call: Caller) -> None:
     ended = call.play("flaky", "flaky")
     assert (ended["state"], ended["restarts"]) == ("finished", 1)
     assert call.log("flaky").split() == ["life", "life"]
@@ -148,7 +148,7 @@ def test_a_game_that_crashed_is_started_again_as_its_entry_says(call: Caller) ->
     assert (ended["state"], ended["restarts"], ended["exit_code"]) == ("crashed", 2, 5)
 
 
-def test_a_game_can_be_stopped_while_it_waits_for_its_next_life(call: Caller) -> None:
+def test_a_game_can_be_stopped_while_it_waits_for_its_restart(call: Caller) -> None:
     call.start("pausing", "slow-again")
     seen = wait_until(lambda: (now := state(call, "pausing"))["restarts"] and now, what="a restart")
     assert seen["state"] == "starting"
@@ -164,7 +164,7 @@ def test_a_game_that_takes_too_long_is_ended(call: Caller) -> None:
     assert (refused.status, refused.json["error"]) == (400, "bad_request")
 
 
-def test_a_game_that_says_nothing_when_it_should_is_ended(call: Caller) -> None:
+def test_a_game_without_output_is_ended_at_its_start_limit(call: Caller) -> None:
     ended = call.play("mute", "mute")
     assert (ended["state"], ended["reason"]) == ("crashed", "It printed nothing within 0.2 s of its start.")
     call.start("speaks", "speaks")
@@ -198,7 +198,7 @@ def test_a_flood_of_lines_leaves_a_small_log(call: Caller, state_dir: Path) -> N
     assert "repeated" in call.log("flood")
 
 
-def test_a_program_that_is_not_there_is_told_without_its_command(call: Caller) -> None:
+def test_a_missing_program_is_reported_without_its_command(call: Caller) -> None:
     answer = call.start("missing", "missing")
     assert (answer.status, answer.json["error"]) == (500, "cannot_start")
     assert "no-such-program" in answer.json["message"]
@@ -220,7 +220,7 @@ def test_a_game_that_takes_too_much_memory_is_ended(call: Caller) -> None:
     assert "the limit is 60" in ended["reason"]
 
 
-def test_metrics_tell_of_every_game(call: Caller) -> None:
+def test_metrics_cover_every_game(call: Caller) -> None:
     call.start("threads", "threads")
     wait_until(lambda: state(call, "threads")["threads"] == 5, what="its threads")
     families = {family.name: family for family in text_string_to_metric_families(call("GET", "/metrics").body.decode())}
@@ -235,7 +235,7 @@ def test_metrics_tell_of_every_game(call: Caller) -> None:
     assert 'runtime_id="threads"' not in call("GET", "/metrics").body.decode()
 
 
-def test_a_result_that_is_none_is_told(call: Caller) -> None:
+def test_an_invalid_result_is_reported(call: Caller) -> None:
     ended = call.play("bad-result", "bad-result")
     assert (ended["state"], ended["result"]) == ("finished", None)
     assert "NaN" in ended["reason"]
@@ -274,14 +274,14 @@ def test_saved_states_are_kept_chosen_and_bounded(call: Caller) -> None:
     assert call("GET", "/v1/catalogue").json["games"]["saver"]["states"] == 2  # evaluations save none
 
 
-def test_the_catalogue_shows_what_can_be_asked_for_and_no_command(call: Caller) -> None:
+def test_the_catalogue_shows_games_and_options_but_no_commands(call: Caller) -> None:
     answer = call("GET", "/v1/catalogue")
     assert answer.json["games"]["sleep"]["modes"] == ["1v1"]
     assert answer.json["games"]["environment"]["options"]["speed"]["maximum"] == 10
     assert b"sleep 1000" not in answer.body
 
 
-def test_games_that_are_over_can_be_forgotten(call: Caller, state_dir: Path) -> None:
+def test_finished_games_can_be_removed(call: Caller, state_dir: Path) -> None:
     call.play("gone", "quick")
     assert (state_dir / "state" / "games" / "gone").is_dir()
     assert call("POST", "/v1/games/gone/forget").json == {"forgotten": "gone"}
@@ -294,7 +294,7 @@ def test_games_that_are_over_can_be_forgotten(call: Caller, state_dir: Path) -> 
     call("DELETE", "/v1/games/stays?grace_s=0")
 
 
-def test_games_that_are_kept_warm_are_forks_and_a_module_that_cannot_be_is_started_by_its_command(tmp_path: Path) -> None:
+def test_prefork_games_are_forked_and_others_start_as_commands(tmp_path: Path) -> None:
     (tmp_path / "warmed.py").write_text(
         "import json, os\nloaded = os.getpid()\n"
         "def main(argv):\n"
@@ -321,7 +321,7 @@ def test_games_that_are_kept_warm_are_forks_and_a_module_that_cannot_be_is_start
     assert "cold: prefork failed" in (tmp_path / "state" / "gamecore-server.log").read_text()
 
 
-def test_a_game_can_be_stopped_while_its_module_is_imported(tmp_path: Path) -> None:
+def test_a_game_can_be_stopped_during_the_prefork_import(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1000)\n")
     (tmp_path / "games.yaml").write_text(
         f"games: {{slow: {{command: [echo], warm: slow, environment: {{PYTHONPATH: {tmp_path}}}}}}}"
@@ -360,7 +360,7 @@ def test_a_windows_game_runs_under_wine_with_a_prefix_of_its_own(tmp_path: Path,
             assert call.log(name).splitlines() == [f"wine in {tmp_path}/state/games/{name}/wine", "the game"]
 
 
-def test_only_so_many_games_are_remembered(tmp_path: Path) -> None:
+def test_the_number_of_kept_games_is_bounded(tmp_path: Path) -> None:
     settings = Settings(port=0, games=catalogue_file(tmp_path), state_dir=tmp_path / "state", keep=2)
     with running(settings) as server:
         call = Caller(server.host, server.port)
@@ -376,7 +376,7 @@ def test_only_so_many_games_are_remembered(tmp_path: Path) -> None:
         ]
 
 
-def test_the_server_says_in_its_log_what_it_did(call: Caller, state_dir: Path) -> None:
+def test_the_server_logs_its_actions(call: Caller, state_dir: Path) -> None:
     call.play("logged", "crash")
     text = (state_dir / "state" / "gamecore-server.log").read_text()
     assert "logged: crash begins" in text

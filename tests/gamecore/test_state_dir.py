@@ -1,4 +1,4 @@
-"""The directory of a server: records, what a killed server left behind, saved states, the results of tasks."""
+"""The state directory: records, leftovers of a killed server, saved states, task results."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ludus.gamecore.server.task_results import TaskResults
 from ludus.process import identity
 
 
-def test_one_server_at_a_time_has_the_directory(tmp_path: Path) -> None:
+def test_the_state_directory_is_locked_by_one_server(tmp_path: Path) -> None:
     with StateDir(tmp_path), pytest.raises(UsageError, match=f"process {os.getpid()}"):
         StateDir(tmp_path)
     with StateDir(tmp_path):
         pass
 
 
-def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_an_unusable_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="Cannot use"):
         StateDir(tmp_path / "file" / "x")
 
 
-def test_the_usual_place_is_one_for_each_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_directory_depends_on_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUDUS_STATE_DIR", "/s")
     assert default_directory(23432) == Path("/s/gamecore/23432")
     monkeypatch.delenv("LUDUS_STATE_DIR")
@@ -43,7 +43,7 @@ def test_the_usual_place_is_one_for_each_port(monkeypatch: pytest.MonkeyPatch) -
     assert default_directory(1) == Path("/h/.local/state/ludus/gamecore/1")
 
 
-def test_what_a_game_is_told_is_for_this_user_alone(tmp_path: Path) -> None:
+def test_the_game_config_is_private(tmp_path: Path) -> None:
     with StateDir(tmp_path / "s") as state_dir:
         game_dir = state_dir.game_dir("a")
         state_dir.create(game_dir, {"seed": 1})
@@ -57,7 +57,7 @@ def test_what_a_game_is_told_is_for_this_user_alone(tmp_path: Path) -> None:
         assert list((tmp_path / "s" / "trash").iterdir()) == []
 
 
-def test_a_prefix_of_wine_is_taken_over_by_the_next_game_if_it_is_whole(tmp_path: Path) -> None:
+def test_a_complete_wine_prefix_is_kept_for_the_next_game(tmp_path: Path) -> None:
     def left_behind(*names: str) -> None:
         game_dir.prefix.mkdir(exist_ok=True)
         for name in names:
@@ -80,7 +80,7 @@ def test_a_prefix_of_wine_is_taken_over_by_the_next_game_if_it_is_whole(tmp_path
         assert not state_dir.game_dir("a").prefix.exists()
 
 
-def test_games_that_ran_when_the_server_was_killed_are_lost_and_ended(tmp_path: Path) -> None:
+def test_games_of_a_killed_server_are_lost_and_killed(tmp_path: Path) -> None:
     with StateDir(tmp_path) as state_dir:
         for name, state in (("ended", "finished"), ("ran", "running"), ("began", "starting")):
             state_dir.create(state_dir.game_dir(name), {})
@@ -112,7 +112,7 @@ def test_games_that_ran_when_the_server_was_killed_are_lost_and_ended(tmp_path: 
         }
 
 
-def test_records_that_are_none_are_removed(tmp_path: Path) -> None:
+def test_invalid_records_are_removed(tmp_path: Path) -> None:
     with StateDir(tmp_path) as state_dir:
         for name, text in (
             ("half", '{"status": {'),
@@ -150,7 +150,7 @@ def test_saved_states_are_bounded_by_number_and_size(tmp_path: Path) -> None:
             state_dir.choose_state(asked("other", "any", must_resume=True))
 
 
-def test_a_match_goes_on_only_with_a_state_of_its_own_kind(tmp_path: Path) -> None:
+def test_a_match_starts_only_from_a_state_of_its_kind(tmp_path: Path) -> None:
     heroes: list[list[dict[str, Any]]] = [[{"hero_id": 1}] * 3] * 2
     with StateDir(tmp_path) as state_dir:
         (state_dir.states_dir("g", "1v1") / "small").write_text("")
@@ -194,7 +194,7 @@ def test_a_result_is_a_small_json_object_in_a_plain_file(tmp_path: Path) -> None
     assert read_result(path) == ({"winner": 0}, "")
 
 
-def test_the_last_lines_of_a_log_reach_into_the_one_before(tmp_path: Path) -> None:
+def test_the_last_lines_include_the_rotated_log(tmp_path: Path) -> None:
     path = tmp_path / "game.log"
     assert last_lines(path, 5) == []
     (tmp_path / "game.log.1").write_text("1\n2\n3\n")

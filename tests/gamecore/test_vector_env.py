@@ -1,4 +1,4 @@
-"""Matches below a real gamecore server as one vector environment: what rows see, and what goes wrong on the way."""
+"""GamecoreVectorEnv with a real gamecore server: observations, results, failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DECLARED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """With the Arena, and a game that counts."""
+    """A server with the Arena and a counting game."""
     directory = tmp_path_factory.mktemp("gamecore")
     built_in = Path(ludus.__file__).with_name("gamecore") / "server" / "games.yaml"
     games = directory / "games.yaml"
@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def made() -> Iterator[list[Any]]:
-    """Environments that are closed in the end."""
+    """Creates environments and closes them after the test."""
     environments: list[Any] = []
     yield environments
     for one in environments:
@@ -71,7 +71,7 @@ def made() -> Iterator[list[Any]]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row goes without a match while others play."""
+    """Make every step wait until all rows have a match."""
     ready_to_step = LiveMatches.ready_to_step
     monkeypatch.setattr(LiveMatches, "ready_to_step", lambda matches, *, wait_for_all: ready_to_step(matches, wait_for_all=True))
 
@@ -158,7 +158,7 @@ def test_rows_get_the_same_numbers_over_http_as_in_this_process(
     assert ends >= 1
 
 
-def test_looking_at_the_environment_needs_no_server() -> None:
+def test_creating_the_environment_needs_no_server() -> None:
     environments = make_environments("gamecore", 1, {"server": "127.0.0.1:9", "mode": "3v3"})
     seen = environments.reset(0)
     assert environments.masked
@@ -166,7 +166,7 @@ def test_looking_at_the_environment_needs_no_server() -> None:
     environments.close()
 
 
-def test_a_declared_game_is_played_to_its_end_and_begun_anew(server: str, made: list[Any]) -> None:
+def test_a_declared_game_is_played_to_its_end_and_restarted(server: str, made: list[Any]) -> None:
     env = counting(made, server, opponent="self", side=0)
     _, _, _, _, infos = env.step(ones(env))
     assert infos["lost"].all()
@@ -186,7 +186,7 @@ def test_a_declared_game_is_played_to_its_end_and_begun_anew(server: str, made: 
     assert rewards == [[1, 0]] * 8 + [[0, 0]] + [[1, 0]]
 
 
-def test_how_matches_went_is_known_to_whoever_makes_the_next(server: str, made: list[Any]) -> None:
+def test_results_of_matches_reach_the_opponent_sampler(server: str, made: list[Any]) -> None:
     env = counting(made, server, 2, matchmaking="even", length=2)
     rivals = env.game.opponent_sampler
     until_s = time.monotonic() + 60
@@ -197,7 +197,7 @@ def test_how_matches_went_is_known_to_whoever_makes_the_next(server: str, made: 
     assert rivals.win_rate[0, 0] == pytest.approx((0.5 + rivals.matches[0, 0]) / (1 + rivals.matches[0, 0]))
 
 
-def test_what_became_of_a_match_is_told_by_whom_it_was_played_against(server: str, made: list[Any]) -> None:
+def test_results_are_reported_by_opponent(server: str, made: list[Any]) -> None:
     env = counting(made, server, 2, opponent={"rule": 0.5, "past": 0.5}, length=2)
     assert env.result_names == ("win/rule", "loss/rule", "win/past", "loss/past", "past_version")
     told = np.zeros(3)
@@ -226,7 +226,7 @@ def test_rows_of_past_opponents_come_last_and_are_marked(server: str, made: list
 
 
 def processes(env: GamecoreVectorEnv, server: str, *states: str) -> dict[str, GameState]:
-    """Those of this environment, by id."""
+    """Running games of this environment by id."""
     backend = env._backend
     assert backend is not None
     prefix = backend.scheduler._defaults.prefix
@@ -244,7 +244,7 @@ def arena(made: list[Any], server: str, num: int, **config: Any) -> GamecoreVect
 
 
 def nothing(env: GamecoreVectorEnv) -> dict[str, Any]:
-    """Is done by all rows; what there is to tell of it."""
+    """Step all rows with this action, and return the result."""
     return dict(env.step(np.zeros((env.num_envs, 4), np.int64))[4])
 
 
@@ -254,7 +254,7 @@ def finished(env: GamecoreVectorEnv) -> int:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_process_goes_on_with_one_match_after_the_other(server: str, made: list[Any]) -> None:
+def test_a_process_plays_one_match_after_another(server: str, made: list[Any]) -> None:
     env = counting(made, server, 2, together=1, length=3)
     env.step(ones(env))
     begun = {name: game.pid for name, game in processes(env, server).items()}
@@ -338,7 +338,7 @@ def test_a_server_without_room_for_another_process_costs_nothing(
         env.close()
 
 
-def test_a_match_that_nobody_has_heard_of_is_told_of_again(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_match_is_announced_again(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ended = MatchActor.end
 
     async def unheard(actor: MatchActor, body: bytes) -> bytes:
@@ -352,7 +352,7 @@ def test_a_match_that_nobody_has_heard_of_is_told_of_again(server: str, made: li
     assert (finished(env), env.restarts) == (1, 0)
 
 
-def test_a_mistake_in_drawing_a_match_is_told(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_drawing_a_match_is_raised(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     env = arena(made, server, 2, options={"on_illegal": "forfeit"})
 
     def draw(*_: object) -> None:
@@ -388,7 +388,7 @@ def test_weights_that_have_changed_count_from_the_next_match_on(server: str, mad
     assert np.abs(second).max() > 0
 
 
-def test_a_process_is_not_kept_for_ever(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_process_gets_no_further_matches(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(match_scheduler, "_MAX_AGE_S", 0.0)
     env = arena(made, server, 2, seconds=1, together=2)
     begun = processes(env, server).keys()
@@ -400,7 +400,7 @@ def test_a_process_is_not_kept_for_ever(server: str, made: list[Any], monkeypatc
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_match_that_ends_earlier_than_others_of_its_process_keeps_nobody_waiting(server: str, made: list[Any]) -> None:
+def test_a_match_that_ends_early_does_not_delay_others_of_its_process(server: str, made: list[Any]) -> None:
     env = arena(made, server, 3, together=3, timeout_s=5.0, options={"on_illegal": "forfeit"})
     ends = np.zeros(3, np.int64)
     for step in range(60):
@@ -420,13 +420,13 @@ def test_matches_from_saved_states_have_processes_of_their_own(server: str, made
     assert len(processes(env, server)) == 3
 
 
-def test_the_own_side_is_drawn_for_every_match(server: str, made: list[Any]) -> None:
+def test_the_learning_side_is_drawn_for_every_match(server: str, made: list[Any]) -> None:
     env = counting(made, server, 1, length=1)
     camps = {float(env.step(ones(env))[0][0, 2]) for _ in range(40)}
     assert camps == {0.0, 1.0}
 
 
-def test_nobody_is_let_in_without_the_token_and_the_server_writes_it_nowhere(
+def test_requests_need_the_token_which_the_server_never_writes(
     server: str, made: list[Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     env = counting(made, server)
@@ -472,7 +472,7 @@ def test_ppo_trains_on_matches_that_run_elsewhere(server: str, tmp_path: Path, w
 
 
 @pytest.mark.parametrize("fault", ["nan", "shape", "mask", "reward", "words", "crash"])
-def test_a_game_that_goes_wrong_costs_its_match_and_nothing_else(server: str, made: list[Any], fault: str) -> None:
+def test_an_invalid_game_loses_only_its_match(server: str, made: list[Any], fault: str) -> None:
     env = counting(made, server, 4, fault=fault, share=0.4)
     ended, lost = 0, 0
     until_s = time.monotonic() + 60
@@ -489,8 +489,8 @@ def test_a_game_that_goes_wrong_costs_its_match_and_nothing_else(server: str, ma
     assert lost >= env.restarts >= 3
 
 
-def test_a_match_whose_last_sight_is_nonsense_has_no_result(server: str, made: list[Any]) -> None:
-    """It is cut, its result is told with it, and what the rows would go on from is no number: nothing of it counts."""
+def test_a_match_with_an_invalid_last_observation_has_no_result(server: str, made: list[Any]) -> None:
+    """A truncated match whose last observation is NaN: its result is discarded."""
     env = counting(made, server, 4, fault="last", share=0.5)
     counted = ended = 0
     until_s = time.monotonic() + 60
@@ -505,13 +505,13 @@ def test_a_match_whose_last_sight_is_nonsense_has_no_result(server: str, made: l
     assert env.restarts >= 3
 
 
-def test_a_game_that_never_goes_right_is_an_error_that_says_why(server: str, made: list[Any]) -> None:
+def test_a_game_that_always_fails_is_an_error_with_the_reason(server: str, made: list[Any]) -> None:
     env = counting(made, server, 4, fault="protocol")
     with pytest.raises(EnvironmentFault, match=r"were lost.*version 2 of the protocol"):
         played(env, 100)
 
 
-def test_another_game_than_the_one_that_was_meant_is_not_played(server: str, made: list[Any]) -> None:
+def test_a_different_game_is_not_played(server: str, made: list[Any]) -> None:
     env = counting(made, server, 2, expects={"rules": 7})
     with pytest.raises(EnvironmentFault, match="rules of this game is 1, expected 7"):
         played(env, 100)
@@ -530,7 +530,7 @@ def test_a_game_that_hangs_is_given_up(server: str, made: list[Any]) -> None:
     assert beats
 
 
-def test_a_game_that_asks_its_camps_one_after_the_other_is_told_so(server: str, made: list[Any]) -> None:
+def test_a_game_that_ticks_its_camps_sequentially_is_reported(server: str, made: list[Any]) -> None:
     env = counting(made, server, 4, fault="turns", opponent="self", timeout_s=0.1)
     with pytest.raises(EnvironmentFault, match="at the same time"):
         env.step(ones(env))
@@ -557,7 +557,7 @@ def test_a_game_that_is_killed_costs_its_own_rows(server: str, made: list[Any]) 
     assert "lost" not in infos
 
 
-def test_a_server_that_is_killed_is_waited_for_and_goes_on(tmp_path: Path, made: list[Any]) -> None:
+def test_training_waits_for_a_killed_server_and_continues(tmp_path: Path, made: list[Any]) -> None:
     with Server(tmp_path, {"counting": COUNTING}) as rig:
         env = counting(made, f"127.0.0.1:{rig.port}", 2, length=10_000)
         for _ in range(5):
@@ -616,7 +616,7 @@ def test_what_the_server_does_not_start_is_an_error_at_once(server: str, made: l
         ({**DECLARED, "seats": "x"}, "seats"),
     ],
 )
-def test_what_is_wrong_with_the_config_is_said_before_anything_starts(config: dict[str, Any], said: str) -> None:
+def test_an_invalid_config_is_reported_before_anything_starts(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         GamecoreVectorEnv(2, **config)
 

@@ -1,4 +1,4 @@
-"""The server as a process: ended gently, killed, started again by its supervisor; and what becomes of its games."""
+"""The server under its watchdog: stopped, killed, restarted; and the fate of its games."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lock_holder(directory: Path) -> int:
     return int((directory / "state" / "lock").read_text())
 
 
-def test_a_server_that_is_asked_to_end_stops_its_games_and_remembers_them(tmp_path: Path) -> None:
+def test_a_stopped_server_stops_its_games_and_keeps_their_records(tmp_path: Path) -> None:
     with served(tmp_path, supervise=False) as (process, call):
         game = call.start("one", "sleep").json["pid"]
         process.terminate()
@@ -60,7 +60,7 @@ def test_a_server_that_is_asked_to_end_stops_its_games_and_remembers_them(tmp_pa
         assert process.wait(20) == 0
 
 
-def test_a_server_that_was_killed_is_replaced_and_its_games_are_lost_and_gone(tmp_path: Path) -> None:
+def test_a_killed_server_is_replaced_and_its_games_are_lost(tmp_path: Path) -> None:
     with served(tmp_path, supervise=True) as (process, call):
         games = [call.start(name, game).json["pid"] for name, game in (("one", "sleep"), ("two", "stubborn"), ("three", "forks"))]
         server = lock_holder(tmp_path)
@@ -87,7 +87,7 @@ def test_a_server_does_not_outlive_its_supervisor(tmp_path: Path) -> None:
         )
 
 
-def test_a_server_that_cannot_begin_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_server_with_invalid_settings_is_not_restarted(tmp_path: Path) -> None:
     with served(tmp_path, supervise=False):
         settings = Settings(port=0, games=tmp_path / "games.yaml", state_dir=tmp_path / "state")
         words = [sys.executable, "-P", "-c", PROGRAM, settings.to_json(), "True"]
@@ -96,5 +96,5 @@ def test_a_server_that_cannot_begin_is_not_tried_again(tmp_path: Path) -> None:
         assert "Another gamecore server" in second.stderr
 
 
-def test_pauses_between_lives_grow_to_a_bound() -> None:
+def test_restart_delays_grow_to_a_bound() -> None:
     assert [backoff_s(lives) for lives in (1, 2, 3, 50)] == [0.2, 0.4, 0.8, 30.0]

@@ -1,4 +1,4 @@
-"""Policies small enough to be followed by hand, whose versions change on request, and what they record."""
+"""Tiny policies whose versions change on request, and a seat that records their sessions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACTION = gym.spaces.Discrete(4)
 def tiny_policy(
     observation: Space = OBSERVATION, action: Space = ACTION, *, core: str | None = None, seed: int = 0, max_seq_len: int = 2
 ) -> Policy:
-    """Every layer counts: with the usual small last layer all logits would be nearly the same."""
+    """Random weights in every layer: with the usual small last layer all logits would be nearly equal."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = Policy(observation, action, NetworkConfig(fcnet_hiddens=(8,), core=core, cell_size=5, max_seq_len=max_seq_len))
@@ -40,7 +40,7 @@ def tiny_policy(
 
 
 class Versions:
-    """A source of policies: every version has weights of its own, and all of them stay known."""
+    """A policy source that keeps every version with its weights."""
 
     def __init__(self, policy: Policy) -> None:
         self.known = {1: policy}
@@ -59,8 +59,8 @@ class Versions:
         self.known[self.version] = fresh
 
 
-class Table:
-    """A seat at which sessions are played by the most probable actions, and recorded."""
+class RecordedSeat:
+    """A seat that takes the most probable actions and records its sessions."""
 
     def __init__(self, policy: Policy, steps: int = 4, *, blocks: int = 10_000, max_batch_size: int = 256) -> None:
         self.versions = Versions(policy)
@@ -68,8 +68,8 @@ class Table:
         self.deciding = BatchedPolicy(self.versions, deterministic=True, max_batch_size=max_batch_size)
         self.seat = Seat(self.deciding, self.memory)
 
-    def recorded(self) -> list[Segments]:
-        """Everything that was handed in so far, in order."""
+    def segments(self) -> list[Segments]:
+        """Take all committed segments, in order."""
         taken = []
         while (segments := self.memory.take(0)) is not None:
             taken.append(segments)

@@ -19,7 +19,7 @@ from ludus.gateway.sessions import SessionLimits, SessionTable
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.protocol.spec import DEFAULT_OPTIONS, START, TICK
-from tests.gateway.scripted import ACTION, OBSERVATION, Table, run, tiny_policy
+from tests.gateway.scripted import ACTION, OBSERVATION, RecordedSeat, run, tiny_policy
 from tests.tools import network_of
 
 SEEN = [0.5, -1.0, 2.0]
@@ -38,7 +38,7 @@ def refused(error: str, call: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("given", [0, 1, -2.5, 10**15, np.float32(0.5), np.float64(-3), np.int64(7), np.uint8(1), Fraction(1, 4)])
 def test_a_reward_is_any_real_number(given: Any) -> None:
-    assert Table(tiny_policy()).seat.check_reward(given) == float(given)
+    assert RecordedSeat(tiny_policy()).seat.check_reward(given) == float(given)
 
 
 @pytest.mark.parametrize(
@@ -50,20 +50,20 @@ def test_a_reward_is_any_real_number(given: Any) -> None:
     ],
     ids=lambda given: repr(given)[:20],
 )
-def test_what_is_no_reward_is_refused_with_what_was_given(given: Any) -> None:
-    message = refused("reward", lambda: Table(tiny_policy()).seat.check_reward(given))
+def test_an_invalid_reward_is_refused_and_quoted(given: Any) -> None:
+    message = refused("reward", lambda: RecordedSeat(tiny_policy()).seat.check_reward(given))
     assert len(message) < 120
 
 
-def test_a_complaint_does_not_repeat_megabytes() -> None:
-    seat = Table(tiny_policy()).seat
+def test_an_error_message_does_not_quote_megabytes() -> None:
+    seat = RecordedSeat(tiny_policy()).seat
     assert len(refused("reward", lambda: seat.check_reward("x" * 1_000_000))) < 500
     assert len(refused("observation", lambda: seat.observation({"k" * 1_000_000: 1}))) < 500
     assert len(refused("action_mask", lambda: seat.mask({"k" * 1_000_000: 1}))) < 500
 
 
 def test_an_observation_of_another_shape_is_refused_with_both() -> None:
-    message = refused("observation", lambda: Table(tiny_policy()).seat.observation([1, 2]))
+    message = refused("observation", lambda: RecordedSeat(tiny_policy()).seat.observation([1, 2]))
     assert "shape [2]" in message
     assert "float32[3]" in message
 
@@ -77,18 +77,18 @@ def test_an_observation_of_another_shape_is_refused_with_both() -> None:
     ],
     ids=lambda mask: "object" if type(mask) is object else repr(mask),
 )
-def test_what_is_no_mask_is_refused(mask: Any) -> None:
-    refused("action_mask", lambda: Table(tiny_policy()).seat.mask(mask))
+def test_an_invalid_mask_is_refused(mask: Any) -> None:
+    refused("action_mask", lambda: RecordedSeat(tiny_policy()).seat.mask(mask))
 
 
 @pytest.mark.parametrize("mask", [[0, 0, 0, 0], [False] * 4, np.zeros(4, np.int8), [0.0] * 4], ids=repr)
 def test_a_mask_that_forbids_everything_is_refused(mask: Any) -> None:
-    assert "options 0 to 3" in refused("action_mask", lambda: Table(tiny_policy()).seat.mask(mask))
+    assert "options 0 to 3" in refused("action_mask", lambda: RecordedSeat(tiny_policy()).seat.mask(mask))
 
 
 @pytest.mark.parametrize("mask", [[1, 0, 1, 0], [True, False, True, False], [1.0, 0.0, 1, 0], np.array([1, 0, 1, 0], np.int8)])
 def test_masks_are_zeros_and_ones_of_any_kind(mask: Any) -> None:
-    allowed = Table(tiny_policy()).seat.mask(mask)
+    allowed = RecordedSeat(tiny_policy()).seat.mask(mask)
     assert allowed is not None
     assert allowed.tolist() == [True, False, True, False]
 
@@ -97,7 +97,7 @@ HYBRID = gym.spaces.Dict({"fire": gym.spaces.Discrete(2), "move": gym.spaces.Dis
 
 
 def test_a_misspelt_part_of_a_mask_is_refused_and_not_taken_for_another() -> None:
-    seat = Table(tiny_policy(action=HYBRID)).seat
+    seat = RecordedSeat(tiny_policy(action=HYBRID)).seat
     allowed = seat.mask({"fire": [1, 0], "move": [0, 1], "aim": None})
     assert allowed is not None
     assert allowed.tolist() == [True, False, False, True]
@@ -105,7 +105,7 @@ def test_a_misspelt_part_of_a_mask_is_refused_and_not_taken_for_another() -> Non
 
 
 def test_each_choice_of_an_action_needs_an_option() -> None:
-    seat = Table(tiny_policy(action=HYBRID)).seat
+    seat = RecordedSeat(tiny_policy(action=HYBRID)).seat
     assert "options 2 to 3" in refused("action_mask", lambda: seat.mask({"fire": [1, 0], "move": [0, 0]}))
 
 
@@ -113,10 +113,10 @@ def test_each_choice_of_an_action_needs_an_option() -> None:
 
 
 def test_rewards_between_two_actions_add_up_and_belong_to_the_first() -> None:
-    table = Table(tiny_policy())
+    recorded_seat = RecordedSeat(tiny_policy())
 
     async def play() -> None:
-        agent = Agent(table.seat)
+        agent = Agent(recorded_seat.seat)
         await agent.act(SEEN)
         agent.reward(1)
         agent.reward(0.25)
@@ -126,13 +126,13 @@ def test_rewards_between_two_actions_add_up_and_belong_to_the_first() -> None:
         await agent.finish(terminated=True, reward=0.5)
 
     run(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert segment.reward[:3, 0].tolist() == [1.75, -3, 7.5]
 
 
-def test_a_reward_before_any_action_is_refused_unless_it_is_nothing() -> None:
+def test_a_reward_before_any_action_is_refused_unless_it_is_zero() -> None:
     async def play() -> None:
-        agent = Agent(Table(tiny_policy()).seat)
+        agent = Agent(RecordedSeat(tiny_policy()).seat)
         agent.reward(0)
         agent.reward(0.0)
         refused("reward", lambda: agent.reward(1))
@@ -159,10 +159,10 @@ def test_a_request_that_is_refused_changes_nothing_and_may_be_sent_again(
     observation: Any, mask: Any, reward: float, error: str
 ) -> None:
     """A recurrent model would notice a step that was made twice."""
-    table = Table(tiny_policy(core="lstm"), 8)
+    recorded_seat = RecordedSeat(tiny_policy(core="lstm"), 8)
 
     async def play(wrong: bool) -> None:
-        agent = Agent(table.seat)
+        agent = Agent(recorded_seat.seat)
         for number in range(4):
             if wrong:
                 with pytest.raises(Refused) as caught:
@@ -179,7 +179,7 @@ def test_a_request_that_is_refused_changes_nothing_and_may_be_sent_again(
         await play(wrong=True)
 
     run(both())
-    right, same = table.recorded()
+    right, same = recorded_seat.segments()
     for name in ("observation", "action", "reward", "valid", "first", "log_prob", "value", "action_mask", "truncated"):
         np.testing.assert_array_equal(getattr(right, name), getattr(same, name), err_msg=name)
     np.testing.assert_array_equal(right.state[0], same.state[0])
@@ -187,10 +187,10 @@ def test_a_request_that_is_refused_changes_nothing_and_may_be_sent_again(
 
 
 def test_the_observation_may_be_changed_by_its_owner_after_acting() -> None:
-    table = Table(tiny_policy())
+    recorded_seat = RecordedSeat(tiny_policy())
 
     async def play() -> None:
-        agent, seen = Agent(table.seat), np.zeros(3, np.float32)
+        agent, seen = Agent(recorded_seat.seat), np.zeros(3, np.float32)
         for number in range(3):
             seen[:] = number
             waiting = asyncio.ensure_future(agent.act(seen))
@@ -200,11 +200,11 @@ def test_the_observation_may_be_changed_by_its_owner_after_acting() -> None:
         await agent.finish(terminated=True)
 
     run(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert segment.observation[:3, 0, 0].tolist() == [0, 1, 2]
 
 
-def test_without_a_memory_the_same_actions_are_taken_and_nothing_is_kept() -> None:
+def test_without_a_memory_the_actions_are_the_same_and_nothing_is_recorded() -> None:
     async def actions(seat: Seat) -> list[int]:
         agent, random = Agent(seat), np.random.default_rng(0)
         taken = []
@@ -216,20 +216,20 @@ def test_without_a_memory_the_same_actions_are_taken_and_nothing_is_kept() -> No
         return taken
 
     async def both() -> None:
-        table = Table(tiny_policy(core="gru"))
-        silent = Seat(table.deciding)
-        assert await actions(silent) == await actions(table.seat)
+        recorded_seat = RecordedSeat(tiny_policy(core="gru"))
+        silent = Seat(recorded_seat.deciding)
+        assert await actions(silent) == await actions(recorded_seat.seat)
         assert silent.stats.discarded == 0
 
     run(both())
 
 
-def test_who_breaks_off_after_finishing_loses_nothing() -> None:
-    """As an actor does that ends every agent, whatever was said before."""
-    table = Table(tiny_policy())
+def test_breaking_off_after_finish_loses_nothing() -> None:
+    """As an actor that breaks off every agent at its end."""
+    recorded_seat = RecordedSeat(tiny_policy())
 
     async def play() -> None:
-        agent = Agent(table.seat)
+        agent = Agent(recorded_seat.seat)
         await agent.act(SEEN)
         agent.reward(1)
         finished = agent.finish(truncated=True, observation=SEEN)
@@ -237,17 +237,17 @@ def test_who_breaks_off_after_finishing_loses_nothing() -> None:
         await finished
 
     run(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert segment.steps == 1
     assert segment.truncated[0, 0]
-    assert table.seat.stats.discarded == 0
+    assert recorded_seat.seat.stats.discarded == 0
 
 
 # -- models that fail ---------------------------------------------------------------------------------------------------
 
 
 class Failing(Policy):
-    """Does not like what begins with 13."""
+    """Fails for observations that begin with 13."""
 
     def step(self, observation: Any, *args: Any) -> Any:
         if (observation[:, 0] == 13).any():
@@ -256,10 +256,10 @@ class Failing(Policy):
 
 
 def test_a_model_that_fails_at_the_last_observation_costs_the_last_step_only() -> None:
-    table = Table(Failing(OBSERVATION, ACTION))
+    recorded_seat = RecordedSeat(Failing(OBSERVATION, ACTION))
 
     async def play() -> None:
-        agent = Agent(table.seat)
+        agent = Agent(recorded_seat.seat)
         await agent.act(SEEN)
         await agent.act(SEEN, reward=1)
         agent.finish(truncated=True, observation=[13, 0, 0])
@@ -267,37 +267,37 @@ def test_a_model_that_fails_at_the_last_observation_costs_the_last_step_only() -
         await agent.finish(terminated=True)
 
     run(play())
-    cut, whole = table.recorded()
+    cut, whole = recorded_seat.segments()
     assert (cut.steps, cut.reward[0, 0], bool(cut.truncated[0, 0])) == (1, 1, True)
     assert (whole.steps, bool(whole.first[0, 0])) == (1, True)
-    assert table.seat.stats.discarded == 1
+    assert recorded_seat.seat.stats.discarded == 1
 
 
-def test_a_model_that_fails_tells_who_asked_and_records_nothing() -> None:
-    table = Table(Failing(OBSERVATION, ACTION))
+def test_a_failing_model_raises_in_the_caller_and_records_nothing() -> None:
+    recorded_seat = RecordedSeat(Failing(OBSERVATION, ACTION))
 
     async def play() -> None:
-        agent = Agent(table.seat)
+        agent = Agent(recorded_seat.seat)
         await agent.act(SEEN)
         with pytest.raises(ZeroDivisionError):
             await agent.act([13, 0, 0], reward=1)
         agent.break_off()
 
     run(play())
-    assert table.recorded() == []
-    assert table.seat.stats.discarded == 1
+    assert recorded_seat.segments() == []
+    assert recorded_seat.seat.stats.discarded == 1
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
-def test_finite_numbers_that_drown_the_network_never_reach_a_learner(activation: str) -> None:
+def test_finite_observations_that_overflow_the_network_are_not_recorded(activation: str) -> None:
     policy = Policy(gym.spaces.Box(-np.inf, np.inf, (3,)), ACTION, NetworkConfig(fcnet_activation=activation))
     with torch.no_grad():
         network_of(policy).value_head.bias.add_(1.0)
-    table = Table(policy)
+    recorded_seat = RecordedSeat(policy)
 
     async def play() -> None:
         for seen in ([3e38, 3e38, -3e38], [3.4e38, 3.4e38, 3.4e38], [-3e38, 3e38, 3e38]):
-            agent = Agent(table.seat)
+            agent = Agent(recorded_seat.seat)
             await agent.act(SEEN)
             with contextlib.suppress(EnvironmentFault):
                 await agent.act(seen, reward=1)
@@ -305,27 +305,27 @@ def test_finite_numbers_that_drown_the_network_never_reach_a_learner(activation:
             agent.break_off()
 
     run(play())
-    for segment in table.recorded():
+    for segment in recorded_seat.segments():
         for name in ("value", "log_prob", "reward"):
             assert (np.abs(getattr(segment, name)) <= 1e15).all(), name
     if activation == "relu":
-        assert table.seat.stats.discarded == 3
+        assert recorded_seat.seat.stats.discarded == 3
 
 
-def test_a_last_observation_that_drowns_the_network_costs_the_last_step() -> None:
-    table = Table(Policy(gym.spaces.Box(-np.inf, np.inf, (3,)), ACTION, NetworkConfig(fcnet_activation="relu")))
+def test_a_last_observation_that_overflows_the_network_costs_the_last_step() -> None:
+    recorded_seat = RecordedSeat(Policy(gym.spaces.Box(-np.inf, np.inf, (3,)), ACTION, NetworkConfig(fcnet_activation="relu")))
 
     async def play() -> None:
-        agent = Agent(table.seat)
+        agent = Agent(recorded_seat.seat)
         await agent.act(SEEN)
         await agent.act(SEEN, reward=1)
         await agent.finish(truncated=True, observation=[3e38, 3e38, 3e38])
 
     run(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert segment.steps == 1
     assert np.isfinite(segment.value).all()
-    assert table.seat.stats.discarded == 1
+    assert recorded_seat.seat.stats.discarded == 1
 
 
 # -- inside sessions ----------------------------------------------------------------------------------------------------
@@ -352,14 +352,14 @@ class Answers:
 
 
 def test_an_episode_is_closed_before_the_next_begins_however_full_the_batches_are() -> None:
-    """A session's tick is resumed the moment its batch is done, before anyone else hears of it."""
-    table = Table(tiny_policy(), steps=4, max_batch_size=2)
+    """A session's tick resumes as soon as its batch is done, before other callbacks run."""
+    recorded_seat = RecordedSeat(tiny_policy(), steps=4, max_batch_size=2)
     ticks, sessions = 20, 3
 
     async def play() -> list[int]:
         answers = Answers()
         loop = asyncio.get_running_loop()
-        live = SessionTable(lambda: Truncating(table.seat), SessionLimits(), loop)
+        live = SessionTable(lambda: Truncating(recorded_seat.seat), SessionLimits(), loop)
         for i in range(sessions):
             live.handle(START, b"%d" % i, -1, DEFAULT_OPTIONS, b"", answers)
         while len(answers.statuses) < sessions:
@@ -377,7 +377,7 @@ def test_an_episode_is_closed_before_the_next_begins_however_full_the_batches_ar
         return answers.statuses
 
     assert run(play()) == [200] * sessions * (ticks + 1)
-    recorded = table.recorded()
+    recorded = recorded_seat.segments()
     assert len(recorded) == sessions * (ticks - 1)
     for segment in recorded:
         assert segment.steps == 1

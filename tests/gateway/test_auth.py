@@ -31,14 +31,14 @@ def test_each_line_is_a_token_with_its_name_and_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "# none\n", "a b c d", "a b many", "a b -1", "a b nan", "a b inf", "a b 1_0", "tökén", "same\nx same\n"]
 )
-def test_a_file_that_is_wrong_is_told_without_its_tokens(tmp_path: Path, text: str) -> None:
+def test_an_invalid_token_file_is_reported_without_its_tokens(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError) as refused:
         lines(tmp_path, text)
     assert str(tmp_path / "tokens") in refused.value.message
     assert not any(word in refused.value.message.replace(str(tmp_path), "") for word in ("same", "tökén", "many"))
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_token_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Cannot read the token file"):
         Tokens.read(tmp_path / "nothing")
 
@@ -59,13 +59,13 @@ def test_a_slow_rate_still_lets_one_through() -> None:
     assert [caller.allow(now) for now in (1.0, 1.1, 2.9, 3.2)] == [True, False, False, True]
 
 
-def test_tokens_are_kept_as_hashes_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_are_stored_only_as_hashes(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         tokens = Tokens.single("s3cret")
     assert "s3cret" not in repr(vars(tokens)) + caplog.text
 
 
-def test_tokens_that_can_be_guessed_or_read_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_short_tokens_and_readable_files_cause_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tokens"
     path.write_text("studio 0123456789abcdef\nx a\n")
     path.chmod(0o644)

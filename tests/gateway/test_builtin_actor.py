@@ -24,7 +24,7 @@ from ludus.models.inference.batched_policy import BatchedPolicy, Decision
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from tests.gateway import wire
-from tests.gateway.scripted import Table, run, tiny_policy
+from tests.gateway.scripted import RecordedSeat, run, tiny_policy
 from tests.local_servers import gateway
 
 GOOD: dict[str, Any] = {"observation": [0.5, -1.0, 2.0]}
@@ -36,10 +36,10 @@ def pack(message: Any) -> bytes:
 
 
 class Game:
-    """One session with an actor, without HTTP; what is not 200 is returned as its status and word."""
+    """One session with an actor, without HTTP; replies other than 200 are returned as (status, error word)."""
 
-    def __init__(self, *tables: Table, names: tuple[str, ...] = ("",)) -> None:
-        self.actor = BuiltinActor({name: table.seat for name, table in zip(names, tables, strict=True)})
+    def __init__(self, *tables: RecordedSeat, names: tuple[str, ...] = ("",)) -> None:
+        self.actor = BuiltinActor({name: recorded_seat.seat for name, recorded_seat in zip(names, tables, strict=True)})
 
     async def tick(self, message: Any) -> Any:
         body = message if isinstance(message, bytes) else json.dumps(message).encode()
@@ -71,11 +71,11 @@ def on_one_loop(*works: Coroutine[Any, Any, None]) -> None:
 # -- one seat -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_belongs_to_the_action_before() -> None:
-    table = Table(tiny_policy(), 8)
+def test_a_reward_belongs_to_the_previous_action() -> None:
+    recorded_seat = RecordedSeat(tiny_policy(), 8)
 
     async def play() -> None:
-        game = Game(table)
+        game = Game(recorded_seat)
         for number in range(4):
             answer = await game.tick(GOOD | {"reward": number})
             assert set(answer) == {"action"}
@@ -83,17 +83,17 @@ def test_a_reward_belongs_to_the_action_before() -> None:
         assert await game.end({"reward": 10, "terminated": True}) == {}
 
     on_one_loop(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert rewards(segment) == [1, 2, 3, 10]
     assert segment.terminated[3, 0]
     assert segment.episode_return.tolist() == [16]
 
 
 def test_an_episode_that_ends_on_a_tick_has_no_action_and_the_next_tick_begins_another() -> None:
-    table = Table(tiny_policy(core="lstm"), 8)
+    recorded_seat = RecordedSeat(tiny_policy(core="lstm"), 8)
 
     async def play() -> None:
-        game = Game(table)
+        game = Game(recorded_seat)
         for number in range(3):
             assert (await game.tick(GOOD))["action"] is not None
             assert (await game.tick(GOOD | {"reward": 1}))["action"] is not None
@@ -102,7 +102,7 @@ def test_an_episode_that_ends_on_a_tick_has_no_action_and_the_next_tick_begins_a
         assert await game.end() == {}
 
     on_one_loop(play())
-    recorded = table.recorded()
+    recorded = recorded_seat.segments()
     assert [rewards(segment) for segment in recorded] == [[1, 2], [1, 3], [1, 4]]
     assert [bool(segment.terminated[1, 0]) for segment in recorded] == [False, True, False]
     assert [bool(segment.truncated[1, 0]) for segment in recorded] == [True, False, True]
@@ -115,7 +115,7 @@ def test_an_episode_that_ends_on_a_tick_has_no_action_and_the_next_tick_begins_a
 
 def test_terminated_needs_no_observation_and_truncated_does() -> None:
     async def play() -> None:
-        game = Game(Table(tiny_policy()))
+        game = Game(RecordedSeat(tiny_policy()))
         await game.tick(GOOD)
         assert await game.tick({"truncated": True, "reward": 1}) == (422, "observation")
         assert await game.tick({"terminated": True, "reward": 1}) == {"action": None}
@@ -139,42 +139,42 @@ def test_terminated_needs_no_observation_and_truncated_does() -> None:
     ],
     ids=repr,
 )
-def test_an_end_says_how_or_leaves_the_last_step_out(
+def test_an_end_without_outcome_drops_the_last_step(
     last: Any, steps: int, terminated: bool, truncated: bool, discarded: int
 ) -> None:
-    table = Table(tiny_policy(), 8)
+    recorded_seat = RecordedSeat(tiny_policy(), 8)
 
     async def play() -> None:
-        game = Game(table)
+        game = Game(recorded_seat)
         for _ in range(3):
             await game.tick(GOOD)
         assert await game.end(last) == {}
 
     on_one_loop(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert segment.steps == steps
     assert (segment.terminated[steps - 1, 0], segment.truncated[steps - 1, 0]) == (terminated, truncated)
-    assert table.seat.stats.discarded == discarded
+    assert recorded_seat.seat.stats.discarded == discarded
     if isinstance(last, dict) and "observation" in last:
         assert segment.observation[3, 0].tolist() == [9, 9, 9]
 
 
 @pytest.mark.parametrize("why", ["silent", "timeout", "failed", "shutdown"])
-def test_a_session_that_was_ended_leaves_its_last_step_out(why: str) -> None:
-    table = Table(tiny_policy(), 8)
+def test_an_aborted_session_drops_its_last_step(why: str) -> None:
+    recorded_seat = RecordedSeat(tiny_policy(), 8)
 
     async def play() -> None:
-        game = Game(table)
+        game = Game(recorded_seat)
         for number in range(3):
             await game.tick(GOOD | {"reward": number})
         game.actor.ended_by = why
         assert await game.actor.end(b"") == b""
 
     on_one_loop(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert rewards(segment) == [1, 2]
     assert segment.truncated[1, 0]
-    assert table.seat.stats.discarded == 1
+    assert recorded_seat.seat.stats.discarded == 1
 
 
 def test_a_recurrent_model_remembers_within_an_episode_and_forgets_after_it() -> None:
@@ -183,7 +183,7 @@ def test_a_recurrent_model_remembers_within_an_episode_and_forgets_after_it() ->
     seen = random.normal(size=(4, 6, 3)).astype(np.float32)
 
     async def play() -> list[list[int]]:
-        game, taken = Game(Table(policy)), []
+        game, taken = Game(RecordedSeat(policy)), []
         for episode in seen:
             taken.append([(await game.tick({"observation": row.tolist()}))["action"] for row in episode])
             await game.tick({"terminated": True})
@@ -206,29 +206,29 @@ def test_a_recurrent_model_remembers_within_an_episode_and_forgets_after_it() ->
 # -- formats ------------------------------------------------------------------------------------------------------------
 
 
-async def answered(table: Table, body: bytes) -> bytes:
-    return await Game(table).actor.tick(body)
+async def answered(recorded_seat: RecordedSeat, body: bytes) -> bytes:
+    return await Game(recorded_seat).actor.tick(body)
 
 
 def test_the_reply_has_the_format_of_the_request() -> None:
     async def play() -> None:
-        table = Table(tiny_policy())
-        assert set(json.loads(await answered(table, json.dumps(GOOD).encode()))) == {"action"}
-        assert set(msgpack.unpackb(await answered(table, pack(GOOD)))) == {"action"}
-        game = Game(table)
+        recorded_seat = RecordedSeat(tiny_policy())
+        assert set(json.loads(await answered(recorded_seat, json.dumps(GOOD).encode()))) == {"action"}
+        assert set(msgpack.unpackb(await answered(recorded_seat, pack(GOOD)))) == {"action"}
+        game = Game(recorded_seat)
         await game.tick(GOOD)
         assert msgpack.unpackb(await game.actor.end(pack({"reward": 1}))) == {}
-        assert json.loads(await answered(table, b"\xef\xbb\xbf" + json.dumps(GOOD).encode())).keys() == {"action"}
+        assert json.loads(await answered(recorded_seat, b"\xef\xbb\xbf" + json.dumps(GOOD).encode())).keys() == {"action"}
 
     on_one_loop(play())
 
 
 def test_the_same_numbers_in_every_format_give_the_same_action_and_record() -> None:
-    table = Table(tiny_policy(), 8)
+    recorded_seat = RecordedSeat(tiny_policy(), 8)
     values = np.array([0.1, -2.5, 3.25], np.float32)
 
     async def play() -> None:
-        game, answers = Game(table), []
+        game, answers = Game(recorded_seat), []
         answers.append(await game.tick({"observation": values.tolist()}))
         for observation in (values.tolist(), values.tobytes(), values.astype(float).tolist()):
             answers.append(msgpack.unpackb(await game.actor.tick(pack({"observation": observation}))))
@@ -236,17 +236,17 @@ def test_the_same_numbers_in_every_format_give_the_same_action_and_record() -> N
         await game.end({"terminated": True})
 
     on_one_loop(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert (segment.observation[:4, 0] == values).all()
 
 
-def test_pictures_come_as_raw_bytes_or_as_lists() -> None:
+def test_images_are_sent_as_raw_bytes_or_lists() -> None:
     space = gs.Box(0, 255, (8, 8, 3), np.uint8)
-    table = Table(tiny_policy(space), 8)
+    recorded_seat = RecordedSeat(tiny_policy(space), 8)
     picture = np.random.default_rng(0).integers(0, 256, (8, 8, 3)).astype(np.uint8)
 
     async def play() -> None:
-        game = Game(table)
+        game = Game(recorded_seat)
         first = msgpack.unpackb(await game.actor.tick(pack({"observation": picture.tobytes()})))
         assert await game.tick({"observation": picture.tolist()}) == first
         with pytest.raises(Refused, match="observation"):
@@ -256,7 +256,7 @@ def test_pictures_come_as_raw_bytes_or_as_lists() -> None:
         await game.end({"terminated": True})
 
     on_one_loop(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert (segment.observation[:2, 0] == picture).all()
 
 
@@ -267,7 +267,7 @@ HYBRID = gs.Dict({"aim": gs.Box(-1, 1, (2,)), "move": gs.Discrete(3, start=10), 
 @pytest.mark.parametrize("packed", [False, True])
 def test_nested_observations_and_actions_are_objects_and_lists(packed: bool) -> None:
     async def play() -> None:
-        game = Game(Table(tiny_policy(NESTED, HYBRID)))
+        game = Game(RecordedSeat(tiny_policy(NESTED, HYBRID)))
         message = {"observation": {"unit": [2, [0, 1]], "speed": 0.5}, "action_mask": {"move": [0, 1, 0], "keys": [[1, 0]]}}
         if packed:
             action = msgpack.unpackb(await game.actor.tick(pack(message)))["action"]
@@ -283,8 +283,8 @@ def test_nested_observations_and_actions_are_objects_and_lists(packed: bool) -> 
 
 
 def test_masks_are_kept_and_recorded_while_exploring() -> None:
-    table = Table(tiny_policy(NESTED, HYBRID), 300)
-    seat = Seat(BatchedPolicy(table.versions, seed=0), table.memory)
+    recorded_seat = RecordedSeat(tiny_policy(NESTED, HYBRID), 300)
+    seat = Seat(BatchedPolicy(recorded_seat.versions, seed=0), recorded_seat.memory)
     random = np.random.default_rng(0)
     asked: list[list[int]] = []
 
@@ -304,7 +304,7 @@ def test_masks_are_kept_and_recorded_while_exploring() -> None:
         await actor.end(b'{"terminated": true}')
 
     on_one_loop(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert segment.action_mask[:200, 0].astype(int).tolist() == asked
     assert len(set(segment.action["move"][:200, 0].tolist())) == 3, "it explored"
 
@@ -347,12 +347,12 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "error"), WRONG, ids=lambda value: repr(value)[:50])
-def test_what_is_wrong_is_refused_and_leaves_no_trace(wrong: Any, error: str) -> None:
-    """The same session with and without the mistake records the same."""
-    table = Table(tiny_policy(core="gru"), 8)
+def test_invalid_requests_are_refused_without_side_effects(wrong: Any, error: str) -> None:
+    """A session records the same with and without the refused request."""
+    recorded_seat = RecordedSeat(tiny_policy(core="gru"), 8)
 
     async def play(mistaken: bool) -> None:
-        game, told = Game(table), []
+        game, told = Game(recorded_seat), []
         if mistaken:
             told.append(await game.tick(wrong))
         await game.tick(GOOD)
@@ -363,7 +363,7 @@ def test_what_is_wrong_is_refused_and_leaves_no_trace(wrong: Any, error: str) ->
         assert await game.end({"reward": 2, "terminated": True}) == {}
 
     on_one_loop(play(False), play(True))
-    right, same = table.recorded()
+    right, same = recorded_seat.segments()
     assert rewards(same) == [1, 2]
     for name in ("observation", "action", "valid", "first", "log_prob", "value", "terminated", "truncated", "action_mask"):
         np.testing.assert_array_equal(getattr(right, name), getattr(same, name), err_msg=name)
@@ -382,7 +382,7 @@ def test_what_is_wrong_is_refused_and_leaves_no_trace(wrong: Any, error: str) ->
 def test_an_unknown_key_names_the_nearest(message: Any, hint: str) -> None:
     async def play() -> None:
         with pytest.raises(Refused) as caught:
-            await answered(Table(tiny_policy()), json.dumps(message).encode())
+            await answered(RecordedSeat(tiny_policy()), json.dumps(message).encode())
         assert hint in caught.value.hint
 
     on_one_loop(play())
@@ -391,7 +391,7 @@ def test_an_unknown_key_names_the_nearest(message: Any, hint: str) -> None:
 @pytest.mark.parametrize("value", [3, -1, 1.5, "1", None, [1], 10**30, math.nan])
 def test_a_category_out_of_range_is_refused(value: Any) -> None:
     async def play() -> None:
-        game = Game(Table(tiny_policy(gs.Discrete(3))))
+        game = Game(RecordedSeat(tiny_policy(gs.Discrete(3))))
         assert await game.tick({"observation": value}) == (422, "observation")
         assert (await game.tick({"observation": 2}))["action"] is not None
 
@@ -399,10 +399,10 @@ def test_a_category_out_of_range_is_refused(value: Any) -> None:
 
 
 def test_an_end_that_is_refused_may_be_sent_again() -> None:
-    table = Table(tiny_policy(), 8)
+    recorded_seat = RecordedSeat(tiny_policy(), 8)
 
     async def play() -> None:
-        game = Game(table)
+        game = Game(recorded_seat)
         await game.tick(GOOD)
         for wrong in (b"{", {"reward": "x"}, {"reward": 1, "terminated": 1}, {"observation": [1], "reward": 1}, {"rewad": 1}):
             status, _ = await game.end(wrong)
@@ -410,15 +410,15 @@ def test_an_end_that_is_refused_may_be_sent_again() -> None:
         assert await game.end({"reward": 3}) == {}
 
     on_one_loop(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert rewards(segment) == [3]
 
 
 @given(st.binary(max_size=200) | st.text(max_size=80).map(str.encode))
-def test_no_bytes_whatever_do_more_than_be_refused(body: bytes) -> None:
+def test_arbitrary_bytes_are_only_refused(body: bytes) -> None:
     async def play() -> None:
         with pytest.raises(Refused) as caught:
-            await answered(Table(tiny_policy()), body)
+            await answered(RecordedSeat(tiny_policy()), body)
         assert caught.value.status == 422
 
     on_one_loop(play())
@@ -435,11 +435,11 @@ json_like = st.recursive(
     st.dictionaries(st.sampled_from(["observation", "reward", "terminated", "truncated", "action_mask"]), json_like),
     st.booleans(),
 )
-def test_whatever_is_accepted_is_finite_when_it_is_recorded(message: dict[str, Any], packed: bool) -> None:
-    table, statuses = Table(tiny_policy(), 2), {422}
+def test_accepted_values_are_recorded_as_finite_numbers(message: dict[str, Any], packed: bool) -> None:
+    recorded_seat, statuses = RecordedSeat(tiny_policy(), 2), {422}
 
     async def play() -> None:
-        game = Game(table)
+        game = Game(recorded_seat)
         try:
             body = pack(message) if packed else json.dumps(message).encode()
         except (ValueError, OverflowError):  # more than msgpack has room for
@@ -457,7 +457,7 @@ def test_whatever_is_accepted_is_finite_when_it_is_recorded(message: dict[str, A
 
     on_one_loop(play())
     assert statuses == {422}
-    for segment in table.recorded():
+    for segment in recorded_seat.segments():
         for name in ("observation", "reward", "log_prob", "value"):
             assert np.isfinite(getattr(segment, name)).all()
 
@@ -466,19 +466,19 @@ def test_whatever_is_accepted_is_finite_when_it_is_recorded(message: dict[str, A
 
 
 @pytest.fixture
-def blue() -> Table:
-    return Table(tiny_policy(core="lstm"), 8)
+def blue() -> RecordedSeat:
+    return RecordedSeat(tiny_policy(core="lstm"), 8)
 
 
 @pytest.fixture
-def red() -> Table:
-    return Table(tiny_policy(gs.Discrete(3), gs.Box(-1, 1, (2,)), seed=1), 8)
+def red() -> RecordedSeat:
+    return RecordedSeat(tiny_policy(gs.Discrete(3), gs.Box(-1, 1, (2,)), seed=1), 8)
 
 
 NAMES = ("blue", "red")
 
 
-def test_only_the_seats_that_act_now_get_actions(blue: Table, red: Table) -> None:
+def test_only_the_seats_that_act_now_get_actions(blue: RecordedSeat, red: RecordedSeat) -> None:
     async def play() -> None:
         game = Game(blue, red, names=NAMES)
         both = await game.tick({"seats": {"blue": GOOD, "red": {"observation": 1}}})
@@ -495,8 +495,8 @@ def test_only_the_seats_that_act_now_get_actions(blue: Table, red: Table) -> Non
         assert await game.end({"seats": {"blue": {"reward": 4}}}) == {}  # nothing of red: its last step is left out
 
     on_one_loop(play())
-    (of_blue,) = blue.recorded()
-    (of_red,) = red.recorded()
+    (of_blue,) = blue.segments()
+    (of_red,) = red.segments()
     assert rewards(of_blue) == [3, 4]
     assert rewards(of_red) == [0.5, -1]
     assert of_red.observation[:2, 0].tolist() == [1, 2]
@@ -504,12 +504,12 @@ def test_only_the_seats_that_act_now_get_actions(blue: Table, red: Table) -> Non
 
 
 def test_seats_of_one_model_share_its_memory_and_keep_a_state_each() -> None:
-    table = Table(tiny_policy(core="lstm"), 8)
-    other = Seat(table.deciding, table.memory, first_origin=1 << 40)
+    recorded_seat = RecordedSeat(tiny_policy(core="lstm"), 8)
+    other = Seat(recorded_seat.deciding, recorded_seat.memory, first_origin=1 << 40)
     seen = np.random.default_rng(0).normal(size=(2, 5, 3)).astype(np.float32)
 
     async def together() -> None:
-        actor = BuiltinActor({"a": table.seat, "b": other})
+        actor = BuiltinActor({"a": recorded_seat.seat, "b": other})
         for t in range(5):
             message = {"seats": {name: {"observation": seen[i, t].tolist()} for i, name in enumerate("ab")}}
             await actor.tick(json.dumps(message).encode())
@@ -517,13 +517,13 @@ def test_seats_of_one_model_share_its_memory_and_keep_a_state_each() -> None:
 
     async def alone() -> None:
         for i in range(2):
-            game = Game(table)
+            game = Game(recorded_seat)
             for t in range(5):
                 await game.tick({"observation": seen[i, t].tolist()})
             await game.end({"reward": 1 + i})
 
     on_one_loop(together(), alone())
-    first, second, *apart = table.recorded()
+    first, second, *apart = recorded_seat.segments()
     assert [int(s.origin[0]) for s in (first, second)] == [0, 1 << 40], "told apart by whoever follows them"
     for mixed, lone in zip((first, second), apart, strict=True):
         np.testing.assert_allclose(mixed.value, lone.value, atol=1e-6)
@@ -552,7 +552,9 @@ def test_seats_of_one_model_share_its_memory_and_keep_a_state_each() -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_mistake_of_one_seat_is_refused_before_any_seat_has_acted(blue: Table, red: Table, message: Any, error: str) -> None:
+def test_an_error_of_one_seat_is_refused_before_any_seat_acts(
+    blue: RecordedSeat, red: RecordedSeat, message: Any, error: str
+) -> None:
     async def play() -> None:
         game = Game(blue, red, names=NAMES)
         assert await game.tick(message) == (422, error)
@@ -560,13 +562,13 @@ def test_a_mistake_of_one_seat_is_refused_before_any_seat_has_acted(blue: Table,
         assert await game.end({"seats": {"blue": {"reward": 1}}}) == {}
 
     on_one_loop(play())
-    (segment,) = blue.recorded()
+    (segment,) = blue.segments()
     assert rewards(segment) == [1]
     assert segment.first[0, 0]
-    assert red.recorded() == []
+    assert red.segments() == []
 
 
-def test_an_unknown_seat_names_the_nearest(blue: Table, red: Table) -> None:
+def test_an_unknown_seat_names_the_nearest(blue: RecordedSeat, red: RecordedSeat) -> None:
     async def play() -> None:
         with pytest.raises(Refused) as caught:
             await Game(blue, red, names=NAMES).actor.tick(json.dumps({"seats": {"bleu": GOOD}}).encode())
@@ -576,7 +578,7 @@ def test_an_unknown_seat_names_the_nearest(blue: Table, red: Table) -> None:
 
 
 class Late:
-    """A model that takes a while."""
+    """A slow model."""
 
     def __init__(self, deciding: BatchedPolicy[Any]) -> None:
         self.deciding, self.policy = deciding, deciding.policy
@@ -591,9 +593,9 @@ class Late:
 
 
 def test_when_the_model_of_one_seat_fails_no_seat_plays_on_after_the_end() -> None:
-    """What is still being decided must be over before `end` closes the books."""
-    fine = Table(tiny_policy(), 8, blocks=2)
-    drowned = Table(Policy(gs.Box(-np.inf, np.inf, (3,)), gs.Discrete(2), NetworkConfig(fcnet_activation="relu")), 8)
+    """Pending decisions must complete before `end`."""
+    fine = RecordedSeat(tiny_policy(), 8, blocks=2)
+    drowned = RecordedSeat(Policy(gs.Box(-np.inf, np.inf, (3,)), gs.Discrete(2), NetworkConfig(fcnet_activation="relu")), 8)
 
     async def play() -> None:
         actor = BuiltinActor({"blue": drowned.seat, "red": Seat(Late(fine.deciding), fine.memory)})
@@ -605,7 +607,7 @@ def test_when_the_model_of_one_seat_fails_no_seat_plays_on_after_the_end() -> No
             await asyncio.sleep(0)
 
     on_one_loop(play())
-    assert fine.recorded() == []
+    assert fine.segments() == []
     assert None not in [fine.memory.reserve(0) for _ in range(2)], "every block was given back"
 
 
@@ -613,14 +615,14 @@ def test_when_the_model_of_one_seat_fails_no_seat_plays_on_after_the_end() -> No
 
 
 @contextmanager
-def served(table: Table) -> Iterator[int]:
-    with gateway(lambda: BuiltinActor({"": table.seat})) as running:
+def served(recorded_seat: RecordedSeat) -> Iterator[int]:
+    with gateway(lambda: BuiltinActor({"": recorded_seat.seat})) as running:
         yield running.port
 
 
-def test_after_422_the_same_number_counts_again_and_nothing_bad_was_recorded() -> None:
-    table = Table(tiny_policy(), 8)
-    with served(table) as port, wire.Wire(port) as game:
+def test_after_422_the_same_seq_is_accepted_and_nothing_invalid_is_recorded() -> None:
+    recorded_seat = RecordedSeat(tiny_policy(), 8)
+    with served(recorded_seat) as port, wire.Wire(port) as game:
         assert game.ask(wire.step("start", "m", seq=0)).status == 200
         seq = 1
         for message in (GOOD, GOOD | {"reward": 1}, GOOD | {"reward": 2}):
@@ -634,20 +636,20 @@ def test_after_422_the_same_number_counts_again_and_nothing_bad_was_recorded() -
             seq += 1
         assert game.ask(wire.step("end", "m", b'{"reward": true}', seq=seq)).refusal == (422, "reward")
         assert game.ask(wire.step("end", "m", b'{"reward": 3}', seq=seq)).status == 200
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert rewards(segment) == [1, 2, 3]
 
 
-def test_a_session_whose_numbers_drown_the_network_ends_alone() -> None:
+def test_a_session_whose_values_overflow_the_network_ends_alone() -> None:
     space: gym.Space[Any] = gs.Box(-np.inf, np.inf, (3,))
-    table = Table(Policy(space, gs.Discrete(2), NetworkConfig(fcnet_activation="relu")), 8)
-    with served(table) as port, wire.Wire(port) as good, wire.Wire(port) as bad:
+    recorded_seat = RecordedSeat(Policy(space, gs.Discrete(2), NetworkConfig(fcnet_activation="relu")), 8)
+    with served(recorded_seat) as port, wire.Wire(port) as good, wire.Wire(port) as bad:
         for game, name in ((good, "good"), (bad, "bad")):
             assert game.ask(wire.step("start", name)).status == 200
             assert game.ask(wire.step("tick", name, json.dumps(GOOD).encode())).status == 200
         assert bad.ask(wire.step("tick", "bad", b'{"observation": [3e38, 3e38, 3e38]}')).refusal == (500, "actor_failed")
         assert bad.ask(wire.step("tick", "bad", json.dumps(GOOD).encode())).refusal == (410, "session_lost")
         assert good.ask(wire.step("end", "good", b'{"reward": 1}')).status == 200
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert rewards(segment) == [1]
-    assert table.seat.stats.discarded == 1
+    assert recorded_seat.seat.stats.discarded == 1

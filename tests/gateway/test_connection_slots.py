@@ -1,4 +1,4 @@
-"""Which connection is kept when there are too many."""
+"""Admission and eviction of connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ludus.gateway.connection_slots import ConnectionSlots
 
 
-def test_the_oldest_connection_without_a_token_makes_room() -> None:
+def test_the_oldest_unauthorized_connection_is_evicted() -> None:
     slots: ConnectionSlots[str] = ConnectionSlots(3)
     for name in ("client", "idle 1", "idle 2"):
         assert slots.admit(name).evicted is None
@@ -50,7 +50,7 @@ def test_connections_of_one_address_are_bounded() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["admit", "authorize", "release", "revoke"]), st.integers(0, 12)), max_size=60))
-def test_it_counts_as_a_plain_model_does(events: list[tuple[str, int]]) -> None:
+def test_slots_match_a_reference_model(events: list[tuple[str, int]]) -> None:
     slots: ConnectionSlots[int] = ConnectionSlots(4, per_address=3)
     held: list[int] = []
     strangers: list[int] = []

@@ -1,4 +1,4 @@
-"""HTTP as games speak it, well and badly: every byte of it over a real socket, or in every possible split."""
+"""HTTP connections: valid, invalid and hostile requests over real sockets and in every possible fragmentation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Echo(Actor):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    """One for all tests that do no lasting harm: each of them shows that it still serves."""
+    """Shared by tests without lasting effects; each checks that the server still works."""
     with gateway(Echo) as served:
         yield served
 
@@ -73,7 +73,7 @@ def test_bodies_and_replies_are_any_bytes(server: Served, body: bytes) -> None:
         assert wire.ask(step("end", "bytes2", body)).body == body
 
 
-def test_a_chunked_body_is_put_together_and_its_trailers_mean_nothing(server: Served) -> None:
+def test_a_chunked_body_is_assembled_and_its_trailers_are_ignored(server: Served) -> None:
     head = raw("POST /step", ["session: chunks", "step_kind: tick", "Transfer-Encoding: chunked"])
     with Wire(server.port) as wire:
         assert wire.ask(step("start", "chunks")).status == 200
@@ -115,7 +115,7 @@ def test_replies_keep_the_order_of_their_requests_even_if_later_ones_are_ready_f
         assert wire.read().body == b"release"
 
 
-def test_a_client_that_waits_for_permission_gets_it_once_per_request(server: Served) -> None:
+def test_expect_100_continue_is_answered_once_per_request(server: Served) -> None:
     with Wire(server.port) as wire:
         assert wire.ask(step("start", "patient")).status == 200
         for _ in range(3):
@@ -129,7 +129,7 @@ def test_a_client_that_waits_for_permission_gets_it_once_per_request(server: Ser
         assert wire.ask(step("end", "patient")).status == 200
 
 
-def test_permission_comes_after_the_replies_that_are_due() -> None:
+def test_100_continue_comes_after_the_pending_replies() -> None:
     release = asyncio.Event()
 
     class Slow(Echo):
@@ -155,7 +155,7 @@ def test_permission_comes_after_the_replies_that_are_due() -> None:
 @pytest.mark.parametrize(
     ("version", "headers"), [("1.0", []), ("1.0", ["Connection: keep-alive"]), ("1.1", ["Connection: close"])]
 )
-def test_a_request_that_is_to_be_the_last_one_is(
+def test_connection_close_ends_the_connection_after_its_reply(
     server: Served, version: str, headers: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     before = server.gateway.refusals["malformed"]
@@ -185,7 +185,7 @@ def test_a_client_that_has_finished_sending_still_gets_its_replies() -> None:
         wait_until(lambda: not served.gateway._connections, PATIENCE_S)  # at once, not after the time for clients that linger
 
 
-def test_head_is_answered_without_a_body_and_the_connection_goes_on(server: Served) -> None:
+def test_head_is_answered_without_a_body_and_the_connection_stays_open(server: Served) -> None:
     with Wire(server.port) as wire:
         for target, status in (("HEAD /health", 200), ("HEAD /nowhere", 404), ("HEAD /step", 405)):
             wire.send(raw(target))
@@ -216,7 +216,7 @@ def test_paths_and_methods_that_do_not_exist_are_named(server: Served) -> None:
 
 
 class Paper(asyncio.Transport):
-    """A transport that keeps what is written."""
+    """A transport that stores what is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ NUMBERED = b"n"
 
 
 def conversation(parts: Sequence[Sequence[bytes]]) -> bytes:
-    """What is answered to each of several connections that send these fragments, with sessions open before."""
+    """Replies to several connections that send these fragments, with sessions already open."""
 
     async def main() -> bytes:
         loop = asyncio.get_running_loop()
@@ -292,7 +292,7 @@ bodies = st.one_of(st.binary(max_size=30), st.just(b"\r\n\r\n"), st.just(b"POST 
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[bytes]:
-    """Requests that leave their connection open. Games repeat themselves: they differ in their numbers and bodies only."""
+    """Requests that keep their connection open and, as those of games, differ only in seq and body."""
     kind = draw(st.sampled_from(["tick", "tick", "tick", "TICK", "dance", ""]))
     session = draw(st.sampled_from([*OPEN, NUMBERED, NUMBERED, b"unknown", b""])).decode()
     name = draw(st.sampled_from(["session", "Session", "game_id", "Ludus-Session", "LUDUS-SESSION", "game-id"]))
@@ -333,7 +333,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 
 @given(streams(), st.data())
 @settings(max_examples=150)
-def test_how_the_bytes_are_cut_changes_nothing(stream: list[bytes], data: st.DataObject) -> None:
+def test_fragmentation_does_not_change_the_replies(stream: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(stream)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=30)))
     fragments = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
@@ -342,7 +342,7 @@ def test_how_the_bytes_are_cut_changes_nothing(stream: list[bytes], data: st.Dat
     assert conversation([stream]) == expected
 
 
-def test_cutting_at_every_byte_changes_nothing() -> None:
+def test_splitting_at_every_byte_does_not_change_the_replies() -> None:
     stream = [
         step("tick", "a", b"body"),
         step("tick", "a", b"ydob"),
@@ -359,11 +359,11 @@ def test_cutting_at_every_byte_changes_nothing() -> None:
 
 @given(streams())
 @settings(max_examples=150)
-def test_a_header_block_that_is_known_means_the_same_as_on_a_fresh_connection(stream: list[bytes]) -> None:
+def test_a_matched_header_block_means_the_same_as_on_a_fresh_connection(stream: list[bytes]) -> None:
     assert conversation([stream]) == conversation([[request] for request in stream])
 
 
-def test_a_known_header_block_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matched_header_block_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
     received = HttpConnection._receive
 
@@ -381,7 +381,7 @@ def test_a_known_header_block_is_not_parsed_again(monkeypatch: pytest.MonkeyPatc
         parsed.clear()
 
 
-def test_a_known_header_block_does_not_lift_the_bound_on_bodies() -> None:
+def test_a_matched_header_block_keeps_the_body_limit() -> None:
     heard = conversation([[step("tick", "a", b"x"), step("tick", "a", b"x" * 2001), step("tick", "a", b"x")]])
     assert heard.count(b"200 OK") == 1
     assert heard.count(b"413 Content Too Large") == 1
@@ -402,7 +402,7 @@ def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(server:
     assert ask(server.port, step("tick", "large", b"goes on")).body == b"goes on"
 
 
-def test_a_client_that_sends_100_megabytes_all_the_same_hears_why_not() -> None:
+def test_a_client_that_sends_100_megabytes_anyway_gets_the_refusal() -> None:
     with gateway(Echo) as served, Wire(served.port) as wire:
         wire.send(raw("POST /step", ["session: a", "step_kind: start", f"Content-Length: {100 * MB}"]))
         sent = 0
@@ -462,7 +462,7 @@ def test_headers_just_within_their_bounds_are_taken(server: Served) -> None:
         assert wire.ask(raw("GET /spec", [f"h{i}: {'x' * 400}" for i in range(38)])).status == 200
 
 
-def test_we_stop_reading_from_who_does_not_wait_for_replies() -> None:
+def test_a_client_that_pipelines_too_much_is_not_read() -> None:
     release = asyncio.Event()
 
     class Slow(Echo):
@@ -553,7 +553,7 @@ def test_numbers_are_written_as_numbers(server: Served) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"P", b"POST /step HTTP/1.1\r\nsession: a\r\n", step("tick", "a", b"body")[:-1]])
-def test_who_does_not_complete_a_request_is_cut_off(sent: bytes) -> None:
+def test_an_incomplete_request_times_out(sent: bytes) -> None:
     with gateway(Echo, limited(receive_s=0.2)) as served, Wire(served.port) as wire:
         wire.send(sent)
         reply = wire.read()
@@ -591,7 +591,7 @@ def test_time_is_counted_for_each_request_and_not_for_a_stream_of_them() -> None
             assert wire.read().body == b"body"
 
 
-def test_who_does_not_read_is_cut_off() -> None:
+def test_a_client_that_does_not_read_is_disconnected() -> None:
     with gateway(Echo, limited(send_s=0.2)) as served, Wire(served.port, receive_buffer=4096) as wire:
         assert wire.ask(step("start", "unread")).status == 200
         wire.socket.settimeout(0.02)
@@ -603,7 +603,7 @@ def test_who_does_not_read_is_cut_off() -> None:
         play(served.port, "after")
 
 
-def test_who_reads_slowly_gets_a_last_reply_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_gets_its_last_reply_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "_LINGER_S", 0.1)
     body = b"x" * (4 * MB)
     with gateway(Echo, limited(send_s=5.0)) as served, Wire(served.port, receive_buffer=4096) as wire:
@@ -691,7 +691,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_not_http_is_refused_and_nothing_of_it_is_done(server: Served, name: str) -> None:
+def test_input_that_is_not_http_is_refused_without_side_effects(server: Served, name: str) -> None:
     with Wire(server.port) as wire:
         assert wire.ask(raw("GET /spec")).status == 200
         wire.send(MALFORMED[name])
@@ -705,7 +705,7 @@ def test_what_is_not_http_is_refused_and_nothing_of_it_is_done(server: Served, n
 @pytest.mark.parametrize(
     "headers", [["Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c"], ["Connection: upgrade", "Upgrade: websocket"]]
 )
-def test_a_change_of_protocol_is_refused_with_the_remedy(server: Served, headers: list[str]) -> None:
+def test_an_upgrade_is_refused_with_a_hint(server: Served, headers: list[str]) -> None:
     with Wire(server.port) as wire:
         assert wire.ask(step("start", "upgrading")).status == 200
         reply = wire.ask(step("tick", "upgrading", b"body", headers=headers))
@@ -716,7 +716,7 @@ def test_a_change_of_protocol_is_refused_with_the_remedy(server: Served, headers
     assert ask(server.port, step("end", "upgrading")).status == 200
 
 
-def test_other_versions_and_codings_are_not_pretended(server: Served) -> None:
+def test_unsupported_versions_and_codings_are_refused(server: Served) -> None:
     with Wire(server.port) as wire:
         coded = raw("POST /step", ["session: x", "step_kind: start", "Transfer-Encoding: gzip, chunked"], b"0\r\n\r\n")
         assert wire.ask(coded).refusal == (501, "transfer_encoding")
@@ -724,7 +724,7 @@ def test_other_versions_and_codings_are_not_pretended(server: Served) -> None:
         assert wire.closed()
 
 
-def test_a_length_that_lies_is_noticed(server: Served) -> None:
+def test_a_wrong_content_length_is_detected(server: Served) -> None:
     with Wire(server.port) as wire:  # shorter than the body: the rest is taken for a request, which it is not
         assert wire.ask(step("start", "liar")).status == 200
         wire.send(raw("POST /step", ["session: liar", "step_kind: tick", "Content-Length: 3"], b"abc{json}\r\n"))
@@ -778,7 +778,7 @@ def test_nothing_that_is_sent_makes_a_connection_raise(fragments: list[bytes]) -
     assert heard == b"" or heard.startswith(b"HTTP/1.1 ")
 
 
-def test_empty_lines_before_a_request_are_forgotten() -> None:
+def test_empty_lines_before_a_request_are_ignored() -> None:
     with gateway(Echo) as served, Wire(served.port) as wire:
         wire.send(b"\r\n" * 100_000)
         assert wire.ask(raw("GET /spec")).status == 200
@@ -795,7 +795,7 @@ def alive(*kinds: type) -> int:
 
 
 def reset(wire: Wire) -> None:
-    """Close so that the other side hears of it as an error."""
+    """Close with RST, which the peer sees as an error."""
     wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     wire.socket.close()
 
@@ -840,7 +840,7 @@ def play_slowly(port: int) -> None:
         assert wire.closed()
 
 
-def test_a_reply_that_nobody_waits_for_any_more_is_kept_for_the_retry() -> None:
+def test_the_reply_to_a_disconnected_client_is_kept_for_its_retry() -> None:
     calls: list[bytes] = []
     release = asyncio.Event()
 
@@ -866,7 +866,7 @@ def test_a_reply_that_nobody_waits_for_any_more_is_kept_for_the_retry() -> None:
     assert calls == [b"first"]
 
 
-def test_disconnecting_in_the_middle_of_a_large_reply_harms_nobody() -> None:
+def test_disconnecting_during_a_large_reply_is_harmless() -> None:
     with gateway(Echo) as served, Wire(served.port) as other:
         assert other.ask(step("start", "other")).status == 200
         for i in range(10):
@@ -884,7 +884,7 @@ _WORDS = st.text("abcXYZ019-_.:", min_size=1, max_size=12).map(str.encode)
 
 
 @given(st.binary(max_size=6), st.integers(0, 10**17), st.integers(0, 10**6), _WORDS, _WORDS, st.permutations(range(4)))
-def test_a_known_header_block_is_read_with_other_numbers_and_names_or_not_at_all(
+def test_a_template_matches_other_values_or_not_at_all(
     noise: bytes, seq: int, length: int, session: bytes, id_: bytes, order: list[int]
 ) -> None:
     def block(seq: int, length: int, session: bytes, id_: bytes) -> bytes:
@@ -905,6 +905,6 @@ def test_a_known_header_block_is_read_with_other_numbers_and_names_or_not_at_all
 
 
 @pytest.mark.parametrize("header", ["session: a b", "session: ä", "X-Request-Id: a/b", "session: a\r\nsession: a", "seq: 1 "])
-def test_a_header_block_with_anything_unusual_is_not_remembered(header: str) -> None:
+def test_an_unusual_header_block_gives_no_template(header: str) -> None:
     lines = ["POST /step HTTP/1.1", "Content-Length: 1", *([] if header.startswith("session") else ["session: s"]), header]
     assert HeaderTemplate.learn(("\r\n".join(lines) + "\r\n\r\n").encode()) is None

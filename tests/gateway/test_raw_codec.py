@@ -1,4 +1,4 @@
-"""Raw arrays: what an engine has in memory is what it sends, and it means what the same numbers mean as JSON."""
+"""The raw format is equivalent to JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.core.types import Segments
 from ludus.errors import EnvironmentFault, Refused
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.raw_codec import RawCodec
-from tests.gateway.scripted import ACTION, OBSERVATION, Table, run, tiny_policy
+from tests.gateway.scripted import ACTION, OBSERVATION, RecordedSeat, run, tiny_policy
 
 TERMINATED, TRUNCATED, MASKED = 1, 2, 4
 DEEP = gs.Dict(
@@ -52,7 +52,7 @@ ACTIONS: dict[str, gym.Space[Any]] = {
 
 
 def laid_out(space: gym.Space[Any], value: Any) -> bytes:
-    """The format once more, from its description alone."""
+    """An independent implementation of the format, from its description."""
     if isinstance(space, gs.Dict):
         return b"".join(laid_out(space[key], value[key]) for key in sorted(space))
     if isinstance(space, gs.Tuple):
@@ -61,14 +61,14 @@ def laid_out(space: gym.Space[Any], value: Any) -> bytes:
 
 
 def dtype_of(space: gym.Space[Any]) -> np.dtype[Any]:
-    """As the protocol page has it."""
+    """The example of the protocol page."""
     if isinstance(space, gs.Box):
         return np.dtype("<f4") if space.dtype.kind == "f" else space.dtype.newbyteorder("<")
     return np.dtype("<i1") if isinstance(space, gs.MultiBinary) else np.dtype("<i8")
 
 
 def taken(space: gym.Space[Any], body: bytes) -> tuple[Any, bytes]:
-    """What is said, and what follows."""
+    """Fields of a step and the expected outcome."""
     if isinstance(space, gs.Dict):
         found = {}
         for key in sorted(space):
@@ -95,10 +95,10 @@ def vector(*numbers: float) -> bytes:
 
 
 class Game:
-    """One raw session; what is refused is returned as its status and word."""
+    """One raw session; refusals are returned as (status, error word)."""
 
-    def __init__(self, table: Table) -> None:
-        self.actor = BuiltinActor({"": table.seat})
+    def __init__(self, recorded_seat: RecordedSeat) -> None:
+        self.actor = BuiltinActor({"": recorded_seat.seat})
 
     async def begin(self) -> Game:
         assert await self.actor.start("s", b'{"format": "raw"}') == b""
@@ -118,7 +118,7 @@ class Game:
 
 
 def plain(value: Any) -> Any:
-    """As JSON can say it."""
+    """Convert to plain JSON values."""
     return map_tree(lambda x: np.asarray(x).tolist(), value)
 
 
@@ -138,14 +138,14 @@ def test_every_observation_means_what_it_means_as_json(seen: str, done: str, cor
 
 
 @pytest.mark.parametrize("done", ACTIONS)
-def test_every_action_is_that_of_json(done: str) -> None:
+def test_every_raw_action_equals_that_of_json(done: str) -> None:
     parity(OBSERVATION, ACTIONS[done], None)
 
 
 def parity(observation: gym.Space[Any], action: gym.Space[Any], core: str | None) -> None:
-    """Two sessions of one policy say the same in two formats: the same answers, and the same records."""
+    """Two sessions with equal content in two formats have equal replies and records."""
     policy = tiny_policy(observation, action, core=core)
-    raw, words = Table(policy, 4), Table(policy, 4)
+    raw, words = RecordedSeat(policy, 4), RecordedSeat(policy, 4)
     observation.seed(1)
     values = [observation.sample() for _ in range(7)]
     rewards = [0.0, 0.5, -1.25, 3.0, 0.0, 1.0, 2.0]
@@ -172,7 +172,7 @@ def parity(observation: gym.Space[Any], action: gym.Space[Any], core: str | None
         await other.end(json.dumps({"observation": plain(values[0]), "reward": 4.0, "truncated": True}).encode())
 
     run(play())
-    same(raw.recorded(), words.recorded())
+    same(raw.segments(), words.segments())
 
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=32)
@@ -180,9 +180,9 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
 @settings(max_examples=60)
 @given(st.lists(FLOATS, min_size=3, max_size=3), FLOATS, st.integers(0, 9))
-def test_any_numbers_are_taken_or_refused_as_json_does(numbers: list[float], reward: float, flags: int) -> None:
+def test_values_are_accepted_or_refused_as_in_json(numbers: list[float], reward: float, flags: int) -> None:
     policy = tiny_policy()
-    raw, words = Table(policy, 4), Table(policy, 4)
+    raw, words = RecordedSeat(policy, 4), RecordedSeat(policy, 4)
 
     async def play() -> None:
         game, other = await Game(raw).begin(), BuiltinActor({"": words.seat})
@@ -209,7 +209,7 @@ def test_any_numbers_are_taken_or_refused_as_json_does(numbers: list[float], rew
 
     run(play())
     if flags <= 7:
-        for left, right in zip(raw.recorded(), words.recorded(), strict=True):
+        for left, right in zip(raw.segments(), words.segments(), strict=True):
             same([left], [right])
 
 
@@ -240,11 +240,11 @@ def test_any_numbers_are_taken_or_refused_as_json_does(numbers: list[float], rew
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value encountered in dot")
-def test_what_is_wrong_is_refused_and_leaves_no_trace(body: bytes, error: str) -> None:
-    table, clean = Table(tiny_policy(core="lstm"), 8), Table(tiny_policy(core="lstm"), 8)
+def test_invalid_requests_are_refused_without_side_effects(body: bytes, error: str) -> None:
+    recorded_seat, clean = RecordedSeat(tiny_policy(core="lstm"), 8), RecordedSeat(tiny_policy(core="lstm"), 8)
 
-    async def play(table: Table, wrong: bool) -> list[Any]:
-        game = await Game(table).begin()
+    async def play(recorded_seat: RecordedSeat, wrong: bool) -> list[Any]:
+        game = await Game(recorded_seat).begin()
         answers = []
         for n in range(5):
             if wrong and n:
@@ -258,14 +258,14 @@ def test_what_is_wrong_is_refused_and_leaves_no_trace(body: bytes, error: str) -
         assert await game.end(tick(b"", 2.0, TERMINATED)) == b""
         return answers
 
-    assert run(play(table, True)) == run(play(clean, False))
+    assert run(play(recorded_seat, True)) == run(play(clean, False))
     if error != "action_mask":
-        same(table.recorded(), clean.recorded())
+        same(recorded_seat.segments(), clean.segments())
 
 
 def test_a_reward_before_any_action_is_refused() -> None:
     async def play() -> None:
-        game = await Game(Table(tiny_policy())).begin()
+        game = await Game(RecordedSeat(tiny_policy())).begin()
         assert await game.tick(tick(vector(0, 0, 0), reward=1.0)) == (422, "reward")
         assert await game.tick(tick(vector(0, 0, 0))) in [struct.pack("<q", n) for n in range(4)]
         assert await game.tick(tick(vector(0, 0, 0), reward=1.0)) in [struct.pack("<q", n) for n in range(4)]
@@ -274,8 +274,8 @@ def test_a_reward_before_any_action_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in dot")
-def test_numbers_whose_sum_overflows_are_still_numbers() -> None:
-    """The quick look at a vector is a sum; what it cannot vouch for is looked at one by one."""
+def test_values_whose_sum_overflows_are_accepted() -> None:
+    """The fast check of a vector is a sum; if it overflows, each value is checked."""
     form = RawCodec(OBSERVATION, ACTION)
     assert form.read(tick(vector(1, 2, 3))).plain
     large = form.read(tick(vector(3e38, 3e38, 0)))
@@ -285,25 +285,25 @@ def test_numbers_whose_sum_overflows_are_still_numbers() -> None:
 
 
 def test_masks_are_obeyed_and_recorded() -> None:
-    table = Table(tiny_policy(), 8)
+    recorded_seat = RecordedSeat(tiny_policy(), 8)
 
     async def play() -> None:
-        game = await Game(table).begin()
+        game = await Game(recorded_seat).begin()
         for n in range(4):
             only = bytes(int(option == n) for option in range(4))
             assert await game.tick(tick(vector(1, 2, 3), 0.0, MASKED, only)) == struct.pack("<q", n)
         await game.end(tick(b"", 1.0, TERMINATED))
 
     run(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     np.testing.assert_array_equal(segment.action_mask[:4, 0], np.eye(4, dtype=bool))
 
 
 def test_a_terminated_step_needs_no_observation_and_the_next_begins_anew() -> None:
-    table = Table(tiny_policy(core="lstm"), 8)
+    recorded_seat = RecordedSeat(tiny_policy(core="lstm"), 8)
 
     async def play() -> list[Any]:
-        game = await Game(table).begin()
+        game = await Game(recorded_seat).begin()
         first = [await game.tick(tick(vector(n, 0, 1))) for n in range(3)]
         assert await game.tick(tick(b"", 5.0, TERMINATED)) == b""
         second = [await game.tick(tick(vector(n, 0, 1))) for n in range(3)]
@@ -313,29 +313,29 @@ def test_a_terminated_step_needs_no_observation_and_the_next_begins_anew() -> No
 
     first, second = run(play())
     assert first == second
-    one, two = table.recorded()
+    one, two = recorded_seat.segments()
     assert (bool(one.terminated[2, 0]), bool(one.truncated[2, 0])) == (True, False)
     assert (bool(two.terminated[2, 0]), bool(two.truncated[2, 0])) == (False, True)
     np.testing.assert_array_equal(two.observation[3, 0], [9, 9, 9])
 
 
 def test_an_empty_end_leaves_the_last_step_out() -> None:
-    table = Table(tiny_policy(), 8)
+    recorded_seat = RecordedSeat(tiny_policy(), 8)
 
     async def play() -> None:
-        game = await Game(table).begin()
+        game = await Game(recorded_seat).begin()
         for n in range(3):
             await game.tick(tick(vector(n, 0, 1)))
         assert await game.end() == b""
 
     run(play())
-    (segment,) = table.recorded()
+    (segment,) = recorded_seat.segments()
     assert segment.valid[:3, 0].tolist() == [True, True, False]
 
 
 def test_the_mask_of_a_space_without_options_is_empty() -> None:
     async def play() -> None:
-        game = await Game(Table(tiny_policy(action=ACTIONS["box"]))).begin()
+        game = await Game(RecordedSeat(tiny_policy(action=ACTIONS["box"]))).begin()
         assert await game.tick(tick(vector(1, 2, 3), 0.0, MASKED, b"\1")) == (422, "malformed")
         assert await game.tick(tick(vector(1, 2, 3), 0.0, MASKED)) == await game.tick(tick(vector(1, 2, 3)))
 
@@ -348,7 +348,7 @@ def test_categories_out_of_range_are_refused(seen: str) -> None:
     low: list[Any] = {"choice": [-3, 3], "choices": [[3, 0], [0, -1]], "bits": [[2, 0, 0, 0], [0, 0, 0, -1]]}[seen]  # type: ignore[assignment]
 
     async def play() -> None:
-        game = await Game(Table(tiny_policy(space))).begin()
+        game = await Game(RecordedSeat(tiny_policy(space))).begin()
         for wrong in low:
             assert await game.tick(tick(laid_out(space, wrong))) == (422, "observation")
         assert isinstance(await game.tick(tick(laid_out(space, space.sample()))), bytes)
@@ -357,8 +357,8 @@ def test_categories_out_of_range_are_refused(seen: str) -> None:
 
 
 def test_several_seats_cannot_be_raw() -> None:
-    table = Table(tiny_policy())
-    actor = BuiltinActor({"blue": table.seat, "red": table.seat})
+    recorded_seat = RecordedSeat(tiny_policy())
+    actor = BuiltinActor({"blue": recorded_seat.seat, "red": recorded_seat.seat})
     with pytest.raises(Refused) as refused:
         run(actor.start("s", b'{"format": "raw"}'))
     assert (refused.value.status, refused.value.error) == (422, "format")
@@ -368,13 +368,13 @@ def test_several_seats_cannot_be_raw() -> None:
 @pytest.mark.parametrize("body", [b'{"format": "xml"}', b'{"format": 3}', b'{"format": null}', b'{"format": ["raw"]}'])
 def test_other_formats_are_refused(body: bytes) -> None:
     with pytest.raises(Refused) as refused:
-        run(BuiltinActor({"": Table(tiny_policy()).seat}).start("s", body))
+        run(BuiltinActor({"": RecordedSeat(tiny_policy()).seat}).start("s", body))
     assert (refused.value.status, refused.value.error) == (422, "format")
 
 
 @pytest.mark.parametrize("body", [b"", b"hello", b'{"map": "desert"}', b'{"format": "json"}', b"\x81\xa6format\xa7msgpack"])
-def test_what_else_a_start_says_is_its_own_affair(body: bytes) -> None:
-    actor = BuiltinActor({"": Table(tiny_policy()).seat})
+def test_the_body_of_start_is_free_form(body: bytes) -> None:
+    actor = BuiltinActor({"": RecordedSeat(tiny_policy()).seat})
 
     async def play() -> dict[str, Any]:
         assert await actor.start("s", body) == b""
@@ -386,7 +386,7 @@ def test_what_else_a_start_says_is_its_own_affair(body: bytes) -> None:
 
 def test_msgpack_may_ask_for_raw_too() -> None:
     async def play() -> Any:
-        actor = BuiltinActor({"": Table(tiny_policy()).seat})
+        actor = BuiltinActor({"": RecordedSeat(tiny_policy()).seat})
         await actor.start("s", b"\x81\xa6format\xa3raw")
         return await actor.tick(tick(vector(0, 0, 0)))
 
@@ -395,9 +395,9 @@ def test_msgpack_may_ask_for_raw_too() -> None:
 
 @settings(max_examples=60)
 @given(st.binary(max_size=64))
-def test_no_bytes_whatever_do_more_than_be_refused(body: bytes) -> None:
+def test_arbitrary_bytes_are_only_refused(body: bytes) -> None:
     async def play() -> None:
-        game = await Game(Table(tiny_policy())).begin()
+        game = await Game(RecordedSeat(tiny_policy())).begin()
         try:
             answer = await game.tick(body)
         except EnvironmentFault:  # finite numbers that drown the network

@@ -1,4 +1,4 @@
-"""What operators ask of a gateway: tokens that rotate, rates, TLS, draining, and a log that tells everything but secrets."""
+"""Operation of a gateway: token rotation, rate limits, TLS, draining, access log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Echo(Actor):
 
 @pytest.fixture(autouse=True)
 def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are looked at more often than once a second."""
+    """Check files more often than once a second."""
     monkeypatch.setattr(gateways, "_WATCH_S", 0.05)
 
 
@@ -50,7 +50,7 @@ def bearer(token: str) -> list[str]:
 
 
 def replace(path: Path, text: str) -> None:
-    """As tools that rotate secrets do it."""
+    """Replace a file atomically, as tools for secret rotation do."""
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").replace(path)
 
@@ -65,7 +65,7 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
-def test_any_token_of_the_file_opens_and_no_other(tokens: Path) -> None:
+def test_every_token_of_the_file_is_accepted_and_no_other(tokens: Path) -> None:
     with gateway(Echo, GatewaySettings(token_file=tokens)) as server:
         for token in ("old", "other"):
             assert ask(server.port, step("start", token, headers=bearer(token))).status == 200
@@ -79,7 +79,7 @@ def test_any_token_of_the_file_opens_and_no_other(tokens: Path) -> None:
         assert "requests" in ask(server.port, raw("GET /health", bearer("old"))).json
 
 
-def test_a_file_that_changes_is_read_again_and_kept_connections_must_show_the_new_token(tokens: Path) -> None:
+def test_a_changed_token_file_is_reloaded_and_open_connections_need_a_new_token(tokens: Path) -> None:
     with gateway(Echo, GatewaySettings(token_file=tokens)) as server, Wire(server.port) as kept:
         assert kept.ask(step("start", "s", headers=bearer("old"))).status == 200
         for n in range(5):  # from the second one on the header block is known
@@ -96,7 +96,9 @@ def test_a_file_that_changes_is_read_again_and_kept_connections_must_show_the_ne
 
 
 @pytest.mark.parametrize("broken", ["", "# nobody\n", "a b c d e\n", "tökén\n", "a b minus\n", None])
-def test_a_broken_file_keeps_the_tokens_of_before(tokens: Path, broken: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_token_file_keeps_the_previous_tokens(
+    tokens: Path, broken: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     with gateway(Echo, GatewaySettings(token_file=tokens)) as server, Wire(server.port) as kept:
         assert kept.ask(step("start", "s", headers=bearer("old"))).status == 200
         if broken is None:
@@ -121,7 +123,7 @@ def test_a_home_directory_is_watched_as_it_is_read(tmp_path: Path, monkeypatch: 
         wait_until(lambda: ask(server.port, step("tick", "s", b"x", headers=bearer("new"))).status == 200, PATIENCE_S)
 
 
-def test_a_token_that_asks_too_often_is_told_so_and_hurts_nobody_else(tokens: Path) -> None:
+def test_a_token_above_its_rate_gets_429_and_others_are_unaffected(tokens: Path) -> None:
     with gateway(Echo, GatewaySettings(token_file=tokens)) as server, Wire(server.port) as fast, Wire(server.port) as other:
         assert fast.ask(step("start", "f", headers=bearer("other"))).status == 200
         assert other.ask(step("start", "o", headers=bearer("old"))).status == 200
@@ -144,7 +146,7 @@ def test_the_rate_is_that_of_the_token_over_all_its_connections(tokens: Path) ->
 
 
 @pytest.mark.parametrize("text", ["", "a b c d e\n"])
-def test_wrong_files_are_told_before_anything_is_served(tmp_path: Path, text: str) -> None:
+def test_invalid_files_are_reported_before_serving(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokens").write_text(text)
     with pytest.raises(UsageError, match="token file"):
         asyncio.run(built(GatewaySettings(token_file=tmp_path / "tokens")))
@@ -160,7 +162,7 @@ _SUBJECT = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,I
 
 
 def certificate(where: Path) -> tuple[Path, Path]:
-    """A fresh pair that signs itself."""
+    """Create a self-signed certificate."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl is not installed")
@@ -179,7 +181,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
 
 @pytest.fixture
 def pair(pairs: list[tuple[Path, Path]], tmp_path: Path) -> tuple[Path, Path]:
-    """A copy of the first one that may be replaced."""
+    """A replaceable copy of the first certificate."""
     mine = tmp_path / "cert.pem", tmp_path / "key.pem"
     for source, target in zip(pairs[0], mine, strict=True):
         shutil.copy(source, target)
@@ -221,7 +223,7 @@ def test_sessions_are_played_over_tls(pair: tuple[Path, Path]) -> None:
         assert [reply.status for reply in wire.rest()] == [401]
 
 
-def test_what_is_not_tls_gets_nowhere_and_harms_nobody(pair: tuple[Path, Path]) -> None:
+def test_plain_http_on_a_tls_port_is_rejected_harmlessly(pair: tuple[Path, Path]) -> None:
     settings = GatewaySettings(http=HttpLimits(receive_s=0.3), tls=pair)
     with gateway(Echo, settings) as server, SecureWire(server.port, pair[0]) as wire:
         assert wire.ask(step("start", "s")).status == 200
@@ -236,7 +238,7 @@ def test_what_is_not_tls_gets_nowhere_and_harms_nobody(pair: tuple[Path, Path]) 
         assert len(server.gateway.sessions) == 1
 
 
-def test_a_certificate_that_is_replaced_is_for_the_connections_to_come(
+def test_a_replaced_certificate_is_used_by_new_connections(
     pair: tuple[Path, Path], pairs: list[tuple[Path, Path]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with gateway(Echo, GatewaySettings(tls=pair)) as server, SecureWire(server.port, pairs[0][0]) as kept:
@@ -253,7 +255,7 @@ def test_a_certificate_that_is_replaced_is_for_the_connections_to_come(
         assert trusts(server.port, pairs[1][0])
 
 
-def test_tokens_that_are_broken_do_not_hold_up_a_certificate(
+def test_invalid_tokens_do_not_prevent_a_certificate_reload(
     pair: tuple[Path, Path], pairs: list[tuple[Path, Path]], tokens: Path
 ) -> None:
     with gateway(Echo, GatewaySettings(tls=pair, token_file=tokens)) as server:
@@ -263,7 +265,7 @@ def test_tokens_that_are_broken_do_not_hold_up_a_certificate(
         wait_until(lambda: trusts(server.port, pairs[1][0]), PATIENCE_S)
 
 
-def test_a_pair_that_cannot_be_used_is_told_before_anything_is_served(pairs: list[tuple[Path, Path]], tmp_path: Path) -> None:
+def test_an_unusable_certificate_is_reported_before_serving(pairs: list[tuple[Path, Path]], tmp_path: Path) -> None:
     mixed = pairs[0][0], pairs[1][1]
     missing = tmp_path / "cert.pem", pairs[0][1]
     for files in (mixed, missing, (pairs[0][1], pairs[0][0])):
@@ -285,7 +287,7 @@ def owned(slot: int, count: int) -> list[str]:
     return [id_ for id_ in (f"s{n}" for n in range(100)) if owner_of(id_.encode(), 2) == slot][:count]
 
 
-def test_with_tls_two_workers_forward_what_is_not_theirs(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_with_tls_workers_forward_requests_to_the_owner(pair: tuple[Path, Path], tmp_path: Path) -> None:
     asked = ["model: hard", "version: 3", "temperature: 0.25", *bearer("t")]
     with workers(tmp_path, GatewaySettings(tls=pair, token="t")) as served, SecureWire(served[0].port, pair[0]) as wire:
         for slot in (1, 0):
@@ -305,7 +307,7 @@ def test_with_tls_two_workers_forward_what_is_not_theirs(pair: tuple[Path, Path]
 # -- draining -----------------------------------------------------------------------------------------------------------------
 
 
-def test_who_drains_takes_no_new_sessions_and_finishes_those_in_play() -> None:
+def test_a_draining_gateway_accepts_no_new_sessions_and_finishes_open_ones() -> None:
     with gateway(Echo) as server, Wire(server.port) as wire:
         assert wire.ask(step("start", "s", seq=0)).status == 200
         assert ask(server.port, raw("GET /ready")).status == 200
@@ -324,7 +326,7 @@ def test_who_drains_takes_no_new_sessions_and_finishes_those_in_play() -> None:
         assert wire.ask(step("start", "s", seq=3)).refusal == (503, "draining")
 
 
-def test_a_worker_that_drains_waits_for_sessions_of_others_that_come_by_its_connections(tmp_path: Path) -> None:
+def test_a_draining_worker_waits_for_sessions_forwarded_through_it(tmp_path: Path) -> None:
     (theirs,) = owned(1, 1)
     with workers(tmp_path, GatewaySettings()) as served, Wire(served[0].port) as wire:
         assert wire.ask(raw("GET /spec")).status == 200  # from here on the connection stays
@@ -338,7 +340,7 @@ def test_a_worker_that_drains_waits_for_sessions_of_others_that_come_by_its_conn
         assert not served[1].run(served[1].gateway.has_open_sessions())
 
 
-def test_who_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+def test_draining_does_not_wait_for_dead_workers(tmp_path: Path) -> None:
     paths = [str(tmp_path / str(slot)) for slot in range(2)]
     (theirs,) = owned(1, 1)
     with gateway(Echo, slot=0, peer_paths=paths) as mine, Wire(mine.port) as wire:
@@ -400,7 +402,7 @@ def test_temperatures_in_every_spelling(server: Served, said: str, means: float)
         (f"model: {'m' * 257}", "model"),
     ],
 )
-def test_what_makes_no_sense_is_400_by_name(server: Served, header: str, error: str) -> None:
+def test_invalid_start_headers_get_400_with_their_name(server: Served, header: str, error: str) -> None:
     assert start(server.port, header).refusal == (400, error)
     assert len(server.gateway.sessions) == 0
 
@@ -413,7 +415,7 @@ def test_the_path_names_the_model_too(server: Served, path: str, model: str) -> 
     assert json.loads(start(server.port, path=path).body)[1] == model
 
 
-def test_other_paths_and_methods_are_told(server: Served) -> None:
+def test_unknown_paths_and_methods_are_reported(server: Served) -> None:
     assert start(server.port, path="/step/" + "m" * 257).refusal == (400, "model")
     assert start(server.port, path="/steps").refusal == (404, "not_found")
     for path in ("/step", "/step/hard"):
@@ -439,7 +441,7 @@ def test_a_request_id_comes_back_with_every_reply(server: Served) -> None:
 
 
 @pytest.mark.parametrize("id_", ["a\tb", "ä", "x" * 129])
-def test_an_id_that_cannot_be_written_down_is_left_out_or_cut(server: Served, id_: str) -> None:
+def test_an_unprintable_or_long_request_id_is_dropped_or_cut(server: Served, id_: str) -> None:
     found = ask(server.port, raw("GET /spec", [f"X-Request-Id: {id_}"])).headers.get("x-request-id", "")
     assert found in ("", "x" * 128)
 
@@ -472,7 +474,7 @@ SECRETS = ("s3cret", "b0dy", "st0len")
 
 
 def logged(tmp_path: Path, *, ticks: bool = False) -> list[dict[str, Any]]:
-    """A bit of everything, and what the log has of it."""
+    """Send requests of every kind, and return the access log."""
     (tmp_path / "tokens").write_text("studio s3cret\n")
     settings = GatewaySettings(token_file=tmp_path / "tokens")
     with gateway(Echo, settings, extension=RecordingExtension(tmp_path / "log", ticks)) as server, Wire(server.port) as wire:
@@ -496,7 +498,7 @@ def logged(tmp_path: Path, *, ticks: bool = False) -> list[dict[str, Any]]:
     return lines
 
 
-def test_the_log_tells_of_starts_ends_and_refusals_and_of_no_secret(tmp_path: Path) -> None:
+def test_the_access_log_has_starts_ends_and_refusals_and_no_secrets(tmp_path: Path) -> None:
     lines = logged(tmp_path)
     assert [(line["kind"], line["status"], line.get("session"), line.get("error")) for line in lines] == [
         ("start", 200, "s", None),
@@ -514,7 +516,7 @@ def test_the_log_tells_of_starts_ends_and_refusals_and_of_no_secret(tmp_path: Pa
     assert all(0 <= line["ms"] < 10_000 for line in lines)
 
 
-def test_the_log_tells_of_ticks_too_when_asked(tmp_path: Path) -> None:
+def test_the_access_log_has_ticks_when_enabled(tmp_path: Path) -> None:
     lines = logged(tmp_path, ticks=True)
     assert [line["seq"] for line in lines if line["kind"] == "tick" and line["status"] == 200] == [1, 2, 3]
 
@@ -527,7 +529,7 @@ def test_a_connection_that_is_refused_is_logged(tmp_path: Path) -> None:
     assert (line["status"], line["error"]) == (400, "malformed")
 
 
-def test_a_page_of_the_house_is_shown_to_whoever_has_a_token(tmp_path: Path) -> None:
+def test_a_page_of_an_extension_needs_a_token(tmp_path: Path) -> None:
     class Home(RecordingExtension):
         def page(self, path: str) -> Page | None:
             return Page(200, b"welcome", "text/plain") if path == "/metrics" else None

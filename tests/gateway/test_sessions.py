@@ -1,4 +1,4 @@
-"""SessionTable without sockets: whose turn it is, what a retry hears, and what becomes of an actor that misbehaves."""
+"""SessionTable without sockets: order of requests, retries, time limits, misbehaving actors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Reply = tuple[int, bytes]
 
 PATIENCE_S = 10.0
 LONG_S = 1000.0
-"""A time that no test waits for; the clock is put forward instead."""
+"""Longer than any test waits; tests advance the clock instead."""
 
 
 def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
@@ -48,7 +48,7 @@ def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
 
 class Asked:
-    """A request and what it heard; a second reply to it would raise."""
+    """A request and its reply; a second reply raises."""
 
     def __init__(self) -> None:
         self.heard: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -63,7 +63,7 @@ class Asked:
 
 
 class Table:
-    """SessionTable as a connection sees them: requests come from callbacks of the loop."""
+    """A SessionTable as used by a connection: requests come from callbacks of the loop."""
 
     def __init__(self, make_actor: Callable[[], Any], limits: SessionLimits, lost_for: float) -> None:
         self.loop = asyncio.get_running_loop()
@@ -82,7 +82,7 @@ class Table:
             assert (await self.ask("start", id_, seq=seq))[0] == 200
 
     def later(self, seconds: float) -> None:
-        """Look after the sessions as if so much time had passed."""
+        """Sweep the sessions as if this much time had passed."""
         self.sessions.sweep(self.loop.time() + seconds)
 
 
@@ -105,7 +105,7 @@ def refusal(reply: Reply) -> tuple[int, str]:
 
 
 class Diary(Actor):
-    """Writes down every call; `calls` is shared by all of a test's actors."""
+    """Records every call; `calls` is shared by all actors of a test."""
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
@@ -124,7 +124,7 @@ class Diary(Actor):
 
 
 class Gated(Diary):
-    """Its ticks wait until the test lets them go on."""
+    """Its ticks wait until the test releases them."""
 
     gate: asyncio.Event
 
@@ -179,7 +179,7 @@ async def test_every_session_has_an_actor_of_its_own() -> None:
 
 
 @on_loop
-async def test_what_does_not_belong_where_it_comes_is_refused() -> None:
+async def test_requests_out_of_order_are_refused() -> None:
     async with table(lambda: Diary([])) as games:
         assert refusal(await games.ask("tick")) == (404, "unknown_session")
         assert refusal(await games.ask("end")) == (404, "unknown_session")
@@ -213,7 +213,7 @@ async def test_sessions_are_bounded() -> None:
 
 
 @on_loop
-async def test_what_is_remembered_of_ended_sessions_is_bounded() -> None:
+async def test_replies_of_ended_sessions_are_bounded() -> None:
     async with table(lambda: Diary([]), sessions=2) as games:
         for i in range(50):
             await games.open(f"s{i}", seq=0)
@@ -224,7 +224,7 @@ async def test_what_is_remembered_of_ended_sessions_is_bounded() -> None:
 
 
 @on_loop
-async def test_a_session_that_sends_too_fast_is_told_to_wait_and_goes_on() -> None:
+async def test_a_session_above_its_rate_gets_429_and_continues() -> None:
     async with table(lambda: Diary([]), requests_per_s=2.0) as games:
         await games.open(seq=0)
         assert [(await games.ask("tick", seq=seq))[0] for seq in (1, 2)] == [200, 200]
@@ -240,7 +240,7 @@ async def test_a_session_that_sends_too_fast_is_told_to_wait_and_goes_on() -> No
 
 
 @on_loop
-async def test_a_repeated_number_hears_the_same_and_the_actor_is_called_once() -> None:
+async def test_a_repeated_seq_gets_the_same_reply_and_the_actor_is_called_once() -> None:
     calls: list[Any] = []
     async with table(lambda: Diary(calls)) as games:
         for kind, seq in (("start", 7), ("tick", 8), ("tick", 9), ("end", 10)):
@@ -253,8 +253,8 @@ async def test_a_repeated_number_hears_the_same_and_the_actor_is_called_once() -
 
 
 @on_loop
-async def test_a_repeated_number_with_another_body_is_no_retry() -> None:
-    """Else a request that a game gave up, and that arrives late, would have its reply taken for that of the next one."""
+async def test_a_repeated_seq_with_another_body_is_not_a_retry() -> None:
+    """Otherwise the reply to a late, abandoned request could be taken for that of the next one."""
     calls: list[Any] = []
     async with table(lambda: Diary(calls)) as games:
         await games.open(seq=0)
@@ -268,7 +268,7 @@ async def test_a_repeated_number_with_another_body_is_no_retry() -> None:
 
 
 @on_loop
-async def test_after_a_refusal_the_reply_before_can_still_be_asked_for() -> None:
+async def test_after_a_refusal_the_previous_reply_is_still_available() -> None:
     class Strict(Diary):
         async def tick(self, body: bytes) -> bytes:
             if body == b"wrong":
@@ -285,7 +285,7 @@ async def test_after_a_refusal_the_reply_before_can_still_be_asked_for() -> None
 
 
 @on_loop
-async def test_replies_are_kept_only_for_those_who_number_their_requests() -> None:
+async def test_replies_are_kept_only_for_numbered_requests() -> None:
     async with table(lambda: Diary([])) as games:
         for id_, seq in (("plain", -1), ("numbered", 0)):
             await games.open(id_, seq=seq)
@@ -458,7 +458,7 @@ REQUESTS = st.lists(st.tuples(st.sampled_from(["start", "tick", "end"]), st.inte
 
 @given(REQUESTS)
 def test_any_order_of_requests_gets_the_statuses_of_the_rules(requests: Sequence[tuple[str, int]]) -> None:
-    """One after the other, against the rules written down a second time."""
+    """Compare sequences of requests with an independent model of the rules."""
     calls: list[Any] = []
 
     async def play() -> list[int]:
@@ -497,7 +497,7 @@ def test_any_order_of_requests_gets_the_statuses_of_the_rules(requests: Sequence
 
 
 @on_loop
-async def test_a_silent_session_is_ended_and_its_actor_told() -> None:
+async def test_a_silent_session_is_ended_and_its_actor_notified() -> None:
     calls: list[Any] = []
     async with table(lambda: Diary(calls), silent_s=60.0) as games:
         await games.open("a", "b")
@@ -539,7 +539,7 @@ async def waits_for_a_batch(gate: asyncio.Event, batch: MicroBatcher[bytes, byte
 
 
 class Starved(MicroBatcher[bytes, bytes]):
-    """Nobody runs its batches, as if the model's process hung, until the test does."""
+    """Runs batches only when the test does, as if the model's process hung."""
 
     def submit(self, row: bytes) -> asyncio.Future[bytes]:
         self._loop = self._loop or asyncio.get_running_loop()
@@ -590,7 +590,7 @@ async def test_an_async_tick_that_takes_too_long_ends_its_session(wait: Callable
 
 
 @on_loop
-async def test_a_retry_of_a_tick_that_took_too_long_hears_the_same() -> None:
+async def test_a_retry_of_a_timed_out_tick_gets_the_same_reply() -> None:
     make, _ = gated([])
     async with table(make, tick_s=30.0) as games:
         await games.open(seq=0)
@@ -605,7 +605,7 @@ async def test_a_retry_of_a_tick_that_took_too_long_hears_the_same() -> None:
 
 
 @on_loop
-async def test_a_tick_that_makes_light_of_being_cancelled_is_still_followed_by_end() -> None:
+async def test_a_tick_that_swallows_its_cancellation_is_still_followed_by_end() -> None:
     calls: list[Any] = []
 
     class Stubborn(Diary):
@@ -627,7 +627,7 @@ async def test_a_tick_that_makes_light_of_being_cancelled_is_still_followed_by_e
 
 
 @on_loop
-async def test_a_tick_that_cannot_be_stopped_never_sees_end_beside_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_end_is_not_called_while_a_tick_ignores_its_cancellation(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[Any] = []
     release = asyncio.Event()
 
@@ -650,7 +650,7 @@ async def test_a_tick_that_cannot_be_stopped_never_sees_end_beside_it(caplog: py
 
 
 class Plain:
-    """An actor of plain methods, held until the test lets go."""
+    """An actor with plain methods that block until the test releases them."""
 
     ended_by = "game"
 
@@ -691,7 +691,7 @@ async def test_a_plain_tick_that_takes_too_long_is_answered_at_once_and_ended_af
 
 
 @on_loop
-async def test_a_plain_tick_that_has_not_begun_when_its_time_is_up_is_never_made() -> None:
+async def test_a_queued_plain_tick_that_times_out_is_never_called() -> None:
     calls: list[Any] = []
     hold, began = threading.Event(), threading.Event()
     async with table(lambda: Plain(calls, hold, began), tick_s=30.0, threads=1) as games:
@@ -709,7 +709,7 @@ async def test_a_plain_tick_that_has_not_begun_when_its_time_is_up_is_never_made
 
 
 @on_loop
-async def test_a_pool_whose_threads_are_all_held_is_stuck() -> None:
+async def test_abandoned_calls_exhaust_the_thread_pool() -> None:
     hold, began = threading.Event(), threading.Event()
     async with table(lambda: Plain([], hold, began), tick_s=30.0, threads=2) as games:
         await games.open("a", "b")
@@ -958,7 +958,7 @@ BATCHERS: dict[asyncio.AbstractEventLoop, MicroBatcher[str, str]] = {}
 
 
 def forward(row: str) -> asyncio.Future[str]:
-    """The model: doubles, and raises for a row that says so."""
+    """A model that doubles its input, and raises for marked rows."""
 
     def run(rows: list[str]) -> list[str]:
         if "fail" in rows:
@@ -1331,7 +1331,7 @@ async def test_a_model_that_raises_fails_every_session_that_waits_for_it() -> No
 
 
 @on_loop
-async def test_closing_ends_every_session_and_tells_every_actor() -> None:
+async def test_closing_ends_every_session_and_notifies_every_actor() -> None:
     calls: list[Any] = []
     hold, began = threading.Event(), threading.Event()
     make, _ = gated(calls)
@@ -1353,7 +1353,7 @@ async def test_closing_ends_every_session_and_tells_every_actor() -> None:
 
 
 @on_loop
-async def test_closing_right_after_a_request_still_tells_the_actor() -> None:
+async def test_closing_right_after_a_request_still_notifies_the_actor() -> None:
     calls: list[Any] = []
     hold, began = threading.Event(), threading.Event()
     hold.set()

@@ -1,4 +1,4 @@
-"""Workers of one gateway among themselves, here as threads: a session reaches its owner by whatever door it comes."""
+"""Routing between the workers of one gateway (here threads): every session reaches its owner on any port."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.local_servers import Served, gateway
 from tests.waiting import wait_until
 
 DIRECT = 40_000
-"""The direct port of slot n is said to be this + n."""
+"""The direct port of slot n is this + n."""
 
 
 class Named(Actor):
-    """Answers with the slot it lives in."""
+    """Replies with its worker's slot."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -66,7 +66,7 @@ def two(tmp_path: Path) -> Iterator[list[Served]]:
 
 
 def owned(slot: int, count: int = 2, *, slots: int = 2) -> list[str]:
-    """Ids of sessions that belong to a slot."""
+    """Session ids that belong to a slot."""
     ids = (f"session-{i}" for i in range(10_000))
     found = [id_ for id_ in ids if owner_of(id_.encode(), slots) == slot]
     return found[:count]
@@ -89,7 +89,7 @@ def hold(served: Served, seconds: float) -> None:
     assert began.wait(PATIENCE_S)
 
 
-def test_every_session_lives_with_its_owner_whatever_the_door(tmp_path: Path) -> None:
+def test_every_session_belongs_to_its_owner_on_any_port(tmp_path: Path) -> None:
     with workers(tmp_path, 3) as doors:
         ids = [f"session-{i}" for i in range(60)]
         for n, id_ in enumerate(ids):
@@ -118,7 +118,7 @@ def test_a_connection_moves_to_the_owner_of_its_first_session_and_then_costs_no_
         assert health(two[0])["requests"] == 0
 
 
-def test_a_connection_of_ones_own_session_stays(two: list[Served]) -> None:
+def test_a_connection_with_a_local_session_stays(two: list[Served]) -> None:
     (id_,) = owned(0, 1)
     with Wire(two[0].port) as wire:
         assert wire.ask(step("start", id_)).headers["ludus-endpoint"] == f"127.0.0.1:{DIRECT}"
@@ -138,7 +138,7 @@ def test_a_tick_may_be_the_first_request_of_a_connection_that_moves(two: list[Se
     )  # counted by another thread, perhaps after the reply is here
 
 
-def test_all_that_was_sent_ahead_moves_along(two: list[Served]) -> None:
+def test_pipelined_requests_move_with_the_connection(two: list[Served]) -> None:
     (ours,), (theirs, more) = owned(0, 1), owned(1, 2)
     assert ask(two[1].port, step("start", theirs)).status == ask(two[0].port, step("start", ours)).status == 200
     with Wire(two[0].port) as wire:
@@ -167,7 +167,7 @@ def test_a_first_request_in_pieces_moves_when_its_owner_is_known(two: list[Serve
     assert health(two[0])["forwarded"] == 0
 
 
-def test_a_first_request_that_waits_for_permission_gets_it_from_the_owner(two: list[Served]) -> None:
+def test_expect_100_continue_is_answered_by_the_owner(two: list[Served]) -> None:
     (id_,) = owned(1, 1)
     with Wire(two[0].port) as wire:
         wire.send(step("start", id_, b"body", headers=["Expect: 100-continue"])[:-4])
@@ -175,7 +175,7 @@ def test_a_first_request_that_waits_for_permission_gets_it_from_the_owner(two: l
         assert wire.ask(b"body").body == b"1"
 
 
-def test_what_is_too_large_to_move_is_forwarded(two: list[Served]) -> None:
+def test_a_request_too_large_to_hand_over_is_forwarded(two: list[Served]) -> None:
     (id_,) = owned(1, 1)
     assert ask(two[1].port, step("start", id_)).status == 200
     with Wire(two[0].port) as wire:
@@ -212,7 +212,7 @@ def test_forwarded_refusals_arrive_as_they_are(tmp_path: Path) -> None:
         assert (full.refusal, full.headers["retry-after"]) == ((503, "too_many_sessions"), "1")
 
 
-def test_mixed_sessions_on_one_connection_are_answered_rightly_and_in_order(tmp_path: Path) -> None:
+def test_mixed_sessions_on_one_connection_are_answered_correctly_in_order(tmp_path: Path) -> None:
     rng = random.Random(5)
     with workers(tmp_path, 3) as doors:
         ids = [id_ for slot in range(3) for id_ in owned(slot, 4, slots=3)]
@@ -287,7 +287,7 @@ def test_sessions_of_a_dead_worker_are_lost_at_once_and_may_start_when_it_is_bac
         assert wire.ask(step("tick", ours, b"x")).body == b"0:x"
 
 
-def test_who_waits_for_a_worker_that_dies_is_told_at_once(tmp_path: Path) -> None:
+def test_requests_to_a_dying_worker_fail_at_once(tmp_path: Path) -> None:
     paths = [str(tmp_path / str(slot)) for slot in range(2)]
     (ours,), (theirs, more) = owned(0, 1), owned(1, 2)
 
@@ -310,7 +310,7 @@ def test_who_waits_for_a_worker_that_dies_is_told_at_once(tmp_path: Path) -> Non
         wait_until(lambda: dying.gateway.sessions.requests == 3, PATIENCE_S)
 
         async def die() -> None:
-            """As the kernel would: every socket is closed, and nobody says a word."""
+            """Close every socket without notice, as the kernel does for a killed process."""
             assert dying.gateway._router is not None
             for incoming in list(dying.gateway._router._incoming):
                 assert incoming.transport is not None
@@ -334,7 +334,7 @@ def test_when_too_many_connections_move_at_once_the_rest_is_forwarded(two: list[
     wait_until(lambda: health(two[0])["handed_over"] > 0, PATIENCE_S)
 
 
-def test_a_worker_that_is_far_behind_gets_no_more(two: list[Served], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_with_a_large_backlog_gets_no_more_requests(two: list[Served], monkeypatch: pytest.MonkeyPatch) -> None:
     (ours,), (theirs, more) = owned(0, 1), owned(1, 2)
     with Wire(two[0].port) as wire:
         assert wire.ask(step("start", ours)).status == 200

@@ -1,4 +1,4 @@
-"""A client with full control over the bytes: what a careless, broken or hostile game may send."""
+"""A client with full control over the bytes, for invalid and hostile requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PATIENCE_S = 5.0
-"""No request of these tests may hang longer."""
+"""Time limit of every request in these tests."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Reply:
 
     @property
     def refusal(self) -> tuple[int, str]:
-        """Status and error word of a reply that has the form every error has."""
+        """(status, error word) of a reply in the error format, which is checked."""
         assert self.headers["content-type"] == "application/json"
         data = json.loads(self.body)
         last = data.pop("last", None)
@@ -68,7 +68,7 @@ class Wire:
             self.socket.sendall(part)
 
     def finish(self) -> None:
-        """Say that nothing more will be sent."""
+        """Shut down the write side."""
         self.socket.shutdown(socket.SHUT_WR)
 
     def read(self, *, bodiless: bool = False) -> Reply:
@@ -92,7 +92,7 @@ class Wire:
         return self.read()
 
     def closed(self) -> bool:
-        """True when the other side has said all it had to say; False when it says more. Raises TimeoutError."""
+        """True when the peer has closed; False when it sends more. Raises TimeoutError."""
         try:
             return not self._read and not self.socket.recv(1)
         except ConnectionError:
@@ -128,13 +128,13 @@ def raw(target: str, headers: Sequence[str] = (), body: bytes = b"", version: st
 
 
 def ask(port: int, data: bytes) -> Reply:
-    """On a connection of its own."""
+    """Send one request on a new connection."""
     with Wire(port) as wire:
         return wire.ask(data)
 
 
 def play(port: int, session: str, body: bytes = b"still here") -> None:
-    """A whole session of an actor that echoes its ticks, on a connection of its own: the server is up."""
+    """Play a whole session with an echo actor on a new connection, to check that the server works."""
     with Wire(port) as wire:
         assert wire.ask(step("start", session)).status == 200
         assert wire.ask(step("tick", session, body)).body == body

@@ -181,7 +181,7 @@ def test_a_progress_bar_is_lines_and_a_windows_end_is_one() -> None:
     assert written == b"10 %\n20 %\nnext\n"
 
 
-def test_a_long_line_is_cut_and_says_so_however_it_comes() -> None:
+def test_a_long_line_is_truncated_with_a_note_in_any_chunking() -> None:
     line = b"x" * 50_000 + b"\n"
     whole, parts = LogDeduplicator(), LogDeduplicator()
     once = whole.feed(line, 0.0)
@@ -200,7 +200,7 @@ def test_half_a_line_is_written_when_nothing_follows() -> None:
 
 
 @pytest.mark.parametrize("length", [5, 5000])
-def test_it_stays_small_whatever_it_is_told(length: int) -> None:
+def test_memory_use_is_bounded_for_any_input(length: int) -> None:
     repeats = LogDeduplicator(rate=10**9, rate_burst=10**9)
     for i in range(600):
         text = "".join(chr(97 + (i >> shift & 15)) for shift in (0, 4, 8)) + "y" * length

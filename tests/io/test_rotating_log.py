@@ -32,7 +32,7 @@ def test_a_log_and_the_one_before_it_are_all_there_is(tmp_path: Path) -> None:
     assert len(lines) > 100
 
 
-def test_whoever_follows_sees_every_line_once_across_turns(tmp_path: Path) -> None:
+def test_a_reader_sees_every_line_once_across_rotations(tmp_path: Path) -> None:
     path = tmp_path / "log"
     reader = LogReader(path)
     assert reader.lines() == []
@@ -150,7 +150,7 @@ def test_a_counting_log_is_bounded_and_turns_between_lines(tmp_path: Path) -> No
     assert all(line.split()[0] == line[0] * (int(line.split()[1]) % 60 + 1) for line in lines)
 
 
-def test_a_counting_log_says_what_a_full_disk_has_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deduplicating_log_reports_bytes_lost_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = DeduplicatingLog(tmp_path / "log")
     log.line("before")
     write = os.write

@@ -106,7 +106,7 @@ def test_aliases_are_written_out_and_nothing_is_shared() -> None:
     assert data["b"]["y"] == data["c"]["y"] == [1, 2]
 
 
-def test_a_chain_of_merges_is_read_whoever_is_constructed_first() -> None:
+def test_chained_merges_are_read_in_any_order_of_construction() -> None:
     assert parse_yaml("a: &x {k: 1}\nb: &y {<<: *x, k: 2}\nc: {<<: *y, z: 1}", "x")["c"] == {"k": 2, "z": 1}
 
 
@@ -138,7 +138,7 @@ def test_what_is_dumped_is_read_back_by_us_and_by_others(value: Any) -> None:
 @pytest.mark.parametrize(
     "word", ["1e5", "yes", "010", "12:30", "2024-01-01", "<<", "=", "~", "", "0x1F", "1_0", ".inf", "null", "\x85", "a\u2028b"]
 )
-def test_a_word_that_anybody_would_misread_is_quoted(word: str) -> None:
+def test_an_ambiguous_string_is_quoted(word: str) -> None:
     text = dump_yaml([word])
     assert parse_yaml(text, "x") == yaml.safe_load(text) == [word]
 

@@ -25,7 +25,7 @@ def test_actors_come_go_and_stay_while_learners_are_started_anew(tmp_path: Path)
     with role_hosts(3, tmp_path, lambda hosts: f"{hosts.address(0)} root 36000 1\r\n") as roles:
         endless = (*TRAINING, "--num-workers", "2", "--stop", "time_s=800")
         said = roles.start(0, "learner", *endless)
-        assert "a token was made" in said
+        assert "created a token" in said
         assert "There is no token" in roles.ludus(1, "actor", "start", "--iplist", "learner.iplist", code=2)
         roles.share_token()
         for host in (1, 2):
@@ -62,7 +62,7 @@ def test_learners_on_two_machines_share_every_gradient(tmp_path: Path) -> None:
         said = roles.start(0, "learner", "--num", "1", *TRAINING, "--num-workers", "2", "--stop", "timesteps=4000")
         assert "learner_num: 2 (1 on other machines)" in said
         roles.share_token()
-        assert "without meaning here" in roles.start(1, "learner", "CartPole-v1")
+        assert "is ignored here" in roles.start(1, "learner", "CartPole-v1")
         roles.until(lambda: roles.status(0, "learner")["state"] == "succeeded", 2 * BUSY_S)
         assert roles.status(1, "learner")["state"] == "running"
         assert roles.log(1, "learner/rank_0.log")
@@ -139,9 +139,9 @@ def test_a_cluster_over_ssh_stands_is_trained_on_mended_and_taken_down(tmp_path:
         assert f"{rig.hosts.address(2)}           DOWN since" in lost
         rig.power_on(2)
         again = machine.ludus("cluster", "up", "--iplist", machine.list, *reach, within_s=240)
-        assert f"started again on {rig.hosts.address(2)}" in again
+        assert f"restarted on {rig.hosts.address(2)}" in again
         assert [node["up"] for node in page()["nodes"]] == [True, True, True]
-        assert "is up already" in machine.ludus("cluster", "up", "--iplist", machine.list, *reach, within_s=240)
+        assert "is already up" in machine.ludus("cluster", "up", "--iplist", machine.list, *reach, within_s=240)
 
         assert "is down" in machine.ludus("cluster", "down", within_s=240)
         assert [ssh_rig.until_gone(rig, host) for host in range(3)] == [[], [], []]

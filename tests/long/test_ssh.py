@@ -98,10 +98,10 @@ def test_a_worker_that_loses_power_is_reported_and_comes_back(
     rig.power_on(2)
     looked(orchestrator, job_id, f"its part on {rig.hosts.address(2)} is over")
     assert is_still(beats[2])
-    assert mended(job_id) == (0, f"ludus: {job_id} is started again on {rig.hosts.address(2)}\n")
+    assert mended(job_id) == (0, f"ludus: {job_id} is restarted on {rig.hosts.address(2)}\n")
     wait_until(lambda: not is_still(beats[2]))
     assert orchestrator.status(job_id).reason == ""
-    assert mended(job_id) == (0, f"ludus: nothing is missing of {job_id}\n")
+    assert mended(job_id) == (0, f"ludus: {job_id} has no missing processes\n")
     (rig.shared / "over").touch()
     status = ended(orchestrator, job_id)
     assert (status.state, status.reason) == ("succeeded", "")

@@ -22,9 +22,9 @@ from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import Run
 from ludus.io.yaml_documents import dump_yaml
 from ludus.storage.local import LocalStore
-from ludus.tuning.messages import Event
+from ludus.tuning.messages import TrialEvent
 from ludus.tuning.report import SweepResult
-from ludus.tuning.sweep import SweepOptions, opened, resume_sweep, run_sweep
+from ludus.tuning.sweep import SweepOptions, open_sweep, resume_sweep, run_sweep
 from tests.long.record import record
 from tests.waiting import wait_until
 
@@ -41,9 +41,9 @@ def experiment(**more: Any) -> dict[str, Any]:
 
 class Heard:
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[TrialEvent] = []
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: TrialEvent) -> None:
         self.events.append(event)
 
     def kinds(self, name: str) -> list[str]:
@@ -187,7 +187,7 @@ def test_a_trial_with_workers_reserves_their_cores_and_leaves_none_of_them(tmp_p
     seen: list[set[str]] = []
     running: set[str] = set()
 
-    def hear(event: Event) -> None:
+    def hear(event: TrialEvent) -> None:
         running.add(event.name) if event.kind == "started" else running.discard(event.name) if event.kind == "ended" else None
         seen.append(set(running))
 
@@ -254,7 +254,7 @@ def test_ctrl_c_stores_what_all_trials_have_and_resume_goes_on(tmp_path: Path, d
         assert Run.open(tmp_path / "s" / run).meta()["status"] == "interrupted"
         reached[run] = int(checkpoint.newest(LocalStore(tmp_path / "s" / run)).state["progress"]["iterations"])
         assert reached[run] == iterations(tmp_path / "s" / run)
-    assert opened(tmp_path / "s").ended == {}
+    assert open_sweep(tmp_path / "s").ended == {}
 
     again, tag = driver("--resume", str(tmp_path / "s"))
     wait_until(lambda: all(iterations(tmp_path / "s" / run) > reached[run] + 1 for run in RUNS), BUSY_S, what="both trials go on")

@@ -1,4 +1,4 @@
-"""A gamecore server as older clients know it: /v2 and nothing else. It notes what it was asked."""
+"""A gamecore server with /v2 only, which records its requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OldServer:
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """(verb, body)"""
     looks: dict[str, int] = field(default_factory=dict)
-    """How often a game will still be said to exist."""
+    """How many more times a game is reported to exist."""
     connections: int = 0
 
     def answer(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The Python client: numbers, retries, errors. Against real gateways, and against servers that misbehave."""
+"""The Python client: numbering, retries and errors, with real gateways and misbehaving servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.local_servers import Served, gateway
 
 
 class Counting(Actor):
-    """Says how often it was ticked, so that a request that counted twice shows."""
+    """Replies with its number of ticks, which reveals requests processed twice."""
 
     def __init__(self) -> None:
         self.ticks = 0
@@ -53,7 +53,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 @contextlib.contextmanager
 def scripted(*turns: bytes | Callable[[socket.socket], None] | None) -> Iterator[tuple[str, list[bytes]]]:
-    """For each request one turn: bytes to reply, None to hang up, or what to do with the connection. Yields (url, requests)."""
+    """A scripted server: for each request bytes to reply, None to close, or a function. Yields (url, requests)."""
     requests: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(10)
@@ -90,7 +90,7 @@ def scripted(*turns: bytes | Callable[[socket.socket], None] | None) -> Iterator
 
 
 def stay_silent(connected: socket.socket) -> None:
-    """Keeps the connection open, as long as the test lasts, and says nothing."""
+    """Keeps the connection open without a reply."""
 
 
 def seq_of(request: bytes) -> int:
@@ -135,13 +135,13 @@ def test_an_id_may_be_used_again_after_its_end(served: Served) -> None:
             client.end("a")
 
 
-def test_spec_tells_version_and_spaces(served: Served) -> None:
+def test_spec_returns_version_and_spaces(served: Served) -> None:
     with Client(served.url) as client:
         assert client.spec()["protocol"] == 1
         assert client.spec()["observation_space"] == {"type": "Discrete", "n": 3}
 
 
-def test_the_token_opens_the_door() -> None:
+def test_the_token_is_required() -> None:
     with gateway(Counting, GatewaySettings(token="s3cret")) as served:
         with Client(served.url, token="s3cret") as client:
             assert client.start("a") == b"started a "
@@ -199,7 +199,7 @@ def test_another_clients_session_is_refused_by_the_server(served: Served) -> Non
         assert (refused.value.status, refused.value.error) == (409, "already_started")
 
 
-def test_what_is_no_answer_of_ours_is_refused_with_its_status() -> None:
+def test_a_foreign_reply_is_refused_with_its_status() -> None:
     page = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 6\r\n\r\n<html>"
     with scripted(page) as (url, _), Client(url) as client, pytest.raises(Refused) as refused:
         client.start("a")
@@ -214,7 +214,7 @@ def test_a_spec_that_is_not_json_is_refused() -> None:
 # -- retries
 
 
-def test_a_reply_that_was_lost_is_asked_for_again_with_the_same_number() -> None:
+def test_a_lost_reply_is_requested_again_with_the_same_seq() -> None:
     with scripted(OK, None, OK) as (url, requests), Client(url) as client:
         client.start("a")
         assert client.tick("a", b"x") == b"ok"
@@ -223,7 +223,7 @@ def test_a_reply_that_was_lost_is_asked_for_again_with_the_same_number() -> None
 
 
 def test_a_retry_does_not_count_twice(served: Served) -> None:
-    """Between client and gateway stands a proxy that loses every third reply."""
+    """A proxy between client and gateway loses every third reply."""
     upstream = ("127.0.0.1", served.port)
     with _lossy_proxy(upstream, lose_every=3) as url, Client(url) as client:
         client.start("a")
@@ -292,13 +292,13 @@ def test_nothing_listens() -> None:
     assert error.value.hint == "Start the server, or correct the url."
 
 
-def test_a_server_that_says_nothing_is_given_up_after_the_time_out() -> None:
+def test_a_silent_server_times_out() -> None:
     given_up = pytest.raises(Unreachable, match=r"within 0\.1 s")
     with scripted(stay_silent) as (url, _), Client(url, timeout_s=0.1, retries=0) as client, given_up:
         client.start("a")
 
 
-def test_a_server_that_trickles_is_given_up_after_the_time_out() -> None:
+def test_a_trickling_server_times_out() -> None:
     def trickle(connected: socket.socket) -> None:
         with contextlib.suppress(OSError):
             connected.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
@@ -323,7 +323,7 @@ def test_a_server_that_trickles_is_given_up_after_the_time_out() -> None:
         b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 20_000,
     ],
 )
-def test_what_is_not_http_is_an_error_and_not_an_action(rubbish: bytes) -> None:
+def test_a_reply_that_is_not_http_is_an_error(rubbish: bytes) -> None:
     broke = pytest.raises(Unreachable, match="broke")
     with scripted(rubbish) as (url, _), Client(url, timeout_s=2.0, retries=0) as client, broke:
         client.start("a")
@@ -341,7 +341,7 @@ def test_after_no_answer_only_the_same_tick_or_the_end_may_follow() -> None:
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_session_can_be_ended_when_it_is_not_known_whether_the_last_tick_counted(counted: bool) -> None:
+def test_a_session_with_an_unanswered_tick_can_be_ended(counted: bool) -> None:
     words = b'{"error": "seq", "message": "m", "hint": "h", "last": 1}'
     conflict = b"HTTP/1.1 409 Conflict\r\nContent-Length: %d\r\n\r\n%b" % (len(words), words)
     with scripted(OK, None, *([conflict] if counted else []), OK) as (url, requests), Client(url, retries=0) as client:
@@ -375,7 +375,7 @@ def test_the_endpoint_is_followed_only_when_asked(served: Served) -> None:
         assert (refused.value.status, len(requests)) == (404, 1)
 
 
-def test_a_direct_way_that_is_closed_leads_back_to_the_front_door() -> None:
+def test_a_closed_direct_port_falls_back_to_the_shared_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     direct = f"HTTP/1.1 200 OK\r\nLudus-Endpoint: 127.0.0.1:{port}\r\nContent-Length: 0\r\n\r\n".encode()
@@ -391,7 +391,7 @@ def test_a_direct_way_that_is_closed_leads_back_to_the_front_door() -> None:
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://host:port", "http://host/?q=1", "http://host:99999"]
 )
-def test_an_url_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="url"):
         Client(url)
 
@@ -514,7 +514,7 @@ def test_a_cancelled_tick_does_not_answer_the_next_one() -> None:
 
 
 def asked_for_a_sign_of_life(connection: socket.socket) -> tuple[int, int]:
-    """After how many seconds of silence, and after how many in all it is given up."""
+    """Keep-alive settings: idle time, and total time until a connection is dropped."""
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     idle, every, times = (connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)
@@ -522,7 +522,7 @@ def asked_for_a_sign_of_life(connection: socket.socket) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system does not say when it asks")
-def test_whoever_waits_for_an_hour_notices_that_nobody_is_there(served: Served) -> None:
+def test_a_long_wait_detects_a_lost_host(served: Served) -> None:
     with Client(served.url, timeout_s=3600) as client:
         client.start("one")
         ((connection, _),) = client._sockets.values()

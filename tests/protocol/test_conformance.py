@@ -1,4 +1,4 @@
-"""What the check says to games that do wrong, and that it says nothing to those that do right."""
+"""Conformance checks: findings for wrong games, none for correct ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def kinds(conformance: Conformance) -> dict[str, int]:
 
 
 def seen(*events: Event) -> dict[str, int]:
-    """Findings of these events, beside those of a match that was played well."""
+    """Findings of these events in addition to a correct match."""
     conformance = Conformance()
     for seq, kind in enumerate((START, TICK, END)):
         assert conformance.observe(answered(kind, seq, session=b"well")) == []
@@ -103,7 +103,7 @@ def test_each_refusal_becomes_a_finding(event: Event, kind: str) -> None:
     assert seen(event)[kind] == 1
 
 
-def test_each_refusal_is_told_with_the_session_and_the_words_of_the_server() -> None:
+def test_each_refusal_is_reported_with_its_session_and_message() -> None:
     (finding,) = Conformance().observe(
         answered(TICK, status=404, error="unknown_session", message="No open session.", session=b"m1")
     )
@@ -111,7 +111,7 @@ def test_each_refusal_is_told_with_the_session_and_the_words_of_the_server() -> 
     assert "start" in finding.check.remedy
 
 
-def test_a_kind_is_told_once_and_counted() -> None:
+def test_a_kind_of_finding_is_reported_once_and_counted() -> None:
     conformance = Conformance()
     told = [conformance.observe(ClientDisconnected()) for _ in range(5)]
     assert [len(findings) for findings in told] == [1, 0, 0, 0, 0]
@@ -122,7 +122,7 @@ def test_requests_without_numbers_are_a_warning() -> None:
     assert seen(answered(START, session=b"b"), answered(TICK, session=b"b"), answered(END, session=b"b")) == {"no_seq": 1}
 
 
-def test_a_retry_is_no_mistake_unless_it_says_something_else() -> None:
+def test_a_retry_is_no_mistake_unless_its_body_differs() -> None:
     conformance = Conformance()
     for event in (answered(START, 0), answered(START, 0), answered(TICK, 1, body_hash=5), answered(TICK, 1, body_hash=5)):
         assert conformance.observe(event) == []
@@ -164,7 +164,7 @@ def test_a_connection_for_every_request_is_a_warning_and_a_few_are_none() -> Non
     assert seen(*[ConnectionClosed(0)] * 100) == {}  # GET /spec, health checks of a balancer
 
 
-def test_checks_of_bodies_are_listed_only_where_bodies_are_looked_into() -> None:
+def test_body_checks_are_listed_only_if_bodies_are_checked() -> None:
     raw = {row.check.kind for row in Conformance().summary().rows}
     assert raw == {kind for kind, check in CHECKS.items() if not check.body}
     assert {row.check.kind for row in Conformance("json", ONE).summary().rows} == set(CHECKS)
@@ -183,7 +183,7 @@ def test_the_summary_is_json() -> None:
 
 
 def judged(*bodies: Any, last: bool = False, seats: dict[str, SeatSpaces] = ONE) -> tuple[Conformance, Any]:
-    """Ticks one after the other (the last may be the end); the verdict on the last."""
+    """Check ticks in sequence (the last may be the end), and return the result of the last."""
     conformance = Conformance("json", seats)
     conformance.observe(answered(START, 0))
     verdict = None
@@ -248,14 +248,14 @@ def test_what_the_built_in_actor_refuses_is_a_mistake(body: Any, kind: str, word
         ([FINE, {"terminated": True}], True, "no_reward"),
     ],
 )
-def test_what_it_takes_but_may_not_be_meant_is_a_warning(bodies: list[Any], last: bool, kind: str) -> None:
+def test_accepted_but_suspicious_bodies_are_warnings(bodies: list[Any], last: bool, kind: str) -> None:
     assert judged(*bodies, last=last)[1].refused is None
     assert found(*bodies, last=last) == {kind: 1}
     assert CHECKS[kind].level == "warning"
 
 
 def test_a_refused_body_changes_nothing() -> None:
-    """The corrected one is judged as if the other had not been."""
+    """A corrected body is checked as if the refused one had not been sent."""
     assert found({"observation": 3}, FINE | {"reward": 1.0}) == {"observation": 1, "reward": 1}
 
 
@@ -286,11 +286,11 @@ def test_seats_act_only_when_they_are_named() -> None:
         ([{"seats": {"blue": {"observation": [0, 0]}}}, {"seats": {"red": {"terminated": True}}}], "no_outcome"),
     ],
 )
-def test_seats_are_looked_at_one_by_one(bodies: list[Any], kind: str) -> None:
+def test_seats_are_checked_one_by_one(bodies: list[Any], kind: str) -> None:
     assert found(*bodies, last=len(bodies) > 1, seats=TWO) == {kind: 1}
 
 
-def test_msgpack_is_judged_like_json() -> None:
+def test_msgpack_is_checked_like_json() -> None:
     conformance = Conformance("msgpack", ONE)
     conformance.observe(answered(START, 0))
     packed = {"observation": {"pos": np.array([0.5, 0.25], np.float32).tobytes(), "kind": 1}}
@@ -334,7 +334,7 @@ SPACES: list[gym.Space[Any]] = [
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 @pytest.mark.parametrize("form", ["json", "msgpack"])
-def test_random_values_lie_in_their_space_after_the_journey(space: gym.Space[Any], form: Any) -> None:
+def test_random_values_lie_in_their_space_after_coding(space: gym.Space[Any], form: Any) -> None:
     rng = np.random.default_rng(1)
     for draw in (random_observation, random_action):
         for _ in range(20):
@@ -358,5 +358,5 @@ def test_random_actions_keep_to_the_mask() -> None:
         (gym.spaces.Tuple([Discrete(2), Box(0, 1, (), np.float32)]), (1, -2.0), "x.1 is -2"),
     ],
 )
-def test_what_is_outside_is_named(space: gym.Space[Any], value: Any, where: str) -> None:
+def test_values_outside_bounds_are_named(space: gym.Space[Any], value: Any, where: str) -> None:
     assert where in bounds_error(space, value, "x")

@@ -1,4 +1,4 @@
-"""Deadlines, fallbacks and finding one's place again: what all clients promise, held by the Python client, blocking and async."""
+"""The client contract (deadlines, fallbacks, resynchronisation) for the Python clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOST = {"unknown_session", "session_lost", "actor_failed", "actor_timeout"}
 
 
 class Played(Driver):
-    """The client in this process, led like those of other languages."""
+    """A driver for the Python client, like those of other languages."""
 
     def __init__(self, form: Literal["blocking", "async"], retries: int = 2) -> None:
         self._form, self._retries = form, retries
@@ -176,7 +176,7 @@ def test_missed_ticks_are_counted_for_the_client_and_for_each_session(served: Se
         assert (client.missed, client.missed_of("a")) == (2, 0)
 
 
-def test_a_tick_without_a_deadline_after_a_missed_one_finds_its_place(served: Served) -> None:
+def test_a_tick_without_a_deadline_resynchronises_after_a_missed_one(served: Served) -> None:
     with Client(served.url) as client:
         client.start("a")
         with pytest.raises(DeadlineMissed) as missed:
@@ -231,7 +231,7 @@ LOOPS = [asyncio.new_event_loop, pytest.param(uvloop.new_event_loop, id="uvloop"
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_tick_has_its_own_deadline_whatever_that_of_the_last_one_was(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    """The server answers each request after as many milliseconds as its body says."""
+    """The server delays each reply by the milliseconds in the body."""
 
     def slow(connected: socket.socket, over: threading.Event) -> None:
         while (request := read_request(connected)) is not None:
@@ -299,14 +299,14 @@ def test_a_reply_in_chunks_is_read_however_it_is_cut(size: int) -> None:
 
 
 def test_a_flood_of_small_chunks_is_read_in_time() -> None:
-    """Each costs as much as the first."""
+    """Every chunk costs the same."""
     flood = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 200_000 + b"0\r\n\r\n"
     with answering(flood) as server, Client(server.url, timeout_s=8.0, retries=0) as client:
         assert client.start("a") == b"x" * 200_000
 
 
 @pytest.mark.parametrize("status", ["500", "502", "504"])
-def test_without_a_deadline_too_an_answer_of_a_proxy_leaves_open_what_counted(served: Served, status: str) -> None:
+def test_a_proxy_reply_without_a_deadline_leaves_the_outcome_unknown(served: Served, status: str) -> None:
     with wire(served.port) as between, Client(between.url, retries=1) as client:
         client.start("a")
         between.plan(status)
@@ -323,7 +323,7 @@ def test_without_a_deadline_too_an_answer_of_a_proxy_leaves_open_what_counted(se
         assert client.end("a") == b"ended 3 "
 
 
-def test_a_page_of_somebody_else_ends_no_session(served: Served) -> None:
+def test_a_foreign_page_ends_no_session(served: Served) -> None:
     pages = [refusal(b"<html>", status) for status in ("404 Not Found", "410 Gone")]
     with answering(OK, *pages, OK) as server, Client(server.url) as client:
         client.start("a")
@@ -334,7 +334,7 @@ def test_a_page_of_somebody_else_ends_no_session(served: Served) -> None:
 
 
 def test_the_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one drops what knocks, as a firewall does; the second one needs time to answer."""
+    """The first address drops packets, as a firewall does; the second answers slowly."""
 
     def answer(connected: socket.socket, over: threading.Event) -> None:
         read_request(connected)
@@ -356,10 +356,8 @@ def test_the_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("looks", range(2, 7))
-def test_a_tick_that_may_have_counted_keeps_its_number_whenever_its_time_is_over(
-    monkeypatch: pytest.MonkeyPatch, looks: int
-) -> None:
-    """The clock jumps at one of the moments at which the client looks at it."""
+def test_a_possibly_processed_tick_keeps_its_seq(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+    """The clock jumps at each call of time.monotonic in turn."""
     protocol = _ClientProtocol("http://host", None, 1.0, 2, False)
     start = protocol.step(START, "a", b"")
     began = _number(next(start))
@@ -397,10 +395,10 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"version": -1}, {"temperature": -0.5}, {"temperature": float("nan")}, {"model": "a\nb"}])
-def test_impossible_wishes_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_start_options_are_refused(wrong: dict[str, Any]) -> None:
     with Client("http://127.0.0.1:9") as client, pytest.raises(UsageError):
         client.start("a", **wrong)
 
 
-def test_the_direct_way_may_be_a_safe_one() -> None:
+def test_the_direct_port_may_use_tls() -> None:
     Client("https://host", direct=True).close()

@@ -1,4 +1,4 @@
-"""GamecoreClient: what it sends, what it makes of the answers, and what it says when there is none."""
+"""GamecoreClient: requests, replies and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.protocol.old_server import OldServer, old_server
 
 @pytest.fixture(scope="module")
 def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A catalogue of one game that does as it is told."""
+    """A catalogue with one scriptable game."""
     return save(tmp_path_factory.mktemp("gamecore"))
 
 
@@ -53,7 +53,7 @@ def old() -> Iterator[OldServer]:
 # -- a game, from its start to its end -------------------------------------------------------------------------------------
 
 
-def test_a_game_is_told_what_was_asked_for_and_its_result_comes_back(server: RunningServer) -> None:
+def test_a_game_gets_its_config_and_its_result_is_returned(server: RunningServer) -> None:
     with GamecoreClient(server.url, gamecore_req_timeout=1500, max_frame_num=900) as client:
         actors: list[Camp] = [{"address": "10.0.0.5:8000", "token": "s3cret"}, ("10.0.0.6", 8001)]
         started = client.start_game("whole", actors, LINEUP, True, "task-1", seed=5)
@@ -80,7 +80,7 @@ def test_heroes_may_be_numbers_and_the_mode_is_counted(client: GamecoreClient, c
     assert told["camps"] == [None, None]
 
 
-def test_a_hero_has_what_its_kind_has_unless_it_says_otherwise(server: RunningServer) -> None:
+def test_hero_defaults_apply_unless_overridden(server: RunningServer) -> None:
     kinds: dict[Any, dict[str, Any]] = {190: {"skill_id": 80115, "symbol": [1, 2]}, "141": {"skill_id": 80107}}
     with GamecoreClient(server.url, default_hero_config=kinds) as client:
         client.start_game("kinds", None, [[{"hero_id": 190, "skill_id": 7}], [141]])
@@ -88,7 +88,7 @@ def test_a_hero_has_what_its_kind_has_unless_it_says_otherwise(server: RunningSe
     assert told["heroes"] == [[{"hero_id": 190, "skill_id": 7, "symbol": [1, 2]}], [{"hero_id": 141, "skill_id": 80107}]]
 
 
-def test_the_task_may_stand_where_it_always_stood(client: GamecoreClient) -> None:
+def test_the_old_argument_order_of_task_and_eval_mode_works(client: GamecoreClient) -> None:
     client.start_game("judged-7", [None, None], LINEUP, "7", True)
     ended = client.wait_game("judged-7", 20)
     assert (ended.task_id, ended.eval_mode) == ("7", True)
@@ -120,7 +120,7 @@ def test_a_crash_is_raised_with_its_exit_code_and_last_lines(client: GamecoreCli
     assert client.state("crash").state == "crashed"
 
 
-def test_a_wait_that_is_too_short_says_that_the_game_goes_on(client: GamecoreClient) -> None:
+def test_a_short_wait_reports_that_the_game_continues(client: GamecoreClient) -> None:
     client.start_game("long", None, LINEUP, options={"behave": "go on"})
     with pytest.raises(DeadlineMissed, match=r"Game 'long' is still (running|starting) after 0.2 s. It is still running"):
         client.wait_game("long", 0.2)
@@ -129,7 +129,7 @@ def test_a_wait_that_is_too_short_says_that_the_game_goes_on(client: GamecoreCli
     assert client.wait_game("long").state == "stopped", "whoever waits learns that somebody stopped it"
 
 
-def test_a_game_is_ended_at_its_time_limit_and_that_is_said(client: GamecoreClient) -> None:
+def test_a_game_that_hits_its_time_limit_is_reported(client: GamecoreClient) -> None:
     client.start_game("limited", None, LINEUP, options={"behave": "go on"}, timeout_s=0.3)
     with pytest.raises(WorkerFailed, match="ended at its time limit"):
         client.wait_game("limited", 20)
@@ -169,7 +169,7 @@ def test_a_large_file_comes_whole_and_only_when_the_game_is_over(
     head.close()
 
 
-def test_games_are_listed_looked_at_and_forgotten(client: GamecoreClient) -> None:
+def test_games_are_listed_inspected_and_removed(client: GamecoreClient) -> None:
     client.start_game("listed", None, LINEUP, task_id="seven")
     client.wait_game("listed", 20)
     client.start_game("runs", None, LINEUP, options={"behave": "go on"})
@@ -201,7 +201,7 @@ def test_games_of_a_task_are_found_together(client: GamecoreClient) -> None:
     assert client.task_list() == []
 
 
-def test_only_games_with_a_saved_state_are_started_when_nothing_else_will_do(server: RunningServer) -> None:
+def test_repeat_only_requires_a_saved_state(server: RunningServer) -> None:
     with GamecoreClient(server.url, simulator_type="repeat_only") as client:
         with pytest.raises(Refused) as refused:
             client.start_game("from-nothing", None, LINEUP)
@@ -212,7 +212,7 @@ def test_only_games_with_a_saved_state_are_started_when_nothing_else_will_do(ser
         assert client.wait_game("or-anew", 20).start_from is None
 
 
-def test_what_the_server_refuses_is_said_in_its_words(client: GamecoreClient) -> None:
+def test_a_refusal_keeps_the_message_of_the_server(client: GamecoreClient) -> None:
     with pytest.raises(Refused) as refused:
         client.start_game("x", None, LINEUP, game="tyo")
     assert (refused.value.status, refused.value.error) == (404, "unknown_game")
@@ -264,7 +264,7 @@ def test_the_token_comes_from_a_file_or_a_variable(games: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 10.0, 300.0, 1e6])
-def test_however_long_one_waits_a_machine_that_is_gone_is_noticed(server: RunningServer, timeout_s: float) -> None:
+def test_a_lost_host_is_detected_during_a_long_wait(server: RunningServer, timeout_s: float) -> None:
     with GamecoreClient(f"{server.host}:{server.port}", timeout_s=timeout_s) as client:
         client.catalogue()
         (connection,) = client._http._idle
@@ -273,7 +273,7 @@ def test_however_long_one_waits_a_machine_that_is_gone_is_noticed(server: Runnin
             assert connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 61_000
 
 
-def test_where_nobody_listens_it_is_said_how_to_start_a_server() -> None:
+def test_a_refused_connection_hints_at_starting_a_server() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -286,7 +286,7 @@ def test_where_nobody_listens_it_is_said_how_to_start_a_server() -> None:
 
 @contextlib.contextmanager
 def listener(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Somebody on a port who is no gamecore server."""
+    """A listener that is not a gamecore server."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
 
         def run() -> None:
@@ -327,28 +327,32 @@ def _says(data: bytes) -> Callable[[socket.socket], None]:
 @pytest.mark.parametrize(
     ("serve", "said"),
     [
-        (_keeps_silent, "did not answer within 0.3 s. .*Or correct the address .*GAMECORE_SERVER_ADDR"),
+        (_keeps_silent, "did not answer within 0.3 s. .*or correct the address .*GAMECORE_SERVER_ADDR"),
         (_drips, "did not answer within 0.3 s"),
         (_says(b"SSH-2.0-OpenSSH_9.2\r\n"), "broke"),
         (_says(b""), "broke"),
     ],
     ids=["silent", "drips", "another protocol", "closes"],
 )
-def test_a_port_that_is_no_server_is_told_from_one_that_is(serve: Callable[[socket.socket], None], said: str) -> None:
+def test_a_port_without_a_gamecore_server_is_recognised(serve: Callable[[socket.socket], None], said: str) -> None:
     with listener(serve) as address, GamecoreClient(address, timeout_s=0.3) as client, pytest.raises(Unreachable, match=said):
         client.list()
 
 
-def test_a_page_for_people_is_no_gamecore_server() -> None:
+def test_an_html_page_is_not_a_gamecore_server() -> None:
     page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nConnection: close\r\n\r\n<html>"
-    with listener(_says(page)) as address, GamecoreClient(address) as client, pytest.raises(Refused, match="Is it a game"):
+    with (
+        listener(_says(page)) as address,
+        GamecoreClient(address) as client,
+        pytest.raises(Refused, match="Check that it is a game"),
+    ):
         client.start_game("x", None, LINEUP)
 
 
 # -- servers of the older kind ---------------------------------------------------------------------------------------------------
 
 
-def test_an_older_server_is_asked_in_its_own_words(old: OldServer) -> None:
+def test_an_older_server_gets_v2_requests(old: OldServer) -> None:
     with GamecoreClient(old.address, gamecore_req_timeout=2000, max_frame_num=20000) as client:
         info = {"who": "me"}
         client.start_game("old-1", [None, ("10.0.0.5", 35401)], LINEUP, task_id="7", extra_abs_key_info=info)
@@ -391,7 +395,7 @@ def test_a_wait_at_an_older_server_has_an_end_too(old: OldServer) -> None:
         client.wait_game("forever", 0.2)
 
 
-def test_an_evaluation_begins_anew_and_a_saved_state_is_asked_for_as_it_was_always_called(old: OldServer) -> None:
+def test_evaluations_start_new_matches_and_saved_states_use_the_old_names(old: OldServer) -> None:
     with GamecoreClient(old.address, simulator_type="remote_repeat") as client:
         client.start_game("a", None, LINEUP)
         assert old.last["simulator_type"] == "remote_repeat"
@@ -415,14 +419,14 @@ def test_an_evaluation_begins_anew_and_a_saved_state_is_asked_for_as_it_was_alwa
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_what_an_older_server_has_no_words_for_is_not_left_out_in_silence(old: OldServer, more: dict[str, Any]) -> None:
+def test_options_that_v2_does_not_support_are_an_error(old: OldServer, more: dict[str, Any]) -> None:
     with GamecoreClient(old.address) as client, pytest.raises(UsageError, match="supports only /v2") as wrong:
         client.start_game("x", **{"camp_config": LINEUP} | more)
     assert old.asked == []
     assert "s3cret" not in str(wrong.value)
 
 
-def test_what_an_older_server_cannot_do_is_said(old: OldServer) -> None:
+def test_methods_that_v2_does_not_support_are_an_error(old: OldServer) -> None:
     with GamecoreClient(old.address) as client:
         for ask in (client.list, client.catalogue, client.clear, lambda: client.state("x"), lambda: client.logs("x")):
             with pytest.raises(Refused, match="supports only /v2"):
@@ -461,14 +465,14 @@ def test_connections_are_kept_and_one_that_was_closed_meanwhile_is_replaced(old:
         (None, [["Ahri"], [141]], "hero of camp_config is 'Ahri'"),
     ],
 )
-def test_a_game_that_cannot_be_is_refused_before_anybody_is_asked(camps: Any, heroes: Any, said: str) -> None:
+def test_an_invalid_request_is_refused_before_it_is_sent(camps: Any, heroes: Any, said: str) -> None:
     with GamecoreClient("127.0.0.1:1") as client, pytest.raises(UsageError, match=said) as wrong:
         client.start_game("x", camps, heroes)
     assert "s3cret" not in str(wrong.value)
 
 
 @pytest.mark.parametrize("runtime_id", ["", ".", "../x", "a/b", "a b", "-x", "é", "a\n", "x" * 129])
-def test_an_id_that_could_be_a_path_or_an_option_is_none(runtime_id: str) -> None:
+def test_an_id_cannot_be_a_path_or_an_option(runtime_id: str) -> None:
     with GamecoreClient("127.0.0.1:1") as client:
         for ask in (client.start_game, client.wait_game, client.stop_game, client.state, client.exists, client.logs):
             with pytest.raises(UsageError, match="The runtime_id is"):
@@ -524,5 +528,5 @@ def test_the_state_of_a_newer_server_is_understood() -> None:
             GameState.from_json(nonsense)
 
 
-def test_it_is_at_the_front_door_too() -> None:
+def test_the_client_is_exported_by_the_package() -> None:
     assert ludus.GamecoreClient is GamecoreClient

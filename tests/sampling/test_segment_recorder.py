@@ -19,7 +19,7 @@ from ludus.models.inference.batched_policy import Decision
 from ludus.models.policy import Policy
 from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder, session_spec
 from ludus.transport.local import LocalMemory
-from tests.gateway.scripted import Table, run, tiny_policy
+from tests.gateway.scripted import RecordedSeat, run, tiny_policy
 
 TERMINATED, TRUNCATED, CUT, BROKEN, UNDECIDED = "terminated", "truncated", "cut", "broken off", "neither"
 """How an episode may end; `cut` is truncated without a last observation, `neither` a finish that says nothing."""
@@ -62,28 +62,28 @@ def decided(policy: Policy, version: int, seen: Array, mask: Bools | None, befor
     return Step(seen, mask, before, int(action[0]), float(log_prob[0]), float(value[0]), version, after=kept)
 
 
-async def play(table: Table, random: np.random.Generator, episodes: int) -> list[Episode]:
+async def play(recorded_seat: RecordedSeat, random: np.random.Generator, episodes: int) -> list[Episode]:
     """One session; what it did, as told by the one who played."""
-    agent, told = Agent(table.seat), []
-    fresh = tuple(part[0].numpy() for part in table.versions.newest()[0].initial_state(1))
+    agent, told = Agent(recorded_seat.seat), []
+    fresh = tuple(part[0].numpy() for part in recorded_seat.versions.newest()[0].initial_state(1))
     closing = False  # the last observation of the episode before is still being valued
     for number in range(episodes):
         episode, state = Episode(end=str(random.choice([TERMINATED, TRUNCATED, CUT, BROKEN, UNDECIDED]))), fresh
         for _ in range(int(random.integers(1, 12))):
             if random.random() < 0.15 and not closing:
-                table.versions.renew()
+                recorded_seat.versions.renew()
             closing = False
             seen = random.normal(size=3).astype(np.float32)
             mask = None
             if random.random() < 0.5:
                 mask = random.random(4) < 0.5
                 mask[random.integers(4)] = True
-            step = decided(*table.versions.newest(), seen, mask, state)
+            step = decided(*recorded_seat.versions.newest(), seen, mask, state)
             state = step.after
             assert int(await agent.act(seen, mask)) == step.action
             step.reward = _rewarded(agent, random)
             episode.steps.append(step)
-        finished = _ended(agent, table, episode, state, random)
+        finished = _ended(agent, recorded_seat, episode, state, random)
         closing = episode.end == TRUNCATED and number < episodes - 1 and bool(random.random() < 0.5)
         if finished is not None and not closing:  # who does not wait for it finds the next action waiting
             await finished
@@ -100,7 +100,7 @@ def _rewarded(agent: Agent, random: np.random.Generator) -> float:
 
 
 def _ended(
-    agent: Agent, table: Table, episode: Episode, state: tuple[Array, ...], random: np.random.Generator
+    agent: Agent, recorded_seat: RecordedSeat, episode: Episode, state: tuple[Array, ...], random: np.random.Generator
 ) -> EpisodeEnd | None:
     if episode.end == BROKEN:
         agent.break_off()
@@ -109,7 +109,7 @@ def _ended(
         return agent.finish(terminated=True, truncated=bool(random.random() < 0.3))
     if episode.end == TRUNCATED:
         episode.last_seen = random.normal(size=3).astype(np.float32)
-        episode.last_value = decided(*table.versions.newest(), episode.last_seen, None, state).value
+        episode.last_value = decided(*recorded_seat.versions.newest(), episode.last_seen, None, state).value
         return agent.finish(truncated=True, observation=episode.last_seen)
     return agent.finish(truncated=episode.end == CUT)
 
@@ -205,12 +205,12 @@ def check_bootstrap(segment: Segments, n: int, episode: Episode, following: int)
 def test_what_happened_is_what_arrives(steps: int, core: str | None) -> None:
     discarded = ended = 0
     for seed in range(4):
-        table, random = Table(tiny_policy(core=core, seed=seed), steps), np.random.default_rng((seed, steps))
-        session = run(play(table, random, episodes=10))
-        check(session, table.recorded(), steps)
+        recorded_seat, random = RecordedSeat(tiny_policy(core=core, seed=seed), steps), np.random.default_rng((seed, steps))
+        session = run(play(recorded_seat, random, episodes=10))
+        check(session, recorded_seat.segments(), steps)
         unknown = sum(len(episode.steps) - len(episode.known) for episode in session)
-        assert table.seat.stats.discarded == unknown
-        assert table.seat.stats.unrecorded == 0
+        assert recorded_seat.seat.stats.discarded == unknown
+        assert recorded_seat.seat.stats.unrecorded == 0
         discarded, ended = discarded + unknown, ended + len(session)
     assert discarded > 10, "the script must do what it is for"
     assert ended == 40
@@ -218,20 +218,20 @@ def test_what_happened_is_what_arrives(steps: int, core: str | None) -> None:
 
 def test_parallel_sessions_are_kept_apart() -> None:
     """Their requests mix in every batch of the model; their segments do not."""
-    table = Table(tiny_policy(core="lstm"), 3)
+    recorded_seat = RecordedSeat(tiny_policy(core="lstm"), 3)
 
     async def all_at_once() -> list[list[Episode]]:
-        games = (_without_renewals(table, np.random.default_rng(i)) for i in range(20))
+        games = (_without_renewals(recorded_seat, np.random.default_rng(i)) for i in range(20))
         return list(await asyncio.gather(*games))
 
     sessions = run(all_at_once())
-    recorded = table.recorded()
+    recorded = recorded_seat.segments()
     for origin, session in enumerate(sessions):
         check(session, rows_of(recorded, origin), 3)
     assert {int(s.origin[0]) for s in recorded} <= set(range(20))
 
 
-async def _without_renewals(table: Table, random: np.random.Generator) -> list[Episode]:
+async def _without_renewals(recorded_seat: RecordedSeat, random: np.random.Generator) -> list[Episode]:
     class Still(np.random.Generator):
         """Versions change for all sessions at once: who changed them could not be told apart here."""
 
@@ -239,19 +239,19 @@ async def _without_renewals(table: Table, random: np.random.Generator) -> list[E
             drawn = super().random(*args, **kwargs)
             return drawn if np.ndim(drawn) else max(float(drawn), 0.15)
 
-    return await play(table, Still(random.bit_generator), episodes=4)
+    return await play(recorded_seat, Still(random.bit_generator), episodes=4)
 
 
 def test_reused_blocks_show_nothing_of_what_they_held() -> None:
     """There are a few blocks only: segments are written where others were."""
 
     async def games() -> int:
-        table, random, checked = Table(tiny_policy(), 4, blocks=4), np.random.default_rng(0), 0
+        recorded_seat, random, checked = RecordedSeat(tiny_policy(), 4, blocks=4), np.random.default_rng(0), 0
         for _ in range(60):
-            session = await play(table, random, episodes=1)
-            taken = list(_spoilt_when_released(table))
-            if table.seat.stats.unrecorded:  # of a long episode
-                table.seat.stats.unrecorded = 0
+            session = await play(recorded_seat, random, episodes=1)
+            taken = list(_spoilt_when_released(recorded_seat))
+            if recorded_seat.seat.stats.unrecorded:  # of a long episode
+                recorded_seat.seat.stats.unrecorded = 0
             else:
                 check(session, taken, 4)
                 checked += 1
@@ -260,14 +260,14 @@ def test_reused_blocks_show_nothing_of_what_they_held() -> None:
     assert run(games()) > 40
 
 
-def _spoilt_when_released(table: Table) -> Iterator[Segments]:
-    while (segments := table.memory.take(0)) is not None:
+def _spoilt_when_released(recorded_seat: RecordedSeat) -> Iterator[Segments]:
+    while (segments := recorded_seat.memory.take(0)) is not None:
         yield deepcopy(segments)
         segments.valid[:], segments.terminated[:], segments.truncated[:], segments.first[:] = True, True, True, True
         segments.reward[:], segments.value[:], segments.log_prob[:], segments.version[:] = 99, 99, 99, 99
         segments.observation[:], segments.action_mask[:], segments.action[:] = 99, False, 3
         segments.episode_return, segments.episode_length = np.full(5, 9, np.float32), np.full(5, 9)
-        table.memory.release(segments)
+        recorded_seat.memory.release(segments)
 
 
 # -- a memory without room ----------------------------------------------------------------------------------------------

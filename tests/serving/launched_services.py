@@ -1,4 +1,4 @@
-"""Reading what tracking services have been told, without them: the files of an offline W&B run, MLflow through its own client."""
+"""Readers for tracking services: files of offline W&B runs, and MLflow through its client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _frames(path: Path) -> Iterator[bytes]:
 
 @dataclass
 class WandbRun:
-    """What one offline run holds."""
+    """Content of one offline run."""
 
     id: str = ""
     project: str = ""
@@ -70,7 +70,7 @@ def _read(path: Path) -> WandbRun:
 
 @dataclass
 class MlflowRun:
-    """What one run holds: name → {step: value}."""
+    """Metrics of one run: name → {step: value}."""
 
     id: str
     status: str

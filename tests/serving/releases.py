@@ -1,4 +1,4 @@
-"""Versions of a small recurrent policy to be served, whose every answer can be told from that of any other version or state."""
+"""Releases of a small recurrent policy whose output identifies its version and state."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ ACTION = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
 MODEL = "model"
 SOON_S = 20.0
 HUGE = [1e9, 1e9, 1e9]
-"""What `broken` has no answer to."""
+"""Input for which `broken` returns NaN."""
 
 
 def policy(version: int, *, cell: int = 4, core: str | None = "lstm", observation: gym.Space[Any] = OBSERVATION) -> Policy:
-    """Continuous actions that depend on the version, on the observation, and on all that was seen before."""
+    """A policy whose actions depend on its version, the observation and all earlier observations."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(version)
         made = Policy(observation, ACTION, NetworkConfig(fcnet_hiddens=(6,), core=core, cell_size=cell))
@@ -50,7 +50,7 @@ def policy(version: int, *, cell: int = 4, core: str | None = "lstm", observatio
 
 
 def broken(version: int) -> Policy:
-    """Answers everything of a usual size; what is HUGE becomes ∞ − ∞."""
+    """A policy that returns NaN for HUGE inputs."""
     made = policy(version)
     with torch.no_grad():
         name, first = next((name, p) for name, p in made.named_parameters() if p.ndim == 2 and p.shape[1] == 3)
@@ -66,14 +66,14 @@ def released(version: int, made: Policy | None = None) -> Release:
 
 
 class Twin:
-    """Plays one session as it must be played: compare every answer."""
+    """Reference player of one session, to compare every reply."""
 
     def __init__(self, *versions: Policy) -> None:
-        """Several: any of them may be the one, but it is the same one all the time."""
+        """With several policies, one of them (always the same) must match."""
         self.left = {number: (made, _fresh(made)) for number, made in enumerate(versions)}
 
     def check(self, observation: Any, answer: Any) -> bool:
-        """Whether this may be the answer; those that would have answered otherwise are out."""
+        """Whether a remaining policy gives this reply; others are eliminated."""
         left = {}
         for number, (made, state) in self.left.items():
             acted = made.act(np.array([observation], np.float32), state)
@@ -83,7 +83,7 @@ class Twin:
         return bool(left)
 
     def carry_on(self, made: Policy, *, carry: bool) -> None:
-        """The session has moved."""
+        """Switch to another policy, as when a session moves."""
         ((_, state),) = self.left.values()
         self.left = {0: (made, state if carry else _fresh(made))}
 
@@ -119,7 +119,7 @@ def observations(count: int, seed: int = 0) -> list[list[float]]:
 
 
 def offer(directory: Path, agents: Mapping[str, AgentRoutes], policies: Mapping[int, Policy] | None = None) -> None:
-    """Write the releases that are not there, then the line-up."""
+    """Write missing releases, then the routing table."""
     for agent in agents.values():
         for version, path in agent.releases.items():
             if not (directory / path).exists():
@@ -128,7 +128,7 @@ def offer(directory: Path, agents: Mapping[str, AgentRoutes], policies: Mapping[
 
 
 def agent(current: int, *others: int, **more: Any) -> AgentRoutes:
-    """A line of versions; the files of each are named by its number."""
+    """Routes of an agent; release directories are named by version."""
     made = AgentRoutes(current, {version: f"releases/{version}" for version in (current, *others)})
     return replace(made, **more)
 
@@ -137,7 +137,7 @@ def agent(current: int, *others: int, **more: Any) -> AgentRoutes:
 def serving(
     directory: Path, settings: ServiceSettings | None = None, told: GatewaySettings | None = None, **more: Any
 ) -> Iterator[Served]:
-    """One worker, on a loop in a thread of this process."""
+    """Run one worker on an event loop in a thread."""
     service = ServingWorker(directory, settings or ServiceSettings())
     service.load()
     with gateway(service, told, extension=service, **more) as served:
@@ -180,7 +180,7 @@ def current(port: int, model: str = "default") -> float:
 
 
 def checkpointed(run: Path, number: int, made: Policy, version: int | None = None) -> Path:
-    """A checkpoint of a run whose game is not known to us."""
+    """A checkpoint of a run with an external game."""
     trained = {MODEL: PPO(made, PPOConfig(minibatch_size=16, num_epochs=1), 0)}
     state = {"config": {"env": "Some-v0", "config": {}}}
     name = checkpoint.write(LocalStore(run), number, trained, {MODEL: number if version is None else version}, {}, state)

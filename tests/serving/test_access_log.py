@@ -1,4 +1,4 @@
-"""The access log: whole lines, whoever else writes, whatever the disk says and whatever games call themselves."""
+"""The access log: whole lines under concurrent writers, disk errors and arbitrary session names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 SOON_S = 20.0
 NEVER_S = 3600.0
-"""Nothing is written but by `flush` and `close`."""
+"""Only `flush` and `close` write."""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def test_a_request_is_a_line_of_json(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o007 == 0, "not for everybody to read"
 
 
-def test_lines_are_written_without_being_asked_for(tmp_path: Path) -> None:
+def test_lines_are_written_in_the_background(tmp_path: Path) -> None:
     with AccessLog(tmp_path / "log", flush_s=0.01) as log:
         log.record(AccessEntry(kind="tick", status=200))
         wait_until(lambda: log.stats().written == 1)
@@ -59,7 +59,7 @@ def test_lines_are_written_without_being_asked_for(tmp_path: Path) -> None:
 
 
 @given(session=st.one_of(st.binary(max_size=600), st.text(max_size=600)), ms=st.floats(), peer=st.text(max_size=200))
-def test_whatever_a_game_calls_itself_it_is_one_short_line(session: bytes | str, ms: float, peer: str) -> None:
+def test_any_session_name_gives_one_short_line(session: bytes | str, ms: float, peer: str) -> None:
     entry = AccessEntry("tick", 200, session, 0, ms, session, peer, peer, peer, peer, 1)
     line = access_log._line(0.0, entry)
     assert line.count(b"\n") == 1
@@ -70,7 +70,7 @@ def test_whatever_a_game_calls_itself_it_is_one_short_line(session: bytes | str,
     assert len(said.get("session", "")) <= 256
 
 
-def test_too_many_lines_are_counted_and_the_log_says_so(tmp_path: Path) -> None:
+def test_dropped_lines_are_counted_and_reported_in_the_log(tmp_path: Path) -> None:
     with AccessLog(tmp_path / "log", capacity=5, flush_s=NEVER_S) as log:
         for seq in range(12):
             log.record(AccessEntry(kind="tick", status=200, seq=seq))
@@ -82,7 +82,7 @@ def test_too_many_lines_are_counted_and_the_log_says_so(tmp_path: Path) -> None:
     assert log.stats() == AccessLogStats(6, 7)
 
 
-def test_a_file_that_is_rotated_away_is_made_anew(tmp_path: Path) -> None:
+def test_a_rotated_file_is_created_again(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with AccessLog(path, flush_s=NEVER_S) as log:
         log.record(AccessEntry(kind="tick", status=200, seq=1))
@@ -147,7 +147,7 @@ def test_several_processes_share_a_standard_output_that_is_a_pipe() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="named pipes")
-def test_a_reader_that_does_not_read_stops_nobody(tmp_path: Path) -> None:
+def test_a_blocked_reader_does_not_block_requests(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -184,7 +184,7 @@ def tiny_disk(directory: Path, size_kib: int) -> Iterator[Path]:
 @pytest.mark.system
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small file system")
 @pytest.mark.parametrize("at_once", [1, 7, 300])
-def test_a_full_disk_costs_lines_is_told_once_and_the_log_goes_on_later(
+def test_a_full_disk_drops_lines_is_reported_once_and_recovers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, at_once: int
 ) -> None:
     with tiny_disk(tmp_path / "disk", 16) as disk:
@@ -215,7 +215,7 @@ def test_a_full_disk_costs_lines_is_told_once_and_the_log_goes_on_later(
         assert log.stats() == AccessLogStats(stats.written + 1, stats.dropped)
 
 
-def test_a_directory_that_vanishes_costs_lines_until_it_is_back(tmp_path: Path) -> None:
+def test_a_missing_directory_drops_lines_until_it_returns(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     with AccessLog(home / "log", flush_s=NEVER_S) as log:

@@ -1,4 +1,4 @@
-"""The canary's judge: how often it is wrong, counted in simulations; and that it is not hasty, nor slow when it matters."""
+"""Canary analysis: error rates in simulations, and the speed of decisions."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_a_canary_is_judged_by_what_is_known(canary: VersionCounts, seconds: flo
     assert verdict.reason
 
 
-def test_few_requests_promote_nobody_even_when_the_settings_ask_for_few() -> None:
+def test_few_requests_never_promote_a_canary() -> None:
     hasty = CanarySettings(min_requests=1, hold_s=0)
     assert judge(PLENTY, counts(3), 100, hasty).action == WAIT
     assert judge(PLENTY, counts(100), 100, hasty).action == WAIT
     assert judge(PLENTY, counts(1000), 100, hasty).action == PROMOTE
 
 
-def test_the_reason_says_the_numbers() -> None:
+def test_the_reason_contains_the_numbers() -> None:
     assert judge(PLENTY, counts(40, 20), 9) == CanaryDecision(ROLL_BACK, "20 of 40 failed; of the stable version 10 of 100000.")
     assert judge(PLENTY, counts(40), 9) == CanaryDecision(WAIT, "40 of 500 requests.")
     slow = [0] * BUCKETS
@@ -84,7 +84,7 @@ def test_the_reason_says_the_numbers() -> None:
     )
 
 
-def test_when_everything_fails_it_is_not_the_canary() -> None:
+def test_equal_failures_of_both_versions_cause_no_rollback() -> None:
     broken = counts(5000, 4500)
     for seconds in (10, 300, 3000):
         assert judge(broken, counts(500, 450), seconds).action == WAIT
@@ -151,7 +151,7 @@ def test_without_the_stable_version_nothing_is_slow() -> None:
 
 
 def passes(**by_rows: float) -> list[tuple[int, float]]:
-    """64 rows took so many milliseconds, 100 times."""
+    """100 forward passes of 64 rows with this time each."""
     found = [(0, 0.0)] * 32
     for rows, ms in by_rows.items():
         found[int(rows.removeprefix("rows_")).bit_length()] = (100, 100 * ms / 1e3)
@@ -178,7 +178,7 @@ def test_forward_passes_are_compared_size_by_size(
 
 
 def test_a_version_whose_passes_are_slow_is_rolled_back_although_both_answer_alike() -> None:
-    """They take turns on one event loop: the slow one delays both."""
+    """Both share an event loop: the slow one delays both."""
     latency = [0] * BUCKETS
     latency[14] = 5000
     stable = VersionCounts(5000, 0, latency, passes(rows_64=2.0))
@@ -186,8 +186,8 @@ def test_a_version_whose_passes_are_slow_is_rolled_back_although_both_answer_ali
     assert judge(stable, VersionCounts(5000, 0, latency, passes(rows_8=1.5)), 300).action == PROMOTE
 
 
-def test_bursts_of_slow_answers_that_both_have_condemn_nobody() -> None:
-    """A pause of the machine makes many answers slow at once: they are not independent."""
+def test_common_bursts_of_slow_responses_cause_no_rollback() -> None:
+    """A pause of the machine makes many responses slow at once."""
     random = np.random.default_rng(3)
     rolled_back = 0
     for _ in range(100):
@@ -211,7 +211,7 @@ def test_bursts_of_slow_answers_that_both_have_condemn_nobody() -> None:
 def outcome(
     random: np.random.Generator, stable: float, canary: float, rates: tuple[int, int], seconds: int = 400
 ) -> tuple[str, int]:
-    """Looked at every four seconds; the verdict, and when."""
+    """Judge every four seconds; return the decision and its time."""
     requests, errors = np.zeros(2, int), np.zeros(2, int)
     for now in range(4, seconds + 1, 4):
         came = random.poisson(np.multiply(rates, 4))
@@ -225,7 +225,7 @@ def outcome(
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.005, 0.02, 0.1, 0.4])
 @pytest.mark.parametrize("rates", [(200, 20), (5, 5), (2, 40)], ids=["busy", "quiet", "mostly canary"])
-def test_an_equal_version_is_hardly_ever_rolled_back_however_often_one_looks(share: float, rates: tuple[int, int]) -> None:
+def test_an_equal_version_is_rarely_rolled_back_under_continuous_checks(share: float, rates: tuple[int, int]) -> None:
     random = np.random.default_rng(4)
     outcomes = Counter(outcome(random, share, share, rates)[0] for _ in range(40))
     assert outcomes[ROLL_BACK] == 0, outcomes
@@ -248,8 +248,8 @@ def test_a_version_that_is_too_bad_is_hardly_ever_promoted() -> None:
 
 
 @pytest.mark.parametrize("allowed", [0.01, 0.1, 0.5])
-def test_the_evidence_against_a_version_on_its_limit_seldom_ever_reaches_any_bound(allowed: float) -> None:
-    """Ville's inequality, counted: over 600 requests, each looked at, the bound 1/20 is broken in less than 1 of 20 runs."""
+def test_the_evidence_against_a_version_at_its_limit_rarely_reaches_a_bound(allowed: float) -> None:
+    """Ville's inequality by simulation: checked after each of 600 requests, the bound is exceeded in fewer than 1 of 20 runs."""
     random = np.random.default_rng(7)
     runs, broken = 300, 0
     for _ in range(runs):
@@ -261,7 +261,7 @@ def test_the_evidence_against_a_version_on_its_limit_seldom_ever_reaches_any_bou
 
 @pytest.mark.parametrize("allowed", [0.003, 0.05, 0.5, 0.9])
 def test_the_evidence_is_a_fair_bet(allowed: float) -> None:
-    """Its mean over all that may happen in n requests is 1 for a version on the limit, less for a better one, by brute force."""
+    """By enumeration: the mean of the e-value is 1 for a version at its limit, and less for a better one."""
     for n in (1, 5, 30):
         values = [math.exp(evidence(k, n, allowed)) for k in range(n + 1)]
         for share, expected in ((allowed, 1.0), (allowed / 2, None)):

@@ -1,4 +1,4 @@
-"""What was trained answers games: the same actor, the same actions; and what is trained meanwhile reaches them, or is refused."""
+"""The checkpoint follower and `ludus serve`: runs, versions, updates, canaries."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Small runs of every kind."""
+    """Short runs of every kind."""
     where = tmp_path_factory.mktemp("runs")
     recurrent = {"use_lstm": True, "lstm_cell_size": 8, "fcnet_hiddens": [8]}
     made = {
@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def loaded(directory: Path, *runs: Path, settings: ServiceSettings | None = None) -> tuple[ServingWorker, dict[str, Any]]:
-    """One worker, without a gateway, and what it would be said to be."""
+    """A loaded worker without a gateway, and its spec."""
     sources = {f"agent{number}": CheckpointSource(str(run)) for number, run in enumerate(runs)}
     CheckpointFollower(sources, directory, UpdateSettings()).open()
     service = ServingWorker(directory, settings or ServiceSettings())
@@ -114,7 +114,7 @@ def test_an_agent_of_an_environment_plays_the_only_seat_of_its_spaces(runs: dict
     assert spec["action_space"] == {"type": "Discrete", "n": 2, "start": 0}
 
 
-def test_several_agents_are_told_by_their_names(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_spec_lists_several_agents_by_name(runs: dict[str, Path], tmp_path: Path) -> None:
     service, spec = loaded(tmp_path, runs["one"], runs["cartpole"])
     assert spec["observation_space"]["shape"] == [2]
     assert {name: agent["observation_space"]["shape"] for name, agent in spec["models"].items()} == {"agent0": [2], "agent1": [4]}
@@ -140,7 +140,7 @@ def test_what_was_accepted_in_training_is_accepted_in_service(runs: dict[str, Pa
     assert CheckpointSource(str(runs["cartpole"])).limits()[1].silent_s == 60
 
 
-def test_a_config_stands_for_its_newest_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_config_file_resolves_to_its_newest_run_with_a_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "game.yaml"
     file.write_text(yaml.safe_dump({"duel": {"env": "CartPole-v1"}}))
     with pytest.raises(NotFound, match="No run of duel"):
@@ -165,7 +165,7 @@ def test_runs_are_named_on_the_command_line(tmp_path: Path) -> None:
             checkpoint_follower.parse_sources(twice, tmp_path)
 
 
-def test_a_place_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_reported(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "missing", tmp_path / "missing" / "best"):
         with pytest.raises(NotFound):
             CheckpointFollower({"default": CheckpointSource(str(place))}, tmp_path, UpdateSettings()).open()
@@ -176,7 +176,7 @@ def test_a_place_without_a_checkpoint_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """With one checkpoint, of version 1."""
+    """A run with one checkpoint of version 1."""
     checkpointed(tmp_path / "run", 1, policy(1))
     return tmp_path / "run"
 
@@ -210,7 +210,7 @@ def test_a_version_is_found_in_checkpoints_and_among_those_that_were_kept(run: P
     assert "1, 3, 5" in missing.value.hint
 
 
-def test_several_models_are_asked_for_by_the_number_of_their_checkpoint(runs: dict[str, Path]) -> None:
+def test_several_models_are_requested_by_the_number_of_their_checkpoint(runs: dict[str, Path]) -> None:
     store = LocalStore(runs["two"])
     name = checkpoint.names(store)[-1]
     versions = checkpoint.versions_of(store, name)
@@ -228,7 +228,7 @@ def test_a_level_that_is_current_at_first_stays_a_level(run: Path, tmp_path: Pat
 
 
 def answered(port: int, session: str, headers: list[str], candidates: list[Any], ticks: int = 6) -> int:
-    """A short session; which of the policies has played it."""
+    """Play a short session, and return which policy played it."""
     twin = Twin(*candidates)
     with wire.Wire(port) as connected:
         assert connected.ask(wire.step("start", session, headers=headers)).status == 200
@@ -254,7 +254,7 @@ def test_new_checkpoints_reach_new_sessions(run: Path, tmp_path: Path) -> None:
     assert not made.refused
 
 
-def test_who_does_not_follow_stays_with_what_there_was(run: Path, tmp_path: Path) -> None:
+def test_without_follow_the_version_does_not_change(run: Path, tmp_path: Path) -> None:
     made = follower(run, tmp_path / "service", follow=False)
     checkpointed(run, 2, policy(2))
     made.poll()
@@ -319,7 +319,7 @@ WRONG: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_version_that_cannot_be_served_is_refused_once_and_the_old_one_goes_on(
+def test_an_unusable_version_is_refused_once_and_the_old_one_is_served(
     run: Path, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = follower(run, tmp_path / "service")
@@ -328,7 +328,7 @@ def test_a_version_that_cannot_be_served_is_refused_once_and_the_old_one_goes_on
         for _ in range(3):
             made.poll()
         assert (serves(made), made.refused) == (1, {"default": 1})
-        assert caplog.text.count("is refused") == 1
+        assert caplog.text.count("was refused") == 1
         assert what in caplog.text
         assert answered(served.port, "still", [], [policy(1)]) == 0
         assert total(metrics(served.port), "ludus_update_refused_total", model="default") == 1
@@ -339,7 +339,7 @@ def test_a_version_that_cannot_be_served_is_refused_once_and_the_old_one_goes_on
 
 
 def test_no_damage_of_a_checkpoint_reaches_a_game(run: Path, tmp_path: Path) -> None:
-    """Every file of it, at many places: a flipped byte, a cut, a file that is gone."""
+    """Damage every file at many offsets: a flipped byte, a truncation, a missing file."""
     made = follower(run, tmp_path / "service")
     checkpointed(tmp_path / "source", 2, policy(2))
     source, number, taken = tmp_path / "source" / "checkpoints" / "000002", 1, 0
@@ -377,7 +377,7 @@ def test_no_damage_of_a_checkpoint_reaches_a_game(run: Path, tmp_path: Path) -> 
     assert serves(made) == 2
 
 
-def test_a_run_that_is_not_there_is_told_once_and_followed_when_it_is_back(
+def test_a_missing_run_is_reported_once_and_followed_when_it_returns(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_follower, "_RETRY_S", 0.0)
@@ -396,7 +396,7 @@ def test_a_run_that_is_not_there_is_told_once_and_followed_when_it_is_back(
     assert made.refused["default"] == 2
 
 
-def test_a_line_up_that_cannot_be_written_changes_nothing_and_is_written_later(
+def test_a_routing_table_that_cannot_be_written_is_written_later(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_follower, "_RETRY_S", 0.0)
@@ -442,7 +442,7 @@ def test_versions_are_served_as_onnx(run: Path, tmp_path: Path) -> None:
 # -- trials -------------------------------------------------------------------------------------------------------------------
 
 TRIAL = CanarySettings(hold_s=0.0, min_requests=60, give_up_s=3600, max_latency_ratio=50, fast_enough_ms=500)
-"""How fast an answer comes says nothing on a busy machine."""
+"""Latency is not judged: the machine may be busy."""
 
 
 def tries(made: CheckpointFollower) -> int | None:
@@ -470,7 +470,7 @@ def traffic(port: int, count: int, prefix: str, *, bad: int = 0) -> list[int]:
     return last
 
 
-def test_a_version_on_trial_that_does_well_is_promoted(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_good_canary_is_promoted(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     made = trial(run, tmp_path / "service")
     with releases.serving(tmp_path / "service") as served:
@@ -497,7 +497,7 @@ def test_a_version_on_trial_that_does_well_is_promoted(run: Path, tmp_path: Path
     assert "was promoted" in caplog.text
 
 
-def test_a_version_on_trial_that_fails_is_taken_back_and_its_sessions_move(
+def test_a_failing_canary_is_rolled_back_and_its_sessions_move(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = trial(run, tmp_path / "service")
@@ -536,7 +536,7 @@ def test_a_version_on_trial_that_fails_is_taken_back_and_its_sessions_move(
     assert "was rolled back" in caplog.text
 
 
-def test_a_best_that_was_taken_back_and_becomes_the_best_again_is_tried_again(run: Path, tmp_path: Path) -> None:
+def test_a_rolled_back_best_version_is_tried_again(run: Path, tmp_path: Path) -> None:
     hasty = CanarySettings(hold_s=0.0, give_up_s=0.0, min_requests=1, fast_enough_ms=500)
     checkpointed(run, 2, policy(2))
     mark(run, 1)
@@ -558,7 +558,7 @@ def test_a_best_that_was_taken_back_and_becomes_the_best_again_is_tried_again(ru
         assert {answered(served.port, f"again-{n}", [], [policy(1), policy(2)]) for n in range(12)} == {0, 1}
 
 
-def test_a_worker_that_is_replaced_during_a_trial_neither_loses_nor_doubles_what_was_counted(run: Path, tmp_path: Path) -> None:
+def test_a_worker_replaced_during_a_trial_keeps_the_counts_exact(run: Path, tmp_path: Path) -> None:
     patient = CanarySettings(hold_s=3600.0, min_requests=10**9)
     made = trial(run, tmp_path / "service", patient)
 
@@ -610,7 +610,7 @@ def test_each_of_several_agents_is_followed_for_itself(run: Path, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def service(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, str]]:
-    """Two workers behind a token; the command and its address."""
+    """`ludus serve` with two workers and a token."""
     token = tmp_path_factory.mktemp("token") / "token"
     token.write_text("secret\n")
     words: list[str | Path] = ["serve", runs["recurrent"], "--port", "0", "--workers", "2", "--token-file", token, "--json"]
@@ -625,7 +625,7 @@ AUTHORIZED = ["Authorization: Bearer secret"]
 
 
 def test_several_workers_answer_as_one(runs: dict[str, Path], service: tuple[Program, str]) -> None:
-    """A session stays with the worker that its id belongs to, and with it the memory of its model."""
+    """A session stays with its worker, which keeps its recurrent state."""
     agent, workers, port = ludus.load(runs["recurrent"]), set(), int(service[1].rpartition(":")[2])
     for number in range(12):
         session, state = f"match-{number}", None
@@ -644,7 +644,7 @@ def test_several_workers_answer_as_one(runs: dict[str, Path], service: tuple[Pro
 
 
 @pytest.mark.parametrize("token", [None, "wrong", "secret2"])
-def test_without_the_token_nothing_is_answered(service: tuple[Program, str], token: str | None) -> None:
+def test_without_the_token_every_page_is_refused(service: tuple[Program, str], token: str | None) -> None:
     with Client(service[1], token, timeout_s=LIMIT_S) as client:
         for ask in (lambda: client.start("m"), client.spec):
             with pytest.raises(Refused) as caught:
@@ -681,7 +681,7 @@ def test_a_signal_stops_it_in_order(runs: dict[str, Path]) -> None:
         (["RUN", "RUN"], "Two runs"),
     ],
 )
-def test_what_is_wrong_is_told_with_exit_code_2(
+def test_invalid_arguments_exit_with_code_2(
     runs: dict[str, Path], tmp_path: Path, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -693,7 +693,7 @@ def test_what_is_wrong_is_told_with_exit_code_2(
     assert told in str(error)
 
 
-def test_a_wrong_path_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_a_wrong_path_is_reported_without_a_traceback(tmp_path: Path) -> None:
     with program("serve", tmp_path / "missing", "--port", "0", listens=False) as running:
         code, out, err = running.finish()
     assert code == 2

@@ -1,4 +1,4 @@
-"""The files of deploy/, used as they are but for addresses: real proxies before real hosts, promtool, systemd's own check."""
+"""The files of deploy/ with real proxies and hosts, promtool and systemd-analyze."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 
 class Host:
-    """One `ludus serve`, as far as a proxy can tell."""
+    """A stand-in for one `ludus serve` behind a proxy."""
 
     def __init__(self, port: int = 0) -> None:
         command = [sys.executable, "-m", "tests.serving.backend", str(port)]
@@ -78,7 +78,7 @@ def hosts() -> Iterator[list[Host]]:
 
 @dataclass
 class Silent:
-    """A host that is ready, hears steps, and breaks the connection instead of answering; or answers, when told to."""
+    """A host that closes the connection on each step, or answers when enabled."""
 
     answers: bool = False
     heard: list[bytes] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Silent:
 
 
 def configured(name: str, directory: Path, port: int, ports: list[int]) -> Path:
-    """The file of deploy/ with other addresses."""
+    """A file of deploy/ with replaced addresses."""
     text = (DEPLOY / {"nginx": "nginx.conf", "haproxy": "haproxy.cfg"}[name]).read_text()
     replacements = [(f"127.0.0.1:{8001 + i}", f"127.0.0.1:{host}") for i, host in enumerate(ports)]
     if name == "nginx":
@@ -153,7 +153,7 @@ def command(name: str, path: Path, *, check: bool = False) -> list[str]:
 
 @contextlib.contextmanager
 def proxy(name: str, directory: Path, ports: list[int]) -> Iterator[int]:
-    """The port of a proxy before hosts."""
+    """Start a proxy for these hosts, and return its port."""
     port = free_port()
     path = configured(name, directory, port, ports)
     with (directory / "said").open("wb") as said:
@@ -193,7 +193,7 @@ class Session:
 
 
 class Games:
-    """Sessions over connections that they share: none belongs to one."""
+    """Sessions that share connections."""
 
     def __init__(self, port: int, connections: int = 8) -> None:
         self._port = port
@@ -277,7 +277,7 @@ def test_a_host_that_drains_keeps_its_sessions_and_gets_no_new_ones_from_haproxy
 
 
 @pytest.mark.parametrize("name", PROXIES)
-def test_what_is_not_for_the_world_stays_inside_and_requests_have_ids(name: str, tmp_path: Path, hosts: list[Host]) -> None:
+def test_internal_pages_are_blocked_by_the_proxy_and_requests_have_ids(name: str, tmp_path: Path, hosts: list[Host]) -> None:
     with Wire(hosts[0].port) as wire:
         assert "ludus-endpoint" in wire.ask(step("start", "direct", 0)).headers, "a host alone says where it is"
     with proxy(name, tmp_path, [host.port for host in hosts]) as port, Wire(port) as wire:
@@ -352,7 +352,7 @@ def test_connections_to_hosts_are_kept(name: str, tmp_path: Path, silent: list[S
 
 
 @pytest.mark.parametrize("name", PROXIES)
-def test_the_file_is_right_in_the_eyes_of_its_program(name: str, tmp_path: Path) -> None:
+def test_the_config_file_is_valid_for_its_program(name: str, tmp_path: Path) -> None:
     path = configured(name, tmp_path, free_port(), [8001, 8002])
     done = subprocess.run(command(name, path, check=True), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -375,7 +375,7 @@ def test_every_alert_is_tested_both_ways() -> None:
     assert {check["alertname"] for check in checks if not check.get("exp_alerts")} == alerts
 
 
-def test_the_unit_is_right_in_the_eyes_of_systemd_and_well_enclosed(tmp_path: Path) -> None:
+def test_the_unit_is_valid_for_systemd_and_sandboxed(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("there is no systemd-analyze")
@@ -393,7 +393,7 @@ def test_the_unit_is_right_in_the_eyes_of_systemd_and_well_enclosed(tmp_path: Pa
     assert rated.returncode == 0, rated.stdout[-300:]
 
 
-def test_the_unit_gives_a_drain_its_time() -> None:
+def test_the_unit_allows_time_for_draining() -> None:
     unit = configparser.RawConfigParser(strict=False, comment_prefixes=("#",), interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(DEPLOY / "ludus.service")
@@ -406,7 +406,7 @@ def test_the_unit_gives_a_drain_its_time() -> None:
     assert "${CREDENTIALS_DIRECTORY}/token" in service["ExecStart"]
 
 
-def test_alerts_speak_of_numbers_that_the_service_tells() -> None:
+def test_alerts_use_existing_metrics() -> None:
     told = (Path(ludus.__file__).parent / "serving" / "prometheus.py").read_text()
     for name in set(re.findall(r"\bludus_[a-z_]+", (DEPLOY / "prometheus-alerts.yml").read_text())):
         assert f'"{name.removesuffix("_bucket")}"' in told, name

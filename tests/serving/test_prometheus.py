@@ -1,4 +1,4 @@
-"""The numbers as Prometheus reads them; its own parser is the judge."""
+"""Prometheus metrics, checked with Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def version(meter: LatencyHistogram, sessions: int = 1, batches: list[int] | Non
 
 
 def worker(**changes: Any) -> dict[str, Any]:
-    """What a worker leaves, as it comes back from its file."""
+    """The snapshot of a worker after a JSON round trip."""
     numbers = {
         "at": NOW,
         "began": 0.0,
@@ -68,7 +68,7 @@ def took(*seconds: float, failed: int = 0) -> LatencyHistogram:
     return meter
 
 
-def test_a_worker_that_has_done_nothing_is_told_whole() -> None:
+def test_an_idle_worker_has_all_metrics() -> None:
     found = samples(told({"0": worker()}))
     assert found['ludus_up{worker="0"}'] == 1
     assert found['ludus_connections{worker="0"}'] == 7
@@ -80,13 +80,13 @@ def test_a_worker_that_has_done_nothing_is_told_whole() -> None:
     assert total(found, "ludus_canary_version") == 0
 
 
-def test_a_worker_that_is_not_heard_of_any_more_is_down_and_tells_nothing_else() -> None:
+def test_a_worker_without_recent_snapshots_is_down() -> None:
     found = samples(told({"0": worker(), "1": worker(at=NOW - 60)}))
     assert (found['ludus_up{worker="0"}'], found['ludus_up{worker="1"}']) == (1, 0)
     assert [name for name in found if 'worker="1"' in name] == ['ludus_up{worker="1"}']
 
 
-def test_no_worker_at_all_is_told_too() -> None:
+def test_metrics_without_workers_are_valid() -> None:
     assert samples(told({})) == {}
     assert samples(told({prometheus.FOLLOWER: {"refused": {"default": 2}, "restarts": 1}})) == {
         'ludus_update_refused_total{model="default"}': 2,
@@ -94,7 +94,7 @@ def test_no_worker_at_all_is_told_too() -> None:
     }
 
 
-def test_every_family_has_its_type_and_help_once_and_its_name_says_what_it_is() -> None:
+def test_every_family_has_one_type_and_help_and_a_conventional_name() -> None:
     text = told({"0": worker(), "1": worker(), prometheus.FOLLOWER: {"restarts": 0, "promoted": {"default": 1}}})
     found = list(families(text.decode()))
     assert len({family.name for family in found}) == len(found)
@@ -142,7 +142,7 @@ def test_histograms_count_what_was_measured(seconds: list[float], batches: list[
         assert by_name[f"{name}_sum"] == pytest.approx(sum(values))
 
 
-def test_the_ticks_that_are_told_are_those_of_the_histogram() -> None:
+def test_the_tick_counter_equals_the_histogram_count() -> None:
     versions = {"3": version(took(0.001, 0.002, failed=2)), "4": version(took(0.1))}
     data = worker(agents={"default": {"current": 4, "canary": 4, "moved": {}, "versions": versions}})
     found = samples(told({"0": data, "1": data}))
@@ -154,7 +154,7 @@ def test_the_ticks_that_are_told_are_those_of_the_histogram() -> None:
     assert total(found, "ludus_live_versions", worker="0") == 2
 
 
-def test_a_snapshot_that_cannot_be_read_hides_nobody_else(tmp_path: Path) -> None:
+def test_an_unreadable_snapshot_does_not_hide_others(tmp_path: Path) -> None:
     prometheus.write_snapshot(tmp_path, "0", worker())
     prometheus.write_snapshot(tmp_path, "1", worker(connections=9))
     (tmp_path / "2.metrics").write_text('{"at": 1')
@@ -166,6 +166,6 @@ def test_a_snapshot_that_cannot_be_read_hides_nobody_else(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.metrics", "1.metrics", "2.metrics", "3.metrics"]
 
 
-def test_numbers_that_cannot_be_written_harm_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_snapshot_that_cannot_be_written_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prometheus.write_snapshot(tmp_path / "nowhere", "0", worker())
     assert "cannot write" in caplog.text

@@ -1,4 +1,4 @@
-"""What may be served: whole, of the spaces that are played, and answering with numbers."""
+"""Releases: files, validation, warm-up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def answers(player: object, count: int = 20) -> list[np.ndarray]:
     return given_
 
 
-def test_what_is_written_is_read_back_and_plays_the_same(tmp_path: Path) -> None:
+def test_a_written_release_loads_and_acts_the_same(tmp_path: Path) -> None:
     release.write(released(7), tmp_path / "deep" / "7")
     found = release.read(tmp_path / "deep" / "7")
     assert (found.version, dict(found.seats), dict(found.versions)) == (7, {"": MODEL}, {MODEL: 7})
@@ -46,7 +46,7 @@ def test_a_release_replaces_one_of_the_same_place(tmp_path: Path) -> None:
     np.testing.assert_allclose(answers(release.read(tmp_path / "7").policies[MODEL]), answers(policy(8)), atol=1e-5)
 
 
-def test_models_of_any_name_travel(tmp_path: Path) -> None:
+def test_model_names_may_have_any_characters(tmp_path: Path) -> None:
     one = released(3).parts[MODEL]
     several = Release(3, {"blue": "a/b", "red": "../c", "grey": "ä\n"}, dict.fromkeys(("a/b", "../c", "ä\n"), one))
     release.write(several, tmp_path / "3")
@@ -77,7 +77,7 @@ def test_without_values_the_actions_are_the_same(tmp_path: Path) -> None:
             np.testing.assert_allclose(acted.value, wanted.value if values else np.zeros(20), atol=1e-5)
 
 
-def test_a_sound_release_is_taken() -> None:
+def test_a_sound_release_is_accepted() -> None:
     assert set(release.validate_release(released(2), released(1))) == {MODEL}
     assert set(release.validate_release(released(2, policy(2, cell=8, core="gru")), released(1))) == {MODEL}, (
         "the network is its own affair"
@@ -87,7 +87,7 @@ def test_a_sound_release_is_taken() -> None:
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", ["first", "last"])
-def test_weights_that_are_not_numbers_are_refused(number: float, which: str) -> None:
+def test_weights_that_are_not_finite_are_refused(number: float, which: str) -> None:
     weights = policy(2).weights()
     name = sorted(weights)[0 if which == "first" else -1]
     weights[name].reshape(-1)[-1] = number
@@ -96,7 +96,7 @@ def test_weights_that_are_not_numbers_are_refused(number: float, which: str) -> 
         release.validate_release(Release(2, {"": MODEL}, {MODEL: part}))
 
 
-def test_a_model_that_answers_with_what_is_no_number_is_refused() -> None:
+def test_a_model_with_non_finite_outputs_is_refused() -> None:
     made = policy(2)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -110,7 +110,7 @@ def test_other_observations_are_refused_with_both_spaces_named(shape: tuple[int,
     other = policy(2, observation=gym.spaces.Box(-2.0, 2.0, shape, np.float32))
     with pytest.raises(IncompatibleCheckpoint, match=r"observation space.*the served one is") as refused:
         release.validate_release(released(2, other), released(1))
-    assert "model of its own" in refused.value.hint
+    assert "separate model" in refused.value.hint
 
 
 def test_other_seats_are_refused() -> None:
@@ -121,8 +121,8 @@ def test_other_seats_are_refused() -> None:
 
 @settings(max_examples=40)
 @given(st.data())
-def test_no_damage_of_its_weights_gets_through_as_anything_but_what_we_raise(data: st.DataObject) -> None:
-    """Bytes flipped, cut or added: it is refused by name, or its numbers are still numbers."""
+def test_damaged_weights_raise_only_documented_errors(data: st.DataObject) -> None:
+    """Flipped, cut or added bytes raise a documented error, or the weights stay finite."""
     whole = bytearray(released(2).parts[MODEL].weights)
     how = data.draw(st.sampled_from(["flip", "cut", "add"]))
     at = data.draw(st.integers(0, len(whole) - 1))
@@ -142,7 +142,7 @@ def test_no_damage_of_its_weights_gets_through_as_anything_but_what_we_raise(dat
 
 
 @pytest.mark.parametrize("gone", ["release.json", "0.json", "0.safetensors"])
-def test_files_that_are_gone_or_broken_are_told(tmp_path: Path, gone: str) -> None:
+def test_missing_or_damaged_files_are_reported(tmp_path: Path, gone: str) -> None:
     release.write(released(7), tmp_path / "7")
     whole = tmp_path / "whole"
     shutil.copytree(tmp_path / "7", whole)

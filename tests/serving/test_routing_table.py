@@ -21,7 +21,7 @@ ONE = AgentRoutes(121, PATHS, levels=(120,), canary=122, percent=25.0)
 ANY = StartOptions()
 
 
-def test_sessions_that_ask_for_nothing_get_the_current_version_of_the_first_agent() -> None:
+def test_sessions_without_options_get_the_current_version_of_the_first_agent() -> None:
     both = RoutingTable({"hard": AgentRoutes(7, {7: "x"}), "easy": AgentRoutes(3, {3: "y"})})
     assert both.choose("s", ANY) == ("hard", 7)
     assert both.choose("s", StartOptions(model="easy")) == ("easy", 3)
@@ -38,12 +38,12 @@ def test_a_canary_gets_its_share_and_the_same_sessions_again() -> None:
     assert {none.choose(session, -1) for session in SESSIONS} == {121}
 
 
-def test_who_is_on_trial_with_a_small_share_still_is_with_a_larger_one() -> None:
+def test_sessions_of_a_small_canary_share_stay_in_a_larger_one() -> None:
     small = AgentRoutes(121, PATHS, canary=122, percent=5.0)
     assert {s for s in SESSIONS if small.choose(s, -1) == 122} < {s for s in SESSIONS if ONE.choose(s, -1) == 122}
 
 
-def test_what_is_drawn_for_one_question_says_nothing_about_another() -> None:
+def test_fractions_of_different_purposes_are_independent() -> None:
     both = [(session_fraction(s, "canary") < 0.5, session_fraction(s, "record") < 0.5) for s in SESSIONS]
     for pair in ((False, False), (False, True), (True, False), (True, True)):
         assert 0.2 < both.count(pair) / len(both) < 0.3
@@ -51,19 +51,19 @@ def test_what_is_drawn_for_one_question_says_nothing_about_another() -> None:
 
 
 @pytest.mark.parametrize("asked", [120, 121, 122])
-def test_a_session_may_ask_for_any_version_that_is_there(asked: int) -> None:
+def test_a_session_may_request_any_offered_version(asked: int) -> None:
     assert {ONE.choose(session, asked) for session in SESSIONS[:50]} == {asked}
 
 
 @pytest.mark.parametrize("asked", [0, 119, 123, 1 << 62])
-def test_a_version_that_is_not_there_is_404_with_those_that_are(asked: int) -> None:
+def test_an_unknown_version_gets_404_with_the_available_ones(asked: int) -> None:
     with pytest.raises(Refused) as refused:
         ONE.choose("s", asked)
     assert (refused.value.status, refused.value.error) == (404, "version")
     assert "120, 121, 122" in refused.value.hint
 
 
-def test_a_model_that_is_not_there_is_404_with_the_nearest() -> None:
+def test_an_unknown_model_gets_404_with_the_nearest_name() -> None:
     with pytest.raises(Refused) as refused:
         RoutingTable({"easy": ONE, "hard": ONE}).choose("s", StartOptions(model="eassy"))
     assert (refused.value.status, refused.value.error) == (404, "model")
@@ -87,9 +87,7 @@ AGENTS = st.builds(
 
 
 @given(st.dictionaries(NAMES, AGENTS, max_size=3))
-def test_a_line_up_is_read_back_as_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory, agents: dict[str, AgentRoutes]
-) -> None:
+def test_a_routing_table_round_trips(tmp_path_factory: pytest.TempPathFactory, agents: dict[str, AgentRoutes]) -> None:
     where = tmp_path_factory.getbasetemp()
     RoutingTable(agents).write(where)
     found = RoutingTable.read(where)
@@ -97,7 +95,7 @@ def test_a_line_up_is_read_back_as_it_was_written(
     assert list(found.agents) == list(agents), "the first one is who plays when nobody is named"
 
 
-def test_whoever_reads_while_it_is_replaced_sees_one_or_the_other(tmp_path: Path) -> None:
+def test_a_concurrent_reader_sees_the_old_or_the_new_table(tmp_path: Path) -> None:
     lineups = [RoutingTable({"default": AgentRoutes(n, {n: "x" * 50_000 * n})}) for n in (1, 2)]
     lineups[0].write(tmp_path)
     done, seen = threading.Event(), set()

@@ -1,4 +1,4 @@
-"""The production service in one worker: hot updates under sessions that remember, levels, trials, models that fail."""
+"""One serving worker: hot updates with recurrent sessions, levels, canaries, failing models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.waiting import wait_until
 
 
 class Match:
-    """A session on a connection of its own; every answer is compared with what must come."""
+    """A session on its own connection; every reply is compared with the expected one."""
 
     def __init__(self, port: int, name: str, twin: Twin | None = None, *headers: str) -> None:
         self.wire, self.name, self.twin, self.seen = Wire(port), name, twin, 0
@@ -151,7 +151,7 @@ def test_between_models_with_and_without_a_memory_sessions_move_too(one: Path) -
 
 
 class Player(threading.Thread):
-    """Ticks as fast as it can."""
+    """Sends ticks continuously."""
 
     def __init__(self, port: int, name: str, versions: list[Policy], stop: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -171,7 +171,7 @@ class Player(threading.Thread):
 
 
 def test_sessions_that_are_being_answered_move_a_little_later_and_nothing_is_lost(one: Path) -> None:
-    """Updates under load: each answer is that of some version, with all that the session remembers; versions only go up."""
+    """Updates under load: each reply matches one version with the session's recurrent state; versions only increase."""
     versions, stop = [policy(n) for n in range(1, 7)], threading.Event()
     with serving(one, ServiceSettings(max_live_versions=1)) as served:
         players = [Player(served.port, f"p{n}", versions, stop) for n in range(6)]
@@ -210,7 +210,7 @@ def test_levels_stay_while_versions_come_and_go(one: Path) -> None:
             assert total(found, "ludus_sessions", version="1") == 2
 
 
-def test_a_version_that_is_gone_cannot_be_asked_for(one: Path) -> None:
+def test_a_removed_version_cannot_be_requested(one: Path) -> None:
     with serving(one) as served, Match(served.port, "m", None, "version: 1"):
         offer(one, {"default": agent(2)})
         wait_until(lambda: current(served.port) == 2)
@@ -220,7 +220,7 @@ def test_a_version_that_is_gone_cannot_be_asked_for(one: Path) -> None:
             match.play(2)
 
 
-def test_a_canary_gets_its_share_and_what_is_withdrawn_is_left_at_once(one: Path) -> None:
+def test_a_canary_gets_its_share_and_sessions_leave_a_withdrawn_version_at_once(one: Path) -> None:
     offer(one, {"default": agent(1, 2, canary=2, percent=50.0)})
     with serving(one, ServiceSettings(max_live_versions=5)) as served, contextlib.ExitStack() as open_:
         twins = [Twin(policy(1), policy(2)) for _ in range(24)]
@@ -241,7 +241,7 @@ def test_a_canary_gets_its_share_and_what_is_withdrawn_is_left_at_once(one: Path
 
 
 def test_a_version_that_comes_back_keeps_its_sessions(one: Path) -> None:
-    """RUN/best may go back; nobody is moved from a version to itself."""
+    """RUN/best may become an older version; no session moves to its own version."""
     with serving(one, ServiceSettings(max_live_versions=1)) as served, Match(served.port, "m", Twin(policy(1))) as match:
         match.play(3)
         for version in (2, 1, 2, 1):
@@ -256,13 +256,13 @@ def test_a_version_that_comes_back_keeps_its_sessions(one: Path) -> None:
         assert total(metrics(served.port), "ludus_sessions_moved_total") == moved
 
 
-def test_files_that_are_gone_while_they_are_read_change_nothing_and_are_tried_again(
+def test_release_files_missing_during_loading_are_retried(
     one: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(services, "_RETRY_S", 0.2)
     with serving(one) as served, Match(served.port, "m", Twin(policy(1))) as match:
         RoutingTable({"default": agent(2)}).write(one)
-        wait_until(lambda: "cannot be loaded" in caplog.text)
+        wait_until(lambda: "cannot load a new version" in caplog.text)
         match.play(5)
         assert current(served.port) == 1
         release.write(released(2), one / "releases" / "2")
@@ -273,7 +273,7 @@ def test_files_that_are_gone_while_they_are_read_change_nothing_and_are_tried_ag
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"default": {"releases": {}}}', '{"default": 3}'])
-def test_a_line_up_that_makes_no_sense_changes_nothing(one: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
+def test_an_invalid_routing_table_changes_nothing(one: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
     with serving(one) as served, Match(served.port, "m", Twin(policy(1))) as match:
         (one / "lineup.json").write_text(text)
         wait_until(lambda: "cannot read the routing table" in caplog.text)
@@ -282,7 +282,7 @@ def test_a_line_up_that_makes_no_sense_changes_nothing(one: Path, caplog: pytest
         wait_until(lambda: current(served.port) == 2)
 
 
-def test_a_model_without_an_answer_ends_that_session_alone_and_is_counted(one: Path) -> None:
+def test_a_model_without_output_ends_only_that_session_and_is_counted(one: Path) -> None:
     offer(one, {"default": agent(1, 2, levels=(2,))}, {2: broken(2)})
     with serving(one) as served:
         with (
@@ -359,7 +359,7 @@ def test_an_ended_session_is_gone_in_whatever_format_it_was_played(one: Path) ->
 
 @contextlib.contextmanager
 def traffic(port: int) -> Iterator[None]:
-    """Matches that begin, err and end, all the time."""
+    """Starts, fails and ends matches continuously."""
     stop, faults = threading.Event(), []
 
     def play(number: int) -> None:
@@ -386,8 +386,8 @@ def traffic(port: int) -> Iterator[None]:
     assert not faults, faults
 
 
-def test_counters_never_go_back(one: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Over updates, moves and recordings; a series may end with its version."""
+def test_counters_never_decrease(one: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Across updates, moves and recordings; a series may end with its version."""
     settings = ServiceSettings(max_live_versions=1, recording=ReplaySettings(tmp_path_factory.mktemp("replay"), 1.0, steps=4))
     last: dict[str, float] = {}
     with serving(one, settings) as served, traffic(served.port):
@@ -435,7 +435,7 @@ def test_matches_are_recorded_with_the_version_that_played_until_it_changes(one:
         assert segment.value[:5].all(), "who records asks for values"
 
 
-def test_a_part_of_the_sessions_is_recorded_the_same_for_ever(one: Path, tmp_path: Path) -> None:
+def test_the_choice_of_recorded_sessions_never_changes(one: Path, tmp_path: Path) -> None:
     services_ = [services.ServingWorker(one, ServiceSettings(recording=ReplaySettings(tmp_path, 0.3))) for _ in range(2)]
     chosen = [{n for n in range(1000) if made.records_session(f"m{n}")} for made in services_]
     assert chosen[0] == chosen[1]

@@ -47,7 +47,7 @@ def _everything(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
-def test_nothing_is_left_beside_what_was_put(tmp_path: Path) -> None:
+def test_no_temporary_files_are_left_after_a_put(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put("a/value", b"1")
     store.put("a/value", b"2")
@@ -154,7 +154,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(where)], check=True)
 
 
-def test_a_full_disk_is_said_and_damages_nothing(tiny_disk: Path) -> None:
+def test_a_full_disk_is_reported_and_damages_nothing(tiny_disk: Path) -> None:
     store = LocalStore(tiny_disk)
     store.put("value", b"old")
     store.put_bundle("checkpoints/000001", FILES)
@@ -198,13 +198,13 @@ def test_a_file_beyond_the_allowed_size_is_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(ROOT, reason="root may write everywhere")
-def test_a_directory_without_permission_is_said(tmp_path: Path) -> None:
+def test_a_directory_without_permission_is_reported(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     with pytest.raises(StoreFull, match=r"Not allowed to write .*closed.* Choose another --local-dir"):
         LocalStore(tmp_path / "closed").put("value", b"1")
 
 
-def test_a_read_only_file_system_is_said(tiny_disk: Path) -> None:
+def test_a_read_only_file_system_is_reported(tiny_disk: Path) -> None:
     store = LocalStore(tiny_disk)
     store.put("value", b"old")
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)

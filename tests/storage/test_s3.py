@@ -246,7 +246,7 @@ def test_a_server_that_does_not_answer_is_unavailable(
 
 
 @pytest.mark.usefixtures("hasty")
-def test_where_nobody_listens_it_is_unavailable(s3_server: Server) -> None:
+def test_a_closed_port_is_unavailable(s3_server: Server) -> None:
     store = S3Store(s3_server.url(endpoint=f"http://127.0.0.1:{free_ports(1)[0]}"))
     with pytest.raises(StoreUnavailable, match=r"the connection failed.*endpoint is right"):
         store.put("value", b"1")
@@ -275,7 +275,7 @@ def test_where_nobody_listens_it_is_unavailable(s3_server: Server) -> None:
         (507, "", StoreFull, r"No space left"),
     ],
 )
-def test_what_a_server_answers_is_said(
+def test_error_replies_of_a_server_are_reported(
     s3_server: Server, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch, status: int, code: str, error: type[Exception], said: str
 ) -> None:
     monkeypatch.setenv("LUDUS_S3_RETRIES", "0")
@@ -318,7 +318,7 @@ def test_a_trial_of_conditions_whose_answer_is_lost_is_not_taken_for_the_claim(
 # -- who may ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_secret_is_said_without_showing_it(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_secret_is_reported_without_showing_it(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong, token = "this/is+a-wrong-secret", "and-a-token"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
     monkeypatch.setenv("AWS_SESSION_TOKEN", token)
@@ -351,7 +351,7 @@ def test_what_a_server_repeats_of_a_request_is_not_passed_on(s3_server: Server, 
         assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_who_may_only_read_is_told_so(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_user_is_reported(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     S3Store(s3_url).put("value", b"1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", READER_SECRET)
@@ -379,7 +379,7 @@ def test_credentials_in_a_file_are_used_and_renewed(s3_url: str, tmp_path: Path,
     assert store.get("value") == b"1"
 
 
-def test_a_bucket_that_is_not_there_is_said(s3_server: Server) -> None:
+def test_a_missing_bucket_is_reported(s3_server: Server) -> None:
     store = S3Store(f"s3://no-such-bucket/prefix?endpoint={s3_server.endpoint}")
     for call in (lambda: store.get("value"), lambda: store.list("")):
         with pytest.raises(NotFound, match=r"no-such-bucket.*has no such bucket.*correct the URL"):
@@ -684,7 +684,7 @@ def test_after_every_kill_what_is_listed_is_whole_and_what_was_acknowledged_is_t
     assert _objects(s3_server, store) == 3 * len(store.list("checkpoints"))
 
 
-def test_whoever_is_very_patient_is_not_told_to_wait_for_ever() -> None:
+def test_retry_delays_are_bounded_after_many_attempts() -> None:
     pauses = list(_retry_delays(RetryPolicy(total_s=1e6), 2000))
     assert pauses[-1] is None
     assert all(pause is not None and 0 < pause <= 5 for pause in pauses[:-1])

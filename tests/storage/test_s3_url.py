@@ -54,7 +54,7 @@ def test_further_down_the_server_stays_the_same() -> None:
         ("s3://bucket/a?region=eu-west-1/best", r"path in its options.*Options come last"),
     ],
 )
-def test_what_is_not_an_address_is_said(url: str, said: str) -> None:
+def test_an_invalid_url_is_reported(url: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         S3Url.parse(url)
 

@@ -162,7 +162,7 @@ def test_exactly_one_of_two_machines_wins_also_with_stale_lists(usual: list[Moun
 @pytest.mark.system
 def test_an_owner_is_cut_off_at_once_by_another_machine_although_its_lists_are_stale(usual: list[Mount]) -> None:
     roots = _here(usual)
-    here, there = (LocalVersionStore(LocalStore(root), {checkpoint.FROM: None}) for root in roots)
+    here, there = (LocalVersionStore(LocalStore(root), {checkpoint.BEGUN_FROM: None}) for root in roots)
     here.add("model", a_policy())
     here.check()
     here.confirm()
@@ -178,12 +178,12 @@ def test_an_owner_is_cut_off_at_once_by_another_machine_although_its_lists_are_s
 
 
 @pytest.mark.system
-def test_whoever_takes_a_run_over_sees_what_was_written_a_moment_ago(usual: list[Mount]) -> None:
+def test_a_new_owner_of_a_run_sees_the_latest_writes(usual: list[Mount]) -> None:
     here, there = (LocalStore(root) for root in _here(usual))
     here.put_bundle("checkpoints/000001", FILES)
     assert there.list("checkpoints") == ["000001"]
     here.put_bundle("checkpoints/000002", FILES)
-    checkpoint.look_anew(there)
+    checkpoint.refresh_listing(there)
     assert checkpoint.names(there) == ["000001", "000002"]
 
 
@@ -217,10 +217,10 @@ def test_a_mount_whose_server_is_gone_is_a_store_that_is_away_and_comes_back() -
 
 
 @pytest.mark.system
-def test_after_an_unmount_nothing_is_written_below_the_mount_point_and_nobody_is_called_fenced() -> None:
+def test_after_an_unmount_nothing_is_written_below_the_mount_point_and_no_writer_is_fenced() -> None:
     with sshfs_mounts(1) as mounts:
         (root,) = _here(mounts)
-        pool = LocalVersionStore(LocalStore(root), {checkpoint.FROM: None})
+        pool = LocalVersionStore(LocalStore(root), {checkpoint.BEGUN_FROM: None})
         pool.add("model", a_policy())
         mounts[0].close()
         for ask in (pool.check, pool.confirm, lambda: pool.keep("model")):

@@ -161,7 +161,7 @@ def test_a_duel_whose_engine_hangs_is_a_crash(client: GamecoreClient, marksman: 
         assert time.monotonic() < deadline, client.state("hangs")
         time.sleep(0.05)
     until_gone(left)
-    assert "did not come to its next tic" in client.logs("hangs")
+    assert "did not reach its next tic" in client.logs("hangs")
     client.stop_game("hangs")
 
 

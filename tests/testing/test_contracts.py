@@ -207,14 +207,14 @@ class _Lossy(LocalMemory):
     ("wrong", "caught_by"),
     [
         (_LastInFirstOut, lambda s, make: s.test_blocks_come_out_in_the_order_in_which_they_were_committed(make)),
-        (_Trusting, lambda s, make: s.test_a_block_of_somebody_else_is_refused(make)),
+        (_Trusting, lambda s, make: s.test_a_block_of_another_memory_is_rejected(make)),
         (_Trusting, lambda s, make: s.test_a_block_can_be_given_back_only_once_and_only_by_its_holder(make)),
         (_Unbounded, lambda s, make: s.test_a_full_memory_pushes_back(make)),
         (_Eager, lambda s, make: s.test_a_full_memory_pushes_back(make)),
         (_Eager, lambda s, make: s.test_a_block_can_be_given_back_only_once_and_only_by_its_holder(make)),
         (_Hasty, lambda s, make: s.test_what_was_committed_before_closing_can_still_be_taken(make)),
         (_Lossy, lambda s, make: s.test_reserved_blocks_do_not_overlap(make)),
-        (_Lossy, lambda s, make: s.test_a_taken_block_is_nobody_elses(make)),
+        (_Lossy, lambda s, make: s.test_a_taken_block_is_not_given_to_another_reader(make)),
     ],
 )
 def test_a_memory_that_is_wrong_is_caught(wrong: type[LocalMemory], caught_by: Callable[[MemoryContract, Any], None]) -> None:
@@ -225,7 +225,7 @@ def test_a_memory_that_is_wrong_is_caught(wrong: type[LocalMemory], caught_by: C
 # -- what a user needs to use them --------------------------------------------------------------------------------------
 
 
-def test_a_suite_without_its_hooks_says_what_to_override(tmp_path: Path) -> None:
+def test_a_suite_without_its_hooks_names_what_to_override(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="damage"):
         StoreContract().test_a_missing_file_is_noticed(LocalStore(tmp_path / "a"), "a.bin")
     with pytest.raises(NotImplementedError, match="abandon"):

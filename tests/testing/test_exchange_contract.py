@@ -196,7 +196,7 @@ class _OneChannel(Simple):
 @pytest.mark.parametrize(
     ("wrong", "caught_by"),
     [
-        (_Forgets, "test_what_was_pushed_before_anybody_read_is_there"),
+        (_Forgets, "test_messages_pushed_before_the_first_read_are_delivered"),
         (_Unbounded, "test_a_full_exchange_pushes_back"),
         (_Unbounded, "test_many_writers_overrun_the_room_by_one_each_at_most"),
         (_Eager, "test_a_full_exchange_pushes_back"),
@@ -221,6 +221,6 @@ def test_an_exchange_that_is_wrong_is_caught(wrong: type[Simple], caught_by: str
         check(opened)  # type: ignore[call-arg]
 
 
-def test_a_suite_without_its_hook_says_what_to_override() -> None:
+def test_a_suite_without_its_hook_names_what_to_override() -> None:
     with pytest.raises(NotImplementedError, match="make"):
         ExchangeContract.make.__wrapped__(ExchangeContract())  # type: ignore[attr-defined]

@@ -41,17 +41,25 @@ from ludus.sampling.trained_agent import TrainedAgent
 from ludus.serving.checkpoint_follower import CheckpointSource
 from ludus.serving.worker import FixedPolicySource
 from ludus.tournament import gamecore_matches
-from ludus.tournament.arena_matches import ArenaStage, Ended, every_for, pairings
+from ludus.tournament.arena_matches import ArenaRecording, ArenaStage, decision_interval, schedule_matches
 from ludus.tournament.battle import battle
-from ludus.tournament.contestants import Contestant, Named, Script, Served, Trained, contestant
-from ludus.tournament.gamecore_matches import Place
-from ludus.tournament.result import Hero, Played, lopsided, most_lopsided, share_of
-from ludus.tournament.settings import Keeping, Pairing, Terms, read_lineups, schedule
+from ludus.tournament.contestants import (
+    Contestant,
+    ContestantSource,
+    ScriptedContestant,
+    ServedContestant,
+    TrainedContestant,
+    contestant,
+)
+from ludus.tournament.gamecore_matches import GameLocation
+from ludus.tournament.result import HeroStats, MatchResult, count_wins, lopsidedness, most_lopsided
+from ludus.tournament.settings import BattleSettings, Pairing, RecordingSettings, read_lineups, schedule
+from ludus.tournament.stage import MatchEnd
 from tests.experiments.small import SETTINGS, train
 from tests.local_servers import gateway
 from tests.test_gamecore_page import NIM, block
 
-HARD, MEDIUM, EASY = Script("hard"), Script("medium"), Script("easy")
+HARD, MEDIUM, EASY = ScriptedContestant("hard"), ScriptedContestant("medium"), ScriptedContestant("easy")
 LSTM = NetworkConfig(fcnet_hiddens=(16,), core="lstm", cell_size=8)
 
 
@@ -61,8 +69,8 @@ def arena_policy(seed: int = 0, size: int = 1, network: NetworkConfig = LSTM) ->
         return Policy(split_mask(observation_space(size))[0], action_space(size), network)
 
 
-def trained(policy: Policy, label: str = "mine", **settings: Any) -> Trained:
-    return Trained(label, policy, 7, seats={"": policy}, settings=settings)
+def trained(policy: Policy, label: str = "mine", **settings: Any) -> TrainedContestant:
+    return TrainedContestant(label, policy, 7, seats={"": policy}, settings=settings)
 
 
 @pytest.fixture(scope="module")
@@ -79,30 +87,30 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("size", "games", "seconds"), [(1, 20, 300), (3, 6, 200)])
-def test_scripts_fare_as_on_the_ladder(size: int, games: int, seconds: int) -> None:
+def test_bots_score_as_in_the_round_robin(size: int, games: int, seconds: int) -> None:
     settings = ArenaSettings(seconds=seconds)
     (standing,) = play_pairs(games, size, 9, (("hard", "medium"),), settings)
-    result = battle(HARD, MEDIUM, Terms(games, mode=f"{size}v{size}", lineups="random", seconds=seconds, seed=9))
+    result = battle(HARD, MEDIUM, BattleSettings(games, mode=f"{size}v{size}", lineups="random", seconds=seconds, seed=9))
     assert (result.won, result.lost, result.drawn) == (standing.won, standing.lost, standing.drawn)
     assert result.interval == standing.bounds
     assert tuple(game.seconds for game in result.games) == standing.seconds
 
 
-def test_a_policy_plays_as_if_it_were_asked_alone_for_every_seat() -> None:
+def test_batched_play_equals_play_seat_by_seat() -> None:
     """Against a loop that knows nothing of batches: one match, one seat, one decision after the other."""
     policy = arena_policy(3)
-    terms = Terms(6, seconds=25, seed=5)
+    terms = BattleSettings(6, seconds=25, seed=5)
     found = last_states(trained(policy), MEDIUM, terms)
-    assert found == [_alone(policy, pairing, 25).hash(0) for pairing in pairings(terms, 1)]
+    assert found == [_alone(policy, pairing, 25).hash(0) for pairing in schedule_matches(terms, 1)]
     assert len(set(found)) == 6
 
 
-def last_states(one: Contestant, other: Contestant, terms: Terms) -> list[str]:
+def last_states(one: Contestant, other: Contestant, terms: BattleSettings) -> list[str]:
     """How each match ended, as the hash of its whole state."""
-    ended: list[Ended] = []
-    ArenaStage((one, other), 1, 3, terms, records=True).play(pairings(terms, 1), ended.append)
-    ended.sort(key=lambda each: each.played.number)
-    return [each.recording.recording.hashes[-1].hex() for each in ended if each.recording is not None]
+    ended: list[MatchEnd] = []
+    ArenaStage((one, other), 1, 3, terms, records=True).play(schedule_matches(terms, 1), ended.append)
+    ended.sort(key=lambda each: each.result.number)
+    return [each.recording.recording.hashes[-1].hex() for each in ended if isinstance(each.recording, ArenaRecording)]
 
 
 def _alone(policy: Policy, pairing: Pairing, seconds: int) -> Arena:
@@ -125,15 +133,15 @@ def _alone(policy: Policy, pairing: Pairing, seconds: int) -> Arena:
 
 
 @pytest.mark.parametrize("kind", ["script", "policy"])
-def test_a_player_against_itself_wins_one_side_as_often_as_the_other(kind: str) -> None:
+def test_a_player_against_itself_wins_as_often_as_it_loses(kind: str) -> None:
     """The same match from both sides: whoever wins it as A loses it as B."""
     one: Contestant = EASY if kind == "script" else trained(arena_policy(1))
     heroes = ((107,), (111,)), ((190,), (117,)), ((173,), (141,)), ((107,), (107,))
     queue = [Pairing(2 * k + camp, camp, k, both) for k, both in enumerate(heroes) for camp in (0, 1)]
-    ended: list[Ended] = []
-    ArenaStage((one, one), 1, 3, Terms(len(queue), seconds=480 if kind == "script" else 60)).play(queue, ended.append)
-    games = sorted((each.played for each in ended), key=lambda game: game.number)
-    share = share_of(games)
+    ended: list[MatchEnd] = []
+    ArenaStage((one, one), 1, 3, BattleSettings(len(queue), seconds=480 if kind == "script" else 60)).play(queue, ended.append)
+    games = sorted((each.result for each in ended), key=lambda game: game.number)
+    share = count_wins(games)
     assert share.won == share.lost
     assert share.games == 8
     for blue, red in zip(games[::2], games[1::2], strict=True):
@@ -146,33 +154,33 @@ def test_a_player_against_itself_wins_one_side_as_often_as_the_other(kind: str) 
         assert share.won, "something must happen for this to mean anything"
 
 
-def test_who_is_called_a_makes_no_difference_to_the_matches() -> None:
-    terms = Terms(8, seconds=240, seed=2)
-    queue = pairings(terms, 1)
+def test_swapping_a_and_b_swaps_the_results() -> None:
+    terms = BattleSettings(8, seconds=240, seed=2)
+    queue = schedule_matches(terms, 1)
     turned = [replace(pairing, a_camp=1 - pairing.a_camp) for pairing in queue]
-    results: list[list[Played]] = []
+    results: list[list[MatchResult]] = []
     for pair, plan in (((HARD, EASY), queue), ((EASY, HARD), turned)):
-        ended: list[Ended] = []
+        ended: list[MatchEnd] = []
         ArenaStage(pair, 1, 3, terms).play(plan, ended.append)
-        results.append(sorted((each.played for each in ended), key=lambda game: game.number))
-    ahead, behind = map(share_of, results)
+        results.append(sorted((each.result for each in ended), key=lambda game: game.number))
+    ahead, behind = map(count_wins, results)
     assert (ahead.won, ahead.lost, ahead.drawn) == (behind.lost, behind.won, behind.drawn)
     assert ahead.won > ahead.lost
 
 
-def test_how_many_are_played_at_once_makes_no_difference_to_scripts() -> None:
-    terms = Terms(10, seconds=200, seed=4, lineups="random")
+def test_parallelism_does_not_change_the_results_of_bots() -> None:
+    terms = BattleSettings(10, seconds=200, seed=4, lineups="random")
     found = []
-    for at_once in (1, 3, 64):
-        ended: list[Ended] = []
-        ArenaStage((MEDIUM, EASY), 1, 3, terms, at_once=at_once).play(pairings(terms, 1), ended.append)
-        found.append(sorted((each.played for each in ended), key=lambda game: game.number))
+    for max_parallel in (1, 3, 64):
+        ended: list[MatchEnd] = []
+        ArenaStage((MEDIUM, EASY), 1, 3, terms, max_parallel=max_parallel).play(schedule_matches(terms, 1), ended.append)
+        found.append(sorted((each.result for each in ended), key=lambda game: game.number))
     assert found[0] == found[1] == found[2]
 
 
-def test_the_same_seed_is_the_same_battle_and_another_is_not() -> None:
+def test_a_battle_is_reproducible_by_its_seed() -> None:
     one, other = trained(arena_policy(1)), trained(arena_policy(2), "other")
-    drawn = Terms(4, seconds=15, seed=3, deterministic=False, lineups="random")
+    drawn = BattleSettings(4, seconds=15, seed=3, deterministic=False, lineups="random")
     assert battle(one, other, drawn) == battle(one, other, drawn)
     found = [
         last_states(one, other, terms) for terms in (drawn, drawn, replace(drawn, seed=4), replace(drawn, deterministic=True))
@@ -183,10 +191,10 @@ def test_the_same_seed_is_the_same_battle_and_another_is_not() -> None:
 
 
 @pytest.mark.parametrize("mode", ["1v1", "3v3"])
-def test_what_a_policy_does_is_legal(mode: str) -> None:
+def test_a_policy_takes_only_legal_actions(mode: str) -> None:
     size = int(mode[0])
     one = trained(arena_policy(1, size, NetworkConfig(fcnet_hiddens=(16,))))
-    result = battle(one, MEDIUM, Terms(4, mode=mode, seconds=40, deterministic=False, lineups="random"))
+    result = battle(one, MEDIUM, BattleSettings(4, mode=mode, seconds=40, deterministic=False, lineups="random"))
     assert len(result.games) == 4
     mine = [hero for game in result.games for hero in game.heroes if hero.who == "a"]
     assert len(mine) == 4 * size
@@ -200,10 +208,17 @@ def test_a_run_a_checkpoint_and_a_version_are_the_same_player(run: Path) -> None
     (name,) = [path.name for path in (run / "checkpoints").iterdir() if path.is_dir()]
     (kept,) = run.glob("models/*/*.safetensors")
     version = int(kept.stem)
-    names: list[Named] = [run, run / "checkpoints" / name, f"{run}@{version}", f"{run}@{version:06d}", kept, ludus.load(run)]
+    names: list[ContestantSource] = [
+        run,
+        run / "checkpoints" / name,
+        f"{run}@{version}",
+        f"{run}@{version:06d}",
+        kept,
+        ludus.load(run),
+    ]
     found = [contestant(name) for name in names]
-    assert all(isinstance(one, Trained) and one.version == version for one in found)
-    results = [last_states(one, EASY, Terms(2, seconds=10)) for one in found]
+    assert all(isinstance(one, TrainedContestant) and one.version == version for one in found)
+    results = [last_states(one, EASY, BattleSettings(2, seconds=10)) for one in found]
     assert all(result == results[0] for result in results)
 
 
@@ -211,14 +226,14 @@ def test_an_exported_policy_plays_the_same_matches(run: Path, tmp_path: Path) ->
     pytest.importorskip("onnxruntime")
     export_checkpoint(run, out=tmp_path / "agent.onnx")
     exported = contestant(tmp_path / "agent.onnx")
-    assert isinstance(exported, Trained)
+    assert isinstance(exported, TrainedContestant)
     assert exported.to_json() == {
         "name": f"agent.onnx@{exported.version}",
         "kind": "onnx",
         "where": str(tmp_path / "agent.onnx"),
         "version": exported.version,
     }
-    terms = Terms(4, seconds=20)
+    terms = BattleSettings(4, seconds=20)
     assert last_states(exported, EASY, terms) == last_states(contestant(run), EASY, terms)
     assert exported.every == 5  # as it was trained
     with pytest.raises(UsageError, match="There is no file"):
@@ -228,7 +243,7 @@ def test_an_exported_policy_plays_the_same_matches(run: Path, tmp_path: Path) ->
         contestant(tmp_path / "rubbish.onnx")
 
 
-def test_a_version_that_no_checkpoint_has_any_more_is_read_from_the_kept_ones(run: Path, tmp_path: Path) -> None:
+def test_a_version_without_a_checkpoint_is_read_from_the_stored_versions(run: Path, tmp_path: Path) -> None:
     import shutil
 
     copy = tmp_path / "copy"
@@ -236,28 +251,28 @@ def test_a_version_that_no_checkpoint_has_any_more_is_read_from_the_kept_ones(ru
     (kept,) = copy.glob("models/*/*.safetensors")
     shutil.copy(kept, kept.with_name("000900.safetensors"))
     one = contestant(f"{copy}@900")
-    assert isinstance(one, Trained)
+    assert isinstance(one, TrainedContestant)
     assert (one.version, one.every) == (900, 5)
-    assert battle(one, contestant(run), Terms(2, seconds=10)).drawn == 2
+    assert battle(one, contestant(run), BattleSettings(2, seconds=10)).drawn == 2
 
 
-def test_a_run_on_a_store_takes_part(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_run_is_a_contestant(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "cache"))
     settings: dict[str, Any] = {**SETTINGS, "env_config": {"seconds": 30}, "evaluation_duration": 0}
     where = ludus.train("ludus/Arena-1v1-v0", stop={"iterations": 1}, local_dir=s3_url, **settings).place
     monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "another machine"))
     one = contestant(where)
-    assert isinstance(one, Trained)
+    assert isinstance(one, TrainedContestant)
     other = contestant(where.replace("?", f"@{one.version}?"))
-    terms = Terms(2, seconds=5)
+    terms = BattleSettings(2, seconds=5)
     assert last_states(one, EASY, terms) == last_states(other, EASY, terms)
 
 
-def test_names_that_lead_nowhere_are_told_with_what_was_meant(run: Path, tmp_path: Path) -> None:
+def test_unknown_names_are_refused_with_a_suggestion(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Did you mean 'rule:hard'"):
         contestant("hard")
     with pytest.raises(UsageError, match=r"'hrad'.*Did you mean 'rule:hard'"):
-        battle(Script("hrad"), EASY)
+        battle(ScriptedContestant("hrad"), EASY)
     with pytest.raises(UsageError, match="There is no run or checkpoint"):
         contestant(tmp_path / "nothing")
     with pytest.raises(UsageError, match="has no version 4711; it has"):
@@ -266,27 +281,27 @@ def test_names_that_lead_nowhere_are_told_with_what_was_meant(run: Path, tmp_pat
         contestant(run, model="mdel")
 
 
-def test_a_checkpoint_with_other_spaces_is_refused_with_both_of_them(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_spaces_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(IncompatibleCheckpoint, match=r"observes \{entities: \[32.*the match has.*36.*--mode 1v1"):
-        battle(contestant(run), EASY, Terms(2, mode="3v3"))
+        battle(contestant(run), EASY, BattleSettings(2, mode="3v3"))
     train(tmp_path / "poles", 1, evaluation_duration=0)
     with pytest.raises(IncompatibleCheckpoint, match="--server and --game"):
-        battle(contestant(tmp_path / "poles"), EASY, Terms(2))
+        battle(contestant(tmp_path / "poles"), EASY, BattleSettings(2))
 
 
-def test_decisions_are_as_far_apart_as_in_the_training_of_the_first(run: Path) -> None:
+def test_the_decision_interval_is_that_of_the_first_policy(run: Path) -> None:
     mine, other = contestant(run), trained(arena_policy(), "other")
-    assert every_for(Terms(), (mine, EASY)) == (5, [])
-    assert every_for(Terms(), (EASY, EASY))[0] == 3
-    every, notes = every_for(Terms(), (mine, other))
+    assert decision_interval(BattleSettings(), (mine, EASY)) == (5, [])
+    assert decision_interval(BattleSettings(), (EASY, EASY))[0] == 3
+    every, notes = decision_interval(BattleSettings(), (mine, other))
     assert every == 5
     assert notes == ["other was trained to decide every 3 ticks, and decides every 5 here"]
-    assert len(every_for(Terms(every=3), (mine, other))[1]) == 1
+    assert len(decision_interval(BattleSettings(every=3), (mine, other))[1]) == 1
 
 
 def test_the_mode_is_that_of_the_training(run: Path) -> None:
-    assert battle(contestant(run), EASY, Terms(1, seconds=5)).terms["mode"] == "1v1"
-    assert battle(EASY, trained(arena_policy(size=3)), Terms(1, seconds=5)).terms["mode"] == "3v3"
+    assert battle(contestant(run), EASY, BattleSettings(1, seconds=5)).terms["mode"] == "1v1"
+    assert battle(EASY, trained(arena_policy(size=3)), BattleSettings(1, seconds=5)).terms["mode"] == "3v3"
 
 
 def test_the_functions_of_the_package_do_the_same(run: Path) -> None:
@@ -298,8 +313,8 @@ def test_the_functions_of_the_package_do_the_same(run: Path) -> None:
 # -- what is kept ---------------------------------------------------------------------------------------------------------
 
 
-def test_recordings_are_of_the_matches_and_play_again_bit_for_bit(tmp_path: Path) -> None:
-    result = battle(trained(arena_policy(1)), EASY, Terms(5, seconds=15), Keeping(tmp_path / "all"))
+def test_recordings_replay_bit_for_bit(tmp_path: Path) -> None:
+    result = battle(trained(arena_policy(1)), EASY, BattleSettings(5, seconds=15), RecordingSettings(tmp_path / "all"))
     for game in result.games:
         recording = read_recording(Path(game.recording or ""))
         verify(recording)
@@ -309,9 +324,14 @@ def test_recordings_are_of_the_matches_and_play_again_bit_for_bit(tmp_path: Path
     assert len(list((tmp_path / "all").iterdir())) == 5
 
 
-def test_of_many_matches_the_most_lopsided_are_kept_and_filmed(tmp_path: Path) -> None:
+def test_the_most_lopsided_matches_are_recorded_and_rendered(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    result = battle(HARD, Script("random"), Terms(6, seconds=40), Keeping(tmp_path, most=2, films=1, speed=200.0))
+    result = battle(
+        HARD,
+        ScriptedContestant("random"),
+        BattleSettings(6, seconds=40),
+        RecordingSettings(tmp_path, most=2, videos=1, speed=200.0),
+    )
     kept = [game for game in result.games if game.recording]
     assert len(kept) == 2
     assert sorted(game.lopsided for game in kept) == sorted(game.lopsided for game in result.games)[-2:]
@@ -321,38 +341,47 @@ def test_of_many_matches_the_most_lopsided_are_kept_and_filmed(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_recordings_need_a_place(tmp_path: Path) -> None:
+def test_recordings_need_a_directory(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--record"):
-        Keeping(None, films=1)
+        RecordingSettings(None, videos=1)
     (tmp_path / "file").write_text("")
     with pytest.raises(LudusError, match="file"):
-        battle(EASY, EASY, Terms(1, seconds=5), Keeping(tmp_path / "file" / "below"))
+        battle(EASY, EASY, BattleSettings(1, seconds=5), RecordingSettings(tmp_path / "file" / "below"))
 
 
 # -- counting -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_failed_counts_for_nobody_and_a_draw_is_not_won() -> None:
-    games = [Played(0, 0, 1, "a"), Played(1, 1, 2, "b"), Played(2, 0, 3), Played(3, 1, 4, failed="it crashed")]
-    share = share_of(games)
+def test_failed_matches_do_not_count_and_draws_are_not_wins() -> None:
+    games = [
+        MatchResult(0, 0, 1, "a"),
+        MatchResult(1, 1, 2, "b"),
+        MatchResult(2, 0, 3),
+        MatchResult(3, 1, 4, failed="it crashed"),
+    ]
+    share = count_wins(games)
     assert (share.won, share.lost, share.drawn, share.games) == (1, 1, 1, 3)
     assert share.rate == pytest.approx(1 / 3)
     # Newcombe (1998), table I, method 3: 1 of 3 … by the formula with z = 1.96.
     assert share.bounds == pytest.approx((0.0615, 0.7923), abs=1e-4)
 
 
-def test_a_match_is_lopsided_by_what_is_left_of_both() -> None:
-    assert lopsided((1.0, 0.0), (900.0, 100.0)) == pytest.approx(1.8)
-    assert lopsided((0.5, 0.5), (100.0, 100.0)) == 0.0
-    assert lopsided((0.0, 1.0), (0.0, 0.0)) == 1.0
-    games = [Played(0, 0, 0, "a", lopsided=0.3), Played(1, 0, 0, "b", lopsided=1.2), Played(2, 0, 0, failed="x", lopsided=2.0)]
+def test_lopsidedness_compares_buildings_and_gold() -> None:
+    assert lopsidedness((1.0, 0.0), (900.0, 100.0)) == pytest.approx(1.8)
+    assert lopsidedness((0.5, 0.5), (100.0, 100.0)) == 0.0
+    assert lopsidedness((0.0, 1.0), (0.0, 0.0)) == 1.0
+    games = [
+        MatchResult(0, 0, 0, "a", lopsided=0.3),
+        MatchResult(1, 0, 0, "b", lopsided=1.2),
+        MatchResult(2, 0, 0, failed="x", lopsided=2.0),
+    ]
     assert [game.number for game in most_lopsided(games, 5)] == [1, 0]
 
 
-def test_each_plays_the_same_heroes_from_both_sides() -> None:
+def test_both_contestants_play_the_same_heroes_from_both_sides() -> None:
     lineups = read_lineups("mage/107; 117 / Falcon")
     assert lineups == ((("mage",), (107,)), ((117,), ("Falcon",)))
-    plan = schedule(Terms(5, lineups=lineups), 1)
+    plan = schedule(BattleSettings(5, lineups=lineups), 1)
     assert [(one.a_camp, one.heroes[0][0]) for one in plan if one.heroes] == [
         (0, "mage"),
         (1, "mage"),
@@ -361,16 +390,16 @@ def test_each_plays_the_same_heroes_from_both_sides() -> None:
         (0, "mage"),
     ]
     assert len({one.seed for one in plan}) == 5
-    assert {one.a_camp for one in schedule(Terms(5, swap_sides=False), 1)} == {0}
+    assert {one.a_camp for one in schedule(BattleSettings(5, swap_sides=False), 1)} == {0}
     with pytest.raises(UsageError, match="heroes of red"):
         read_lineups("1,2,3")
     with pytest.raises(ConfigError, match="no hero"):
-        battle(EASY, EASY, Terms(2, lineups=read_lineups("nobody/107")))
+        battle(EASY, EASY, BattleSettings(2, lineups=read_lineups("nobody/107")))
 
 
-def test_heroes_are_told_by_their_means_over_the_matches_they_were_in() -> None:
+def test_hero_statistics_are_means_over_their_matches() -> None:
     games = tuple(
-        Played(number, 0, 0, "a", heroes=(Hero("a", name, {"kills": kills}), Hero("b", "Lancer", {"kills": 1})))
+        MatchResult(number, 0, 0, "a", heroes=(HeroStats("a", name, {"kills": kills}), HeroStats("b", "Lancer", {"kills": 1})))
         for number, (name, kills) in enumerate([("Ember", 2), ("Ember", 4), ("Grace", 0)])
     )
     from ludus.tournament.result import BattleResult
@@ -383,18 +412,18 @@ def test_heroes_are_told_by_their_means_over_the_matches_they_were_in() -> None:
 # -- games on a server ------------------------------------------------------------------------------------------------------
 
 
-def test_a_served_player_is_fought_through_a_private_server_and_the_match_is_the_same(tmp_path: Path) -> None:
+def test_a_match_over_http_equals_the_match_in_process(tmp_path: Path) -> None:
     """Two policies that always do the same: over HTTP and in this process the states are equal to the last bit."""
     pytest.importorskip("uvicorn")
     mine, theirs = arena_policy(1), arena_policy(2)
-    terms = Terms(2, seconds=6, seed=8)
+    terms = BattleSettings(2, seconds=6, seed=8)
 
     def actor() -> BuiltinActor:
         return BuiltinActor({"": Seat(BatchedPolicy(FixedPolicySource(theirs, 1), deterministic=True))})
 
     with gateway(actor) as served:
-        far = battle(trained(mine), Served(served.url), terms, Keeping(tmp_path / "far"))
-    near = battle(trained(mine), trained(theirs, "other"), terms, Keeping(tmp_path / "near"))
+        far = battle(trained(mine), ServedContestant(served.url), terms, RecordingSettings(tmp_path / "far"))
+    near = battle(trained(mine), trained(theirs, "other"), terms, RecordingSettings(tmp_path / "near"))
     assert not far.failed
     assert far.terms["where"] == "a private server"
     for one, other in zip(far.games, near.games, strict=True):
@@ -449,18 +478,25 @@ def nim(greedy: bool) -> Policy:
     return policy
 
 
-def test_any_game_of_two_camps_is_played_and_its_winner_believed(server: RunningServer) -> None:
+def test_the_winner_of_any_two_camp_game_counts(server: RunningServer) -> None:
     """Of 21 stones the one who begins wins if it plays well: the rule does, so each contestant wins as blue."""
-    result = battle(Script(""), Script(""), Terms(4, mode="1v1"), place=Place(server.url, "nim", parallel=2))
+    result = battle(
+        ScriptedContestant(""),
+        ScriptedContestant(""),
+        BattleSettings(4, mode="1v1"),
+        location=GameLocation(server.url, "nim", parallel=2),
+    )
     assert (result.won, result.lost, result.drawn, result.failed) == (2, 2, 0, ())
     assert result.sides["blue"].won == 2
     assert result.sides["red"].lost == 2
 
 
-def test_recordings_and_films_of_any_game_are_brought_here(server: RunningServer, tmp_path: Path) -> None:
+def test_recordings_and_videos_of_a_game_are_downloaded(server: RunningServer, tmp_path: Path) -> None:
     """What its result names; of the most lopsided by their score. The bytes are those that the game has written."""
-    place = Place(server.url, "filmed")
-    result = battle(Script(""), Script(""), Terms(6), Keeping(tmp_path, most=2, films=1), place)
+    place = GameLocation(server.url, "filmed")
+    result = battle(
+        ScriptedContestant(""), ScriptedContestant(""), BattleSettings(6), RecordingSettings(tmp_path, most=2, videos=1), place
+    )
     scores = {game.number: game.seed % 1000 for game in result.games}
     assert [game.lopsided for game in result.games] == list(scores.values())
     best = sorted(scores, key=lambda number: -scores[number])
@@ -476,34 +512,56 @@ def test_recordings_and_films_of_any_game_are_brought_here(server: RunningServer
     assert not result.notes
 
 
-def test_a_recording_and_a_film_of_one_ending_are_two_files(server: RunningServer, tmp_path: Path) -> None:
-    place = Place(server.url, "filmed", options={"alike": 1})
-    result = battle(Script(""), Script(""), Terms(1), Keeping(tmp_path, films=1), place)
+def test_a_recording_and_a_video_with_the_same_suffix_are_two_files(server: RunningServer, tmp_path: Path) -> None:
+    place = GameLocation(server.url, "filmed", options={"alike": 1})
+    result = battle(
+        ScriptedContestant(""), ScriptedContestant(""), BattleSettings(1), RecordingSettings(tmp_path, videos=1), place
+    )
     (game,) = result.games
     assert Path(game.recording or "").read_text() == f"replay {game.seed}"
     assert Path(game.video or "").read_text() == f"film {game.seed}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["game-0000-film.webm", "game-0000.webm"]
 
 
-def test_what_cannot_be_brought_costs_no_match(server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_does_not_fail_the_match(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(client: GamecoreClient, runtime_id: str, what: str) -> bytes:
         raise Refused(404, "no_file", "gone")
 
     monkeypatch.setattr(GamecoreClient, "kept", refused)
-    result = battle(Script(""), Script(""), Terms(3), Keeping(tmp_path, films=1), Place(server.url, "filmed"))
+    result = battle(
+        ScriptedContestant(""),
+        ScriptedContestant(""),
+        BattleSettings(3),
+        RecordingSettings(tmp_path, videos=1),
+        GameLocation(server.url, "filmed"),
+    )
     assert (result.total.games, result.notes) == (3, ("3 games have no recording: gone",))
     monkeypatch.setattr(GamecoreClient, "kept", lambda client, runtime_id, what: b"nonsense")
     pytest.importorskip("uvicorn")
     with running(Settings(port=0, state_dir=tmp_path / "state")) as arena:
-        spoilt = battle(EASY, EASY, Terms(2, seconds=5), Keeping(tmp_path / "arena"), Place(arena.url))
+        spoilt = battle(EASY, EASY, BattleSettings(2, seconds=5), RecordingSettings(tmp_path / "arena"), GameLocation(arena.url))
     assert spoilt.total.games == 2
     assert any(note.startswith("2 games have no recording: ") for note in spoilt.notes)
 
 
-def test_a_game_that_keeps_nothing_is_told_in_a_note(server: RunningServer, tmp_path: Path) -> None:
-    result = battle(Script(""), Script(""), Terms(3), Keeping(tmp_path), Place(server.url, "crashing"))
+def test_a_game_without_recordings_gives_a_note(server: RunningServer, tmp_path: Path) -> None:
+    result = battle(
+        ScriptedContestant(""),
+        ScriptedContestant(""),
+        BattleSettings(3),
+        RecordingSettings(tmp_path),
+        GameLocation(server.url, "crashing"),
+    )
     assert any(note == "2 games have no recording: crashing names no recording in its result" for note in result.notes)
-    moves = battle(Script(""), Script(""), Terms(1, mode="1v1"), Keeping(tmp_path, films=1), Place(server.url, "nim"))
+    moves = battle(
+        ScriptedContestant(""),
+        ScriptedContestant(""),
+        BattleSettings(1, mode="1v1"),
+        RecordingSettings(tmp_path, videos=1),
+        GameLocation(server.url, "nim"),
+    )
     assert sum(json.loads(Path(moves.games[0].recording or "").read_text())) == 21
     assert any("names no video" in note for note in moves.notes)
 
@@ -514,14 +572,14 @@ def test_a_game_that_keeps_nothing_is_told_in_a_note(server: RunningServer, tmp_
 )
 def test_a_score_is_two_numbers(score: Any, lopsided: float) -> None:
     state = GameState("x", "finished", result={"winner": 0, "score": score, "heroes": [{"camp": 0, "gold": 10**400}]})
-    game = gamecore_matches.judged(Played(0, 0, 1), state)
+    game = gamecore_matches.parse_match_result(MatchResult(0, 0, 1), state)
     assert (game.winner, game.lopsided) == ("a", lopsided)
     assert game.heroes[0].numbers == {}
 
 
 @pytest.mark.parametrize("name", ["../../lock", "/etc/hostname", "pipe", "link", "missing", "", 7, None, ".hidden", "big"])
-def test_only_plain_files_of_the_game_itself_are_handed_out(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_dir, "MAX_KEPT", 100)
+def test_only_regular_files_of_the_game_are_served(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_dir, "MAX_ARTIFACT", 100)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/etc/hostname")
     (tmp_path / ".hidden").write_text("x")
@@ -535,32 +593,32 @@ def test_only_plain_files_of_the_game_itself_are_handed_out(name: Any, tmp_path:
     assert refused.value.status == 404
 
 
-def test_recordings_of_the_arena_come_from_a_server_elsewhere_as_well(tmp_path: Path) -> None:
+def test_recordings_of_the_arena_are_downloaded_from_a_server(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
-    terms = Terms(2, seconds=6, seed=8)
+    terms = BattleSettings(2, seconds=6, seed=8)
     mine = arena_policy(1)
     with running(Settings(port=0, state_dir=tmp_path / "state")) as started:
-        far = battle(trained(mine), EASY, terms, Keeping(tmp_path / "far"), Place(started.url))
-    near = battle(trained(mine), EASY, terms, Keeping(tmp_path / "near"))
+        far = battle(trained(mine), EASY, terms, RecordingSettings(tmp_path / "far"), GameLocation(started.url))
+    near = battle(trained(mine), EASY, terms, RecordingSettings(tmp_path / "near"))
     for one, other in zip(far.games, near.games, strict=True):
         recordings = [read_recording(Path(game.recording or "")) for game in (one, other)]
         assert recordings[0].names == recordings[1].names
         assert verify(recordings[0]) == verify(recordings[1])
 
 
-def test_a_policy_is_served_with_a_token_of_its_own_and_answers_the_game(server: RunningServer) -> None:
+def test_a_local_policy_plays_a_game_of_the_server(server: RunningServer) -> None:
     """Of 7 stones three leave four, from which the rule cannot win against whoever takes the rest; one leaves six, from which it does."""
-    place = Place(server.url, "nim", options={"stones": 7})
-    greedy = battle(trained(nim(greedy=True)), Script(""), Terms(4, mode="1v1"), place=place)
+    place = GameLocation(server.url, "nim", options={"stones": 7})
+    greedy = battle(trained(nim(greedy=True)), ScriptedContestant(""), BattleSettings(4, mode="1v1"), location=place)
     assert not greedy.failed
     assert (greedy.sides["blue"].won, greedy.sides["red"].lost) == (2, 2)
-    modest = battle(trained(nim(greedy=False)), Script(""), Terms(4, mode="1v1"), place=place)
+    modest = battle(trained(nim(greedy=False)), ScriptedContestant(""), BattleSettings(4, mode="1v1"), location=place)
     assert (modest.lost, modest.failed) == (4, ())
-    both = battle(trained(nim(greedy=True)), trained(nim(greedy=False), "modest"), Terms(4, mode="1v1"), place=place)
+    both = battle(trained(nim(greedy=True)), trained(nim(greedy=False), "modest"), BattleSettings(4, mode="1v1"), location=place)
     assert (both.won, both.lost) == (4, 0), "7, 4, 3, 0 and 7, 6, 3, 2, 0: the last stones are for who is greedy"
 
 
-def test_a_team_that_was_trained_on_a_game_of_its_own_fights_and_serves_under_its_names(tmp_path: Path) -> None:
+def test_seat_names_of_training_hold_in_battle_and_service(tmp_path: Path) -> None:
     """One policy for two seats, which are called as `env_config` calls them: in training, battle and service."""
     pytest.importorskip("uvicorn")
     game = f"games: {{pairs: {{command: ['{{python}}', '{Path(__file__).with_name('pairs.py')}'], modes: [2v2]}}}}"
@@ -574,15 +632,20 @@ def test_a_team_that_was_trained_on_a_game_of_its_own_fights_and_serves_under_it
         small: dict[str, Any] = {"num_envs_per_worker": 4, "train_batch_size": 16, "minibatch_size": 16, "evaluation_duration": 0}
         train(tmp_path / "run", 2, env="gamecore", env_config=config, **small)
         one = contestant(tmp_path / "run")
-        result = battle(one, Script(""), Terms(2, mode="2v2"), place=Place(server.url, "pairs"))
-    assert isinstance(one, Trained)
+        result = battle(one, ScriptedContestant(""), BattleSettings(2, mode="2v2"), location=GameLocation(server.url, "pairs"))
+    assert isinstance(one, TrainedContestant)
     assert set(one.seats) == {"tank", "mage"}
     assert result.failed == ()
     assert set(CheckpointSource(str(tmp_path / "run")).spec()["seats"]) == {"tank", "mage"}
 
 
-def test_a_game_that_crashes_in_the_middle_is_no_result_and_is_shown(server: RunningServer) -> None:
-    result = battle(Script(""), Script(""), Terms(5), place=Place(server.url, "crashing", parallel=3))
+def test_a_crashed_game_is_a_failed_match(server: RunningServer) -> None:
+    result = battle(
+        ScriptedContestant(""),
+        ScriptedContestant(""),
+        BattleSettings(5),
+        location=GameLocation(server.url, "crashing", parallel=3),
+    )
     assert [game.number for game in result.failed] == [1, 3]
     assert all("crashed" in game.failed and "3" in game.failed for game in result.failed)
     assert result.total.games == 3
@@ -590,35 +653,35 @@ def test_a_game_that_crashes_in_the_middle_is_no_result_and_is_shown(server: Run
     assert result.to_json()["failed"] == 2
 
 
-@pytest.mark.parametrize(("game", "why"), [("odd", "camp 5 has won"), ("mute", "no result")])
-def test_nonsense_is_no_result(server: RunningServer, game: str, why: str) -> None:
-    result = battle(Script(""), Script(""), Terms(2), place=Place(server.url, game))
+@pytest.mark.parametrize(("game", "why"), [("odd", "unknown camp 5"), ("mute", "no result")])
+def test_an_invalid_result_is_a_failed_match(server: RunningServer, game: str, why: str) -> None:
+    result = battle(ScriptedContestant(""), ScriptedContestant(""), BattleSettings(2), location=GameLocation(server.url, game))
     assert len(result.failed) == 2
     assert why in result.failed[0].failed
     assert result.win_rate is None
     json.dumps(result.to_json())
 
 
-def test_what_cannot_be_played_there_is_said_before_anything_begins(server: RunningServer, tmp_path: Path) -> None:
-    place = Place(server.url, "nim")
+def test_unplayable_settings_are_refused_before_the_first_match(server: RunningServer, tmp_path: Path) -> None:
+    place = GameLocation(server.url, "nim")
     with pytest.raises(UsageError, match=r"no game 'nmi'.*'nim'"):
-        battle(EASY, EASY, Terms(1), place=replace(place, game="nmi"))
+        battle(EASY, EASY, BattleSettings(1), location=replace(place, game="nmi"))
     with pytest.raises(UsageError, match="no option 'rule'"):
-        battle(EASY, EASY, Terms(1), place=place)
+        battle(EASY, EASY, BattleSettings(1), location=place)
     with pytest.raises(UsageError, match="one rule"):
-        battle(EASY, HARD, Terms(1), place=place)
+        battle(EASY, HARD, BattleSettings(1), location=place)
     with pytest.raises(UsageError, match="--server"):
-        battle(Script(""), Script(""), Terms(1), place=Place(game="nim"))
+        battle(ScriptedContestant(""), ScriptedContestant(""), BattleSettings(1), location=GameLocation(game="nim"))
     with pytest.raises(UsageError, match="--limit is for games of a server"):
-        battle(EASY, EASY, Terms(1), place=Place(limit_s=5.0))
+        battle(EASY, EASY, BattleSettings(1), location=GameLocation(limit_s=5.0))
     with pytest.raises(Unreachable, match=re.escape("127.0.0.1:9")):
-        battle(Script(""), Script(""), Terms(1), place=Place("127.0.0.1:9"))
+        battle(ScriptedContestant(""), ScriptedContestant(""), BattleSettings(1), location=GameLocation("127.0.0.1:9"))
     with pytest.raises(Unreachable):
-        battle(EASY, Served("http://127.0.0.1:9"), Terms(1))
+        battle(EASY, ServedContestant("http://127.0.0.1:9"), BattleSettings(1))
 
 
 @pytest.mark.parametrize("way", ["advertise", "variable", "towards the server"])
-def test_games_elsewhere_reach_us_by_what_is_said_or_found(
+def test_games_connect_to_the_advertised_or_local_address(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     at: list[str] = []
@@ -628,12 +691,12 @@ def test_games_elsewhere_reach_us_by_what_is_said_or_found(
         return threaded_server.listen_on(host)
 
     monkeypatch.setattr(gamecore_matches, "listen_on", listen_on)
-    place = Place(server.url, "nim", options={"stones": 7})
+    place = GameLocation(server.url, "nim", options={"stones": 7})
     if way == "variable":
         monkeypatch.setenv("LUDUS_ADVERTISE", "localhost")
     told = battle(
-        trained(nim(greedy=True)), Script(""), Terms(2, mode="1v1"),
-        place=replace(place, advertise="localhost" if way == "advertise" else None),
+        trained(nim(greedy=True)), ScriptedContestant(""), BattleSettings(2, mode="1v1"),
+        location=replace(place, advertise="localhost" if way == "advertise" else None),
     )  # fmt: skip
     assert (told.won, told.lost) == (1, 1)
     assert at == ["127.0.0.1" if way == "towards the server" else "localhost"]

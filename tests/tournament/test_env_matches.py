@@ -30,11 +30,12 @@ from ludus.sampling.trained_agent import TrainedAgent
 from ludus.serving.worker import FixedPolicySource
 from ludus.tournament import players
 from ludus.tournament.battle import battle
-from ludus.tournament.contestants import Contestant, Script, Served, Trained, contestant
-from ludus.tournament.env_matches import MatchStage, World, camps_of
-from ludus.tournament.gamecore_matches import Place
-from ludus.tournament.result import BattleResult, Played
-from ludus.tournament.settings import Keeping, Terms
+from ludus.tournament.contestants import Contestant, ScriptedContestant, ServedContestant, TrainedContestant, contestant
+from ludus.tournament.env_matches import BattleEnv, EnvStage, split_camps
+from ludus.tournament.gamecore_matches import GameLocation
+from ludus.tournament.result import BattleResult, MatchResult
+from ludus.tournament.settings import BattleSettings, RecordingSettings
+from ludus.tournament.stage import MatchEnd
 from tests.cards import CARDS, OBSERVATION, Cards
 from tests.experiments.small import train
 from tests.local_servers import Served as Gateway
@@ -44,7 +45,7 @@ pytest.importorskip("pettingzoo")
 
 TEAMS = ("red_0", "red_1", "blue_0", "blue_1")
 ENV = "tests.cards:make_cards"
-RANDOM = Script("random")
+RANDOM = ScriptedContestant("random")
 
 
 class Names:
@@ -74,21 +75,23 @@ class Names:
         return BatchDecision(action, action, sure, zeros, (state[0] + 1,) if self.recurrent else ())
 
 
-def named(after: int = 0, counts: bool = False, unsure: int = -1) -> Trained:
+def named_policy(after: int = 0, counts: bool = False, unsure: int = -1) -> TrainedContestant:
     policy = Names(after, counts, unsure)
-    return Trained(f"names {after}", policy, 1, seats={"": policy})
+    return TrainedContestant(f"names {after}", policy, 1, seats={"": policy})
 
 
-def fought(a: Contestant, b: Contestant, games: int = 12, keeping: Keeping | None = None, **more: Any) -> BattleResult:
-    terms = Terms(games, **{name: more.pop(name) for name in ("swap_sides", "seed", "deterministic") if name in more})
-    return battle(a, b, terms, keeping, Place(env=ENV, **more))
+def run_battle(
+    a: Contestant, b: Contestant, games: int = 12, recording_settings: RecordingSettings | None = None, **more: Any
+) -> BattleResult:
+    terms = BattleSettings(games, **{name: more.pop(name) for name in ("swap_sides", "seed", "deterministic") if name in more})
+    return battle(a, b, terms, recording_settings, GameLocation(env=ENV, **more))
 
 
 # -- the outcome is the outcome -------------------------------------------------------------------------------------------
 
 
-def test_whoever_earns_more_has_won_from_either_side() -> None:
-    result = fought(named(0), named(1), games=40)
+def test_the_camp_with_the_higher_return_wins_from_either_side() -> None:
+    result = run_battle(named_policy(0), named_policy(1), games=40)
     assert (result.won, result.lost, result.drawn) == (40, 0, 0)
     assert [game.a_camp for game in result.games] == [0, 1] * 20
     assert all(game.lopsided == 5.0 and game.ticks == 5 for game in result.games)
@@ -97,30 +100,30 @@ def test_whoever_earns_more_has_won_from_either_side() -> None:
     assert result.terms["camps"] == {"blue": ["red_0", "red_1"], "red": ["blue_0", "blue_1"]}
     assert result.lengths["p50"] == 5
     assert not result.clocked
-    assert fought(named(1), named(0), games=6).lost == 6
-    assert fought(named(0), named(0), games=6).drawn == 6
+    assert run_battle(named_policy(1), named_policy(0), games=6).lost == 6
+    assert run_battle(named_policy(0), named_policy(0), games=6).drawn == 6
 
 
-def test_a_state_belongs_to_an_agent_of_a_match() -> None:
+def test_recurrent_state_is_per_agent_and_match() -> None:
     """It counts its own acts: in five rounds it is right in the first and in the fifth, whatever else is played beside it."""
-    result = fought(named(counts=True), named(1), games=40)
+    result = run_battle(named_policy(counts=True), named_policy(1), games=40)
     assert result.heroes["a"]["red_0"]["return"] == result.heroes["a"]["blue_1"]["return"] == 2.0
 
 
-def test_an_agent_that_is_out_acts_no_more() -> None:
-    result = fought(named(0), RANDOM, games=60, options={"leaves": 2, "rounds": 6})
+def test_an_agent_that_left_does_not_act() -> None:
+    result = run_battle(named_policy(0), RANDOM, games=60, options={"leaves": 2, "rounds": 6})
     assert not result.failed
     decisions = {hero.numbers["decisions"] for game in result.games for hero in game.heroes}
     assert decisions == {2.0, 6.0}
 
 
-@pytest.mark.parametrize("b", [RANDOM, named(1)], ids=["random", "drawn"])
-def test_random_numbers_belong_to_the_match(b: Contestant) -> None:
-    def played(at_once: int, seed: int = 3) -> list[Played]:
-        games: list[Played] = []
-        terms = Terms(30, seed=seed, deterministic=False)
-        with MatchStage((named(0), b), World(ENV), terms, at_once=at_once) as stage:
-            stage.play(lambda game, recording: games.append(game))
+@pytest.mark.parametrize("b", [RANDOM, named_policy(1)], ids=["random", "drawn"])
+def test_random_streams_are_per_match(b: Contestant) -> None:
+    def played(max_parallel: int, seed: int = 3) -> list[MatchResult]:
+        games: list[MatchResult] = []
+        terms = BattleSettings(30, seed=seed, deterministic=False)
+        with EnvStage((named_policy(0), b), BattleEnv(ENV), terms, max_parallel=max_parallel) as stage:
+            stage.play(stage.pairings, lambda end: games.append(end.result))
         return sorted(games, key=lambda game: game.number)
 
     alone = played(1)
@@ -131,7 +134,7 @@ def test_random_numbers_belong_to_the_match(b: Contestant) -> None:
 
 def test_chance_is_fair() -> None:
     """One card in four: the mean of 2,000 rounds of four agents lies within five standard deviations."""
-    result = fought(RANDOM, RANDOM, games=400)
+    result = run_battle(RANDOM, RANDOM, games=400)
     for who in ("a", "b"):
         for numbers in result.heroes[who].values():
             assert abs(numbers["return"] / 5 - 0.25) < 5 * (0.25 * 0.75 / 1000) ** 0.5
@@ -139,16 +142,16 @@ def test_chance_is_fair() -> None:
     assert result.lost > 100
 
 
-def test_matches_that_all_go_the_same_way_are_told() -> None:
-    env = Place(env="pettingzoo/tictactoe_v3")
+def test_repeated_courses_give_a_note() -> None:
+    env = GameLocation(env="pettingzoo/tictactoe_v3")
     policy = toe(1)
-    always = battle(policy, policy, Terms(20), place=env)
-    assert any("only 2 went different ways" in note for note in always.notes)
-    drawn = battle(policy, policy, Terms(20, deterministic=False), place=env)
-    assert not any("different ways" in note for note in drawn.notes)
+    always = battle(policy, policy, BattleSettings(20), location=env)
+    assert any("only 2 of 20 matches took different courses" in note for note in always.notes)
+    drawn = battle(policy, policy, BattleSettings(20, deterministic=False), location=env)
+    assert not any("different courses" in note for note in drawn.notes)
 
 
-def toe(seed: int) -> Trained:
+def toe(seed: int) -> TrainedContestant:
     match = make_match("pettingzoo/tictactoe_v3")
     try:
         known = match.agents["player_1"]
@@ -157,13 +160,13 @@ def toe(seed: int) -> Trained:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = Policy(known.observation, known.action, NetworkConfig(fcnet_hiddens=(16,), core="lstm", cell_size=8))
-    return Trained(f"toe {seed}", policy, 1, seats={"": policy})
+    return TrainedContestant(f"toe {seed}", policy, 1, seats={"": policy})
 
 
-def test_turns_and_masks_are_played_as_one_agent_after_the_other_would() -> None:
+def test_batched_turns_equal_play_episode() -> None:
     """Against `play_episode`, which asks for one agent at a time: the same returns and lengths, match for match."""
     a, b = toe(1), toe(2)
-    result = battle(a, b, Terms(6), place=Place(env="pettingzoo/tictactoe_v3"))
+    result = battle(a, b, BattleSettings(6), location=GameLocation(env="pettingzoo/tictactoe_v3"))
     match = make_match("pettingzoo/tictactoe_v3")
     try:
         for game in result.games:
@@ -187,7 +190,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def test_a_run_says_itself_what_it_plays(run: Path, tmp_path: Path) -> None:
+def test_a_run_names_its_own_environment(run: Path, tmp_path: Path) -> None:
     result = ludus.battle(run, f"{run}@2", 20)
     assert result.terms["game"] == "pettingzoo/tictactoe_v3"
     assert (result.won, result.lost) in ((10, 10), (0, 0))  # the same player: every match is one of two
@@ -204,23 +207,23 @@ def test_several_models_play_their_own_agents_unless_one_is_chosen(tmp_path: Pat
     section = {"policies": ["reds", "blues"], "policy_mapping": {"red_*": "reds", "blue_*": "blues"}}
     train(where, 1, env=ENV, multiagent=section, evaluation_duration=0, train_batch_size=64, num_envs_per_worker=4)
     whole, reds = contestant(where), contestant(where, model="reds")
-    assert isinstance(whole, Trained)
-    assert isinstance(reds, Trained)
+    assert isinstance(whole, TrainedContestant)
+    assert isinstance(reds, TrainedContestant)
     assert whole.seats["red_0"] is not whole.seats["blue_0"]
     assert len(set(map(id, reds.seats.values()))) == 1
-    assert battle(whole, RANDOM, Terms(4)).terms["game"] == ENV
+    assert battle(whole, RANDOM, BattleSettings(4)).terms["game"] == ENV
     with pytest.raises(UsageError, match=r"the models reds, blues.*--model-a"):
-        battle(whole, Script("easy"), Terms(1), place=Place(game="arena"))
+        battle(whole, ScriptedContestant("easy"), BattleSettings(1), location=GameLocation(game="arena"))
 
 
-def actor(one: Trained, *names: str) -> BuiltinActor:
+def actor(one: TrainedContestant, *names: str) -> BuiltinActor:
     return BuiltinActor({name: Seat(BatchedPolicy(FixedPolicySource(one.policy, 1), deterministic=True)) for name in names})
 
 
 def test_a_served_player_answers_the_same_matches(run: Path) -> None:
     pytest.importorskip("uvicorn")
     mine, theirs = toe(1), toe(2)
-    near = battle(mine, theirs, Terms(6), place=Place(env="pettingzoo/tictactoe_v3"))
+    near = battle(mine, theirs, BattleSettings(6), location=GameLocation(env="pettingzoo/tictactoe_v3"))
     spaces = SeatSpaces(theirs.policy.observation_space, theirs.policy.action_space)
 
     def answering(*names: str) -> contextlib.AbstractContextManager[Gateway]:
@@ -229,31 +232,33 @@ def test_a_served_player_answers_the_same_matches(run: Path) -> None:
 
     for names in (("",), ("player_1", "player_2")):
         with answering(*names) as served:
-            far = battle(mine, Served(served.url), Terms(6), place=Place(env="pettingzoo/tictactoe_v3"))
+            far = battle(
+                mine, ServedContestant(served.url), BattleSettings(6), location=GameLocation(env="pettingzoo/tictactoe_v3")
+            )
         assert not far.failed
         assert [(game.winner, game.ticks) for game in far.games] == [(game.winner, game.ticks) for game in near.games]
     with answering("player_1") as served, pytest.raises(IncompatibleCheckpoint, match="no seat 'player_2'"):
-        battle(contestant(run), Served(served.url), Terms(2))
+        battle(contestant(run), ServedContestant(served.url), BattleSettings(2))
     with answering("") as served, pytest.raises(IncompatibleCheckpoint, match="'red_0'"):
-        fought(named(0), Served(served.url))
+        run_battle(named_policy(0), ServedContestant(served.url))
     with pytest.raises(Unreachable):
-        battle(contestant(run), Served("http://127.0.0.1:9"), Terms(2))
+        battle(contestant(run), ServedContestant("http://127.0.0.1:9"), BattleSettings(2))
 
 
-def test_a_served_player_that_goes_away_costs_its_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_of_an_unreachable_player_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("uvicorn")
-    monkeypatch.setattr(players, "_AWAY_S", 1.0)
-    games: list[Played] = []
+    monkeypatch.setattr(players, "_RESTART_TIMEOUT_S", 1.0)
+    games: list[MatchResult] = []
     with gateway(lambda: actor(toe(2), "")) as served:
-        place = World("pettingzoo/tictactoe_v3")
-        with MatchStage((toe(1), Served(served.url)), place, Terms(8), at_once=2) as stage:
+        place = BattleEnv("pettingzoo/tictactoe_v3")
+        with EnvStage((toe(1), ServedContestant(served.url)), place, BattleSettings(8), max_parallel=2) as stage:
 
-            def tell(game: Played, recording: object) -> None:
-                games.append(game)
+            def on_end(end: MatchEnd) -> None:
+                games.append(end.result)
                 if len(games) == 2:
                     served.run(served.gateway.close())
 
-            stage.play(tell)
+            stage.play(stage.pairings, on_end)
     assert len(games) == 8
     assert not any(game.failed for game in games[:2])
     assert sum(bool(game.failed) for game in games) >= 4
@@ -264,8 +269,10 @@ def test_a_served_player_that_goes_away_costs_its_matches(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("breaks", [0, 3], ids=["reset", "step"])
-def test_a_match_that_breaks_counts_for_nobody_and_the_others_go_on(breaks: int, tmp_path: Path) -> None:
-    result = fought(named(0), named(1), games=30, options={"breaks": breaks}, keeping=Keeping(tmp_path))
+def test_a_broken_match_fails_and_the_others_continue(breaks: int, tmp_path: Path) -> None:
+    result = run_battle(
+        named_policy(0), named_policy(1), games=30, options={"breaks": breaks}, recording_settings=RecordingSettings(tmp_path)
+    )
     broken = [game for game in result.games if game.seed % 2]
     assert 0 < len(broken) < 30
     assert list(result.failed) == broken
@@ -276,44 +283,46 @@ def test_a_match_that_breaks_counts_for_nobody_and_the_others_go_on(breaks: int,
 
 def test_a_match_without_end_is_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.sampling.episode_runner.EPISODE_STEPS", 50)
-    result = fought(named(0), named(1), games=3, options={"endless": True})
+    result = run_battle(named_policy(0), named_policy(1), games=3, options={"endless": True})
     assert (result.drawn, result.games[0].reason) == (3, "not over after 50 steps")
 
 
-def test_what_does_not_fit_is_told_before_anything_begins(run: Path) -> None:
-    with pytest.raises(IncompatibleCheckpoint, match="cannot play 'red_0': what it sees is"):
-        fought(contestant(run), RANDOM)
+def test_mismatches_are_refused_before_the_first_match(run: Path) -> None:
+    with pytest.raises(IncompatibleCheckpoint, match="cannot play 'red_0': its observation space is"):
+        run_battle(contestant(run), RANDOM)
     with pytest.raises(UsageError, match=r"no player 'rule:hard'.*rule:random"):
-        fought(named(0), Script("hard"))
+        run_battle(named_policy(0), ScriptedContestant("hard"))
     with pytest.raises(UsageError, match="--lineup is for the Arena"):
-        battle(named(0), named(1), Terms(1, lineups="random"), place=Place(env=ENV))
+        battle(named_policy(0), named_policy(1), BattleSettings(1, lineups="random"), location=GameLocation(env=ENV))
     with pytest.raises(UsageError, match="Leave out --env"):
-        Place(env=ENV, server="127.0.0.1:9")
+        GameLocation(env=ENV, server="127.0.0.1:9")
 
 
-def test_camps_are_two_agents_two_kinds_or_what_is_said() -> None:
-    assert camps_of(["a1", "a2"], None, "x") == (("a1",), ("a2",))
-    assert camps_of(["agent_0", "adversary_0", "adversary_1"], None, "x") == (("agent_0",), ("adversary_0", "adversary_1"))
-    assert camps_of(TEAMS, "blue_*/red_0, red_1", "x") == (("blue_0", "blue_1"), ("red_0", "red_1"))
+def test_camps_are_two_agents_two_kinds_or_patterns() -> None:
+    assert split_camps(["a1", "a2"], None, "x") == (("a1",), ("a2",))
+    assert split_camps(["agent_0", "adversary_0", "adversary_1"], None, "x") == (("agent_0",), ("adversary_0", "adversary_1"))
+    assert split_camps(TEAMS, "blue_*/red_0, red_1", "x") == (("blue_0", "blue_1"), ("red_0", "red_1"))
     for agents, said, told in (
         (["p_0", "p_1", "p_2"], None, "which are the two camps"),
-        (TEAMS, "red_*", "The camps are 'red_*'"),
+        (TEAMS, "red_*", "--camps 'red_*' does not have two parts"),
         (TEAMS, "red_*/blue_0", "'blue_1' of x is in no camp"),
         (TEAMS, "*/blue_*", "'blue_0' of x is in both camps"),
         (["p_0"], "*/q", "A camp of '*/q' is empty"),
     ):
         with pytest.raises(UsageError) as error:
-            camps_of(agents, said, "x")
+            split_camps(agents, said, "x")
         assert told in error.value.message
 
 
 # -- what is kept ---------------------------------------------------------------------------------------------------------
 
 
-def test_recordings_have_every_step_and_the_most_lopsided_is_filmed(tmp_path: Path) -> None:
+def test_recordings_have_every_step_and_the_most_lopsided_has_a_video(tmp_path: Path) -> None:
     import imageio
 
-    result = fought(named(0), RANDOM, games=10, options={"rounds": 30}, keeping=Keeping(tmp_path, films=1))
+    result = run_battle(
+        named_policy(0), RANDOM, games=10, options={"rounds": 30}, recording_settings=RecordingSettings(tmp_path, videos=1)
+    )
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".npz") == [f"game-{i:04d}.npz" for i in range(10)]
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
     for game in result.games:
@@ -333,9 +342,15 @@ def test_recordings_have_every_step_and_the_most_lopsided_is_filmed(tmp_path: Pa
     assert not result.notes
 
 
-def test_a_film_of_what_does_not_happen_twice_says_so(tmp_path: Path) -> None:
+def test_a_video_of_an_irreproducible_match_gives_a_note(tmp_path: Path) -> None:
     options = {"kind": "other", "rounds": 30}
-    result = fought(named(0), named(1), games=2, options=options, keeping=Keeping(tmp_path, most=0, films=1))
+    result = run_battle(
+        named_policy(0),
+        named_policy(1),
+        games=2,
+        options=options,
+        recording_settings=RecordingSettings(tmp_path, most=0, videos=1),
+    )
     assert any("shows another course" in note for note in result.notes)
     assert [path.suffix for path in tmp_path.iterdir()] == [".mp4"]
 
@@ -343,78 +358,87 @@ def test_a_film_of_what_does_not_happen_twice_says_so(tmp_path: Path) -> None:
 # -- at the edges -----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_is_equal_however_it_was_added_up() -> None:
+def test_equal_returns_are_a_draw_despite_rounding() -> None:
     """Camps of three and of two, a tenth for everybody: sums and means of tenths differ in their last bit."""
-    result = fought(named(0), named(1), games=6, options={"kind": "paid", "reds": 3})
+    result = run_battle(named_policy(0), named_policy(1), games=6, options={"kind": "paid", "reds": 3})
     assert (result.drawn, {game.lopsided for game in result.games}) == (6, {0.0})
 
 
-def test_a_version_of_several_models_lets_each_play_its_own(tmp_path: Path) -> None:
+def test_each_model_of_a_version_plays_its_own_agents(tmp_path: Path) -> None:
     where = tmp_path / "teams"
     section = {"policies": ["reds", "blues"], "policy_mapping": {"red_*": "reds", "blue_*": "blues"}}
     train(where, 1, env=ENV, multiagent=section, evaluation_duration=0, train_batch_size=64, num_envs_per_worker=4)
     whole = contestant(where)
-    assert isinstance(whole, Trained)
+    assert isinstance(whole, TrainedContestant)
     same = contestant(f"{where}@{whole.version}")
-    assert isinstance(same, Trained)
+    assert isinstance(same, TrainedContestant)
     assert same.several == whole.several == ("reds", "blues")
     assert same.seats["red_1"] is same.seats["red_0"] is not same.seats["blue_0"]
     with pytest.raises(UsageError, match="none that was trained to play 'blue_2'"):
-        battle(whole, RANDOM, Terms(2), place=Place(options={"blues": 3}))
-    assert not battle(contestant(where, model="reds"), RANDOM, Terms(2), place=Place(options={"blues": 3})).failed
+        battle(whole, RANDOM, BattleSettings(2), location=GameLocation(options={"blues": 3}))
+    assert not battle(
+        contestant(where, model="reds"), RANDOM, BattleSettings(2), location=GameLocation(options={"blues": 3})
+    ).failed
 
 
-def test_noise_belongs_to_the_match_also_of_several_models() -> None:
+def test_noise_is_per_match_with_several_models() -> None:
     policies = {agent: Names(i) for i, agent in enumerate(TEAMS)}
-    one = Trained("four", policies["red_0"], 1, seats=policies)
+    one = TrainedContestant("four", policies["red_0"], 1, seats=policies)
 
-    def played(at_once: int) -> list[Played]:
-        games: list[Played] = []
+    def played(max_parallel: int) -> list[MatchResult]:
+        games: list[MatchResult] = []
         options = {"leaves": 2, "rounds": 6}
-        with MatchStage((one, RANDOM), World(ENV, options), Terms(30, deterministic=False), at_once=at_once) as stage:
-            stage.play(lambda game, recording: games.append(game))
+        with EnvStage(
+            (one, RANDOM), BattleEnv(ENV, options), BattleSettings(30, deterministic=False), max_parallel=max_parallel
+        ) as stage:
+            stage.play(stage.pairings, lambda end: games.append(end.result))
         return sorted(games, key=lambda game: game.number)
 
     assert played(1) == played(7)
 
 
-def test_a_policy_without_an_answer_loses_that_match_alone() -> None:
-    result = fought(named(0, unsure=3), named(1), games=40, options={"rounds": 1})
+def test_a_policy_without_an_action_fails_only_that_match() -> None:
+    result = run_battle(named_policy(0, unsure=3), named_policy(1), games=40, options={"rounds": 1})
     lost = [game for game in result.games if game.failed]
     assert 0 < len(lost) < 40
     assert all("'red_0'" in game.failed or "'blue_0'" in game.failed for game in lost)
     assert result.won == 40 - len(lost)
 
 
-def test_an_environment_that_cannot_be_made_anew_costs_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_fail_when_environments_cannot_be_recreated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cards, "left", 4)
-    games: list[Played] = []
-    with MatchStage((named(0), named(1)), World(ENV, {"breaks": 3}), Terms(20), at_once=2) as stage:
-        stage.play(lambda game, recording: games.append(game))
+    games: list[MatchResult] = []
+    with EnvStage((named_policy(0), named_policy(1)), BattleEnv(ENV, {"breaks": 3}), BattleSettings(20), max_parallel=2) as stage:
+        stage.play(stage.pairings, lambda end: games.append(end.result))
     assert sorted(game.number for game in games) == list(range(20))
     assert any(game.winner == "a" for game in games)
     assert sum("no cards left" in game.failed for game in games) > 5
 
 
-def test_what_is_over_before_it_began_is_no_result() -> None:
-    result = fought(named(0), named(1), games=4, options={"kind": "empty"})
+def test_a_match_that_is_over_at_reset_fails() -> None:
+    result = run_battle(named_policy(0), named_policy(1), games=4, options={"kind": "empty"})
     assert len(result.failed) == 4
-    assert "over before anybody has acted" in result.failed[0].failed
+    assert "over before any agent has acted" in result.failed[0].failed
 
 
-def test_rewards_for_those_who_have_left_are_told() -> None:
-    result = fought(named(0), named(1), games=4, options={"kind": "late"})
-    assert any(note.startswith("8 rewards came to agents who had left") for note in result.notes)
+def test_rewards_after_departure_give_a_note() -> None:
+    result = run_battle(named_policy(0), named_policy(1), games=4, options={"kind": "late"})
+    assert any(note.startswith("8 rewards came to agents that had left") for note in result.notes)
 
 
-def test_what_an_agent_is_given_that_never_acted_is_its_own() -> None:
+def test_rewards_of_an_agent_that_never_acted_count() -> None:
     """In turns, the first move ends the match: the second player has lost without a move, and no reward is nobody's."""
-    result = battle(named(0), named(1), Terms(4), place=Place(env="tests.cards:make_turns", options={"moves": 1}))
+    result = battle(
+        named_policy(0),
+        named_policy(1),
+        BattleSettings(4),
+        location=GameLocation(env="tests.cards:make_turns", options={"moves": 1}),
+    )
     assert [game.winner for game in result.games] == ["a", "b", "a", "b"]
     assert not result.notes
 
 
-def test_players_who_always_do_the_same_are_not_the_same_matches() -> None:
+def test_constant_players_still_play_different_matches() -> None:
     policy = Names()
     policy.act = lambda observation, *more: BatchDecision(  # type: ignore[method-assign]
         np.zeros(len(observation), np.int64),
@@ -423,32 +447,48 @@ def test_players_who_always_do_the_same_are_not_the_same_matches() -> None:
         np.zeros(len(observation)),
         (),
     )
-    always = Trained("zero", policy, 1, seats={"": policy})
-    assert not fought(always, always, games=40).notes  # the cards are others
+    always = TrainedContestant("zero", policy, 1, seats={"": policy})
+    assert not run_battle(always, always, games=40).notes  # the cards are others
 
 
-def test_a_film_that_cannot_be_is_told_before_or_in_a_note(tmp_path: Path) -> None:
+def test_an_impossible_video_is_refused_or_noted(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="renders nothing"):
-        fought(named(0), named(1), games=2, options={"kind": "blind"}, keeping=Keeping(tmp_path, films=1))
+        run_battle(
+            named_policy(0),
+            named_policy(1),
+            games=2,
+            options={"kind": "blind"},
+            recording_settings=RecordingSettings(tmp_path, videos=1),
+        )
     for speed in (0.0, -1.0, float("nan"), 1e9):
         with pytest.raises(UsageError, match="times the speed"):
-            Keeping(tmp_path, films=1, speed=speed)
+            RecordingSettings(tmp_path, videos=1, speed=speed)
     (tmp_path / "game-0000.mp4").mkdir()
-    blocked = fought(named(0), named(1), games=1, keeping=Keeping(tmp_path, most=0, films=1))
+    blocked = run_battle(
+        named_policy(0), named_policy(1), games=1, recording_settings=RecordingSettings(tmp_path, most=0, videos=1)
+    )
     assert blocked.won == 1
-    assert any("game 0 has no film" in note for note in blocked.notes)
+    assert any("game 0 has no video" in note for note in blocked.notes)
     Cards.left = 17  # one to look at, sixteen to play, none for the film
     try:
-        result = fought(named(0), named(1), games=20, keeping=Keeping(tmp_path / "late", most=0, films=1))
+        result = run_battle(
+            named_policy(0), named_policy(1), games=20, recording_settings=RecordingSettings(tmp_path / "late", most=0, videos=1)
+        )
     finally:
         Cards.left = 1 << 30
     assert result.won == 20
-    assert any("has no film" in note and "no cards left" in note for note in result.notes)
+    assert any("has no video" in note and "no cards left" in note for note in result.notes)
 
 
-def test_a_film_of_another_course_is_told_also_when_nobody_earned_anything(tmp_path: Path) -> None:
+def test_an_irreproducible_video_gives_a_note_without_rewards(tmp_path: Path) -> None:
     options = {"kind": "other", "rounds": 30}
-    result = fought(named(1), named(2), games=2, options=options, keeping=Keeping(tmp_path, most=0, films=1))
+    result = run_battle(
+        named_policy(1),
+        named_policy(2),
+        games=2,
+        options=options,
+        recording_settings=RecordingSettings(tmp_path, most=0, videos=1),
+    )
     assert result.drawn == 2
     assert any("shows another course" in note for note in result.notes)
 
@@ -457,7 +497,9 @@ def test_many_agents_are_recorded_with_few_open_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     try:
-        result = fought(RANDOM, RANDOM, games=18, options={"reds": 15, "blues": 15}, keeping=Keeping(tmp_path))
+        result = run_battle(
+            RANDOM, RANDOM, games=18, options={"reds": 15, "blues": 15}, recording_settings=RecordingSettings(tmp_path)
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(list(tmp_path.iterdir())) == result.total.games == 18
@@ -466,23 +508,23 @@ def test_many_agents_are_recorded_with_few_open_files(tmp_path: Path) -> None:
 def test_only_the_sides_that_are_played_need_to_fit() -> None:
     wrong = Names()
     wrong.observation_space = gym.spaces.Box(0.0, 1.0, (CARDS + 1,), np.float32)
-    reds = Trained("reds", Names(), 1, seats={"red_0": Names(), "red_1": Names(), "blue_0": wrong, "blue_1": wrong})
-    assert fought(reds, named(1), games=3, swap_sides=False).sides["blue"].won == 3
-    assert fought(reds, named(1), games=1).won == 1
+    reds = TrainedContestant("reds", Names(), 1, seats={"red_0": Names(), "red_1": Names(), "blue_0": wrong, "blue_1": wrong})
+    assert run_battle(reds, named_policy(1), games=3, swap_sides=False).sides["blue"].won == 3
+    assert run_battle(reds, named_policy(1), games=1).won == 1
     with pytest.raises(IncompatibleCheckpoint, match="--no-swap-sides"):
-        fought(reds, named(1), games=2)
+        run_battle(reds, named_policy(1), games=2)
 
 
 @pytest.mark.parametrize("seated", [False, True])
-def test_a_served_agent_that_comes_back_begins_anew(seated: bool) -> None:
+def test_a_served_agent_that_returns_starts_with_a_new_state(seated: bool) -> None:
     pytest.importorskip("uvicorn")
-    counting = named(counts=True)
+    counting = named_policy(counts=True)
     names = TEAMS if seated else ("",)
     spaces = dict.fromkeys(names, SeatSpaces(OBSERVATION, counting.policy.action_space))
     options = {"kind": "away", "rounds": 6}
-    near = fought(counting, named(1), games=4, options=options)
+    near = run_battle(counting, named_policy(1), games=4, options=options)
     with gateway(lambda: actor(counting, *names), GatewaySettings(spec=seats_to_spec(spaces))) as served:
-        far = fought(Served(served.url), named(1), games=4, options=options)
+        far = run_battle(ServedContestant(served.url), named_policy(1), games=4, options=options)
     assert not far.failed
     assert [game.heroes for game in far.games] == [game.heroes for game in near.games]
     assert near.heroes["a"]["red_0"]["decisions"] == 5.0  # of six rounds; right in the first, and in the first after it is back
@@ -500,25 +542,27 @@ class Listening(BuiltinActor):
         return await super().end(body)
 
 
-def test_a_served_player_hears_how_it_ended() -> None:
+def test_a_served_player_receives_the_final_reward() -> None:
     pytest.importorskip("uvicorn")
     Listening.heard.clear()
-    one = named(0)
+    one = named_policy(0)
     with gateway(lambda: Listening({"": Seat(BatchedPolicy(FixedPolicySource(one.policy, 1), deterministic=True))})) as served:
-        result = fought(Served(served.url), named(1), games=2, options={"rounds": 2})
+        result = run_battle(ServedContestant(served.url), named_policy(1), games=2, options={"rounds": 2})
     assert not result.failed
     assert Listening.heard == [{"reward": 1.0, "terminated": True}] * 4
 
 
-def test_rewards_before_the_first_move_are_nobodys(tmp_path: Path) -> None:
+def test_rewards_before_the_first_action_are_not_sent(tmp_path: Path) -> None:
     """Of agents in turns the second has been paid before it first acts: a served one is not told of that."""
     pytest.importorskip("uvicorn")
-    one = named(0)
-    env = Place(env="tests.cards:make_turns")
+    one = named_policy(0)
+    env = GameLocation(env="tests.cards:make_turns")
     with gateway(lambda: actor(one, "")) as served:
-        far = battle(Served(served.url), named(1), Terms(4), place=env)
+        far = battle(ServedContestant(served.url), named_policy(1), BattleSettings(4), location=env)
     assert not far.failed
-    assert [game.winner for game in far.games] == [game.winner for game in battle(one, named(1), Terms(4), place=env).games]
+    assert [game.winner for game in far.games] == [
+        game.winner for game in battle(one, named_policy(1), BattleSettings(4), location=env).games
+    ]
 
 
 def test_nested_spaces_and_masks_in_infos(tmp_path: Path) -> None:
@@ -527,12 +571,12 @@ def test_nested_spaces_and_masks_in_infos(tmp_path: Path) -> None:
     env = "tests.cards:make_parcels"
     train(where, 1, env=env, evaluation_duration=0, train_batch_size=64, num_envs_per_worker=4, multiagent={})
     one = contestant(where)
-    assert isinstance(one, Trained)
-    near = battle(one, RANDOM, Terms(6), Keeping(tmp_path / "kept"))
+    assert isinstance(one, TrainedContestant)
+    near = battle(one, RANDOM, BattleSettings(6), RecordingSettings(tmp_path / "kept"))
     assert not near.failed
     assert ludus.read_rollout(near.games[0].recording or "")[0]["action.to"].shape == (3,)
     with gateway(lambda: actor(one, "")) as served:
-        far = battle(Served(served.url), RANDOM, Terms(6), place=Place(env=env))
+        far = battle(ServedContestant(served.url), RANDOM, BattleSettings(6), location=GameLocation(env=env))
     assert [game.heroes for game in far.games] == [game.heroes for game in near.games]
 
 
@@ -551,10 +595,15 @@ def test_a_policy_with_a_centralised_value(tmp_path: Path) -> None:
     assert ludus.battle(f"{where}@2", where, 4, deterministic=False).total.games == 4
 
 
-def test_options_that_mean_nothing_there_are_refused() -> None:
+def test_options_without_effect_are_refused() -> None:
     for more in ({"limit_s": 5.0}, {"advertise": "node1"}, {"token_file": "x"}):
         with pytest.raises(UsageError, match="is for games of a server"):
-            fought(named(0), named(1), games=2, **more)
+            run_battle(named_policy(0), named_policy(1), games=2, **more)
     with pytest.raises(UsageError, match="--camps is for environments"):
-        battle(Script("easy"), Script("easy"), Terms(1, seconds=5), place=Place(camps="a/b"))
-    assert fought(named(0), named(1), games=4, parallel=1).won == 4
+        battle(
+            ScriptedContestant("easy"),
+            ScriptedContestant("easy"),
+            BattleSettings(1, seconds=5),
+            location=GameLocation(camps="a/b"),
+        )
+    assert run_battle(named_policy(0), named_policy(1), games=4, parallel=1).won == 4

@@ -40,14 +40,14 @@ def test_a_password_is_taken_out(url: str, plain: str, password: str | None) -> 
         *("redis://me:a@b/hush@host", "redis://me:[hush@host", "redis://host?password=hush"),
     ],
 )
-def test_a_password_that_cannot_be_told_from_the_address_is_refused_and_not_shown(url: str) -> None:
+def test_an_ambiguous_password_in_a_url_is_rejected_and_not_shown(url: str) -> None:
     with pytest.raises(UsageError) as refused:
         split_password(url)
     assert PASSWORD in str(refused.value)
     assert "hush" not in repr(refused.value)
 
 
-def test_a_class_of_the_users_own_is_told_its_address() -> None:
+def test_a_user_class_receives_the_url() -> None:
     for url in (f"{__name__}:Noted", f"{__name__}:Noted://host:1/0"):
         check_url(url)
         opened: Any = open_message_stream(url, "channel", 3)

@@ -185,7 +185,7 @@ def test_a_model_that_is_hardly_learned_from_does_not_take_room_from_another(mem
 # -- waking
 
 
-def test_whoever_waits_is_woken_by_a_commit_in_another_process(memory: MultiProducerMemory) -> None:
+def test_a_waiting_reader_is_woken_by_a_commit_in_another_process(memory: MultiProducerMemory) -> None:
     lanes = memory.add_lanes(1)
     go, start = os.pipe()[::-1]
 
@@ -231,7 +231,7 @@ def test_the_lane_of_a_dead_worker_is_taken_over_with_its_numbers(memory: MultiP
     assert memory.total("requests") == 15, "the last report may come after"
 
 
-def test_a_worker_too_many_is_told(memory: MultiProducerMemory) -> None:
+def test_a_worker_without_a_free_lane_is_an_error(memory: MultiProducerMemory) -> None:
     lanes = memory.add_lanes(1)
 
     def hold() -> None:

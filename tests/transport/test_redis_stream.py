@@ -269,7 +269,7 @@ def test_a_line_that_is_cut_anywhere_loses_nothing(shared: RedisServer, way: str
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_is_not_redis_is_told_so() -> None:
+def test_a_server_that_is_not_redis_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -323,7 +323,7 @@ def test_the_password_is_taken_from_the_environment(shared: RedisServer, monkeyp
         opened(shared.url.replace("://", "://player@"))
 
 
-def test_a_user_who_may_not_is_told_what_he_needs(shared: RedisServer) -> None:
+def test_a_user_without_permission_gets_the_needed_acl(shared: RedisServer) -> None:
     with closing(shared.client()) as admin:
         admin.execute_command("ACL", "SETUSER", "guest", "on", ">guestpw", "~other:*", "+@all")
     error = refusal(shared.url.replace("://", "://guest:guestpw@"))
@@ -440,7 +440,7 @@ def test_a_server_that_only_reads_for_now_is_waited_for(server: RedisServer) -> 
         assert b"2" in contents(pull_all(exchange, exchange.waiting()))
 
 
-def test_a_message_that_nobody_would_send_is_not_kept(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_above_the_size_limit_is_skipped(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.transport.redis_stream._MAX_BULK", 10_000)
     channel = uuid.uuid4().hex
     with closing(opened(shared.full_url, channel)) as exchange:

@@ -335,7 +335,7 @@ def held(directory: Path) -> Iterator[None]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="locks")
-def test_whoever_plays_never_waits_for_the_disk(tmp_path: Path) -> None:
+def test_committing_a_segment_never_waits_for_the_disk(tmp_path: Path) -> None:
     one = Segments.empty(ONE, 1).nbytes
     with ReplayLogWriter(ONE, tmp_path, PLENTY, queue_bytes=10 * one) as room:
         with held(tmp_path):
@@ -366,7 +366,7 @@ def test_open_blocks_are_bounded_and_lost_ones_are_not_counted_for_ever(tmp_path
             room.abandon(foreign)
 
 
-def test_a_closed_room_takes_nothing_and_breaks_nobody(tmp_path: Path) -> None:
+def test_a_closed_writer_drops_segments_without_errors(tmp_path: Path) -> None:
     room = ReplayLogWriter(ONE, tmp_path, PLENTY)
     written(room, 1)
     block = room.reserve(0)
@@ -396,9 +396,7 @@ def tiny_disk(directory: Path, size_kib: int) -> Iterator[Path]:
 
 @pytest.mark.system
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small file system")
-def test_a_full_disk_costs_segments_is_told_once_and_recording_goes_on_later(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_drops_segments_logs_once_and_recording_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tiny_disk(tmp_path / "disk", 64) as disk:
         (disk / "ballast").write_bytes(bytes(40_000))
         with ReplayLogWriter(ONE, disk / "replay", PLENTY, retry_s=0.05) as room:

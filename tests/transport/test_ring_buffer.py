@@ -292,7 +292,7 @@ def test_a_bell_is_found_through_a_link(tmp_path: Path) -> None:
         assert listener.wait(0)
 
 
-def test_ringing_writes_nothing_while_nobody_listens(tmp_path: Path) -> None:
+def test_a_notification_writes_nothing_while_no_process_waits(tmp_path: Path) -> None:
     with Wakeup.create(tmp_path / "bell") as listener, Wakeup(tmp_path / "bell") as ringer:
         for _ in range(100_000):  # more than a pipe holds: it would block, or fail
             ringer.notify()
@@ -307,7 +307,7 @@ def test_a_ringer_that_was_killed_before_the_byte_is_heard_all_the_same(tmp_path
         assert not listener.wait(0)
 
 
-def test_a_bell_that_is_not_there_says_so(tmp_path: Path, path: Path) -> None:
+def test_a_missing_wakeup_fifo_is_an_error(tmp_path: Path, path: Path) -> None:
     with pytest.raises(NotFound, match="no FIFO at"):
         Wakeup(tmp_path / "nothing")
     with pytest.raises(NotFound, match="no FIFO at"):
@@ -342,7 +342,7 @@ def test_nothing_that_happens_between_looking_and_waiting_goes_unheard(tmp_path:
     assert code == 0
 
 
-def test_whoever_waits_for_room_gets_it_when_a_record_is_released(path: Path) -> None:
+def test_a_waiting_writer_gets_room_when_a_record_is_released(path: Path) -> None:
     with RingWriter(path) as writer, RingReader(path) as reader:
         assert put(writer, bytes(CAPACITY))
         record = reader.take()
@@ -461,7 +461,7 @@ def test_a_file_that_was_cut_off_is_noticed(path: Path, size: int) -> None:
         RingReader(path)
 
 
-def test_a_ring_that_is_gone_says_so(tmp_path: Path) -> None:
+def test_a_missing_ring_is_an_error(tmp_path: Path) -> None:
     for side in (RingWriter, RingReader):
         with pytest.raises(NotFound, match="Cannot map"):
             side(tmp_path / "nothing")

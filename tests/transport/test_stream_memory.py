@@ -572,7 +572,7 @@ def test_take_never_asks_the_server(rig: Rig) -> None:
 # -- outages ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_outage_is_counted_and_told_once_and_work_goes_on_after_it(
+def test_an_outage_is_counted_logged_once_and_work_continues_after_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ludus.transport.redis_stream._CALL_S", 0.1)
@@ -605,9 +605,7 @@ def test_an_outage_is_counted_and_told_once_and_work_goes_on_after_it(
         rig.close()
 
 
-def test_whoever_learns_does_not_ask_a_server_that_is_away_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_does_not_retry_an_unreachable_server_in_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.transport.redis_stream._CALL_S", 0.1)
     with RedisServer(tmp_path) as server:
         rig = Rig(server)

@@ -19,9 +19,9 @@ from ludus.experiments.resolve import ClusterOptions
 from ludus.experiments.runs.run_dir import Run, find_runs
 from ludus.io.yaml_documents import dump_yaml
 from ludus.tuning import sweep as tuning
-from ludus.tuning.messages import FAILED, FINISHED, OVER, Event
-from ludus.tuning.report import outcome
-from ludus.tuning.sweep import Explorer, SweepOptions, opened, plan, reserved, resume_sweep, run_sweep
+from ludus.tuning.messages import FAILED, FINISHED, OVER, TrialEvent
+from ludus.tuning.report import read_results
+from ludus.tuning.sweep import Mutator, SweepOptions, open_sweep, plan_sweep, resume_sweep, run_sweep, trial_resources
 
 SMALL = {"num_envs_per_worker": 2, "train_batch_size": 32, "minibatch_size": 16, "num_epochs": 1, "evaluation_duration": 0}
 LR = {"grid_search": [1e-3, 1e-4]}
@@ -36,7 +36,7 @@ def experiment(**more: Any) -> dict[str, Any]:
 
 
 def test_every_trial_of_a_plan_is_an_experiment_that_can_be_trained(tmp_path: Path) -> None:
-    sweep = plan("s", experiment(num_samples=2), tmp_path)
+    sweep = plan_sweep("s", experiment(num_samples=2), tmp_path)
     assert sweep.directory == tmp_path / "s"
     made = [sweep.experiment_of(trial)["config"] for trial in sweep.trials]
     assert [(m["lr"], m["seed"]) for m in made] == [(1e-3, 0), (1e-4, 0), (1e-3, 1), (1e-4, 1)]
@@ -45,21 +45,21 @@ def test_every_trial_of_a_plan_is_an_experiment_that_can_be_trained(tmp_path: Pa
 
 def test_older_spellings_can_be_searched(tmp_path: Path) -> None:
     data = {"env": "CartPole-v1", "config": {"num_sgd_iter": {"grid_search": [2, 3]}}, "repeat": 2}
-    sweep = plan("s", data, tmp_path)
+    sweep = plan_sweep("s", data, tmp_path)
     assert [sweep.experiment_of(t)["config"]["num_epochs"] for t in sweep.trials] == [2, 3, 2, 3]
 
 
 def test_the_call_of_an_older_script_is_a_sweep(tmp_path: Path) -> None:
     config = {"num_workers": 2, "num_gpus": 0, "ignore_worker_failures": True}
     data = {"env": "CartPole-v1", "run": "DQN", "stop": {"training_iteration": 10}, "num_samples": 2, "config": config}
-    sweep = plan("dqn", data, tmp_path)
-    assert [reserved(sweep.experiment_of(t), None).all_cpus for t in sweep.trials] == [3, 3]
+    sweep = plan_sweep("dqn", data, tmp_path)
+    assert [trial_resources(sweep.experiment_of(t), None).all_cpus for t in sweep.trials] == [3, 3]
     assert [sweep.experiment_of(t)["config"]["seed"] for t in sweep.trials] == [0, 1]
 
 
 def test_a_trial_keeps_a_few_checkpoints_unless_it_is_told_how_many(tmp_path: Path) -> None:
-    usual, told = plan("s", experiment(), tmp_path), plan("s", experiment(keep_checkpoints_num=7), tmp_path)
-    assert [s.experiment_of(s.trials[0])["keep_checkpoints_num"] for s in (usual, told)] == [tuning.KEEP, 7]
+    usual, told = plan_sweep("s", experiment(), tmp_path), plan_sweep("s", experiment(keep_checkpoints_num=7), tmp_path)
+    assert [s.experiment_of(s.trials[0])["keep_checkpoints_num"] for s in (usual, told)] == [tuning.DEFAULT_KEEP, 7]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_of_several_experiments_none_begins_when_one_is_wrong(tmp_path: Path) ->
 
 def test_a_trial_reserves_a_core_for_each_of_its_processes() -> None:
     def of(**config: Any) -> tuple[int, int, float]:
-        found = reserved({"config": config}, config.pop("cpus", None))
+        found = trial_resources({"config": config}, config.pop("cpus", None))
         return found.cpus, found.workers, found.gpus
 
     assert of() == (1, 0, 0.0)
@@ -104,16 +104,16 @@ def test_a_trial_reserves_a_core_for_each_of_its_processes() -> None:
 
 
 def test_a_saved_sweep_is_the_same_when_it_is_opened(tmp_path: Path) -> None:
-    sweep = plan("s", experiment(num_samples=2, tune={"metric": "fps", "mode": "min"}), tmp_path)
+    sweep = plan_sweep("s", experiment(num_samples=2, tune={"metric": "fps", "mode": "min"}), tmp_path)
     sweep.ended["t000_lr-0.001_seed-0"] = "finished"
     sweep.save()
-    again = opened(tmp_path / "s")
+    again = open_sweep(tmp_path / "s")
     assert (again.trials, again.ended, again.tune, again.data) == (sweep.trials, sweep.ended, sweep.tune, sweep.data)
     assert [trial.name for trial in again.left(retry_failed=False)] == [trial.name for trial in sweep.trials[1:]]
 
 
 def test_a_second_sweep_in_a_directory_is_refused(tmp_path: Path) -> None:
-    plan("s", experiment(), tmp_path).save()
+    plan_sweep("s", experiment(), tmp_path).save()
     with pytest.raises(UsageError, match="already holds a sweep"):
         run_sweep({"s": experiment()}, SweepOptions(tmp_path))
 
@@ -126,8 +126,11 @@ def test_a_sweep_of_which_no_trial_could_begin_leaves_nothing_behind(tmp_path: P
 
 
 def test_a_sweep_that_somebody_runs_is_refused(tmp_path: Path) -> None:
-    plan("s", experiment(), tmp_path).save()
-    with tuning._alone(tmp_path / "s", made=False), pytest.raises(UsageError, match=r"A sweep is running in .* \(process \d+ on"):
+    plan_sweep("s", experiment(), tmp_path).save()
+    with (
+        tuning._lock_sweep(tmp_path / "s", made=False),
+        pytest.raises(UsageError, match=r"A sweep is running in .* \(process \d+ on"),
+    ):
         resume_sweep(tmp_path / "s", SweepOptions())
 
 
@@ -151,7 +154,7 @@ def test_what_is_no_sweep_is_not_resumed(tmp_path: Path) -> None:
     ],
 )
 def test_how_a_trial_ended_is_told_by_its_last_words(kind: str, numbers: dict[str, float], state: str | None) -> None:
-    assert tuning._state_after(Event("t", kind, numbers, {})) == state
+    assert tuning._end_state(TrialEvent("t", kind, numbers, {})) == state
 
 
 # -- results
@@ -169,13 +172,13 @@ def a_run(directory: Path, values: list[float | None], status: str = "finished")
 
 
 def results(tmp_path: Path, mode: str = "max") -> Any:
-    sweep = plan("s", experiment(config={"lr": {"grid_search": [1e-1, 1e-2, 1e-3, 1e-4]}}, tune={"mode": mode}), tmp_path)
+    sweep = plan_sweep("s", experiment(config={"lr": {"grid_search": [1e-1, 1e-2, 1e-3, 1e-4]}}, tune={"mode": mode}), tmp_path)
     names = [trial.name for trial in sweep.trials]
     a_run(sweep.directory / names[0], [10.0, 50.0])
     a_run(sweep.directory / names[1], [10.0, 70.0, None])
     a_run(sweep.directory / names[2], [10.0, 99.0], "failed")
     ended = {names[0]: "finished", names[1]: "stopped", names[2]: "failed"}
-    return outcome("s", sweep.directory, sweep.data, sweep.tune, sweep.trials, ended).written(1.0, 2.0)
+    return read_results("s", sweep.directory, sweep.data, sweep.tune, sweep.trials, ended).write(1.0, 2.0)
 
 
 def test_the_best_is_first_and_what_failed_or_has_nothing_to_show_is_last(tmp_path: Path) -> None:
@@ -194,11 +197,11 @@ def test_the_best_is_first_and_what_failed_or_has_nothing_to_show_is_last(tmp_pa
 def seeded(tmp_path: Path, values: list[list[float | None]], ended: dict[int, str] | None = None, **tune: Any) -> Any:
     """A sweep over three learning rates with the last values [sample][setting]: trial 0 is the first sample of the first setting."""
     rates = {"grid_search": [1e-1, 1e-2, 1e-3]}
-    sweep = plan("s", experiment(config={"lr": rates, "seed": 40}, num_samples=len(values), tune=tune), tmp_path)
+    sweep = plan_sweep("s", experiment(config={"lr": rates, "seed": 40}, num_samples=len(values), tune=tune), tmp_path)
     for trial, value in zip(sweep.trials, (v for sample in values for v in sample), strict=True):
         a_run(sweep.directory / trial.name, [value])
     states = {trial.name: (ended or {}).get(number, "finished") for number, trial in enumerate(sweep.trials)}
-    return outcome("s", sweep.directory, sweep.data, sweep.tune, sweep.trials, states).written(1.0, 2.0)
+    return read_results("s", sweep.directory, sweep.data, sweep.tune, sweep.trials, states).write(1.0, 2.0)
 
 
 def test_settings_are_ranked_by_the_mean_over_their_seeds_and_not_by_the_luckiest(tmp_path: Path) -> None:
@@ -281,9 +284,9 @@ def test_curves_and_the_searched_number_are_drawn(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_nobody_has_is_said_with_those_that_are_known(tmp_path: Path) -> None:
-    sweep = plan("s", experiment(tune={"metric": "return"}), tmp_path)
+    sweep = plan_sweep("s", experiment(tune={"metric": "return"}), tmp_path)
     a_run(sweep.directory / sweep.trials[0].name, [1.0])
-    found = outcome("s", sweep.directory, sweep.data, sweep.tune, sweep.trials, {})
+    found = read_results("s", sweep.directory, sweep.data, sweep.tune, sweep.trials, {})
     with pytest.raises(NotFound, match=r"has a value of 'return'\. Known are: .*episode_return_mean"):
         _ = found.best_run
 
@@ -294,7 +297,7 @@ def test_a_metric_that_nobody_has_is_said_with_those_that_are_known(tmp_path: Pa
 def test_a_mutation_that_cannot_be_trained_is_never_handed_out() -> None:
     """A discount above 1 would end the trial."""
     key = SearchedKey(("config", "gamma"), "uniform", (0.5, 5.0))
-    explorer = Explorer(experiment(config={}), [key], 1.0, None, 0)
+    explorer = Mutator(experiment(config={}), [key], 1.0, None, 0)
     config = {"trial": {"name": "t", "values": [[["config", "gamma"], 0.9]]}}
     drawn = [explorer(config)["trial"]["values"][0][1] for _ in range(30)]
     assert all(value <= 1.0 for value in drawn)

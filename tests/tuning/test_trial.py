@@ -21,7 +21,7 @@ from ludus.experiments.runs.run_dir import Run
 from ludus.storage.local import LocalStore
 from ludus.tuning import trial
 from ludus.tuning.messages import FAILED, FINISHED, OVER, SCORE
-from ludus.tuning.trial import Attempt
+from ludus.tuning.trial import TrialRun
 
 
 def experiment(iterations: int = 1000, **config: Any) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def experiment(iterations: int = 1000, **config: Any) -> dict[str, Any]:
     return {"name": "s", "env": "tests.environments:make_count", "run": "PPO", "stop": stop, "config": {**small, **config}}
 
 
-def attempt(directory: Path, data: dict[str, Any] | None = None, **more: Any) -> Attempt:
-    return Attempt(directory, data or experiment(), report_s=1e-6, **more)
+def attempt(directory: Path, data: dict[str, Any] | None = None, **more: Any) -> TrialRun:
+    return TrialRun(directory, data or experiment(), report_s=1e-6, **more)
 
 
 def newest(directory: Path) -> checkpoint.Checkpoint:
@@ -44,7 +44,7 @@ def same_weights(one: checkpoint.Checkpoint, other: checkpoint.Checkpoint) -> No
         np.testing.assert_array_equal(one.weights["model"][name], value, err_msg=name)
 
 
-def exhaust(one: Attempt) -> None:
+def exhaust(one: TrialRun) -> None:
     for _ in range(1000):
         one.advance()
 
@@ -92,7 +92,7 @@ def test_the_score_is_the_metric_and_less_of_it_can_be_better(tmp_path: Path) ->
     try:
         assert up.advance()[SCORE] == 5.0  # of tests.environments.Count
         assert down.advance()[SCORE] == -5.0
-        assert nothing.advance()[SCORE] == trial.WORST
+        assert nothing.advance()[SCORE] == trial.WORST_SCORE
     finally:
         for one in (up, down, nothing):
             one.close()

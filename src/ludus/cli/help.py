@@ -15,7 +15,7 @@ COMPATIBILITY = "Compatibility with RLlib and Coach"
 HELP_ALL = "--help-all"
 
 _SHOW_ALL = "ludus.help_all"
-_OTHER_NAMES = frozenset({"--config-file", "--name-env", "--ray-address"})
+_OTHER_NAMES = frozenset({"--config-file", "--name-env", "--ray-address", "--monitor"})
 """Second names of options, for scripts of other systems."""
 
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT", "Path": "PATH"}

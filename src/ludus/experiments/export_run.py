@@ -1,4 +1,4 @@
-"""From a checkpoint to an ONNX file that has been compared with it, and the report of that comparison beside it."""
+"""Exports a policy of a run to ONNX, compares the two, and writes the file with a report of the comparison."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
 
-PLAYED_STEPS, PLAYED_S = 1000, 60.0
-_DAMAGED = (OSError, ValueError, KeyError, zipfile.BadZipFile)
+PLAY_STEPS, PLAY_TIMEOUT_S = 1000, 60.0
+_UNREADABLE = (OSError, ValueError, KeyError, zipfile.BadZipFile)
 
 
 @dataclass(frozen=True)
-class Exported:
-    """`file` is None when the comparison failed: then nothing was written."""
+class ExportResult:
+    """`file` is None if the comparison failed; nothing was written then."""
 
     file: Path | None
     report_file: Path | None
     report: ParityReport
     sha256: str
     places: tuple[str | None, str | None] = (None, None)
-    """Where the two are, for people: of a run on a store, there."""
+    """Locations of both files for users: URLs for a remote run."""
 
     def to_json(self) -> dict[str, Any]:
         files = dict(zip(("file", "report_file"), self.places, strict=True))
@@ -63,17 +63,17 @@ def export_checkpoint(
     opset: int = onnx_export.OPSET,
     out: Path | None = None,
     observations: Path | None = None,
-) -> Exported:
-    """Export a model of a run or checkpoint, compare the two, and write file and report only if they agree.
+) -> ExportResult:
+    """Export a model of a run or checkpoint; write file and report only if the export acts like the policy.
 
-    `observations` is the file of a rollout; without one, the newest of the run is taken. For int8, whose ranges are measured
-    on what the agent sees, the agent plays its environment a little if there is none. Raises NotFound, Damaged, UsageError.
+    `observations`: the file of a rollout; None: the newest rollout of the run. For int8, which is calibrated on observations, the agent
+    plays its environment briefly if there is no rollout. Raises NotFound, Damaged, UsageError.
     """
-    run, found = checkpoint.open_checkpoint(where)
-    name = choose_model(found, model)
-    version = int(found.state["models"][name]["version"])
+    run, stored = checkpoint.open_checkpoint(where)
+    name = choose_model(stored, model)
+    version = int(stored.state["models"][name]["version"])
     return export_policy(
-        found.policy(name), run, found.state["config"], name, version,
+        stored.policy(name), run, stored.state["config"], name, version,
         int8=int8, opset=opset, out=out, observations=observations,
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def export_checkpoint(
 def export_policy(
     policy: Policy,
     run: Path,
-    made_with: Mapping[str, Any],
+    experiment: Mapping[str, Any],
     name: str,
     version: int,
     *,
@@ -89,29 +89,29 @@ def export_policy(
     opset: int | None = None,
     out: Path | None = None,
     observations: Path | None = None,
-) -> Exported:
-    """The same with a policy that is in this process. `made_with`: the experiment that it was trained by."""
-    file = _file(run, out, f"{name}-{version:06d}{'-int8' if int8 else ''}.onnx")
-    recorded, notes = _recorded(run, made_with, policy, agents_playing(made_with, name), observations, int8)
-    every = (made_with["config"].get("env_config") or {}).get("every")
+) -> ExportResult:
+    """As `export_checkpoint`, for a loaded policy. `experiment`: the one of its training."""
+    file = _output_file(run, out, f"{name}-{version:06d}{'-int8' if int8 else ''}.onnx")
+    recorded, notes = _load_observations(run, experiment, policy, agents_playing(experiment, name), observations, int8)
+    every = (experiment["config"].get("env_config") or {}).get("every")
     trained = {"every": every} if isinstance(every, int) else {}
     traced = onnx_export.export_policy(policy, opset=opset or onnx_export.OPSET, name=name, version=version, trained=trained)
     data, report = parity.artefact(policy, traced, int8=int8, recorded=recorded)
     report.notes += notes
     digest = hashlib.sha256(data).hexdigest()
     if not report.passed:
-        return Exported(None, None, report, digest)
+        return ExportResult(None, None, report, digest)
     report_file = file.with_suffix(".report.json")
     store = LocalStore(file.parent)
-    # The report first: a file without one must never be seen. The digest tells which file it speaks of.
-    written = {"file": file.name, "sha256": digest, **report.to_json()}  # both may be moved: no paths in it
-    store.put(report_file.name, json.dumps(written, indent=1).encode())
+    # The report first: a file must never exist without one. The digest identifies its file.
+    content = {"file": file.name, "sha256": digest, **report.to_json()}  # no paths: both files may be moved
+    store.put(report_file.name, json.dumps(content, indent=1).encode())
     store.put(file.name, data)
     stored = upload(report_file)
-    return Exported(file, report_file, report, digest, (upload(file), stored))
+    return ExportResult(file, report_file, report, digest, (upload(file), stored))
 
 
-def _file(run: Path, out: Path | None, usual: str) -> Path:
+def _output_file(run: Path, out: Path | None, usual: str) -> Path:
     if out is None:
         return run / "exports" / usual
     if out.suffix == ".onnx" and not out.is_dir():
@@ -121,72 +121,71 @@ def _file(run: Path, out: Path | None, usual: str) -> Path:
     return out.expanduser() / usual
 
 
-# -- observations from play ---------------------------------------------------------------------------------------------
+# -- observations -------------------------------------------------------------------------------------------------------
 
 
-def _recorded(
-    run: Path, made_with: Mapping[str, Any], policy: Policy, agents: Sequence[str], given: Path | None, play: bool
+def _load_observations(
+    run: Path, experiment: Mapping[str, Any], policy: Policy, agents: Sequence[str], given: Path | None, play: bool
 ) -> tuple[Tree | None, list[str]]:
     """(observations, notes about them)."""
     if given is None:
-        return _seen_in_play(run, made_with, policy, agents, play, PLAYED_S)
+        return _observations_of_run(run, experiment, policy, agents, play, PLAY_TIMEOUT_S)
     try:
         return recorded_observations(given, policy, agents), []
-    except _DAMAGED as error:
+    except _UNREADABLE as error:
         raise UsageError(f"{given} has no observations of this agent: {error}.", "Give the steps.npz of a rollout.") from error
 
 
 def observations_of(where: str | Path, policy: Policy, *, play: bool, within_s: float, model: str | None = None) -> Tree | None:
-    """What an agent of this run sees: of its newest rollout, or of steps that it plays now, if that takes no longer than this.
+    """Observations of an agent from the newest rollout of its run, or with `play` from steps played now within `within_s`.
 
-    None where neither can be had, for whatever reason: then random observations have to do. `model`: the name of the policy in a
-    run with several agents.
+    None if neither is possible; the caller uses random observations then. `model`: the name of the policy in a multi-agent run.
     """
     try:
-        run, found = checkpoint.open_checkpoint(where)
-        made_with = found.state["config"]
-        agents = agents_playing(made_with, model) if model is not None else ()
-        return _seen_in_play(run, made_with, policy, agents, play, within_s)[0]
-    except Exception as error:  # the game's own code runs here, and nobody has asked for it to be played
-        log.info("There are no observations of %s: %r", where, error)
+        run, stored = checkpoint.open_checkpoint(where)
+        experiment = stored.state["config"]
+        agents = agents_playing(experiment, model) if model is not None else ()
+        return _observations_of_run(run, experiment, policy, agents, play, within_s)[0]
+    except Exception as error:  # runs the environment's code; the observations are optional
+        log.info("no observations of %s: %r", where, error)
         return None
 
 
-def _seen_in_play(
-    run: Path, made_with: Mapping[str, Any], policy: Policy, agents: Sequence[str], play: bool, within_s: float
+def _observations_of_run(
+    run: Path, experiment: Mapping[str, Any], policy: Policy, agents: Sequence[str], play: bool, within_s: float
 ) -> tuple[Tree | None, list[str]]:  # fmt: skip
     rollouts = sorted((run / "rollouts").glob("*/steps.npz"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in rollouts:
         try:
             return recorded_observations(path, policy, agents), []
-        except _DAMAGED as error:
-            log.info("%s is of no use here: %s", path, error)
+        except _UNREADABLE as error:
+            log.info("%s has no observations of this policy: %s", path, error)
     lacking = "no rollout of the run has observations of this model" if rollouts else "the run has no rollout"
-    note = f"Compared on random observations alone: {lacking}. `ludus rollout` makes one."
-    if not play or made_with["env"] == EXTERNAL or made_with["config"].get("multiagent"):
+    note = f"Compared only on random observations: {lacking}. `ludus rollout` makes one."
+    if not play or experiment["env"] == EXTERNAL or experiment["config"].get("multiagent"):
         return None, [note]
     try:
         with tempfile.TemporaryDirectory(prefix="ludus-export-") as folder:
-            return _played(made_with, policy, Path(folder) / "steps.npz", within_s), []
-    except (LudusError, *_DAMAGED) as error:
+            return _play_observations(experiment, policy, Path(folder) / "steps.npz", within_s), []
+    except (LudusError, *_UNREADABLE) as error:
         return None, [f"{note} The environment could not be played either: {error}"]
 
 
-def _played(made_with: Mapping[str, Any], policy: Policy, file: Path, within_s: float) -> Tree:
-    environment = make_as_trained(made_with)
-    hurried, count = _Hurried(environment, within_s), PLAYED_STEPS
+def _play_observations(experiment: Mapping[str, Any], policy: Policy, file: Path, within_s: float) -> Tree:
+    environment = make_as_trained(experiment)
+    hurried, count = _TimeLimited(environment, within_s), PLAY_STEPS
     try:
         agent = TrainedAgent(policy)
         rollout.play(
-            agent, hurried, made_with["env"], episodes=count, max_steps=count, deterministic=False, steps_file=file
+            agent, hurried, experiment["env"], episodes=count, max_steps=count, deterministic=False, steps_file=file
         )  # fmt: skip
     finally:
         environment.close()
     return recorded_observations(file, policy)
 
 
-class _Hurried(gym.Wrapper[Any, Any, Any, Any]):
-    """An environment that is given up when it is slow: what it is played for can be done without."""
+class _TimeLimited(gym.Wrapper[Any, Any, Any, Any]):
+    """Raises EnvironmentFault when the environment has taken longer than `within_s`."""
 
     def __init__(self, environment: gym.Env[Any, Any], within_s: float) -> None:
         super().__init__(environment)
@@ -194,31 +193,31 @@ class _Hurried(gym.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> Any:
         if time.monotonic() > self._until:
-            raise EnvironmentFault(f"{PLAYED_STEPS} steps take more than {self._within_s:g} s.")
+            raise EnvironmentFault(f"{PLAY_STEPS} steps take more than {self._within_s:g} s.")
         return super().step(action)
 
 
 def recorded_observations(path: Path, policy: Policy, agents: Sequence[str] = ()) -> Tree:
-    """The first observations in the file of a rollout, as the policy takes them. Raises one of several errors if they are not.
+    """The first observations in the file of a rollout, in the form of the policy. Raises OSError, ValueError, KeyError, BadZipFile.
 
-    `agents`: those that the policy plays, whose columns begin with their names; empty in an environment with one agent.
+    `agents`: those that the policy plays; their names prefix the columns. Empty in a single-agent environment.
     """
     specs = spaces.array_spec(policy.observation_space)
     with zipfile.ZipFile(path) as archive:
         columns = set(archive.namelist())
         owners = [f"{agent}/" for agent in agents if any(column.startswith(f"{agent}/") for column in columns)] or [""]
-        found = [_columns_of(archive, columns, owner, specs) for owner in owners]
+        found = [_read_columns(archive, columns, owner, specs) for owner in owners]
     tree = unflatten_tree(specs, (np.concatenate(parts)[:RECORDED_ROWS] for parts in zip(*found, strict=True)))
     if len(next(leaves(tree))[1]) == 0:
-        raise ValueError("there are no steps in it")
+        raise ValueError("it has no steps")
     return tree
 
 
-def _columns_of(archive: zipfile.ZipFile, columns: Set[str], owner: str, specs: Tree) -> list[Array]:
-    """The leaves of an observation, in the order of `specs`; of the agent whose columns begin with `owner`."""
+def _read_columns(archive: zipfile.ZipFile, columns: Set[str], owner: str, specs: Tree) -> list[Array]:
+    """The leaves of an observation in the order of `specs`. `owner`: prefix of the agent's columns."""
     flat = []
     for name, spec in named("observation", specs):
-        # Beside an action mask the only other entry is called `observation` too.
+        # With an action mask, the only other entry is also called `observation`.
         column = next((c for c in (f"{owner}{name}.npy", f"{owner}observation.{name}.npy") if c in columns), None)
         if column is None:
             raise KeyError(f"no column {owner}{name}")
@@ -228,7 +227,7 @@ def _columns_of(archive: zipfile.ZipFile, columns: Set[str], owner: str, specs: 
 
 
 def _first_rows(file: IO[bytes], name: str, spec: ArraySpec) -> Array:
-    """Not all of them: pictures of a long rollout may not fit into memory."""
+    """Reads only the first rows: images of a long rollout may not fit into memory."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(file)

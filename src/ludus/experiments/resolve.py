@@ -74,7 +74,7 @@ def resolve_parsed(parsed: ParsedExperiment, cluster: ClusterOptions | None = No
     try:
         return _resolve(parsed, cluster)
     except (UsageError, EnvironmentFault) as error:
-        problems = validate.of_experiment(parsed.data)
+        problems = validate.validate_experiment(parsed.data)
         if len(problems) < 2:
             raise
         raise ConfigError("\n".join(problems)) from error
@@ -104,7 +104,7 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
         raise ConfigError(
             f"config.multiagent is for environments with several agents; {experiment.env} has one.", "Leave it out."
         )
-    stop, config = iteration_units.resolved(experiment.stop, config)
+    stop, config = iteration_units.resolve_iterations(experiment.stop, config)
     if not stop.model_dump(exclude_none=True):
         solved = None if external or multi_agent else reward_threshold(experiment.env)
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludus.experiments.runs.remote_runs import shown
+from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import Run
 
 if TYPE_CHECKING:
-    from ludus.experiments.runs.history import Table
+    from ludus.experiments.runs.history import HistoryLike
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Result:
     @property
     def place(self) -> str:
         """The URL of the run, or the path of its directory."""
-        return shown(self.run_dir)
+        return display_path(self.run_dir)
 
     @property
     def episode_return_mean(self) -> float:
         return self.metrics.get("episode_return_mean", math.nan)
 
     @property
-    def history(self) -> Table:
+    def history(self) -> HistoryLike:
         """The reports of the run, a row each: a pandas.DataFrame where pandas is installed. Read from metrics.jsonl on each access."""
         from ludus.experiments.runs.history import read_history
 
@@ -58,8 +58,8 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         mean = self.episode_return_mean
         return {
-            "run_dir": shown(self.run_dir),
-            "checkpoint": shown(self.checkpoint) if self.checkpoint else None,
+            "run_dir": display_path(self.run_dir),
+            "checkpoint": display_path(self.checkpoint) if self.checkpoint else None,
             "stopped_by": self.stopped_by,
             "timesteps": int(self.metrics.get("timesteps", 0)),
             "iterations": int(self.metrics.get("iterations", 0)),

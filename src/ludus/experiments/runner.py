@@ -31,7 +31,7 @@ from ludus.experiments.resolve import (
 from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint, tracking
 from ludus.experiments.runs.checkpoint import Checkpoint, Overtaken
-from ludus.experiments.runs.remote_runs import directory_of, shown
+from ludus.experiments.runs.remote_runs import directory_of, display_path
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import Run, holds_run, run_directory
 from ludus.experiments.training import prepare_new_run, prepare_resumed_run, train_in_process
@@ -67,7 +67,7 @@ def train(
     `on_directory` is called with the directory of the run before it is created. Raises UsageError before anything starts.
     """
     parsed = ParsedExperiment(data)
-    notices = validate.notices_of(data) if has_search(data) else validate.notices_of_parsed(parsed)
+    notices = validate.find_notices(data) if has_search(data) else validate.find_parsed_notices(parsed)
     if idle := validate.keys_without_effect(parsed):
         raise ConfigErrors(idle)
     parsed = choose_num_workers(parsed, announce, cluster)
@@ -133,16 +133,16 @@ def is_over(directory: Path, changes: Mapping[str, Any], cluster: ClusterOptions
 
 def _check_tracking(resolved: ResolvedExperiment, announce: Announce | None) -> None:
     """Raises MissingExtra, ConfigError: in the caller's process, before any other starts."""
-    tracking.check(resolved.experiment.track)
+    tracking.check_tracking(resolved.experiment.track)
     if announce is not None:
-        for notice in tracking.notices(resolved.experiment.track):
+        for notice in tracking.tracking_notices(resolved.experiment.track):
             announce(notice)
 
 
 def _announce_iterations(resolved: ResolvedExperiment, announce: Announce) -> None:
     e = resolved.experiment
-    keys = iteration_units.counted(e.model_dump(include={"stop", "checkpoint_freq"}), e.config)
-    notice = iteration_units.notice(e.run, resolved.config, keys)
+    keys = iteration_units.iteration_keys(e.model_dump(include={"stop", "checkpoint_freq"}), e.config)
+    notice = iteration_units.iteration_notice(e.run, resolved.config, keys)
     if notice is not None:
         announce(notice)
 
@@ -172,7 +172,7 @@ def resume_in_process(
     for left in range(_OVERTAKEN_AT_MOST, -1, -1):
         run = Run.open(directory)
         resolved = _resolve_run(run, changes, cluster)
-        checkpoint.look_anew(run.store)
+        checkpoint.refresh_listing(run.store)
         before = _newest_checkpoint(run)
         condition = None if before is None else _reached_by(before, resolved)
         if before is not None and condition is not None:
@@ -185,7 +185,7 @@ def resume_in_process(
         if before is None:
             prepared = _prepare_restart(run, resolved, restore)
         else:
-            log.warning("resuming %s from checkpoint %s; environments start anew", shown(directory), before.name)
+            log.warning("resuming %s from checkpoint %s; environments start anew", display_path(directory), before.name)
             prepared = prepare_resumed_run(resolved, run, before)
         try:
             return train_in_process(prepared, sinks, announce)
@@ -198,12 +198,12 @@ def resume_in_process(
 
 def _prepare_restart(run: Run, resolved: ResolvedExperiment, restore: str | Path | None) -> PreparedRun:
     """A run that was killed before its first checkpoint starts again. Raises Damaged if its checkpoints cannot be read."""
-    if checkpoint.in_line(run.store):
+    if checkpoint.active_names(run.store):
         raise Damaged(
-            f"{shown(run.directory)} has checkpoints, and none of them can be read.",
+            f"{display_path(run.directory)} has checkpoints, and none of them can be read.",
             "Starting again would bury them: look at them first.",
         )
-    log.warning("%s has no checkpoint yet; it starts again", shown(run.directory))
+    log.warning("%s has no checkpoint yet; it starts again", display_path(run.directory))
     return replace(prepare_resumed_run(resolved, run, None), before=_load_restored(restore, resolved))
 
 
@@ -294,7 +294,7 @@ class LearnerTask:
         exists = again and holds_run(self.directory)
         if again and set_up and not exists:  # starting anew below an empty mount point would make another run of that name
             raise StoreUnavailable(
-                f"{shown(self.directory)} does not hold the run any more.",
+                f"{display_path(self.directory)} does not hold the run any more.",
                 "Check that the file system is mounted and the run was not deleted.",
             )
         if self.data is None or exists:

@@ -23,8 +23,8 @@ from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.remote_runs import fetch
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import Run
-from ludus.experiments.runs.run_status import StatusWriter, described
-from ludus.experiments.runs.run_sync import Carrier
+from ludus.experiments.runs.run_status import StatusWriter, status_fields
+from ludus.experiments.runs.run_sync import RunSync
 from ludus.models.centralized_critic import actor_policy
 from ludus.process.host import stop_on_signals
 
@@ -48,7 +48,7 @@ def prepare_resumed_run(resolved: ResolvedExperiment, run: Run, before: Checkpoi
 
 def reopen_run(run: Run, resolved: ResolvedExperiment) -> Run:
     fetch(run.directory, logs=True)
-    run.take_up(resolved.to_dict(), {"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    run.prepare_resume(resolved.to_dict(), {"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
     return run
 
 
@@ -96,7 +96,7 @@ def open_training(
         assemble_run(prepared, hooks) as parts,
     ):
         run, controller = parts.run, parts.controller
-        carrier = last.enter_context(Carrier(run.directory, guard=run.guard, mark=lambda: controller.last_checkpoint))
+        carrier = last.enter_context(RunSync(run.directory, guard=run.guard, mark=lambda: controller.last_checkpoint))
         status = functools.partial(run_status, parts, resolved, carrier)
         with StatusWriter(run.directory, status, guard=parts.pool.check_recently) as writer:
             if before is not None:
@@ -112,12 +112,12 @@ def open_training(
             yield training
 
 
-def run_status(parts: TrainingComponents, resolved: ResolvedExperiment, carrier: Carrier | None = None) -> dict[str, Any]:
+def run_status(parts: TrainingComponents, resolved: ResolvedExperiment, carrier: RunSync | None = None) -> dict[str, Any]:
     """The contents of `status.json`. Called in the thread of the status writer: reads only."""
     sampling = getattr(parts.source, "status", None)
     e = resolved.experiment
     names = {"env": e.env, "algorithm": e.run, "checkpoint": parts.controller.last_checkpoint}
-    numbers = described(parts.controller.numbers(), sampling() if sampling is not None else None)
+    numbers = status_fields(parts.controller.numbers(), sampling() if sampling is not None else None)
     return {"state": "running", **names, **numbers, **(carrier.stats() if carrier is not None else {})}
 
 

@@ -548,7 +548,7 @@ class HttpConnection(asyncio.Protocol):
         elif len(value) > MAX_NAME_BYTES:
             match, message = code == _MATCH, f"The name of a match or model is longer than {MAX_NAME_BYTES} bytes."
             hint = "Use a shorter one."
-            request.error = Refused(400, "session" if match else "model", message, hint)
+            request.error = Refused(400, "session", message, hint) if match else Refused(400, "model", message, hint)
         elif not _is_utf8(value):
             what = "session" if code == _MATCH else "model"
             request.error = Refused(

@@ -826,7 +826,7 @@ def _unreachable(url: str, error: OSError | http.client.HTTPException, timeout_s
         return Unreachable(f"The host of {where} does not respond.", f"Check that it is running and reachable, {correct}")
     if isinstance(error, TimeoutError):
         return Unreachable(
-            f"{where} did not reply within {timeout_s:g} s.",
+            f"{where} did not answer within {timeout_s:g} s.",
             f"Check whether it is overloaded or behind a firewall, {correct}",
         )
     message = str(error) or type(error).__name__

@@ -21,7 +21,7 @@ from ludus.core.tree import Tree
 from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, NotFound, StoreError, UsageError
 from ludus.experiments.assembly.http_training import gateway_settings
 from ludus.experiments.runs import checkpoint
-from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
+from ludus.experiments.runs.remote_runs import directory_of, display_path, is_remote, store_of
 from ludus.experiments.runs.run_dir import find_runs
 from ludus.experiments.validation.game_seats import GameSeats, seats_of, single_model_seats
 from ludus.gateway.http_connection import HttpLimits
@@ -55,8 +55,8 @@ def resolve_run(where: str, local_dir: str | Path) -> str:
     top = directory_of(local_dir)
     runs = [run for name in names for run in find_runs(top / name) if checkpoint.names(store_of(run))]
     if not runs:
-        raise NotFound(f"No run of {', '.join(names)} below {shown(top)} has a checkpoint.", f"ludus train -f {where}")
-    return shown(runs[-1] if is_remote(top) else max(runs, key=lambda run: run.stat().st_mtime))
+        raise NotFound(f"No run of {', '.join(names)} below {display_path(top)} has a checkpoint.", f"ludus train -f {where}")
+    return display_path(runs[-1] if is_remote(top) else max(runs, key=lambda run: run.stat().st_mtime))
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class CheckpointSource:
             described = read.state["models"][name]["description"]
             _, weights = centralized_critic.without_critic(described, version_store.stored_weights(store, name, number))
             parts = {name: replace(part, weights=serialization.encode_weights(weights), version=number)}
-            return Release(number, found.seats, parts, f"a kept version of {shown(run)}")
+            return Release(number, found.seats, parts, f"a kept version of {display_path(run)}")
         numbers = {_release_number(name, v) for name in checkpoint.names(store) if (v := checkpoint.versions_of(store, name))}
         there = sorted(numbers | (set(next(iter(kept.values()))) if len(kept) == 1 else set()))
-        raise NotFound(f"{shown(run)} has no version {number}.", f"It has {', '.join(map(str, there))}.")
+        raise NotFound(f"{display_path(run)} has no version {number}.", f"It has {', '.join(map(str, there))}.")
 
     def spec(self) -> dict[str, Any]:
         """Content of `GET /spec` for this agent."""
@@ -131,7 +131,7 @@ def _release(run: Path, found: checkpoint.Checkpoint) -> Release:
         version = int(models[name]["version"])
         parts[name] = ReleasedModel(json.dumps(description).encode(), serialization.encode_weights(weights), version)
     number = _release_number(found.name, {name: part.version for name, part in parts.items()})
-    return Release(number, dict(seats.seats), parts, shown(run / checkpoint.FOLDER / found.name))
+    return Release(number, dict(seats.seats), parts, display_path(run / checkpoint.FOLDER / found.name))
 
 
 def _release_number(name: str, versions: Mapping[str, int]) -> int:

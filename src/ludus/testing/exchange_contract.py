@@ -77,7 +77,7 @@ class ExchangeContract:
             assert contents(got) == [bytes([turn + size % 251]) * size for size in sizes]
             reader.acknowledge([delivery.id for delivery in got])
 
-    def test_what_was_pushed_before_anybody_read_is_there(self, opened: Open) -> None:
+    def test_messages_pushed_before_the_first_read_are_delivered(self, opened: Open) -> None:
         writer = opened()
         writer.push(b"early", 0)
         writer.close()
@@ -90,7 +90,7 @@ class ExchangeContract:
         assert time.monotonic() - began < _LATE_S
         assert reader.waiting() == 0
 
-    def test_no_more_are_pulled_than_were_asked_for_and_nobody_waits_for_more(self, opened: Open) -> None:
+    def test_at_most_the_requested_messages_are_pulled_without_waiting_for_more(self, opened: Open) -> None:
         writer, reader = opened(), opened()
         for number in range(5):
             writer.push(b"%d" % number, 0)
@@ -99,7 +99,7 @@ class ExchangeContract:
         assert contents(reader.pull(100, _WAIT_S)) == [b"2", b"3", b"4"]
         assert time.monotonic() - began < _LATE_S
 
-    def test_whoever_waits_for_a_message_gets_it_when_it_is_pushed(self, opened: Open) -> None:
+    def test_a_waiting_reader_gets_a_message_when_it_is_pushed(self, opened: Open) -> None:
         writer, reader = opened(), opened()
         waiting = Call(lambda: contents(reader.pull(10, _WAIT_S)))
         writer.push(b"at last", 0)
@@ -122,7 +122,7 @@ class ExchangeContract:
         reader.acknowledge([second.id])
         assert contents(pull_all(reader, 1)) == [b"3"]
 
-    def test_whoever_waits_for_room_gets_it_when_a_message_is_acknowledged(self, opened: Open) -> None:
+    def test_a_waiting_writer_gets_room_when_a_message_is_acknowledged(self, opened: Open) -> None:
         writer, reader = opened("a", 1), opened("a", 1)
         writer.push(b"1", 0)
         (first,) = pull_all(reader, 1)

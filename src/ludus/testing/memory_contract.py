@@ -108,7 +108,7 @@ class MemoryContract:
         assert read(memory) == 7
         assert memory.take(0) is None
 
-    def test_whoever_waits_for_room_gets_it_when_a_block_is_released(self, make: MakeMemory) -> None:
+    def test_a_waiting_writer_gets_room_when_a_block_is_released(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
         write(memory, 1)
         taken = memory.take(0)
@@ -117,7 +117,7 @@ class MemoryContract:
         memory.release(taken)
         assert waiting.result() is not None
 
-    def test_whoever_waits_for_a_block_gets_it_when_it_is_committed(self, make: MakeMemory) -> None:
+    def test_a_waiting_reader_gets_a_block_when_it_is_committed(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
         waiting = _Call(lambda: read(memory, _WAIT_S))
         write(memory, 5)
@@ -130,7 +130,7 @@ class MemoryContract:
         blocks = [sign(reserve_block(memory), i) for i in range(3)]
         assert [signature(block) for block in blocks] == [0, 1, 2]
 
-    def test_a_taken_block_is_nobody_elses(self, make: MakeMemory) -> None:
+    def test_a_taken_block_is_not_given_to_another_reader(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 3)
         write(memory, 1)
         write(memory, 2)
@@ -147,7 +147,7 @@ class MemoryContract:
             write(memory, i)
             assert read(memory) == i
 
-    def test_a_block_of_somebody_else_is_refused(self, make: MakeMemory) -> None:
+    def test_a_block_of_another_memory_is_rejected(self, make: MakeMemory) -> None:
         memory, other = make(SPEC, ROWS, 1), make(SPEC, ROWS, 1)
         for foreign in (Segments.empty(SPEC, ROWS), reserve_block(other)):
             with pytest.raises(ValueError, match="block"):
@@ -204,7 +204,7 @@ class MemoryContract:
 
     # -- closing
 
-    def test_closing_wakes_whoever_waits(self, make: MakeMemory) -> None:
+    def test_closing_wakes_waiting_threads(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
         takers = [_Call(lambda: memory.take(_WAIT_S)) for _ in range(2)]
         reserve_block(memory)

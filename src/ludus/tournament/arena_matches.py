@@ -1,12 +1,13 @@
-"""Matches of the Arena in this process: many at once, each policy asked for all its seats together.
+"""Stage for matches of the Arena in this process: many at once, one inference batch per policy and step.
 
-A place whose match is over takes the next one, so that batches stay full. Every match has random numbers of its own.
+A slot whose match is over starts the next one, so batches stay full. Each match has its own random streams, so its course does not
+depend on the other matches.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -49,17 +50,17 @@ from ludus.games.arena.engine.vector import Arena
 from ludus.games.arena.env.seats import ArenaOptions, Seats, action_space, observation_space
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
-from ludus.tournament.contestants import RULE, Contestant, Script, Trained
-from ludus.tournament.result import Hero, Played, lopsided, who_of
-from ludus.tournament.settings import RANDOM, Heroes, Pairing, Terms, noise_seed, schedule
+from ludus.tournament.contestants import RULE, Contestant, ScriptedContestant, TrainedContestant
+from ludus.tournament.result import HeroStats, MatchResult, contestant_in_camp, lopsidedness
+from ludus.tournament.settings import RANDOM, BattleSettings, Heroes, Pairing, noise_seed, schedule
+from ludus.tournament.stage import MatchEnd, OnMatchEnd
 
-EVERY: Final = 3
-"""Ticks from decision to decision where nobody says otherwise."""
-AT_ONCE: Final = 64
-ENDING: Final = ".arena"
-FILM_SPEED: Final = 4.0
+DEFAULT_DECISION_TICKS: Final = 3
+MAX_PARALLEL: Final = 64
+RECORDING_SUFFIX: Final = ".arena"
+VIDEO_SPEED: Final = 4.0
 _NOISE_STEPS: Final = 64  # drawn at a time
-_COUNTED: Final = {
+_STAT_ROWS: Final = {
     "kills": KILLS,
     "deaths": DEATHS,
     "assists": ASSISTS,
@@ -73,27 +74,27 @@ _COUNTED: Final = {
 }
 
 
-# -- what is agreed ---------------------------------------------------------------------------------------------------
+# -- settings of the matches ------------------------------------------------------------------------------------------
 
 
-def size_for(terms: Terms, contestants: Sequence[Contestant]) -> int:
-    """Heroes of a camp: as asked for, or as somebody was trained. Raises ConfigError."""
-    if terms.mode is not None:
-        return size_of(terms.mode)
+def team_size(settings: BattleSettings, contestants: Sequence[Contestant]) -> int:
+    """Heroes per camp: from the mode, the first policy that fits, or the line-up. Raises ConfigError."""
+    if settings.mode is not None:
+        return size_of(settings.mode)
     for one in contestants:
-        if isinstance(one, Trained):
-            fits = [size for size in range(1, MAX_SIZE + 1) if not misfit(one.policy, size)]
+        if isinstance(one, TrainedContestant):
+            fits = [size for size in range(1, MAX_SIZE + 1) if not find_mismatch(one.policy, size)]
             if fits:
                 return fits[0]
-    if isinstance(terms.lineups, tuple):
-        return size_of(max(len(camp) for camp in terms.lineups[0]))
+    if isinstance(settings.lineups, tuple):
+        return size_of(max(len(camp) for camp in settings.lineups[0]))
     return 1
 
 
-def every_for(terms: Terms, contestants: Sequence[Contestant]) -> tuple[int, list[str]]:
-    """Ticks from decision to decision; and what is to be said about it."""
-    known = [(one, one.every or EVERY) for one in contestants if isinstance(one, Trained)]
-    every = terms.every or (known[0][1] if known else EVERY)
+def decision_interval(settings: BattleSettings, contestants: Sequence[Contestant]) -> tuple[int, list[str]]:
+    """Ticks between decisions, and notes about policies that were trained with another interval."""
+    known = [(one, one.every or DEFAULT_DECISION_TICKS) for one in contestants if isinstance(one, TrainedContestant)]
+    every = settings.every or (known[0][1] if known else DEFAULT_DECISION_TICKS)
     return every, [
         f"{one.label} was trained to decide every {trained} ticks, and decides every {every} here"
         for one, trained in known
@@ -101,69 +102,76 @@ def every_for(terms: Terms, contestants: Sequence[Contestant]) -> tuple[int, lis
     ]
 
 
-def pairings(terms: Terms, size: int) -> list[Pairing]:
-    """Raises ConfigError for heroes that there are not."""
-    if isinstance(terms.lineups, tuple):
-        for heroes in terms.lineups:
+def schedule_matches(settings: BattleSettings, size: int) -> list[Pairing]:
+    """Raises ConfigError for unknown heroes."""
+    if isinstance(settings.lineups, tuple):
+        for heroes in settings.lineups:
             rows_of(heroes, size)
 
-    def drawn(rng: np.random.Generator) -> Heroes:
+    def draw(rng: np.random.Generator) -> Heroes:
         return draw_lineup(rng, size)
 
-    return schedule(terms, size, drawn if terms.lineups == RANDOM else None)
+    return schedule(settings, size, draw if settings.lineups == RANDOM else None)
 
 
-def check(one: Contestant, size: int) -> None:
+def check_contestant(one: Contestant, size: int) -> None:
     """Raises UsageError, IncompatibleCheckpoint."""
-    if isinstance(one, Script) and one.name not in BOTS:
-        shown = f"There is no built-in player {one.name!r}." if one.name else f"{RULE} alone is no player of the Arena."
-        raise UsageError(shown, did_you_mean(f"{RULE}:{one.name}", [f"{RULE}:{name}" for name in BOTS]))
-    if isinstance(one, Trained) and one.several:
+    if isinstance(one, ScriptedContestant) and one.name not in BOTS:
+        message = (
+            f"There is no built-in player {one.name!r}." if one.name else f"The Arena needs the name of a player after {RULE!r}."
+        )
+        raise UsageError(message, did_you_mean(f"{RULE}:{one.name}", [f"{RULE}:{name}" for name in BOTS]))
+    if isinstance(one, TrainedContestant) and one.several:
         raise UsageError(f"{one.label} has the models {', '.join(one.several)}.", "Choose one: --model-a, --model-b.")
-    if isinstance(one, Trained) and (wrong := misfit(one.policy, size)):
-        raise IncompatibleCheckpoint(f"{one.label} does not play the Arena {size}v{size}: {wrong}.", _instead(one.policy, size))
+    if isinstance(one, TrainedContestant) and (mismatch := find_mismatch(one.policy, size)):
+        raise IncompatibleCheckpoint(
+            f"{one.label} cannot play the Arena {size}v{size}: {mismatch}.", _mismatch_hint(one.policy, size)
+        )
 
 
-def plays_it(policy: ActingPolicy) -> bool:
-    """Whether a policy fits the Arena, in whatever size."""
-    return not all(misfit(policy, size) for size in range(1, MAX_SIZE + 1))
+def fits_arena(policy: ActingPolicy) -> bool:
+    """Whether a policy fits the Arena with any team size."""
+    return not all(find_mismatch(policy, size) for size in range(1, MAX_SIZE + 1))
 
 
-def misfit(policy: ActingPolicy, size: int) -> str:
-    """What is other in a match of that size than in the training of a policy; empty: nothing."""
-    seen, _ = spaces.split_mask(observation_space(size))
-    for what, mine, there in (("observes", policy.observation_space, seen), ("acts in", policy.action_space, action_space(size))):
-        if _form(mine) != _form(there):
-            return f"it {what} {_short(mine)}, and the match has {_short(there)}"
+def find_mismatch(policy: ActingPolicy, size: int) -> str:
+    """How the spaces of a policy differ from those of the Arena with that team size; empty if they fit."""
+    observed, _ = spaces.split_mask(observation_space(size))
+    for verb, mine, there in (
+        ("observes", policy.observation_space, observed),
+        ("acts in", policy.action_space, action_space(size)),
+    ):
+        if _network_shape(mine) != _network_shape(there):
+            return f"it {verb} {_format_space(mine)}, and the match has {_format_space(there)}"
     return ""
 
 
-def _instead(policy: ActingPolicy, size: int) -> str:
-    others = [other for other in range(1, MAX_SIZE + 1) if other != size and not misfit(policy, other)]
+def _mismatch_hint(policy: ActingPolicy, size: int) -> str:
+    others = [other for other in range(1, MAX_SIZE + 1) if other != size and not find_mismatch(policy, other)]
     return f"It plays --mode {others[0]}v{others[0]}." if others else "Other games are played with --env, or --server and --game."
 
 
-def _form(space: gym.Space[Any]) -> Any:
-    """What a network must fit: bounds may change without harm."""
+def _network_shape(space: gym.Space[Any]) -> Any:
+    """The parts of a space that a network depends on; bounds are not among them."""
     if isinstance(space, gym.spaces.Dict):
-        return {key: _form(part) for key, part in space.spaces.items()}
+        return {key: _network_shape(part) for key, part in space.spaces.items()}
     return space.nvec.tolist() if isinstance(space, gym.spaces.MultiDiscrete) else (type(space), space.shape)
 
 
-def _short(space: gym.Space[Any]) -> str:
+def _format_space(space: gym.Space[Any]) -> str:
     if isinstance(space, gym.spaces.Dict):
         return "{" + ", ".join(f"{key}: {list(part.shape or ())}" for key, part in space.spaces.items()) + "}"
     return str(space)
 
 
-# -- who plays --------------------------------------------------------------------------------------------------------
+# -- playing ----------------------------------------------------------------------------------------------------------
 
 
-class _Player:
-    """A policy in its seats: a recurrent state for each, and noise for each match."""
+class _SeatedPolicy:
+    """A policy with the recurrent state of each of its seats and the noise of each match."""
 
     def __init__(self, policy: ActingPolicy, rows: Array, size: int, matches: int, deterministic: bool) -> None:
-        """`rows`: [M, size] of the seats that are its own."""
+        """`rows`: [M, size], its rows among all seats."""
         self.policy, self.rows = policy, rows
         self._size, self._draws = size, not deterministic
         self._fresh = tuple(spec.zeros(size) for spec in policy.state_spec())
@@ -179,18 +187,18 @@ class _Player:
         self._noise[m], self._used[m] = np.zeros((0,), np.float32), 0
 
     def act(self, observation: Tree, mask: Array, live: Array) -> Array:
-        """For all seats of the matches `live`, [L · size, 4]. `observation`, `mask`: of all rows."""
+        """Actions for all its seats in the matches `live`, [L · size, 4]. `observation` and `mask` have all rows."""
         rows = self.rows[live].reshape(-1)
         state = tuple(part[live].reshape(-1, *part.shape[2:]) for part in self._state)
-        noise = np.concatenate([self._drawn(m) for m in live]) if self._draws else None
+        noise = np.concatenate([self._draw_noise(m) for m in live]) if self._draws else None
         acted = self.policy.act(map_tree(lambda part: part[rows], observation), state, mask[rows], noise)
         for part, after in zip(self._state, acted.state, strict=True):
             part[live] = after.reshape(len(live), *part.shape[1:])
         action: Array = np.asarray(acted.action)
         return action
 
-    def _drawn(self, m: int) -> Array:
-        """Of the seats of one match, from a stream that is its own: who else plays makes no difference."""
+    def _draw_noise(self, m: int) -> Array:
+        """Noise for the seats of one match, from the stream of that match."""
         at = int(self._used[m]) % _NOISE_STEPS
         if at == 0:
             drawn = self.policy.draw_noise(_NOISE_STEPS * self._size, self._generators[m])
@@ -202,72 +210,80 @@ class _Player:
 
 @dataclass(frozen=True)
 class ArenaRecording:
-    """A match that can be played again, bit for bit."""
+    """The recording of a match, from which it can be replayed bit for bit. Held in memory."""
 
     recording: Recording
 
     def write(self, path: Path) -> Path:
-        return write_recording(path.with_suffix(ENDING), self.recording)
+        return write_recording(path.with_suffix(RECORDING_SUFFIX), self.recording)
 
-    def film(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
+    def write_video(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
         from ludus.games.arena.render.video import write_video
 
         path = path.with_suffix(".mp4")
-        write_video(self.recording, path, speed=FILM_SPEED if speed is None else speed, progress=progress)
+        write_video(self.recording, path, speed=VIDEO_SPEED if speed is None else speed, progress=progress)
         return path
 
-    def drop(self) -> None:
-        """It is in memory alone."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A match, and its recording if there is one."""
-
-    played: Played
-    recording: ArenaRecording | None
+    def discard(self) -> None:
+        """Nothing to delete."""
 
 
 class ArenaStage:
-    """Plays pairings of two contestants, `at_once` side by side."""
+    """Plays Arena matches of two contestants, `max_parallel` at a time."""
 
     def __init__(
         self,
         contestants: tuple[Contestant, Contestant],
         size: int,
         every: int,
-        terms: Terms,
+        settings: BattleSettings,
         *,
         records: bool = False,
-        at_once: int = AT_ONCE,
+        max_parallel: int = MAX_PARALLEL,
     ) -> None:
+        """`size`: heroes per camp; `every`: ticks between decisions. Raises UsageError, IncompatibleCheckpoint."""
         for one in contestants:
-            check(one, size)
-        self._contestants, self._size, self._terms, self._records = contestants, size, terms, records
-        self._matches = min(at_once, terms.games)
-        seated = [who for who, one in enumerate(contestants) if isinstance(one, Trained)]
-        options = ArenaOptions(mode=size, opponent="self", side=0, every=every, seconds=terms.seconds or SECONDS)
+            check_contestant(one, size)
+        self.notes: list[str] = []
+        self._contestants, self._size, self._every, self._settings = contestants, size, every, settings
+        self._records = records
+        self._matches = min(max_parallel, settings.games)
+        seated = [who for who, one in enumerate(contestants) if isinstance(one, TrainedContestant)]
+        options = ArenaOptions(mode=size, opponent="self", side=0, every=every, seconds=settings.seconds or SECONDS)
         self._seats = Seats(options, [range(len(seated) * size)] * self._matches)
         self._arena: Arena = self._seats.arena
         rows = np.arange(self._matches * len(seated) * size).reshape(self._matches, len(seated), size)
-        self._players: dict[int, _Player] = {}
-        for place, who in enumerate(seated):
+        self._policies: dict[int, _SeatedPolicy] = {}
+        for index, who in enumerate(seated):
             one = contestants[who]
-            assert isinstance(one, Trained)
-            self._players[who] = _Player(one.policy, rows[:, place], size, self._matches, terms.deterministic)
+            assert isinstance(one, TrainedContestant)
+            self._policies[who] = _SeatedPolicy(one.policy, rows[:, index], size, self._matches, settings.deterministic)
         self._scripts: npt.NDArray[np.int8] = np.full((self._matches, self._arena.heroes), -1, np.int8)
         self._playing: list[Pairing | None] = [None] * self._matches
         self._recorders: list[Recorder | None] = [None] * self._matches
 
-    def play(self, queue: Sequence[Pairing], tell: Callable[[Ended], None]) -> None:
-        """All of them; `tell` is told of each as it ends."""
-        waiting = iter(queue)
+    def __enter__(self) -> ArenaStage:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Holds nothing that must be closed."""
+
+    @property
+    def pairings(self) -> list[Pairing]:
+        return schedule_matches(self._settings, self._size)
+
+    @property
+    def description(self) -> dict[str, object]:
+        return {"game": "arena", "mode": f"{self._size}v{self._size}", "every": self._every, "where": "this process"}
+
+    def play(self, pairings: Sequence[Pairing], on_end: OnMatchEnd) -> None:
+        waiting = iter(pairings)
         with contextlib.ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)  # batches are small: threads would only wait for each other
-            for player in self._players.values():
-                if isinstance(player.policy, Policy):
-                    stack.enter_context(player.policy.acting())
+            for seated in self._policies.values():
+                if isinstance(seated.policy, Policy):
+                    stack.enter_context(seated.policy.acting())
             for m in range(self._matches):
                 self._begin(m, next(waiting, None))
             while live := [m for m, pairing in enumerate(self._playing) if pairing is not None]:
@@ -275,7 +291,7 @@ class ArenaStage:
                 over = self._arena.over
                 for m in live:
                     if over[m]:
-                        tell(self._ended(m))
+                        on_end(self._end(m))
                         self._begin(m, next(waiting, None))
 
     def _begin(self, m: int, pairing: Pairing | None) -> None:
@@ -287,11 +303,11 @@ class ArenaStage:
         self._arena.reset([pairing.seed], [m], [pairing.heroes or (ids[:size], ids[size:])])
         for who, one in enumerate(self._contestants):
             first = _camp(who, pairing) * size
-            if who in self._players:
-                player = self._players[who]
-                self._seats.hero_of[player.rows[m]] = np.arange(first, first + size)
-                player.begin(m, noise_seed(pairing.seed, who))
-            self._scripts[m, first : first + size] = BOTS.index(one.name) if isinstance(one, Script) else -1
+            if who in self._policies:
+                seated = self._policies[who]
+                self._seats.hero_of[seated.rows[m]] = np.arange(first, first + size)
+                seated.begin(m, noise_seed(pairing.seed, who))
+            self._scripts[m, first : first + size] = BOTS.index(one.name) if isinstance(one, ScriptedContestant) else -1
         if self._records:
             labels = [one.label for one in self._contestants]
             self._recorders[m] = Recorder(self._arena, m, labels[:: -1 if pairing.a_camp else 1])
@@ -299,45 +315,49 @@ class ArenaStage:
     def _decide(self, live: Array) -> None:
         arena, seats = self._arena, self._seats
         orders = arena.bot_actions(self._scripts)
-        if self._players:
-            seen = seats.observe()
-            mask = spaces.flat_mask(seen[spaces.ACTION_MASK], action_space(self._size), seats.rows)
-            observation = spaces.without_mask(seen, unwrap=False)
-            for player in self._players.values():
-                rows = player.rows[live].reshape(-1)
-                orders[seats.match_of[rows], seats.hero_of[rows]] = player.act(observation, mask, live)
+        if self._policies:
+            observed = seats.observe()
+            mask = spaces.flat_mask(observed[spaces.ACTION_MASK], action_space(self._size), seats.rows)
+            observation = spaces.without_mask(observed, unwrap=False)
+            for seated in self._policies.values():
+                rows = seated.rows[live].reshape(-1)
+                orders[seats.match_of[rows], seats.hero_of[rows]] = seated.act(observation, mask, live)
         for recorder in self._recorders:
             if recorder is not None:
                 recorder.add(orders)
         arena.step(orders)
 
-    def _ended(self, m: int) -> Ended:
+    def _end(self, m: int) -> MatchEnd:
         pairing, arena, recorder = self._playing[m], self._arena, self._recorders[m]
         assert pairing is not None
         units, tick = arena.units[m], int(arena.tick[m])
         winner = int(arena.winner[m])
         reason = "base destroyed" if winner >= 0 else "time is up" if tick >= arena.match[m, LIMIT] else "both bases destroyed"
         heroes = tuple(
-            Hero(who_of(hero // self._size, pairing.a_camp), HEROES[int(arena.lineup[m, hero])].name, _numbers(units, hero))
+            HeroStats(
+                contestant_in_camp(hero // self._size, pairing.a_camp),
+                HEROES[int(arena.lineup[m, hero])].name,
+                _hero_stats(units, hero),
+            )
             for hero in range(arena.heroes)
         )
-        buildings = [_left(units, self._size, camp) for camp in (0, 1)]
+        buildings = [_building_health(units, self._size, camp) for camp in (0, 1)]
         gold = [float(units[EARNED, camp * self._size : (camp + 1) * self._size].sum()) for camp in (0, 1)]
-        played = Played(
+        result = MatchResult(
             pairing.number,
             pairing.a_camp,
             pairing.seed,
-            winner=None if winner < 0 else who_of(winner, pairing.a_camp),
+            winner=None if winner < 0 else contestant_in_camp(winner, pairing.a_camp),
             reason=reason,
             ticks=tick,
             seconds=tick / TICKS_PER_SECOND,
             heroes=heroes,
-            lopsided=lopsided(buildings, gold),
+            lopsided=lopsidedness(buildings, gold),
         )
-        return Ended(played, None if recorder is None else _finished(recorder, pairing))
+        return MatchEnd(result, None if recorder is None else _finish_recording(recorder, pairing))
 
 
-def _finished(recorder: Recorder, pairing: Pairing) -> ArenaRecording:
+def _finish_recording(recorder: Recorder, pairing: Pairing) -> ArenaRecording:
     recording = recorder.recording()
     return ArenaRecording(replace(recording, result=recording.result | {"game": pairing.number}))
 
@@ -346,11 +366,11 @@ def _camp(who: int, pairing: Pairing) -> int:
     return pairing.a_camp if who == 0 else 1 - pairing.a_camp
 
 
-def _numbers(units: npt.NDArray[np.int32], hero: int) -> dict[str, float]:
-    return {name: int(units[row, hero]) for name, row in _COUNTED.items()}
+def _hero_stats(units: npt.NDArray[np.int32], hero: int) -> dict[str, float]:
+    return {name: int(units[row, hero]) for name, row in _STAT_ROWS.items()}
 
 
-def _left(units: npt.NDArray[np.int32], size: int, camp: int) -> float:
-    """Of the health of a camp's buildings, as a share of all."""
+def _building_health(units: npt.NDArray[np.int32], size: int, camp: int) -> float:
+    """Remaining health of a camp's buildings as a share of their full health."""
     slots = [structure_slot(size, camp, which) for which in range(STRUCTURES)]
     return float(np.mean(units[HP, slots] * units[ALIVE, slots] / np.maximum(1, units[MAX_HP, slots])))

@@ -1,9 +1,9 @@
-"""Battles: two contestants play each other many times, from both sides, and it is said how sure the outcome is.
+"""Battles: two contestants play many matches against each other, from both sides; the result is a win rate with its interval.
 
-battle("runs/arena/PPO_…", "rule:hard", Terms(games=200))
+battle(contestant("runs/arena/PPO_…"), contestant("rule:hard"), BattleSettings(games=200))
 
-Matches of the Arena, and of environments whose agents stand in two camps, are stepped in this process, many at once. For any other
-game, and in the Arena where somebody is reached over HTTP, a gamecore server starts them: the one that is named, or a private one.
+Matches of the Arena and of PettingZoo environments run in this process, many at once. A gamecore server runs all other games, and the
+Arena when a contestant is reached over HTTP. The server is the one that `GameLocation` names, or a private one.
 """
 
 from __future__ import annotations
@@ -22,194 +22,190 @@ import gymnasium as gym
 from ludus.core import trust
 from ludus.envs.video_writer import FrameProgress
 from ludus.errors import LudusError, MissingExtra, StoreError, UsageError
-from ludus.tournament.contestants import Contestant, Served, Trained
-from ludus.tournament.gamecore_matches import ARENA, Place, ServerStage
-from ludus.tournament.result import BattleResult, Played, Recorded, most_lopsided, one_sided, why
-from ludus.tournament.settings import Keeping, Terms
+from ludus.tournament.contestants import Contestant, ServedContestant, TrainedContestant
+from ludus.tournament.gamecore_matches import GamecoreStage, GameLocation
+from ludus.tournament.result import BattleResult, MatchRecording, MatchResult, failure_text, lopsidedness_key, most_lopsided
+from ludus.tournament.settings import BattleSettings, RecordingSettings
+from ludus.tournament.stage import MatchEnd, Stage
 
 if TYPE_CHECKING:
-    from ludus.tournament.env_matches import World
+    from ludus.tournament.env_matches import BattleEnv
 
-Watch = Callable[[Played], None]
+OnResult = Callable[[MatchResult], None]
 Pair = tuple[Contestant, Contestant]
 
 
 def battle(
     a: Contestant,
     b: Contestant,
-    terms: Terms | None = None,
-    keeping: Keeping | None = None,
-    place: Place | None = None,
-    watch: Watch = lambda played: None,
-    film_progress: FrameProgress | None = None,
+    settings: BattleSettings | None = None,
+    recording_settings: RecordingSettings | None = None,
+    location: GameLocation | None = None,
+    on_result: OnResult = lambda result: None,
+    video_progress: FrameProgress | None = None,
 ) -> BattleResult:
-    """`watch` is told of every match when it has ended, `film_progress` of every frame of a film. Raises UsageError, IncompatibleCheckpoint, Unreachable, Refused."""
-    terms, keeping, place = terms or Terms(), keeping or Keeping(), place or Place()
-    trust.allow(place.env)
+    """Play a battle and block until its last match has ended.
+
+    `on_result` is called after each match, `video_progress` after each frame of a video.
+    Raises UsageError, IncompatibleCheckpoint, Unreachable, Refused.
+    """
+    settings, location = settings or BattleSettings(), location or GameLocation()
+    trust.allow(location.env)
     began = time.monotonic()
-    world, notes = _world((a, b), place)
-    elsewhere = place.asked or any(isinstance(one, Served) for one in (a, b))
-    with _Shelf(keeping, film_progress) as shelf:
-        if world is not None:
-            games, about, more = _in_matches((a, b), terms, place, world, shelf, watch)
-        else:
-            games, about, more = (_on_server if elsewhere else _here)((a, b), terms, place, shelf, watch)
-        games = shelf.finished(games)
-    notes += [*more, *shelf.notes]
-    ordered = tuple(sorted(games, key=lambda game: game.number))
-    settled = terms.to_json() | about
-    return BattleResult(a.to_json(), b.to_json(), settled, ordered, tuple(notes), time.monotonic() - began)
+    env, notes = _choose_env((a, b), location)
+    results: list[MatchResult] = []
+    with _RecordingStore(recording_settings or RecordingSettings(), video_progress) as store:
+        with _open_stage((a, b), settings, location, env, store) as stage:
+
+            def on_end(match: MatchEnd) -> None:
+                results.append(match.result if match.recording is None else store.put(match.result, match.recording))
+                on_result(results[-1])
+
+            stage.play(stage.pairings, on_end)
+        results = store.finish(results)
+    ordered = tuple(sorted(results, key=lambda result: result.number))
+    notes += [*stage.notes, *store.notes]
+    terms = settings.to_json() | stage.description
+    return BattleResult(a.to_json(), b.to_json(), terms, ordered, tuple(notes), time.monotonic() - began)
 
 
-Outcome = tuple[list[Played], dict[str, object], list[str]]
+def _choose_env(pair: Pair, location: GameLocation) -> tuple[BattleEnv | None, list[str]]:
+    """The multi-agent environment to play, if any, and notes about it. Policies that fit the Arena play the Arena."""
+    from ludus.tournament.env_matches import choose_env
 
-
-def _world(pair: Pair, place: Place) -> tuple[World | None, list[str]]:
-    """The environment with several agents that is meant, if one is; those who play the Arena meet there."""
-    from ludus.tournament.env_matches import world_of
-
-    if place.server is not None or place.game is not None or (place.env is None and any(map(_plays_the_arena, pair))):
-        found: tuple[World | None, list[str]] = None, []
+    if location.server is not None or location.game is not None or (location.env is None and any(map(_fits_arena, pair))):
+        chosen: tuple[BattleEnv | None, list[str]] = None, []
     else:
-        found = world_of(pair, place.env, place.options)
-    if found[0] is None and place.camps is not None:
+        chosen = choose_env(pair, location.env, location.options)
+    if chosen[0] is None and location.camps is not None:
         raise UsageError("--camps is for environments with several agents.", "Leave it out.")
-    return found
+    return chosen
 
 
-def _plays_the_arena(one: Contestant) -> bool:
-    if not isinstance(one, Trained) or not isinstance(one.policy.observation_space, gym.spaces.Dict):
+def _fits_arena(contestant: Contestant) -> bool:
+    if not isinstance(contestant, TrainedContestant) or not isinstance(contestant.policy.observation_space, gym.spaces.Dict):
         return False
     try:
-        from ludus.tournament.arena_matches import plays_it
+        from ludus.tournament.arena_matches import fits_arena
     except MissingExtra:
         return False
-    return plays_it(one.policy)
+    return fits_arena(contestant.policy)
 
 
-def _in_matches(pair: Pair, terms: Terms, place: Place, world: World, shelf: _Shelf, watch: Watch) -> Outcome:
-    from ludus.tournament.env_matches import AT_ONCE, MatchRecording, MatchStage
+def _open_stage(
+    pair: Pair, settings: BattleSettings, location: GameLocation, env: BattleEnv | None, store: _RecordingStore
+) -> Stage:
+    if env is not None:
+        return _open_env_stage(pair, settings, location, env, store)
+    if location.needs_server or any(isinstance(contestant, ServedContestant) for contestant in pair):
+        return GamecoreStage(pair, settings, location, scratch_dir=store.scratch_dir, videos=bool(store.videos))
+    _refuse_server_options(location)
+    from ludus.tournament.arena_matches import MAX_PARALLEL, ArenaStage, decision_interval, team_size
 
-    games: list[Played] = []
-
-    def tell(played: Played, recording: MatchRecording | None) -> None:
-        games.append(played if recording is None else shelf.put(played, recording))
-        watch(games[-1])
-
-    _refuse_what_servers_have(place)
-    if shelf.films:
-        world.check_pictures()
-    with MatchStage(pair, world, terms, camps=place.camps, aside=shelf.aside, at_once=place.parallel or AT_ONCE) as stage:
-        stage.play(tell)
-        return games, stage.about, stage.notes
+    size = team_size(settings, pair)
+    every, notes = decision_interval(settings, pair)
+    stage = ArenaStage(pair, size, every, settings, records=store.enabled, max_parallel=location.parallel or MAX_PARALLEL)
+    stage.notes += notes
+    return stage
 
 
-def _refuse_what_servers_have(place: Place) -> None:
-    given = {"--limit": place.limit_s, "--advertise": place.advertise, "--token-file": place.token_file}
+def _open_env_stage(
+    pair: Pair, settings: BattleSettings, location: GameLocation, env: BattleEnv, store: _RecordingStore
+) -> Stage:
+    from ludus.tournament.env_matches import MAX_PARALLEL, EnvStage
+
+    _refuse_server_options(location)
+    if store.videos:
+        env.check_renders()
+    max_parallel = location.parallel or MAX_PARALLEL
+    return EnvStage(pair, env, settings, camps=location.camps, scratch_dir=store.scratch_dir, max_parallel=max_parallel)
+
+
+def _refuse_server_options(location: GameLocation) -> None:
+    given = {"--limit": location.limit_s, "--advertise": location.advertise, "--token-file": location.token_file}
     for name, value in given.items():
         if value is not None:
             raise UsageError(f"{name} is for games of a server.", "Leave it out: this is played in this process.")
 
 
-def _here(pair: Pair, terms: Terms, place: Place, shelf: _Shelf, watch: Watch) -> Outcome:
-    from ludus.tournament.arena_matches import AT_ONCE, ArenaStage, Ended, every_for, pairings, size_for
+class _RecordingStore:
+    """Writes recordings and videos into the directory of the battle. A context manager.
 
-    _refuse_what_servers_have(place)
-    size = size_for(terms, pair)
-    every, notes = every_for(terms, pair)
-    stage = ArenaStage(pair, size, every, terms, records=shelf.records, at_once=place.parallel or AT_ONCE)
-    games: list[Played] = []
+    Recordings that are not written at once are held until the end, and only as many as will be written: the most lopsided ones.
+    """
 
-    def tell(ended: Ended) -> None:
-        games.append(ended.played if ended.recording is None else shelf.put(ended.played, ended.recording))
-        watch(games[-1])
-
-    stage.play(pairings(terms, size), tell)
-    return games, {"game": ARENA, "mode": f"{size}v{size}", "every": every, "where": "this process"}, notes
-
-
-def _on_server(pair: Pair, terms: Terms, place: Place, shelf: _Shelf, watch: Watch) -> Outcome:
-    games = []
-    with ServerStage(pair, terms, place, aside=shelf.aside, films=bool(shelf.films)) as stage:
-        for played, recording in stage.play():
-            games.append(played if recording is None else shelf.put(played, recording))
-            watch(games[-1])
-        return games, stage.about, list(stage.notes)
-
-
-class _Shelf:
-    """Where recordings and films go. Of what is not written at once, only the most lopsided are held. A context manager."""
-
-    def __init__(self, keeping: Keeping, film_progress: FrameProgress | None = None) -> None:
-        self._keeping, self._film_progress = keeping, film_progress
-        self._held: list[tuple[tuple[float, ...], Played, Recorded]] = []  # the least lopsided first
+    def __init__(self, settings: RecordingSettings, video_progress: FrameProgress | None = None) -> None:
+        self._settings, self._video_progress = settings, video_progress
+        self._held: list[tuple[tuple[float, ...], MatchResult, MatchRecording]] = []  # a heap: the least lopsided first
         self._stack = contextlib.ExitStack()
         self.notes: list[str] = []
-        self.aside: Path | None = None
-        """For what waits to be written; gone with the shelf."""
+        self.scratch_dir: Path | None = None
+        """For files that are not yet part of the result; deleted with the store. None: nothing is recorded."""
 
-    def __enter__(self) -> _Shelf:
-        if self._keeping.directory is not None:
-            with _written(self._keeping.directory):
-                self._keeping.directory.mkdir(parents=True, exist_ok=True)
-                made = tempfile.TemporaryDirectory(prefix=".battle-", dir=self._keeping.directory)
-                self.aside = Path(self._stack.enter_context(made))
+    def __enter__(self) -> _RecordingStore:
+        if self._settings.directory is not None:
+            with _translate_os_errors(self._settings.directory):
+                self._settings.directory.mkdir(parents=True, exist_ok=True)
+                scratch = tempfile.TemporaryDirectory(prefix=".battle-", dir=self._settings.directory)
+                self.scratch_dir = Path(self._stack.enter_context(scratch))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
     @property
-    def records(self) -> bool:
-        return self._keeping.recorded
+    def enabled(self) -> bool:
+        return self._settings.directory is not None
 
     @property
-    def films(self) -> int:
-        return self._keeping.films
+    def videos(self) -> int:
+        return self._settings.videos
 
-    def put(self, played: Played, recording: Recorded) -> Played:
-        keeping = self._keeping
-        if keeping.most is None:
-            played = self._recorded(played, recording)
-        heapq.heappush(self._held, (one_sided(played), played, recording))
-        if len(self._held) > max(keeping.films, keeping.most or 0):
-            heapq.heappop(self._held)[2].drop()
-        return played
+    def put(self, result: MatchResult, recording: MatchRecording) -> MatchResult:
+        """Write or hold a recording; returns the result with the path of what was written."""
+        settings = self._settings
+        if settings.most is None:
+            result = self._write(result, recording)
+        heapq.heappush(self._held, (lopsidedness_key(result), result, recording))
+        if len(self._held) > max(settings.videos, settings.most or 0):
+            heapq.heappop(self._held)[2].discard()
+        return result
 
-    def finished(self, games: list[Played]) -> list[Played]:
-        """The same, with the files that are written only now that it is known which they are."""
-        held = {game.number: (game, recording) for _, game, recording in self._held}
-        changed: dict[int, Played] = {}
-        if self._keeping.most is not None:
-            for game in most_lopsided([game for game, _ in held.values()], self._keeping.most):
-                changed[game.number] = self._recorded(game, held[game.number][1])
-        for game in most_lopsided([game for game, _ in held.values()], self._keeping.films):
-            known = changed.get(game.number, game)
+    def finish(self, results: list[MatchResult]) -> list[MatchResult]:
+        """Write the held recordings and the videos; returns all results with the paths of these files."""
+        held = {result.number: (result, recording) for _, result, recording in self._held}
+        candidates = [result for result, _ in held.values()]
+        changed: dict[int, MatchResult] = {}
+        if self._settings.most is not None:
+            for result in most_lopsided(candidates, self._settings.most):
+                changed[result.number] = self._write(result, held[result.number][1])
+        for result in most_lopsided(candidates, self._settings.videos):
+            recording = held[result.number][1]
             try:
-                filmed = held[game.number][1].film(self._path(game), self._keeping.speed, self._film_progress)
-            except (LudusError, OSError) as error:  # what was played is not lost for it
-                self.notes.append(f"game {game.number} has no film: {why(error)}")
+                video = recording.write_video(self._stem(result), self._settings.speed, self._video_progress)
+            except (LudusError, OSError) as error:  # the result of the match stays valid
+                self.notes.append(f"game {result.number} has no video: {failure_text(error)}")
                 continue
-            changed[game.number] = replace(known, video=str(filmed))
-        return [changed.get(game.number, game) for game in games]
+            changed[result.number] = replace(changed.get(result.number, result), video=str(video))
+        return [changed.get(result.number, result) for result in results]
 
-    def _path(self, played: Played) -> Path:
-        """Without its ending."""
-        assert self._keeping.directory is not None
-        return self._keeping.directory / f"game-{played.number:04d}"
+    def _stem(self, result: MatchResult) -> Path:
+        """Path of the files of a match, without a suffix."""
+        assert self._settings.directory is not None
+        return self._settings.directory / f"game-{result.number:04d}"
 
-    def _recorded(self, played: Played, recording: Recorded) -> Played:
-        path = self._path(played)
-        with _written(path):
+    def _write(self, result: MatchResult, recording: MatchRecording) -> MatchResult:
+        path = self._stem(result)
+        with _translate_os_errors(path):
             file = recording.write(path)
-        return played if file is None else replace(played, recording=str(file))
+        return result if file is None else replace(result, recording=str(file))
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
+def _translate_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except NotADirectoryError as error:
-        raise UsageError(f"{path} cannot be made: a part of it is a file.", "Name another directory.") from error
+        raise UsageError(f"{path} cannot be created: a part of it is a file.", "Name another directory.") from error
     except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}.", "Is there room, and may we write there?") from error
+        raise StoreError(f"{path} cannot be written: {error.strerror}.", "Check free space and write permission.") from error

@@ -1,7 +1,6 @@
-"""Matches of an environment whose agents stand in two camps (PettingZoo), in this process: many at once, each policy asked for all
-its agents together.
+"""Stage for matches of a PettingZoo environment with two camps of agents, in this process: many at once, one batch per policy and step.
 
-A place whose match is over takes the next one. Every match has random numbers of its own. Whose agents earn more has won.
+A slot whose match is over starts the next one. Each match has its own random streams. The camp with the higher mean return wins.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 import resource
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -29,35 +28,34 @@ from ludus.envs.pettingzoo import AgentSpaces, MatchStep, MultiAgentMatch, make_
 from ludus.envs.video_writer import FrameProgress, VideoWriter
 from ludus.envs.wrappers import WrapperList
 from ludus.errors import EnvironmentFault, UsageError
-from ludus.experiments.evaluation.rollout_file import Ledger, Part, StepLog
+from ludus.experiments.evaluation.rollout_file import AgentStepWriter, EpisodeSteps, RolloutFile
 from ludus.experiments.evaluation.video import check_rgb, frame_rate
 from ludus.experiments.model_choice import agents_of
 from ludus.io.atomic_file import path_for_replace
 from ludus.sampling.episode_runner import episode_step_limit
 from ludus.sampling.multi_agent import EnvCopies, Step, step_of
-from ludus.tournament.contestants import Contestant, Trained
-from ludus.tournament.players import Asked, Lost, Mind, mind_of
-from ludus.tournament.result import SIDES, WHO, Hero, Played, Who, who_of, why
-from ludus.tournament.settings import Pairing, Terms, noise_seed, schedule
+from ludus.tournament.contestants import Contestant, TrainedContestant
+from ludus.tournament.players import ActionRequest, MatchPlayer, NoAction, make_player
+from ludus.tournament.result import SIDES, WHO, HeroStats, MatchResult, Who, contestant_in_camp, failure_text
+from ludus.tournament.settings import BattleSettings, Pairing, noise_seed, schedule
+from ludus.tournament.stage import MatchEnd, OnMatchEnd
 
 log = logging.getLogger(__name__)
 
-AT_ONCE: Final = 16
-_TRIES: Final = 5
-_ROUNDING: Final = 1e-9
-"""Of sums that are equal."""
-_SEVERAL: Final = 10
-"""Matches of which one may say how many are alike."""
-_NUMBERED = re.compile(r"[_\- ]*[0-9]+$")
+MAX_PARALLEL: Final = 16
+_RECREATE_ATTEMPTS: Final = 5
+_RETURN_TOLERANCE: Final = 1e-9
+_MIN_FOR_REPEAT_NOTE: Final = 10
+"""Fewest matches after which a note about repeated courses is worthwhile."""
+_NUMBER_SUFFIX = re.compile(r"[_\- ]*[0-9]+$")
 
 Camps = tuple[tuple[str, ...], tuple[str, ...]]
-"""The agents of blue, and of red."""
-Tell = Callable[[Played, "MatchRecording | None"], None]
+"""The agents of blue and of red."""
 
 
 @dataclass(frozen=True)
-class World:
-    """An environment, as somebody was trained in it."""
+class BattleEnv:
+    """How to make the environment of a battle."""
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -66,83 +64,87 @@ class World:
     def make(self, render_mode: str | None = None) -> MultiAgentMatch:
         return make_match(self.name, self.config, render_mode, self.wrappers)
 
-    def check_pictures(self) -> None:
-        """Raises UsageError when it has none."""
+    def check_renders(self) -> None:
+        """Raises UsageError if the environment renders no images."""
         match = self.make("rgb_array")
         try:
             match.reset(0)
             check_rgb(match.render(), self.name)
         finally:
-            _closed(match)
+            _close_quietly(match)
 
 
-def world_of(pair: Sequence[Contestant], name: str | None, options: Mapping[str, Any]) -> tuple[World | None, list[str]]:
-    """The environment that is played: the one that is named, else that of whoever was trained with several agents; and what is to be
-    said about it. None: neither. `options` go before what the training had."""
-    known = [one for one in pair if isinstance(one, Trained) and agents_of(one.settings)]
+def choose_env(pair: Sequence[Contestant], name: str | None, options: Mapping[str, Any]) -> tuple[BattleEnv | None, list[str]]:
+    """The environment to play, and notes: the named one, else that of the first contestant trained with several agents, else None.
+
+    It is made as in that contestant's training; `options` override its env_config.
+    """
+    known = [one for one in pair if isinstance(one, TrainedContestant) and agents_of(one.settings)]
     if not known and name is None:
         return None, []
     chosen = name or known[0].env
     first = next((one for one in known if one.env == chosen), None)
     notes = [f"{one.label} was trained in {one.env}" for one in known if one.env != chosen]
-    settings = _made_with(first)
-    others = [one for one in known if one.env == chosen and _made_with(one) != settings]
-    notes += [f"{one.label} was trained in {chosen} with other settings than those that hold here" for one in others]
+    settings = _env_settings(first)
+    others = [one for one in known if one.env == chosen and _env_settings(one) != settings]
+    notes += [f"{one.label} was trained in {chosen} with other settings than in this battle" for one in others]
     config, wrappers = settings
-    return World(chosen, {**config, **options}, wrappers), notes
+    return BattleEnv(chosen, {**config, **options}, wrappers), notes
 
 
-def _made_with(one: Trained | None) -> tuple[dict[str, Any], WrapperList]:
-    """env_config and wrappers of its training."""
+def _env_settings(one: TrainedContestant | None) -> tuple[dict[str, Any], WrapperList]:
+    """env_config and wrappers of a contestant's training."""
     settings: Mapping[str, Any] = {} if one is None else one.settings
     return dict(settings.get("env_config") or {}), settings.get("wrappers") or ()
 
 
-def _closed(match: MultiAgentMatch) -> None:
-    with contextlib.suppress(Exception):  # one that is broken may not even close
+def _close_quietly(match: MultiAgentMatch) -> None:
+    with contextlib.suppress(Exception):  # user code; a broken environment may also fail to close
         match.close()
 
 
-def camps_of(agents: Sequence[str], said: str | None, env: str) -> Camps:
-    """`said`: names or patterns of blue's agents, a slash, those of red's. Else: two agents, or two kinds that are numbered.
+def split_camps(agents: Sequence[str], patterns: str | None, env: str) -> Camps:
+    """Assign agents to camps by `patterns` ("red_*/blue_*"), else as two agents or as two kinds of numbered agents.
 
     Raises UsageError.
     """
-    hint = "Say who plays with whom: --camps 'red_*/blue_*'."
-    if said is None:
+    hint = "Name the agents of both camps: --camps 'red_*/blue_*'."
+    if patterns is None:
         kinds: dict[str, list[str]] = {}
         for agent in agents:
-            kinds.setdefault(agent if len(agents) == 2 else _NUMBERED.sub("", agent), []).append(agent)
+            kinds.setdefault(agent if len(agents) == 2 else _NUMBER_SUFFIX.sub("", agent), []).append(agent)
         if len(kinds) != 2:
             raise UsageError(f"The agents of {env} are {', '.join(agents)}: which are the two camps?", hint)
         first, second = kinds.values()
         return tuple(first), tuple(second)
-    parts = [[part.strip() for part in camp.split(",")] for camp in said.split("/")]
+    parts = [[part.strip() for part in camp.split(",")] for camp in patterns.split("/")]
     if len(parts) != 2:
-        raise UsageError(f"The camps are {said!r}.", "Agents of blue, a slash, agents of red: 'red_*/blue_*'.")
-    found = [tuple(a for a in agents if any(fnmatch.fnmatchcase(a, part) for part in camp)) for camp in parts]
+        raise UsageError(
+            f"--camps {patterns!r} does not have two parts.", "Write agents of blue, a slash, agents of red: 'red_*/blue_*'."
+        )
+    camps = [tuple(a for a in agents if any(fnmatch.fnmatchcase(a, part) for part in camp)) for camp in parts]
     for agent in agents:
-        number = sum(agent in camp for camp in found)
+        number = sum(agent in camp for camp in camps)
         if number != 1:
             wrong = "in both camps" if number else "in no camp"
-            raise UsageError(f"{agent!r} of {env} is {wrong} of {said!r}; its agents are {', '.join(agents)}.", hint)
-    if not all(found):
-        raise UsageError(f"A camp of {said!r} is empty.", hint)
-    return found[0], found[1]
+            raise UsageError(f"{agent!r} of {env} is {wrong} of {patterns!r}; its agents are {', '.join(agents)}.", hint)
+    if not all(camps):
+        raise UsageError(f"A camp of {patterns!r} is empty.", hint)
+    return camps[0], camps[1]
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+# -- recordings -------------------------------------------------------------------------------------------------------
 
 
-class _Course:
-    """What happened in a match, as a number that no other course has."""
+class _TraceHash:
+    """A hash of all observations, actions and rewards of a match; equal for matches that took the same course."""
 
     def __init__(self, a_camp: int) -> None:
         self._hash = hashlib.blake2b(str(a_camp).encode(), digest_size=16)
 
-    def follow(self, step: Step) -> None:
-        for told in (step.observations, step.actions, step.rewards):
-            for agent, value in told.items():
+    def update(self, step: Step) -> None:
+        for values in (step.observations, step.actions, step.rewards):
+            for agent, value in values.items():
                 self._hash.update(agent.encode())
                 for _, part in leaves(value):
                     self._hash.update(np.asarray(part).tobytes())
@@ -151,330 +153,333 @@ class _Course:
         return self._hash.digest()
 
 
-def _seen(moved: MatchStep) -> dict[str, Tree]:
-    return {turn.agent: turn.observation for turn in moved.turns}
+def _observations(after_step: MatchStep) -> dict[str, Tree]:
+    return {turn.agent: turn.observation for turn in after_step.turns}
 
 
 @dataclass(frozen=True)
-class MatchRecording:
-    """All steps of a match, on disk; and its actions, to play it again for a film."""
+class EnvMatchRecording:
+    """The steps of a match, on disk, and its actions, from which a video is rendered by playing the match again."""
 
-    world: World
+    env: BattleEnv
     steps: Path
     seed: int
     actions: Sequence[Mapping[str, Any]]
     a_camp: int
-    course: bytes
+    trace: bytes
     notes: list[str]
 
     def write(self, path: Path) -> Path:
         path = path.with_suffix(".npz")
-        with StepLog(path, save_info=False) as steps:
+        with RolloutFile(path, save_info=False) as steps:
             steps.extend(self.steps)
             steps.write()
         return path
 
-    def film(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
-        """Raises UsageError when the environment has no pictures."""
+    def write_video(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
+        """Raises UsageError if the environment renders no images."""
         path = path.with_suffix(".mp4")
-        match = self.world.make("rgb_array")
+        match = self.env.make("rgb_array")
         rate = frame_rate(match.metadata) * (1.0 if speed is None else speed)
         try:
             with path_for_replace(path) as temporary, VideoWriter(temporary, rate) as writer:
-                course, moved = _Course(self.a_camp), match.reset(self.seed)
-                writer.add(check_rgb(match.render(), self.world.name))
+                trace, after_step = _TraceHash(self.a_camp), match.reset(self.seed)
+                writer.add(check_rgb(match.render(), self.env.name))
                 for number, actions in enumerate(self.actions):
-                    if moved.over or {turn.agent for turn in moved.turns} != set(actions):
+                    if after_step.over or {turn.agent for turn in after_step.turns} != set(actions):
                         break
                     after = match.step(actions)
-                    course.follow(step_of(number, _seen(moved), actions, after))
-                    moved = after
-                    writer.add(check_rgb(match.render(), self.world.name))
+                    trace.update(step_of(number, _observations(after_step), actions, after))
+                    after_step = after
+                    writer.add(check_rgb(match.render(), self.env.name))
                     if progress is not None:
                         progress(writer.frames, len(self.actions) + 1)
-            if course.digest() != self.course:
+            if trace.digest() != self.trace:
                 self.notes.append(
-                    f"{path.name} shows another course than the match: {self.world.name} does not go the same way twice with the same seed"
+                    f"{path.name} shows another course than the match: {self.env.name} is not reproducible with the same seed"
                 )
         finally:
-            _closed(match)
+            _close_quietly(match)
         return path
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         shutil.rmtree(self.steps, ignore_errors=True)
 
 
 # -- the matches ------------------------------------------------------------------------------------------------------
 
 
-class _Table:
-    """A place where one match is played after the other."""
+class _LiveMatch:
+    """A slot that plays one match after the other, and the state of its current match."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pairing: Pairing | None = None
-        self.moved = MatchStep(over=True)
-        self.earned: dict[str, float] = {}
+        self.last_step = MatchStep(over=True)
+        self.returns: dict[str, float] = {}
         self.decisions: dict[str, int] = {}
         self.actions: list[Mapping[str, Any]] = []
-        self.course = _Course(0)
+        self.trace = _TraceHash(0)
         self.acted: set[str] = set()
-        self.given = 0
-        """Rewards of agents who left without having acted: they are theirs, in all matches so far."""
+        self.unacted_rewards = 0
+        """Rewards of agents that left without having acted, in all matches of this slot. They count for the agent."""
         self.steps = 0
-        self.paper = contextlib.ExitStack()
-        self.ledger: Ledger | None = None
-        self.written: Path | None = None
+        self.open_files = contextlib.ExitStack()
+        self.ledger: AgentStepWriter | None = None
+        self.steps_dir: Path | None = None
 
-    def begin(self, pairing: Pairing, agents: Sequence[str], aside: Path | None) -> None:
+    def begin(self, pairing: Pairing, agents: Sequence[str], scratch_dir: Path | None) -> None:
         self.pairing, self.steps, self.actions = pairing, 0, []
         self.acted.clear()
-        self.course = _Course(pairing.a_camp)
-        self.earned, self.decisions = dict.fromkeys(agents, 0.0), dict.fromkeys(agents, 0)
-        if aside is not None:
-            self.written = aside / str(pairing.number)
-            self.ledger = Ledger(self.paper.enter_context(Part(self.written, save_info=False)), pairing.number, agents)
+        self.trace = _TraceHash(pairing.a_camp)
+        self.returns, self.decisions = dict.fromkeys(agents, 0.0), dict.fromkeys(agents, 0)
+        if scratch_dir is not None:
+            self.steps_dir = scratch_dir / str(pairing.number)
+            self.ledger = AgentStepWriter(
+                self.open_files.enter_context(EpisodeSteps(self.steps_dir, save_info=False)), pairing.number, agents
+            )
 
-    def note(self, actions: Mapping[str, Any], moved: MatchStep) -> None:
-        step = step_of(self.steps, _seen(self.moved), actions, moved)
-        self.course.follow(step)
+    def note(self, actions: Mapping[str, Any], after_step: MatchStep) -> None:
+        step = step_of(self.steps, _observations(self.last_step), actions, after_step)
+        self.trace.update(step)
         for agent, reward in step.rewards.items():
-            self.earned[agent] += reward
+            self.returns[agent] += reward
         for agent in actions:
             self.decisions[agent] += 1
         self.acted.update(actions)
-        for left in moved.departures:
-            self.given += left.agent not in self.acted and left.reward != 0
+        for left in after_step.departures:
+            self.unacted_rewards += left.agent not in self.acted and left.reward != 0
             self.acted.discard(left.agent)
         if self.ledger is not None:
-            self.ledger.note(step)
+            self.ledger.add(step)
             self.actions.append(actions)
-        self.moved, self.steps = moved, self.steps + 1
+        self.last_step, self.steps = after_step, self.steps + 1
 
-    def put_away(self) -> None:
-        """What was written of the match is complete."""
+    def close_files(self) -> None:
+        """Complete the files of the match and free the slot."""
         if self.ledger is not None:
             self.ledger.close()
-        self.paper.close()
+        self.open_files.close()
         self.pairing, self.ledger = None, None
 
 
-class MatchStage:
-    """Plays two contestants against each other in an environment; a context manager."""
+class EnvStage:
+    """Plays matches of two contestants in a multi-agent environment."""
 
     def __init__(
         self,
         pair: tuple[Contestant, Contestant],
-        world: World,
-        terms: Terms,
+        env: BattleEnv,
+        settings: BattleSettings,
         *,
         camps: str | None = None,
-        aside: Path | None = None,
-        at_once: int = AT_ONCE,
+        scratch_dir: Path | None = None,
+        max_parallel: int = MAX_PARALLEL,
     ) -> None:
-        """`aside`: where steps of the matches are written; None: nowhere. Raises UsageError, IncompatibleCheckpoint, Unreachable."""
-        _refuse(terms)
-        self._world, self._aside = world, aside
-        self._limit = episode_step_limit(world.name)
+        """`scratch_dir`: receives the steps of the matches; None: no recording. Raises UsageError, IncompatibleCheckpoint, Unreachable."""
+        _refuse_arena_options(settings)
+        self._env, self._scratch_dir = env, scratch_dir
+        self._step_limit = episode_step_limit(env.name)
         self.notes: list[str] = []
         self._stack = contextlib.ExitStack()
-        self._queue = schedule(terms, 0)
+        self.pairings = schedule(settings, 0)
         try:
-            self._copies = EnvCopies(world.make, 1, forgiving=True)
+            self._copies = EnvCopies(env.make, 1, forgiving=True)
             self._stack.callback(self._close_copies)
             agents = self._copies[0].agents
-            places = _places(min(at_once, terms.games), agents, writes=aside is not None)
-            self._copies.extend(world.make() for _ in range(places - 1))
-            self.camps = camps_of(list(agents), camps, world.name)
-            self._minds: dict[Who, Mind] = {}
+            slots = _parallel_matches(min(max_parallel, settings.games), agents, writes=scratch_dir is not None)
+            self._copies.extend(env.make() for _ in range(slots - 1))
+            self.camps = split_camps(list(agents), camps, env.name)
+            self._players: dict[Who, MatchPlayer] = {}
             for who, one in zip(WHO, pair, strict=True):
-                sides = {camp for camp in (0, 1) for pairing in self._queue if who_of(camp, pairing.a_camp) == who}
+                sides = {camp for camp in (0, 1) for pairing in self.pairings if contestant_in_camp(camp, pairing.a_camp) == who}
                 own = {agent: agents[agent] for side in sorted(sides) for agent in self.camps[side]}
-                mind = mind_of(one, own, world.name, places, terms.deterministic)
-                self._stack.callback(mind.close)
-                self._minds[who] = mind
+                player = make_player(one, own, env.name, slots, settings.deterministic)
+                self._stack.callback(player.close)
+                self._players[who] = player
         except BaseException:
             self._stack.close()
             raise
         self._agents = list(agents)
-        self._courses: Counter[bytes] = Counter()
-        self._late, self._broken = 0, ""
+        self._traces: Counter[bytes] = Counter()
+        self._late_rewards, self._last_fault = 0, ""
         self._camp = {agent: camp for camp, members in enumerate(self.camps) for agent in members}
-        self._tables = [_Table(number) for number in range(places)]
+        self._matches = [_LiveMatch(number) for number in range(slots)]
 
-    def __enter__(self) -> MatchStage:
+    def __enter__(self) -> EnvStage:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
     @property
-    def about(self) -> dict[str, object]:
+    def description(self) -> dict[str, object]:
         camps = {side: list(members) for side, members in zip(SIDES, self.camps, strict=True)}
-        return {"game": self._world.name, "options": dict(self._world.config), "camps": camps, "where": "this process"}
+        return {"game": self._env.name, "options": dict(self._env.config), "camps": camps, "where": "this process"}
 
-    def play(self, tell: Tell) -> None:
-        """All of them; `tell` is told of each as it ends."""
-        waiting = iter(self._queue)
+    def play(self, pairings: Sequence[Pairing], on_end: OnMatchEnd) -> None:
+        waiting = iter(pairings)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # batches are small: threads would only wait for each other
         try:
-            for table in self._tables:
-                self._begin(table, waiting, tell)
-            while live := [table for table in self._tables if table.pairing is not None]:
-                actions = self._decided(live)
-                for table in live:
-                    self._advance(table, actions[table.number], waiting, tell)
+            for match in self._matches:
+                self._begin(match, waiting, on_end)
+            while live := [match for match in self._matches if match.pairing is not None]:
+                actions = self._choose_actions(live)
+                for match in live:
+                    self._advance(match, actions[match.number], waiting, on_end)
         finally:
             torch.set_num_threads(threads)
-            for table in self._tables:
-                table.paper.close()
-        for pairing in waiting:  # nobody is left to play them
-            tell(Played(pairing.number, pairing.a_camp, pairing.seed, failed=self._broken), None)
-        self._conclude()
+            for match in self._matches:
+                match.open_files.close()
+        for pairing in waiting:  # no environment is left to play them
+            on_end(MatchEnd(MatchResult(pairing.number, pairing.a_camp, pairing.seed, failed=self._last_fault)))
+        self._add_notes()
 
-    def _conclude(self) -> None:
-        """What one should know before believing the numbers."""
-        played, different = self._courses.total(), len(self._courses)
-        if played >= _SEVERAL and different <= played / 2:
+    def _add_notes(self) -> None:
+        played, different = self._traces.total(), len(self._traces)
+        if played >= _MIN_FOR_REPEAT_NOTE and different <= played / 2:
             self.notes.append(
-                f"of {played} matches only {different} went different ways, so the interval says too little: where nothing is left to "
-                "chance, --explore draws the actions"
+                f"only {different} of {played} matches took different courses, so the interval is too narrow: --explore samples the "
+                "actions"
             )
-        late = self._late + sum(match.late_rewards for match in self._copies) - sum(table.given for table in self._tables)
+        late = (
+            self._late_rewards
+            + sum(match.late_rewards for match in self._copies)
+            - sum(match.unacted_rewards for match in self._matches)
+        )
         if late > 0:
-            self.notes.append(f"{late} rewards came to agents who had left or had not come yet; they are counted for nobody")
+            self.notes.append(f"{late} rewards came to agents that had left or not yet joined; they are not counted")
 
-    def _renewed(self, table: _Table) -> bool:
-        """Whether its environment could be made anew."""
-        late = self._copies[table.number].late_rewards
-        for _ in range(_TRIES):
+    def _recreate_env(self, match: _LiveMatch) -> bool:
+        """Replace the environment of a slot after a fault. False: it cannot be made, and the slot plays no further match."""
+        late = self._copies[match.number].late_rewards
+        for _ in range(_RECREATE_ATTEMPTS):
             try:
-                self._copies.recreate(table.number)
+                self._copies.recreate(match.number)
             except EnvironmentFault as fault:
-                self._broken = why(fault)
+                self._last_fault = failure_text(fault)
             else:
-                self._late += late
+                self._late_rewards += late
                 return True
-        log.warning("One of the environments cannot be made anew, and plays no further match: %s", self._broken)
+        log.warning("An environment could not be recreated; its slot plays no further match: %s", self._last_fault)
         return False
 
     def _close_copies(self) -> None:
         for match in self._copies:
-            _closed(match)
+            _close_quietly(match)
 
-    def _begin(self, table: _Table, waiting: Iterator[Pairing], tell: Tell) -> None:
+    def _begin(self, match: _LiveMatch, waiting: Iterator[Pairing], on_end: OnMatchEnd) -> None:
         for pairing in waiting:
-            table.begin(pairing, self._agents, self._aside)
+            match.begin(pairing, self._agents, self._scratch_dir)
             try:
-                table.moved = self._copies[table.number].reset(pairing.seed)
+                match.last_step = self._copies[match.number].reset(pairing.seed)
             except EnvironmentFault as fault:
-                self._fail(table, why(fault), tell)
-                if not self._renewed(table):
+                self._fail(match, failure_text(fault), on_end)
+                if not self._recreate_env(match):
                     return
                 continue
-            if not table.moved.over:
-                for who, mind in self._minds.items():
-                    mind.begin(table.number, noise_seed(pairing.seed, WHO.index(who)))
+            if not match.last_step.over:
+                for who, player in self._players.items():
+                    player.begin(match.number, noise_seed(pairing.seed, WHO.index(who)))
                 return
-            self._fail(table, f"{self._world.name} is over before anybody has acted", tell)
+            self._fail(match, f"{self._env.name} is over before any agent has acted", on_end)
 
-    def _decided(self, live: Sequence[_Table]) -> dict[int, dict[str, Any]]:
-        asked: dict[Who, list[Asked]] = {"a": [], "b": []}
-        for table in live:
-            for turn in table.moved.turns:
-                asked[self._who(table, turn.agent)].append(
-                    Asked(table.number, turn.agent, turn.observation, turn.mask, turn.reward)
+    def _choose_actions(self, live: Sequence[_LiveMatch]) -> dict[int, dict[str, Any]]:
+        requests: dict[Who, list[ActionRequest]] = {"a": [], "b": []}
+        for match in live:
+            for turn in match.last_step.turns:
+                requests[self._who(match, turn.agent)].append(
+                    ActionRequest(match.number, turn.agent, turn.observation, turn.mask, turn.reward)
                 )
-        actions: dict[int, dict[str, Any]] = {table.number: {} for table in live}
-        for who, rows in asked.items():
-            for one, action in zip(rows, self._minds[who].act(rows) if rows else (), strict=True):
-                actions[one.match][one.agent] = action
+        actions: dict[int, dict[str, Any]] = {match.number: {} for match in live}
+        for who, rows in requests.items():
+            for request, action in zip(rows, self._players[who].act(rows) if rows else (), strict=True):
+                actions[request.match][request.agent] = action
         return actions
 
-    def _advance(self, table: _Table, actions: Mapping[str, Any], waiting: Iterator[Pairing], tell: Tell) -> None:
-        if lost := next((action for action in actions.values() if isinstance(action, Lost)), None):
-            self._fail(table, lost.why, tell)
+    def _advance(self, match: _LiveMatch, actions: Mapping[str, Any], waiting: Iterator[Pairing], on_end: OnMatchEnd) -> None:
+        if no_action := next((action for action in actions.values() if isinstance(action, NoAction)), None):
+            self._fail(match, no_action.reason, on_end)
         else:
             try:
-                table.note(actions, self._copies[table.number].step(actions))
+                match.note(actions, self._copies[match.number].step(actions))
             except EnvironmentFault as fault:
-                self._fail(table, why(fault), tell)
-                if not self._renewed(table):
+                self._fail(match, failure_text(fault), on_end)
+                if not self._recreate_env(match):
                     return
             else:
-                for left in table.moved.departures:
-                    self._minds[self._who(table, left.agent)].leave(table.number, left)
-                if not table.moved.over and table.steps < self._limit:
+                for left in match.last_step.departures:
+                    self._players[self._who(match, left.agent)].leave(match.number, left)
+                if not match.last_step.over and match.steps < self._step_limit:
                     return
-                self._end(table, tell)
-        self._begin(table, waiting, tell)
+                self._end(match, on_end)
+        self._begin(match, waiting, on_end)
 
-    def _who(self, table: _Table, agent: str) -> Who:
-        assert table.pairing is not None
-        return who_of(self._camp[agent], table.pairing.a_camp)
+    def _who(self, match: _LiveMatch, agent: str) -> Who:
+        assert match.pairing is not None
+        return contestant_in_camp(self._camp[agent], match.pairing.a_camp)
 
-    def _over(self, table: _Table) -> Pairing:
-        assert table.pairing is not None
-        pairing = table.pairing
-        table.put_away()
-        for mind in self._minds.values():
-            mind.end(table.number)
+    def _release_slot(self, match: _LiveMatch) -> Pairing:
+        assert match.pairing is not None
+        pairing = match.pairing
+        match.close_files()
+        for player in self._players.values():
+            player.end(match.number)
         return pairing
 
-    def _fail(self, table: _Table, why: str, tell: Tell) -> None:
-        pairing = self._over(table)
-        if table.written is not None:
-            shutil.rmtree(table.written, ignore_errors=True)
-        tell(Played(pairing.number, pairing.a_camp, pairing.seed, failed=why), None)
+    def _fail(self, match: _LiveMatch, reason: str, on_end: OnMatchEnd) -> None:
+        pairing = self._release_slot(match)
+        if match.steps_dir is not None:
+            shutil.rmtree(match.steps_dir, ignore_errors=True)
+        on_end(MatchEnd(MatchResult(pairing.number, pairing.a_camp, pairing.seed, failed=reason)))
 
-    def _end(self, table: _Table, tell: Tell) -> None:
-        cut = not table.moved.over
-        self._courses[table.course.digest()] += 1
-        pairing = self._over(table)
-        earned = [float(np.mean([table.earned[agent] for agent in camp])) for camp in self.camps]
-        equal = math.isclose(*earned, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
-        winner = None if cut or equal else who_of(int(earned[1] > earned[0]), pairing.a_camp)
+    def _end(self, match: _LiveMatch, on_end: OnMatchEnd) -> None:
+        truncated = not match.last_step.over
+        self._traces[match.trace.digest()] += 1
+        pairing = self._release_slot(match)
+        returns = [float(np.mean([match.returns[agent] for agent in camp])) for camp in self.camps]
+        equal = math.isclose(*returns, rel_tol=_RETURN_TOLERANCE, abs_tol=_RETURN_TOLERANCE)
+        winner = None if truncated or equal else contestant_in_camp(int(returns[1] > returns[0]), pairing.a_camp)
         heroes = tuple(
-            Hero(
-                who_of(self._camp[agent], pairing.a_camp),
+            HeroStats(
+                contestant_in_camp(self._camp[agent], pairing.a_camp),
                 agent,
-                {"return": table.earned[agent], "decisions": float(table.decisions[agent])},
+                {"return": match.returns[agent], "decisions": float(match.decisions[agent])},
             )
             for agent in self._agents
         )
-        played = Played(
+        result = MatchResult(
             pairing.number,
             pairing.a_camp,
             pairing.seed,
             winner=winner,
-            reason=f"not over after {table.steps} steps" if cut else "earned more" if winner else "earned the same",
-            ticks=table.steps,
+            reason=f"not over after {match.steps} steps" if truncated else "earned more" if winner else "earned the same",
+            ticks=match.steps,
             heroes=heroes,
-            lopsided=0.0 if equal else abs(earned[0] - earned[1]),
+            lopsided=0.0 if equal else abs(returns[0] - returns[1]),
         )
         recording = None
-        if table.written is not None and table.steps:
-            recording = MatchRecording(
-                self._world, table.written, pairing.seed, table.actions, pairing.a_camp, table.course.digest(), self.notes
+        if match.steps_dir is not None and match.steps:
+            recording = EnvMatchRecording(
+                self._env, match.steps_dir, pairing.seed, match.actions, pairing.a_camp, match.trace.digest(), self.notes
             )
-        tell(played, recording)
+        on_end(MatchEnd(result, recording))
 
 
-def _places(wanted: int, agents: Mapping[str, AgentSpaces], *, writes: bool) -> int:
-    """Matches at once. Each column of what is written is an open file, and there may be only so many."""
+def _parallel_matches(wanted: int, agents: Mapping[str, AgentSpaces], *, writes: bool) -> int:
+    """Number of slots. Each column of a recording is an open file, which RLIMIT_NOFILE bounds."""
     if not writes:
         return wanted
-    seen = sum(1 for known in agents.values() for _ in leaves(spaces.array_spec(known.observation)))
-    done = sum(1 for known in agents.values() for _ in leaves(spaces.array_spec(known.action, "action")))
-    columns = 2 * seen + done + len(agents) + 8  # what was seen last has its own, and so has its number
-    room, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(wanted, room // 2 // columns))
+    observed = sum(1 for known in agents.values() for _ in leaves(spaces.array_spec(known.observation)))
+    acted = sum(1 for known in agents.values() for _ in leaves(spaces.array_spec(known.action, "action")))
+    columns = 2 * observed + acted + len(agents) + 8  # final observations and their index have their own columns
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(wanted, soft_limit // 2 // columns))
 
 
-def _refuse(terms: Terms) -> None:
-    """What only the Arena has."""
-    given = {"--mode": terms.mode, "--lineup": terms.lineups, "--every": terms.every, "--seconds": terms.seconds}
+def _refuse_arena_options(settings: BattleSettings) -> None:
+    given = {"--mode": settings.mode, "--lineup": settings.lineups, "--every": settings.every, "--seconds": settings.seconds}
     for name, value in given.items():
         if value is not None:
             raise UsageError(f"{name} is for the Arena.", "Leave it out; options of an environment are -o KEY=VALUE.")

@@ -1,6 +1,6 @@
-"""Matches that a gamecore server starts, of any game with two camps; contestants are reached over HTTP.
+"""Stage for matches of any two-camp game that a gamecore server starts; the games reach the contestants over HTTP.
 
-Policies of ours are served by a gateway in a thread of this process, one for each, for as long as the battle lasts.
+For each local policy, a gateway runs on a background thread of this process until the battle ends.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -36,36 +35,46 @@ from ludus.process.host import usable_cores
 from ludus.protocol.client import Client
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
 from ludus.serving.worker import FixedPolicySource
-from ludus.tournament.contestants import ONLY_SEAT, RULE, Contestant, Script, Served, Trained
-from ludus.tournament.result import SHORT, Hero, Played, Recorded, lopsided, who_of, why
-from ludus.tournament.settings import Pairing, Terms, schedule
+from ludus.tournament.contestants import ONLY_SEAT, RULE, Contestant, ScriptedContestant, ServedContestant, TrainedContestant
+from ludus.tournament.result import (
+    MAX_REASON_CHARS,
+    HeroStats,
+    MatchRecording,
+    MatchResult,
+    contestant_in_camp,
+    failure_text,
+    lopsidedness,
+)
+from ludus.tournament.settings import BattleSettings, Pairing, schedule
+from ludus.tournament.stage import MatchEnd, OnMatchEnd
 
 ARENA: Final = "arena"
-HERE: Final = "127.0.0.1"
-_REACH_S: Final = 5.0
-_LATER: Final = frozenset({408, 429, 503})
-"""What a server answers that is full, or has been asked too often."""
-_FULL_S: Final = 60.0
-_PAUSE_S: Final = 0.5
-_LOOP_S: Final = 30.0
-_FIRST: Final = "hero_0"
-"""The seat of the first hero, where the Arena begins a session for a whole camp."""
-_LARGEST: Final = 1e100
-_ENDING: Final = 16
-"""Characters of a file's ending."""
-_UNCOUNTED: Final = frozenset({"camp", "hero_id", "asked"})
-"""Numbers of a hero that say nothing about its deeds."""
+LOOPBACK: Final = "127.0.0.1"
+_CONNECT_TIMEOUT_S: Final = 5.0
+_BUSY_STATUSES: Final = frozenset({408, 429, 503})
+"""HTTP statuses of a server that is full or limits the request rate."""
+_BUSY_TIMEOUT_S: Final = 60.0
+_BUSY_RETRY_S: Final = 0.5
+_LOOP_TIMEOUT_S: Final = 30.0
+_FIRST_SEAT: Final = "hero_0"
+"""Seat of the first hero if the Arena has one session per camp."""
+_MAX_NUMBER: Final = 1e100
+_MAX_SUFFIX_CHARS: Final = 16
+_NOT_STATS: Final = frozenset({"camp", "hero_id", "asked"})
+"""Numbers in a hero's entry that are not statistics."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
-    """`server`: host:port or URL of a gamecore server; None: a private one, if one is needed. `advertise`: by what name or address its
-    games reach this machine; else LUDUS_ADVERTISE, else the one that it has towards the server. `parallel`: matches at once; 0: as many as there are cores here, in this process 64 or 16. `options`: of the game.
+class GameLocation:
+    """The game of a battle and where it runs.
 
-    `env`: an environment with several agents instead of a server's game; None: that of whoever was trained in one. `camps`: who
-    plays with whom in it, "red_*/blue_*"."""
+    `server`: host:port or URL of a gamecore server; None: a private one, if one is needed. `advertise`: host under which its games reach
+    this process; None: LUDUS_ADVERTISE, else the local address of the route to the server. `parallel`: concurrent matches; 0: one per
+    core, or 64 (Arena) and 16 (environments) in this process. `options`: of the game. `env`: a multi-agent environment instead of a
+    game; None: that of a contestant's training. `camps`: its agents, "red_*/blue_*".
+    """
 
     server: str | None = None
     game: str | None = None
@@ -74,7 +83,7 @@ class Place:
     options: Mapping[str, Any] = field(default_factory=dict)
     parallel: int = 0
     limit_s: float | None = None
-    """Of the clock, for each match; None: as long as the server allows."""
+    """Wall-clock limit of a match; None: that of the server."""
     env: str | None = None
     camps: str | None = None
 
@@ -83,51 +92,49 @@ class Place:
             raise UsageError("An environment is played in this process.", "Leave out --env, or --server and --game.")
 
     @property
-    def asked(self) -> bool:
-        """Only a server can do it."""
+    def needs_server(self) -> bool:
+        """Whether only a gamecore server can play this."""
         return self.server is not None or self.game not in (None, ARENA) or bool(self.options)
 
 
 @dataclass(frozen=True)
-class Left:
-    """Files that a game has left of itself."""
+class GameFiles:
+    """Files that a game wrote about a match, downloaded to the scratch directory."""
 
     recording: Path | None
     video: Path | None
-    why: str = ""
-    """There is no video."""
+    no_video_reason: str = ""
 
     def write(self, path: Path) -> Path | None:
-        return None if self.recording is None else _copied(self.recording, path.with_suffix(self.recording.suffix))
+        return None if self.recording is None else _copy_file(self.recording, path.with_suffix(self.recording.suffix))
 
-    def film(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
-        """As the game has made it, whatever `speed` says."""
+    def write_video(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
+        """Copy the game's own video; `speed` has no effect. Raises UsageError if there is none."""
         if self.video is None:
-            raise UsageError(self.why)
-        alike = self.recording is not None and self.recording.suffix == self.video.suffix
-        return _copied(
-            self.video, path.with_name(f"{path.name}-film{self.video.suffix}") if alike else path.with_suffix(self.video.suffix)
-        )
+            raise UsageError(self.no_video_reason)
+        suffix = self.video.suffix
+        same_suffix = self.recording is not None and self.recording.suffix == suffix
+        return _copy_file(self.video, path.with_name(f"{path.name}-film{suffix}") if same_suffix else path.with_suffix(suffix))
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         for file in (self.recording, self.video):
             if file is not None:
                 file.unlink(missing_ok=True)
 
 
-def _copied(file: Path, path: Path) -> Path:
+def _copy_file(file: Path, path: Path) -> Path:
     with path_for_replace(path) as temporary:
         shutil.copyfile(file, temporary)
     return path
 
 
-# -- policies behind an address -----------------------------------------------------------------------------------------
+# -- serving local policies ---------------------------------------------------------------------------------------------
 
 
-class Backstage:
-    """Gateways of this process, on an event loop in a thread of its own."""
+class PolicyServers:
+    """Gateways that serve local policies, on an event loop in a background thread."""
 
-    def __init__(self, host: str = HERE, *, deterministic: bool = True, seed: int = 0) -> None:
+    def __init__(self, host: str = LOOPBACK, *, deterministic: bool = True, seed: int = 0) -> None:
         self.token = secrets.token_urlsafe(24)
         self._host, self._deterministic, self._seed = host, deterministic, seed
         self._loop = asyncio.new_event_loop()
@@ -136,19 +143,19 @@ class Backstage:
         self._thread.start()
 
     def serve(self, seats: Mapping[str, ActingPolicy], version: int) -> int:
-        """The port where it answers."""
+        """Start a gateway; returns its port."""
         listening = listen_on(self._host)
         number = len(self._gateways)
 
         async def start() -> Gateway:
-            made: dict[int, Seat] = {}
+            by_policy: dict[int, Seat] = {}
             for policy in seats.values():
-                deciding = BatchedPolicy(
+                batched = BatchedPolicy(
                     FixedPolicySource(policy, version), seed=self._seed + number, deterministic=self._deterministic
                 )
-                made.setdefault(id(policy), Seat(deciding))
-            told = {seat: made[id(policy)] for seat, policy in seats.items()}
-            gateway = Gateway(lambda: BuiltinActor(told), GatewaySettings(token=self.token))
+                by_policy.setdefault(id(policy), Seat(batched))
+            by_seat = {seat: by_policy[id(policy)] for seat, policy in seats.items()}
+            gateway = Gateway(lambda: BuiltinActor(by_seat), GatewaySettings(token=self.token))
             await gateway.start([listening])
             return gateway
 
@@ -162,39 +169,46 @@ class Backstage:
                 self._run(gateway.close())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_LOOP_S)
+            self._thread.join(_LOOP_TIMEOUT_S)
             self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_LOOP_S)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_LOOP_TIMEOUT_S)
 
 
 # -- the matches ----------------------------------------------------------------------------------------------------------
 
 
-class ServerStage:
-    """Ready when it is entered; leaving it ends what is still played, and the private server if there was one."""
+class GamecoreStage:
+    """Plays matches of two contestants on a gamecore server. Entering it connects, or starts a private server; leaving it stops the
+    running matches and the private server."""
 
     def __init__(
         self,
         contestants: tuple[Contestant, Contestant],
-        terms: Terms,
-        place: Place,
+        settings: BattleSettings,
+        location: GameLocation,
         *,
-        aside: Path | None = None,
-        films: bool = False,
+        scratch_dir: Path | None = None,
+        videos: bool = False,
     ) -> None:
-        """`aside`: where files of the games wait for whoever wants them; None: nobody does. `films`: also what the games have filmed."""
-        self._contestants, self._terms, self._place, self._aside, self._films = contestants, terms, place, aside, films
-        self._kept: dict[int, Recorded] = {}
-        self._unkept: dict[int, str] = {}  # why games have left no recording
+        """`scratch_dir`: receives files of the games; None: no recording. `videos`: download videos too."""
+        self._contestants, self._settings, self._location, self._scratch_dir, self._videos = (
+            contestants,
+            settings,
+            location,
+            scratch_dir,
+            videos,
+        )
+        self._recordings: dict[int, MatchRecording] = {}
+        self._missing_recordings: dict[int, str] = {}  # reasons by match
         self._stack = contextlib.ExitStack()
-        self._gone = threading.Event()
-        self._running: set[str] = set()
+        self._stopping = threading.Event()
+        self._running_ids: set[str] = set()
         self._id = f"battle-{secrets.token_hex(4)}"
         self.notes: list[str] = []
 
-    def __enter__(self) -> ServerStage:
+    def __enter__(self) -> GamecoreStage:
         try:
             self._open()
         except BaseException:
@@ -202,206 +216,210 @@ class ServerStage:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._gone.set()
+    def __exit__(self, *exc: object) -> None:
+        self._stopping.set()
         self._stack.close()
 
     @property
-    def about(self) -> dict[str, object]:
-        where = self._place.server or "a private server"
+    def description(self) -> dict[str, object]:
+        where = self._location.server or "a private server"  # the words of the JSON result
         return {"game": self._game, "mode": self._mode, "where": where, "options": self._options}
 
     def _open(self) -> None:
-        place, terms = self._place, self._terms
-        server = place.server or self._private()
+        location, settings = self._location, self._settings
+        server = location.server or self._start_private_server()
         self._client = self._stack.enter_context(
-            GamecoreClient(server, token_file=place.token_file, max_frame_num=-1 if terms.seconds is None else self._ticks())
+            GamecoreClient(
+                server, token_file=location.token_file, max_frame_num=-1 if settings.seconds is None else self._ticks()
+            )
         )
-        self._game, entry = _entry(self._client, place.game, terms.mode)
-        self._known = entry.get("options") or {}
-        self._size = self._agree_on_size()
-        self._mode = terms.mode or (f"{self._size}v{self._size}" if self._size else None)
-        by_hero = self._sessions()
-        self._options = self._settle(by_hero)
-        self._camps = self._addresses(by_hero)
+        self._game, entry = _find_game(self._client, location.game, settings.mode)
+        self._game_options = entry.get("options") or {}
+        self._size = self._choose_size()
+        self._mode = settings.mode or (f"{self._size}v{self._size}" if self._size else None)
+        per_hero = self._choose_session_kind()
+        self._options = self._match_options(per_hero)
+        self._camp_actors = self._serve_contestants(per_hero)
         self._stack.callback(self._stop_all)
 
-    def _private(self) -> str:
-        if self._place.game not in (None, ARENA):
-            raise UsageError(f"Who starts {self._place.game!r}?", "Name a gamecore server that knows it: --server HOST:PORT.")
+    def _start_private_server(self) -> str:
+        if self._location.game not in (None, ARENA):
+            raise UsageError(
+                f"{self._location.game!r} needs a gamecore server.", "Name one that has the game: --server HOST:PORT."
+            )
         from ludus.gamecore.server.http.app import Settings, running
 
-        home = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ludus-battle-")))
-        settings = Settings(port=0, state_dir=home, max_games=max(1, self._parallel()))
+        state_dir = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ludus-battle-")))
+        settings = Settings(port=0, state_dir=state_dir, max_games=max(1, self._max_parallel()))
         return self._stack.enter_context(running(settings)).url
 
-    def _parallel(self) -> int:
-        return self._place.parallel or usable_cores()
+    def _max_parallel(self) -> int:
+        return self._location.parallel or usable_cores()
 
     def _ticks(self) -> int:
         from ludus.games.arena.engine.layout import TICKS_PER_SECOND
 
-        return (self._terms.seconds or 0) * TICKS_PER_SECOND
+        return (self._settings.seconds or 0) * TICKS_PER_SECOND
 
-    # -- what is agreed
+    # -- settings of the matches
 
     @property
     def _is_arena(self) -> bool:
         return self._game == ARENA
 
-    def _agree_on_size(self) -> int:
+    def _choose_size(self) -> int:
         if not self._is_arena:
             return 0
-        from ludus.tournament.arena_matches import check, every_for, size_for
+        from ludus.tournament.arena_matches import check_contestant, decision_interval, team_size
 
-        size = size_for(self._terms, self._contestants)
+        size = team_size(self._settings, self._contestants)
         for one in self._contestants:
-            if one != Script(""):  # the game's own choice
-                check(one, size)
-        every, notes = every_for(replace(self._terms, every=self._terms.every or 3), self._contestants)
-        if every != 3 and "every" not in self._known:
-            raise UsageError(f"Decisions every {every} ticks: the game there decides every 3.", "Leave --every out.")
+            if one != ScriptedContestant(""):  # the game's default player
+                check_contestant(one, size)
+        every, notes = decision_interval(replace(self._settings, every=self._settings.every or 3), self._contestants)
+        if every != 3 and "every" not in self._game_options:
+            raise UsageError(f"--every {every}: the game on the server decides every 3 ticks.", "Leave --every out.")
         self.notes += notes
         return size
 
-    def _sessions(self) -> bool:
-        """Whether the Arena begins a session for each hero: those who were trained in environments know no other."""
+    def _choose_session_kind(self) -> bool:
+        """Whether the Arena opens one session per hero; policies that were trained in environments need that."""
         if not self._is_arena:
             return False
-        said = self._place.options.get("sessions")
-        forms = [form for one in self._contestants if (form := self._form(one)) is not None]
-        if said is None and len(set(forms)) > 1:
-            raise UsageError("One contestant plays a whole camp in a session, the other one hero.", "Serve them alike.")
-        return said == "hero" if said is not None else not forms or forms[0]
+        option = self._location.options.get("sessions")
+        wanted = [per_hero for one in self._contestants if (per_hero := self._session_per_hero(one)) is not None]
+        if option is None and len(set(wanted)) > 1:
+            raise UsageError("One contestant plays a whole camp in a session, the other one hero.", "Serve both in the same way.")
+        return option == "hero" if option is not None else not wanted or wanted[0]
 
-    def _form(self, one: Contestant) -> bool | None:
-        """Whether it wants a session for each hero; None: it takes what comes, or nobody knows."""
-        if isinstance(one, Trained):
-            return None if len(set(map(id, one.seats.values()))) == 1 else _FIRST not in one.seats
-        if not isinstance(one, Served):
+    def _session_per_hero(self, one: Contestant) -> bool | None:
+        """Whether a contestant needs one session per hero; None: it takes both, or that is unknown."""
+        if isinstance(one, TrainedContestant):
+            return None if len(set(map(id, one.seats.values()))) == 1 else _FIRST_SEAT not in one.seats
+        if not isinstance(one, ServedContestant):
             return None
         try:
-            with contextlib.closing(Client(one.url, one.token, _REACH_S, 0)) as client:
+            with contextlib.closing(Client(one.url, one.token, _CONNECT_TIMEOUT_S, 0)) as client:
                 return "seats" not in client.spec()
         except Unreachable as error:
-            if self._place.server is None:
+            if self._location.server is None:
                 raise
-            self.notes.append(f"{one.url} cannot be reached from here: {str(error)[:SHORT]}")
+            self.notes.append(f"{one.url} cannot be reached from here: {str(error)[:MAX_REASON_CHARS]}")
             return None
 
-    def _settle(self, by_hero: bool) -> dict[str, Any]:
-        """Options of the game: what makes a battle fair, as far as the game knows it, and what was asked for."""
-        wanted: dict[str, Any] = {"on_lost": "end", "lenient": True, "record": self._aside is not None}
-        wanted |= {"sessions": "hero" if by_hero else "camp"} if self._is_arena else {}
-        rules = {one.name for one in self._contestants if isinstance(one, Script)}
+    def _match_options(self, per_hero: bool) -> dict[str, Any]:
+        """Options of the game: those that a fair battle needs, if the game has them, and those of the user."""
+        wanted: dict[str, Any] = {"on_lost": "end", "lenient": True, "record": self._scratch_dir is not None}
+        wanted |= {"sessions": "hero" if per_hero else "camp"} if self._is_arena else {}
+        rules = {one.name for one in self._contestants if isinstance(one, ScriptedContestant)}
         if len(rules) > 1:
-            raise UsageError("A server plays one rule in a match, not two.", "In the Arena, leave --server out.")
+            raise UsageError("A server plays only one rule in a match.", "In the Arena, leave --server out.")
         if rules and (name := rules.pop()):
-            if "rule" not in self._known:
-                raise UsageError(f"{self._game} has no option 'rule'.", f"Its own player is {RULE!r}, without a name.")
+            if "rule" not in self._game_options:
+                raise UsageError(f"{self._game} has no option 'rule'.", f"Its default player is {RULE!r}, without a name.")
             wanted["rule"] = name
-        wanted |= {"every": self._terms.every} if self._terms.every is not None else {}
-        return {name: value for name, value in wanted.items() if name in self._known} | dict(self._place.options)
+        wanted |= {"every": self._settings.every} if self._settings.every is not None else {}
+        return {name: value for name, value in wanted.items() if name in self._game_options} | dict(self._location.options)
 
-    def _addresses(self, by_hero: bool) -> list[Any]:
-        """Of either contestant, as an order says who plays a camp."""
-        trained = [one for one in self._contestants if isinstance(one, Trained)]
+    def _serve_contestants(self, per_hero: bool) -> list[Any]:
+        """The actor of each contestant in the form of a start request; local policies are served first."""
+        trained = [one for one in self._contestants if isinstance(one, TrainedContestant)]
         if not trained:
-            return [_camp(one) for one in self._contestants]
-        host = _own_address(self._place)
-        stage = Backstage(host, deterministic=self._terms.deterministic, seed=self._terms.seed)
-        self._stack.callback(stage.close)
-        shown = f"[{host}]" if ":" in host else host
+            return [_camp_actor(one) for one in self._contestants]
+        host = _advertised_host(self._location)
+        servers = PolicyServers(host, deterministic=self._settings.deterministic, seed=self._settings.seed)
+        self._stack.callback(servers.close)
+        url_host = f"[{host}]" if ":" in host else host
         addresses: list[Any] = []
         for one in self._contestants:
-            if isinstance(one, Trained):
-                port = stage.serve(self._seats_of(one, by_hero), one.version)
-                addresses.append({"url": f"http://{shown}:{port}", "token": stage.token})
+            if isinstance(one, TrainedContestant):
+                port = servers.serve(self._seats_of(one, per_hero), one.version)
+                addresses.append({"url": f"http://{url_host}:{port}", "token": servers.token})
             else:
-                addresses.append(_camp(one))
+                addresses.append(_camp_actor(one))
         return addresses
 
-    def _seats_of(self, one: Trained, by_hero: bool) -> Mapping[str, ActingPolicy]:
-        if not self._is_arena or (not by_hero and _FIRST in one.seats):
+    def _seats_of(self, one: TrainedContestant, per_hero: bool) -> Mapping[str, ActingPolicy]:
+        if not self._is_arena or (not per_hero and _FIRST_SEAT in one.seats):
             return one.seats
-        return {ONLY_SEAT: one.policy} if by_hero else {f"hero_{i}": one.policy for i in range(self._size)}
+        return {ONLY_SEAT: one.policy} if per_hero else {f"hero_{i}": one.policy for i in range(self._size)}
 
     # -- playing
 
-    def play(self) -> Iterator[tuple[Played, Recorded | None]]:
-        """As they end. One that crashes is told as `failed`; when the server itself is gone, so are all that are left."""
-        queue = self._pairings()
-        pool = ThreadPoolExecutor(self._parallel(), thread_name_prefix="battle")
+    def play(self, pairings: Sequence[Pairing], on_end: OnMatchEnd) -> None:
+        """A match that crashes has `failed` set; when the server becomes unreachable, all remaining matches do."""
+        pool = ThreadPoolExecutor(self._max_parallel(), thread_name_prefix="battle")
         try:
-            waiting: list[Future[Played]] = [pool.submit(self._one, pairing) for pairing in queue]
+            waiting: list[Future[MatchResult]] = [pool.submit(self._play_match, pairing) for pairing in pairings]
             for done in as_completed(waiting):
-                played = done.result()
-                yield played, self._kept.pop(played.number, None)
-            if self._aside is not None and self._unkept:
-                number, (first, *_) = len(self._unkept), self._unkept.values()
+                result = done.result()
+                on_end(MatchEnd(result, self._recordings.pop(result.number, None)))
+            if self._scratch_dir is not None and self._missing_recordings:
+                number, (first, *_) = len(self._missing_recordings), self._missing_recordings.values()
                 self.notes.append(f"{number} game{'s have' if number > 1 else ' has'} no recording: {first}")
         finally:
-            self._gone.set()
+            self._stopping.set()
             self._stop_all()
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _pairings(self) -> list[Pairing]:
+    @property
+    def pairings(self) -> list[Pairing]:
         if self._is_arena:
-            from ludus.tournament.arena_matches import pairings
+            from ludus.tournament.arena_matches import schedule_matches
 
-            return pairings(self._terms, self._size)
-        if isinstance(self._terms.lineups, str):
+            return schedule_matches(self._settings, self._size)
+        if isinstance(self._settings.lineups, str):
             raise UsageError("Random line-ups are for the Arena.", "Name the heroes: --lineup A,B/C,D.")
-        return schedule(self._terms, 0)
+        return schedule(self._settings, 0)
 
-    def _name(self, pairing: Pairing) -> str:
+    def _game_id(self, pairing: Pairing) -> str:
         return f"{self._id}-{pairing.number:04d}"
 
-    def _one(self, pairing: Pairing) -> Played:
-        bare = Played(pairing.number, pairing.a_camp, pairing.seed)
-        if self._gone.is_set():
-            return replace(bare, failed="it was not begun: the server is gone")
-        name = self._name(pairing)
-        self._running.add(name)
+    def _play_match(self, pairing: Pairing) -> MatchResult:
+        unplayed = MatchResult(pairing.number, pairing.a_camp, pairing.seed)
+        if self._stopping.is_set():
+            return replace(unplayed, failed="not started: the server is gone")
+        name = self._game_id(pairing)
+        self._running_ids.add(name)
         try:
             self._start(name, pairing)
             state = self._client.wait_game(name)
         except WorkerFailed as error:
-            return replace(bare, failed=why(error))
+            return replace(unplayed, failed=failure_text(error))
         except Unreachable as error:
-            self._gone.set()
-            return replace(bare, failed=why(error))
+            self._stopping.set()
+            return replace(unplayed, failed=failure_text(error))
         except Refused as error:
-            if error.status < 500 and error.status not in _LATER:
+            if error.status < 500 and error.status not in _BUSY_STATUSES:
                 raise
-            return replace(bare, failed=why(error))
+            return replace(unplayed, failed=failure_text(error))
         finally:
-            self._running.discard(name)
-        played = judged(bare, state, self._is_arena)
-        if self._aside is not None and not played.failed:
-            self._keep(name, played, state)
-        return played
+            self._running_ids.discard(name)
+        result = parse_match_result(unplayed, state, self._is_arena)
+        if self._scratch_dir is not None and not result.failed:
+            self._fetch_recordings(name, result, state)
+        return result
 
     def _start(self, name: str, pairing: Pairing) -> None:
         """Raises Refused."""
-        camps = self._camps if pairing.a_camp == 0 else self._camps[::-1]
+        camps = self._camp_actors if pairing.a_camp == 0 else self._camp_actors[::-1]
         teams: dict[str, Any] = {} if self._mode is None else {"mode": self._mode}
         teams |= {} if pairing.heroes is None else {"heroes": [list(camp) for camp in self._ids(pairing)]}
-        self._insisted(
+        self._retry_while_busy(
             lambda: self._client.start_game(
                 name, camps, teams or None, eval_mode=True, game=self._game, seed=pairing.seed,
-                timeout_s=self._place.limit_s, options=self._options,
+                timeout_s=self._location.limit_s, options=self._options,
             )
         )  # fmt: skip
 
-    def _insisted(self, ask: Callable[[], T]) -> T:
-        """A server that has no room, or no time, is asked again for a while. Raises Refused."""
-        until = time.monotonic() + _FULL_S
+    def _retry_while_busy(self, request: Callable[[], T]) -> T:
+        """Repeat a request while the server is full or limits the rate, for a bounded time. Raises Refused."""
+        until = time.monotonic() + _BUSY_TIMEOUT_S
         while True:
             try:
-                return ask()
+                return request()
             except Refused as error:
-                if error.status not in _LATER or time.monotonic() > until or self._gone.wait(_PAUSE_S):
+                if error.status not in _BUSY_STATUSES or time.monotonic() > until or self._stopping.wait(_BUSY_RETRY_S):
                     raise
 
     def _ids(self, pairing: Pairing) -> tuple[tuple[int | str, ...], ...]:
@@ -412,54 +430,54 @@ class ServerStage:
 
         return tuple(tuple(HEROES[row_of(hero)].id for hero in camp) for camp in pairing.heroes)
 
-    def _keep(self, name: str, played: Played, state: GameState) -> None:
-        """What the game has left of itself and names in its result; called by threads. A match is not lost for it."""
-        result = state.result if isinstance(state.result, Mapping) else {}
-        wanted: tuple[Literal["recording", "video"], ...] = ("recording", "video") if self._films else ("recording",)
-        found: dict[str, Path] = {}
+    def _fetch_recordings(self, name: str, result: MatchResult, state: GameState) -> None:
+        """Download the files that the game names in its result. Errors become notes. Runs on the pool's threads."""
+        named = state.result if isinstance(state.result, Mapping) else {}
+        kinds: tuple[Literal["recording", "video"], ...] = ("recording", "video") if self._videos else ("recording",)
+        files: dict[str, Path] = {}
         missing: dict[str, str] = {}
-        for what in wanted:
+        for kind in kinds:
             try:
-                found[what] = self._brought(name, played, what, result.get(what))
+                files[kind] = self._download(name, result, kind, named.get(kind))
             except (LudusError, OSError) as error:
-                missing[what] = why(error)
+                missing[kind] = failure_text(error)
         try:
-            if self._is_arena and "recording" in found:
-                self._kept[played.number] = self._of_arena(found["recording"], played)
-            elif found:
-                self._kept[played.number] = Left(found.get("recording"), found.get("video"), missing.get("video", ""))
+            if self._is_arena and "recording" in files:
+                self._recordings[result.number] = self._read_arena_recording(files["recording"], result)
+            elif files:
+                self._recordings[result.number] = GameFiles(files.get("recording"), files.get("video"), missing.get("video", ""))
         except (LudusError, OSError) as error:
-            missing["recording"] = why(error)
+            missing["recording"] = failure_text(error)
         if "recording" in missing:
-            self._unkept[played.number] = missing["recording"]
+            self._missing_recordings[result.number] = missing["recording"]
 
-    def _brought(self, name: str, played: Played, what: Literal["recording", "video"], named: Any) -> Path:
-        assert self._aside is not None
-        if not isinstance(named, str):
-            raise UsageError(f"{self._game} names no {what} in its result")
-        data = self._insisted(lambda: self._client.kept(name, what))
-        ending = re.sub(r"[^.A-Za-z0-9]", "", Path(named).suffix)[:_ENDING]
-        path = self._aside / f"{played.number}-{what}{ending}"
+    def _download(self, name: str, result: MatchResult, kind: Literal["recording", "video"], file_name: Any) -> Path:
+        assert self._scratch_dir is not None
+        if not isinstance(file_name, str):
+            raise UsageError(f"{self._game} names no {kind} in its result")
+        data = self._retry_while_busy(lambda: self._client.kept(name, kind))
+        suffix = re.sub(r"[^.A-Za-z0-9]", "", Path(file_name).suffix)[:_MAX_SUFFIX_CHARS]
+        path = self._scratch_dir / f"{result.number}-{kind}{suffix}"
         path.write_bytes(data)
         return path
 
-    def _of_arena(self, path: Path, played: Played) -> Recorded:
+    def _read_arena_recording(self, path: Path, result: MatchResult) -> MatchRecording:
         from ludus.games.arena.engine.recording import read_recording
         from ludus.tournament.arena_matches import ArenaRecording
 
         recording = read_recording(path)
         path.unlink()
         a, b = (one.label for one in self._contestants)
-        return ArenaRecording(replace(recording, names=(a, b) if played.a_camp == 0 else (b, a)))
+        return ArenaRecording(replace(recording, names=(a, b) if result.a_camp == 0 else (b, a)))
 
     def _stop_all(self) -> None:
-        for name in list(self._running):
+        for name in list(self._running_ids):
             with contextlib.suppress(LudusError):
                 self._client.stop_game(name, grace_s=0)
 
 
-def _entry(client: GamecoreClient, game: str | None, mode: str | None) -> tuple[str, Mapping[str, Any]]:
-    """A game of the server's catalogue. Raises UsageError, Unreachable, Refused."""
+def _find_game(client: GamecoreClient, game: str | None, mode: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Name and catalogue entry of the game, by default the first that has the mode. Raises UsageError, Unreachable, Refused."""
     games = client.catalogue()["games"]
     name = game or next(
         (name for name, entry in games.items() if not entry.get("modes") or mode in (None, *entry["modes"])), None
@@ -471,48 +489,48 @@ def _entry(client: GamecoreClient, game: str | None, mode: str | None) -> tuple[
     return name, games[name]
 
 
-def _camp(one: Contestant) -> Any:
-    if isinstance(one, Script):
+def _camp_actor(one: Contestant) -> Any:
+    if isinstance(one, ScriptedContestant):
         return None
-    assert isinstance(one, Served)
+    assert isinstance(one, ServedContestant)
     return {"url": one.url} | ({"token": one.token} if one.token else {})
 
 
-def _own_address(place: Place) -> str:
-    """By which name or address games reach this machine, as in training. Raises UsageError."""
-    if place.server is None:
-        return HERE
-    if told := place.advertise or os.environ.get(ADVERTISE):
-        return told
-    at = urlsplit(place.server if "//" in place.server else f"//{place.server}")
+def _advertised_host(location: GameLocation) -> str:
+    """Host name or address under which games reach this process. Raises UsageError."""
+    if location.server is None:
+        return LOOPBACK
+    if advertised := location.advertise or os.environ.get(ADVERTISE):
+        return advertised
+    at = urlsplit(location.server if "//" in location.server else f"//{location.server}")
     return own_address(at.hostname or "", at.port or 80)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------------
 
 
-def judged(bare: Played, state: GameState, arena: bool = False) -> Played:
-    """What a game says of itself, believed as far as it makes sense: `winner` is a camp, or null for a draw."""
+def parse_match_result(unplayed: MatchResult, state: GameState, arena: bool = False) -> MatchResult:
+    """Validate the result that a game wrote: `winner` is a camp, or null for a draw."""
     result = state.result
     if state.state != "finished":
-        return replace(bare, failed=f"the game {state.describe()}"[:SHORT])
+        return replace(unplayed, failed=f"the game {state.describe()}"[:MAX_REASON_CHARS])
     if not isinstance(result, Mapping) or "winner" not in result:
-        return replace(bare, failed="the game wrote no result with a winner")
+        return replace(unplayed, failed="the game wrote no result with a winner")
     winner = result["winner"]
     if winner is not None and (isinstance(winner, bool) or winner not in (0, 1)):
-        return replace(bare, failed=f"the game says that camp {winner!r} has won"[:SHORT])
+        return replace(unplayed, failed=f"the game reports the unknown camp {winner!r} as the winner"[:MAX_REASON_CHARS])
     if result.get("lost") or result.get("completed") is False:
-        return replace(bare, failed=f"it did not come to its end: {result.get('reason', '')}"[:SHORT])
+        return replace(unplayed, failed=f"the game was not completed: {result.get('reason', '')}"[:MAX_REASON_CHARS])
     ticks = result.get("ticks")
     ticks = ticks if isinstance(ticks, int) and not isinstance(ticks, bool) else None
     return replace(
-        bare,
-        winner=None if winner is None else who_of(winner, bare.a_camp),
-        reason=str(result.get("reason", ""))[:SHORT],
+        unplayed,
+        winner=None if winner is None else contestant_in_camp(winner, unplayed.a_camp),
+        reason=str(result.get("reason", ""))[:MAX_REASON_CHARS],
         ticks=ticks,
         seconds=_game_seconds(ticks) if arena and ticks is not None else state.seconds,
-        heroes=_heroes(result.get("heroes"), bare.a_camp),
-        lopsided=_lopsided(result),
+        heroes=_heroes(result.get("heroes"), unplayed.a_camp),
+        lopsided=_result_lopsidedness(result),
     )
 
 
@@ -522,26 +540,25 @@ def _game_seconds(ticks: int) -> float:
     return ticks / TICKS_PER_SECOND
 
 
-def _heroes(given: Any, a_camp: int) -> tuple[Hero, ...]:
+def _heroes(given: Any, a_camp: int) -> tuple[HeroStats, ...]:
     if not isinstance(given, list) or not all(isinstance(hero, Mapping) and hero.get("camp") in (0, 1) for hero in given):
         return ()
     return tuple(
-        Hero(
-            who_of(hero["camp"], a_camp),
+        HeroStats(
+            contestant_in_camp(hero["camp"], a_camp),
             str(hero.get("name", hero.get("hero_id", "")))[:80],
-            {key: value for key, value in hero.items() if key not in _UNCOUNTED and _is_number(value)},
+            {key: value for key, value in hero.items() if key not in _NOT_STATS and _is_number(value)},
         )
         for hero in given
     )
 
 
-def _lopsided(result: Mapping[str, Any]) -> float:
-    """Of a game that tells what is left of the camps' buildings, and the gold of their heroes; of one that tells their `score`, two
-    numbers, the difference; 0 for any other."""
+def _result_lopsidedness(result: Mapping[str, Any]) -> float:
+    """From the camps' buildings and gold if the game reports them, else the difference of the two numbers in `score`, else 0."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         gold = [float(sum(hero["gold"] for hero in result["heroes"] if hero["camp"] == camp)) for camp in (0, 1)]
         blue, red = (sum(camp.values()) / len(camp) for camp in result["buildings"])
-        return lopsided((blue, red), gold)
+        return lopsidedness((blue, red), gold)
     score = result.get("score")
     if isinstance(score, list) and len(score) == 2 and all(map(_is_number, score)):
         return abs(float(score[0]) - float(score[1]))
@@ -549,5 +566,5 @@ def _lopsided(result: Mapping[str, Any]) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    """One that can be reckoned with."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    """Whether a JSON value is a number of a sane size."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER

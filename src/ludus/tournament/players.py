@@ -1,5 +1,5 @@
-"""Who plays in matches of environments: policies of ours, somebody who is served elsewhere, chance. Each is asked for all its agents of
-all matches at once."""
+"""Players of environment matches: local policies, a remote agent over HTTP, random actions. Each acts for all its agents of all matches
+in one call."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from ludus.protocol.client import Client
 from ludus.protocol.codec import ONLY_SEAT, decode, encode, parse_seats
 from ludus.sampling.multi_agent import PolicySet, plain_action
 from ludus.serving.worker import FixedPolicySource
-from ludus.tournament.contestants import RULE, Contestant, Script, Served
-from ludus.tournament.result import SHORT, why
+from ludus.tournament.contestants import RULE, Contestant, ScriptedContestant, ServedContestant
+from ludus.tournament.result import MAX_REASON_CHARS, failure_text
 
 log = logging.getLogger(__name__)
 
-AT_RANDOM: Final = "random"
-_REACH_S: Final = 5.0
-_ANSWER_S: Final = 30.0
-_AWAY_S: Final = 60.0
-_PAUSE_S: Final = 0.5
+RANDOM_PLAYER: Final = "random"
+_CONNECT_TIMEOUT_S: Final = 5.0
+_ANSWER_TIMEOUT_S: Final = 30.0
+_RESTART_TIMEOUT_S: Final = 60.0
+_RETRY_INTERVAL_S: Final = 0.5
 
 
-class Asked(NamedTuple):
-    """An agent of a contestant that is to act, in one of the matches that are played at once."""
+class ActionRequest(NamedTuple):
+    """An agent that must act now in the match with this slot number."""
 
     match: int
     agent: str
@@ -48,100 +48,108 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lost:
-    """Instead of an action: its player has none to give, and why."""
+class NoAction:
+    """Returned instead of an action when the player has none; the match fails."""
 
-    why: str
+    reason: str
 
 
-class Mind(Protocol):
-    """A contestant, in all matches at once."""
+class MatchPlayer(Protocol):
+    """A contestant in all matches that are played at the same time."""
 
     def begin(self, match: int, seed: int) -> None: ...
 
-    def act(self, asked: Sequence[Asked]) -> list[Any]:
-        """As the environment takes them, or `Lost`."""
+    def act(self, requests: Sequence[ActionRequest]) -> list[Any]:
+        """Actions in the form that the environment takes, or `NoAction`."""
         ...
 
     def leave(self, match: int, left: Departure) -> None:
-        """The agent acts no more, at least for now: should it come back, it begins anew."""
+        """An agent has left the match. If it returns, it starts with a new state."""
         ...
 
     def end(self, match: int) -> None:
-        """It is over, or given up; those who left before it was have been told of."""
+        """The match is over or failed. `leave` was called for the agents that left before."""
         ...
 
     def close(self) -> None: ...
 
 
-class Chance:
-    """Everything that is allowed is equally likely."""
+class RandomPlayer:
+    """Samples uniformly from the allowed actions."""
 
-    def __init__(self, agents: Mapping[str, AgentSpaces], places: int) -> None:
+    def __init__(self, agents: Mapping[str, AgentSpaces], max_matches: int) -> None:
         self._agents = agents
-        self._random = [np.random.default_rng()] * places
+        self._random = [np.random.default_rng()] * max_matches
 
     def begin(self, match: int, seed: int) -> None:
         self._random[match] = np.random.default_rng(seed)
 
-    def act(self, asked: Sequence[Asked]) -> list[Any]:
-        return [plain_action(sample_action(self._agents[one.agent].action, one.mask, self._random[one.match])) for one in asked]
+    def act(self, requests: Sequence[ActionRequest]) -> list[Any]:
+        return [
+            plain_action(sample_action(self._agents[request.agent].action, request.mask, self._random[request.match]))
+            for request in requests
+        ]
 
     def leave(self, match: int, left: Departure) -> None:
-        """It has no memory."""
+        """No state to drop."""
 
     def end(self, match: int) -> None:
-        """Nothing is held."""
+        """No state to drop."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
-class Policies:
-    """Policies of ours, by agent: a recurrent state for each, and noise for each match."""
+class PolicyPlayer:
+    """Local policies by agent, with a recurrent state per agent and match and a noise stream per match."""
 
-    def __init__(self, of: Mapping[str, ActingPolicy], places: int, deterministic: bool) -> None:
-        self._of = of
+    def __init__(self, policies: Mapping[str, ActingPolicy], max_matches: int, deterministic: bool) -> None:
+        self._by_agent = policies
         first: dict[int, str] = {}
-        self._models = {agent: first.setdefault(id(policy), agent) for agent, policy in of.items()}
-        sources = {model: FixedPolicySource(of[model], 0) for model in first.values()}
-        self._minds = PolicySet(sources, torch.Generator(), explore=False)  # noise comes from the matches
+        self._models = {agent: first.setdefault(id(policy), agent) for agent, policy in policies.items()}
+        sources = {model: FixedPolicySource(policies[model], 0) for model in first.values()}
+        self._policies = PolicySet(sources, torch.Generator(), explore=False)  # noise comes from the matches
         self._draws = not deterministic
-        self._generators = [torch.Generator() for _ in range(places)]
+        self._generators = [torch.Generator() for _ in range(max_matches)]
         self._states: dict[tuple[int, str], State] = {}
 
     def begin(self, match: int, seed: int) -> None:
         self._generators[match].manual_seed(seed)
 
-    def act(self, asked: Sequence[Asked]) -> list[Any]:
-        noise = [self._drawn(one) for one in asked]
+    def act(self, requests: Sequence[ActionRequest]) -> list[Any]:
+        noise = [self._draw_noise(request) for request in requests]
         by_model: dict[str, list[int]] = {}
-        for row, one in enumerate(asked):
-            by_model.setdefault(self._models[one.agent], []).append(row)
-        actions: list[Any] = [None] * len(asked)
-        with self._minds.acting():
+        for row, request in enumerate(requests):
+            by_model.setdefault(self._models[request.agent], []).append(row)
+        actions: list[Any] = [None] * len(requests)
+        with self._policies.acting():
             for rows in by_model.values():
-                for row, action in zip(rows, self._decided([asked[r] for r in rows], [noise[r] for r in rows]), strict=True):
+                for row, action in zip(
+                    rows, self._decide_batch([requests[r] for r in rows], [noise[r] for r in rows]), strict=True
+                ):
                     actions[row] = action
         return actions
 
-    def _decided(self, asked: Sequence[Asked], noise: Sequence[Array | None]) -> list[Any]:
-        """Of one model."""
-        told = [(one.observation, self._states.get((one.match, one.agent)), one.mask) for one in asked]
+    def _decide_batch(self, requests: Sequence[ActionRequest], noise: Sequence[Array | None]) -> list[Any]:
+        """Actions of one model."""
+        inputs = [(request.observation, self._states.get((request.match, request.agent)), request.mask) for request in requests]
         drawn = [part for part in noise if part is not None]
         try:
-            made = self._minds.decide(self._models[asked[0].agent], told, np.concatenate(drawn) if drawn else None)
-        except EnvironmentFault as fault:  # it answers what is no number: whom?
-            if len(asked) == 1:
-                return [Lost(why(fault))]
-            return [action for one, own in zip(asked, noise, strict=True) for action in self._decided([one], [own])]
-        for one, decision in zip(asked, made, strict=True):
-            self._states[one.match, one.agent] = decision.state
-        return [plain_action(decision.action) for decision in made]
+            decisions = self._policies.decide(self._models[requests[0].agent], inputs, np.concatenate(drawn) if drawn else None)
+        except EnvironmentFault as fault:  # an output is not finite
+            if len(requests) == 1:
+                return [NoAction(failure_text(fault))]
+            # Only the matches concerned may fail: decide row by row.
+            return [
+                action for request, own in zip(requests, noise, strict=True) for action in self._decide_batch([request], [own])
+            ]
+        for request, decision in zip(requests, decisions, strict=True):
+            self._states[request.match, request.agent] = decision.state
+        return [plain_action(decision.action) for decision in decisions]
 
-    def _drawn(self, one: Asked) -> Array | None:
-        """From a stream of the match, in the order of its turns: who else plays makes no difference."""
-        return self._of[one.agent].draw_noise(1, self._generators[one.match]) if self._draws else None
+    def _draw_noise(self, request: ActionRequest) -> Array | None:
+        """From the stream of the match in the order of its turns, so that other matches have no influence."""
+        return self._by_agent[request.agent].draw_noise(1, self._generators[request.match]) if self._draws else None
 
     def leave(self, match: int, left: Departure) -> None:
         self._states.pop((match, left.agent), None)
@@ -151,33 +159,34 @@ class Policies:
             del self._states[key]
 
     def close(self) -> None:
-        """Whoever lent the policies has them."""
+        """The caller owns the policies."""
 
 
-class Called:
-    """Somebody who answers games at an address: a session for each match, or one for each agent where there are no seats."""
+class RemotePlayer:
+    """An agent served over HTTP: one session per match, or one per agent if the server has no seats."""
 
-    def __init__(self, one: Served, agents: Mapping[str, AgentSpaces]) -> None:
-        self._served, self._url = one, one.url
-        spec = self._spec()
+    def __init__(self, contestant: ServedContestant, agents: Mapping[str, AgentSpaces]) -> None:
+        self._served, self._url = contestant, contestant.url
+        spec = self._fetch_spec()
         self._seated = "seats" in spec
-        self._check(spec, agents)
-        self._client = Client(one.url, one.token, _ANSWER_S)
+        self._check_spaces(spec, agents)
+        self._client = Client(contestant.url, contestant.token, _ANSWER_TIMEOUT_S)
         self._fit = {agent: spaces.SpaceParser(known.action, f"the action of {agent}") for agent, known in agents.items()}
         self._names: dict[int, str] = {}
-        self._open: dict[tuple[int, str], str] = {}
-        self._acted: set[tuple[int, str]] = set()
-        self._parting: dict[tuple[int, str], dict[str, Any]] = {}  # what those who have left are yet to be told
-        self._gone = ""
-        self._waited = False
+        self._sessions: dict[tuple[int, str], str] = {}
+        self._agents_acted: set[tuple[int, str]] = set()
+        self._departures: dict[tuple[int, str], dict[str, Any]] = {}  # final messages to send with the next request
+        self._outage = ""
+        """Why the server cannot be reached; empty: it answers."""
+        self._gave_up = False
 
-    def _spec(self) -> dict[str, Any]:
-        """Told soon, or not at all. Raises Unreachable, Refused."""
-        with Client(self._url, self._served.token, _REACH_S, 0) as client:
+    def _fetch_spec(self) -> dict[str, Any]:
+        """Without retries. Raises Unreachable, Refused."""
+        with Client(self._url, self._served.token, _CONNECT_TIMEOUT_S, 0) as client:
             return client.spec()
 
-    def _check(self, spec: Mapping[str, Any], agents: Mapping[str, AgentSpaces]) -> None:
-        """As far as it says what it plays."""
+    def _check_spaces(self, spec: Mapping[str, Any], agents: Mapping[str, AgentSpaces]) -> None:
+        """Compare the spaces if the server publishes them. Raises IncompatibleCheckpoint."""
         if not self._seated and "observation_space" not in spec:
             return
         seats = parse_seats(spec)
@@ -189,142 +198,146 @@ class Called:
 
     def begin(self, match: int, seed: int) -> None:
         self._names[match] = f"battle-{secrets.token_hex(8)}"
-        if self._gone and not self._waited:
-            self._await()
+        if self._outage and not self._gave_up:
+            self._wait_for_return()
 
-    def _await(self) -> None:
-        """Somebody who is started anew is back within a minute; one who is not, is gone for good."""
-        until = time.monotonic() + _AWAY_S
-        while self._gone and time.monotonic() < until:
+    def _wait_for_return(self) -> None:
+        """Wait once for a server that may be restarting; after that all matches fail at once."""
+        until = time.monotonic() + _RESTART_TIMEOUT_S
+        while self._outage and time.monotonic() < until:
             with contextlib.suppress(LudusError):
-                self._spec()
-                self._gone = ""
+                self._fetch_spec()
+                self._outage = ""
                 return
-            time.sleep(_PAUSE_S)
-        self._waited = True
+            time.sleep(_RETRY_INTERVAL_S)
+        self._gave_up = True
 
-    def act(self, asked: Sequence[Asked]) -> list[Any]:
+    def act(self, requests: Sequence[ActionRequest]) -> list[Any]:
         groups: dict[tuple[int, str], list[int]] = {}
-        for row, one in enumerate(asked):
-            groups.setdefault(self._key(one.match, one.agent), []).append(row)
-        actions: list[Any] = [None] * len(asked)
+        for row, request in enumerate(requests):
+            groups.setdefault(self._key(request.match, request.agent), []).append(row)
+        actions: list[Any] = [None] * len(requests)
         for key, rows in groups.items():
-            for row, action in zip(rows, self._answers(key, [asked[row] for row in rows]), strict=True):
+            for row, action in zip(rows, self._request_actions(key, [requests[row] for row in rows]), strict=True):
                 actions[row] = action
         return actions
 
     def _key(self, match: int, agent: str) -> tuple[int, str]:
-        """Of its session."""
+        """Key of the session of an agent."""
         return match, "" if self._seated else agent
 
-    def _answers(self, key: tuple[int, str], asked: Sequence[Asked]) -> list[Any]:
-        if self._gone:
-            return [Lost(self._gone)] * len(asked)
+    def _request_actions(self, key: tuple[int, str], requests: Sequence[ActionRequest]) -> list[Any]:
+        if self._outage:
+            return [NoAction(self._outage)] * len(requests)
         try:
             session = self._session(key)
-            if parting := self._said(key[0]):
-                self._client.tick(session, encode({"seats": parting}, "msgpack"))
-            told = {one.agent: _told(one, rewarded=(one.match, one.agent) in self._acted) for one in asked}
-            body = {"seats": told} if self._seated else told[asked[0].agent]
+            if departures := self._take_departures(key[0]):
+                self._client.tick(session, encode({"seats": departures}, "msgpack"))
+            messages = {
+                request.agent: _encode_request(request, rewarded=(request.match, request.agent) in self._agents_acted)
+                for request in requests
+            }
+            body = {"seats": messages} if self._seated else messages[requests[0].agent]
             reply = decode(self._client.tick(session, encode(body, "msgpack")))
-            given = reply["actions"] if self._seated else {asked[0].agent: reply["action"]}
-            self._acted.update((one.match, one.agent) for one in asked)
-            return [plain_action(self._fit[one.agent](given[one.agent])) for one in asked]
+            actions = reply["actions"] if self._seated else {requests[0].agent: reply["action"]}
+            self._agents_acted.update((request.match, request.agent) for request in requests)
+            return [plain_action(self._fit[request.agent](actions[request.agent])) for request in requests]
         except Unreachable as error:
-            self._gone, self._waited = why(error), False
-            return [Lost(self._gone)] * len(asked)
+            self._outage, self._gave_up = failure_text(error), False
+            return [NoAction(self._outage)] * len(requests)
         except LudusError as error:
-            return [Lost(why(error))] * len(asked)
+            return [NoAction(failure_text(error))] * len(requests)
         except (ValueError, KeyError, TypeError) as error:
-            return [Lost(f"{self._url} answered what is no action: {error}"[:SHORT])] * len(asked)
+            return [NoAction(f"{self._url} did not answer with a valid action: {error}"[:MAX_REASON_CHARS])] * len(requests)
 
-    def _said(self, match: int) -> dict[str, Any]:
-        """What the seats of a session hear who have left since it last heard of them."""
-        return {agent: self._parting.pop((m, agent)) for m, agent in list(self._parting) if m == match}
+    def _take_departures(self, match: int) -> dict[str, Any]:
+        """Remove and return the final messages of the seats that left a match since its last request."""
+        return {agent: self._departures.pop((m, agent)) for m, agent in list(self._departures) if m == match}
 
     def _session(self, key: tuple[int, str]) -> str:
-        if key not in self._open:
+        if key not in self._sessions:
             match, agent = key
             name = f"{self._names[match]}-{agent}" if agent else self._names[match]
             self._client.start(name, match=self._names[match])
-            self._open[key] = name
-        return self._open[key]
+            self._sessions[key] = name
+        return self._sessions[key]
 
     def leave(self, match: int, left: Departure) -> None:
-        if (match, left.agent) not in self._acted:
+        if (match, left.agent) not in self._agents_acted:
             return
-        self._acted.discard((match, left.agent))
-        words: dict[str, Any] = {"reward": left.reward, "terminated": True}
+        self._agents_acted.discard((match, left.agent))
+        message: dict[str, Any] = {"reward": left.reward, "terminated": True}
         if not left.terminated and left.observation is not None:
-            words |= {"terminated": False, "truncated": True, "observation": map_tree(_listed, left.observation)}
+            message |= {"terminated": False, "truncated": True, "observation": map_tree(_to_list, left.observation)}
         if self._seated:
-            self._parting[match, left.agent] = words
+            self._departures[match, left.agent] = message
         else:
-            self._close((match, left.agent), words)
+            self._close((match, left.agent), message)
 
     def end(self, match: int) -> None:
-        parting = self._said(match)
-        for key in [key for key in self._open if key[0] == match]:
-            self._close(key, {"seats": parting} if parting else {})
-        self._acted = {key for key in self._acted if key[0] != match}
+        departures = self._take_departures(match)
+        for key in [key for key in self._sessions if key[0] == match]:
+            self._close(key, {"seats": departures} if departures else {})
+        self._agents_acted = {key for key in self._agents_acted if key[0] != match}
 
-    def _close(self, key: tuple[int, str], words: Mapping[str, Any]) -> None:
-        name = self._open.pop(key, None)
-        if name is None or self._gone:
+    def _close(self, key: tuple[int, str], message: Mapping[str, Any]) -> None:
+        name = self._sessions.pop(key, None)
+        if name is None or self._outage:
             return
         try:
-            self._client.end(name, encode(words, "msgpack") if words else b"")
+            self._client.end(name, encode(message, "msgpack") if message else b"")
         except Unreachable as error:
-            self._gone, self._waited = why(error), False
+            self._outage, self._gave_up = failure_text(error), False
         except LudusError:
-            log.debug("a session did not end; it is forgotten there after a while", exc_info=True)
+            log.debug("ending session %s failed; the server expires it", name, exc_info=True)
 
     def close(self) -> None:
-        for key in list(self._open):
+        for key in list(self._sessions):
             self._close(key, {})
         self._client.close()
 
 
-def _told(one: Asked, *, rewarded: bool) -> dict[str, Any]:
-    """`rewarded`: what came before its first action belongs to none."""
-    said: dict[str, Any] = {"observation": map_tree(_listed, one.observation)}
-    said |= {"reward": one.reward} if rewarded else {}
-    return said if one.mask is None else said | {"action_mask": one.mask.tolist()}
+def _encode_request(request: ActionRequest, *, rewarded: bool) -> dict[str, Any]:
+    """`rewarded`: send the reward; a reward before the agent's first action belongs to no action."""
+    message: dict[str, Any] = {"observation": map_tree(_to_list, request.observation)}
+    message |= {"reward": request.reward} if rewarded else {}
+    return message if request.mask is None else message | {"action_mask": request.mask.tolist()}
 
 
-def _listed(part: Any) -> Any:
+def _to_list(part: Any) -> Any:
     return np.asarray(part).tolist()
 
 
-def mind_of(one: Contestant, agents: Mapping[str, AgentSpaces], env: str, places: int, deterministic: bool) -> Mind:
-    """`agents`: those that it may have to play. Raises UsageError, IncompatibleCheckpoint, Unreachable."""
-    if isinstance(one, Script):
-        if one.name != AT_RANDOM:
-            raise UsageError(f"{env} has no player {one.label!r}.", f"In environments there is {RULE}:{AT_RANDOM}.")
-        return Chance(agents, places)
-    if isinstance(one, Served):
-        return Called(one, agents)
-    of = {}
+def make_player(
+    contestant: Contestant, agents: Mapping[str, AgentSpaces], env: str, max_matches: int, deterministic: bool
+) -> MatchPlayer:
+    """`agents`: all agents that the contestant plays in some match. Raises UsageError, IncompatibleCheckpoint, Unreachable."""
+    if isinstance(contestant, ScriptedContestant):
+        if contestant.name != RANDOM_PLAYER:
+            raise UsageError(f"{env} has no player {contestant.label!r}.", f"Environments have only {RULE}:{RANDOM_PLAYER}.")
+        return RandomPlayer(agents, max_matches)
+    if isinstance(contestant, ServedContestant):
+        return RemotePlayer(contestant, agents)
+    policies = {}
     for agent, known in agents.items():
-        if agent not in one.seats and one.several:
+        if agent not in contestant.seats and contestant.several:
             raise UsageError(
-                f"{one.label} has the models {', '.join(one.several)}, and none that was trained to play {agent!r} of {env}.",
+                f"{contestant.label} has the models {', '.join(contestant.several)}, and none that was trained to play {agent!r} of {env}.",
                 "Choose one: --model-a, --model-b.",
             )
-        policy = of[agent] = one.seats.get(agent, one.policy)
-        _check_fits(one.label, policy.observation_space, policy.action_space, agent, known)
-    return Policies(of, places, deterministic)
+        policy = policies[agent] = contestant.seats.get(agent, contestant.policy)
+        _check_fits(contestant.label, policy.observation_space, policy.action_space, agent, known)
+    return PolicyPlayer(policies, max_matches, deterministic)
 
 
-def _check_fits(who: str, seen: gym.Space[Any], done: gym.Space[Any], agent: str, known: AgentSpaces) -> None:
-    """Raises IncompatibleCheckpoint."""
-    for what, mine, there in (("sees", seen, known.observation), ("does", done, known.action)):
-        if _form(mine, what) != _form(there, what):
+def _check_fits(label: str, observation: gym.Space[Any], action: gym.Space[Any], agent: str, known: AgentSpaces) -> None:
+    """Raises IncompatibleCheckpoint. Bounds of observations may differ."""
+    for kind, mine, there, same in (
+        ("observation", observation, known.observation, spaces.array_spec(observation) == spaces.array_spec(known.observation)),
+        ("action", action, known.action, spaces.to_json(action) == spaces.to_json(known.action)),
+    ):
+        if not same:
             raise IncompatibleCheckpoint(
-                f"{who} cannot play {agent!r}: what it {what} is {mine}, and there it is {there}.",
+                f"{label} cannot play {agent!r}: its {kind} space is {mine}, that of the environment is {there}.",
                 "If it was trained for one side only: --no-swap-sides.",
             )
-
-
-def _form(space: gym.Space[Any], what: str) -> Any:
-    return spaces.array_spec(space) if what == "sees" else spaces.to_json(space)

@@ -1,4 +1,4 @@
-"""What came of a battle: who won how many of how many, how sure that is, and what the heroes did. Values only, and what is kept of them."""
+"""Values of a battle's outcome: results of matches, win counts with Wilson intervals, statistics of heroes; and their JSON form."""
 
 from __future__ import annotations
 
@@ -16,43 +16,40 @@ Who = Literal["a", "b"]
 SIDES: Final = ("blue", "red")
 """Names of camp 0 and camp 1."""
 STATISTICS: Final = ("kills", "deaths", "assists", "gold", "level", "last_hits", "damage")
-_SURE: Final = 1.96
-
-
+_Z_95: Final = 1.96
 WHO: Final[tuple[Who, Who]] = ("a", "b")
-SHORT: Final = 300
-"""Characters of a complaint that are shown."""
+MAX_REASON_CHARS: Final = 300
 
 
-def who_of(camp: int, a_camp: int) -> Who:
+def contestant_in_camp(camp: int, a_camp: int) -> Who:
     return WHO[int(camp != a_camp)]
 
 
-def why(error: LudusError | OSError) -> str:
-    """In one short line, for a match that came to nothing."""
-    said = error.message if isinstance(error, LudusError) else str(error)
-    return said.splitlines()[0][:SHORT] if said else type(error).__name__
+def failure_text(error: LudusError | OSError) -> str:
+    """The first line of an error's message, for `MatchResult.failed`."""
+    message = error.message if isinstance(error, LudusError) else str(error)
+    return message.splitlines()[0][:MAX_REASON_CHARS] if message else type(error).__name__
 
 
-class Recorded(Protocol):
-    """What was kept of a match."""
+class MatchRecording(Protocol):
+    """The recording of one match, before it is written to the directory of the battle."""
 
     def write(self, path: Path) -> Path | None:
-        """`path` is without an ending; the file that was written. None: there is nothing to write."""
+        """Write the recording to `path` with a suffix added; returns the file, or None if there is nothing to write."""
         ...
 
-    def film(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
-        """The same, as a film. `speed`: None: what is usual for the game. Raises LudusError when there can be none."""
+    def write_video(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
+        """Write a video to `path` with a suffix added. `speed` None: the game's default. Raises LudusError if it cannot be made."""
         ...
 
-    def drop(self) -> None:
-        """Nobody wants it any more."""
+    def discard(self) -> None:
+        """Delete the temporary files of the recording."""
         ...
 
 
 @dataclass(frozen=True)
-class Hero:
-    """What one hero did in one match."""
+class HeroStats:
+    """Statistics of one hero, or of one agent of an environment, in one match."""
 
     who: Who
     name: str
@@ -60,8 +57,8 @@ class Hero:
 
 
 @dataclass(frozen=True)
-class Played:
-    """One match. `failed`: why it came to no result; such a match counts for nobody."""
+class MatchResult:
+    """One match. `failed`: the reason why it has no result; such a match does not count."""
 
     number: int
     a_camp: int
@@ -71,15 +68,15 @@ class Played:
     failed: str = ""
     ticks: int | None = None
     seconds: float | None = None
-    """Of the game, where it tells its ticks and how long one is; else of the clock. An environment has none: its ticks are steps."""
-    heroes: tuple[Hero, ...] = ()
+    """Game time if the length of a tick is known, else wall-clock time. None for environments: their ticks are steps."""
+    heroes: tuple[HeroStats, ...] = ()
     lopsided: float = 0.0
-    """0 is an even match. In the Arena up to 2; of an environment, the difference of what both camps have earned."""
+    """0 is an even match. At most 2 in the Arena; in an environment the difference between the mean returns of the camps."""
     recording: str | None = None
     video: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        shown: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "game": self.number,
             "seed": self.seed,
             "side_of_a": SIDES[self.a_camp],
@@ -91,12 +88,12 @@ class Played:
             "heroes": [{"who": hero.who, "hero": hero.name, **hero.numbers} for hero in self.heroes],
         }
         extra = {"failed": self.failed, "recording": self.recording, "video": self.video}
-        return shown | {name: value for name, value in extra.items() if value}
+        return fields | {name: value for name, value in extra.items() if value}
 
 
 @dataclass(frozen=True)
-class Share:
-    """Of some matches that came to a result, from the side of A."""
+class WinLossCount:
+    """Wins, losses and draws of contestant A in matches that have a result."""
 
     won: int
     lost: int
@@ -108,13 +105,13 @@ class Share:
 
     @property
     def rate(self) -> float | None:
-        """A draw is not won."""
+        """Share of wins; a draw is not a win."""
         return self.won / self.games if self.games else None
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Of the rate: Wilson's, 95 %."""
-        return wilson_interval(self.won, self.games, _SURE)
+        """95 % Wilson interval of the rate."""
+        return wilson_interval(self.won, self.games, _Z_95)
 
     def to_json(self) -> dict[str, Any]:
         low, high = self.bounds
@@ -125,20 +122,20 @@ class Share:
 
 @dataclass(frozen=True)
 class BattleResult:
-    """`a`, `b`: who they were. All numbers are of A unless they say otherwise."""
+    """The outcome of a battle. Numbers are those of contestant A unless stated otherwise. `a`, `b`: the contestants as JSON."""
 
     a: Mapping[str, Any]
     b: Mapping[str, Any]
     terms: Mapping[str, Any]
-    """What was played, and where."""
-    games: tuple[Played, ...]
+    """Settings of the battle, the game and where it ran."""
+    games: tuple[MatchResult, ...]
     notes: tuple[str, ...] = ()
-    """What one should know before believing the numbers."""
+    """Caveats about the numbers."""
     elapsed_s: float = field(default=0.0, compare=False)
 
     @property
-    def total(self) -> Share:
-        return share_of(self.games)
+    def total(self) -> WinLossCount:
+        return count_wins(self.games)
 
     @property
     def won(self) -> int:
@@ -153,7 +150,7 @@ class BattleResult:
         return self.total.drawn
 
     @property
-    def failed(self) -> tuple[Played, ...]:
+    def failed(self) -> tuple[MatchResult, ...]:
         return tuple(game for game in self.games if game.failed)
 
     @property
@@ -165,20 +162,20 @@ class BattleResult:
         return self.total.bounds
 
     @property
-    def sides(self) -> dict[str, Share]:
-        """By where A stood."""
-        return {side: share_of(game for game in self.games if game.a_camp == camp) for camp, side in enumerate(SIDES)}
+    def sides(self) -> dict[str, WinLossCount]:
+        """Counts by the side that A played."""
+        return {side: count_wins(game for game in self.games if game.a_camp == camp) for camp, side in enumerate(SIDES)}
 
     @property
     def clocked(self) -> bool:
-        """Whether lengths are seconds; in environments they are steps."""
+        """Whether lengths are seconds; for environments they are steps."""
         return "camps" not in self.terms
 
     @property
     def lengths(self) -> dict[str, float]:
-        """Of the matches that came to a result."""
-        clocked, whole = self.clocked, [game for game in self.games if not game.failed]
-        lengths = [game.seconds if clocked else game.ticks for game in whole]
+        """Quantiles of the lengths of the matches that have a result."""
+        clocked, completed = self.clocked, [game for game in self.games if not game.failed]
+        lengths = [game.seconds if clocked else game.ticks for game in completed]
         known = sorted(float(length) for length in lengths if length is not None)
         if not known:
             return {}
@@ -187,7 +184,7 @@ class BattleResult:
 
     @property
     def heroes(self) -> dict[Who, dict[str, dict[str, float]]]:
-        """Of either contestant, each hero: how many matches it was in, and means of what it did."""
+        """Per contestant and hero: the number of its matches and the means of its statistics."""
         return {"a": _means(self.games, "a"), "b": _means(self.games, "b")}
 
     def to_json(self) -> dict[str, Any]:
@@ -206,18 +203,18 @@ class BattleResult:
         }
 
 
-def share_of(games: Iterable[Played]) -> Share:
+def count_wins(games: Iterable[MatchResult]) -> WinLossCount:
     winners = [game.winner for game in games if not game.failed]
     won, lost = winners.count("a"), winners.count("b")
-    return Share(won, lost, len(winners) - won - lost)
+    return WinLossCount(won, lost, len(winners) - won - lost)
 
 
-def _means(games: Sequence[Played], who: Who) -> dict[str, dict[str, float]]:
-    found: dict[str, list[Mapping[str, float]]] = {}
+def _means(games: Sequence[MatchResult], who: Who) -> dict[str, dict[str, float]]:
+    by_hero: dict[str, list[Mapping[str, float]]] = {}
     for hero in (hero for game in games if not game.failed for hero in game.heroes if hero.who == who):
-        found.setdefault(hero.name, []).append(hero.numbers)
+        by_hero.setdefault(hero.name, []).append(hero.numbers)
     means = {}
-    for name, rows in sorted(found.items()):
+    for name, rows in sorted(by_hero.items()):
         keys = dict.fromkeys(key for row in rows for key in row)
         means[name] = {"games": len(rows)} | {
             key: round(statistics.fmean(row[key] for row in rows if key in row), 3) for key in keys
@@ -225,19 +222,19 @@ def _means(games: Sequence[Played], who: Who) -> dict[str, dict[str, float]]:
     return means
 
 
-def lopsided(buildings: Sequence[float], gold: Sequence[float]) -> float:
-    """How one-sided a match was that ended so: the difference of what is left of the buildings, as shares of all, and of the gold
-    that both camps have earned, as a share of it."""
+def lopsidedness(buildings: Sequence[float], gold: Sequence[float]) -> float:
+    """How one-sided a match was: the camps' difference in remaining building health (a share each) plus that in gold, as a share of
+    all gold earned."""
     earned = gold[0] + gold[1]
     return abs(buildings[0] - buildings[1] + ((gold[0] - gold[1]) / earned if earned else 0.0))
 
 
-def one_sided(game: Played) -> tuple[float, bool, float, int]:
-    """Larger is more so: by how lopsided it was; among equals those that are decided, and the shorter ones."""
+def lopsidedness_key(game: MatchResult) -> tuple[float, bool, float, int]:
+    """Sort key, larger is more lopsided; ties are broken in favour of decided and of shorter matches."""
     length = game.seconds if game.seconds is not None else game.ticks or 0
     return game.lopsided, game.winner is not None, -length, -game.number
 
 
-def most_lopsided(games: Iterable[Played], number: int) -> list[Played]:
-    """The most one-sided first."""
-    return sorted((game for game in games if not game.failed), key=one_sided, reverse=True)[:number]
+def most_lopsided(games: Iterable[MatchResult], number: int) -> list[MatchResult]:
+    """The most lopsided matches that have a result, in descending order."""
+    return sorted((game for game in games if not game.failed), key=lopsidedness_key, reverse=True)[:number]

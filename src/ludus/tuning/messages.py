@@ -1,4 +1,4 @@
-"""What passes between a sweep and its trials, whoever runs them."""
+"""Values and interfaces between a sweep and the processes of its trials."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ludus.core.metrics import Numbers
 from ludus.distributed.code_bundle import CodeBundle
 
 SCORE = "ludus_score"
-"""Among the numbers of a trial: what schedulers compare. More of it is better."""
+"""Metric that schedulers compare; higher is better."""
 
 OVER = "ludus_over"
-"""Among the numbers of a trial that has come to its own end: how."""
+"""Metric of a trial that has ended by itself: FINISHED or FAILED."""
 
 FINISHED, FAILED = 1.0, 2.0
 
 
 @dataclass(frozen=True)
-class Reserved:
-    """What a trial needs of one machine."""
+class TrialResources:
+    """Resources that a trial reserves on one node."""
 
     cpus: int = 1
     gpus: float = 0.0
     workers: int = 0
-    """Processes beside that of the trial, each with a core of its own."""
+    """Further processes of the trial, with one core each."""
 
     @property
     def all_cpus(self) -> int:
@@ -37,41 +37,41 @@ class Reserved:
 
 
 @dataclass(frozen=True)
-class Order:
-    """What the process of a trial is told."""
+class TrialRequest:
+    """What the process of a trial is to train."""
 
     name: str
     directory: Path | None
-    """Of the trial, where Tune keeps its results; None when that is not on a file system."""
+    """Tune's directory for the trial; None if it is not on a file system."""
     config: Mapping[str, Any]
     pointer: Mapping[str, Any] | None
-    """The checkpoint to begin with, of this trial or of another one; as `Attempt.checkpoint` described it."""
+    """The checkpoint to begin with, of this trial or of another one; as `TrialTraining.checkpoint` described it."""
 
 
-class Attempt(Protocol):
-    """A training that can be advanced bit by bit."""
+class TrialTraining(Protocol):
+    """A training that is advanced from report to report."""
 
     def advance(self) -> Numbers:
-        """Train until the next report. `OVER` in it: there is no more to do."""
+        """Train until the next report. If it has `OVER`, the trial has ended."""
         ...
 
     def checkpoint(self) -> dict[str, Any]:
-        """Store everything; says where, as JSON."""
+        """Store a checkpoint; returns its location as JSON."""
         ...
 
     def close(self) -> None:
-        """Store everything, and end. Again: no effect."""
+        """Store a checkpoint and end the training. Idempotent."""
         ...
 
 
-Begin = Callable[[Order], Attempt]
-Reserve = Callable[[Mapping[str, Any]], Reserved]
-"""What a trial with this config needs."""
+StartTrial = Callable[[TrialRequest], TrialTraining]
+ReserveResources = Callable[[Mapping[str, Any]], TrialResources]
+"""Returns the resources of a trial with this config."""
 
 
 @dataclass(frozen=True)
-class Event:
-    """What became known of a trial: `kind` is started, reported, ended, retried or failed."""
+class TrialEvent:
+    """An event of a trial. `kind`: started, reported, ended, retried or failed."""
 
     name: str
     kind: str
@@ -80,24 +80,24 @@ class Event:
     error: str = ""
 
 
-Hear = Callable[[Event], None]
+OnTrialEvent = Callable[[TrialEvent], None]
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a process of a trial needs so that names mean there what they mean here."""
+class TrialEnvironment:
+    """Working directory, import path and code that the process of a trial needs to resolve names."""
 
     directory: str
     path: tuple[str, ...]
-    code_bundle: tuple[CodeBundle, ...] = ()
+    code_bundles: tuple[CodeBundle, ...] = ()
 
     @classmethod
-    def here(cls, code_bundle: Iterable[CodeBundle]) -> Surroundings:
-        return cls(str(Path.cwd()), tuple(str(Path(entry).absolute()) for entry in sys.path), tuple(code_bundle))
+    def here(cls, code_bundles: Iterable[CodeBundle]) -> TrialEnvironment:
+        return cls(str(Path.cwd()), tuple(str(Path(entry).absolute()) for entry in sys.path), tuple(code_bundles))
 
     def enter(self) -> None:
-        with contextlib.suppress(OSError):  # another machine, which need not have it
+        with contextlib.suppress(OSError):  # another node may not have the directory
             os.chdir(self.directory)
         sys.path += [entry for entry in ("", *self.path) if entry not in sys.path]
-        for packed in self.code_bundle:
+        for packed in self.code_bundles:
             packed.unpack()

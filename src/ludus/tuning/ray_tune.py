@@ -1,9 +1,9 @@
-"""Ray Tune: starts the processes of trials, gives each its share of the machines, and lets a scheduler stop or change them.
+"""Ray Tune backend: starts the processes of trials, reserves their resources, and runs the scheduler.
 
     driver ── Tuner ──▶ Trainable ── advance, checkpoint, close ──▶ attempt (one process at one trial; made by `begin`)
 
-Tune keeps no state that matters: what a trial has learned is in its own run, and a sweep is resumed by a new Tuner with the
-trials that are left. So nothing that Tune has pickled is ever read again.
+Tune holds no essential state: each trial stores its progress in its own run, and a sweep is resumed by a new Tuner with the remaining
+trials. Nothing that Tune has pickled is read again.
 """
 
 from __future__ import annotations
@@ -24,41 +24,51 @@ from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
 
 from ludus.ray_cluster.cluster import environment_variables
-from ludus.tuning.messages import SCORE, Attempt, Begin, Event, Hear, Order, Reserve, Reserved, Surroundings
+from ludus.tuning.messages import (
+    SCORE,
+    OnTrialEvent,
+    ReserveResources,
+    StartTrial,
+    TrialEnvironment,
+    TrialEvent,
+    TrialRequest,
+    TrialResources,
+    TrialTraining,
+)
 
 log = logging.getLogger(__name__)
 
 POINTER = "ludus.json"
-"""The only file of what Tune takes for a checkpoint: where the real one is."""
+"""The only file of a Tune checkpoint: the location of the real one."""
 
-KEPT_POINTERS = 3
+MAX_POINTERS = 3
 _ENVIRONMENT = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a trial is a run of ours, and writes its own numbers
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the run of a trial writes its own metrics
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_WARN_THRESHOLD_S": "60",
-    "RAY_AIR_NEW_OUTPUT": "0",  # else it prints what it is about to do, whatever its verbosity
+    "RAY_AIR_NEW_OUTPUT": "0",  # the new output ignores verbose=0
 }
 
 
-def placement(reserved: Reserved) -> tune.PlacementGroupFactory:
-    """All on one machine: the workers of a trial are its children."""
+def placement(reserved: TrialResources) -> tune.PlacementGroupFactory:
+    """All bundles on one node: the workers of a trial are its child processes."""
     first = {"CPU": float(reserved.cpus)} | ({"GPU": float(reserved.gpus)} if reserved.gpus else {})
     return tune.PlacementGroupFactory([first, *({"CPU": 1.0} for _ in range(reserved.workers))], strategy="STRICT_PACK")
 
 
-class Trial(tune.Trainable):  # type: ignore[misc,unused-ignore]
+class TuneTrial(tune.Trainable):  # type: ignore[misc,unused-ignore]
     """A trial as Tune sees it. Subclasses, made by `trainable`, say what is trained."""
 
-    begin: ClassVar[Begin]
-    reserve: ClassVar[Reserve]
-    surroundings: ClassVar[Surroundings]
+    begin: ClassVar[StartTrial]
+    reserve: ClassVar[ReserveResources]
+    surroundings: ClassVar[TrialEnvironment]
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
         return placement(cls.reserve(config))
 
     def setup(self, config: dict[str, Any]) -> None:
-        self._attempt: Attempt | None = None
+        self._attempt: TrialTraining | None = None
         self._pointer: Mapping[str, Any] | None = None
         self.surroundings.enter()
 
@@ -76,14 +86,16 @@ class Trial(tune.Trainable):  # type: ignore[misc,unused-ignore]
         if self._attempt is not None:
             self._attempt.close()
 
-    def _begun(self) -> Attempt:
+    def _begun(self) -> TrialTraining:
         """Not before the first step: only then it is known whether there is a checkpoint to begin with."""
         if self._attempt is None:
-            self._attempt = type(self).begin(Order(str(self.trial_name), _directory_of(self), dict(self.config), self._pointer))
+            self._attempt = type(self).begin(
+                TrialRequest(str(self.trial_name), _trial_directory(self), dict(self.config), self._pointer)
+            )
         return self._attempt
 
 
-def _directory_of(trial: Trial) -> Path | None:
+def _trial_directory(trial: TuneTrial) -> Path | None:
     storage = trial._storage
     if storage is None:
         return Path(trial.logdir)
@@ -93,18 +105,20 @@ def _directory_of(trial: Trial) -> Path | None:
 
 def trainable(
     name: str,
-    begin: Begin,
-    reserve: Reserve,
-    surroundings: Surroundings,
+    begin: StartTrial,
+    reserve: ReserveResources,
+    surroundings: TrialEnvironment,
 ) -> type[tune.Trainable]:
-    """For a `ray.tune.Tuner`: `begin` and `reserve` go along to other processes, so they are functions of a module, or partials."""
-    return type(name, (Trial,), {"begin": staticmethod(begin), "reserve": staticmethod(reserve), "surroundings": surroundings})
+    """A trainable class for `ray.tune.Tuner`. `begin` and `reserve` are pickled, so they must be module functions or partials."""
+    return type(
+        name, (TuneTrial,), {"begin": staticmethod(begin), "reserve": staticmethod(reserve), "surroundings": surroundings}
+    )
 
 
 # -- schedulers ----------------------------------------------------------------------------------------------------------
 
 
-def first_come() -> TrialScheduler:
+def fifo() -> TrialScheduler:
     scheduler: TrialScheduler = FIFOScheduler()  # type: ignore[no-untyped-call]
     return scheduler
 
@@ -112,8 +126,8 @@ def first_come() -> TrialScheduler:
 def asha(
     time: str, longest: float, grace: float, factor: float, before: Sequence[Sequence[tuple[float, float]]]
 ) -> TrialScheduler:
-    """`before`: (time, score) of trials that ended before the sweep was resumed; the others are still measured by them."""
-    max_t: Any = longest  # annotated as whole numbers, and compared with any
+    """`before`: (time, score) curves of trials that ended before the sweep was resumed; they count in the rungs."""
+    max_t: Any = longest  # annotated as int, but floats work
     least: Any = min(grace, longest)
     scheduler = AsyncHyperBandScheduler(
         time_attr=time, metric=SCORE, mode="max", max_t=max_t, grace_period=least, reduction_factor=factor
@@ -129,10 +143,10 @@ def asha(
 def pbt(
     time: str, interval: float, quantile: float, explore: Callable[[dict[str, Any]], dict[str, Any]], seed: int
 ) -> TrialScheduler:
-    """`explore`: the config of a better trial → a changed one."""
+    """`explore`: perturbs the config of a better trial."""
     import random
 
-    random.seed(seed)  # by which Tune chooses whom of the best to copy
+    random.seed(seed)  # Tune draws the trial to copy from it
     return PopulationBasedTraining(
         time_attr=time,
         metric=SCORE,
@@ -147,36 +161,36 @@ def pbt(
 # -- running -------------------------------------------------------------------------------------------------------------
 
 
-_hearing: list[Hear] = []
-"""Who hears of trials in this process. Not part of the callback, which Tune pickles."""
+_listeners: list[OnTrialEvent] = []
+"""Listeners of this process. Not attributes of the callback, which Tune pickles."""
 
 
 class _Callback(tune.Callback):  # type: ignore[misc,unused-ignore]
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        _tell(trial, "started")
+        _emit_event(trial, "started")
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
-        _tell(trial, "reported", result)
+        _emit_event(trial, "reported", result)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        _tell(trial, "ended", trial.last_result)
+        _emit_event(trial, "ended", trial.last_result)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        _tell(trial, "retried", error=_error_of(trial))
+        _emit_event(trial, "retried", error=_error_of(trial))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        _tell(trial, "failed", error=_error_of(trial))
+        _emit_event(trial, "failed", error=_error_of(trial))
 
 
-def _tell(trial: Any, kind: str, result: Mapping[str, Any] | None = None, error: str = "") -> None:
+def _emit_event(trial: Any, kind: str, result: Mapping[str, Any] | None = None, error: str = "") -> None:
     numbers = {name: value for name, value in (result or {}).items() if isinstance(value, (int, float))}
-    event = Event(str(trial), kind, numbers, dict(trial.config), error)
-    for hear in _hearing:
+    event = TrialEvent(str(trial), kind, numbers, dict(trial.config), error)
+    for hear in _listeners:
         hear(event)
 
 
 def _error_of(trial: Any) -> str:
-    """The last line of what went wrong."""
+    """The last line of a trial's error."""
     try:
         lines = Path(trial.error_file).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except (OSError, TypeError):
@@ -192,11 +206,11 @@ def fit(
     directory: Path,
     max_concurrent: int | None,
     max_failures: int,
-    hear: Hear,
+    hear: OnTrialEvent,
 ) -> None:
-    """Run the trials (name, config) until all have ended, or SIGINT or SIGTERM: then they store what they have, and stop.
+    """Run the trials (name, config) until all have ended. On SIGINT or SIGTERM they store checkpoints and stop.
 
-    `directory` is for Tune's own files, and is removed. The second signal raises KeyboardInterrupt.
+    `directory`: temporary, for Tune's own files. A second signal raises KeyboardInterrupt.
     """
     shutil.rmtree(directory, ignore_errors=True)
     given = [{"name": name, **config} for name, config in configs]
@@ -206,7 +220,7 @@ def fit(
         tune_config=tune.TuneConfig(
             scheduler=scheduler,
             max_concurrent_trials=max_concurrent,
-            reuse_actors=False,  # a trial has a process of its own, which ends with it
+            reuse_actors=False,  # each trial has its own process
             trial_name_creator=_name_of,
             trial_dirname_creator=_name_of,
         ),
@@ -214,18 +228,18 @@ def fit(
             name=directory.name,
             storage_path=str(directory.parent.absolute()),
             failure_config=tune.FailureConfig(max_failures=max_failures),
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=KEPT_POINTERS),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=MAX_POINTERS),
             callbacks=[_Callback()],
             verbose=0,
         ),
     )
-    _hearing.append(hear)
+    _listeners.append(hear)
     try:
-        with environment_variables(_ENVIRONMENT), _quiet(), _terminated_as_interrupted(), warnings.catch_warnings():
+        with environment_variables(_ENVIRONMENT), _mute_tune_log(), _sigterm_as_sigint(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Consider boosting PBT")  # by reusing processes
             tuner.fit()
     finally:
-        _hearing.remove(hear)
+        _listeners.remove(hear)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -233,20 +247,20 @@ def _name_of(trial: Any) -> str:
     return str(trial.config["trial"]["name"])
 
 
-def connected() -> bool:
-    """Whether this process has a Ray already, which its script has started or joined."""
+def is_connected() -> bool:
+    """Whether this process is already connected to a Ray cluster."""
     return bool(ray.is_initialized())
 
 
-def roomiest() -> tuple[float, float]:
-    """(cores, accelerators) of the machine that has most of them."""
+def largest_node() -> tuple[float, float]:
+    """(maximum cores, maximum accelerators) of any node."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     return max((n.get("CPU", 0.0) for n in nodes), default=0.0), max((n.get("GPU", 0.0) for n in nodes), default=0.0)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Failures and interruptions are told by us."""
+def _mute_tune_log() -> Iterator[None]:
+    """Mute Tune's log: the sweep reports failures and interruptions itself."""
     logger = logging.getLogger("ray.tune")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -257,8 +271,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Tune puts its own handler in the place of SIGINT's, for the first one, and knows no SIGTERM."""
+def _sigterm_as_sigint() -> Iterator[None]:
+    """Treat SIGTERM as SIGINT, for which Tune installs its own handler; restore all handlers afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""Sweeps: many trials of one experiment, each a run of its own, side by side.
+"""Sweeps: concurrent trials of one experiment, each of which is an ordinary run.
 
-runs/<name>/t000_lr-0.001_seed-0/ …      the trials: ordinary runs
-           sweep.json                    what the sweep is, and which trials have ended: enough to resume it
+runs/<name>/t000_lr-0.001_seed-0/ …      the trials
+           sweep.json                    state of the sweep: experiment, trials and how they ended; enough to resume it
            results.json results.csv best.yaml sweep.png
 """
 
@@ -44,47 +44,57 @@ from ludus.experiments.validation import validate
 from ludus.process.host import usable_cores
 from ludus.storage.local import LocalStore
 from ludus.storage.safe_read import parse_json
-from ludus.tuning.messages import FINISHED, OVER, Begin, Event, Hear, Order, Reserve, Reserved, Surroundings
-from ludus.tuning.report import SweepResult, outcome, read_curve
-from ludus.tuning.trial import Attempt
+from ludus.tuning.messages import (
+    FINISHED,
+    OVER,
+    OnTrialEvent,
+    ReserveResources,
+    StartTrial,
+    TrialEnvironment,
+    TrialEvent,
+    TrialRequest,
+    TrialResources,
+)
+from ludus.tuning.report import SweepResult, read_curve, read_results
+from ludus.tuning.trial import TrialRun
 
 log = logging.getLogger(__name__)
 
 STATE, LOCK, TUNE = "sweep.json", ".sweep.lock", ".tune"
 FORMAT = 1
-KEEP = 3
-"""Checkpoints that a trial keeps besides the best, when nothing is said: some other trial may be about to copy one."""
+DEFAULT_KEEP = 3
+"""Default number of checkpoints that a trial keeps in addition to the best: another trial may be copying one."""
 
 Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What is not part of the experiment: where, on what, and who is told."""
+    """Options of a sweep that are not part of the experiment: directory, cluster and callbacks."""
 
     local_dir: Path = Path("runs")
     cluster: ClusterOptions | None = None
-    """None: a Ray that the caller is connected to already, else one of this machine that is started for the sweep."""
+    """None: the Ray cluster to which this process is connected, else a local one that is started for the sweep."""
     max_concurrent: int | None = None
     retry_failed: bool = False
     announce: Announce | None = None
-    hear: Hear | None = None
+    hear: OnTrialEvent | None = None
     noted: Callable[[str, Path], None] | None = None
-    """Is told the name of a new sweep and its directory, before it is there."""
+    """Called with the name and directory of a new sweep before it is created."""
     begin: Callable[[int, int], None] | None = None
-    """Called before the trials of a sweep start, with how many have ended before and how many it has in all."""
+    """Called before the trials of a sweep start, with the number of ended trials and of all trials."""
 
     def say(self, sentence: str) -> None:
         if self.announce is not None:
             self.announce(sentence)
 
 
-# -- what a sweep is ------------------------------------------------------------------------------------------------------
+# -- state ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Sweep:
-    """A sweep, checked: its trials, and what has become of them."""
+    """A validated sweep: its trials and how they ended."""
 
     name: str
     directory: Path
@@ -111,14 +121,14 @@ class Sweep:
             "ludus": ludus.__version__,
             "name": self.name,
             "experiment": self.data,
-            "trials": [{"name": trial.name, "values": _encoded(trial.values)} for trial in self.trials],
+            "trials": [{"name": trial.name, "values": _encode_values(trial.values)} for trial in self.trials],
             "ended": self.ended,
         }
         LocalStore(self.directory).put(STATE, json.dumps(plain, indent=1, default=str).encode())
 
 
-def plan(name: str, data: Mapping[str, Any], local_dir: Path = Path("runs")) -> Sweep:
-    """Check everything about a sweep that can be checked before anything starts. Raises UsageError."""
+def plan_sweep(name: str, data: Mapping[str, Any], local_dir: Path = Path("runs")) -> Sweep:
+    """Create a sweep and validate all its trials. Raises UsageError."""
     _refuse_store(local_dir)
     data = {**translate_experiment(search_space.replace_tune_domains(data)).data, "name": name}
     inner = data.get("config") or {}
@@ -134,22 +144,22 @@ def plan(name: str, data: Mapping[str, Any], local_dir: Path = Path("runs")) -> 
     for trial in trials:
         _check(sweep, trial)
     if top.tune.scheduler:
-        _timing(sweep)
+        _time_limit(sweep)
     return sweep
 
 
 def _check(sweep: Sweep, trial: TrialValues) -> None:
     data = sweep.experiment_of(trial)
     if data.get("env") == EXTERNAL:
-        raise ConfigError("The games of an external environment call one run, not several.", "Train it with `ludus train`.")
+        raise ConfigError("External games connect to one run, so they cannot be swept.", "Train it with `ludus train`.")
     inner = canonical_config(data["config"])
     if inner.get("num_workers") == "auto":
         raise ConfigError(
             "config.num_workers is auto, which would give every trial the whole machine.",
-            "Set a number: trials run side by side.",
+            "Set a number: trials run concurrently.",
         )
-    tracking.check(resolve(data).experiment.track)
-    needed = reserved(data, None)
+    tracking.check_tracking(resolve(data).experiment.track)
+    needed = trial_resources(data, None)
     if sweep.tune.cpus_per_trial is not None and sweep.tune.cpus_per_trial < needed.all_cpus:
         raise ConfigError(
             f"tune.cpus_per_trial is {sweep.tune.cpus_per_trial}, and the trial {trial.name} has {needed.all_cpus} processes.",
@@ -160,12 +170,12 @@ def _check(sweep: Sweep, trial: TrialValues) -> None:
 def _refuse_store(place: Path) -> None:
     if is_remote(place):
         raise UsageError(
-            "A sweep is written to a directory, which Tune and all machines of its Ray share; a store cannot be one.",
+            "A sweep needs a directory that all nodes of the Ray cluster share; it cannot be on an object store.",
             "Give --local-dir a directory. Single runs may be on a store: ludus train --local-dir s3://…",
         )
 
 
-def opened(directory: Path) -> Sweep:
+def open_sweep(directory: Path) -> Sweep:
     """The sweep in a directory. Raises NotFound, Damaged."""
     _refuse_store(directory)
     directory = directory.expanduser()
@@ -175,54 +185,54 @@ def opened(directory: Path) -> Sweep:
     try:
         plain = parse_json(LocalStore(directory).get(STATE), str(directory / STATE))
         data = dict(plain["experiment"])
-        trials = [TrialValues(str(entry["name"]), _decoded(entry["values"])) for entry in plain["trials"]]
+        trials = [TrialValues(str(entry["name"]), _decode_values(entry["values"])) for entry in plain["trials"]]
         ended = {str(name): str(state) for name, state in plain["ended"].items()}
         name, form = str(plain["name"]), int(plain["format"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{directory / STATE} is damaged: {error!r}.", "Its trials are runs of their own, and intact.") from error
+        raise Damaged(f"{directory / STATE} is damaged: {error!r}.", "Its trials are ordinary runs and are intact.") from error
     if form != FORMAT:
         raise UsageError(f"{directory / STATE} has format {form}; this is ludus {ludus.__version__}, format {FORMAT}.")
     tune = parse_experiment({"name": name, "env": "-", "tune": data.get("tune") or {}}).tune
     return Sweep(name, directory, data, tune, trials, ended)
 
 
-def _encoded(values: Mapping[search_space.Path, Any]) -> list[list[Any]]:
+def _encode_values(values: Mapping[search_space.Path, Any]) -> list[list[Any]]:
     return [[list(path), value] for path, value in values.items()]
 
 
-def _decoded(plain: Sequence[Sequence[Any]]) -> search_space.Assignment:
+def _decode_values(plain: Sequence[Sequence[Any]]) -> search_space.Assignment:
     return {tuple(map(str, path)): value for path, value in plain}
 
 
-# -- what a trial is ------------------------------------------------------------------------------------------------------
+# -- trials ---------------------------------------------------------------------------------------------------------------
 
 
-def reserved(data: Mapping[str, Any], cpus_per_trial: int | None) -> Reserved:
-    """The process that learns, and one core for each of the others: they are all on one machine."""
+def trial_resources(data: Mapping[str, Any], cpus_per_trial: int | None) -> TrialResources:
+    """Resources of a trial, all on one node: the learner process, and one core for each other process."""
     inner = canonical_config(data.get("config") or {})
     number = {key: int(inner.get(key) or 0) for key in ("num_workers", "num_learners", "evaluation_num_workers")}
     workers = number["num_workers"] + max(0, number["num_learners"] - 1) + number["evaluation_num_workers"]
-    return Reserved(max(1, (cpus_per_trial or 0) - workers), float(inner.get("num_gpus") or 0), workers)
+    return TrialResources(max(1, (cpus_per_trial or 0) - workers), float(inner.get("num_gpus") or 0), workers)
 
 
 def _trial_data(data: Mapping[str, Any], values: Mapping[search_space.Path, Any], cpus_per_trial: int | None) -> dict[str, Any]:
-    """The experiment of one trial, which keeps to its share of the machine."""
+    """The experiment of one trial, with threads limited to its reserved cores."""
     out = search_space.apply_values(data, values)
     out["config"] = canonical_config(out.get("config") or {})
     if out["config"].get("num_workers") != "auto":
-        threads = reserved(out, cpus_per_trial).cpus
+        threads = trial_resources(out, cpus_per_trial).cpus
         for key in ("torch_threads", "learner_threads"):
             out["config"][key] = out["config"].get(key) or threads
     if out.get("keep_checkpoints_num") is None:
-        out["keep_checkpoints_num"] = KEEP
+        out["keep_checkpoints_num"] = DEFAULT_KEEP
     return out
 
 
-def _begin(directory: Path, data: Mapping[str, Any], tune: TuneConfig, order: Order) -> Attempt:
+def _start_trial(directory: Path, data: Mapping[str, Any], tune: TuneConfig, order: TrialRequest) -> TrialRun:
     values = order.config["trial"]["values"]
-    return Attempt(
+    return TrialRun(
         directory / order.name,
-        _trial_data(data, _decoded(values), tune.cpus_per_trial),
+        _trial_data(data, _decode_values(values), tune.cpus_per_trial),
         values=values,
         pointer=order.pointer,
         metric=tune.metric,
@@ -231,21 +241,21 @@ def _begin(directory: Path, data: Mapping[str, Any], tune: TuneConfig, order: Or
     )
 
 
-def _reserve(data: Mapping[str, Any], cpus_per_trial: int | None, config: Mapping[str, Any]) -> Reserved:
-    return reserved(search_space.apply_values(data, _decoded(config["trial"]["values"])), cpus_per_trial)
+def _trial_resources(data: Mapping[str, Any], cpus_per_trial: int | None, config: Mapping[str, Any]) -> TrialResources:
+    return trial_resources(search_space.apply_values(data, _decode_values(config["trial"]["values"])), cpus_per_trial)
 
 
-def begin_plain(data: Mapping[str, Any], report_s: float, order: Order) -> Attempt:
-    """A trial of somebody else's Tuner: its config is `env`, `run` and the keys of `config:`, beside what `data` says."""
+def start_plain_trial(data: Mapping[str, Any], report_s: float, order: TrialRequest) -> TrialRun:
+    """Start a trial of a user's own Tuner. Its config has `env`, `run` and keys of `config:`, which override `data`."""
     if order.directory is None:
         raise UsageError(
             "The results of this Tuner are not on a file system.", "Give RunConfig a storage_path that is a directory."
         )
-    return Attempt(order.directory, _plain_data(data, order.config), pointer=order.pointer, report_s=report_s)
+    return TrialRun(order.directory, _plain_data(data, order.config), pointer=order.pointer, report_s=report_s)
 
 
-def reserve_plain(data: Mapping[str, Any], config: Mapping[str, Any]) -> Reserved:
-    return reserved(_plain_data(data, config), None)
+def plain_trial_resources(data: Mapping[str, Any], config: Mapping[str, Any]) -> TrialResources:
+    return trial_resources(_plain_data(data, config), None)
 
 
 def _plain_data(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,49 +264,51 @@ def _plain_data(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
     whole = {**data, **top}
     whole["config"] = {**canonical_config(data.get("config") or {}), **canonical_config(inner)}
     if "env" not in whole:
-        raise ConfigError("Which environment?", 'Put "env" into the param_space, or say trainable("PPO", env="CartPole-v1").')
+        raise ConfigError(
+            "No environment is given.", 'Put "env" into the param_space, or use trainable("PPO", env="CartPole-v1").'
+        )
     return _trial_data({"name": "trial", **whole}, {}, None)
 
 
 def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
-    """What `ludus.trainable` returns. Raises MissingExtra, UsageError."""
+    """The return value of `ludus.trainable`. Raises MissingExtra, UsageError."""
     given = {**data, "config": canonical_config(data.get("config") or {})}
     algorithm_class(str(data["run"]))
     inner = given["config"]
     names = [str(given.get("env", "")), str(data["run"]), *wrapper_names(inner.get("wrappers") or [])]
-    code_bundle = [CodeBundle.of(*names, models=[(inner.get("model") or {}).get("custom_model")])]
-    code_bundle += [CodeBundle(registered_envs=dict(registered_envs()))]  # what the param_space names is not known yet
-    code_bundle += [CodeBundle(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
-    begin: Begin = functools.partial(begin_plain, given, report_s)
-    reserve: Reserve = functools.partial(reserve_plain, given)
+    code_bundles = [CodeBundle.of(*names, models=[(inner.get("model") or {}).get("custom_model")])]
+    code_bundles += [CodeBundle(registered_envs=dict(registered_envs()))]  # the names in the param_space are not known yet
+    code_bundles += [CodeBundle(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
+    begin: StartTrial = functools.partial(start_plain_trial, given, report_s)
+    reserve: ReserveResources = functools.partial(plain_trial_resources, given)
     name = re.sub(r"\W+", "_", str(data["run"]))
-    return _need_tune().trainable(name, begin, reserve, Surroundings.here(code_bundle))
+    return _import_tune().trainable(name, begin, reserve, TrialEnvironment.here(code_bundles))
 
 
 # -- schedulers -----------------------------------------------------------------------------------------------------------
 
 
-def _timing(sweep: Sweep) -> tuple[str, float]:
-    """(what time is measured in, the longest). Raises ConfigError when nothing bounds it."""
+def _time_limit(sweep: Sweep) -> tuple[str, float]:
+    """(unit of time, maximum). Raises ConfigError if no stop condition bounds it."""
     stop = resolve(sweep.experiment_of(sweep.trials[0])).experiment.stop
     times = ("timesteps", "iterations", "training_iteration", "time_s")
     limits = {name: getattr(stop, name) for name in times if getattr(stop, name) is not None}
     name: str = sweep.tune.time_attr or next(iter(limits), "timesteps")
     if name not in limits:
         raise ConfigError(
-            f"tune.scheduler is {sweep.tune.scheduler}, and nothing says how long a trial is in {name}.",
+            f"tune.scheduler is {sweep.tune.scheduler}, but no stop condition limits {name}.",
             f"Set stop.{name}, or another tune.time_attr.",
         )
     return name, float(limits[name])
 
 
-def _scheduler(sweep: Sweep) -> Any:
+def _make_scheduler(sweep: Sweep) -> Any:
     from ludus.tuning import ray_tune as tuning
 
     tune = sweep.tune
     if tune.scheduler is None:
-        return tuning.first_come()
-    time_attr, longest = _timing(sweep)
+        return tuning.fifo()
+    time_attr, longest = _time_limit(sweep)
     if tune.scheduler == "asha":
         sign = 1 if tune.mode == "max" else -1
         ended = [sweep.directory / name for name in sweep.ended]
@@ -306,12 +318,12 @@ def _scheduler(sweep: Sweep) -> Any:
     interval = tune.perturbation_interval or longest / 10
     keys = search_space.find_mutations(sweep.data, tune.hyperparam_mutations)
     seed = int(sweep.trials[0].values.get(search_space.SEED, sweep.data["config"].get("seed", 0)))
-    explorer = Explorer(sweep.data, keys, tune.resample_probability, tune.cpus_per_trial, seed)
+    explorer = Mutator(sweep.data, keys, tune.resample_probability, tune.cpus_per_trial, seed)
     return tuning.pbt(time_attr, interval, tune.quantile_fraction, explorer, seed)
 
 
-class Explorer:
-    """The config of a better trial → one that is a little different, and can be trained."""
+class Mutator:
+    """Perturbs the config of a better trial into a valid one (population based training)."""
 
     TRIES = 20
 
@@ -322,15 +334,15 @@ class Explorer:
         self._generator = np.random.default_rng([seed, 7])
 
     def __call__(self, config: dict[str, Any]) -> dict[str, Any]:
-        theirs = _decoded(config["trial"]["values"])
+        theirs = _decode_values(config["trial"]["values"])
         for _ in range(self.TRIES):
             values = search_space.perturb(self._keys, theirs, self._generator, self._resample)
             try:
                 resolve(_trial_data(self._data, values, self._cpus))
             except ConfigError as error:  # such as a batch that its minibatches do not divide
-                log.info("a mutation is passed over: %s", error)
+                log.info("an invalid mutation was skipped: %s", error)
                 continue
-            return {**config, "trial": {**config["trial"], "values": _encoded(values)}}
+            return {**config, "trial": {**config["trial"], "values": _encode_values(values)}}
         return config
 
 
@@ -338,128 +350,128 @@ class Explorer:
 
 
 def run_sweep(experiments: Mapping[str, Mapping[str, Any]], options: SweepOptions) -> list[SweepResult]:
-    """One sweep after the other, each in its own directory. All are checked before the first one begins.
+    """Run sweeps one after the other, each in its own directory, after validating all of them.
 
-    An interrupted one is the last of the list, and says so. Raises UsageError.
+    Stops after an interrupted one, which is the last of the list. Raises UsageError.
     """
-    sweeps = [plan(name, data, options.local_dir) for name, data in experiments.items()]
+    sweeps = [plan_sweep(name, data, options.local_dir) for name, data in experiments.items()]
     if not sweeps:
         raise UsageError("There is no experiment to sweep over.")
     for sweep in sweeps:
         _check_free(sweep.directory)
-    for sentence in dict.fromkeys(notice for data in experiments.values() for notice in validate.notices_of(data)):
+    for sentence in dict.fromkeys(notice for data in experiments.values() for notice in validate.find_notices(data)):
         options.say(sentence)
     return _run(sweeps, options)
 
 
 def resume_sweep(directory: Path, options: SweepOptions) -> SweepResult:
-    """Go on with a sweep that was interrupted or killed: ended trials stay as they are, the others go on from their checkpoints."""
+    """Resume an interrupted or killed sweep: trials that have not ended continue from their checkpoints."""
     return resume_sweeps([directory], options)[0]
 
 
 def resume_sweeps(directories: Sequence[Path], options: SweepOptions) -> list[SweepResult]:
-    """One after the other, as `run_sweep` does."""
-    return _run([opened(directory) for directory in directories], options, resumed=True)
+    """Resume sweeps one after the other, as `run_sweep` does."""
+    return _run([open_sweep(directory) for directory in directories], options, resumed=True)
 
 
 def _check_free(directory: Path) -> None:
     if (directory / STATE).exists():
         raise UsageError(
             f"{directory} already holds a sweep.",
-            f"Go on with it: ludus tune --resume {directory}   or choose another name or --local-dir.",
+            f"Continue it with ludus tune --resume {directory}, or choose another name or --local-dir.",
         )
 
 
 def _run(sweeps: Sequence[Sweep], options: SweepOptions, resumed: bool = False) -> list[SweepResult]:
-    _need_tune()
+    _import_tune()
     with contextlib.ExitStack() as stack:
         for sweep in sweeps:
-            stack.enter_context(_alone(sweep.directory, made=not resumed))
+            stack.enter_context(_lock_sweep(sweep.directory, made=not resumed))
         if resumed:
-            sweeps = [opened(sweep.directory) for sweep in sweeps]  # as the one who had the lock before us has left it
-            return _one_by_one(sweeps, options, stack)
+            sweeps = [open_sweep(sweep.directory) for sweep in sweeps]  # re-read under the lock
+            return _run_in_order(sweeps, options, stack)
         for sweep in sweeps:
             _check_free(sweep.directory)
             if options.noted is not None:
                 options.noted(sweep.name, sweep.directory)
             sweep.save()
         try:
-            return _one_by_one(sweeps, options, stack)
+            return _run_in_order(sweeps, options, stack)
         except (LudusError, KeyboardInterrupt):
             for sweep in sweeps:
-                _unmake(sweep)
+                _remove_empty_sweep(sweep)
             raise
 
 
-def _one_by_one(sweeps: Sequence[Sweep], options: SweepOptions, stack: contextlib.ExitStack) -> list[SweepResult]:
+def _run_in_order(sweeps: Sequence[Sweep], options: SweepOptions, stack: contextlib.ExitStack) -> list[SweepResult]:
     results: list[SweepResult] = []
     began = time.monotonic()
     if any(sweep.left(options.retry_failed) for sweep in sweeps):
-        stack.enter_context(_ray(options))
+        stack.enter_context(_open_ray(options))
     startup_s = time.monotonic() - began
     for sweep in sweeps:
-        results.append(_one(sweep, options, startup_s))
+        results.append(_run_one(sweep, options, startup_s))
         if results[-1].interrupted:
             break
     return results
 
 
-def _unmake(sweep: Sweep) -> None:
-    """A sweep of which no trial has begun leaves nothing behind: why has been told, and it may be tried again with less."""
+def _remove_empty_sweep(sweep: Sweep) -> None:
+    """Delete the files of a sweep whose trials never started, so that the command can be repeated."""
     if any((sweep.directory / trial.name).exists() for trial in sweep.trials):
         return
-    with contextlib.suppress(OSError):  # somebody else has put something there
+    with contextlib.suppress(OSError):  # the directory has other files
         for name in (STATE, LOCK):
             (sweep.directory / name).unlink(missing_ok=True)
         sweep.directory.rmdir()
 
 
-def _one(sweep: Sweep, options: SweepOptions, startup_s: float) -> SweepResult:
+def _run_one(sweep: Sweep, options: SweepOptions, startup_s: float) -> SweepResult:
     left = sweep.left(options.retry_failed)
     began = time.monotonic()
     if left:
         for trial in left:
             sweep.ended.pop(trial.name, None)
-        _say_what(sweep, left, options)
+        _announce_trials(sweep, left, options)
         if options.begin is not None:
             options.begin(len(sweep.trials) - len(left), len(sweep.trials))
-        _fit(sweep, left, options)
+        _run_trials(sweep, left, options)
     else:
         options.say(f"All {len(sweep.trials)} trials of {sweep.directory} have ended.")
     _mark_stopped(sweep)
-    return outcome(sweep.name, sweep.directory, sweep.data, sweep.tune, sweep.trials, sweep.ended).written(
+    return read_results(sweep.name, sweep.directory, sweep.data, sweep.tune, sweep.trials, sweep.ended).write(
         startup_s=startup_s, wall_s=time.monotonic() - began
     )
 
 
-def _say_what(sweep: Sweep, left: Sequence[TrialValues], options: SweepOptions) -> None:
+def _announce_trials(sweep: Sweep, left: Sequence[TrialValues], options: SweepOptions) -> None:
     of = f" of {len(sweep.trials)}" if len(left) < len(sweep.trials) else ""
     options.say(f"{len(left)}{of} trials of {sweep.name} → {sweep.directory}")
 
 
-def _fit(sweep: Sweep, left: Sequence[TrialValues], options: SweepOptions) -> None:
+def _run_trials(sweep: Sweep, left: Sequence[TrialValues], options: SweepOptions) -> None:
     from ludus.tuning import ray_tune as tuning
 
-    _check_room(sweep, left)
+    _check_resources(sweep, left)
     data = {key: value for key, value in sweep.data.items() if key != "tune"}
     directory = sweep.directory.absolute()
-    begin: Begin = functools.partial(_begin, directory, data, sweep.tune)
-    reserve: Reserve = functools.partial(_reserve, data, sweep.tune.cpus_per_trial)
-    actor = tuning.trainable(sweep.name, begin, reserve, Surroundings.here(_code_bundle(sweep, left)))
+    begin: StartTrial = functools.partial(_start_trial, directory, data, sweep.tune)
+    reserve: ReserveResources = functools.partial(_trial_resources, data, sweep.tune.cpus_per_trial)
+    actor = tuning.trainable(sweep.name, begin, reserve, TrialEnvironment.here(_code_bundles(sweep, left)))
 
-    def hear(event: Event) -> None:
-        state = _state_after(event)
+    def hear(event: TrialEvent) -> None:
+        state = _end_state(event)
         if state is not None:
             sweep.ended[event.name] = state
-            with contextlib.suppress(LudusError):  # a full disk: the trials say themselves how far they are
+            with contextlib.suppress(LudusError):  # a full disk; the trials record their own state
                 sweep.save()
         if options.hear is not None:
             options.hear(event)
 
     tuning.fit(
         actor,
-        [(trial.name, {"values": _values_now(sweep, trial)}) for trial in left],
-        _scheduler(sweep),
+        [(trial.name, {"values": _current_values(sweep, trial)}) for trial in left],
+        _make_scheduler(sweep),
         directory=sweep.directory / TUNE,
         max_concurrent=options.max_concurrent or sweep.tune.max_concurrent,
         max_failures=sweep.max_failures,
@@ -467,8 +479,8 @@ def _fit(sweep: Sweep, left: Sequence[TrialValues], options: SweepOptions) -> No
     )
 
 
-def _code_bundle(sweep: Sweep, left: Sequence[TrialValues]) -> list[CodeBundle]:
-    """Of every trial whose names are not those of another one."""
+def _code_bundles(sweep: Sweep, left: Sequence[TrialValues]) -> list[CodeBundle]:
+    """One code bundle for each distinct set of names that the trials use."""
     different: dict[str, CodeBundle] = {}
     for trial in left:
         data = sweep.experiment_of(trial)
@@ -479,7 +491,7 @@ def _code_bundle(sweep: Sweep, left: Sequence[TrialValues]) -> list[CodeBundle]:
     return list(different.values())
 
 
-def _state_after(event: Event) -> str | None:
+def _end_state(event: TrialEvent) -> str | None:
     if event.kind == "failed":
         return "failed"
     if event.kind != "ended":
@@ -488,19 +500,19 @@ def _state_after(event: Event) -> str | None:
     return "stopped" if over is None else "finished" if over == FINISHED else "failed"
 
 
-def _values_now(sweep: Sweep, trial: TrialValues) -> list[list[Any]]:
-    """Of a trial that population based training has changed: as it is now."""
+def _current_values(sweep: Sweep, trial: TrialValues) -> list[list[Any]]:
+    """The values of a trial, including changes by population based training."""
     changed = Run(sweep.directory / trial.name).meta().get("trial")
-    return changed if isinstance(changed, list) else _encoded(trial.values)
+    return changed if isinstance(changed, list) else _encode_values(trial.values)
 
 
-def _check_room(sweep: Sweep, left: Sequence[TrialValues]) -> None:
-    """A trial that fits nowhere would wait forever."""
+def _check_resources(sweep: Sweep, left: Sequence[TrialValues]) -> None:
+    """Raises UsageError for a trial that fits no node: it would wait forever."""
     from ludus.tuning import ray_tune as tuning
 
-    cores, accelerators = tuning.roomiest()
+    cores, accelerators = tuning.largest_node()
     for trial in left:
-        needed = reserved(sweep.experiment_of(trial), sweep.tune.cpus_per_trial)
+        needed = trial_resources(sweep.experiment_of(trial), sweep.tune.cpus_per_trial)
         if needed.all_cpus > cores:
             raise UsageError(
                 f"The trial {trial.name} reserves {needed.all_cpus} cores of one machine, and the largest has {cores:g}.",
@@ -514,7 +526,7 @@ def _check_room(sweep: Sweep, left: Sequence[TrialValues]) -> None:
 
 
 def _mark_stopped(sweep: Sweep) -> None:
-    """What a trial that the scheduler has stopped could not know itself."""
+    """Record in the metadata of a run that the scheduler stopped it."""
     for name, state in sweep.ended.items():
         run = Run(sweep.directory / name)
         if state == "stopped" and (run.directory / CONFIG).exists() and run.meta().get("status") == "interrupted":
@@ -522,7 +534,7 @@ def _mark_stopped(sweep: Sweep) -> None:
                 run.write_meta({"status": "stopped", "stopped_by": sweep.tune.scheduler})
 
 
-def _need_tune() -> Any:
+def _import_tune() -> Any:
     try:
         from ludus.tuning import ray_tune as tuning
     except ImportError as error:
@@ -530,16 +542,16 @@ def _need_tune() -> Any:
     return tuning
 
 
-# -- around it ------------------------------------------------------------------------------------------------------------
+# -- Ray and locks --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _ray(options: SweepOptions) -> Iterator[None]:
-    """A Ray to run trials in. Raises MissingExtra, UsageError."""
-    tuning = _need_tune()
+def _open_ray(options: SweepOptions) -> Iterator[None]:
+    """Connect to or start a Ray cluster for the trials. Raises MissingExtra, UsageError."""
+    tuning = _import_tune()
     from ludus.ray_cluster.cluster import LOCAL, Cluster
 
-    if options.cluster is None and tuning.connected():
+    if options.cluster is None and tuning.is_connected():
         yield
         return
     given = options.cluster or ClusterOptions(LOCAL)
@@ -551,8 +563,8 @@ def _ray(options: SweepOptions) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(directory: Path, made: bool) -> Iterator[None]:
-    """Nobody else runs a sweep in this directory. Raises UsageError when somebody does."""
+def _lock_sweep(directory: Path, made: bool) -> Iterator[None]:
+    """Hold the lock of a sweep's directory. Raises UsageError if another process holds it."""
     import fcntl
 
     if made:

@@ -1,6 +1,6 @@
-"""One trial of a sweep, in the process that was started for it: an ordinary run, advanced from report to report.
+"""One trial of a sweep in its own process: an ordinary run that is advanced from report to report.
 
-Whatever happens to the process or to the sweep, the run says how far the trial is: whoever takes it up goes on from there.
+All progress is in the run directory, so another process can continue the trial after a crash.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ludus.tuning.messages import FAILED, FINISHED, OVER, SCORE
 
 log = logging.getLogger(__name__)
 
-WORST = -1e30
-"""The score of a trial that has not got any yet."""
+WORST_SCORE = -1e30
+"""The score of a trial that has no value yet."""
 
 LOCK = ".trial.lock"
-_LOCK_WITHIN_S = 60.0
-_SILENT_S = 30.0
-_EXPLOITS_KEPT = 100
+_LOCK_TIMEOUT_S = 60.0
+_MAX_SILENCE_S = 30.0
+_MAX_EXPLOITS = 100
 
 
-class _Latest:
-    """A sink that remembers the newest of every number."""
+class _LatestMetrics:
+    """A sink that keeps the newest value of every metric."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, float] = {}
@@ -54,8 +54,8 @@ class _Latest:
         pass
 
 
-class Attempt:
-    """One process's turn at a trial. Takes the run up where it is, or begins it."""
+class TrialRun:
+    """Trains one trial in this process: continues its run, or starts it."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class Attempt:
         mode: str = "max",
         report_s: float = 1.0,
     ) -> None:
-        """`values`: what is special about this trial, as JSON; kept with the run. `pointer`: as `checkpoint` returned it; if it is of
-        another run, that one's weights and optimizer are taken over, and counting goes on."""
+        """`values`: searched values of this trial as JSON, stored in the run's metadata. `pointer`: a return value of `checkpoint`; if it
+        is of another run, its weights and optimizer are copied, and the counters continue."""
         self.directory, self._metric, self._sign, self._report_s = directory, metric, 1 if mode == "max" else -1, report_s
-        self._latest = _Latest()
+        self._latest = _LatestMetrics()
         self._over: float | None = None
         self._stack = contextlib.ExitStack()
         try:
-            self._stack.callback(_locked(directory).close)
+            self._stack.callback(_lock_directory(directory).close)
             self._begin(data, values, pointer)
         except Exception as error:
             self._stack.close()
@@ -90,7 +90,7 @@ class Attempt:
         if run is not None and run.meta().get("status") == "finished":
             self._recall(run)
             return
-        if run is not None:  # the seed is the trial's own, also when the rest comes from another one
+        if run is not None:  # a trial keeps its seed when it copies another one
             seed = run.config().get("config", {}).get("seed", 0)
             data = {**data, "config": {**canonical_config(data.get("config") or {}), "seed": seed}}
             values = _with_seed(values, seed)
@@ -103,29 +103,29 @@ class Attempt:
         if exploited is not None:
             earlier = opened.meta().get("exploited", [])
             self._training.components.controller.checkpoint()
-            opened.write_meta({"exploited": [*earlier, exploited][-_EXPLOITS_KEPT:]})
+            opened.write_meta({"exploited": [*earlier, exploited][-_MAX_EXPLOITS:]})
 
     def _prepared(
         self, resolved: ResolvedExperiment, run: Run | None, pointer: Mapping[str, Any] | None
     ) -> tuple[PreparedRun, dict[str, Any] | None]:
-        """What to begin with; and the checkpoint of another run, if that is it."""
+        """The prepared run, and the pointer to the other run whose checkpoint it copies, if any."""
         if run is None:
             if pointer is None or Path(pointer["run"]) == self.directory:
                 return prepare_new_run(resolved, self.directory), None
-            return prepare_new_run(resolved, self.directory, _theirs(pointer)), dict(pointer)
+            return prepare_new_run(resolved, self.directory, _read_source_checkpoint(pointer)), dict(pointer)
         try:
             own: Checkpoint | None = checkpoint.newest(run.store)
         except NotFound:
             own = None
         another = pointer is not None and Path(pointer["run"]) != self.directory
         if pointer is not None and another and dict(pointer) not in run.meta().get("exploited", []):
-            theirs = _theirs(pointer)
-            return prepare_resumed_run(resolved, run, _crossed(own, theirs)), dict(pointer)
+            theirs = _read_source_checkpoint(pointer)
+            return prepare_resumed_run(resolved, run, _merge_checkpoints(own, theirs)), dict(pointer)
         if own is None:
             log.warning("%s has no checkpoint yet; it starts again", self.directory)
         return prepare_resumed_run(resolved, run, own), None
 
-    # -- as Tune drives it
+    # -- TrialTraining
 
     def advance(self) -> Numbers:
         if self._over is not None:
@@ -134,7 +134,7 @@ class Attempt:
 
         def enough() -> bool:
             now = time.monotonic()
-            return now >= deadline and (self._latest.reports > before or now >= deadline + _SILENT_S)
+            return now >= deadline and (self._latest.reports > before or now >= deadline + _MAX_SILENCE_S)
 
         try:
             if self._training.advance(enough):
@@ -156,26 +156,26 @@ class Attempt:
 
     def close(self) -> None:
         if self._over is None:
-            self._over = FAILED  # unless what follows succeeds, nothing more can be done here
+            self._over = FAILED  # remains if the following fails
             with self._stack:
                 self._training.conclude("stopped by the sweep")
         self._stack.close()
 
-    # -- how it ends
+    # -- end
 
     def _given_up(self, error: Exception) -> bool:
-        """Note what went wrong. True: it would go wrong again."""
+        """Record an error in the run's metadata. Returns whether a retry would fail again."""
         final = isinstance(error, UsageError) or (isinstance(error, LudusError) and error.final)
         log.error("the trial %s ends: %s", self.directory.name, error)
-        if (self.directory / CONFIG).exists() and not isinstance(error, Fenced):  # then it is another's to write
-            with contextlib.suppress(LudusError):  # a full disk must not hide what really happened
+        if (self.directory / CONFIG).exists() and not isinstance(error, Fenced):  # another process owns the run then
+            with contextlib.suppress(LudusError):  # must not hide the original error
                 Run(self.directory).write_meta({"status": "failed", "ended": now_text(), "error": f"{error}"[:2000]})
         if final:
             self._over = FAILED
         return final
 
     def _recall(self, run: Run) -> None:
-        """It was finished before: say again how."""
+        """Load the metrics of a run that has already finished."""
         for row in read_jsonl(run.metrics_path):
             self._latest.numbers |= {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
         self._over = FINISHED
@@ -187,19 +187,19 @@ class Attempt:
         numbers.setdefault("timesteps", 0.0)
         numbers.setdefault("iterations", 0.0)
         numbers.setdefault("time_s", 0.0)
-        numbers[SCORE] = self._sign * value if math.isfinite(value) else WORST
+        numbers[SCORE] = self._sign * value if math.isfinite(value) else WORST_SCORE
         if self._over is not None:
             numbers |= {OVER: self._over, "done": True}
         return numbers
 
 
 def _with_seed(values: Any, seed: int) -> Any:
-    """What is special about a trial, with its own seed, if the seed is among it."""
+    """Replace the seed among the values of a trial."""
     return values and [[path, seed if tuple(path) == SEED else value] for path, value in values]
 
 
-def _theirs(pointer: Mapping[str, Any]) -> Checkpoint:
-    """Another trial's checkpoint; if that is gone, its newest, which is no worse."""
+def _read_source_checkpoint(pointer: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint of another trial; if it was deleted, the newest one."""
     run = Path(pointer["run"])
     try:
         return checkpoint.open_checkpoint(run / checkpoint.FOLDER / pointer["checkpoint"])[1]
@@ -207,11 +207,8 @@ def _theirs(pointer: Mapping[str, Any]) -> Checkpoint:
         return checkpoint.newest(Run.open(run).store)
 
 
-def _crossed(own: Checkpoint | None, theirs: Checkpoint) -> Checkpoint:
-    """What they have learned, with the counters and the random numbers of our own: a run never counts backwards.
-
-    The returns are those of the policy that is taken over: it is not to be judged by ours.
-    """
+def _merge_checkpoints(own: Checkpoint | None, theirs: Checkpoint) -> Checkpoint:
+    """The weights and returns of another trial's checkpoint with our own counters and random state: counters never decrease."""
     if own is None:
         return theirs
     counted, before = (
@@ -226,13 +223,13 @@ def _crossed(own: Checkpoint | None, theirs: Checkpoint) -> Checkpoint:
     return dataclasses.replace(theirs, state={**theirs.state, "progress": progress, "models": models}, sampler=own.sampler)
 
 
-def _locked(directory: Path) -> IO[bytes]:
-    """The process before us may still be storing what it has. Raises WorkerFailed when it does not come to an end."""
+def _lock_directory(directory: Path) -> IO[bytes]:
+    """Lock the run directory, waiting for the previous process to finish its writes. Raises WorkerFailed after a time-out."""
     import fcntl
 
     directory.mkdir(parents=True, exist_ok=True)
     file = open(directory / LOCK, "ab")  # noqa: SIM115 - held as long as the attempt lasts
-    deadline = time.monotonic() + _LOCK_WITHIN_S
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,5 +237,5 @@ def _locked(directory: Path) -> IO[bytes]:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.close()
-                raise WorkerFailed(f"Another process has been busy with {directory} for {_LOCK_WITHIN_S:.0f} s.") from None
+                raise WorkerFailed(f"Another process has been busy with {directory} for {_LOCK_TIMEOUT_S:.0f} s.") from None
             time.sleep(0.1)

@@ -55,8 +55,8 @@ def doctor(
     identity: Annotated[Path | None, _option(_MACHINES, "Private SSH key.")] = None,
     known_hosts: Annotated[Path | None, _option(_MACHINES, "SSH known-hosts file.")] = None,
     timeout: Annotated[float, _option(_MACHINES, "Time limit for each remote machine, in seconds.", min=1.0)] = 90.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of {node, check, status, found, fix}.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Run only checks that need no other program and no server.")] = False,
+    quick: Annotated[bool, _option(_RUN, "Run only checks that need no other program and no server.", "--quick")] = False,
+    as_json: Annotated[bool, _option("Output", "Print a JSON list of {node, check, status, found, fix}.", "--json")] = False,
 ) -> None:
     """Check this machine or all machines of a cluster; print one line per check, with the fix."""
     from ludus.errors import UsageError

@@ -91,7 +91,7 @@ def learner(
     train.log_at(2 if debug else verbose)
     printer = train.Printer(quiet, json_)
     memory = _export_password(memory, password_file, printer)
-    source = train.source_of(file, preset, level)
+    source = train.read_source(file, preset, level)
     if source is not None:
         from ludus.models.custom.loader import add_search_directory
 
@@ -204,7 +204,7 @@ def stored_result(directory: Path) -> Result:
     rows = read_jsonl(directory / "metrics.jsonl")
     metrics = {name: float(value) for name, value in (rows[-1] if rows else {}).items() if isinstance(value, (int, float))}
     name = checkpoint.newest_name(remote_runs.store_of(directory))
-    why = run_status.look(directory, fetched=True).status.get("stopped_by", "finished")
+    why = run_status.read_status(directory, fetched=True).status.get("stopped_by", "finished")
     no_agent = cast(Any, None)
     return Result(directory, directory / checkpoint.FOLDER / name if name else None, why, metrics, no_agent)
 

@@ -209,13 +209,13 @@ class JobHandle:
     @property
     def runs(self) -> dict[str, str]:
         """Experiment → place of its run or sweep, for those that the job has started; empty if the job is on another machine."""
-        from ludus.experiments.runs.job_resume import Note
+        from ludus.experiments.runs.job_resume import JobResumeFile
         from ludus.launch.job_dir import RUN
 
         place = Path(self.status.logs).parent
         if not place.is_absolute() or place.name != self.id:  # on another machine, or a user's orchestrator with other paths
             return {}
-        return Note.read(place / RUN).places
+        return JobResumeFile.read(place / RUN).locations
 
     def to_json(self) -> dict[str, Any]:
         return {"on": self.on, **asdict(self.status), "runs": self.runs}
@@ -265,7 +265,7 @@ def all_jobs(on: str | None = None) -> list[JobHandle]:
     troubles: list[LudusError] = []
     found = list(_list_all(list(orchestrators(on)), troubles))
     for error in troubles:
-        say(f"left out: {error}")
+        say(f"skipped: {error}")
     return sorted(found, key=lambda job: (job.status.submitted_at, job.id))
 
 
@@ -288,7 +288,7 @@ def orchestrators(on: str | None = None) -> Iterator[tuple[str, Orchestrator]]:
         except (UnknownName, MissingExtra):  # not importable from this directory
             continue
         except LudusError as error:
-            say(f"left out: {error}")
+            say(f"skipped: {error}")
             continue
         yield name, orchestrator
 

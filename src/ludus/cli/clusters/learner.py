@@ -134,7 +134,7 @@ def _check_training(words: Sequence[str]) -> tuple[str, ...]:
     from ludus.experiments.validation import validate
 
     found = parse_training(words).experiments
-    wrong = [line for name, data in found.items() for line in validate.of_experiment({"name": name, **data})]
+    wrong = [line for name, data in found.items() for line in validate.validate_experiment({"name": name, **data})]
     if wrong:
         raise ConfigError("\n".join(wrong))
     return tuple(str(data.get("env")) if name == UNNAMED else name for name, data in found.items())
@@ -154,7 +154,7 @@ def parse_training(words: Sequence[str]) -> TrainingPlan:
     workers = train.parse_workers(given["num_workers"], given["num_cpus"])
     if given["resume"] not in (None, train.NEWEST):
         return TrainingPlan(workers or "of the run", given["num_learners"] or 1)  # a resumed run keeps its settings
-    source = train.source_of(given["file"], given["preset"], given["level"])
+    source = train.read_source(given["file"], given["preset"], given["level"])
     settings = {"num_workers": workers, "num_learners": given["num_learners"]}
     named = train.choose_environment(given["env"], given["env_option"], None)
     found = train.experiments_from(

@@ -1,4 +1,4 @@
-"""`ludus battle`: two players, many matches, and how sure the outcome is."""
+"""`ludus battle`: play matches between two players and report the win rate with its confidence interval."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ludus.cli.run_argument import complete_run, run_place
 from ludus.cli.training import options as o
 
 if TYPE_CHECKING:
-    from ludus.tournament.result import BattleResult, Played, Share
+    from ludus.tournament.result import BattleResult, MatchResult, WinLossCount
 
-_SERVER, _FILES = "Games on a server", "Recordings and films"
+_MATCHES, _PLAYERS, _FILES, _SERVER = "Matches", "Players", "Recordings and videos", "Gamecore server"
 _COLUMNS = {
     "kills": "kills",
     "deaths": "deaths",
@@ -29,32 +29,80 @@ _COLUMNS = {
     "decisions": "decisions",
 }
 
-_Who = "A run (its newest checkpoint), RUN/best, a checkpoint, RUN@VERSION, an export (.onnx), http://HOST:PORT, or rule:hard."
-_A = Annotated[str, typer.Argument(metavar="A", help=_Who, show_default=False, callback=run_place, autocompletion=complete_run)]
-_B = Annotated[
-    str, typer.Argument(metavar="B", help="The same.", show_default=False, callback=run_place, autocompletion=complete_run)
+_PLAYER = "Run (its newest checkpoint), RUN/best, a checkpoint, RUN@VERSION, an export (.onnx), http://HOST:PORT, or rule:hard."
+_A = Annotated[
+    str, typer.Argument(metavar="A", help=_PLAYER, show_default=False, callback=run_place, autocompletion=complete_run)
 ]
-_Games = Annotated[int, typer.Option(min=1, help="Number of matches.")]
-_Swap = Annotated[bool, typer.Option("--swap-sides/--no-swap-sides", help="Let A play blue and red in turn, or always blue.")]
-_Mode = Annotated[str | None, typer.Option(metavar="NvN", help="1v1, 3v3 … [default: as in training]", show_default=False)]
+_B = Annotated[
+    str,
+    typer.Argument(
+        metavar="B",
+        help="Second player, in the same forms as A.",
+        show_default=False,
+        callback=run_place,
+        autocompletion=complete_run,
+    ),
+]
+_Games = Annotated[int, typer.Option(min=1, help="Number of matches.", rich_help_panel=_MATCHES)]
+_Swap = Annotated[
+    bool,
+    typer.Option(
+        "--swap-sides/--no-swap-sides", help="Let A play blue and red in turn, or always blue.", rich_help_panel=_MATCHES
+    ),
+]
+_Mode = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NvN", help="Team sizes: 1v1, 3v3 … [default: as in training]", show_default=False, rich_help_panel=_MATCHES
+    ),
+]
 _Lineup = Annotated[
     str | None,
     typer.Option(
         metavar="A,…/B,…|random",
         help="Heroes of blue and red, by id, name or archetype; separate several line-ups by ';'. [default: the standard line-up]",
         show_default=False,
+        rich_help_panel=_MATCHES,
     ),
 ]
 _Every = Annotated[
-    int | None, typer.Option(min=1, help="Ticks between two decisions. [default: as in A's training]", show_default=False)
+    int | None,
+    typer.Option(
+        min=1,
+        help="Ticks between two decisions. [default: as in A's training]",
+        show_default=False,
+        rich_help_panel=_MATCHES,
+    ),
 ]
 _Seconds = Annotated[
-    int | None, typer.Option(min=1, help="Game time limit; a match that reaches it is a draw. [default: 480]", show_default=False)
+    int | None,
+    typer.Option(
+        min=1,
+        help="Game time limit; a match that reaches it is a draw. [default: 480]",
+        show_default=False,
+        rich_help_panel=_MATCHES,
+    ),
 ]
-_Seed = Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same matches.")]
-_Explore = Annotated[bool, typer.Option("--deterministic/--explore", help="Play the most probable actions, or sample them.")]
-_ModelA = Annotated[str | None, typer.Option(help="Model of A to use, if it has several.", show_default=False)]
-_ModelB = Annotated[str | None, typer.Option(help="Model of B to use, if it has several.", show_default=False)]
+_Seed = Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same matches.", rich_help_panel=_MATCHES)]
+_Explore = Annotated[
+    bool,
+    typer.Option("--deterministic/--explore", help="Play the most probable actions, or sample them.", rich_help_panel=_PLAYERS),
+]
+_ModelA = Annotated[
+    str | None, typer.Option(help="Model of A to use, if it has several.", show_default=False, rich_help_panel=_PLAYERS)
+]
+_ModelB = Annotated[
+    str | None, typer.Option(help="Model of B to use, if it has several.", show_default=False, rich_help_panel=_PLAYERS)
+]
+_Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        callback=o.allow_imports,
+        help="Allow stored runs to import the code they name (environment, wrappers, models).",
+        rich_help_panel=_PLAYERS,
+    ),
+]
 _Record = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Directory for recordings of the matches.", show_default=False, rich_help_panel=_FILES),
@@ -88,6 +136,7 @@ _Env = Annotated[
         metavar="NAME",
         help="Multi-agent environment to play in. [default: the one that A or B was trained in]",
         show_default=False,
+        rich_help_panel=_MATCHES,
     ),
 ]
 _Camps = Annotated[
@@ -96,6 +145,7 @@ _Camps = Annotated[
         metavar="A,…/B,…",
         help="Agents of the blue and the red camp, by name or pattern. [default: the two agents, or the two groups of them]",
         show_default=False,
+        rich_help_panel=_MATCHES,
     ),
 ]
 _Server = Annotated[
@@ -155,7 +205,7 @@ _Limit = Annotated[
         min=1, metavar="S", help="Time limit of a match in seconds of real time.", show_default=False, rich_help_panel=_SERVER
     ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.", rich_help_panel=o.OUTPUT)]
 
 
 def battle(
@@ -168,11 +218,12 @@ def battle(
     every: _Every = None,
     seconds: _Seconds = None,
     seed: _Seed = 0,
+    env: _Env = None,
+    camps: _Camps = None,
     deterministic: _Explore = True,
     model_a: _ModelA = None,
     model_b: _ModelB = None,
-    env: _Env = None,
-    camps: _Camps = None,
+    trust: _Trust = False,
     record: _Record = None,
     record_most: _Most = None,
     video: _Video = 0,
@@ -185,7 +236,6 @@ def battle(
     option: _Option = None,
     parallel: _Parallel = 0,
     limit: _Limit = None,
-    trust: o.Trust = False,
     json_: _Json = False,
 ) -> None:
     """Play many matches between two players; report the win rate with its 95 % interval."""
@@ -193,16 +243,16 @@ def battle(
     from ludus.protocol.spec import read_token
     from ludus.tournament.battle import battle as run
     from ludus.tournament.contestants import contestant
-    from ludus.tournament.gamecore_matches import Place
-    from ludus.tournament.settings import Keeping, Terms, read_lineups
+    from ludus.tournament.gamecore_matches import GameLocation
+    from ludus.tournament.settings import BattleSettings, RecordingSettings, read_lineups
 
-    terms = Terms(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
-    keeping = Keeping(record, record_most, video, video_speed)
-    place = Place(server, game, token_file, advertise, read_options(option or ()), parallel, limit, env, camps)
+    settings = BattleSettings(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
+    recording_settings = RecordingSettings(record, record_most, video, video_speed)
+    location = GameLocation(server, game, token_file, advertise, read_options(option or ()), parallel, limit, env, camps)
     token = read_token(actor_token_file)
     one, other = contestant(a, model=model_a, token=token), contestant(b, model=model_b, token=token)
     with _Progress(games, quiet=json_) as progress:
-        result = run(one, other, terms, keeping, place, progress.count, progress.render)
+        result = run(one, other, settings, recording_settings, location, progress.count, progress.render)
     if json_:
         print(json.dumps(result.to_json()), flush=True)
     else:
@@ -212,11 +262,11 @@ def battle(
 
 
 class _Progress:
-    """A bar of the games, and after them one of the films; a terminal has room for one at a time."""
+    """A progress bar of the games, then one of the videos; a terminal shows one at a time."""
 
     def __init__(self, games: int, *, quiet: bool) -> None:
         self._games = ProgressBar("playing", games, "games", quiet=quiet)
-        self._films = DeferredProgressBar("rendering films", "frames", quiet=quiet)
+        self._videos = DeferredProgressBar("rendering videos", "frames", quiet=quiet)
         self._playing = False
 
     def __enter__(self) -> _Progress:
@@ -226,16 +276,16 @@ class _Progress:
 
     def __exit__(self, *exc: object) -> None:
         self._end_games()
-        self._films.__exit__(*exc)
+        self._videos.__exit__(*exc)
 
-    def count(self, played: Played) -> None:
+    def count(self, played: MatchResult) -> None:
         self._games.advance()
         if played.failed:
-            print(f"game {played.number} came to no result: {played.failed}", file=sys.stderr, flush=True)
+            print(f"game {played.number} has no result: {played.failed}", file=sys.stderr, flush=True)
 
     def render(self, done: int, total: int | None) -> None:
         self._end_games()
-        self._films.update(done, total)
+        self._videos.update(done, total)
 
     def _end_games(self) -> None:
         if self._playing:
@@ -250,7 +300,7 @@ def _show(result: BattleResult) -> None:
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=10_000, highlight=False)
     console.print(f"A  {result.a['name']}\nB  {result.b['name']}", markup=False)
-    console.print(_told(result), markup=False)
+    console.print(_headline(result), markup=False)
     for side, members in (result.terms.get("camps") or {}).items():
         console.print(f"{side}  {', '.join(members)}", markup=False)
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
@@ -271,20 +321,20 @@ def _show(result: BattleResult) -> None:
         console.print(f"note  {note}", markup=False)
     for played in result.games:
         if played.video:
-            console.print(f"film  {played.video}", markup=False)
+            console.print(f"video  {played.video}", markup=False)
     recorded = [played.recording for played in result.games if played.recording]
     if recorded:
         console.print(f"recordings  {len(recorded)} in {Path(recorded[0]).parent}", markup=False)
 
 
-def _told(result: BattleResult) -> str:
+def _headline(result: BattleResult) -> str:
     terms, total = result.terms, result.total
     what = " ".join(str(terms[key]) for key in ("game", "mode") if terms.get(key))
     played = f"{total.games} games of {what}, seed {terms['seed']}, {result.elapsed_s:.1f} s"
-    return f"{played}: A wins {_percent(total)} %" if total.games else f"{played}: none came to a result"
+    return f"{played}: A wins {_percent(total)} %" if total.games else f"{played}: none has a result"
 
 
-def _percent(share: Share) -> str:
+def _percent(share: WinLossCount) -> str:
     low, high = share.bounds
     return f"{100 * (share.rate or 0.0):.1f} [{100 * low:.1f}–{100 * high:.1f}]"
 
@@ -301,6 +351,6 @@ def _show_heroes(result: BattleResult, console: Any) -> None:
     for name in ("", named, "games", *columns.values()):
         table.add_column(name, justify="left" if name in ("", named) else "right")
     for who, hero, numbers in rows:
-        shown = ["–" if key not in numbers else f"{numbers[key]:.{0 if numbers[key] >= 100 else 1}f}" for key in columns]
-        table.add_row(who.upper(), hero, f"{numbers['games']:.0f}", *shown)
+        cells = ["–" if key not in numbers else f"{numbers[key]:.{0 if numbers[key] >= 100 else 1}f}" for key in columns]
+        table.add_row(who.upper(), hero, f"{numbers['games']:.0f}", *cells)
     console.print(table)

@@ -1,4 +1,4 @@
-"""`ludus rollout`: watch a trained agent play, and keep every step of it."""
+"""`ludus rollout`: play episodes with a trained agent; save steps and videos."""
 
 from __future__ import annotations
 
@@ -9,57 +9,85 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.help import COMPATIBILITY
 from ludus.cli.progress import DeferredProgressBar
 from ludus.cli.run_argument import complete_run, run_place
 from ludus.cli.training import options as o
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
-    from ludus.experiments.evaluation.rollout import Played, Told
+    from ludus.experiments.evaluation.rollout import EpisodeResult, RolloutResult
+
+_FILES = "Videos and steps"
 
 
 def rollout(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A run, RUN/best, or a checkpoint directory; a run also as last, EXPERIMENT or the end of its name.",
+            help="Run, RUN/best, or a checkpoint directory; a run also as last, EXPERIMENT or the end of its name.",
             callback=run_place,
             autocompletion=complete_run,
         ),
     ],
-    run: Annotated[
-        str | None, typer.Option(help="Algorithm of the checkpoint; checked, for RLlib command lines.", show_default=False)
-    ] = None,
-    env: Annotated[str | None, typer.Option(help="Another environment with the same spaces.", show_default=False)] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 10,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after N steps.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed; episode i uses seed + i.")] = 0,
-    video: Annotated[bool, typer.Option("--video", "--monitor", help="Write an mp4 video of the RGB frames.")] = False,
-    video_grid: Annotated[
-        bool, typer.Option("--video-grid", help="Write one mp4 video with up to 16 episodes side by side.")
-    ] = False,
-    depth: Annotated[bool, typer.Option("--depth", help="Write depth frames in false colours to …-depth.mp4.")] = False,
-    video_dir: Annotated[
-        Path | None, typer.Option(help="Directory for videos. [default: RUN/videos]", show_default=False)
-    ] = None,
-    save_info: Annotated[bool, typer.Option("--save-info", help="Save the info dict of each step.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="File for all steps. [default: RUN/rollouts/…/steps.npz]", show_default=False)
-    ] = None,
-    num_workers: Annotated[int, typer.Option(min=0, help="Number of processes; 0 plays in this process.")] = 0,
-    num_gpus: Annotated[float, typer.Option(help="Number of GPUs.")] = 0,
-    config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Overrides as JSON, e.g. '{\"env_config\": {…}}'.", show_default=False)
-    ] = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic/--stochastic", help="Take the most probable action, or sample.")
     ] = True,
-    track_progress: Annotated[bool, typer.Option("--track-progress", help="Print progress periodically.")] = False,
-    no_render: Annotated[bool, typer.Option("--no-render", help="Ignored: nothing is ever shown on a screen.")] = False,
-    use_shelve: Annotated[bool, typer.Option("--use-shelve", help="Ignored: steps are always streamed to disk.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")] = False,
-    trust: o.Trust = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    num_workers: Annotated[int, typer.Option(min=0, help="Number of processes; 0 plays in this process.")] = 0,
+    env: Annotated[str | None, typer.Option(help="Another environment with the same spaces.", show_default=False)] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Overrides as JSON, e.g. '{\"env_config\": {…}}'.", show_default=False)
+    ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust",
+            callback=o.allow_imports,
+            help="Allow stored runs to import the code they name (environment, wrappers, models).",
+        ),
+    ] = False,
+    video: Annotated[
+        bool, typer.Option("--video", "--monitor", help="Write an mp4 video of the RGB frames.", rich_help_panel=_FILES)
+    ] = False,
+    video_grid: Annotated[
+        bool,
+        typer.Option("--video-grid", help="Write one mp4 video with up to 16 episodes side by side.", rich_help_panel=_FILES),
+    ] = False,
+    depth: Annotated[
+        bool, typer.Option("--depth", help="Write depth frames in false colours to …-depth.mp4.", rich_help_panel=_FILES)
+    ] = False,
+    video_dir: Annotated[
+        Path | None,
+        typer.Option(help="Directory for videos. [default: RUN/videos]", show_default=False, rich_help_panel=_FILES),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File for all steps. [default: RUN/rollouts/…/steps.npz]", show_default=False, rich_help_panel=_FILES),
+    ] = None,
+    save_info: Annotated[
+        bool, typer.Option("--save-info", help="Save the info dict of each step.", rich_help_panel=_FILES)
+    ] = False,
+    track_progress: Annotated[
+        bool, typer.Option("--track-progress", help="Print progress periodically.", rich_help_panel=o.OUTPUT)
+    ] = False,
+    json_: o.Json = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=o.OUTPUT)] = False,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            help="Algorithm of the checkpoint; an error if it differs.", show_default=False, rich_help_panel=COMPATIBILITY
+        ),
+    ] = None,
+    num_gpus: Annotated[float, typer.Option(help="Number of GPUs; only 0 is supported.", rich_help_panel=COMPATIBILITY)] = 0,
+    no_render: Annotated[
+        bool, typer.Option("--no-render", help="Ignored; nothing is shown on a screen.", rich_help_panel=COMPATIBILITY)
+    ] = False,
+    use_shelve: Annotated[
+        bool, typer.Option("--use-shelve", help="Ignored; steps are always streamed to disk.", rich_help_panel=COMPATIBILITY)
+    ] = False,
 ) -> None:
     """Play episodes with a trained agent; report returns, save steps and videos."""
     from ludus.cli.output import say
@@ -68,10 +96,10 @@ def rollout(
     if num_gpus:
         raise UsageError("Rollouts are played on the CPU.", "Leave out --num-gpus.")
     if use_shelve:
-        say("--use-shelve: not needed; steps go to disk as they come, and end in one .npz", to_stderr=True)
+        say("--use-shelve changes nothing: steps are always streamed to disk, into one .npz", to_stderr=True)
     if no_render:
-        say("--no-render: nothing is shown on a screen; --video films without one", to_stderr=True)
-    directory, name, stage = rollouts.stage_of(
+        say("--no-render changes nothing: nothing is shown on a screen; --video needs no screen", to_stderr=True)
+    directory, name, stage = rollouts.rollout_spec(
         checkpoint,
         env=env,
         env_config=_settings(config),
@@ -84,61 +112,63 @@ def rollout(
     label = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     steps_file = out or directory / "rollouts" / label / "steps.npz"
     if steps_file.suffix != ".npz":
-        raise UsageError(f"--out {steps_file} does not end in .npz, the one format that is written.")
-    filmed = (video_dir or directory / "videos") / f"{label}{'-grid' * video_grid}.mp4" if video or video_grid or depth else None
-    watch = _Watch(episodes, track_progress, json_)
+        raise UsageError(f"--out {steps_file} does not end in .npz, the only supported format.")
+    video_file = (
+        (video_dir or directory / "videos") / f"{label}{'-grid' * video_grid}.mp4" if video or video_grid or depth else None
+    )
+    watch = _EpisodePrinter(episodes, track_progress, json_)
     with DeferredProgressBar("writing the video", "frames", quiet=json_) as bar:
-        files = rollouts.Files(steps_file, filmed, video_grid, bar.update)
-        played = rollouts.rollout(stage, episodes, max_steps=steps, workers=num_workers, watch=watch, files=files)
-    result = played.to_json() | _stored(played)
+        files = rollouts.RolloutFiles(steps_file, video_file, video_grid, bar.update)
+        played = rollouts.rollout(stage, episodes, max_steps=steps, workers=num_workers, on_episode=watch, files=files)
+    result = played.to_json() | _upload_files(played)
     _show(played, result, steps, json_)
     if depth and played.video:
-        say("colours are depths, dark is near: this is not what the game looks like", to_stderr=json_)
+        say("the colours of the video show depth: dark is near", to_stderr=json_)
     if played.video and not depth:
         from ludus.experiments.runs import tracking
         from ludus.experiments.runs.remote_runs import fetch, upload
 
         fetch(directory)
         before = set(directory.glob("events.*"))
-        if tracking.attach(directory, [played.video]):
+        if tracking.attach_files(directory, [played.video]):
             for written in set(directory.glob("events.*")) - before:
                 upload(written)
     if json_:
         print(json.dumps(result), flush=True)
 
 
-def _stored(played: Played) -> dict[str, str]:
-    """The files where they belong: of a run on a store, there."""
+def _upload_files(played: RolloutResult) -> dict[str, str]:
+    """Copy the files to the store of a remote run; returns their places."""
     from ludus.experiments.runs.remote_runs import upload
 
     files = {"steps_file": played.steps_file, "video": played.video}
     return {name: upload(path) for name, path in files.items() if path is not None}
 
 
-class _Watch:
-    """Says what became of every episode, in order."""
+class _EpisodePrinter:
+    """Prints the return and length of each episode, in order."""
 
     def __init__(self, episodes: int, progress: bool, to_stderr: bool) -> None:
         self._episodes, self._progress, self._to_stderr = episodes, progress, to_stderr
         self._steps = 0
 
-    def __call__(self, episode: int, told: Told) -> None:
+    def __call__(self, episode: int, told: EpisodeResult) -> None:
         from ludus.cli.output import say
 
         self._steps += told.length
         if told.over:
             by_agent = "".join(f"  {agent} {gained:.2f}" for agent, gained in told.agents.items())
-            line = f"episode {episode:>3}  return {told.gained:>10.2f}  length {told.length:>6}{by_agent}"
+            line = f"episode {episode:>3}  return {told.total_return:>10.2f}  length {told.length:>6}{by_agent}"
             say(line, to_stderr=self._to_stderr)
         if self._progress:
             say(f"{episode + 1} of {self._episodes} episodes, {self._steps:,} steps", to_stderr=True)
 
 
-def _show(played: Played, r: dict[str, Any], steps: int | None, to_stderr: bool) -> None:
+def _show(played: RolloutResult, r: dict[str, Any], steps: int | None, to_stderr: bool) -> None:
     from ludus.cli.output import say
 
     if played.cut:
-        say(f"{played.cut} episodes did not end and were cut after {max(played.lengths):,} steps", to_stderr=to_stderr)
+        say(f"{played.cut} episodes were truncated after {max(played.lengths):,} steps", to_stderr=to_stderr)
     if played.returns:
         line = (
             f"return mean {r['return_mean']:.2f}  std {r['return_std']:.2f}  min {r['return_min']:.2f}  max {r['return_max']:.2f}"
@@ -174,6 +204,6 @@ def _settings(text: str | None) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"--config is not JSON: {error}.") from error
     if not isinstance(data, dict) or set(data) - {"env_config"} or not isinstance(data.get("env_config", {}), dict):
-        raise UsageError(f"--config {text} is not understood.", 'Only {"env_config": {…}} changes how a finished agent plays.')
+        raise UsageError(f"--config {text} is not supported.", 'Only {"env_config": {…}} applies to a rollout.')
     settings: dict[str, Any] = data.get("env_config", {})
     return settings

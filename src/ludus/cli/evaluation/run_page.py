@@ -1,4 +1,4 @@
-"""`ludus runs show`: one run as a page that a person reads."""
+"""The page of `ludus runs show`: facts, learning curves, checkpoints and changed settings of a run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ludus.core.formatting import format_duration, format_number, sparkline
 from ludus.core.metrics import read_jsonl
 from ludus.experiments.control.training_display import evaluated_win_rates, format_with_interval, is_zero_sum, training_win_rates
 from ludus.experiments.runs import checkpoint
-from ludus.experiments.runs.checkpoint import Best
-from ludus.experiments.runs.compare import defining
-from ludus.experiments.runs.remote_runs import shown
+from ludus.experiments.runs.checkpoint import BestRecord
+from ludus.experiments.runs.compare import defining_settings
+from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_dir import Run, find_runs, is_script
 from ludus.experiments.runs.run_names import RUNS, short_name
-from ludus.experiments.runs.run_status import look
-from ludus.experiments.runs.tracking import flat
+from ludus.experiments.runs.run_status import read_status
+from ludus.experiments.runs.tracking import flatten
 
 _TRAINED, _EVALUATED = "episode_return_mean", "evaluation/return_mean"
 _FOLDERS = ("videos", "rollouts", "exports", "plots", "recordings")
@@ -32,7 +32,7 @@ _CURVE_WIDTH = 60
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a page shows of a run."""
+    """The data of a run's page."""
 
     place: str
     short: str
@@ -41,24 +41,24 @@ class RunFacts:
     state: str
     rows: Sequence[Mapping[str, Any]] = ()
     checkpoints: Sequence[str] = ()
-    best: Best | None = None
+    best: BestRecord | None = None
     changed: Mapping[str, Any] = field(default_factory=dict)
     files: Sequence[str] = ()
 
 
 def collect(directory: Path) -> RunFacts:
-    """Everything of a run that its directory or store holds. Raises NotFound, StoreError."""
+    """Read the facts of a run from its directory or store. Raises NotFound, StoreError."""
     run = Run(directory) if is_script(directory) else Run.open(directory)
     config = {} if is_script(directory) else run.config()
     return RunFacts(
-        place=shown(directory),
+        place=display_path(directory),
         short=short_name(directory, [*find_runs(RUNS)]),
         config=config,
         meta=run.meta(),
-        state=look(directory, fetched=True).said,
+        state=read_status(directory, fetched=True).sentence,
         rows=read_jsonl(run.metrics_path),
         checkpoints=checkpoint.names(run.store),
-        best=checkpoint.best(run.store),
+        best=checkpoint.read_best(run.store),
         changed=changed_settings(config),
         files=written_files(directory),
     )
@@ -69,16 +69,16 @@ _WRITTEN_BY_EVERY_RUN = ("seed", "min_time_s_per_iteration")
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `config:` that are not the defaults of the algorithm. Nothing is imported on behalf of the run."""
+    """The keys of `config:` that differ from the algorithm's defaults. Imports no code that the run names."""
     from ludus.algorithms.base import ALGORITHMS, algorithm_class
     from ludus.config.schema import AlgorithmConfig
     from ludus.config.validation import dump_config, parse_algorithm_config
 
     name = config.get("run", "PPO")
     schema = algorithm_class(name).Config if name in ALGORITHMS else AlgorithmConfig
-    defaults = flat(dump_config(parse_algorithm_config(schema, {})))
-    own = flat(config.get("config") or {})
-    derived = {key for key, value in defining({f"config.{k}": v for k, v in own.items()}).items() if value is None}
+    defaults = flatten(dump_config(parse_algorithm_config(schema, {})))
+    own = flatten(config.get("config") or {})
+    derived = {key for key, value in defining_settings({f"config.{k}": v for k, v in own.items()}).items() if value is None}
     return {
         key: value
         for key, value in own.items()
@@ -96,7 +96,7 @@ def written_files(directory: Path) -> list[str]:
 
 
 def page_lines(facts: RunFacts, now: float, width: int = 100) -> Iterator[str]:
-    """The page. `now`: seconds since 1970. Lines may be longer than `width`; curves are not."""
+    """The lines of the page. `now`: seconds since 1970. Text may be longer than `width`, curves are not."""
     what = f"{facts.config.get('run', '')} on {facts.config.get('env')}" if facts.config else "Trial of a script"
     yield what.strip()
     for label, text in page_rows(facts, now, min(_CURVE_WIDTH, width - _LABEL_WIDTH - 2)):
@@ -120,7 +120,7 @@ def page_rows(facts: RunFacts, now: float, curve_width: int) -> Iterator[tuple[s
     if meta.get("tags"):
         yield "tags", ", ".join(meta["tags"])
     yield "state", facts.state
-    yield "time", _when(meta, facts.rows, now)
+    yield "time", _start_and_duration(meta, facts.rows, now)
     yield from _numbers(facts.rows, curve_width)
     yield "checkpoints", _checkpoints(facts)
     if config:
@@ -138,7 +138,7 @@ def page_rows(facts: RunFacts, now: float, curve_width: int) -> Iterator[tuple[s
         yield "made with", ", ".join(kept)
 
 
-def _when(meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now: float) -> str:
+def _start_and_duration(meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now: float) -> str:
     trained = next((float(row["time_s"]) for row in reversed(rows) if row.get("time_s") is not None), None)
     took = "" if trained is None else f", {format_duration(trained)} of training"
     try:
@@ -168,7 +168,7 @@ def _numbers(rows: Sequence[Mapping[str, Any]], curve_width: int) -> Iterator[tu
 
 
 def _win_rates(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The newest ones of evaluations and of training, a line each; empty where no matches are won and lost."""
+    """The newest win rates of evaluation and training, one line each; empty if there are no matches."""
     lines = []
     for where, read in {"evaluation": evaluated_win_rates, "training": training_win_rates}.items():
         found = next((rates for row in reversed(rows) if (rates := read(_plain_numbers(row)))), [])

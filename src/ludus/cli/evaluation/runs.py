@@ -1,4 +1,4 @@
-"""`ludus runs`: what was trained, and how it went."""
+"""`ludus runs`: list, show, compare, plot, rename, tag and delete runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ludus.core.formatting import format_duration, format_number
 from ludus.errors import LudusError, NotFound
 
 if TYPE_CHECKING:
-    from ludus.experiments.runs.compare import Comparison, Standing
+    from ludus.experiments.runs.compare import Comparison, GroupScore
 
 app = HelpApp(help="List, inspect, compare, plot, rename, tag and delete runs.", no_args_is_help=True)
 
@@ -33,7 +33,7 @@ _Run = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="A run: its directory or URL, last, EXPERIMENT or the end of its name.",
+        help="Run: its directory or URL, last, EXPERIMENT or the end of its name.",
         callback=run_place,
         autocompletion=complete_run,
     ),
@@ -45,7 +45,7 @@ METRIC = "episode_return_mean"
 EVALUATION = "evaluation/return_mean"
 _ALL_PAIRS = 5
 _OTHER_RETURNS = ("return", "best", "evaluation")
-"""Columns that a comparison leaves out: the number that is compared stands alone."""
+"""Columns that a comparison omits, because it shows the compared value."""
 
 _TITLES = {
     "return": "training return",
@@ -59,15 +59,15 @@ _TITLES = {
 @app.command("list")
 def list_runs(
     directories: Directories = None,
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only runs with this tag.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="List only runs with this tag.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """List runs."""
-    rows = [_summary(run) for run in _found(directories)]
+    """List runs with their state, returns and speed."""
+    rows = [_summary(run) for run in _find_runs(directories)]
     if tag is not None:
         rows = [row for row in rows if tag in row["tags"]]
         if not rows and not as_json:
-            raise NotFound(f"No run has the tag {tag!r}.", "`ludus runs tag RUN TAG` gives one.")
+            raise NotFound(f"No run has the tag {tag!r}.", "`ludus runs tag RUN TAG` adds a tag.")
     _print_table(rows, as_json)
 
 
@@ -75,7 +75,7 @@ def list_runs(
 def compare(
     directories: Directories = None,
     group_by: Annotated[
-        str, typer.Option(metavar="KEY,…", help="name, env, algorithm, lr, config.model.core …; auto: all but the seed.")
+        str, typer.Option(metavar="KEY,…", help="Keys that define a group: name, env, lr …; auto: all settings but the seed.")
     ] = "auto",
     metric: Metric = METRIC,
     over: Over = "timesteps",
@@ -84,28 +84,28 @@ def compare(
         typer.Option(metavar="last|best|NUMBER", help="Value to compare: mean of the last tenth, the best, or at N timesteps."),
     ] = "last",
     lower_is_better: Annotated[
-        bool, typer.Option("--lower-is-better", help="Lower is better, as for a loss, cost, length or time.")
+        bool, typer.Option("--lower-is-better", help="Rank lower values first, as for a loss, cost or time.")
     ] = False,
     out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("compare.png"),
     smoothing: Smoothing = 0.0,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Compare runs: the settings that differ, and groups of seeds with mean, interval and whether the difference is significant."""
     from ludus.experiments.runs import compare as comparing
-    from ludus.experiments.runs.plot import curves, draw_panels
+    from ludus.experiments.runs.plot import draw_panels, read_curves
 
-    runs = _found(directories)
+    runs = _find_runs(directories)
     lowest = lower_is_better and metric == METRIC
     rows = [_summary(run, lowest) | settings for run, settings in zip(runs, _differences(runs, every=as_json), strict=True)]
     try:
-        groups = comparing.grouped(curves(runs, metric, over), group_by)
-    except NotFound as error:  # nothing to draw yet; what there is can be listed all the same
-        _print_comparison(_best_first(rows, "best", lowest), None, [str(error)], None, as_json)
+        groups = comparing.group_runs(read_curves(runs, metric, over), group_by)
+    except NotFound as error:  # no curves yet: list the runs without a comparison
+        _print_comparison(_sort_best_first(rows, "best", lowest), None, [str(error)], None, as_json)
         return
-    result = comparing.compared(groups, at, lower_is_better=lower_is_better)
-    compared = {run: value for standing in result.standings for run, value in standing.values.items()}
+    result = comparing.compare_groups(groups, at, lower_is_better=lower_is_better)
+    compared = {run: value for standing in result.scores for run, value in standing.values.items()}
     column = f"{metric} ({at})"
-    rows = _best_first([_beside(row, column, compared.get(row["run"])) for row in rows], column, lower_is_better)
+    rows = _sort_best_first([_insert_column(row, column, compared.get(row["run"])) for row in rows], column, lower_is_better)
     title = "" if all(len(g.curves) == 1 for g in groups) else "mean over seeds, 95 % interval (bootstrap)"
     envs = dict.fromkeys(g.env for g in groups)
     panels = {
@@ -117,7 +117,7 @@ def compare(
     picture = draw_panels(panels, out, metric, over, smoothing)
     notes = list(result.notes)
     if len(groups) == 1 and group_by == comparing.AUTO:
-        notes.append("all runs have the same settings but for their seed; --group-by name compares experiments")
+        notes.append("all runs have the same settings except for the seed; --group-by name compares experiments")
     if not as_json:
         print(f"Compared: {comparing.describe_values(metric, at)}.\n")
         rows = [{name: value for name, value in row.items() if name not in _OTHER_RETURNS} for row in rows]
@@ -127,12 +127,12 @@ def compare(
 @app.command()
 def show(
     run: _Run,
-    full: Annotated[bool, typer.Option("--full", help="Also the whole configuration, metadata and last report.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print the whole configuration, metadata and last report too.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Configuration, metadata, last report and checkpoints as JSON.")
+        bool, typer.Option("--json", help="Print configuration, metadata, last report and checkpoints as JSON.")
     ] = False,
 ) -> None:
-    """One run on a page: what, when, how long, its curves, checkpoints and changed settings."""
+    """Show one run on a page: state, times, learning curves, checkpoints and changed settings."""
     import shutil
     import time
 
@@ -179,12 +179,12 @@ def tag(
         list[str] | None, typer.Option("--remove", "-r", metavar="TAG", help="Tags to remove.", show_default=False)
     ] = None,
 ) -> None:
-    """Add or remove tags of a run; `ludus runs list --tag TAG` selects by them. Without tags: print those it has."""
-    from ludus.experiments.runs.remote_runs import directory_of, shown
+    """Add or remove tags of a run; `ludus runs list --tag TAG` selects by them. Without tags, print those of the run."""
+    from ludus.experiments.runs.remote_runs import directory_of, display_path
     from ludus.experiments.runs.run_edit import tag_run
 
     directory = directory_of(run)
-    print(f"{shown(directory)}: {', '.join(tag_run(directory, tags or (), remove or ())) or 'no tags'}")
+    print(f"{display_path(directory)}: {', '.join(tag_run(directory, tags or (), remove or ())) or 'no tags'}")
 
 
 @app.command()
@@ -195,12 +195,12 @@ def delete(
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete runs with everything in their directories. Asks first; refuses a run that is being trained."""
+    """Delete runs with everything in their directories, after a prompt. A run that is being trained is refused."""
     from ludus.experiments.runs import run_edit
     from ludus.experiments.runs.run_names import resolve_one_run
 
     found = list(dict.fromkeys(Path(resolve_one_run(word)) for word in runs))
-    for run in found:  # all of them before the first is deleted
+    for run in found:  # check all of them before the first is deleted
         run_edit.check_run_directory(run)
         run_edit.check_not_trained(run)
         sweep = run_edit.sweep_of(run)
@@ -233,54 +233,54 @@ def plot(
     from ludus.experiments.runs import compare as comparing
     from ludus.experiments.runs import plot as plotting
 
-    runs = _found(directories)
+    runs = _find_runs(directories)
     if group_by is None:
         print(plotting.plot(runs, out, metric, over, smoothing))
         return
-    groups = comparing.grouped(plotting.curves(runs, metric, over), group_by)
+    groups = comparing.group_runs(plotting.read_curves(runs, metric, over), group_by)
     print(plotting.draw({group.label: group.curves for group in groups}, out, metric, over, smoothing))
 
 
-def _found(directories: list[str] | None) -> list[Path]:
+def _find_runs(directories: list[str] | None) -> list[Path]:
     from ludus.experiments.runs.run_dir import find_runs
     from ludus.experiments.runs.run_names import resolve_runs
 
-    asked = [resolve_runs(word) for word in directories or ["runs"]]
-    found = dict.fromkeys(run for directory in asked for run in find_runs(directory))  # one named twice is one run
-    runs = [run for run in found if _readable(run)]
+    places = [resolve_runs(word) for word in directories or ["runs"]]
+    found = dict.fromkeys(run for place in places for run in find_runs(place))  # without duplicates
+    runs = [run for run in found if _is_readable(run)]
     if not runs:
-        raise NotFound(f"No runs in {', '.join(asked)}.", "`ludus train CartPole-v1` makes one.")
+        raise NotFound(f"No runs in {', '.join(places)}.", "`ludus train CartPole-v1` creates one.")
     return runs
 
 
-def _readable(run: Path) -> bool:
+def _is_readable(run: Path) -> bool:
     from ludus.experiments.runs.run_dir import Run, is_script
 
     try:
         return is_script(run) or bool(Run(run).config())
     except LudusError as error:
-        print(f"left out: {error}", file=sys.stderr)
+        print(f"skipped: {error}", file=sys.stderr)
         return False
 
 
 def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
-    """`lowest`: less return is better."""
+    """The row of a run in `ludus runs list`. `lowest`: the best return is the lowest."""
     from ludus.core.metrics import read_jsonl
     from ludus.experiments.runs.compare import settings_of
-    from ludus.experiments.runs.remote_runs import shown
+    from ludus.experiments.runs.remote_runs import display_path
     from ludus.experiments.runs.run_dir import Run
     from ludus.experiments.runs.run_edit import tags_of
-    from ludus.experiments.runs.run_status import look
+    from ludus.experiments.runs.run_status import read_status
 
     settings = settings_of(run)
     rows = read_jsonl(run / "metrics.jsonl")
     means = [float(row["episode_return_mean"]) for row in rows if row.get("episode_return_mean") is not None]
-    last = next((row for row in reversed(rows) if "time_s" in row), rows[-1] if rows else {})  # an evaluation has no time
+    last = next((row for row in reversed(rows) if "time_s" in row), rows[-1] if rows else {})  # rows of evaluations have no time
     return {
-        "run": shown(run),
+        "run": display_path(run),
         "env": settings["env"],
         "algorithm": settings["run"],
-        "status": look(run, fetched=True).state,
+        "status": read_status(run, fetched=True).state,
         "timesteps": last.get("timesteps"),
         "return": means[-1] if means else None,
         "best": (min if lowest else max)(means, default=None),
@@ -291,31 +291,31 @@ def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
     }
 
 
-def _beside(row: dict[str, Any], column: str, value: float | None) -> dict[str, Any]:
-    """The row with one more number, where people look for it: after the status."""
+def _insert_column(row: dict[str, Any], column: str, value: float | None) -> dict[str, Any]:
+    """The row with one more column after the status."""
     names = list(row)
     at = names.index("status") + 1
     return {name: row[name] for name in names[:at]} | {column: value} | {name: row[name] for name in names[at:]}
 
 
-def _best_first(rows: list[dict[str, Any]], column: str, lower_is_better: bool = False) -> list[dict[str, Any]]:
+def _sort_best_first(rows: list[dict[str, Any]], column: str, lower_is_better: bool = False) -> list[dict[str, Any]]:
     sign = 1.0 if lower_is_better else -1.0
     return sorted(rows, key=lambda row: (row[column] is None, sign * (row[column] or 0.0)))
 
 
 def _differences(runs: list[Path], every: bool) -> list[dict[str, Any]]:
-    """The settings in which runs differ: `every` one, or those that define an experiment and differ within a kind of run.
+    """The settings in which runs differ: `every` one, or those that define an experiment and differ between comparable runs.
 
-    A kind is an environment and an algorithm: another algorithm has other keys altogether.
+    Comparable runs have the same environment and algorithm; other algorithms have other keys.
     """
-    from ludus.experiments.runs.compare import EXECUTION, all_settings, differing
+    from ludus.experiments.runs.compare import EXECUTION, differing_keys, read_all_settings
 
-    settings = all_settings(runs)
+    settings = read_all_settings(runs)
     kinds: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     for one in settings:
         kinds.setdefault((one["env"], one["run"]), []).append(one)
-    within = dict.fromkeys(key for alike in kinds.values() for key in differing(alike) if key not in EXECUTION)
-    keys = [key for key in (differing(settings) if every else within) if key.startswith("config.")]
+    within = dict.fromkeys(key for alike in kinds.values() for key in differing_keys(alike) if key not in EXECUTION)
+    keys = [key for key in (differing_keys(settings) if every else within) if key.startswith("config.")]
     return [{key.removeprefix("config."): one.get(key) for key in keys} for one in settings]
 
 
@@ -329,31 +329,31 @@ def _print_comparison(
     _print_table(rows, as_json=False)
     if result is not None:
         print()
-        _print_table([_standing(s) for s in result.standings], as_json=False)
+        _print_table([_group_row(s) for s in result.scores], as_json=False)
         print()
-        best = {verdict.a: None for verdict in result.verdicts if verdict.a not in {other.b for other in result.verdicts}}
-        few = len(result.standings) <= _ALL_PAIRS
-        for verdict in result.verdicts:
+        best = {verdict.a: None for verdict in result.differences if verdict.a not in {other.b for other in result.differences}}
+        few = len(result.scores) <= _ALL_PAIRS
+        for verdict in result.differences:
             if few or verdict.a in best:
-                print(verdict.said)
+                print(verdict.sentence)
         if not few:
-            print(f"({len(result.verdicts)} comparisons were made and corrected for; --json has them all)")
+            print(f"({len(result.differences)} comparisons, corrected for multiple testing; --json prints all of them)")
     for note in notes:
         print(f"note: {note}")
     if picture is not None:
         print(f"written: {picture}")
 
 
-def _standing(s: Standing) -> dict[str, Any]:
+def _group_row(s: GroupScore) -> dict[str, Any]:
     numbers = {"mean": s.mean, "from": s.low, "to": s.high, "std": s.std}
-    shown = {name: None if math.isnan(value) else value for name, value in numbers.items()}
+    cells = {name: None if math.isnan(value) else value for name, value in numbers.items()}
     return {
         "group": s.label,
         "n": s.n,
-        "mean": shown["mean"],
-        "95 %: from": shown["from"],
-        "to": shown["to"],
-        "std": shown["std"],
+        "mean": cells["mean"],
+        "95 %: from": cells["from"],
+        "to": cells["to"],
+        "std": cells["std"],
     }
 
 
@@ -366,14 +366,14 @@ def _print_table(rows: list[dict[str, Any]], as_json: bool) -> None:
 
     names = [name for name in rows[0] if name != "tags" or any(row[name] for row in rows)]
     if "run" in names:
-        names = [*(name for name in names if name != "run"), "run"]  # the longest last, where it may break
+        names = [*(name for name in names if name != "run"), "run"]  # the longest column last
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in names:
         number = any(isinstance(row[name], (int, float)) for row in rows)
         table.add_column(_title(name), no_wrap=name != "run", overflow="fold", justify="right" if number else "left")
     for row in rows:
         table.add_row(*(format_duration(row[name]) if name == "time_s" else _cell(row[name]) for name in names))
-    Console(width=10_000).print(table)  # never squeezed: a path that is cut cannot be copied
+    Console(width=10_000).print(table)  # never truncated, so that paths can be copied
 
 
 def _title(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`ludus status RUN`: what a run is doing at this moment, seen from outside."""
+"""`ludus status RUN`: print the current state of a run, from its files alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ludus.core.formatting import format_duration, format_number
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ludus.experiments.runs.run_status import Look
+    from ludus.experiments.runs.run_status import RunStatus
 
-_WATCH_S, _WATCH_FAR_S = 1.0, 5.0  # a run on a store has carried its status there no more often than that
-_LIVING = ("running", "starting", "restarting")
+_WATCH_S, _WATCH_REMOTE_S = 1.0, 5.0  # a run on a store uploads its status at most this often
+_ACTIVE = ("running", "starting", "restarting")
 _COLOURS = {"running": "green", "finished": "green", "starting": "yellow", "restarting": "yellow", "interrupted": "yellow"}
 
 
@@ -27,7 +27,7 @@ def status(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A run: its directory or URL, last, EXPERIMENT or the end of its name.",
+            help="Run: its directory or URL, last, EXPERIMENT or the end of its name.",
             callback=run_place,
             autocompletion=complete_run,
         ),
@@ -38,91 +38,91 @@ def status(
     ] = False,
 ) -> None:
     """Show the state of a run, its workers and what limits its speed."""
-    from ludus.experiments.runs.run_status import look
+    from ludus.experiments.runs.run_status import read_status
 
-    seen = look(run)
+    current = read_status(run)
     if as_json:
-        print(json.dumps(seen.to_json()), flush=True)
-        while watch and seen.state in _LIVING:
-            seen = _look_again(run)
-            print(json.dumps(seen.to_json()), flush=True)
+        print(json.dumps(current.to_json()), flush=True)
+        while watch and current.state in _ACTIVE:
+            current = _wait_and_read(run)
+            print(json.dumps(current.to_json()), flush=True)
         return
-    _show(run, seen, watch=watch)
+    _show(run, current, watch=watch)
 
 
-def _show(run: str, seen: Look, *, watch: bool) -> None:
+def _show(run: str, current: RunStatus, *, watch: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
     if not watch or not console.is_terminal:
         console = Console(width=10_000, soft_wrap=True) if not console.is_terminal else console
-        console.print(page(seen))
-        while watch and seen.state in _LIVING:
-            seen = _look_again(run)
-            console.print(page(seen))
+        console.print(page(current))
+        while watch and current.state in _ACTIVE:
+            current = _wait_and_read(run)
+            console.print(page(current))
         return
-    with Live(page(seen), console=console, auto_refresh=False) as live:
-        while seen.state in _LIVING:
-            seen = _look_again(run)
-            live.update(page(seen), refresh=True)
+    with Live(page(current), console=console, auto_refresh=False) as live:
+        while current.state in _ACTIVE:
+            current = _wait_and_read(run)
+            live.update(page(current), refresh=True)
 
 
-def _look_again(run: str) -> Look:
+def _wait_and_read(run: str) -> RunStatus:
     from ludus.experiments.runs.remote_runs import directory_of, is_remote
-    from ludus.experiments.runs.run_status import look
+    from ludus.experiments.runs.run_status import read_status
 
-    time.sleep(_WATCH_FAR_S if is_remote(directory_of(run)) else _WATCH_S)
-    return look(run)
+    time.sleep(_WATCH_REMOTE_S if is_remote(directory_of(run)) else _WATCH_S)
+    return read_status(run)
 
 
-def page(seen: Look) -> RenderableType:
-    """One look as a person reads it."""
+def page(current: RunStatus) -> RenderableType:
+    """The status as a table of facts and a table of workers."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    from ludus.experiments.runs.remote_runs import shown
+    from ludus.experiments.runs.remote_runs import display_path
 
     head = Table.grid(padding=(0, 2))
-    head.add_row("run", Text(shown(seen.run)))
-    head.add_row("state", Text(seen.said, style=_COLOURS.get(seen.state, "red")))
-    for name, value in _facts(seen):
+    head.add_row("run", Text(display_path(current.run)))
+    head.add_row("state", Text(current.sentence, style=_COLOURS.get(current.state, "red")))
+    for name, value in _facts(current):
         head.add_row(name, Text(value))
     parts: list[RenderableType] = [head]
-    sampling = seen.status.get("sampling") or {}
-    if seen.state in _LIVING and sampling.get("workers"):
+    sampling = current.status.get("sampling") or {}
+    if current.state in _ACTIVE and sampling.get("workers"):
         parts += ["", _workers(sampling["workers"])]
     return Group(*parts)
 
 
-def _facts(seen: Look) -> Iterable[tuple[str, str]]:
-    from ludus.experiments.runs.run_status import many, summary
+def _facts(current: RunStatus) -> Iterable[tuple[str, str]]:
+    from ludus.experiments.runs.run_status import pluralize, summarize_load
 
-    known, progress = seen.status, seen.status.get("progress") or {}
+    known, progress = current.status, current.status.get("progress") or {}
     numbers = {name: value for name, value in (known.get("numbers") or {}).items() if isinstance(value, (int, float))}
     if progress:
         mean = progress.get("episode_return_mean")
-        shown = "no episode has ended" if mean is None else f"mean return {format_number(mean)}"
+        result = "no episode has ended" if mean is None else f"mean return {format_number(mean)}"
         speed = f", {progress['fps']:,.0f} steps/s" if progress.get("fps") else ""
         steps, took = f"{progress.get('timesteps', 0):,.0f} steps", format_duration(progress.get("time_s", 0.0))
-        yield "progress", f"{steps} in {took}{speed}, {shown}"
+        yield "progress", f"{steps} in {took}{speed}, {result}"
     if known.get("env"):
         yield "training", f"{known.get('algorithm', '')} on {known['env']}".strip()
     if known.get("checkpoint"):
         yield "checkpoint", str(known["checkpoint"])
-    if seen.state in _LIVING:
+    if current.state in _ACTIVE:
         nodes = (known.get("sampling") or {}).get("nodes") or []
         if len(nodes) > 1:
-            yield "nodes", ", ".join(f"{node.get('name')} ({many(node.get('cores', 0), 'core')})" for node in nodes)
-        if parts := summary(numbers):
+            yield "nodes", ", ".join(f"{node.get('name')} ({pluralize(node.get('cores', 0), 'core')})" for node in nodes)
+        if parts := summarize_load(numbers):
             yield "parts", parts
         if "memory/waiting" in numbers:
-            yield "queue", f"{numbers['memory/waiting']:,.0f} blocks wait for the learner"
+            yield "queue", f"{numbers['memory/waiting']:,.0f} segments wait for the learner"
         if known.get("bottleneck"):
             yield "limit", str(known["bottleneck"])
-    if restarts := seen.meta.get("learner_restarts"):
-        last = (seen.meta.get("learner_failures") or [{}])[-1]
+    if restarts := current.meta.get("learner_restarts"):
+        last = (current.meta.get("learner_failures") or [{}])[-1]
         why = f", the last time at {last['at']}: {last.get('why', '')}" if last.get("at") else ""
         yield "learner", f"restarted {restarts}×{why}"
 

@@ -1,4 +1,4 @@
-"""`ludus tensorboard RUN`: the curves of a run in a browser, also from another machine: the line of SSH that brings them there is said."""
+"""`ludus tensorboard RUN`: start TensorBoard for a run, and print the SSH tunnel command for a remote machine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 PORT = 6006
 _PORTS, _ATTEMPTS = 100, 5
-_READY_S, _END_S, _AGAIN_S = 90.0, 5.0, 30.0
+_READY_S, _END_S, _REFRESH_S = 90.0, 5.0, 30.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 # what listens everywhere is reached at
+_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 # wildcard address → loopback address
 _EVENTS = "events."
 
 
@@ -54,22 +54,22 @@ def tensorboard(
 ) -> None:
     """Start TensorBoard for a run and print the SSH tunnel command for remote machines."""
     if print_:
-        print(Forwarding.of(os.environ).line(port or PORT, host))
+        print(SshTunnel.of(os.environ).line(port or PORT, host))
         return
     if host not in _LOOPBACK:
-        print(f"ludus: everybody who reaches {host} on this port can look: TensorBoard has no password", file=sys.stderr)
-    with interruptible(), shown_directory(run) as directory, started(directory, host, port) as (process, chosen):
-        print(announcement(run, host, chosen, Forwarding.of(os.environ)), flush=True)
+        print(f"ludus: TensorBoard has no password: anyone who can connect to {host} can read it", file=sys.stderr)
+    with exit_on_signals(), event_directory(run) as directory, running_tensorboard(directory, host, port) as (process, chosen):
+        print(announcement(run, host, chosen, SshTunnel.of(os.environ)), flush=True)
         code = process.wait()
-        raise WorkerFailed(f"TensorBoard ended by itself, with code {code}.")
+        raise WorkerFailed(f"TensorBoard exited with code {code}.")
 
 
-# -- the way to it ------------------------------------------------------------------------------------------------------
+# -- SSH tunnel ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Forwarding:
-    """How this machine is reached from the user's own: `jump` is the machine that one logs in to when it cannot be reached directly."""
+class SshTunnel:
+    """How to reach this machine over SSH; `jump` is the login host if it cannot be reached directly."""
 
     user: str
     host: str
@@ -77,30 +77,30 @@ class Forwarding:
     jump: str = ""
 
     @staticmethod
-    def of(environ: Mapping[str, str]) -> Forwarding:
+    def of(environ: Mapping[str, str]) -> SshTunnel:
         user, here = getpass.getuser(), socket.gethostname()
-        address, port = _server(environ)
+        address, port = _ssh_server(environ)
         if environ.get("SLURM_JOB_ID"):
-            # The variables of SSH come from where the job was submitted; the node is behind that machine.
+            # SSH_CONNECTION was inherited from the submit host; the node is reached through it.
             login = address or environ.get("SLURM_SUBMIT_HOST", "")
             node = environ.get("SLURMD_NODENAME") or here
             if login and login != node:
-                return Forwarding(user, node, 22, _jump(user, login, port))
-            return Forwarding(user, node)
-        return Forwarding(user, address or here, port)
+                return SshTunnel(user, node, 22, _jump(user, login, port))
+            return SshTunnel(user, node)
+        return SshTunnel(user, address or here, port)
 
     def line(self, port: int, host: str = "127.0.0.1", ours: int = PORT) -> str:
-        """To be typed on the user's own machine; then what listens at `host` here is at its port `ours`."""
+        """The command to type on the user's machine, which forwards its port `ours` to `host:port` here."""
         words = ["ssh", "-N"]
         if self.jump:
             words += ["-J", self.jump]
         if self.port != 22:
             words += ["-p", str(self.port)]
-        return shlex.join([*words, "-L", f"{ours}:{_bracketed(_EVERY.get(host, host))}:{port}", f"{self.user}@{self.host}"])
+        return shlex.join([*words, "-L", f"{ours}:{_bracket_ipv6(_WILDCARD.get(host, host))}:{port}", f"{self.user}@{self.host}"])
 
 
-def _server(environ: Mapping[str, str]) -> tuple[str, int]:
-    """The address and port by which this machine was reached over SSH; "" if it was not."""
+def _ssh_server(environ: Mapping[str, str]) -> tuple[str, int]:
+    """The address and port of this machine in the current SSH session; "" if there is none."""
     words = environ.get("SSH_CONNECTION", "").split()
     if len(words) != 4 or not words[3].isdigit():
         return "", 22
@@ -108,30 +108,30 @@ def _server(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _jump(user: str, host: str, port: int) -> str:
-    return f"{user}@{_bracketed(host)}" + (f":{port}" if port != 22 else "")
+    return f"{user}@{_bracket_ipv6(host)}" + (f":{port}" if port != 22 else "")
 
 
-def _bracketed(host: str) -> str:
+def _bracket_ipv6(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def announcement(run: str, host: str, port: int, forwarding: Forwarding) -> str:
-    lines = [f"TensorBoard of {run}: http://{_bracketed(host)}:{port}/ (Ctrl-C ends it)"]
+def announcement(run: str, host: str, port: int, tunnel: SshTunnel) -> str:
+    lines = [f"TensorBoard of {run}: http://{_bracket_ipv6(host)}:{port}/ (Ctrl-C ends it)"]
     if host in _LOOPBACK:
         lines += [
             "From another machine, type there:",
-            f"  {forwarding.line(port, host)}",
+            f"  {tunnel.line(port, host)}",
             f"and open http://127.0.0.1:{PORT}/ there.",
         ]
     return "\n".join(lines)
 
 
-# -- what it shows ------------------------------------------------------------------------------------------------------
+# -- event files --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def shown_directory(run: str) -> Iterator[Path]:
-    """Where the events are: of a run on a store, copies of them in a directory that goes away again, brought up to date while it lasts."""
+def event_directory(run: str) -> Iterator[Path]:
+    """The directory with the event files; for runs on a store a temporary copy, which is refreshed in the background."""
     from ludus.experiments.runs.remote_runs import directory_of, is_remote
     from ludus.experiments.runs.run_dir import find_runs
 
@@ -140,12 +140,12 @@ def shown_directory(run: str) -> Iterator[Path]:
         if not directory.is_dir():
             raise NotFound(f"There is no directory {run}.", "`ludus runs list` shows where runs are.")
         if not find_runs(run) and next(directory.rglob(f"{_EVENTS}*"), None) is None:
-            raise NotFound(f"No runs in {run}.", "`ludus train CartPole-v1` makes one.")
+            raise NotFound(f"No runs in {run}.", "`ludus train CartPole-v1` creates one.")
         yield directory
         return
     with tempfile.TemporaryDirectory(prefix="ludus-tensorboard-") as copies:
-        mirror = Mirror(run, directory, Path(copies))
-        if not mirror.bring():
+        mirror = EventMirror(run, directory, Path(copies))
+        if not mirror.refresh():
             raise NotFound(f"No runs in {run}.", "`ludus runs list` shows where runs are.")
         stop = threading.Event()
         thread = threading.Thread(target=mirror.follow, args=(stop,), name="ludus-events", daemon=True)
@@ -157,84 +157,85 @@ def shown_directory(run: str) -> Iterator[Path]:
             thread.join(_END_S)
 
 
-class Mirror:
-    """Copies of the events of the runs at a place of a store. Not in their working directories, which belong to whoever trains."""
+class EventMirror:
+    """Copies the event files of runs on a store to a separate directory; the run directories belong to the training."""
 
     def __init__(self, place: str, top: Path, copies: Path) -> None:
         self._place, self._top, self._copies = place, top, copies
-        self._whole: set[Path] = set()
-        """Runs that ended before they were copied: nothing of them changes, unless they are resumed, which a new look finds out."""
+        self._complete: set[Path] = set()
+        """Runs that had ended when they were copied; they are copied again only if they are resumed."""
 
-    def bring(self) -> int:
-        """How many runs there are. Raises StoreError."""
+    def refresh(self) -> int:
+        """Copy new events of all runs; returns the number of runs. Raises StoreError."""
         from ludus.experiments.runs.run_dir import find_runs
 
         runs = find_runs(self._place)
         for run in runs:
-            self._bring(run)
+            self._copy_events(run)
         return len(runs)
 
     def follow(self, stop: threading.Event) -> None:
-        said = False
-        while not stop.wait(_AGAIN_S):
+        """Refresh the copies until `stop` is set."""
+        warned = False
+        while not stop.wait(_REFRESH_S):
             try:
-                self.bring()
-                said = False
-            except StoreError as error:  # it may be there again the next time
-                if not said:
-                    log.warning("what is shown may be old: %s", error)
-                said = True
+                self.refresh()
+                warned = False
+            except StoreError as error:  # retried the next time
+                if not warned:
+                    log.warning("the curves may be out of date: %s", error)
+                warned = True
 
-    def _bring(self, run: Path) -> None:
+    def _copy_events(self, run: Path) -> None:
         from ludus.experiments.runs.remote_runs import store_of
-        from ludus.experiments.runs.run_status import ENDED, look
+        from ludus.experiments.runs.run_status import ENDED, read_status
 
-        ended = look(run, fetched=True).state in ENDED
-        if ended and run in self._whole:
+        ended = read_status(run, fetched=True).state in ENDED
+        if ended and run in self._complete:
             return
-        there = self._copies / run.relative_to(self._top)
-        there.mkdir(parents=True, exist_ok=True)
+        copy = self._copies / run.relative_to(self._top)
+        copy.mkdir(parents=True, exist_ok=True)
         store = store_of(run)
         for name in store.list(""):
             if name.startswith(_EVENTS):
-                with suppress(NotFound):  # between the list and now
-                    _grow(there / name, store.get(name))
-        (self._whole.add if ended else self._whole.discard)(run)
+                with suppress(NotFound):  # deleted since it was listed
+                    _append_new(copy / name, store.get(name))
+        (self._complete.add if ended else self._complete.discard)(run)
 
 
-def _grow(path: Path, data: bytes) -> None:
-    """Events are only ever added, and TensorBoard keeps the file open: it would not see another one in its place."""
+def _append_new(path: Path, data: bytes) -> None:
+    """Append the new part of `data`. Event files only grow, and TensorBoard keeps them open, so they cannot be replaced."""
     have = path.stat().st_size if path.exists() else 0
     with open(path, "ab") as file:
         file.write(data[have:])
 
 
-# -- the process --------------------------------------------------------------------------------------------------------
+# -- process ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def started(directory: Path, host: str, port: int | None) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """TensorBoard, answering, and its port; ended with all that it started when this is left, or when this process is gone."""
-    with tempfile.TemporaryFile("w+b") as said:
+def running_tensorboard(directory: Path, host: str, port: int | None) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Start TensorBoard; yields its process and port once it accepts connections. It ends with the block or this process."""
+    with tempfile.TemporaryFile("w+b") as output:
         for attempt in range(_ATTEMPTS):
-            chosen = _free(host, port)
-            process = _start(directory, host, chosen, said.fileno())
+            chosen = _find_free_port(host, port)
+            process = _start(directory, host, chosen, output.fileno())
             try:
-                if _answers(process, host, chosen):
+                if _wait_until_ready(process, host, chosen):
                     yield process, chosen
                     return
             finally:
                 _end(process)
-            said.seek(0)
-            words = said.read().decode(errors="replace").strip().splitlines()
-            taken = any("already in use" in line or "could not bind" in line for line in words)  # somebody was quicker
+            output.seek(0)
+            lines = output.read().decode(errors="replace").strip().splitlines()
+            taken = any("already in use" in line or "could not bind" in line for line in lines)  # taken since it was checked
             if not taken or port is not None or attempt == _ATTEMPTS - 1:
-                raise WorkerFailed(f"TensorBoard did not start: {words[-1] if words else f'no answer in {_READY_S:g} s'}")
-            said.seek(0)
-            said.truncate()
+                raise WorkerFailed(f"TensorBoard did not start: {lines[-1] if lines else f'no answer in {_READY_S:g} s'}")
+            output.seek(0)
+            output.truncate()
 
 
-def _start(directory: Path, host: str, port: int, said: int) -> subprocess.Popen[bytes]:
+def _start(directory: Path, host: str, port: int, output: int) -> subprocess.Popen[bytes]:
     from ludus.process import identity
 
     parent = os.getpid()
@@ -244,14 +245,14 @@ def _start(directory: Path, host: str, port: int, said: int) -> subprocess.Popen
             *("--logdir", str(directory), "--host", host, "--port", str(port)),
         ],
         stdin=subprocess.DEVNULL,
-        stdout=said,
-        stderr=said,
+        stdout=output,
+        stderr=output,
         start_new_session=True,
         preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGTERM),
     )
 
 
-def _answers(process: subprocess.Popen[bytes], host: str, port: int) -> bool:
+def _wait_until_ready(process: subprocess.Popen[bytes], host: str, port: int) -> bool:
     deadline = time.monotonic() + _READY_S
     while process.poll() is None and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
@@ -261,7 +262,7 @@ def _answers(process: subprocess.Popen[bytes], host: str, port: int) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It leads a session of its own: what it started is in it."""
+    """Stop the process and all others of its session."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -271,42 +272,42 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(_END_S)
 
 
-def _free(host: str, port: int | None) -> int:
-    """Raises UsageError where none is."""
-    asked = range(PORT, PORT + _PORTS) if port is None else (port,)
-    for candidate in asked:
-        if _is_free(host, candidate):
+def _find_free_port(host: str, port: int | None) -> int:
+    """`port`, or the first free one from PORT on. Raises UsageError if there is none."""
+    candidates = range(PORT, PORT + _PORTS) if port is None else (port,)
+    for candidate in candidates:
+        if _is_port_free(host, candidate):
             return candidate
     if port is not None:
-        raise UsageError(f"Port {port} of {host} is taken, or not ours to take.", "Leave --port out, and a free one is found.")
-    raise UsageError(f"No port from {asked[0]} to {asked[-1]} of {host} is free.", "Choose another one: --port.")
+        raise UsageError(f"Port {port} of {host} is in use or not permitted.", "Leave out --port to use a free one.")
+    raise UsageError(f"No port from {candidates[0]} to {candidates[-1]} of {host} is free.", "Choose another one: --port.")
 
 
-def _is_free(host: str, port: int) -> bool:
+def _is_port_free(host: str, port: int) -> bool:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise UsageError(f"--host {host} is no address of this machine: {error}.") from error
-    with socket.socket(family, kind, protocol) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        raise UsageError(f"--host {host} is not an address of this machine: {error}.") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind(address)
+            probe.bind(address)
         except OSError:
             return False
     return True
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C is how it ends, and no failure."""
+def exit_on_signals() -> Iterator[None]:
+    """Exit with code 0 on SIGINT, SIGTERM or SIGHUP."""
 
-    def heed(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    heeded = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: a terminal that is closed is no reason
-        heeded.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, heed) for number in heeded}
+    handled = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started by nohup: closing the terminal must not stop it
+        handled.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`ludus gamecore`: a server that starts games, and what can be asked of it from the shell."""
+"""`ludus gamecore`: run a server that starts game processes, and control it from the shell."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 app = HelpApp(help="Run games as processes: the gamecore server and its client.", no_args_is_help=True)
 
 PORT = 23432
-"""As `game.gamecore.PORT`, which is not imported before a command needs it."""
+"""Same as `ludus.protocol.gamecore_client.PORT`, which is imported only by commands that need it."""
 
 TEST_HEROES = "190,173,117/141,111,107"
 _TEST_S = 600.0
@@ -40,12 +40,13 @@ _COLOURS = {
     "timed-out": "red",
     "lost": "red",
 }
-_LINE = 120
-_ASKED = ("runtime_id", "game", "mode", "seed")
-"""What a result may repeat."""
+_MAX_LINE = 120
+_REQUEST_FIELDS = ("runtime_id", "game", "mode", "seed")
+"""Fields of the request that a result may repeat."""
 _RULE = ("rule", "none")
+_SERVER_PANEL, _PLAYERS, _MATCH, _WAITING = "Gamecore server", "Players", "Match", "Waiting"
 
-_Id = Annotated[str, typer.Argument(metavar="ID", help="The runtime_id of the game.")]
+_Id = Annotated[str, typer.Argument(metavar="ID", help="Id (runtime_id) of the game.")]
 _Server = Annotated[
     str | None,
     typer.Option(
@@ -53,12 +54,17 @@ _Server = Annotated[
         metavar="HOST:PORT|URL",
         help="Address of the gamecore server. Default: this machine. [GAMECORE_SERVER_ADDR]",
         show_default=False,
+        rich_help_panel=_SERVER_PANEL,
     ),
 ]
 _TokenFile = Annotated[
     Path | None,
     typer.Option(
-        "--token-file", metavar="FILE", help="File with the token of the server. [LUDUS_GAMECORE_TOKEN_FILE]", show_default=False
+        "--token-file",
+        metavar="FILE",
+        help="File with the token of the server. [LUDUS_GAMECORE_TOKEN_FILE]",
+        show_default=False,
+        rich_help_panel=_SERVER_PANEL,
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
@@ -81,7 +87,9 @@ _Mode = Annotated[
 _AllowStandIn = Annotated[
     bool,
     typer.Option(
-        "--allow-stand-in", help="Exit with 0 also when the game's own AI played a camp because its actor could not be reached."
+        "--allow-stand-in",
+        help="Exit with 0 even if the game's own AI played a camp because its actor could not be reached.",
+        rich_help_panel=_WAITING,
     ),
 ]
 _Seed = Annotated[
@@ -112,7 +120,7 @@ def serve(
     supervise: Annotated[bool, typer.Option("--supervise", help="Restart the server when it dies.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
 ) -> None:
-    """Run a server that starts, watches and stops game processes on request. Only games of the catalogue can be started. Ctrl-C stops it and its games."""
+    """Run a server that starts, monitors and stops game processes on request. Only games of the catalogue can be started. Ctrl-C stops it and its games."""
     from ludus.gamecore.server.http.app import serve as run
     from ludus.gamecore.server.settings import Settings
 
@@ -120,14 +128,14 @@ def serve(
         if as_json:
             print(json.dumps({"host": host, "port": port}), flush=True)
         else:
-            print(f"gamecore server at http://{host}:{port}; `ludus gamecore test --server {host}:{port}` tries it", flush=True)
+            print(f"gamecore server at http://{host}:{port}; `ludus gamecore test --server {host}:{port}` tests it", flush=True)
 
     settings = Settings(host=host, port=port, games=games, max_games=max_games, token_file=token_file, state_dir=state_dir)
     run(settings, supervise=supervise, announce=announce)
 
 
 @app.command("test")
-def try_out(
+def run_test_match(
     mode: _Mode = None,
     heroes: Annotated[str, typer.Option("--heroes", metavar="ID,…/ID,…", help="Heroes of both camps.")] = TEST_HEROES,
     game: _Game = None,
@@ -140,8 +148,8 @@ def try_out(
     as_json: _Json = False,
 ) -> None:
     """Test the server with one match of the game's own AI against itself. Exit code 0 if it works."""
-    camps = _heroes(heroes)
-    with _asking(server, token_file) as client:
+    camps = _parse_heroes(heroes)
+    with _client(server, token_file) as client:
         runtime_id = f"test-{secrets.token_hex(4)}"
         lineup = {"heroes": camps} | ({"mode": mode} if mode else {})
         began = time.monotonic()
@@ -149,11 +157,11 @@ def try_out(
         _say(f"{runtime_id} plays {heroes.replace('/', ' against ')} on {client.server}, all by rule AI")
         try:
             ended = client.wait_game(runtime_id, timeout)
-        except BaseException as error:  # also when interrupted: nobody else knows of this game
+        except BaseException as error:  # also KeyboardInterrupt: no other command knows the id of this game
             if not isinstance(error, LudusError) or isinstance(error, DeadlineMissed):
                 client.stop_game(runtime_id)
             if isinstance(error, DeadlineMissed):
-                _say(f"{runtime_id} was not over after {timeout:g} s, and was stopped")
+                _say(f"{runtime_id} was not over after {timeout:g} s and was stopped")
                 raise typer.Exit(TIMED_OUT) from None
             raise
         _show(ended, as_json)
@@ -168,7 +176,13 @@ def start(
     mode: _Mode = None,
     heroes: Annotated[
         str | None,
-        typer.Option("--heroes", metavar="ID,…/ID,…", help=f"Heroes of both camps, e.g. {TEST_HEROES}.", show_default=False),
+        typer.Option(
+            "--heroes",
+            metavar="ID,…/ID,…",
+            help=f"Heroes of both camps, e.g. {TEST_HEROES}.",
+            show_default=False,
+            rich_help_panel=_PLAYERS,
+        ),
     ] = None,
     camp: Annotated[
         list[str] | None,
@@ -177,44 +191,68 @@ def start(
             metavar="rule|HOST:PORT|URL",
             help="Player of a camp: rule (the game's own AI) or the address of an actor. Once per camp, in order. Default: rule.",
             show_default=False,
+            rich_help_panel=_PLAYERS,
         ),
     ] = None,
     actor_token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the token of these actors.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the token of the actors.", show_default=False, rich_help_panel=_PLAYERS),
     ] = None,
     game: _Game = None,
     eval_mode: Annotated[
-        bool, typer.Option("--eval", help="Evaluation match: starts from the beginning and saves no states.")
+        bool,
+        typer.Option("--eval", help="Evaluation match: starts from the beginning and saves no states.", rich_help_panel=_MATCH),
     ] = False,
     seed: _Seed = None,
-    max_frames: Annotated[int | None, typer.Option(min=1, help="Maximum number of ticks.", show_default=False)] = None,
+    max_frames: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of ticks.", show_default=False, rich_help_panel=_MATCH)
+    ] = None,
     limit: Annotated[
         float | None,
-        typer.Option("--limit", min=0.1, metavar="S", help="Time limit of the game, in seconds.", show_default=False),
+        typer.Option(
+            "--limit",
+            min=0.1,
+            metavar="S",
+            help="Time limit of the game, in seconds.",
+            show_default=False,
+            rich_help_panel=_MATCH,
+        ),
     ] = None,
     start_from: Annotated[
-        str | None, typer.Option(metavar="NAME|any", help="Saved state to start from.", show_default=False)
+        str | None,
+        typer.Option(metavar="NAME|any", help="Saved state to start from.", show_default=False, rich_help_panel=_MATCH),
     ] = None,
     task: Annotated[
-        str | None, typer.Option("--task", help="Task id; games of a task are listed together.", show_default=False)
+        str | None,
+        typer.Option("--task", help="Task id; games of a task are listed together.", show_default=False, rich_help_panel=_MATCH),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", "-o", metavar="KEY=VALUE", help="Option of the game; repeatable.", show_default=False),
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="KEY=VALUE",
+            help="Option of the game; repeatable.",
+            show_default=False,
+            rich_help_panel=_MATCH,
+        ),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until the game is over, as `ludus gamecore wait` does.")] = False,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Wait until the game is over, as `ludus gamecore wait` does.", rich_help_panel=_WAITING),
+    ] = False,
     allow_stand_in: _AllowStandIn = False,
     server: _Server = None,
     token_file: _TokenFile = None,
     as_json: _Json = False,
 ) -> None:
     """Start a game. Repeating the command while the game runs does not start a second one."""
-    camps = None if heroes is None else _heroes(heroes)
+    camps = None if heroes is None else _parse_heroes(heroes)
     lineup = {key: value for key, value in (("mode", mode), ("heroes", camps)) if value is not None}
-    with _asking(server, token_file, max_frames) as client:
+    with _client(server, token_file, max_frames) as client:
         state = client.start_game(
             runtime_id,
-            _actors(camp, actor_token_file),
+            _parse_camps(camp, actor_token_file),
             lineup or None,
             eval_mode,
             task,
@@ -225,7 +263,7 @@ def start(
             options=read_options(option or ()),
         )
         if wait:
-            raise typer.Exit(_await(client, runtime_id, None, as_json, allow_stand_in))
+            raise typer.Exit(_wait_and_show(client, runtime_id, None, as_json, allow_stand_in))
     _show(state, as_json)
 
 
@@ -239,8 +277,8 @@ def wait(
     as_json: _Json = False,
 ) -> None:
     """Wait until a game is over. Exit code 0 if it finished with the actors it was started with, else 1."""
-    with _asking(server, token_file) as client:
-        raise typer.Exit(_await(client, runtime_id, timeout, as_json, allow_stand_in))
+    with _client(server, token_file) as client:
+        raise typer.Exit(_wait_and_show(client, runtime_id, timeout, as_json, allow_stand_in))
 
 
 @app.command()
@@ -249,7 +287,12 @@ def stop(
     grace: Annotated[
         float | None,
         typer.Option(
-            "--grace", min=0.0, max=60.0, metavar="S", help="Seconds to end by itself before it is killed.", show_default=False
+            "--grace",
+            min=0.0,
+            max=60.0,
+            metavar="S",
+            help="Seconds that a game has to exit before it is killed.",
+            show_default=False,
         ),
     ] = None,
     server: _Server = None,
@@ -257,7 +300,7 @@ def stop(
     as_json: _Json = False,
 ) -> None:
     """Stop games and all their child processes."""
-    with _asking(server, token_file) as client:
+    with _client(server, token_file) as client:
         missing = []
         for runtime_id in runtime_ids:
             state = client.stop_game(runtime_id, grace_s=grace)
@@ -266,7 +309,7 @@ def stop(
             else:
                 _show(state, as_json)
         if missing:
-            raise _unknown(client, missing)
+            raise _unknown_games(client, missing)
 
 
 @app.command("list")
@@ -283,15 +326,15 @@ def list_games(
     if state is not None and state not in _COLOURS:
         from ludus.core.plugins import did_you_mean
 
-        raise UsageError(f"--state is {state!r}.", did_you_mean(state, _COLOURS))
-    with _asking(server, token_file) as client:
+        raise UsageError(f"--state {state!r} is not known.", did_you_mean(state, _COLOURS))
+    with _client(server, token_file) as client:
         found = client.list(state)
     if as_json:
         print(json.dumps([game.to_json() for game in found]))
     elif found:
         _console().print(_table(found, time.time()))
     else:
-        _say(f"no games{'' if state is None else f' that are {state}'} on {client.server}")
+        _say(f"no games{'' if state is None else f' in state {state}'} on {client.server}")
 
 
 @app.command()
@@ -304,7 +347,7 @@ def status(
     as_json: _Json = False,
 ) -> None:
     """Show the state or the result of a game, or the state of the server."""
-    with _asking(server, token_file) as client:
+    with _client(server, token_file) as client:
         if runtime_id is not None:
             state = client.state(runtime_id)
             if as_json:
@@ -317,8 +360,8 @@ def status(
         if as_json:
             print(json.dumps({"server": client.server, "health": health, "games": counts}))
             return
-        told = ", ".join(f"{count} {state}" for state, count in counts.items())
-        print(f"{client.server} is up; games: {told or 'none'}")
+        states = ", ".join(f"{count} {state}" for state, count in counts.items())
+        print(f"{client.server} is up; games: {states or 'none'}")
 
 
 @app.command()
@@ -329,7 +372,7 @@ def logs(
     token_file: _TokenFile = None,
 ) -> None:
     """Print the log of a game."""
-    with _asking(server, token_file) as client:
+    with _client(server, token_file) as client:
         text = client.logs(runtime_id, lines)
     if text:
         print(text, end="" if text.endswith("\n") else "\n")
@@ -350,7 +393,7 @@ def fetch(
 ) -> None:
     """Download the recording or the video of a game."""
     what: Literal["recording", "video"] = "video" if video else "recording"
-    with _asking(server, token_file) as client:
+    with _client(server, token_file) as client:
         data = client.kept(runtime_id, what)
         name = (client.state(runtime_id).result or {})[what]
     path = out or Path(f"{runtime_id}-{Path(name).name}")
@@ -364,12 +407,12 @@ def fetch(
 @app.command()
 def catalogue(server: _Server = None, token_file: _TokenFile = None, as_json: _Json = False) -> None:
     """List the games that the server can start, with their options."""
-    with _asking(server, token_file) as client:
+    with _client(server, token_file) as client:
         found = client.catalogue()
     if as_json:
         print(json.dumps(found))
         return
-    _console().print(_catalogue(found.get("games") or {}))
+    _console().print(_catalogue_table(found.get("games") or {}))
 
 
 @app.command()
@@ -379,19 +422,19 @@ def clear(
     token_file: _TokenFile = None,
 ) -> None:
     """Delete all finished games with their logs."""
-    with _asking(server, token_file) as client:
-        forgotten = client.clear().get("forgotten", 0)
+    with _client(server, token_file) as client:
+        deleted = client.clear().get("forgotten", 0)
         if tasks:
             client.task_clear()
-    _say(f"{forgotten} games are forgotten{', and all tasks' if tasks else ''}")
+    _say(f"deleted {deleted} games{' and all tasks' if tasks else ''}")
 
 
-# -- asking ---------------------------------------------------------------------------------------------------------------
+# -- client ---------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _asking(server: str | None, token_file: Path | None, max_frames: int | None = None) -> Iterator[GamecoreClient]:
-    """What the server finds wrong with a command, or does not know, is wrong usage."""
+def _client(server: str | None, token_file: Path | None, max_frames: int | None = None) -> Iterator[GamecoreClient]:
+    """Open a client of the server; its replies 400 and 404 raise UsageError."""
     from ludus.protocol.gamecore_client import GamecoreClient
 
     with GamecoreClient(server, token_file=token_file, max_frame_num=max_frames or -1) as client:
@@ -403,11 +446,11 @@ def _asking(server: str | None, token_file: Path | None, max_frames: int | None 
             raise
 
 
-def _await(client: GamecoreClient, runtime_id: str, timeout: float | None, as_json: bool, allow_stand_in: bool) -> int:
-    """Wait, and show how it ended; the exit code."""
+def _wait_and_show(client: GamecoreClient, runtime_id: str, timeout: float | None, as_json: bool, allow_stand_in: bool) -> int:
+    """Wait for a game, print its result and return the exit code."""
     with _detached_by_interrupt(runtime_id):
         try:
-            # 0 s is a look, not for ever, which is what it would be for the client.
+            # For the client 0 means no time limit; here it means a single check.
             ended = client.wait_game(runtime_id, math.inf if timeout is None else max(timeout, 1e-3))
         except DeadlineMissed as missed:
             _say(missed.message)
@@ -436,27 +479,29 @@ def _detached_by_interrupt(runtime_id: str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _unknown(client: GamecoreClient, missing: Sequence[str]) -> UnknownName:
+def _unknown_games(client: GamecoreClient, missing: Sequence[str]) -> UnknownName:
     from ludus.core.plugins import did_you_mean
 
     known = [game.runtime_id for game in client.list()]
     return UnknownName(f"There is no game {', '.join(map(repr, missing))} on {client.server}.", did_you_mean(missing[0], known))
 
 
-def _heroes(given: str) -> list[list[int]]:
-    """190,173/141,111 → the heroes of each camp."""
+def _parse_heroes(given: str) -> list[list[int]]:
+    """The heroes of each camp: 190,173/141,111."""
     try:
         return [[int(hero) for hero in camp.split(",")] for camp in given.split("/")]
     except ValueError:
-        raise UsageError(f"--heroes is {given!r}.", f"It looks like {TEST_HEROES}: camps by /, heroes by commas.") from None
+        raise UsageError(
+            f"--heroes {given!r} is not valid.", f"Separate camps by / and heroes by commas: {TEST_HEROES}."
+        ) from None
 
 
-def _actors(given: Sequence[str] | None, token_file: Path | None) -> list[Camp] | None:
+def _parse_camps(given: Sequence[str] | None, token_file: Path | None) -> list[Camp] | None:
     from ludus.protocol.spec import read_token
 
     token = read_token(token_file)
     if token is not None and not any(camp not in _RULE for camp in given or ()):
-        raise UsageError("--actor-token-file is for actors, and there is none.", "Give their addresses: --camp HOST:PORT.")
+        raise UsageError("--actor-token-file needs an actor, and no camp has one.", "Pass its address: --camp HOST:PORT.")
     if not given:
         return None
     return [None if camp in _RULE else {"address": camp, "token": token} for camp in given]
@@ -467,7 +512,7 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
     for word in given:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise UsageError(f"--option is {word!r}.", "It looks like speed=15.")
+            raise UsageError(f"--option {word!r} is not valid.", "Use KEY=VALUE, for example speed=15.")
         try:
             found[key] = json.loads(value)
         except ValueError:
@@ -475,7 +520,7 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-# -- as people read it ----------------------------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------------------------------------
 
 
 def _say(sentence: str) -> None:
@@ -488,17 +533,17 @@ def _show(state: GameState, as_json: bool) -> None:
         return
     print(state.describe(), flush=True)
     if state.over and state.result is not None:
-        print(f"  {_result(state)}", flush=True)
+        print(f"  {_format_result(state)}", flush=True)
 
 
-def _result(state: GameState) -> str:
-    """What fits into a line of it: the values that are not lists or mappings themselves."""
+def _format_result(state: GameState) -> str:
+    """The scalar values of the result, shortened to one line."""
     if not isinstance(state.result, dict):
-        return "" if state.result is None else json.dumps(state.result)[:_LINE]
-    told = {key: value for key, value in state.result.items() if key not in _ASKED}
-    plain = [f"{key} {_plain(value)}" for key, value in told.items() if not isinstance(value, (dict, list))]
-    line = ", ".join(plain) + (", …" if len(plain) < len(told) else "")
-    return line if len(line) <= _LINE else line[: _LINE - 1] + "…"
+        return "" if state.result is None else json.dumps(state.result)[:_MAX_LINE]
+    values = {key: value for key, value in state.result.items() if key not in _REQUEST_FIELDS}
+    plain = [f"{key} {_plain(value)}" for key, value in values.items() if not isinstance(value, (dict, list))]
+    line = ", ".join(plain) + (", …" if len(plain) < len(values) else "")
+    return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 1] + "…"
 
 
 def _plain(value: object) -> str:
@@ -509,7 +554,7 @@ def _console() -> Any:
     from rich.console import Console
 
     console = Console()
-    # Piped, nothing is squeezed or coloured: an id that is cut cannot be copied.
+    # In a pipe nothing is truncated or coloured, so that ids can be copied.
     return console if console.is_terminal else Console(width=10_000, soft_wrap=True)
 
 
@@ -530,10 +575,10 @@ def _table(games: Sequence[GameState], now: float) -> RenderableType:
             "–" if game.memory_mb is None or game.over else f"{game.memory_mb:.0f} MB",
             str(game.restarts),
         )
-        said = _result(game) if game.state == "finished" else game.reason
+        result = _format_result(game) if game.state == "finished" else game.reason
         if game.lost_camps:
-            said = f"lost camp {', '.join(game.lost_camps)}; {said}"
-        table.add_row(*map(Text, words), Text(game.state, style=_COLOURS.get(game.state, "")), *figures, Text(said or "–"))
+            result = f"lost camp {', '.join(game.lost_camps)}; {result}"
+        table.add_row(*map(Text, words), Text(game.state, style=_COLOURS.get(game.state, "")), *figures, Text(result or "–"))
     return table
 
 
@@ -566,7 +611,7 @@ def _page(game: GameState) -> RenderableType:
     return page
 
 
-def _catalogue(games: dict[str, Any]) -> RenderableType:
+def _catalogue_table(games: dict[str, Any]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 

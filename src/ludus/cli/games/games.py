@@ -1,4 +1,4 @@
-"""`ludus games`: the games that come with Ludus, to be played, watched and looked at."""
+"""`ludus games`: play, replay and render the games that come with Ludus."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ludus.games.arena.engine.recording import Recording
     from ludus.games.arena.engine.vector import Arena
 
-app = HelpApp(help="Games that come with Ludus: play, replay, render.", no_args_is_help=True)
-arena = HelpApp(help="The Arena, a lane battle of two teams.", no_args_is_help=True)
+app = HelpApp(help="Play, replay and render the games that come with Ludus.", no_args_is_help=True)
+arena = HelpApp(help="Play, replay and rate bots in the Arena, a lane battle of two teams.", no_args_is_help=True)
 app.add_typer(arena, name="arena")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")]
@@ -67,11 +67,11 @@ def replay(
     from ludus.games.arena.render.video import camp_titles, state_at, write_video
 
     recording = read_recording(file)
-    summary = _described(recording)
+    summary = _summarize(recording)
     lines = [f"{file}: {summary['mode']}, {summary['camps'][0]} against {summary['camps'][1]}, {summary['outcome']}"]
     if check:
         summary["hash"] = verify(recording)
-        lines.append(f"played again, bit for bit: {summary['decisions']} decisions, last state {summary['hash']}")
+        lines.append(f"replayed bit for bit: {summary['decisions']} decisions, last state {summary['hash']}")
     if picture is not None:
         state = state_at(recording, recording.seconds if at is None else at)
         renderer = Renderer(recording.size, width, camp=camp, names=camp_titles(recording))
@@ -82,12 +82,12 @@ def replay(
                 recording, video, speed=speed, camp=camp, width=width, fps=fps, first_s=first, last_s=last, progress=bar.update
             )
         summary["video"] = str(video)
-    _say(lines, summary, as_json)
+    _print_result(lines, summary, as_json)
 
 
 @arena.command()
 def play(
-    mode: Annotated[str, typer.Option(help="1v1, 3v3 …")] = "1v1",
+    mode: Annotated[str, typer.Option(help="Team sizes: 1v1, 3v3 …")] = "1v1",
     camps: Annotated[str, typer.Option(metavar="A,B", help="Scripted bots of the two camps.")] = "hard,medium",
     heroes: Annotated[
         str | None,
@@ -117,8 +117,8 @@ def play(
     match.reset([seed])
     if start_from is not None:
         match.load(0, read_state(start_from).data)
-    recording = _played(match, _players(camps))
-    summary = _described(recording) | {"heroes": _heroes(match.units[0], match.size)}
+    recording = _play_match(match, _parse_camps(camps))
+    summary = _summarize(recording) | {"heroes": _hero_rows(match.units[0], match.size)}
     lines = [f"{summary['mode']}, {summary['camps'][0]} against {summary['camps'][1]}, seed {seed}: {summary['outcome']}"]
     if record is not None:
         summary["recording"] = str(write_recording(record, recording))
@@ -130,8 +130,8 @@ def play(
             write_video(recording, video, speed=speed, camp=camp, width=width, progress=bar.update)
         summary["video"] = str(video)
     if not as_json:
-        _table(summary["heroes"])
-    _say(lines, summary, as_json)
+        _print_table(summary["heroes"])
+    _print_result(lines, summary, as_json)
 
 
 @arena.command()
@@ -159,12 +159,12 @@ def heroes(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(rows))
     else:
-        _table(rows)
+        _print_table(rows)
 
 
 @arena.command()
 def ladder(
-    mode: Annotated[str, typer.Option(help="1v1, 3v3 …")] = "1v1",
+    mode: Annotated[str, typer.Option(help="Team sizes: 1v1, 3v3 …")] = "1v1",
     games: Annotated[int, typer.Option(min=2, max=100_000, help="Matches of every pair, half from each side.")] = 100,
     pairs: Annotated[
         str | None, typer.Option(metavar="A:B,…", help="Scripted bots. [default: easy to hard]", show_default=False)
@@ -176,7 +176,7 @@ def ladder(
     from ludus.games.arena.bots import round_robin as ladders
     from ludus.games.arena.engine.settings import size_of
 
-    chosen = ladders.PAIRS if pairs is None else tuple(_pair(words) for words in pairs.split(","))
+    chosen = ladders.PAIRS if pairs is None else tuple(_parse_pair(words) for words in pairs.split(","))
     with ProgressBar("playing", len(chosen), "pairs", quiet=as_json) as bar:
         rows = []
         for standing in ladders.play_pairs(games, size_of(mode), seed, chosen):
@@ -185,34 +185,34 @@ def ladder(
     if as_json:
         print(json.dumps(rows))
     else:
-        _table([row | {"seconds": "–".join(map(str, row["seconds"]))} for row in rows])
+        _print_table([row | {"seconds": "–".join(map(str, row["seconds"]))} for row in rows])
 
 
-def _pair(words: str) -> tuple[str, str]:
+def _parse_pair(words: str) -> tuple[str, str]:
     names = [name.strip() for name in words.split(":")]
     if len(names) != 2:
-        raise UsageError(f"{words!r} is not a pair of scripts.", "For instance hard:medium.")
+        raise UsageError(f"{words!r} is not a pair of scripted bots.", "For instance hard:medium.")
     return names[0], names[1]
 
 
 # -- playing --------------------------------------------------------------------------------------------------------------
 
 
-def _players(camps: str) -> tuple[str, str]:
+def _parse_camps(camps: str) -> tuple[str, str]:
     from ludus.core.plugins import did_you_mean
     from ludus.games.arena.bots.bots import BOTS
 
     names = [name.strip() for name in camps.split(",")]
     if len(names) != 2:
-        raise UsageError(f"--camps {camps!r} does not name two scripts.", "For instance hard,medium.")
+        raise UsageError(f"--camps {camps!r} does not name two scripted bots.", "For instance hard,medium.")
     for name in names:
         if name not in BOTS:
-            raise UsageError(f"There is no script {name!r}.", did_you_mean(name, BOTS))
+            raise UsageError(f"There is no scripted bot {name!r}.", did_you_mean(name, BOTS))
     return names[0], names[1]
 
 
-def _played(match: Arena, players: tuple[str, str]) -> Recording:
-    """To its end; it has one, since every match has a limit."""
+def _play_match(match: Arena, players: tuple[str, str]) -> Recording:
+    """Play a match to its end and return its recording."""
     import numpy as np
 
     from ludus.games.arena.bots.bots import BOTS
@@ -227,10 +227,10 @@ def _played(match: Arena, players: tuple[str, str]) -> Recording:
     return recorder.recording()
 
 
-# -- telling --------------------------------------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------------------------------------
 
 
-def _described(recording: Recording) -> dict[str, Any]:
+def _summarize(recording: Recording) -> dict[str, Any]:
     from ludus.games.arena.engine.heroes import HEROES, row_of
     from ludus.games.arena.render.hud import format_clock
     from ludus.games.arena.render.video import camp_titles
@@ -242,7 +242,7 @@ def _described(recording: Recording) -> dict[str, Any]:
     if not recording.result.get("over"):
         outcome = f"not over {when}".strip()
     else:
-        outcome = f"{names[winner]} has won {when}" if winner in (0, 1) else f"nobody has won {when}"
+        outcome = f"{names[winner]} won {when}" if winner in (0, 1) else f"draw {when}"
     return {
         "mode": recording.mode,
         "camps": list(names),
@@ -256,7 +256,7 @@ def _described(recording: Recording) -> dict[str, Any]:
     }
 
 
-def _heroes(units: Ints32, size: int) -> list[dict[str, Any]]:
+def _hero_rows(units: Ints32, size: int) -> list[dict[str, Any]]:
     from ludus.games.arena.engine import layout
     from ludus.games.arena.engine.heroes import HEROES
     from ludus.games.arena.render.renderer import NAMES
@@ -279,8 +279,8 @@ def _heroes(units: Ints32, size: int) -> list[dict[str, Any]]:
     ]
 
 
-def _say(lines: list[str], summary: dict[str, Any], as_json: bool) -> None:
-    """The lines and then the files that were written, each with what it is; or the summary, which names them, too."""
+def _print_result(lines: list[str], summary: dict[str, Any], as_json: bool) -> None:
+    """Print the lines and the files that were written; or the summary as JSON."""
     if as_json:
         print(json.dumps(summary))
         return
@@ -289,8 +289,8 @@ def _say(lines: list[str], summary: dict[str, Any], as_json: bool) -> None:
         print(line)
 
 
-def _table(rows: list[dict[str, Any]], console: Console | None = None) -> None:
-    """Piped, one line for each row. A terminal that is too narrow gets less space between columns, and headers of several lines."""
+def _print_table(rows: list[dict[str, Any]], console: Console | None = None) -> None:
+    """Print rows as a table: compact on a narrow terminal, one line per row in a pipe."""
     from rich.console import Console
     from rich.measure import Measurement
 

@@ -1,4 +1,4 @@
-"""`ludus check-game`: a server that a game team points its client at, and that says what the client does wrong."""
+"""`ludus check-game`: run a server that checks a game's client against the protocol."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import typer
 from ludus.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from ludus.cli.serving.conformance_server import CheckServer
+    from ludus.cli.serving.conformance_server import ConformanceServer
     from ludus.protocol.codec import SeatSpaces
     from ludus.protocol.conformance import CheckFinding, ConformanceReport
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 def check_game(
@@ -51,7 +51,7 @@ def check_game(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; findings go to stderr.")] = False,
 ) -> None:
     """Start a server that checks a game's client against the protocol; exit code 1 on errors."""
-    from ludus.cli.serving.conformance_server import CheckServer
+    from ludus.cli.serving.conformance_server import ConformanceServer
     from ludus.distributed.gateway_workers import bind, check_exposure, run_loop
     from ludus.process.host import stop_on_signals
     from ludus.protocol.conformance import Conformance
@@ -64,7 +64,7 @@ def check_game(
     token = read_token(token_file)
     check_exposure(host, token)
 
-    def tell(finding: CheckFinding) -> None:
+    def print_finding(finding: CheckFinding) -> None:
         line = f"{finding.check.level:<8} {finding.check.rule}: {finding.seen}\n         → {finding.check.remedy}"
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
@@ -72,7 +72,7 @@ def check_game(
         conformance, seats = Conformance(), None
     else:
         conformance = Conformance(form, seats)
-    server = CheckServer(conformance, tell, seats, token=token, silent_s=silent, think_s=think_ms / 1e3)
+    server = ConformanceServer(conformance, print_finding, seats, token=token, silent_s=silent, think_s=think_ms / 1e3)
     bound = bind(host, port)
     print(f"checking on http://{host}:{bound.getsockname()[1]}", file=sys.stderr if as_json else sys.stdout, flush=True)
     with stop_on_signals() as stop:
@@ -89,17 +89,17 @@ def check_game(
         raise typer.Exit(1)
 
 
-async def _serve(server: CheckServer, bound: Any, over: Callable[[], bool]) -> None:
+async def _serve(server: ConformanceServer, bound: Any, over: Callable[[], bool]) -> None:
     await server.start(bound)
     try:
         while not over():
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
     finally:
         await server.close()
 
 
 def read_spec(file: Path) -> dict[str, SeatSpaces]:
-    """Raises UsageError, ConfigError."""
+    """Read the spaces of the game's seats from a file. Raises UsageError, ConfigError."""
     import yaml
 
     from ludus.protocol.codec import parse_seats
@@ -126,8 +126,8 @@ def print_summary(summary: ConformanceReport, as_json: bool) -> None:
     for name in ("", "count", "check", "what to do"):
         table.add_column(name, no_wrap=True, justify="right" if name == "count" else "left")
     for row in summary.rows:
-        shown = (str(row.count), row.check.rule, row.check.remedy) if row.count else ("", row.check.rule, "")
-        table.add_row(Text(row.state, style=colours[row.state]), *map(Text, shown))
+        cells = (str(row.count), row.check.rule, row.check.remedy) if row.count else ("", row.check.rule, "")
+        table.add_row(Text(row.state, style=colours[row.state]), *map(Text, cells))
     print()
     Console(width=10_000).print(table)
     retries = f", {summary.retries} retries" if summary.retries else ""

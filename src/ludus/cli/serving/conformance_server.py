@@ -1,4 +1,4 @@
-"""The server behind `ludus check-game`: a gateway whose connections, sessions and bodies are all looked at."""
+"""The server of `ludus check-game`: a gateway that checks all connections, sessions and bodies."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from ludus.protocol.conformance import (
 from ludus.protocol.spec import END, TICK, StartOptions
 
 
-class CheckServer:
-    """Answers like the real one: echoes raw bodies, or draws random actions. `tell` hears of each kind of finding once."""
+class ConformanceServer:
+    """Answers like an agent server: echoes raw bodies, or draws random actions. Calls `on_finding` once per kind of finding."""
 
     def __init__(
         self,
         conformance: Conformance,
-        tell: Callable[[CheckFinding], None],
+        on_finding: Callable[[CheckFinding], None],
         seats: Mapping[str, SeatSpaces] | None = None,
         *,
         token: str | None = None,
@@ -47,7 +47,7 @@ class CheckServer:
     ) -> None:
         self.conformance, self.seats, self.think_s = conformance, seats, think_s
         self.rng = np.random.default_rng(0)
-        self._tell = tell
+        self._on_finding = on_finding
         self._settings = GatewaySettings(
             http=http or HttpLimits(),
             sessions=SessionLimits(silent_s=silent_s),
@@ -59,12 +59,14 @@ class CheckServer:
         self.summary: ConformanceReport = conformance.summary()
 
     async def start(self, bound: socket.socket) -> None:
-        gateway = self._gateway = Gateway(lambda: CheckActor(self), self._settings, observer=self._refused)
-        await gateway.start([])  # it sweeps; connections are made here, because each is looked at
-        self._server = await gateway.loop.create_server(lambda: Line(Desk(self, gateway)), sock=bound, backlog=1024)
+        gateway = self._gateway = Gateway(lambda: ConformanceActor(self), self._settings, observer=self._on_refused)
+        await gateway.start([])  # without sockets: connections are created below, to observe each one
+        self._server = await gateway.loop.create_server(
+            lambda: ObservedConnection(ObservedGateway(self, gateway)), sock=bound, backlog=1024
+        )
 
     async def close(self) -> None:
-        """The summary is that of the moment before."""
+        """Store the summary, then close the server; what clients do because of that is not counted."""
         self.summary = self.conformance.summary()
         if self._server is not None:
             self._server.close()
@@ -72,22 +74,22 @@ class CheckServer:
             gateway, self._gateway = self._gateway, None
             await gateway.close()
 
-    def see(self, event: Event) -> None:
-        if self._gateway is not None:  # what happens because we leave is nobody's mistake
+    def observe(self, event: Event) -> None:
+        if self._gateway is not None:  # events after `close` are not the client's mistakes
             self.report(self.conformance.observe(event))
 
     def report(self, findings: list[CheckFinding]) -> None:
         for finding in findings:
-            self._tell(finding)
+            self._on_finding(finding)
 
-    def _refused(self, refused: Refused) -> None:
-        self.see(RequestRejected(refused.error, refused.message))
+    def _on_refused(self, refused: Refused) -> None:
+        self.observe(RequestRejected(refused.error, refused.message))
 
 
-class CheckActor(Actor):
-    """Takes its time, as a model does: otherwise a client that does not wait would go unnoticed."""
+class ConformanceActor(Actor):
+    """Replies after a delay, as a model does; otherwise a client that does not wait would not be detected."""
 
-    def __init__(self, server: CheckServer) -> None:
+    def __init__(self, server: ConformanceServer) -> None:
         self._server, self._session = server, b""
 
     async def start(self, session: str, body: bytes) -> bytes:
@@ -95,7 +97,7 @@ class CheckActor(Actor):
         return b""
 
     async def tick(self, body: bytes) -> bytes:
-        acting = self._judge(TICK, body)
+        acting = self._check_body(TICK, body)
         await asyncio.sleep(self._server.think_s)
         seats = self._server.seats
         if seats is None:
@@ -106,13 +108,13 @@ class CheckActor(Actor):
 
     async def end(self, body: bytes) -> bytes:
         if self.ended_by == "game":
-            self._judge(END, body)
+            self._check_body(END, body)
             await asyncio.sleep(self._server.think_s)
         elif self.ended_by == "silent":
-            self._server.see(SessionTimedOut(self._session))
+            self._server.observe(SessionTimedOut(self._session))
         return b""
 
-    def _judge(self, kind: str, body: bytes) -> dict[str, Any]:
+    def _check_body(self, kind: str, body: bytes) -> dict[str, Any]:
         verdict = self._server.conformance.check_body(kind, self._session, body)
         self._server.report(verdict.findings)
         if verdict.refused is not None:
@@ -120,12 +122,12 @@ class CheckActor(Actor):
         return verdict.acting
 
 
-class Desk:
-    """What stands behind one connection: the gateway, and somebody who takes notes."""
+class ObservedGateway:
+    """The gateway as one connection uses it, with an observer of its requests."""
 
-    def __init__(self, server: CheckServer, gateway: Gateway) -> None:
+    def __init__(self, server: ConformanceServer, gateway: Gateway) -> None:
         self._gateway = gateway
-        self.see = server.see
+        self.observe = server.observe
         self.limits, self.loop, self.tokens = gateway.limits, gateway.loop, gateway.tokens
         self.access_log, self.log_ticks = gateway.access_log, gateway.log_ticks
         self.direct_port = 0
@@ -144,7 +146,7 @@ class Desk:
 
     def close_connection(self, connection: HttpConnection) -> None:
         self._gateway.close_connection(connection)
-        self.see(ConnectionClosed(self._steps))
+        self.observe(ConnectionClosed(self._steps))
 
     def owner_elsewhere(self, session: bytes) -> int:
         return -1
@@ -156,8 +158,8 @@ class Desk:
         self._steps += 1
         began = self._connection.began if self._connection else 0.0
         took = self.loop.time() - began if began else 0.0
-        noted: Any = Noted(self, exchange, (kind, session, seq), body, took)
-        self._gateway.step(kind, session, seq, options, body, noted)
+        observed: Any = ObservedExchange(self, exchange, (kind, session, seq), body, took)
+        self._gateway.step(kind, session, seq, options, body, observed)
 
     def get(self, path: str, authorized: bool) -> Page:
         return self._gateway.get(path, authorized)
@@ -166,42 +168,44 @@ class Desk:
         self._gateway.count_refusal(refused)
 
 
-class Noted:
-    """An exchange whose reply is noted."""
+class ObservedExchange:
+    """An exchange that reports its reply to the conformance check."""
 
-    def __init__(self, desk: Desk, exchange: HttpExchange, request: tuple[str, bytes, int], body: bytes, took_s: float) -> None:
-        self._desk, self._exchange, self._request = desk, exchange, request
+    def __init__(
+        self, gateway: ObservedGateway, exchange: HttpExchange, request: tuple[str, bytes, int], body: bytes, took_s: float
+    ) -> None:
+        self._gateway, self._exchange, self._request = gateway, exchange, request
         self._hash, self._size, self._took_s = hash(body), len(body), took_s
 
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
         refused = {} if status == 200 else json.loads(body)
         error, message = refused.get("error", ""), refused.get("message", "")
-        self._desk.see(StepReplied(*self._request, status, error, message, self._hash, self._size, self._took_s))
+        self._gateway.observe(StepReplied(*self._request, status, error, message, self._hash, self._size, self._took_s))
         self._exchange.reply(status, body, retry_after_s, port)
 
 
-class Line(HttpConnection):
-    """A connection that tells what only it can see."""
+class ObservedConnection(HttpConnection):
+    """A connection that reports HTTP/1.0 requests and hang-ups."""
 
-    def __init__(self, desk: Desk) -> None:
-        super().__init__(desk)
-        self._see = desk.see
+    def __init__(self, gateway: ObservedGateway) -> None:
+        super().__init__(gateway)
+        self._observe = gateway.observe
         self._gone = False
 
     def data_received(self, data: bytes) -> None:
         if not self.began and b" HTTP/1.0\r" in data.partition(b"\n")[0]:
-            self._see(OldHttpVersion())
+            self._observe(OldHttpVersion())
         super().data_received(data)
 
     def eof_received(self) -> bool:
-        self._leave()
+        self._on_hang_up()
         return super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._leave()
+        self._on_hang_up()
         super().connection_lost(exc)
 
-    def _leave(self) -> None:
+    def _on_hang_up(self) -> None:
         if self.pending and not self._gone and not self.closing_at:
             self._gone = True
-            self._see(ClientDisconnected())
+            self._observe(ClientDisconnected())

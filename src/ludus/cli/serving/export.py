@@ -1,4 +1,4 @@
-"""`ludus export`: a trained agent as a file that games run without ludus."""
+"""`ludus export`: write a trained agent as an ONNX file, which games run without Ludus."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def export(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A run (its newest checkpoint), RUN/best, or a checkpoint directory; a run also as last, EXPERIMENT or the end of its name.",
+            help="Run (its newest checkpoint), RUN/best, or a checkpoint directory; a run also as last, EXPERIMENT or the end of its name.",
             callback=run_place,
             autocompletion=complete_run,
         ),
     ],
-    format_: Annotated[str, typer.Option("--format", help="Output format; only onnx.")] = "onnx",
+    format_: Annotated[str, typer.Option("--format", help="Output format; only onnx is supported.")] = "onnx",
     quantize: Annotated[
-        str | None, typer.Option(help="int8: smaller, and faster for large networks.", show_default=False)
+        str | None, typer.Option(help="Quantization: int8 is smaller, and faster for large networks.", show_default=False)
     ] = None,
     opset: Annotated[int, typer.Option(help="ONNX opset version; older runtimes need an older one.")] = 18,
     out: Annotated[
@@ -49,13 +49,13 @@ def export(
     if quantize not in (None, "int8"):
         raise UsageError(f"--quantize {quantize} is not known.", "Use int8, or leave it out for float32.")
     try:
-        with ProgressBar("exporting, and comparing the export with the original", quiet=json_):
-            told = export_checkpoint(
+        with ProgressBar("exporting and verifying", quiet=json_):
+            exported = export_checkpoint(
                 checkpoint, model=model, int8=quantize == "int8", opset=opset, out=out, observations=observations
             )  # fmt: skip
     except NotFound as error:
         raise UsageError(error.message, error.hint) from error
-    report = told.report
+    report = exported.report
     say(
         f"{report.model} version {report.version}, {report.precision}, opset {report.opset}: {report.equal_actions:.3%} of "
         f"{report.decisions} actions equal, logits within {report.max_logit_difference:.2g}",
@@ -63,12 +63,12 @@ def export(
     )
     for note in report.notes:
         say(f"note: {note}", to_stderr=json_)
-    if told.file is not None:
-        files = told.to_json()
+    if exported.file is not None:
+        files = exported.to_json()
         say(f"model   {files['file']}", to_stderr=json_)
         say(f"report  {files['report_file']}", to_stderr=json_)
     if json_:
-        print(json.dumps(told.to_json()), flush=True)
-    if told.file is None:
-        say(f"ludus: It does not act like the original, so nothing was written: {report.reason}", to_stderr=True)
+        print(json.dumps(exported.to_json()), flush=True)
+    if exported.file is None:
+        say(f"ludus: The export differs from the original, so nothing was written: {report.reason}", to_stderr=True)
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`ludus fake`: one end of the protocol, to develop and to load the other."""
+"""`ludus fake`: a dummy agent server and a dummy game client, to develop and load-test the other side of the protocol."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 app = HelpApp(help="A dummy agent server and a dummy game client for testing.", no_args_is_help=True)
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _HEALTH_S = 2.0
 
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", show_default=False)]
@@ -45,14 +45,14 @@ def actor(
     host: Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")] = "127.0.0.1",
     workers: Annotated[int, typer.Option(min=1, help="Number of processes that share the port.")] = 1,
     tick_return: Annotated[str, typer.Option(help="Reply to every tick.")] = "fake_actor_tick_return",
-    tick_return_file: Annotated[Path | None, typer.Option(help="File with that reply.", show_default=False)] = None,
+    tick_return_file: Annotated[Path | None, typer.Option(help="File with the reply to every tick.", show_default=False)] = None,
     end_return: Annotated[str, typer.Option(help="Reply to every end.")] = "fake_actor_end_return",
-    end_return_file: Annotated[Path | None, typer.Option(help="File with that reply.", show_default=False)] = None,
+    end_return_file: Annotated[Path | None, typer.Option(help="File with the reply to every end.", show_default=False)] = None,
     token_file: TokenFile = None,
     seconds: Seconds = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run an agent server that answers constants, to test and load a game client without a model."""
+    """Run an agent server with constant replies, to test and load a game client without a model."""
     from ludus.distributed.gateway_workers import check_exposure, run_loop
     from ludus.gateway.server import GatewaySettings
     from ludus.process.host import stop_on_signals
@@ -63,11 +63,11 @@ def actor(
     returns = _content(tick_return, tick_return_file), _content(end_return, end_return_file)
     with tempfile.TemporaryDirectory(prefix="ludus-fake-", ignore_cleanup_errors=True) as directory, stop_on_signals() as stop:
         fakes = FakeActors(*returns, Path(directory))
-        report = Report(as_json, seconds, stop)
+        report = TrafficReport(as_json, seconds, stop)
         if workers == 1:
-            run_loop(_answer_here(fakes, Path(directory), host, port, settings, report))
+            run_loop(_serve_here(fakes, Path(directory), host, port, settings, report))
         else:
-            _answer_in_workers(fakes, Path(directory), host, port, workers, settings, report)
+            _serve_in_workers(fakes, Path(directory), host, port, workers, settings, report)
         report.conclude()
 
 
@@ -100,7 +100,7 @@ def gamecore(
     from ludus.remote.fake_peers import FakeGamecore
 
     if form != "raw" and (body_size is not None or body_file is not None):
-        raise UsageError(f"--format {form} makes the bodies from GET /spec.", "Leave out --body-size and --body-file.")
+        raise UsageError(f"--format {form} creates bodies from GET /spec.", "Leave out --body-size and --body-file.")
     if body_size is not None and body_file is not None:
         raise UsageError("Both --body-size and --body-file are given.", "Give one of them.")
     body = bytes(64 if body_size is None else body_size) if body_file is None else _read(body_file)
@@ -109,7 +109,7 @@ def gamecore(
         token=read_token(token_file), timeout_s=timeout,
     )  # fmt: skip
     with stop_on_signals() as stop:
-        report = Report(as_json, None, stop)
+        report = TrafficReport(as_json, None, stop)
         run_loop(_play(fake, seconds, matches, report))
         report.conclude(**fake.stats.to_json())
     if fake.stats.errors:
@@ -118,11 +118,11 @@ def gamecore(
         raise typer.Exit(1)
 
 
-# -- answering ----------------------------------------------------------------------------------------------------------
+# -- fake actor ---------------------------------------------------------------------------------------------------------
 
 
-async def _answer_here(
-    fakes: Callable[[], Any], directory: Path, host: str, port: int, settings: GatewaySettings, report: Report
+async def _serve_here(
+    fakes: Callable[[], Any], directory: Path, host: str, port: int, settings: GatewaySettings, report: TrafficReport
 ) -> None:
     from ludus.distributed.gateway_workers import bind
     from ludus.gateway.server import Gateway
@@ -132,17 +132,23 @@ async def _answer_here(
     gateway = Gateway(fakes, settings)
     await gateway.start([bound])
 
-    async def sample() -> Sample:
-        return Sample.of(Traffic.sum(directory), [gateway.counters()], [os.getpid()])
+    async def sample() -> TrafficSample:
+        return TrafficSample.of(Traffic.sum(directory), [gateway.counters()], [os.getpid()])
 
     try:
-        await report.every_second(sample, server_line, f"answering on http://{host}:{bound.getsockname()[1]}")
+        await report.every_second(sample, server_line, f"serving on http://{host}:{bound.getsockname()[1]}")
     finally:
         await gateway.close()
 
 
-def _answer_in_workers(
-    fakes: Callable[[], Any], directory: Path, host: str, port: int, workers: int, settings: GatewaySettings, report: Report
+def _serve_in_workers(
+    fakes: Callable[[], Any],
+    directory: Path,
+    host: str,
+    port: int,
+    workers: int,
+    settings: GatewaySettings,
+    report: TrafficReport,
 ) -> None:
     from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers, run_loop
     from ludus.process.workers.supervisor import Supervisor
@@ -153,18 +159,18 @@ def _answer_in_workers(
         try:
             fleet.wait_ready(60.0)
 
-            async def sample() -> Sample:
+            async def sample() -> TrafficSample:
                 healths = [await asyncio.to_thread(_health, address, settings.token) for address in fleet.direct_addresses]
-                return Sample.of(Traffic.sum(directory), healths, [worker.pid for worker in fleet.workers if worker.pid])
+                return TrafficSample.of(Traffic.sum(directory), healths, [worker.pid for worker in fleet.workers if worker.pid])
 
-            opening = f"answering on http://{host}:{fleet.address[1]} with {workers} workers"
+            opening = f"serving on http://{host}:{fleet.address[1]} with {workers} workers"
             run_loop(report.every_second(sample, server_line, opening))
         finally:
             fleet.close()
 
 
 def _health(address: tuple[str, int], token: str | None) -> dict[str, Any]:
-    """The counters of one worker; empty while it is being replaced."""
+    """The counters of one worker; empty while it is restarted."""
     connection = http.client.HTTPConnection(*address, timeout=_HEALTH_S)
     try:
         connection.request("GET", "/health", headers={"Authorization": f"Bearer {token}"} if token else {})
@@ -176,10 +182,10 @@ def _health(address: tuple[str, int], token: str | None) -> dict[str, Any]:
         connection.close()
 
 
-# -- playing ------------------------------------------------------------------------------------------------------------
+# -- fake gamecore ------------------------------------------------------------------------------------------------------
 
 
-async def _play(fake: FakeGamecore, seconds: float | None, matches: int | None, report: Report) -> None:
+async def _play(fake: FakeGamecore, seconds: float | None, matches: int | None, report: TrafficReport) -> None:
     played = asyncio.create_task(fake.play(seconds, matches))
     watched = asyncio.create_task(report.every_second(lambda: _game_sample(fake), game_line, ""))
     try:
@@ -196,9 +202,9 @@ async def _play(fake: FakeGamecore, seconds: float | None, matches: int | None, 
             await played
 
 
-async def _game_sample(fake: FakeGamecore) -> Sample:
+async def _game_sample(fake: FakeGamecore) -> TrafficSample:
     stats = fake.stats
-    sample = Sample.of((stats.requests, stats.bytes_in, stats.bytes_out), [], [os.getpid()])
+    sample = TrafficSample.of((stats.requests, stats.bytes_in, stats.bytes_out), [], [os.getpid()])
     sample.sessions = fake.playing
     sample.errors.update(stats.errors)
     sample.extra = {f"p{q}_ms": round(stats.latencies.quantile(q / 100) * 1e3, 2) for q in (50, 99)} if stats.requests else {}
@@ -209,8 +215,8 @@ async def _game_sample(fake: FakeGamecore) -> Sample:
 
 
 @dataclass
-class Sample:
-    """Totals at one moment."""
+class TrafficSample:
+    """Cumulative counters at one time."""
 
     at: float
     requests: int
@@ -223,7 +229,7 @@ class Sample:
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, traffic: tuple[int, int, int], healths: Iterable[dict[str, Any]], pids: Iterable[int]) -> Sample:
+    def of(cls, traffic: tuple[int, int, int], healths: Iterable[dict[str, Any]], pids: Iterable[int]) -> TrafficSample:
         used = [usage(pid) for pid in pids]
         sample = cls(time.monotonic(), *traffic, sum(cpu for cpu, _ in used), sum(rss for _, rss in used))
         for health in healths:
@@ -231,8 +237,8 @@ class Sample:
             sample.errors.update(_errors(health))
         return sample
 
-    def since(self, before: Sample) -> dict[str, Any]:
-        """What happened in between."""
+    def since(self, before: TrafficSample) -> dict[str, Any]:
+        """Rates and differences since an earlier sample."""
         took = max(self.at - before.at, 1e-9)
         errors = self.errors - before.errors
         return {
@@ -248,7 +254,7 @@ class Sample:
 
 
 def _errors(health: dict[str, Any]) -> Counter[str]:
-    """Refusals by their words, and sessions that ended badly."""
+    """Counts of refusals by error word, and of sessions that failed or timed out."""
     found: Counter[str] = Counter()
     for name, value in health.items():
         if isinstance(value, dict):
@@ -259,7 +265,7 @@ def _errors(health: dict[str, Any]) -> Counter[str]:
 
 
 def usage(pid: int) -> tuple[float, int]:
-    """CPU seconds and resident bytes of a process; zeros when it is gone, or cannot be looked into."""
+    """CPU seconds and resident bytes of a process; zeros if it is gone or not accessible."""
     import psutil
 
     try:
@@ -270,31 +276,31 @@ def usage(pid: int) -> tuple[float, int]:
         return 0.0, 0
 
 
-class Report:
-    """A line per second, and a summary."""
+class TrafficReport:
+    """Prints a line per second, and a summary at the end."""
 
     def __init__(self, as_json: bool, seconds: float | None, stop: StopSignal) -> None:
         self._as_json, self._seconds, self._stop = as_json, seconds, stop
-        self._first: Sample | None = None
-        self._last: Sample | None = None
+        self._first: TrafficSample | None = None
+        self._last: TrafficSample | None = None
 
     async def every_second(
-        self, sample: Callable[[], Awaitable[Sample]], line: Callable[[dict[str, Any]], str], opening: str
+        self, sample: Callable[[], Awaitable[TrafficSample]], line: Callable[[dict[str, Any]], str], opening: str
     ) -> None:
-        """Until time is up, or Ctrl-C. Nobody is told that we are here before the counting has begun."""
+        """Print a line per second until the time limit or Ctrl-C. Prints `opening` after the first sample, when counting works."""
         first = before = self._first = self._last = await sample()
         if opening:
             print(opening, file=sys.stderr if self._as_json else sys.stdout, flush=True)
         while not self._over(first.at):
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             if time.monotonic() - before.at >= 1.0 or self._over(first.at):
                 self._last = now = await sample()
                 row = {"seconds": round(now.at - first.at, 1), **now.since(before)}
                 print(json.dumps(row) if self._as_json else line(row), flush=True)
                 before = now
 
-    def note(self, last: Sample) -> None:
-        """How it looked in the end."""
+    def note(self, last: TrafficSample) -> None:
+        """Set the final sample."""
         self._last = last
 
     def _over(self, began: float) -> bool:
@@ -320,7 +326,7 @@ class Report:
         print(
             f"total {row['requests']:,} requests{matches} in {row['seconds']:.1f} s: {row['requests_per_s']:,.0f}/s, "
             f"in {_size(row['bytes_in'])}, out {_size(row['bytes_out'])}, CPU {row['cpu_percent']:.0f} %"
-            f"{_latency(row)}{_shown_errors(row['errors']) or ', no errors'}",
+            f"{_latency(row)}{_format_errors(row['errors']) or ', no errors'}",
             flush=True,
         )
 
@@ -329,7 +335,7 @@ def server_line(row: dict[str, Any]) -> str:
     return (
         f"{row['seconds']:7.1f} s  {row['sessions']:>6,} sessions  {row['requests_per_s']:>9,.0f} requests/s  "
         f"in {_size(row['bytes_in_per_s']):>8}/s  out {_size(row['bytes_out_per_s']):>8}/s  "
-        f"CPU {row['cpu_percent']:>4.0f} %  RSS {_size(row['rss_bytes'])}{_shown_errors(row['errors'])}"
+        f"CPU {row['cpu_percent']:>4.0f} %  RSS {_size(row['rss_bytes'])}{_format_errors(row['errors'])}"
     )
 
 
@@ -337,7 +343,7 @@ def game_line(row: dict[str, Any]) -> str:
     return (
         f"{row['seconds']:7.1f} s  {row['sessions']:>6,} games  {row['requests_per_s']:>9,.0f} requests/s{_latency(row)}  "
         f"in {_size(row['bytes_in_per_s']):>8}/s  out {_size(row['bytes_out_per_s']):>8}/s  "
-        f"CPU {row['cpu_percent']:>4.0f} %  RSS {_size(row['rss_bytes'])}{_shown_errors(row['errors'])}"
+        f"CPU {row['cpu_percent']:>4.0f} %  RSS {_size(row['rss_bytes'])}{_format_errors(row['errors'])}"
     )
 
 
@@ -345,7 +351,7 @@ def _latency(row: dict[str, Any]) -> str:
     return f"  p50 {row['p50_ms']:.2f} ms  p99 {row['p99_ms']:.2f} ms" if row.get("p50_ms") is not None else ""
 
 
-def _shown_errors(errors: dict[str, int]) -> str:
+def _format_errors(errors: dict[str, int]) -> str:
     return "  errors: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(errors.items())) if errors else ""
 
 

@@ -1,4 +1,4 @@
-"""`ludus serve`: trained agents answer games over HTTP."""
+"""`ludus serve`: serve trained agents to games over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ludus.serving.release import Backend
 
 _Word = TypeVar("_Word", bound=str)
-_OPS, _VERSIONS = "Operations", "Versions"
+_SECURITY, _LIMITS, _LOGS, _VERSIONS, _CANARY = "Security", "Limits", "Logs and recordings", "Versions", "Canary releases"
 
 
 _Runs = Annotated[
@@ -42,52 +42,50 @@ _TokenFile = Annotated[
     typer.Option(
         help="File with the tokens that games must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Reloaded when it changes.",
         show_default=False,
-        rich_help_panel=_OPS,
+        rich_help_panel=_SECURITY,
     ),
 ]
 _Rate = Annotated[
     float,
-    typer.Option(min=0, help="Maximum requests per second of each token in each worker; 0 = unlimited.", rich_help_panel=_OPS),
+    typer.Option(min=0, help="Maximum requests per second of each token in each worker; 0 = unlimited.", rich_help_panel=_LIMITS),
 ]
 _TlsCert = Annotated[
-    Path | None, typer.Option(help="Certificate chain (PEM); enables https.", show_default=False, rich_help_panel=_OPS)
+    Path | None, typer.Option(help="Certificate chain (PEM); enables https.", show_default=False, rich_help_panel=_SECURITY)
 ]
-_TlsKey = Annotated[Path | None, typer.Option(help="Private key (PEM).", show_default=False, rich_help_panel=_OPS)]
+_TlsKey = Annotated[Path | None, typer.Option(help="Private key (PEM).", show_default=False, rich_help_panel=_SECURITY)]
 _DrainS = Annotated[
-    float, typer.Option(min=0, help="Seconds that open sessions may continue after SIGTERM.", rich_help_panel=_OPS)
+    float, typer.Option(min=0, help="Seconds that open sessions may continue after SIGTERM.", rich_help_panel=_LIMITS)
 ]
 _AccessLog = Annotated[
     str | None,
     typer.Option(
-        help="Access log with one JSON line per start, end and refusal; - = stdout.", show_default=False, rich_help_panel=_OPS
+        help="Access log with one JSON line per start, end and refusal; - = stdout.", show_default=False, rich_help_panel=_LOGS
     ),
 ]
-_LogTicks = Annotated[bool, typer.Option("--log-ticks", help="Also log every tick.", rich_help_panel=_OPS)]
-_LogFormat = Annotated[str, typer.Option(help="Format of the log on stderr: text or json.", rich_help_panel=_OPS)]
+_LogTicks = Annotated[bool, typer.Option("--log-ticks", help="Also log every tick.", rich_help_panel=_LOGS)]
+_LogFormat = Annotated[str, typer.Option(help="Format of the log on stderr: text or json.", rich_help_panel=_LOGS)]
 _Record = Annotated[
     Path | None,
-    typer.Option(help="Directory for recorded matches, to train from.", show_default=False, rich_help_panel=_OPS),
+    typer.Option(help="Directory for recorded matches, to train from.", show_default=False, rich_help_panel=_LOGS),
 ]
-_RecordFraction = Annotated[float, typer.Option(min=0, max=1, help="Fraction of sessions to record.", rich_help_panel=_OPS)]
-_RecordMb = Annotated[int, typer.Option(min=1, help="Maximum size of that directory in MB.", rich_help_panel=_OPS)]
+_RecordFraction = Annotated[float, typer.Option(min=0, max=1, help="Fraction of sessions to record.", rich_help_panel=_LOGS)]
+_RecordMb = Annotated[int, typer.Option(min=1, help="Maximum size of the recordings in MB.", rich_help_panel=_LOGS)]
 _Follow = Annotated[
-    bool, typer.Option("--follow", help="Load new checkpoints of the run as they appear.", rich_help_panel=_VERSIONS)
+    bool, typer.Option("--follow", help="Load new checkpoints of the run when they are saved.", rich_help_panel=_VERSIONS)
 ]
 _Version = Annotated[
     int | None, typer.Option(help="Serve this version instead of the newest.", show_default=False, rich_help_panel=_VERSIONS)
 ]
 _Level = Annotated[
     list[int] | None,
-    typer.Option(
-        help="Additional version that a session may ask for; repeatable.", show_default=False, rich_help_panel=_VERSIONS
-    ),
+    typer.Option(help="Additional version that a session may select; repeatable.", show_default=False, rich_help_panel=_VERSIONS),
 ]
 _Temperature = Annotated[
     float,
     typer.Option(
         min=0,
         max=100,
-        help="0 = most probable action, 1 = sample as in training; a session may set its own.",
+        help="Sampling temperature: 0 = most probable action, 1 = as in training; a session may set its own.",
         rich_help_panel=_VERSIONS,
     ),
 ]
@@ -103,24 +101,52 @@ _OnMove = Annotated[
 ]
 _Canary = Annotated[
     float,
-    typer.Option(min=0, max=100, help="Percentage of new sessions that get a new version first.", rich_help_panel=_VERSIONS),
+    typer.Option(min=0, max=100, help="Percentage of new sessions that get a new version first.", rich_help_panel=_CANARY),
 ]
-_CanaryS = Annotated[float, typer.Option(min=0, help="Minimum duration of a canary, in seconds.", rich_help_panel=_VERSIONS)]
-_CanaryRequests = Annotated[int, typer.Option(min=1, help="Minimum number of requests of a canary.", rich_help_panel=_VERSIONS)]
+_CanaryS = Annotated[float, typer.Option(min=0, help="Minimum duration of a canary, in seconds.", rich_help_panel=_CANARY)]
+_CanaryRequests = Annotated[int, typer.Option(min=1, help="Minimum number of requests of a canary.", rich_help_panel=_CANARY)]
 _TickTimeoutS = Annotated[
-    float | None, typer.Option(help="Time limit of a reply, in seconds. [default: as in training]", show_default=False)
+    float | None,
+    typer.Option(
+        help="Time limit of a reply, in seconds. [default: as in training]", show_default=False, rich_help_panel=_LIMITS
+    ),
 ]
 _SilentS = Annotated[
     float | None,
-    typer.Option(help="Seconds without a request after which a session is ended. [default: as in training]", show_default=False),
+    typer.Option(
+        help="Seconds without a request after which a session is ended. [default: as in training]",
+        show_default=False,
+        rich_help_panel=_LIMITS,
+    ),
 ]
 _MaxSessions = Annotated[
     int | None,
-    typer.Option(min=1, help="Maximum number of open sessions of each worker. [default: as in training]", show_default=False),
+    typer.Option(
+        min=1,
+        help="Maximum number of open sessions of each worker. [default: as in training]",
+        show_default=False,
+        rich_help_panel=_LIMITS,
+    ),
 ]
-_MaxConnections = Annotated[int, typer.Option(min=1, help="Maximum number of connections of each worker.")]
+_MaxConnections = Annotated[
+    int, typer.Option(min=1, help="Maximum number of connections of each worker.", rich_help_panel=_LIMITS)
+]
 _MaxPerAddress = Annotated[
-    int, typer.Option(min=0, help="Open connections of one client address in each worker; 0 = any number, as behind a proxy.")
+    int,
+    typer.Option(
+        min=0,
+        help="Maximum connections of one client address in each worker; 0 = unlimited, for use behind a proxy.",
+        rich_help_panel=_LIMITS,
+    ),
+]
+_Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        callback=o.allow_imports,
+        help="Allow stored runs to import the code they name (environment, wrappers, models).",
+        rich_help_panel=_SECURITY,
+    ),
 ]
 _LocalDir = Annotated[str, typer.Option(metavar="DIR|URL", help="Directory with the runs of a YAML file.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")]
@@ -132,10 +158,24 @@ def serve(
     host: _Host = "127.0.0.1",
     workers: _Workers = 1,
     backend: _Backend = "torch",
+    local_dir: _LocalDir = "runs",
+    json_: _Json = False,
+    follow: _Follow = False,
+    version: _Version = None,
+    level: _Level = None,
+    temperature: _Temperature = 0.0,
+    max_live_versions: _MaxLiveVersions = 2,
+    on_move: _OnMove = "carry",
     token_file: _TokenFile = None,
-    rate: _Rate = 0.0,
     tls_cert: _TlsCert = None,
     tls_key: _TlsKey = None,
+    trust: _Trust = False,
+    tick_timeout_s: _TickTimeoutS = None,
+    silent_s: _SilentS = None,
+    max_sessions: _MaxSessions = None,
+    max_connections: _MaxConnections = 10_000,
+    max_connections_per_address: _MaxPerAddress = 0,
+    rate: _Rate = 0.0,
     drain_s: _DrainS = 30.0,
     access_log: _AccessLog = None,
     log_ticks: _LogTicks = False,
@@ -143,23 +183,9 @@ def serve(
     record: _Record = None,
     record_fraction: _RecordFraction = 0.01,
     record_mb: _RecordMb = 1024,
-    follow: _Follow = False,
-    version: _Version = None,
-    level: _Level = None,
-    temperature: _Temperature = 0.0,
-    max_live_versions: _MaxLiveVersions = 2,
-    on_move: _OnMove = "carry",
     canary: _Canary = 0.0,
     canary_s: _CanaryS = 300.0,
     canary_requests: _CanaryRequests = 500,
-    tick_timeout_s: _TickTimeoutS = None,
-    silent_s: _SilentS = None,
-    max_sessions: _MaxSessions = None,
-    max_connections: _MaxConnections = 10_000,
-    max_connections_per_address: _MaxPerAddress = 0,
-    local_dir: _LocalDir = "runs",
-    trust: o.Trust = False,
-    json_: _Json = False,
 ) -> None:
     """Serve trained agents to games over HTTP, with the protocol used in training."""
     import logging
@@ -177,13 +203,13 @@ def serve(
     form = _one_of("--log-format", log_format, logs.FORMS)
     logs.configure(form, "main")
     if (tls_cert is None) != (tls_key is None):
-        raise UsageError("--tls-cert and --tls-key go together.")
+        raise UsageError("--tls-cert and --tls-key must be given together.")
     if canary and not follow:
-        raise UsageError("--canary tries new versions, and without --follow there are none.", "Add --follow.")
+        raise UsageError("--canary needs --follow, which loads new versions.", "Add --follow.")
     if log_ticks and access_log is None:
-        raise UsageError("--log-ticks adds to the access log, and there is none.", "Add --access-log FILE.")
+        raise UsageError("--log-ticks needs an access log.", "Add --access-log FILE.")
     if follow and version is not None:
-        raise UsageError("--follow and --version do not go together.", "Leave one of them out, or offer the version by --level.")
+        raise UsageError("--follow and --version cannot be combined.", "Leave one out, or offer the version with --level.")
     recording = None if record is None else ReplaySettings(record, record_fraction, record_mb << 20)
     settings = ServiceSettings(
         temperature=temperature,
@@ -206,9 +232,9 @@ def serve(
         try:
             sources = parse_sources(runs, local_dir)
             if not json_:
-                proven = "" if backend == "torch" else f", as {backend}, and comparing it with the network"
-                say(f"loading {', '.join(source.where for source in sources.values())}{proven} …")
-            gateway = _limited(gateway, sources, tick_timeout_s, silent_s, max_sessions)
+                export = "" if backend == "torch" else f", exporting to {backend} and verifying"
+                say(f"loading {', '.join(source.where for source in sources.values())}{export} …")
+            gateway = _with_limits(gateway, sources, tick_timeout_s, silent_s, max_sessions)
             connections = replace(gateway.http, connections=max_connections, connections_per_address=max_connections_per_address)
             gateway = replace(gateway, http=connections)
             running = RunningService(sources, offering, settings, gateway, host=host, port=port, workers=workers)
@@ -220,13 +246,13 @@ def serve(
             while not stop():
                 time.sleep(0.1)
             if not json_:
-                logging.getLogger(__name__).info("draining: sessions in play may go on for %g s", drain_s)
+                logging.getLogger(__name__).info("draining: open sessions may continue for %g s", drain_s)
 
 
-def _limited(
+def _with_limits(
     gateway: GatewaySettings, sources: dict[str, CheckpointSource], tick_s: float | None, silent_s: float | None, most: int | None
 ) -> GatewaySettings:
-    """What the first run accepted in training, unless the command line says otherwise."""
+    """The limits of the first run's training, overridden by the command line."""
     http, limits = next(iter(sources.values())).limits()
     limits = limits if most is None else replace(limits, sessions=most)
     limits = limits if tick_s is None else replace(limits, tick_s=tick_s)
@@ -243,9 +269,9 @@ def _announce(running: RunningService, workers: int, secure: bool, as_json: bool
         print(json.dumps({"host": host, "port": port, "workers": workers, "versions": versions}), flush=True)
         return
     origins = {name: found.origin for name, found in running.follower.serving().items()}
-    told = ", ".join(f"{name} version {number} ({origins[name]})" for name, number in versions.items())
+    models = ", ".join(f"{name} version {number} ({origins[name]})" for name, number in versions.items())
     scheme = "https" if secure else "http"
-    say(f"serving {told} at {scheme}://{host}:{port}/step with {workers} worker{'s' if workers > 1 else ''}")
+    say(f"serving {models} at {scheme}://{host}:{port}/step with {workers} worker{'s' if workers > 1 else ''}")
 
 
 def _backend(given: str) -> Backend:
@@ -259,4 +285,4 @@ def _one_of(option: str, given: str, known: tuple[_Word, ...]) -> _Word:
     for word in known:
         if word == given:
             return word
-    raise UsageError(f"{option} is {given!r}.", f"Use {' or '.join(known)}.")
+    raise UsageError(f"{option} {given!r} is not known.", f"Use {' or '.join(known)}.")

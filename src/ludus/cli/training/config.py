@@ -29,7 +29,7 @@ def explain(
     from ludus.experiments.validation import explain as known
 
     if not keys:
-        print("\n".join(known.listed()))
+        print("\n".join(known.list_keys()))
         return
     print("\n\n".join("\n".join(known.explain(key)) for key in keys))
 

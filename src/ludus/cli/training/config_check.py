@@ -87,7 +87,7 @@ def check_experiments(experiments: Experiments, file: Path | None = None) -> Che
     locations = None if file is None else KeyLocations(file)
     out = CheckResult([], [])
     for name, data in experiments.items():
-        for found, target in ((errors_of(name, data), out.errors), (validate.notices_of({"name": name, **data}), out.notices)):
+        for found, target in ((errors_of(name, data), out.errors), (validate.find_notices({"name": name, **data}), out.notices)):
             target += _add_locations(found, name, data, locations, len(experiments) > 1)
     return out
 
@@ -109,7 +109,9 @@ def require_no_complaints(experiments: Experiments, file: Path | None = None) ->
     wrong = [
         line
         for name, data in experiments.items()
-        for line in _add_locations(validate.of_experiment({"name": name, **data}), name, data, locations, len(experiments) > 1)
+        for line in _add_locations(
+            validate.validate_experiment({"name": name, **data}), name, data, locations, len(experiments) > 1
+        )
     ]
     if wrong:
         raise ConfigError("\n".join(wrong))
@@ -131,12 +133,12 @@ def located_errors(name: str, data: Mapping[str, Any], file: Path | None) -> Ite
 def errors_of(name: str, data: Mapping[str, Any]) -> list[ConfigProblem]:
     """All errors that would keep an experiment from starting on this machine."""
     whole = {"name": name, **data}
-    found = validate.of_experiment(whole)
+    found = validate.validate_experiment(whole)
     if found:
         return found
     try:
         if search_space.is_sweep(whole):
-            sweep.plan(name, data)
+            sweep.plan_sweep(name, data)
         else:
             resolve(_without_auto_workers(whole))
     except ConfigErrors as error:

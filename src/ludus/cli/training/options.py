@@ -239,7 +239,8 @@ Restore = Annotated[
 ]
 
 
-def _allow_imports(given: bool) -> bool:
+def allow_imports(given: bool) -> bool:
+    """Callback of --trust: allow the import of modules that stored runs name."""
     if given:
         trust.allow_everything()
     return given
@@ -249,7 +250,7 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        callback=_allow_imports,
+        callback=allow_imports,
         help="Allow stored runs to import the code they name (environment, wrappers, models).",
         rich_help_panel=EXPERIMENT,
     ),

@@ -23,9 +23,9 @@ def list_presets(json_: Annotated[bool, typer.Option("--json", help="Print JSON.
     from ludus.experiments.source import preset_index
 
     found, others, missing = (
-        [preset_index.summary(name) for name in preset_index.names()],
-        preset_index.synonyms(),
-        preset_index.missing(),
+        [preset_index.read_summary(name) for name in preset_index.names()],
+        preset_index.coach_presets(),
+        preset_index.unsupported_coach_presets(),
     )
     if json_:
         rows = [asdict(item) | {"target": item.target.model_dump()} for item in found]

@@ -19,14 +19,14 @@ from ludus.cli.help import HelpCommand
 from ludus.cli.training import coach_options, presets
 from ludus.cli.training import options as o
 from ludus.errors import LudusError, UsageError
-from ludus.experiments.source.experiment_source import Experiments, Source
+from ludus.experiments.source.experiment_source import Experiments, ExperimentSource
 from ludus.experiments.source.experiment_source import experiments_from as experiments_from
-from ludus.experiments.source.experiment_source import source_of as source_of
+from ludus.experiments.source.experiment_source import read_source as read_source
 
 if TYPE_CHECKING:
     from ludus.experiments.resolve import ClusterOptions
     from ludus.experiments.result import Result
-    from ludus.experiments.runs.job_resume import Note
+    from ludus.experiments.runs.job_resume import JobResumeFile
 
 NEWEST = "newest"
 """Value of --resume when no run follows it."""
@@ -150,7 +150,7 @@ def train(
         raise UsageError(f"--resume resumes a run, and --restore {restore} starts a new one.", "Keep one.")
     named = choose_environment(env, env_option, level if preset is None and file is None else None)
     top["env"] = named
-    source = source_of(file, preset, level or (named if preset is not None else None))
+    source = read_source(file, preset, level or (named if preset is not None else None))
     changes = [*(f"track.{name}={'true' if name == 'csv' else '{}'}" for name in track or []), *coach.overrides()]
     found = experiments_from(
         source, experiment, experiment_name, top, stops, settings, parse_mapping("--config", config), [*changes, *(set_ or [])],
@@ -179,7 +179,7 @@ def choose_environment(env: str | None, option: str | None, level: str | None) -
 def _train_as_fleet(
     ctx: typer.Context,
     found: Experiments,
-    source: Source | None,
+    source: ExperimentSource | None,
     changes: Sequence[str],
     name: str | None,
     workers: int | str | None,
@@ -305,11 +305,11 @@ def _resume_one(where: str, given: Mapping[str, Any], stop: Mapping[str, Any], r
     runner.conclude({result.run_dir.name: result})
 
 
-def job_note(printer: Callable[[str], None]) -> Note | None:
+def job_note(printer: Callable[[str], None]) -> JobResumeFile | None:
     """The note of runs that this job has started before, if this command is the main process of a job."""
-    from ludus.experiments.runs.job_resume import Note
+    from ludus.experiments.runs.job_resume import JobResumeFile
 
-    note = Note.take(os.environ)
+    note = JobResumeFile.take(os.environ)
     if note is not None and note.trouble:
         printer(f"{note.path} is ignored: {note.trouble}")
     return note
@@ -328,9 +328,9 @@ class ExperimentRunner:
     newest: bool = False
     changed: Sequence[str] = ()
     """Options given on the command line that change the experiment."""
-    note: Note | None = None
+    note: JobResumeFile | None = None
 
-    def run_all(self, experiments: Experiments, source: Source | None, resources: Mapping[str, Any]) -> None:
+    def run_all(self, experiments: Experiments, source: ExperimentSource | None, resources: Mapping[str, Any]) -> None:
         """Run all experiments. A failure is reported and the next one runs; an interruption ends them all."""
         if source is not None:
             from ludus.models.custom.loader import add_search_directory
@@ -363,7 +363,7 @@ class ExperimentRunner:
                 break
         self.conclude(results, failed, several=several)
 
-    def _check(self, experiments: Experiments, source: Source | None) -> None:
+    def _check(self, experiments: Experiments, source: ExperimentSource | None) -> None:
         """Check all experiments before the first one starts."""
         from ludus.cli.training.config_check import require_no_complaints
 
@@ -404,10 +404,10 @@ class ExperimentRunner:
         """
         from ludus.experiments import runner as experiment
         from ludus.experiments.runs import resume_diff
-        from ludus.experiments.runs.remote_runs import shown as place_of
+        from ludus.experiments.runs.remote_runs import display_path as place_of
 
         cluster = self.cluster()
-        changes = resume_diff.changes(before, data, cluster)
+        changes = resume_diff.resume_changes(before, data, cluster)
         if _is_finished(before) and ("stop" not in changes or experiment.is_over(before, changes, cluster)):
             self.printer(f"{place_of(before)} is finished")
             return None
@@ -423,10 +423,10 @@ class ExperimentRunner:
         """A function that stores the directory of an experiment's run or sweep in the note of the job, if this is one."""
 
         def write(directory: Path) -> None:
-            from ludus.experiments.runs.remote_runs import is_remote, shown
+            from ludus.experiments.runs.remote_runs import display_path, is_remote
 
             if self.note is not None:
-                place = shown(directory) if is_remote(directory) else str(directory.expanduser().absolute())
+                place = display_path(directory) if is_remote(directory) else str(directory.expanduser().absolute())
                 if trouble := self.note.write(name, place):
                     self.printer(f"if this job is restarted, it will not resume: {self.note.path} cannot be written: {trouble}")
 
@@ -435,12 +435,12 @@ class ExperimentRunner:
     def resume(self, where: str, changes: Mapping[str, Any]) -> Result:
         """Resume the run of `--resume RUN`. A restarted job may find it finished by its previous start."""
         from ludus.experiments import runner as experiment
-        from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown
+        from ludus.experiments.runs.remote_runs import directory_of, display_path, is_remote
 
         again = False
         if self.note is not None:
             directory = directory_of(where)
-            again = self.note.names(shown(directory) if is_remote(directory) else str(directory.absolute()))
+            again = self.note.names(display_path(directory) if is_remote(directory) else str(directory.absolute()))
             if not again and not experiment.is_over(directory, changes, self.cluster()):
                 self.note_writer(directory.name)(directory)
         return self.run_with_display(lambda experiment, common: experiment.resume(where, changes=changes, again=again, **common))
@@ -448,19 +448,19 @@ class ExperimentRunner:
     def _find_in_note(self, name: str, data: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
         """The run that a previous start of this job created, and the directory it had reserved for one. Raises StoreError."""
         from ludus.config.translation import translate_experiment
-        from ludus.experiments.runs.remote_runs import directory_of, shown
+        from ludus.experiments.runs.remote_runs import directory_of, display_path
         from ludus.experiments.runs.run_dir import Run, holds_run
 
-        place = self.note.place(name) if self.note is not None else None
+        place = self.note.location(name) if self.note is not None else None
         if self.note is None or place is None:
             return None, None
         directory = directory_of(place)
         if not holds_run(directory):
-            self.printer(f"{shown(directory)}, named in {self.note.path}, holds no run: starting a new one")
+            self.printer(f"{display_path(directory)}, named in {self.note.path}, holds no run: starting a new one")
             return None, directory
         ours, theirs = (translate_experiment(each).data for each in (data, Run.open(directory).config()))
         if (ours.get("env"), ours.get("run", "PPO")) != (theirs.get("env"), theirs.get("run", "PPO")):
-            self.printer(f"{self.note.path} is ignored: {shown(directory)} belongs to another experiment")
+            self.printer(f"{self.note.path} is ignored: {display_path(directory)} belongs to another experiment")
             return None, None
         return directory, None
 
@@ -470,12 +470,12 @@ class ExperimentRunner:
         from ludus.errors import ConfigError
         from ludus.experiments import runner as experiment
         from ludus.experiments.runs import resume_diff
-        from ludus.experiments.runs.remote_runs import shown as place_of
+        from ludus.experiments.runs.remote_runs import display_path as place_of
 
         cluster, changes = self.cluster(), dict[str, Any]()
         if self.newest:
             try:
-                changes = resume_diff.changes(begun, data, cluster)
+                changes = resume_diff.resume_changes(begun, data, cluster)
             except ConfigError as error:
                 self.printer(f"resuming with the original settings: {error.message}")
         if _is_finished(begun) and ("stop" not in changes or experiment.is_over(begun, changes, cluster)):
@@ -498,7 +498,7 @@ class ExperimentRunner:
 
     def _newest_run(self, name: str) -> Path | None:
         """The newest run of an experiment, or the one named by --project and --trial."""
-        from ludus.experiments.runs.remote_runs import directory_of, shown
+        from ludus.experiments.runs.remote_runs import directory_of, display_path
         from ludus.experiments.runs.run_dir import CONFIG, find_runs, run_directory
 
         named = self.project is not None or self.trial is not None
@@ -509,7 +509,7 @@ class ExperimentRunner:
         )
         runs = [run for run in find_runs(place, depth=0 if named else 1) if (run / CONFIG).exists()]
         if not runs:
-            self.printer(f"{shown(place)} holds no run to resume: starting a new one")
+            self.printer(f"{display_path(place)} holds no run to resume: starting a new one")
             return None
         return runs[-1]
 

@@ -20,8 +20,8 @@ from ludus.errors import UsageError
 
 if TYPE_CHECKING:
     from ludus.cli.training.train import ExperimentRunner
-    from ludus.experiments.runs.job_resume import Note
-    from ludus.tuning.messages import Event
+    from ludus.experiments.runs.job_resume import JobResumeFile
+    from ludus.tuning.messages import TrialEvent
     from ludus.tuning.report import SweepResult
 
 _REDRAW_S = 0.2
@@ -56,6 +56,15 @@ def tune(
     seed: o.Seed = None,
     config: o.Config = None,
     set_: o.Set = None,
+    scheduler: Annotated[str | None, _sweep_option("Trial scheduler; same as tune.scheduler.", metavar="asha|pbt")] = None,
+    metric: Annotated[str | None, _sweep_option("Metric to optimise; same as tune.metric.")] = None,
+    mode: Annotated[str | None, _sweep_option("Direction of the metric; same as tune.mode.", metavar="max|min")] = None,
+    max_concurrent: Annotated[int | None, _sweep_option("Trials to run at once. Default: as many as fit.", min=1)] = None,
+    max_failures: Annotated[int | None, _sweep_option("Retries of a failed trial.", min=0)] = None,
+    checkpoint_freq: o.CheckpointFreq = None,
+    keep_checkpoints_num: o.KeepCheckpoints = None,
+    resume: Annotated[Path | None, _sweep_option("Resume the sweep in this directory.", metavar="DIR")] = None,
+    retry_failed: Annotated[bool, _sweep_option("Rerun failed trials as well, with --resume.", "--retry-failed")] = False,
     experiment_name: Annotated[
         str | None,
         typer.Option(
@@ -67,15 +76,6 @@ def tune(
         ),
     ] = None,
     local_dir: Annotated[Path, typer.Option(help="Directory for sweeps.", rich_help_panel=o.OUTPUT)] = Path("runs"),
-    scheduler: Annotated[str | None, _sweep_option("Trial scheduler; same as tune.scheduler.", metavar="asha|pbt")] = None,
-    metric: Annotated[str | None, _sweep_option("Metric to optimise; same as tune.metric.")] = None,
-    mode: Annotated[str | None, _sweep_option("Direction of the metric; same as tune.mode.", metavar="max|min")] = None,
-    max_concurrent: Annotated[int | None, _sweep_option("Trials to run at once. Default: as many as fit.", min=1)] = None,
-    max_failures: Annotated[int | None, _sweep_option("Retries of a failed trial.", min=0)] = None,
-    checkpoint_freq: o.CheckpointFreq = None,
-    keep_checkpoints_num: o.KeepCheckpoints = None,
-    resume: Annotated[Path | None, _sweep_option("Resume the sweep in this directory.", metavar="DIR")] = None,
-    retry_failed: Annotated[bool, _sweep_option("Rerun failed trials as well, with --resume.", "--retry-failed")] = False,
     trust: o.Trust = False,
     quiet: o.Quiet = False,
     json_: o.Json = False,
@@ -95,7 +95,7 @@ def tune(
     ray_object_store_memory: o.RayMemory = None,
 ) -> None:
     """Sweep over seeds and hyper-parameters; Ctrl-C saves all trials, --resume continues."""
-    from ludus.cli.training.train import experiments_from, job_note, log_at, parse_mapping, source_of
+    from ludus.cli.training.train import experiments_from, job_note, log_at, parse_mapping, read_source
     from ludus.config.overrides import parse_stop_values
 
     log_at(2 if debug else 0)
@@ -126,7 +126,7 @@ def tune(
         return
     if retry_failed:
         raise UsageError("--retry-failed needs a sweep with failed trials.", "Add --resume DIR.")
-    source = source_of(file, preset, level)
+    source = read_source(file, preset, level)
     if source is not None:
         from ludus.models.custom.loader import add_search_directory
 
@@ -190,7 +190,7 @@ class SweepRunner:
     local_dir: Path
     ray: tuple[str | None, int | None, int | None]
     max_concurrent: int | None = None
-    note: Note | None = None
+    note: JobResumeFile | None = None
 
     def run(self, experiments: Mapping[str, Mapping[str, Any]]) -> None:
         """Run sweeps. Those that a previous start of this job created are resumed first."""
@@ -213,7 +213,7 @@ class SweepRunner:
 
         found = dict[str, Path]()
         for name in experiments:
-            place = self.note.place(name) if self.note is not None else None
+            place = self.note.location(name) if self.note is not None else None
             if self.note is not None and place is not None:
                 if (Path(place) / STATE).exists():
                     found[name] = Path(place)
@@ -352,7 +352,7 @@ class SweepDisplay:
         if not self._quiet and self._stream.isatty():  # the first trial takes a while to start
             self._draw(True)
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: TrialEvent) -> None:
         before = self._trials.get(event.name, ("", {}))[1]
         word = {"started": "running", "reported": "running", "retried": "again"}.get(event.kind, event.kind)
         self._trials[event.name] = (word, {**before, **event.numbers})

@@ -113,8 +113,10 @@ def open_run(prepared: PreparedRun, policy: Policy) -> Run:
 
 def make_pool(run: Run, policies: Mapping[str, Policy], prepared: PreparedRun, stack: ComponentStack) -> LocalVersionStore:
     """Claim the models of the run: from here on it is written only while this process owns it."""
-    began = checkpoint.origin(run.store, prepared.resumed)
-    pool = LocalVersionStore(run.store, {checkpoint.FROM: began}, functools.partial(checkpoint.check_newest, run.store, began))
+    began = checkpoint.resume_origin(run.store, prepared.resumed)
+    pool = LocalVersionStore(
+        run.store, {checkpoint.BEGUN_FROM: began}, functools.partial(checkpoint.check_newest, run.store, began)
+    )
     run.guard = pool.check
     stack.own(pool)
     before = prepared.before
@@ -155,7 +157,7 @@ def make_controller(
     if incarnation > 1:
         pool.confirm()  # another trainer may have been writing until now
         run.sweep()
-    run.taken_up()
+    run.commit_resume()
     all_sinks = [*tracking.sinks_of(run, e, incarnation), *sinks]
     restarts = run.meta().get("learner_restarts")
     reporter = MetricsReporter(

@@ -17,7 +17,7 @@ from ludus.errors import UsageError
 from ludus.experiments.assembly.components import ComponentStack
 from ludus.experiments.assembly.policies import threads_of
 from ludus.experiments.runs.checkpoint import Checkpoint
-from ludus.experiments.runs.remote_runs import shown
+from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.devices import copy_for_learning, learner_device
 from ludus.models.policy import Policy
@@ -98,7 +98,7 @@ def _distribute_to_nodes(
         )
         error.final = True
         raise error
-    hint = f"Are their machines up, and what do their logs say? `ludus train --resume {shown(run.directory)}` goes on."
+    hint = f"Are their machines up, and what do their logs say? `ludus train --resume {display_path(run.directory)}` goes on."
     with contextlib.closing(JobLearnerListener(job, hint)) as listener:
         log.info("waiting for %d learners of other machines at %s", job.learners, listener.address)
         options: Any = {"remote": job.learners, "listener": listener, "start_s": job.wait_s}

@@ -13,7 +13,7 @@ from ludus.envs import pettingzoo
 from ludus.envs.pettingzoo import CentralState, MultiAgentMatch, central_space
 from ludus.errors import ConfigError, Interrupted
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.evaluation.evaluation import warn_of_cuts
+from ludus.experiments.evaluation.evaluation import warn_truncated_episodes
 from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.runs import checkpoint
 from ludus.models.centralized_critic import OWN, STATE, actor_policy
@@ -101,7 +101,7 @@ class MatchEvaluation:
             )
         with preserve_random_state():
             score = self._play(self._copies, (config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31))
-        warn_of_cuts(score, env)
+        warn_truncated_episodes(score, env)
         return score
 
     def _play(self, copies: EnvCopies, seed: int) -> Score:

@@ -15,7 +15,7 @@ from ludus.core.backoff import Backoff
 from ludus.errors import Fenced, NotFound, StoreError, StoreUnavailable
 from ludus.experiments.control.experience_source import ExperienceSource
 from ludus.experiments.runs import checkpoint
-from ludus.experiments.runs.checkpoint import Best
+from ludus.experiments.runs.checkpoint import BestRecord
 from ludus.models.weights.version_store import LocalVersionStore
 from ludus.storage.base import Store
 
@@ -81,10 +81,10 @@ class BestCheckpoint:
 
     def __init__(self, store: Store, pool: LocalVersionStore) -> None:
         self._store, self._pool = store, pool
-        self.pending: Best | None = None
-        self.written: Best | None = None  # as we wrote it: a trainer that was cut off may write another one later
+        self.pending: BestRecord | None = None
+        self.written: BestRecord | None = None  # as we wrote it: a trainer that was cut off may write another one later
         with contextlib.suppress(StoreError):  # a damaged mark is replaced
-            self.written = checkpoint.best(store)
+            self.written = checkpoint.read_best(store)
 
     @property
     def names(self) -> set[str]:
@@ -106,7 +106,7 @@ class BestCheckpoint:
             log.warning("the mark of the best checkpoint, %s, was replaced; it is written again", self.written.checkpoint)
             self._write(self.written)
 
-    def _write(self, best: Best) -> None:
+    def _write(self, best: BestRecord) -> None:
         incarnation = self._pool.incarnation(self._pool.names()[0])
         checkpoint.mark_best(self._store, best.checkpoint, best.score, best.by, incarnation)
 
@@ -223,12 +223,12 @@ class Checkpointer:
             return
         if self.is_store_failing:
             if name is not None and self._best.is_beaten_by(score):
-                self._best.pending = Best(name, score, by)
+                self._best.pending = BestRecord(name, score, by)
             return
         with self._postponed():
             if self._best.is_beaten_by(score):
                 best = name or self.write()
-                self._best.pending = Best(best, score, by)
+                self._best.pending = BestRecord(best, score, by)
                 self._surplus.discard(best)
                 self._best.write_pending()
 
@@ -238,9 +238,9 @@ class Checkpointer:
         self._best.repair()
         self._remove_foreign()
         spared = self.pinned | self._best.names
-        removed = checkpoint.retain(self._store, self.schedule.keep, self.last, spared=spared, surplus=self._surplus)
+        removed = checkpoint.apply_retention(self._store, self.schedule.keep, self.last, spared=spared, surplus=self._surplus)
         for name in self._surplus - spared - {self.last}:
-            removed[name] = checkpoint.drop(self._store, name)
+            removed[name] = checkpoint.delete_checkpoint(self._store, name)
             self._surplus.discard(name)
         for versions in removed.values():
             for model, version in versions.items():
@@ -256,16 +256,16 @@ class Checkpointer:
 
     def _remove_foreign(self) -> None:
         """Remove what a trainer that was cut off has written; with `keep: None` it stays and is ignored."""
-        if self.schedule.keep is None or checkpoint.FROM not in self._pool.began:
+        if self.schedule.keep is None or checkpoint.BEGUN_FROM not in self._pool.began:
             return
-        began = self._pool.began[checkpoint.FROM]
-        foreign = [n for n in checkpoint.names(self._store) if n not in self._own and checkpoint.after(n, began)]
+        began = self._pool.began[checkpoint.BEGUN_FROM]
+        foreign = [n for n in checkpoint.names(self._store) if n not in self._own and checkpoint.is_after(n, began)]
         for name in foreign:
             if self._best.written is not None and name == self._best.written.checkpoint:
                 continue
-            if checkpoint.astray(self._store, name):
+            if checkpoint.is_superseded(self._store, name):
                 log.warning("checkpoint %s is of a trainer that had been cut off; it is deleted", name)
-                checkpoint.drop(self._store, name)
+                checkpoint.delete_checkpoint(self._store, name)
 
     def _store_state(self) -> str:
         """Raises Fenced: then nothing of it is visible."""
@@ -282,7 +282,7 @@ class Checkpointer:
             pass
         except Fenced:  # taken over between the guard and the checkpoint
             with contextlib.suppress(StoreError):
-                checkpoint.drop(self._store, name)
+                checkpoint.delete_checkpoint(self._store, name)
             raise
         return name
 

@@ -32,10 +32,10 @@ from ludus.experiments.control.restart_policy import GiveUp, LearnerFailure, Res
 from ludus.experiments.resolve import Announce
 from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint, run_status
-from ludus.experiments.runs.remote_runs import shown
+from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import CONFIG, Run
-from ludus.experiments.runs.run_sync import Carrier
+from ludus.experiments.runs.run_sync import RunSync
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
 from ludus.models.weights import serialization
@@ -247,7 +247,7 @@ class LearnerSupervisor:
         if in_order:
             self._write_meta({"status": "finished"})
             with contextlib.suppress(LudusError, OSError):  # a full disk must not hide the result
-                known = run_status.look(self._directory, fetched=True).status
+                known = run_status.read_status(self._directory, fetched=True).status
                 run_status.write(self._directory, {**known, "state": "finished", "stopped_by": reason})
         return reason
 
@@ -285,7 +285,7 @@ class LearnerSupervisor:
     def _upload(self) -> None:
         """Upload what a dead learner could not, such as the end of its log."""
         if (self._directory / CONFIG).exists():
-            with Carrier(self._directory, guard=self._check_owner):
+            with RunSync(self._directory, guard=self._check_owner):
                 pass
 
     def _check_owner(self) -> None:
@@ -305,7 +305,7 @@ class LearnerSupervisor:
             self._write_meta({"status": "interrupted", "ended": run_status.now_text()})
             self._upload()
             self._announce_notice(
-                f"interrupted; `ludus train --resume {shown(self._directory)}` goes on from the newest checkpoint"
+                f"interrupted; `ludus train --resume {display_path(self._directory)}` goes on from the newest checkpoint"
             )
         raise KeyboardInterrupt
 
@@ -316,7 +316,7 @@ class LearnerSupervisor:
         self._upload()
         if isinstance(error, WorkerFailed) and not error.hint and self._set_up:
             log_file = self._directory / LOGS / f"{NAME}.log"
-            again = f"`ludus train --resume {shown(self._directory)}` goes on."
+            again = f"`ludus train --resume {display_path(self._directory)}` goes on."
             raise WorkerFailed(error.message, f"Its log: {log_file}. {again}") from None
         raise error
 

@@ -17,7 +17,7 @@ from ludus.config.schema import StopConfig
 from ludus.core.formatting import MISSING, bar, format_duration, format_number, sparkline
 from ludus.core.metrics import Numbers
 from ludus.experiments.control.bottleneck import describe_bottleneck
-from ludus.experiments.runs.run_status import summary
+from ludus.experiments.runs.run_status import summarize_load
 
 _MATCH = "match/"
 _WINS, _JUDGED = "match/win/", "evaluation/win/"
@@ -213,7 +213,7 @@ def progress_line(numbers: Numbers, stop: StopConfig, rates: RecentRates) -> str
     left = [_time_left(towards)] if towards else []
     good = [win_rate(numbers)] if is_zero_sum(numbers) else [wins(numbers), _return(numbers, stop), _evaluation(numbers)]
     parts = (*gauge, *counted, *clock, *left, _speed(numbers, rates), *good)
-    return "  ".join(part for part in (*parts, summary(numbers)) if part)
+    return "  ".join(part for part in (*parts, summarize_load(numbers)) if part)
 
 
 def progress_rows(numbers: Numbers, stop: StopConfig, rates: RecentRates, curve: Sequence[float]) -> Iterable[tuple[str, str]]:
@@ -252,7 +252,7 @@ def _detail_rows(numbers: Numbers) -> Iterable[tuple[str, str]]:
         newest, past = numbers["learner/version"], numbers["match/past_version"]
         yield "versions", f"newest {newest:.0f}, of opponents from the past {past:.0f}"
     share = numbers.get("learner_share", 0.0)
-    if parts := summary(numbers):
+    if parts := summarize_load(numbers):
         yield "parts", parts
         yield "limit", describe_bottleneck(numbers)
     elif "learner_share" in numbers:

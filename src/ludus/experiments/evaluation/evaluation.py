@@ -1,4 +1,4 @@
-"""Evaluations of a run that calls its environments: inline, or by other processes while training goes on."""
+"""Evaluations of a run that steps its environments: in the training process, or in worker processes during training."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from ludus.sampling.episode_runner import EpisodePlan, Score, episode_quota, epi
 if TYPE_CHECKING:
     from ludus.experiments.evaluation.evaluation_video import VideoRecorder
     from ludus.experiments.evaluation.evaluation_workers import EvaluationWorkers
-    from ludus.experiments.evaluation.rollout import Stage
+    from ludus.experiments.evaluation.rollout import RolloutSpec
 
 log = logging.getLogger(__name__)
 
 Notice = Callable[[str], None]
 
-_ROWS = 16
-_STEPS_OF_A_ROW = 1000
-"""An evaluation by steps has a row for so many: each finishes its last episode, and few rows overshoot by little."""
+_MAX_ROWS = 16
+_STEPS_PER_ROW = 1000
+"""Steps per row of an evaluation by steps: each row finishes its last episode, so few rows limit the overshoot."""
 
 
 @dataclass(frozen=True)
-class Course:
-    """What is played in every evaluation of a run: plain values, which may go to another process."""
+class EvaluationPlan:
+    """What every evaluation of a run plays. Plain values, which can be sent to another process."""
 
     env: str
     env_config: Mapping[str, Any]
@@ -51,27 +51,27 @@ class Course:
     description: Mapping[str, Any]
     duration: int
     by_steps: bool
-    """`duration` counts them; else episodes."""
+    """Whether `duration` counts steps instead of episodes."""
     explore: bool
     seed: int
     forgiving: bool
     device: str
     group: int = 1
-    """So many rows are a side of a match, and play as many episodes as each other."""
+    """Rows that form one side of a match; they play the same number of episodes."""
     videos: int = 0
-    """Of so many of the first episodes videos are recorded."""
+    """Number of first episodes of which videos are recorded."""
 
     @property
     def groups(self) -> int:
-        wanted = max(1, self.duration // _STEPS_OF_A_ROW) if self.by_steps else self.duration
-        return max(1, min(math.ceil(wanted / self.group), _ROWS // self.group))
+        wanted = max(1, self.duration // _STEPS_PER_ROW) if self.by_steps else self.duration
+        return max(1, min(math.ceil(wanted / self.group), _MAX_ROWS // self.group))
 
     @property
     def rows(self) -> int:
         return self.groups * self.group
 
     def quota(self) -> Ints:
-        """Of each row."""
+        """Episodes or steps of each row."""
         return episode_quota(math.ceil(self.duration / self.group), self.groups).repeat(self.group)
 
     def environments(self, rows: int, beat: Callable[[], None] = lambda: None) -> Environments:
@@ -81,20 +81,20 @@ class Course:
         )  # fmt: skip
 
     def policy(self) -> Policy:
-        """A policy of its own, so that nothing it does while it plays is seen by whoever trains."""
+        """A separate policy, so that evaluation does not affect training."""
         return copy_for_acting(serialization.policy_from(self.description), torch.device(self.device))
 
-    def stage(self) -> Stage:
-        """What a video shows."""
-        from ludus.experiments.evaluation.rollout import Stage
+    def stage(self) -> RolloutSpec:
+        """What the videos record."""
+        from ludus.experiments.evaluation.rollout import RolloutSpec
 
-        return Stage(
+        return RolloutSpec(
             self.env, self.env, {}, env_config=self.env_config, preprocess=self.preprocess, wrappers=self.wrappers,
-            deterministic=not self.explore, filmed=self.videos,
+            deterministic=not self.explore, recorded_episodes=self.videos,
         )  # fmt: skip
 
     def recorder(self, directory: Path, before_step: Callable[[], None]) -> VideoRecorder | None:
-        """With a policy on the CPU; None: no videos are wanted."""
+        """A recorder with a policy on the CPU; None if no videos are recorded."""
         if not self.videos:
             return None
         from ludus.experiments.evaluation.evaluation_video import VideoRecorder
@@ -105,7 +105,7 @@ class Course:
         return (self.seed * 7919 + iteration * 104_729 + 1) % (1 << 31)
 
     def play(self, policy: Policy, environments: Environments, seed: int, first: int, interrupted: Callable[[], bool]) -> Score:
-        """The share of the rows from `first` on, as many as there are environments."""
+        """Play the rows from `first` on, one per environment."""
         quota = self.quota()[first : first + environments.num]
         with policy.acting():
             return play(
@@ -120,15 +120,20 @@ class Course:
 
 
 class Evaluation:
-    """Inline: training waits. Own environments, own policy, own random numbers: it does not notice more than that."""
+    """Evaluates in the training process, which waits. Has its own environments, policy and random state."""
 
     def __init__(
-        self, course: Course, trained: Policy, stop: StopCheck, directory: Path | None = None, notice: Notice = log.warning
+        self,
+        plan: EvaluationPlan,
+        trained: Policy,
+        stop: StopCheck,
+        directory: Path | None = None,
+        notice: Notice = log.warning,
     ) -> None:
-        """`directory`: of the run, if videos are recorded. `notice` is called once if they cannot be."""
-        self._course, self._trained, self._stop, self._notice = course, trained, stop, notice
+        """`directory`: of the run, for videos. `notice` is called once if they cannot be recorded."""
+        self._plan, self._trained, self._stop, self._notice = plan, trained, stop, notice
         self._own: tuple[Policy, Environments] | None = None
-        self._recorder = None if directory is None else course.recorder(directory, stop.before_evaluation_step)
+        self._recorder = None if directory is None else plan.recorder(directory, stop.before_evaluation_step)
 
     def __call__(self, iteration: int) -> Score:
         try:
@@ -136,7 +141,7 @@ class Evaluation:
                 score = self._play(iteration)
         except Interrupted:
             return Score((), (), complete=False)
-        warn_of_cuts(score, self._course.env)
+        warn_truncated_episodes(score, self._plan.env)
         return replace(score, videos=self._record(iteration)) if score.complete else score
 
     def _record(self, iteration: int) -> tuple[Path, ...]:
@@ -144,8 +149,8 @@ class Evaluation:
             return ()
         try:
             with preserve_random_state(), self._stop.interruptible():
-                recorded = self._recorder.record(self._trained.weights(), iteration, self._course.seed_of(iteration))
-        except Interrupted:  # the score stands
+                recorded = self._recorder.record(self._trained.weights(), iteration, self._plan.seed_of(iteration))
+        except Interrupted:  # the score is valid
             return ()
         if recorded.problem is not None:
             self._notice(recorded.problem)
@@ -159,10 +164,10 @@ class Evaluation:
 
     def _play(self, iteration: int) -> Score:
         if self._own is None:
-            self._own = self._course.policy(), self._course.environments(self._course.rows, self._stop.before_evaluation_step)
+            self._own = self._plan.policy(), self._plan.environments(self._plan.rows, self._stop.before_evaluation_step)
         policy, environments = self._own
         policy.load_weights(self._trained.weights())
-        return self._course.play(policy, environments, self._course.seed_of(iteration), 0, self._stop.ends_evaluation)
+        return self._plan.play(policy, environments, self._plan.seed_of(iteration), 0, self._stop.ends_evaluation)
 
     def close(self) -> None:
         self._close_recorder()
@@ -170,10 +175,10 @@ class Evaluation:
             self._own[1].close()
 
 
-def warn_of_cuts(score: Score, env: str) -> None:
+def warn_truncated_episodes(score: Score, env: str) -> None:
     if score.cut:
         log.warning(
-            "%d of %d episodes of an evaluation were cut after %d steps: %s did not end them. Let it: a time limit, for example.",
+            "%d of %d episodes of an evaluation were cut after %d steps: %s did not end them. Give it a time limit.",
             score.cut, len(score.returns), episode_step_limit(env), env,
         )  # fmt: skip
 
@@ -181,23 +186,23 @@ def warn_of_cuts(score: Score, env: str) -> None:
 def make_evaluation(
     resolved: ResolvedExperiment, policy: Policy, run: Run, stop: StopCheck, announce: Notice | None = None
 ) -> Evaluation | EvaluationWorkers | None:
-    """Raises ConfigError, EnvironmentFault when `evaluation_config` asks for an environment that cannot be."""
+    """Raises ConfigError, EnvironmentFault if the environment of `evaluation_config` cannot be made."""
     config = resolved.config
     if not config.evaluation_duration:
         return None
     env = resolved.experiment.env
     wrapped: Any = {"preprocess": config.preprocess, "wrappers": config.wrappers}
-    with preserve_random_state():  # as many rows as training has: so many there can be
-        said = row_info(env, config.num_envs_per_worker, config.env_config, **wrapped)
-    course = _course(env, config, policy, said)
+    with preserve_random_state():  # as many rows as training, which are known to be possible
+        rows_info = row_info(env, config.num_envs_per_worker, config.env_config, **wrapped)
+    plan = _make_plan(env, config, policy, rows_info)
     if config.evaluation_config.env_config is not None:
-        _check(course, policy)
+        _check_spaces(plan, policy)
     with preserve_random_state():
-        said = row_info(env, course.rows, course.env_config, preprocess=course.preprocess, wrappers=course.wrappers)
-    if said.has_opponents:  # the first evaluation may be an hour away
+        rows_info = row_info(env, plan.rows, plan.env_config, preprocess=plan.preprocess, wrappers=plan.wrappers)
+    if rows_info.has_opponents:  # the first evaluation may be an hour away
         raise ConfigError(
-            f"Evaluations of {env} would have opponents from the past, and nobody there has one.",
-            "Say whom they play in config.evaluation_config.env_config, as {opponent: medium}; or set evaluation_duration: 0.",
+            f"Evaluations of {env} need opponents from the past, which evaluations do not have.",
+            "Set another opponent in config.evaluation_config.env_config, as {opponent: medium}, or evaluation_duration: 0.",
         )
 
     def notice(sentence: str) -> None:
@@ -205,25 +210,25 @@ def make_evaluation(
         if announce is not None:
             announce(f"warning: {sentence}")
 
-    if course.videos:
-        from ludus.experiments.evaluation.evaluation_video import why_not_recorded
+    if plan.videos:
+        from ludus.experiments.evaluation.evaluation_video import find_recording_problem
 
-        if (problem := why_not_recorded(course.stage())) is not None:
+        if (problem := find_recording_problem(plan.stage())) is not None:
             notice(problem)
-            course = replace(course, videos=0)
+            plan = replace(plan, videos=0)
     if not config.evaluation_num_workers:
-        return Evaluation(course, policy, stop, run.directory, notice)
+        return Evaluation(plan, policy, stop, run.directory, notice)
     from ludus.experiments.evaluation.evaluation_workers import make_evaluation_workers
 
-    return make_evaluation_workers(course, config, run.directory, stop.ends_evaluation, notice)
+    return make_evaluation_workers(plan, config, run.directory, stop.ends_evaluation, notice)
 
 
-def _course(env: str, config: AlgorithmConfig, policy: Policy, said: RowInfo) -> Course:
+def _make_plan(env: str, config: AlgorithmConfig, policy: Policy, rows_info: RowInfo) -> EvaluationPlan:
     section = config.evaluation_config
-    taken_over = {key: value for key, value in config.env_config.items() if key not in said.only_training}
-    return Course(
+    inherited = {key: value for key, value in config.env_config.items() if key not in rows_info.only_training}
+    return EvaluationPlan(
         env=env,
-        env_config={**taken_over, **(section.env_config or {})},
+        env_config={**inherited, **(section.env_config or {})},
         preprocess=for_evaluation(config.preprocess),
         wrappers=config.wrappers,
         description=policy.description(),
@@ -233,21 +238,21 @@ def _course(env: str, config: AlgorithmConfig, policy: Policy, said: RowInfo) ->
         seed=config.seed,
         forgiving=config.restart_failed_sub_environments,
         device=config.inference_device if not config.evaluation_num_workers else "cpu",
-        group=said.group,
+        group=rows_info.group,
         videos=min(config.evaluation_video, config.evaluation_duration),
     )
 
 
-def _check(course: Course, policy: Policy) -> None:
+def _check_spaces(plan: EvaluationPlan, policy: Policy) -> None:
     with preserve_random_state():
-        one = course.environments(1)
+        one = plan.environments(1)
         try:
             theirs = spaces.to_json(one.observation_space), spaces.to_json(one.action_space)
         finally:
             one.close()
     if theirs != (spaces.to_json(policy.observation_space), spaces.to_json(policy.action_space)):
         raise ConfigError(
-            f"config.evaluation_config.env_config makes another environment of {course.env}: it shows {one.observation_space}"
-            f" and takes {one.action_space}.",
-            "What an agent sees and does must be the same as in training.",
+            f"config.evaluation_config.env_config changes the spaces of {plan.env} to {one.observation_space}"
+            f" and {one.action_space}.",
+            "Observation and action spaces must be the same as in training.",
         )

@@ -19,8 +19,8 @@ from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.vector_env import Environments
 from ludus.envs.wrappers import wrapper_names
 from ludus.errors import LudusError
-from ludus.experiments.evaluation.evaluation import Course, Notice, warn_of_cuts
-from ludus.experiments.evaluation.evaluation_video import Recorded, VideoRecorder
+from ludus.experiments.evaluation.evaluation import EvaluationPlan, Notice, warn_truncated_episodes
+from ludus.experiments.evaluation.evaluation_video import RecordedVideos, VideoRecorder
 from ludus.experiments.runs.checkpoint import FOLDER
 from ludus.experiments.runs.remote_runs import store_of
 from ludus.models.weights import serialization
@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 
 
 def make_evaluation_workers(
-    course: Course, config: AlgorithmConfig, directory: Path, interrupted: Callable[[], bool], notice: Notice
+    plan: EvaluationPlan, config: AlgorithmConfig, directory: Path, interrupted: Callable[[], bool], notice: Notice
 ) -> EvaluationWorkers:
     """`directory`: of the run. `notice` is called once if videos cannot be recorded."""
-    bundle = CodeBundle.of(course.env, *wrapper_names(config.wrappers), models=[config.model.custom_model])
+    bundle = CodeBundle.of(plan.env, *wrapper_names(config.wrappers), models=[config.model.custom_model])
     restart = WorkerRestart(config.max_worker_restarts, config.worker_restart_backoff_s)
     pool = WorkerSettings(config.evaluation_num_workers, config.worker_hang_s, restart)
-    return EvaluationWorkers(course, bundle, directory, pool, interrupted, notice)
+    return EvaluationWorkers(plan, bundle, directory, pool, interrupted, notice)
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class WorkerSettings:
 
 
 class EvaluationWorkers:
-    """Other processes play the versions that were checkpointed; whoever trains looks now and then whether they are done."""
+    """Evaluates checkpointed versions in worker processes; the trainer polls for results."""
 
     def __init__(
         self,
-        course: Course,
+        plan: EvaluationPlan,
         bundle: CodeBundle,
         directory: Path,
         pool: WorkerSettings,
@@ -61,10 +61,10 @@ class EvaluationWorkers:
         notice: Notice = log.warning,
     ) -> None:
         """`notice` is called once if videos cannot be recorded."""
-        self._course, self._bundle, self._directory, self._pool = course, bundle, directory, pool
+        self._plan, self._bundle, self._directory, self._pool = plan, bundle, directory, pool
         self.interrupted, self._notice = interrupted, notice
-        self._records = bool(course.videos)
-        self._workers = min(pool.workers, course.groups)
+        self._records = bool(plan.videos)
+        self._workers = min(pool.workers, plan.groups)
         self._errands: TaskPool | None = None
         self._numbers = itertools.count(1)
         self._iteration: int | None = None
@@ -85,16 +85,16 @@ class EvaluationWorkers:
         if self._errands is None:
             logs = self._directory / "logs" / "evaluation"
             self._errands = TaskPool(
-                "evaluation", Player, self._course, self._bundle,
+                "evaluation", Player, self._plan, self._bundle,
                 workers=self._workers, hang_s=self._pool.hang_s, restart=self._pool.restart, log_dir=logs, preload=("torch", __name__),
             )  # fmt: skip
         self._iteration, self._parts, self._error = iteration, {}, None
         where = {"run": str(self._directory.absolute()), "checkpoint": checkpoint}
-        edges = (np.linspace(0, self._course.groups, self._workers + 1).astype(int) * self._course.group).tolist()
+        edges = (np.linspace(0, self._plan.groups, self._workers + 1).astype(int) * self._plan.group).tolist()
         for first, end in itertools.pairwise(edges):
             number = next(self._numbers)
             self._open[number] = first
-            seed = self._course.seed_of(iteration)
+            seed = self._plan.seed_of(iteration)
             video = iteration if first == 0 and self._records else None
             self._errands.submit(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
 
@@ -128,7 +128,7 @@ class EvaluationWorkers:
         told = {name: _added([part.results[name] for part in parts]) for name in parts[0].results}
         cut = sum(part.cut for part in parts)
         score = Score(returns, lengths, cut=cut, results=told, sides=sides, videos=parts[0].videos)
-        warn_of_cuts(score, self._course.env)
+        warn_truncated_episodes(score, self._plan.env)
         return iteration, score
 
     def close(self) -> None:
@@ -143,10 +143,10 @@ def _added(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 class Player:
     """What a worker does: load the weights of a checkpoint and play its share."""
 
-    def __init__(self, context: Context, course: Course, bundle: CodeBundle) -> None:
+    def __init__(self, context: Context, plan: EvaluationPlan, bundle: CodeBundle) -> None:
         torch.set_num_threads(1)
         bundle.unpack()
-        self._context, self._course, self._policy = context, course, course.policy()
+        self._context, self._plan, self._policy = context, plan, plan.policy()
         self._environments: dict[int, Environments] = {}  # by how many rows; shares differ by one
         self._recorder: VideoRecorder | None = None
 
@@ -155,20 +155,20 @@ class Player:
         weights = store_of(Path(errand["run"])).get_file(key, name)
         decoded = serialization.decode_weights(weights, f"{key}/{name}")[0]
         self._policy.load_weights(decoded)
-        score = self._course.play(self._policy, self._rows(errand["rows"]), errand["seed"], errand["first"], self._turned)
+        score = self._plan.play(self._policy, self._rows(errand["rows"]), errand["seed"], errand["first"], self._turned)
         lists = {"returns": score.returns, "lengths": score.lengths, "sides": score.sides}
-        recorded = Recorded() if errand["video"] is None else self._record(errand, decoded)
+        recorded = RecordedVideos() if errand["video"] is None else self._record(errand, decoded)
         videos = {"videos": [str(path) for path in recorded.paths], "problem": recorded.problem}
         return {**lists, **videos, "cut": score.cut, "results": dict(score.results)}
 
-    def _record(self, errand: Mapping[str, Any], weights: Mapping[str, Array]) -> Recorded:
+    def _record(self, errand: Mapping[str, Any], weights: Mapping[str, Array]) -> RecordedVideos:
         if self._recorder is None:
-            self._recorder = self._course.recorder(Path(errand["run"]), self._context.beat)
-        return Recorded() if self._recorder is None else self._recorder.record(weights, errand["video"], errand["seed"])
+            self._recorder = self._plan.recorder(Path(errand["run"]), self._context.beat)
+        return RecordedVideos() if self._recorder is None else self._recorder.record(weights, errand["video"], errand["seed"])
 
     def _rows(self, rows: int) -> Environments:
         if rows not in self._environments:
-            self._environments[rows] = self._course.environments(rows)
+            self._environments[rows] = self._plan.environments(rows)
             self._environments[rows].beat = self._context.beat
         return self._environments[rows]
 

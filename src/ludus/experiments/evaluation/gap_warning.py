@@ -13,16 +13,16 @@ from ludus.core.metrics import Numbers, Sink
 
 log = logging.getLogger(__name__)
 
-FEWEST_REPORTS = 5
-"""Training returns that must have been reported before their range says how much was learned."""
-FEWEST_EPISODES = 5
+MIN_REPORTS = 5
+"""Reports needed before the range of training returns measures progress."""
+MIN_EPISODES = 5
 
 
-class EvaluationGap:
-    """A metrics sink that compares every evaluation with the training return of the same time, and warns once.
+class EvaluationGapWarning:
+    """A metrics sink that compares evaluations with the current training return and warns once.
 
-    Far below: even the upper end of the evaluation's 95 % interval is short of the training return by more than half of all that
-    training has gained, and by more than a quarter of the return itself.
+    It warns if the upper end of the evaluation's 95 % interval is below the training return by more than half of the range of training
+    returns, and by more than a quarter of the training return.
     """
 
     def __init__(self, announce: Callable[[str], None] | None) -> None:
@@ -42,7 +42,7 @@ class EvaluationGap:
             self._warn(scored)
 
     def _is_far_below(self, numbers: Numbers) -> bool:
-        if self._warned or self._reports < FEWEST_REPORTS or numbers.get("evaluation/episodes", 0) < FEWEST_EPISODES:
+        if self._warned or self._reports < MIN_REPORTS or numbers.get("evaluation/episodes", 0) < MIN_EPISODES:
             return False
         lowest, highest, last = self._returns
         gap = last - numbers.get("evaluation/return_high", numbers["evaluation/return_mean"])
@@ -52,7 +52,7 @@ class EvaluationGap:
         self._warned = True
         sentence = (
             f"deterministic evaluation is far below training: a return of {scored:.3g} against {self._returns[-1]:.3g}. The most probable "
-            "action may get stuck where random ones get on. Train on, lower the entropy bonus, give the model a memory (model.core: "
+            "action may get stuck where sampled ones do not. Train longer, lower the entropy bonus, use a recurrent model (model.core: "
             "lstm), or evaluate as in training (evaluation_config: {explore: true})"
         )
         log.warning("%s", sentence)
@@ -64,7 +64,7 @@ class EvaluationGap:
 
 
 def gap_sinks(env: str, config: AlgorithmConfig, announce: Callable[[str], None] | None) -> list[Sink]:
-    """One, if evaluations play the same game as training, for the same rewards, without exploring; else none."""
+    """One sink if evaluations are deterministic and have the environment and rewards of training, else none."""
     spec = gym.registry.get(env)
     atari = spec is not None and str(spec.entry_point).startswith("ale_py")  # rewards are clipped in training
     other = (
@@ -75,4 +75,4 @@ def gap_sinks(env: str, config: AlgorithmConfig, announce: Callable[[str], None]
         or config.preprocess.clip_reward
         or config.preprocess.episodic_life
     )
-    return [] if other else [EvaluationGap(announce)]
+    return [] if other else [EvaluationGapWarning(announce)]

@@ -1,8 +1,7 @@
-"""Rollouts: trained agents play whole episodes, in this process or in several; every step is written to one portable file, the
-pictures to an mp4.
+"""Rollouts: trained agents play complete episodes, in this process or in workers; steps go to one `.npz`, frames to an mp4.
 
-Episode i starts from `seed + i` and has random numbers of its own, and steps are put together in the order of the episodes: how
-many processes play makes no difference to what is played or written.
+Episode i has the environment seed `seed + i` and its own noise, and steps are written in the order of the episodes. The result does not
+depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from ludus.envs.vector_env import environment_errors, make_one, without_central_
 from ludus.envs.video_writer import FrameProgress
 from ludus.envs.wrappers import WrapperList, load_wrappers, wrapper_names
 from ludus.errors import IncompatibleCheckpoint, UsageError
-from ludus.experiments.evaluation.rollout_file import FINAL, Ledger, Part, StepLog
+from ludus.experiments.evaluation.rollout_file import FINAL, AgentStepWriter, EpisodeSteps, RolloutFile
 from ludus.experiments.evaluation.video import (
     GRID_CELLS,
     FrameFile,
-    as_it_is,
     check_depth,
     check_renders,
     check_rgb,
-    depth_colours,
+    depth_to_rgb,
     frame_rate,
+    identity,
     write_grid,
     write_video,
 )
 from ludus.experiments.result import Result
 from ludus.experiments.runs.checkpoint import FOLDER, Checkpoint, open_checkpoint
-from ludus.experiments.runs.remote_runs import is_remote, kept_file
+from ludus.experiments.runs.remote_runs import is_remote, write_cached_weights
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy
@@ -63,24 +62,24 @@ from ludus.sampling.trained_agent import TrainedAgent
 log = logging.getLogger(__name__)
 
 VIDEO_EPISODES = 3  # a longer video than that is rarely watched
-AHEAD = 4  # episodes that a process may be ahead of the one that is written next
-_HANG_S = 300.0
-_LOOK_S = 1.0
+MAX_AHEAD = 4  # episodes that a process may be ahead of the one that is written next
+_HANG_TIMEOUT_S = 300.0
+_POLL_S = 1.0
 FRAMES = "frames"
-"""The file of an episode's pictures, in the directory of the episode."""
+"""File of the frames in the directory of an episode."""
 
 
 @dataclass
-class Played:
-    """Returns and lengths of whole episodes, and where the files are."""
+class RolloutResult:
+    """Returns and lengths of completed episodes, and the paths of the files."""
 
     returns: list[float] = field(default_factory=list)
-    """Of several agents: the sum over them."""
+    """With several agents: the sum over them."""
     lengths: list[int] = field(default_factory=list)
     agents: dict[str, list[float]] = field(default_factory=dict)
-    """Returns by agent, where there are several."""
+    """Returns by agent if there are several."""
     cut: int = 0
-    """Episodes among them that were cut because they did not end by themselves."""
+    """Number of episodes that were truncated at the step limit."""
     steps_file: Path | None = None
     video: Path | None = None
 
@@ -116,19 +115,19 @@ def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-# -- who plays what -----------------------------------------------------------------------------------------------------
+# -- players ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What is played, by whom, and what is kept of it: plain values, which may go to another process."""
+class RolloutSpec:
+    """What to play, with which models, and what to record. Plain values, which can be sent to another process."""
 
     env: str
     trained_on: str
     models: Mapping[str, tuple[Mapping[str, Any], str]]
-    """Name → how it is built, and the file of its weights."""
+    """Name → description and weights file."""
     cast: Mapping[str, str] | None = None
-    """Agent → model; None: there is one agent, and one model."""
+    """Agent → model; None: one agent and one model."""
     env_config: Mapping[str, Any] = field(default_factory=dict)
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     wrappers: WrapperList = ()
@@ -136,8 +135,8 @@ class Stage:
     deterministic: bool = True
     steps: bool = False
     save_info: bool = False
-    filmed: int = 0
-    """So many of the first episodes are filmed."""
+    recorded_episodes: int = 0
+    """Number of first episodes whose frames are recorded."""
     depth: bool = False
     code_bundle: CodeBundle = field(default_factory=CodeBundle)
 
@@ -145,7 +144,7 @@ class Stage:
         return {name: actor_policy(_policy(description, Path(weights))) for name, (description, weights) in self.models.items()}
 
     def noise_seed(self, episode: int) -> int:
-        """Far from the seeds of the environments, which are small numbers in a row."""
+        """Independent of the seeds of the environments, which are consecutive."""
         return int(np.random.SeedSequence((self.seed % (1 << 64), episode)).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -156,38 +155,38 @@ def _policy(description: Mapping[str, Any], weights: Path) -> Policy:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What became of one episode."""
+class EpisodeResult:
+    """The outcome of one episode. `over`: it ended before the step limit."""
 
-    gained: float
+    total_return: float
     length: int
     over: bool
     fps: float
     agents: Mapping[str, float] = field(default_factory=dict)
 
 
-class Player(Protocol):
-    """Plays one episode after the other, and leaves each in a directory of its own."""
+class EpisodePlayer(Protocol):
+    """Plays episodes and records each in its own directory. `beat` is called before every step."""
 
-    def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> Told: ...
+    def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> EpisodeResult: ...
 
     def close(self) -> None: ...
 
 
-def stage_of(
+def rollout_spec(
     where: str | Path, *, env: str | None = None, env_config: Mapping[str, Any] | None = None, **options: Any
-) -> tuple[Path, str, Stage]:
-    """(run directory, name of the checkpoint, what it plays): the environment of the run, or another with the same spaces.
+) -> tuple[Path, str, RolloutSpec]:
+    """(run directory, name of the checkpoint, spec) for the environment of the run or another with the same spaces.
 
     `options` are those of the stage: seed, deterministic, save_info, depth. Raises NotFound, Damaged, UsageError.
     """
     trust.allow(env)
     run, found = open_checkpoint(where)
-    made_with = found.state["config"]
-    name = env or made_with["env"]
+    experiment = found.state["config"]
+    name = env or experiment["env"]
     if name == EXTERNAL:
         raise UsageError("Trained with env: external, so there is nothing to roll out.", f"Use ludus serve {where}.")
-    settings = made_with["config"]
+    settings = experiment["config"]
     mapping = (settings.get("multiagent") or {}).get("policy_mapping")
     models = {
         model: (found.state["models"][model]["description"], str(_weights_file(run, found, model).resolve()))
@@ -197,9 +196,9 @@ def stage_of(
     custom = [description["network"].get("custom_model") for description, _ in models.values()]
     factory_of(name)  # before another process, which trusts what this one does, is asked to play it
     load_wrappers(wrappers)
-    stage = Stage(
+    stage = RolloutSpec(
         env=name,
-        trained_on=made_with["env"],
+        trained_on=experiment["env"],
         models=models,
         cast=mapping if isinstance(mapping, dict) else None,
         env_config={**settings.get("env_config", {}), **(env_config or {})},
@@ -212,33 +211,33 @@ def stage_of(
 
 
 def _weights_file(run: Path, found: Checkpoint, model: str) -> Path:
-    """For processes that read files: of a checkpoint on a store, a copy."""
+    """A local weights file for worker processes; a copy if the checkpoint is on a remote store."""
     if is_remote(run):
-        return kept_file(run, serialization.encode_weights(found.weights[model]))
+        return write_cached_weights(run, serialization.encode_weights(found.weights[model]))
     return run / FOLDER / found.name / f"{model}.safetensors"
 
 
 @contextlib.contextmanager
-def staged_agent(
+def agent_rollout_spec(
     agent: TrainedAgent, env: str | None, env_config: Mapping[str, Any] | None = None, **options: Any
-) -> Iterator[Stage]:
-    """What an agent plays whose weights are in this process; one that knows its run, as it was trained there. Raises UsageError."""
+) -> Iterator[RolloutSpec]:
+    """The spec for a loaded agent; a `RunAgent` plays with the settings of its run. Raises UsageError."""
     trust.allow(env)
-    made_with = agent.experiment() if isinstance(agent, RunAgent) else {}
-    settings, name = made_with.get("config", {}), env or made_with.get("env")
+    experiment = agent.experiment() if isinstance(agent, RunAgent) else {}
+    settings, name = experiment.get("config", {}), env or experiment.get("env")
     if name is None:
-        raise UsageError("An agent alone does not name an environment.", "Give env=…")
+        raise UsageError("The agent has no run that names an environment.", "Give env=…")
     _check_playable(name, settings, agent)
     wrappers = settings.get("wrappers") or ()
     factory_of(name)  # before another process, which trusts what this one does, is asked to play it
     load_wrappers(wrappers)
-    with tempfile.TemporaryDirectory(prefix="ludus-") as aside:
-        weights = Path(aside) / "weights.safetensors"
+    with tempfile.TemporaryDirectory(prefix="ludus-") as scratch_dir:
+        weights = Path(scratch_dir) / "weights.safetensors"
         weights.write_bytes(serialization.encode_weights(agent.policy.weights()))
         described = agent.policy.description()
-        yield Stage(
+        yield RolloutSpec(
             name,
-            made_with.get("env", "another environment"),
+            experiment.get("env", "another environment"),
             {DEFAULT_MODEL: (described, str(weights))},
             env_config={**settings.get("env_config", {}), **(env_config or {})},
             preprocess=saved_preprocess(settings),
@@ -254,71 +253,71 @@ def _check_playable(env: str, settings: Mapping[str, Any], agent: TrainedAgent) 
         raise UsageError("Trained with env: external, so there is nothing to roll out.", f"Use ludus serve {where}.")
     if settings.get("multiagent"):
         raise UsageError(
-            "This agent was trained beside others in one environment, and cannot play it alone.",
+            "This agent was trained with others in one environment and cannot play it alone.",
             f"ludus.evaluate({str(where)!r}) plays all of them.",
         )
 
 
-def make_player(stage: Stage) -> Player:
-    """Raises EnvironmentFault, IncompatibleCheckpoint, UsageError when the agents and the environment do not go together."""
-    return SoloPlayer(stage) if stage.cast is None else MatchPlayer(stage, stage.cast)
+def make_player(stage: RolloutSpec) -> EpisodePlayer:
+    """Raises EnvironmentFault, IncompatibleCheckpoint, UsageError if the agents do not fit the environment."""
+    return SingleAgentPlayer(stage) if stage.cast is None else MultiAgentPlayer(stage, stage.cast)
 
 
-def _names(space: gym.Space[Any]) -> set[str]:
+def _space_keys(space: gym.Space[Any]) -> set[str]:
     return set(space.spaces) if isinstance(space, gym.spaces.Dict) else set()
 
 
 class _Recording:
-    """What is written down of an episode: nothing, its steps, its pictures."""
+    """Writers for the steps and frames of one episode, as far as the spec wants them."""
 
-    def __init__(self, stage: Stage, episode: int, directory: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, stage: RolloutSpec, episode: int, directory: Path, stack: contextlib.ExitStack) -> None:
         self._stage, self._episode = stage, episode
         directory.mkdir(parents=True, exist_ok=True)
-        self.part = stack.enter_context(Part(directory / "steps", stage.save_info)) if stage.steps else None
-        wanted = episode < stage.filmed
+        self.part = stack.enter_context(EpisodeSteps(directory / "steps", stage.save_info)) if stage.steps else None
+        wanted = episode < stage.recorded_episodes
         self._frames = stack.enter_context(FrameFile(directory / FRAMES)) if wanted else None
 
-    def film(self, render: Callable[[], Any], gained: float) -> None:
+    def add_frame(self, render: Callable[[], Any], total_return: float) -> None:
         if self._frames is not None:
             check = check_depth if self._stage.depth else check_rgb
-            self._frames.add(check(render(), self._stage.env), gained)
+            self._frames.add(check(render(), self._stage.env), total_return)
 
     def end(self, prefix: str, observation: Tree) -> None:
-        """What was seen last."""
+        """Write the observation after the last step."""
         if self.part is not None:
             self.part.add({f"{prefix}{FINAL}episode": self._episode}, {f"{prefix}{FINAL}observation": observation})
 
 
-class SoloPlayer:
+class SingleAgentPlayer:
     """One agent in one environment."""
 
-    def __init__(self, stage: Stage, env: gym.Env[Any, Any] | None = None, policy: Policy | None = None) -> None:
+    def __init__(self, stage: RolloutSpec, env: gym.Env[Any, Any] | None = None, policy: Policy | None = None) -> None:
         self._stage = stage
-        self.env = env if env is not None else self._made()
+        self.env = env if env is not None else self._make_env()
         try:
-            if stage.filmed:
+            if stage.recorded_episodes:
                 check_renders(self.env, stage.env)
             self._policy = policy if policy is not None else next(iter(stage.policies().values()))
-            if "state" not in _names(self._policy.observation_space):  # of one with a centralised value the actor plays
+            if "state" not in _space_keys(self._policy.observation_space):  # only the actor plays, without the centralised critic
                 self.env = without_central_state(self.env)
             _check_spaces(self._policy, self.env, stage)
         except BaseException:
             self.env.close()
             raise
 
-    def _made(self) -> gym.Env[Any, Any]:
+    def _make_env(self) -> gym.Env[Any, Any]:
         s = self._stage
         make = partial(make_one, s.env, s.env_config, preprocess=s.preprocess, wrappers=s.wrappers)
-        env = make("rgb_array" if s.filmed else None)
-        if s.filmed and s.depth and "depth_array" in env.metadata.get("render_modes", ()):
+        env = make("rgb_array" if s.recorded_episodes else None)
+        if s.recorded_episodes and s.depth and "depth_array" in env.metadata.get("render_modes", ()):
             env.close()
             env = make("depth_array")
         return env
 
-    def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> Told:
+    def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> EpisodeResult:
         env, stage = self.env, self._stage
         agent = TrainedAgent(self._policy, stage.noise_seed(episode))
-        gained, length, over = 0.0, 0, False
+        total_return, length, over = 0.0, 0, False
         with contextlib.ExitStack() as stack:
             recording = _Recording(stage, episode, directory, stack)
             with environment_errors(stage.env, "reset", 0):
@@ -326,7 +325,7 @@ class SoloPlayer:
             state = None
             while not over and length < max_steps:
                 beat()
-                recording.film(env.render, gained)
+                recording.add_frame(env.render, total_return)
                 mask = info.get(ACTION_MASK)
                 action, state = agent.act(observation, state, mask, deterministic=stage.deterministic)
                 before = observation
@@ -335,25 +334,25 @@ class SoloPlayer:
                 if recording.part is not None:
                     counters = {"episode": episode, "step": length, "reward": float(reward)}
                     ends = {"terminated": bool(terminated), "truncated": bool(truncated)}
-                    recording.part.add(counters | ends, {"observation": _seen(before, env), "action": action}, info)
-                gained, length = gained + float(reward), length + 1
+                    recording.part.add(counters | ends, {"observation": _observation_arrays(before, env), "action": action}, info)
+                total_return, length = total_return + float(reward), length + 1
                 over = bool(terminated or truncated)
             if length:
-                recording.end("", _seen(observation, env))
-        return Told(gained, length, over, frame_rate(env.metadata))
+                recording.end("", _observation_arrays(observation, env))
+        return EpisodeResult(total_return, length, over, frame_rate(env.metadata))
 
     def close(self) -> None:
         self.env.close()
 
 
-class MatchPlayer:
-    """Several agents in one environment, each played by the model that the cast names."""
+class MultiAgentPlayer:
+    """Several agents in one environment. `cast`: agent → model."""
 
-    def __init__(self, stage: Stage, cast: Mapping[str, str]) -> None:
+    def __init__(self, stage: RolloutSpec, cast: Mapping[str, str]) -> None:
         if stage.save_info:
-            raise UsageError("Infos of environments with several agents are not written.", "Leave out --save-info.")
+            raise UsageError("Infos of multi-agent environments cannot be written.", "Leave out --save-info.")
         self._stage = stage
-        self._match = make_match(stage.env, stage.env_config, "rgb_array" if stage.filmed else None, stage.wrappers)
+        self._match = make_match(stage.env, stage.env_config, "rgb_array" if stage.recorded_episodes else None, stage.wrappers)
         try:
             missing = sorted(set(self._match.agents) - set(cast))
             if missing:
@@ -364,7 +363,7 @@ class MatchPlayer:
             self._match.close()
             raise
 
-    def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> Told:
+    def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> EpisodeResult:
         stage, match = self._stage, self._match
         seeds = np.random.SeedSequence(stage.noise_seed(episode)).spawn(len(self._policies))
         agents = {
@@ -375,35 +374,35 @@ class MatchPlayer:
         length = 0
         with contextlib.ExitStack() as stack:
             recording = _Recording(stage, episode, directory, stack)
-            ledger = None if recording.part is None else Ledger(recording.part, episode, agents)
+            step_writer = None if recording.part is None else AgentStepWriter(recording.part, episode, agents)
 
             def before_step() -> None:
                 beat()
-                recording.film(match.render, sum(returns.values()))
+                recording.add_frame(match.render, sum(returns.values()))
 
             def on_step(step: Step) -> None:
                 nonlocal length
                 length = step.number + 1
                 for agent, reward in step.rewards.items():
                     returns[agent] += reward
-                if ledger is not None:
-                    ledger.note(step)
+                if step_writer is not None:
+                    step_writer.add(step)
 
             finished = play_episode(
                 match, agents, stage.seed + episode,
                 deterministic=stage.deterministic, max_steps=max_steps, before_step=before_step, on_step=on_step,
             )  # fmt: skip
-            if ledger is not None:
-                ledger.close()
+            if step_writer is not None:
+                step_writer.close()
         if finished is not None:
             returns = dict(finished.returns)
-        return Told(sum(returns.values()), length, finished is not None, frame_rate(match.metadata), returns)
+        return EpisodeResult(sum(returns.values()), length, finished is not None, frame_rate(match.metadata), returns)
 
     def close(self) -> None:
         self._match.close()
 
 
-def _check_spaces(policy: Policy, env: gym.Env[Any, Any], stage: Stage) -> None:
+def _check_spaces(policy: Policy, env: gym.Env[Any, Any], stage: RolloutSpec) -> None:
     seen, _ = spaces.split_mask(env.observation_space)
     theirs = (spaces.array_spec(seen), spaces.to_json(env.action_space))
     ours = (spaces.array_spec(policy.observation_space), spaces.to_json(policy.action_space))
@@ -413,8 +412,8 @@ def _check_spaces(policy: Policy, env: gym.Env[Any, Any], stage: Stage) -> None:
         )
 
 
-def _seen(observation: Any, env: gym.Env[Any, Any]) -> Tree:
-    """As arrays, in the structure of the space."""
+def _observation_arrays(observation: Any, env: gym.Env[Any, Any]) -> Tree:
+    """An observation as arrays in the structure of the space."""
     spec = spaces.array_spec(env.observation_space)
     return _as_arrays(spec, observation)
 
@@ -431,152 +430,167 @@ def _as_arrays(spec: Tree, value: Any) -> Tree:
 
 
 @dataclass(frozen=True)
-class Files:
-    """Where things go; None: nowhere."""
+class RolloutFiles:
+    """Output files; None: not written."""
 
     steps: Path | None = None
     video: Path | None = None
     grid: bool = False
     """Episodes side by side instead of one after the other."""
     video_progress: FrameProgress | None = None
-    """Told of every frame of the video while it is written, after the last episode."""
+    """Called for each frame while the video is written, after the last episode."""
 
 
-NOWHERE = Files()
+NO_FILES = RolloutFiles()
 
-Watch = Callable[[int, Told], None]
-"""Told of every episode, in order."""
+OnEpisode = Callable[[int, EpisodeResult], None]
+"""Called after every episode, in order."""
 
 
 def rollout(
-    stage: Stage,
+    stage: RolloutSpec,
     episodes: int,
     *,
     max_steps: int | None = None,
-    files: Files = NOWHERE,
+    files: RolloutFiles = NO_FILES,
     workers: int = 0,
     log_dir: Path | None = None,
-    watch: Watch = lambda episode, told: None,
-    player: Player | None = None,
-) -> Played:
-    """Play until `episodes` have ended or `max_steps` were made. An unfinished episode is in the file, not in the returns."""
-    film = 0 if files.video is None else min(episodes, GRID_CELLS if files.grid else VIDEO_EPISODES)
-    stage = replace(stage, steps=files.steps is not None, filmed=film)
-    played = Played()
+    on_episode: OnEpisode = lambda episode, result: None,
+    player: EpisodePlayer | None = None,
+) -> RolloutResult:
+    """Play until `episodes` have ended or `max_steps` are reached. An unfinished episode is in the file, but not in the returns."""
+    recorded = 0 if files.video is None else min(episodes, GRID_CELLS if files.grid else VIDEO_EPISODES)
+    stage = replace(stage, steps=files.steps is not None, recorded_episodes=recorded)
+    played = RolloutResult()
     with contextlib.ExitStack() as stack:
-        steps = stack.enter_context(StepLog(files.steps, stage.save_info)) if files.steps is not None else None
-        aside = steps.aside if steps is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ludus-")))
+        steps = stack.enter_context(RolloutFile(files.steps, stage.save_info)) if files.steps is not None else None
+        scratch_dir = (
+            steps.scratch_dir if steps is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ludus-")))
+        )
         limit = max(episode_step_limit(stage.env), max_steps or 0)
-        crew = _Crew(stage, aside, episodes, limit, workers, log_dir, player)
-        stack.callback(crew.close)
-        made, fps, gained = 0, 0.0, list[float]()
+        queue = _EpisodeQueue(stage, scratch_dir, episodes, limit, workers, log_dir, player)
+        stack.callback(queue.close)
+        made, fps, total_return = 0, 0.0, list[float]()
         for episode in range(episodes):
             left = limit if max_steps is None else max_steps - made
-            told = crew.episode(episode, left)
-            made, fps = made + told.length, told.fps
-            gained.append(told.gained)
-            _count(played, told, cut=not told.over and told.length >= limit and (max_steps is None or made < max_steps))
-            watch(episode, told)
+            result = queue.episode(episode, left)
+            made, fps = made + result.length, result.fps
+            total_return.append(result.total_return)
+            _count(played, result, cut=not result.over and result.length >= limit and (max_steps is None or made < max_steps))
+            on_episode(episode, result)
             if steps is not None:
-                steps.extend(aside / str(episode) / "steps")
-                shutil.rmtree(aside / str(episode) / "steps", ignore_errors=True)
+                steps.extend(scratch_dir / str(episode) / "steps")
+                shutil.rmtree(scratch_dir / str(episode) / "steps", ignore_errors=True)
             if max_steps is not None and made >= max_steps:
                 break
         played.steps_file = steps.write() if steps is not None else None
         if files.video is not None:
-            frames = [aside / str(i) / FRAMES for i in range(min(film, len(gained)))]
-            played.video = _video(files, stage, frames, fps, gained)
+            frames = [scratch_dir / str(i) / FRAMES for i in range(min(recorded, len(total_return)))]
+            played.video = _video(files, stage, frames, fps, total_return)
     return played
 
 
-def _count(played: Played, told: Told, cut: bool) -> None:
-    if not told.over and not cut:
+def _count(played: RolloutResult, result: EpisodeResult, cut: bool) -> None:
+    if not result.over and not cut:
         return
     played.cut += cut
-    played.returns.append(told.gained)
-    played.lengths.append(told.length)
-    for agent, gained in told.agents.items():
-        played.agents.setdefault(agent, []).append(gained)
+    played.returns.append(result.total_return)
+    played.lengths.append(result.length)
+    for agent, total_return in result.agents.items():
+        played.agents.setdefault(agent, []).append(total_return)
 
 
-def _video(files: Files, stage: Stage, frames: list[Path], fps: float, gained: list[float]) -> Path | None:
+def _video(files: RolloutFiles, stage: RolloutSpec, frames: list[Path], fps: float, total_return: list[float]) -> Path | None:
     assert files.video is not None
     path = files.video.with_name(f"{files.video.stem}-depth{files.video.suffix}") if stage.depth else files.video
-    shown = depth_colours(frames) if stage.depth else as_it_is
+    shown = depth_to_rgb(frames) if stage.depth else identity
     if files.grid:
-        return write_grid(path, frames, fps, shown, gained, files.video_progress)
+        return write_grid(path, frames, fps, shown, total_return, files.video_progress)
     return write_video(path, frames, fps, shown, files.video_progress)
 
 
-class _Crew:
-    """Gives the episodes in order, whoever plays them: this process when asked, or others ahead of that."""
+class _EpisodeQueue:
+    """Returns episodes in order, played on demand in this process or ahead of time by workers."""
 
     def __init__(
-        self, stage: Stage, aside: Path, episodes: int, limit: int, workers: int, log_dir: Path | None, player: Player | None
+        self,
+        stage: RolloutSpec,
+        scratch_dir: Path,
+        episodes: int,
+        limit: int,
+        workers: int,
+        log_dir: Path | None,
+        player: EpisodePlayer | None,
     ) -> None:
-        self._stage, self._aside, self._limit = stage, aside, limit
-        self._player, self._errands = player, None
-        self._told: dict[int, Told] = {}
-        self._to_come: Iterator[int] = iter(range(episodes))
+        self._stage, self._scratch_dir, self._limit = stage, scratch_dir, limit
+        self._player, self._task_pool = player, None
+        self._results: dict[int, EpisodeResult] = {}
+        self._remaining: Iterator[int] = iter(range(episodes))
         if workers:
-            self._errands = TaskPool(
+            self._task_pool = TaskPool(
                 "rollout",
-                Worker,
+                RolloutWorker,
                 stage,
-                str(aside),
+                str(scratch_dir),
                 workers=min(workers, episodes),
-                hang_s=_HANG_S,
+                hang_s=_HANG_TIMEOUT_S,
                 log_dir=log_dir,
                 preload=("torch", __name__),
             )
-            self._give(AHEAD * workers)
+            self._submit(MAX_AHEAD * workers)
 
-    def _give(self, count: int) -> None:
-        for _, episode in zip(range(count), self._to_come, strict=False):
-            assert self._errands is not None
-            self._errands.submit(episode, {"episode": episode, "max_steps": self._limit})
+    def _submit(self, count: int) -> None:
+        for _, episode in zip(range(count), self._remaining, strict=False):
+            assert self._task_pool is not None
+            self._task_pool.submit(episode, {"episode": episode, "max_steps": self._limit})
 
-    def episode(self, episode: int, left: int) -> Told:
-        """Played to its end, or to `left` steps. Raises what went wrong."""
+    def episode(self, episode: int, left: int) -> EpisodeResult:
+        """The result of an episode, played to its end or to `left` steps. Raises the error of the worker."""
         most = min(left, self._limit)
-        if self._errands is None:
-            return self._own().play(episode, most, self._aside / str(episode), lambda: None)
-        while episode not in self._told:
-            for done in self._errands.take(_LOOK_S):
+        if self._task_pool is None:
+            return self._local_player().play(episode, most, self._scratch_dir / str(episode), lambda: None)
+        while episode not in self._results:
+            for done in self._task_pool.take(_POLL_S):
                 if done.error is not None:
                     raise done.error
-                self._told[done.number] = Told(**done.answer)
-        self._give(1)
-        told = self._told.pop(episode)
-        if told.length <= most:
-            return told
-        return self._own().play(episode, most, self._aside / str(episode), lambda: None)  # once more, and not as far
+                self._results[done.number] = EpisodeResult(**done.answer)
+        self._submit(1)
+        result = self._results.pop(episode)
+        if result.length <= most:
+            return result
+        return self._local_player().play(episode, most, self._scratch_dir / str(episode), lambda: None)  # again, with fewer steps
 
-    def _own(self) -> Player:
+    def _local_player(self) -> EpisodePlayer:
         if self._player is None:
             self._player = make_player(self._stage)
         return self._player
 
     def close(self) -> None:
-        if self._errands is not None:
-            self._errands.close()
+        if self._task_pool is not None:
+            self._task_pool.close()
         if self._player is not None:
             self._player.close()
 
 
-class Worker:
-    """What another process does: play the episodes it is told to."""
+class RolloutWorker:
+    """Plays episodes in a worker process."""
 
-    def __init__(self, context: Context, stage: Stage, aside: str) -> None:
+    def __init__(self, context: Context, stage: RolloutSpec, scratch_dir: str) -> None:
         torch.set_num_threads(1)
         stage.code_bundle.unpack()
-        self._context, self._aside = context, Path(aside)
+        self._context, self._scratch_dir = context, Path(scratch_dir)
         self._player = make_player(stage)
 
-    def __call__(self, errand: Mapping[str, Any]) -> dict[str, Any]:
-        episode = int(errand["episode"])
-        told = self._player.play(episode, int(errand["max_steps"]), self._aside / str(episode), self._context.beat)
-        return {"gained": told.gained, "length": told.length, "over": told.over, "fps": told.fps, "agents": dict(told.agents)}
+    def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        episode = int(task["episode"])
+        result = self._player.play(episode, int(task["max_steps"]), self._scratch_dir / str(episode), self._context.beat)
+        return {
+            "total_return": result.total_return,
+            "length": result.length,
+            "over": result.over,
+            "fps": result.fps,
+            "agents": dict(result.agents),
+        }
 
     def close(self) -> None:
         self._player.close()
@@ -594,19 +608,21 @@ def play(
     steps_file: Path | None = None,
     save_info: bool = False,
     video: Path | None = None,
-) -> Played:
-    """The same with an agent and an environment that are there already; the environment is left open."""
-    stage = Stage(
+) -> RolloutResult:
+    """As `rollout`, with a loaded agent and an open environment, which stays open."""
+    stage = RolloutSpec(
         name, name, {DEFAULT_MODEL: (agent.policy.description(), "")}, seed=seed, deterministic=deterministic, save_info=save_info
     )
-    filmed = replace(stage, filmed=0 if video is None else min(episodes, VIDEO_EPISODES), steps=steps_file is not None)
-    player = _Borrowed(filmed, env, agent.policy)
-    return rollout(stage, episodes, max_steps=max_steps, files=Files(steps_file, video), player=player)
+    recorded_episodes = replace(
+        stage, recorded_episodes=0 if video is None else min(episodes, VIDEO_EPISODES), steps=steps_file is not None
+    )
+    player = _BorrowedEnvPlayer(recorded_episodes, env, agent.policy)
+    return rollout(stage, episodes, max_steps=max_steps, files=RolloutFiles(steps_file, video), player=player)
 
 
-class _Borrowed(SoloPlayer):
+class _BorrowedEnvPlayer(SingleAgentPlayer):
     def close(self) -> None:
-        """Whoever lent the environment closes it."""
+        """The caller owns the environment."""
 
 
 def evaluate(
@@ -619,12 +635,12 @@ def evaluate(
     deterministic: bool = True,
     workers: int = 0,
 ) -> Score:
-    """Returns and lengths of so many episodes, without any file."""
+    """Returns and lengths of `episodes` episodes, without files."""
     with contextlib.ExitStack() as stack:
         if isinstance(what, TrainedAgent):
-            stage = stack.enter_context(staged_agent(what, env, env_config, seed=seed, deterministic=deterministic))
+            stage = stack.enter_context(agent_rollout_spec(what, env, env_config, seed=seed, deterministic=deterministic))
         else:
             where = (what.checkpoint or what.run_dir) if isinstance(what, Result) else what
-            *_, stage = stage_of(where, env=env, env_config=env_config, seed=seed, deterministic=deterministic)
+            *_, stage = rollout_spec(where, env=env, env_config=env_config, seed=seed, deterministic=deterministic)
         played = rollout(stage, episodes, workers=workers)
     return Score(tuple(played.returns), tuple(played.lengths), cut=played.cut)

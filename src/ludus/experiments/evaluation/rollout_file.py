@@ -1,4 +1,4 @@
-"""The file of a rollout: every step of every episode, as columns of one `.npz`. Written from parts, one for each episode."""
+"""The file of a rollout: all steps of all episodes as columns of one `.npz`, assembled from one directory per episode."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from ludus.sampling.multi_agent import Step
 
 FINAL = "final."
-"""Columns with one row for each episode: what was seen after its last step."""
+"""Prefix of columns with one row per episode: the observation after its last step."""
 
-_HEAD, _INFOS = "columns.json", "infos"
+_HEADER, _INFOS = "columns.json", "infos"
 
 
-class Part:
-    """The steps of one episode, on disk, so that a long one of pictures does not fill the memory. A context manager."""
+class EpisodeSteps:
+    """The steps of one episode, written to disk as they come, to bound memory. A context manager."""
 
     def __init__(self, directory: Path, save_info: bool) -> None:
         self._directory = directory
         self._columns: dict[str, tuple[np.dtype[Any], tuple[int, ...], int, IO[bytes]]] = {}
-        with written_to(directory):
-            shutil.rmtree(directory, ignore_errors=True)  # of one who died while he wrote it
+        with translate_write_errors(directory):
+            shutil.rmtree(directory, ignore_errors=True)  # left by a killed process
             directory.mkdir(parents=True)
             self._infos = (directory / _INFOS).open("w", encoding="utf-8") if save_info else None
 
-    def __enter__(self) -> Part:
+    def __enter__(self) -> EpisodeSteps:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -47,19 +47,19 @@ class Part:
             self._infos.close()
         if kind is None:
             head = {name: [dtype.str, list(shape), rows] for name, (dtype, shape, rows, _) in self._columns.items()}
-            with written_to(self._directory):
-                (self._directory / _HEAD).write_text(json.dumps(head))
+            with translate_write_errors(self._directory):
+                (self._directory / _HEADER).write_text(json.dumps(head))
 
     def add(self, columns: Mapping[str, Any], trees: Mapping[str, Tree], info: Mapping[str, Any] | None = None) -> None:
-        """A value for each column; a tree becomes one column for each of its leaves."""
-        with written_to(self._directory):
+        """Append a row; a tree has one column per leaf."""
+        with translate_write_errors(self._directory):
             for name, value in columns.items():
                 self._append(name, np.asarray(value))
             for kind, tree in trees.items():
                 for path, leaf in leaves(tree):
                     self._append(f"{kind}.{path}" if path else kind, np.asarray(leaf))
             if self._infos is not None and info is not None:
-                self._infos.write(json.dumps(_plain(info), default=_readable, sort_keys=True) + "\n")
+                self._infos.write(json.dumps(_plain(info), default=_json_default, sort_keys=True) + "\n")
 
     def _append(self, name: str, value: Array) -> None:
         if name not in self._columns:
@@ -72,71 +72,71 @@ class Part:
         self._columns[name] = dtype, shape, rows + 1, file
 
 
-class Ledger:
-    """Rows of several agents: one for each action, written when it is known what came of it, which may be turns later.
+class AgentStepWriter:
+    """Writes rows of several agents: one per action, once its reward is known, which may be turns later.
 
-    Agents may see different things: each has columns of its own for what it sees and does.
+    Spaces of agents may differ, so each agent has its own observation and action columns.
     """
 
-    def __init__(self, part: Part, episode: int, agents: Collection[str]) -> None:
+    def __init__(self, part: EpisodeSteps, episode: int, agents: Collection[str]) -> None:
         self._part, self._episode = part, episode
         self._names = f"U{max(map(len, agents))}"
-        self._open: dict[str, tuple[int, Tree, Any]] = {}
+        self._pending: dict[str, tuple[int, Tree, Any]] = {}
 
-    def note(self, step: Step) -> None:
+    def add(self, step: Step) -> None:
         for agent, action in step.actions.items():
-            self._open[agent] = step.number, step.observations[agent], action
-        seen_last = {agent: observation for agent, observation in step.final.items() if agent in self._open}
+            self._pending[agent] = step.number, step.observations[agent], action
+        final = {agent: observation for agent, observation in step.final.items() if agent in self._pending}
         for agent, reward in step.rewards.items():
-            self._settle(agent, reward, agent in step.terminated, agent in step.truncated)
-        for agent, observation in seen_last.items():
+            self._write_row(agent, reward, agent in step.terminated, agent in step.truncated)
+        for agent, observation in final.items():
             self._part.add({f"{agent}/{FINAL}episode": self._episode}, {f"{agent}/{FINAL}observation": observation})
 
     def close(self) -> None:
-        """Nobody says what became of the last actions."""
-        for agent in list(self._open):
-            self._settle(agent, 0.0, False, False)
+        """Write the last actions, which have no reward."""
+        for agent in list(self._pending):
+            self._write_row(agent, 0.0, False, False)
 
-    def _settle(self, agent: str, reward: float, terminated: bool, truncated: bool) -> None:
-        if agent not in self._open:
+    def _write_row(self, agent: str, reward: float, terminated: bool, truncated: bool) -> None:
+        if agent not in self._pending:
             return
-        number, observation, action = self._open.pop(agent)
+        number, observation, action = self._pending.pop(agent)
         counters = {"episode": self._episode, "step": number, "agent": np.asarray(agent, self._names), "reward": float(reward)}
         ends = {"terminated": terminated, "truncated": truncated}
         self._part.add(counters | ends, {f"{agent}/observation": observation, f"{agent}/action": action})
 
 
-class StepLog:
-    """All parts, in order, in one file. Columns wait on disk, beside the file they end up in."""
+class RolloutFile:
+    """Assembles episodes in order into one file. Columns are kept in a scratch directory next to it until `write`."""
 
     def __init__(self, path: Path, save_info: bool) -> None:
         self._path, self._save_info = path, save_info
         self._columns: dict[str, tuple[np.dtype[Any], tuple[int, ...], int, IO[bytes]]] = {}
         self._infos: list[str] = []
-        with written_to(path):
+        with translate_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._aside = tempfile.TemporaryDirectory(prefix=".steps-", dir=path.parent)
+            self._scratch_dir = tempfile.TemporaryDirectory(prefix=".steps-", dir=path.parent)
 
     @property
-    def aside(self) -> Path:
-        """A directory for parts; gone with the log."""
-        return Path(self._aside.name)
+    def scratch_dir(self) -> Path:
+        """A directory for episodes; deleted with this object."""
+        return Path(self._scratch_dir.name)
 
-    def __enter__(self) -> StepLog:
+    def __enter__(self) -> RolloutFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
         for *_, file in self._columns.values():
             file.close()
-        self._aside.cleanup()
+        self._scratch_dir.cleanup()
 
     def extend(self, part: Path) -> None:
         """Append the columns of an episode."""
-        with written_to(self._path):
-            for i, (name, (kind, sides, rows)) in enumerate(json.loads((part / _HEAD).read_text()).items()):
+        with translate_write_errors(self._path):
+            for i, (name, (kind, sides, rows)) in enumerate(json.loads((part / _HEADER).read_text()).items()):
                 dtype, shape = np.dtype(kind), tuple(sides)
                 if name not in self._columns:
-                    self._columns[name] = dtype, shape, 0, (self.aside / f"column-{len(self._columns)}").open("w+b")
+                    self._columns[name] = dtype, shape, 0, (self.scratch_dir / f"column-{len(self._columns)}").open("w+b")
                 known, known_shape, before, file = self._columns[name]
                 if (dtype, shape) != (known, known_shape):
                     raise EnvironmentFault(
@@ -149,11 +149,11 @@ class StepLog:
                 self._infos += (part / _INFOS).read_text(encoding="utf-8").splitlines()
 
     def write(self) -> Path | None:
-        """`.npz`: no pickled objects; `numpy.load` opens it with its defaults. None if empty."""
+        """Write the `.npz`, without pickled objects. Returns None if there are no steps."""
         if not self._columns:
             return None
-        finished = self.aside / "steps.npz"
-        with written_to(self._path):
+        finished = self.scratch_dir / "steps.npz"
+        with translate_write_errors(self._path):
             with zipfile.ZipFile(finished, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
                 for name, (dtype, shape, rows, file) in self._columns.items():
                     with archive.open(_member(name), "w", force_zip64=True) as out:
@@ -169,15 +169,15 @@ class StepLog:
 
 
 def _member(name: str) -> zipfile.ZipInfo:
-    """Without the time of day: the same steps are the same bytes."""
+    """A zip member without a time stamp, so that equal steps give equal bytes."""
     member = zipfile.ZipInfo(f"{name}.npy")
     member.compress_type = zipfile.ZIP_DEFLATED
     return member
 
 
 @contextlib.contextmanager
-def written_to(path: Path) -> Iterator[None]:
-    """A full disk, once, as the error that says so."""
+def translate_write_errors(path: Path) -> Iterator[None]:
+    """Translate OSError, such as a full disk, to StoreFull."""
     try:
         yield
     except OSError as error:
@@ -185,11 +185,11 @@ def written_to(path: Path) -> Iterator[None]:
 
 
 def _plain(info: Any) -> Any:
-    """JSON has words for keys."""
+    """Convert keys to strings for JSON."""
     return {str(key): _plain(item) for key, item in info.items()} if isinstance(info, Mapping) else info
 
 
-def _readable(value: Any) -> Any:
+def _json_default(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     return str(value)
@@ -199,11 +199,11 @@ def _readable(value: Any) -> Any:
 
 
 def read_rollout(path: str | Path) -> list[dict[str, Array]]:
-    """The episodes of a rollout's file, in order, each as its columns.
+    """The episodes of a rollout file in order, each as its columns.
 
-    `observation`, `action` (of nested spaces `observation.<path>` …), `reward`, `terminated`, `truncated` have one row for each
-    step, `final_observation` is what was seen after the last one; `episode` is its number. Of several agents there is one entry
-    for each agent of an episode, whose name is in `agent`. Raises NotFound, Damaged.
+    `observation`, `action` (`observation.<path>` for nested spaces), `reward`, `terminated`, `truncated` have one row per step;
+    `final_observation` is the one after the last step; `episode` is its number. A multi-agent episode has one entry per agent, whose
+    name is in `agent`. Raises NotFound, Damaged.
     """
     try:
         with np.load(path) as file:
@@ -216,7 +216,7 @@ def read_rollout(path: str | Path) -> list[dict[str, Array]]:
     try:
         if "agent" not in columns:
             return _episodes(columns)
-        found = [entry for agent in dict.fromkeys(columns["agent"].tolist()) for entry in _of_agent(columns, agent)]
+        found = [entry for agent in dict.fromkeys(columns["agent"].tolist()) for entry in _agent_episodes(columns, agent)]
     except (KeyError, IndexError) as error:
         raise Damaged(f"{path} is not the file of a rollout: {error!r}.") from error
     return sorted(found, key=lambda entry: int(entry["episode"]))
@@ -236,8 +236,8 @@ def _episodes(columns: Mapping[str, Array]) -> list[dict[str, Array]]:
     return episodes
 
 
-def _of_agent(columns: Mapping[str, Array], agent: str) -> list[dict[str, Array]]:
-    """Columns of one agent alone have its name before them, and only its rows."""
+def _agent_episodes(columns: Mapping[str, Array], agent: str) -> list[dict[str, Array]]:
+    """Episodes of one agent. Its own columns are prefixed with its name and have only its rows."""
     rows = columns["agent"] == agent
     shared = {name: column[rows] for name, column in columns.items() if "/" not in name and name != "agent"}
     own = {name: column for name, column in columns.items() if name.startswith(f"{agent}/")}

@@ -1,7 +1,7 @@
-"""Checkpoints: the full state of a trainer, complete or absent, readable without running anybody's code.
+"""Checkpoints: the full state of a trainer, stored completely or not at all, and read without executing code from the run.
 
-checkpoints/000120/   <model>.safetensors            weights, with the statistics that belong to the policy
-                      <model>.optimizer.safetensors  what the algorithm must remember
+checkpoints/000120/   <model>.safetensors            weights, with the statistics of the policy
+                      <model>.optimizer.safetensors  state of the algorithm
                       sampler.safetensors            random state of the sampler
                       state.json                     counters, configuration, spaces, versions
                       manifest.json                  sizes and checksums of the above
@@ -23,7 +23,7 @@ from ludus.algorithms.base import Algorithm
 from ludus.core import trust
 from ludus.core.tree import Array
 from ludus.errors import AlreadyExists, Damaged, IncompatibleCheckpoint, NotFound, StoreError, StoreUnavailable, UsageError
-from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
+from ludus.experiments.runs.remote_runs import directory_of, display_path, is_remote, store_of
 from ludus.models import centralized_critic
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import PROBABILITIES, Policy, Weights
@@ -37,20 +37,20 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 FOLDER = "checkpoints"
 BEST = "best.json"
-FROM = "from"
-"""In the claim of an incarnation: the checkpoint that it began from, or null if there was none."""
+BEGUN_FROM = "from"
+"""Key in the claim of an incarnation: the checkpoint that it started from, or null if there was none."""
 
-_LOOK = f"{FOLDER}/.look"
+_REFRESH_FILE = f"{FOLDER}/.look"
 _NAME = re.compile(r"(\d{6,})(?:-(\d+))?")  # the iteration; a second one of the same iteration has a suffix
 
 
 class Overtaken(StoreUnavailable):
-    """Another trainer has stored more of the run between our look at it and our claim. Begun once more, it goes on from there."""
+    """Another trainer stored a checkpoint between our read of the run and our claim. Retrying the resume continues from there."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and found whole."""
+    """A checkpoint that was read and verified."""
 
     name: str
     state: dict[str, Any]
@@ -59,21 +59,21 @@ class Checkpoint:
     sampler: dict[str, Array]
 
     def policy(self, model: str) -> Policy:
-        """The policy of one model, ready to act: without a centralised value. Raises IncompatibleCheckpoint."""
+        """The policy of one model for acting, without a centralised value. Raises IncompatibleCheckpoint."""
         description, weights = self.acting(model)
         policy = serialization.policy_from(description)
         policy.load_weights(weights)
         return policy
 
     def acting(self, model: str) -> tuple[dict[str, Any], Weights]:
-        """Description and weights of what a player needs of a model. Raises IncompatibleCheckpoint."""
+        """Description and weights of a model for acting. Raises IncompatibleCheckpoint."""
         return centralized_critic.without_critic(self._description(model), self.weights[model])
 
     def restore(self, model: str, algorithm: Algorithm) -> None:
         """Put weights, optimizer and random state of `model` into a freshly built algorithm."""
         mine, theirs = algorithm.policy.description(), self._description(model)
         for key in ("observation_space", "action_space", "network", "normalise_observations", "kind"):
-            if _normal(mine[key]) != _normal(_with_defaults(key, theirs)):
+            if _json_form(mine[key]) != _json_form(_with_defaults(key, theirs)):
                 raise IncompatibleCheckpoint(
                     f"Checkpoint {self.name} was made with another {key.replace('_', ' ')}: {theirs.get(key)}, now it is {mine[key]}.",
                     "Use the environment and model settings of that run.",
@@ -82,12 +82,12 @@ class Checkpoint:
         algorithm.load_state(self.arrays[model], self.state["models"][model]["algorithm"])
 
     def byte_scales(self, model: str) -> tuple[tuple[str, float], ...]:
-        """What the network of a model divides uint8 observations by, where that is not 255; earlier releases knew nothing else."""
+        """Divisors of uint8 observations by path, where they are not 255. Absent in checkpoints of early releases."""
         found = self._description(model)["network"].get("byte_scales", ())
         return tuple((str(path), float(divisor)) for path, divisor in found)
 
     def embed_above(self, model: str) -> int | None:
-        """Above how many values the network of a model embeds categories; earlier releases did not."""
+        """Number of values above which the network embeds categories. Absent in checkpoints of early releases."""
         found = self._description(model)["network"].get("embed_above")
         return None if found is None else int(found)
 
@@ -99,13 +99,13 @@ class Checkpoint:
 
 
 def _with_defaults(key: str, description: Mapping[str, Any]) -> Any:
-    """A checkpoint of an earlier version does not know of keys that came later."""
+    """Fill in keys that the release of the checkpoint did not have."""
     if key == "network":
         return {**asdict(NetworkConfig()), **description[key]}
     return description.get(key, PROBABILITIES) if key == "kind" else description[key]
 
 
-def _normal(value: Any) -> Any:
+def _json_form(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
@@ -120,10 +120,10 @@ def write(
     incarnations: Mapping[str, int] | None = None,
     guard: WriteGuard | None = None,
 ) -> str:
-    """Store a checkpoint under its iteration number; returns its name. Never replaces one that exists.
+    """Store a checkpoint under its iteration number and return its name. Never replaces an existing one.
 
-    `incarnations`: those of the models' owner, by which a checkpoint is told from one of a trainer that was cut off. `guard` has
-    the last word before the checkpoint can be seen.
+    `incarnations`: of the models' owner; they identify checkpoints of a fenced trainer. `guard` is called last before the checkpoint
+    becomes visible.
     """
     files: dict[str, bytes] = {"sampler.safetensors": serialization.encode_weights(sampler)}
     models: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def write(
         name = f"{number:06d}" if not again else f"{number:06d}-{again}"
         try:
             store.put_bundle(f"{FOLDER}/{name}", files, guard=guard)
-        except AlreadyExists:  # a damaged one that was passed over on resume keeps its place
+        except AlreadyExists:  # a damaged one that resume skipped keeps its name
             continue
         return name
     raise AlreadyExists(f"There are too many checkpoints numbered {number}.")
@@ -170,7 +170,7 @@ def read(store: Store, name: str) -> Checkpoint:
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
-    """Whether it says what commands rely on, in values of the right kind. Raises Damaged, KeyError, TypeError, ValueError."""
+    """Check the keys and types that commands rely on. Raises Damaged, KeyError, TypeError, ValueError."""
     config = state.get("config", {})
     if not isinstance(config.get("env", ""), str) or not isinstance(config.get("config", {}), Mapping):
         raise ValueError("its config is not one of a run")
@@ -181,125 +181,123 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 def names(store: Store) -> list[str]:
     """Complete checkpoints, oldest first."""
-    return sorted((name for name in store.list(FOLDER) if _NAME.fullmatch(name)), key=_place)
+    return sorted((name for name in store.list(FOLDER) if _NAME.fullmatch(name)), key=_sort_key)
 
 
 def newest(store: Store) -> Checkpoint:
-    """The newest checkpoint that can be read and that the run goes on from; others are passed over with a warning. Raises NotFound."""
+    """The newest readable checkpoint from which the run continues; others are skipped with a warning. Raises NotFound."""
     for name in reversed(names(store)):
         try:
             found = read(store, name)
         except (Damaged, NotFound) as error:
             log.warning("checkpoint %s cannot be used: %s", name, error)
             continue
-        if not _passed_over(store, name, found.state):
+        if not _skip_superseded(store, name, found.state):
             return found
     raise NotFound("There is no complete checkpoint.", "Train again, or name another run.")
 
 
 def newest_name(store: Store) -> str | None:
-    """As `newest`, without reading all of it: it may be damaged. One whose state cannot be read only if there is no other."""
+    """As `newest`, but reads only the state; weights may be damaged. One with an unreadable state is returned only if there is no other."""
     unreadable = None
     for name in reversed(names(store)):
-        state = _state(store, name)
+        state = _read_state(store, name)
         if not state:
             unreadable = unreadable or name
-        elif not _passed_over(store, name, state):
+        elif not _skip_superseded(store, name, state):
             if unreadable is not None:
-                _say_unreadable(store.url, unreadable, name)
+                _warn_unreadable(store.url, unreadable, name)
             return name
     return unreadable
 
 
-def look_anew(store: Store) -> None:
-    """For the one that takes a run over: see what was written a moment ago.
+def refresh_listing(store: Store) -> None:
+    """Force a fresh listing of the checkpoints before a run is taken over.
 
-    A client of a network file system may list a directory as it was up to a minute before, until it changes something there itself.
+    A client of a network file system may list a directory as it was up to a minute ago, until it changes the directory itself.
     """
-    store.put(_LOOK, b"")
-    store.delete(_LOOK)
+    store.put(_REFRESH_FILE, b"")
+    store.delete(_REFRESH_FILE)
 
 
-# -- which ones a run goes on from ---------------------------------------------------------------------------------------
+# -- selection for resume ------------------------------------------------------------------------------------------------
 
 
-def origin(store: Store, before: Checkpoint | None) -> str | None:
-    """The checkpoint of this store that a run goes on from with `before`, which may have been mixed with another run's."""
+def resume_origin(store: Store, before: Checkpoint | None) -> str | None:
+    """The checkpoint of this store that corresponds to `before`, which may come from another run (--restore)."""
     if before is None:
         return None
     reached = int(before.state["progress"]["iterations"])
-    found = [name for name in names(store) if _place(name)[0] <= reached]
-    return before.name if before.name in found and _place(before.name)[0] == reached else found[-1] if found else None
+    found = [name for name in names(store) if _sort_key(name)[0] <= reached]
+    return before.name if before.name in found and _sort_key(before.name)[0] == reached else found[-1] if found else None
 
 
 def check_newest(store: Store, begun_from: str | None) -> None:
-    """Raises Overtaken when there is a whole checkpoint, not of a trainer that had been cut off, after the one a run begins from."""
-    look_anew(store)
+    """Raises Overtaken if there is a complete checkpoint, not of a fenced trainer, after the one from which a run starts."""
+    refresh_listing(store)
     for name in reversed(names(store)):
-        if not after(name, begun_from):
+        if not is_after(name, begun_from):
             return
         try:
             state = read(store, name).state
         except (Damaged, NotFound):
-            continue  # was passed over before, too
-        if not _passed_over(store, name, state):
+            continue  # was skipped before, too
+        if not _skip_superseded(store, name, state):
             raise Overtaken(
-                f"Another trainer has stored checkpoint {name} of {store.url} while this one was about to go on from "
+                f"Another trainer stored checkpoint {name} of {store.url} while this one was about to continue from "
                 f"{begun_from or 'the beginning'}.",
-                "Resume the run once more: it goes on from there.",
+                "Resume the run again: it continues from there.",
             )
 
 
-def superseded(state: Mapping[str, Any], name: str, claims: Callable[[str, int], Iterable[Claim]]) -> Claim | None:
-    """The claim of a later owner that began before this checkpoint: it was written by a trainer that had been cut off.
+def superseding_claim(state: Mapping[str, Any], name: str, claims: Callable[[str, int], Iterable[Claim]]) -> Claim | None:
+    """The claim of a later owner that started before this checkpoint: the checkpoint is of a fenced trainer.
 
-    `claims(model, number)`: those of a model above a number. Checkpoints and claims of earlier versions do not say enough.
+    `claims(model, number)`: claims of a model above a number. Checkpoints and claims of early releases lack the information.
     """
     for model, entry in state.get("models", {}).items():
         number = entry.get("incarnation") if isinstance(entry, Mapping) else None
         for claim in claims(model, number) if isinstance(number, int) else ():
-            began = claim.content.get(FROM, name)
-            if began is None or (isinstance(began, str) and _NAME.fullmatch(began) and _place(name) > _place(began)):
+            began = claim.content.get(BEGUN_FROM, name)
+            if began is None or (isinstance(began, str) and _NAME.fullmatch(began) and _sort_key(name) > _sort_key(began)):
                 return claim
     return None
 
 
-def astray(store: Store, name: str) -> bool:
-    """Whether it was written by a trainer that had been cut off."""
-    return superseded(_state(store, name), name, functools.partial(claims_after, store)) is not None
+def is_superseded(store: Store, name: str) -> bool:
+    """Whether a checkpoint was written by a fenced trainer."""
+    return superseding_claim(_read_state(store, name), name, functools.partial(claims_after, store)) is not None
 
 
-def in_line(store: Store) -> list[str]:
-    """All that are not astray, oldest first; those that cannot be read among them. Looks into every one."""
-    return [name for name in names(store) if not astray(store, name)]
+def active_names(store: Store) -> list[str]:
+    """All checkpoints that are not superseded, oldest first, unreadable ones included. Reads the state of each."""
+    return [name for name in names(store) if not is_superseded(store, name)]
 
 
-def after(name: str, begun_from: str | None) -> bool:
-    """Whether a checkpoint comes after the one that a run began from."""
-    return begun_from is None or _place(name) > _place(begun_from)
+def is_after(name: str, begun_from: str | None) -> bool:
+    """Whether a checkpoint comes after the one from which a run started."""
+    return begun_from is None or _sort_key(name) > _sort_key(begun_from)
 
 
-def _passed_over(store: Store, name: str, state: Mapping[str, Any]) -> bool:
-    claim = superseded(state, name, functools.partial(claims_after, store))
+def _skip_superseded(store: Store, name: str, state: Mapping[str, Any]) -> bool:
+    claim = superseding_claim(state, name, functools.partial(claims_after, store))
     if claim is not None:
-        _say_passed_over(store.url, name, claim.who, claim.content.get(FROM) or "the beginning")
+        _warn_superseded(store.url, name, claim.who, claim.content.get(BEGUN_FROM) or "the beginning")
     return claim is not None
 
 
-@functools.lru_cache(maxsize=256)  # once: a service that follows a run looks every second
-def _say_passed_over(url: str, name: str, who: str, begun_from: str) -> None:
-    log.warning(
-        "checkpoint %s is passed over: it is of a trainer that had been cut off (%s took over from %s)", name, who, begun_from
-    )
+@functools.lru_cache(maxsize=256)  # warn once: a server that follows a run polls every second
+def _warn_superseded(url: str, name: str, who: str, begun_from: str) -> None:
+    log.warning("checkpoint %s is skipped: its trainer had lost the run (%s took over from %s)", name, who, begun_from)
 
 
 @functools.lru_cache(maxsize=256)
-def _say_unreadable(url: str, name: str, instead: str) -> None:
-    log.warning("checkpoint %s of %s cannot be used: its state cannot be read; the newest is %s", name, url, instead)
+def _warn_unreadable(url: str, name: str, instead: str) -> None:
+    log.warning("checkpoint %s of %s is skipped: its state cannot be read; the newest is %s", name, url, instead)
 
 
-def _state(store: Store, name: str) -> dict[str, Any]:
-    """Nothing if it cannot be read: that is said by whoever reads the whole."""
+def _read_state(store: Store, name: str) -> dict[str, Any]:
+    """The state of a checkpoint; empty if it cannot be read."""
     try:
         state = parse_json(store.get_file(f"{FOLDER}/{name}", "state.json"), "state.json")
         return state if isinstance(state, dict) and isinstance(state.get("models"), dict) else {}
@@ -307,7 +305,7 @@ def _state(store: Store, name: str) -> dict[str, Any]:
         return {}
 
 
-def _place(name: str) -> tuple[int, int]:
+def _sort_key(name: str) -> tuple[int, int]:
     match = _NAME.fullmatch(name)
     if match is None:
         raise UsageError(f"{name!r} is not the name of a checkpoint.")
@@ -315,18 +313,18 @@ def _place(name: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Best:
-    """The best so far; `by`: what it was judged by."""
+class BestRecord:
+    """Content of best.json. `by`: the metric of the score."""
 
     checkpoint: str
     score: float
     by: str
 
 
-def best(store: Store) -> Best | None:
+def read_best(store: Store) -> BestRecord | None:
     try:
-        said = parse_json(store.get(f"{FOLDER}/{BEST}"), BEST)
-        return Best(str(said["checkpoint"]), float(said["score"]), str(said.get("by", "")))
+        record = parse_json(store.get(f"{FOLDER}/{BEST}"), BEST)
+        return BestRecord(str(record["checkpoint"]), float(record["score"]), str(record.get("by", "")))
     except NotFound:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -343,9 +341,9 @@ def best_name(store: Store) -> str | None:
 
 
 def mark_best(store: Store, name: str, score: float, by: str, incarnation: int | None = None) -> None:
-    """`incarnation`: of the trainer that says so."""
-    said = {"checkpoint": name, "score": score, "by": by} | ({} if incarnation is None else {"incarnation": incarnation})
-    store.put(f"{FOLDER}/{BEST}", json.dumps(said).encode())
+    """`incarnation`: of the trainer that writes the record."""
+    record = {"checkpoint": name, "score": score, "by": by} | ({} if incarnation is None else {"incarnation": incarnation})
+    store.put(f"{FOLDER}/{BEST}", json.dumps(record).encode())
 
 
 def best_score(store: Store) -> float:
@@ -355,22 +353,22 @@ def best_score(store: Store) -> float:
         return float("-inf")
 
 
-def retain(
+def apply_retention(
     store: Store, keep: int | None, fresh: str | None = None, *, spared: Collection[str] = (), surplus: Collection[str] = ()
 ) -> dict[str, dict[str, int]]:
-    """Delete all but the newest `keep`, the best and the `fresh` one; returns the deleted names with their versions by model.
+    """Delete all but the newest `keep`, the best and the `fresh` checkpoint; returns the deleted names with their versions by model.
 
-    The fresh one need not have the highest number: a damaged one that a resume passed over may stand above it. Those `spared` do
-    not go either; the `surplus` ones do not even count.
+    The fresh one need not have the highest number: a damaged one that resume skipped may follow it. `spared` ones are kept too;
+    `surplus` ones are neither deleted nor counted.
     """
     if keep is None:
         return {}
     stays = {best_name(store), fresh, *spared}
     counted = [name for name in names(store) if name not in surplus]
-    return {name: drop(store, name) for name in counted[:-keep] if name not in stays}
+    return {name: delete_checkpoint(store, name) for name in counted[:-keep] if name not in stays}
 
 
-def drop(store: Store, name: str) -> dict[str, int]:
+def delete_checkpoint(store: Store, name: str) -> dict[str, int]:
     """Delete a checkpoint; returns its versions by model."""
     versions = versions_of(store, name)
     store.delete(f"{FOLDER}/{name}")
@@ -405,15 +403,17 @@ def locate(where: str | Path) -> tuple[Path, str]:
     if not remote and not run.is_dir():
         raise NotFound(f"There is no run or checkpoint at {path}.", "`ludus runs list` shows what there is.")
     if not {FOLDER, "config.yaml"} & set(store.list("")):
-        raise NotFound(f"{shown(run)} is not the directory of a run or checkpoint.", "`ludus runs list` shows what there is.")
+        raise NotFound(
+            f"{display_path(run)} is not the directory of a run or checkpoint.", "`ludus runs list` shows what there is."
+        )
     if word == "best":
-        raise NotFound(f"{shown(run)} has no best checkpoint yet.", "Leave out /best for the newest one.")
-    raise NotFound(f"{shown(run)} has no complete checkpoint.", "Train with --checkpoint-freq, or let the run end.")
+        raise NotFound(f"{display_path(run)} has no best checkpoint yet.", "Leave out /best for the newest one.")
+    raise NotFound(f"{display_path(run)} has no complete checkpoint.", "Train with --checkpoint-freq, or let the run end.")
 
 
 def _is_checkpoint(path: Path, remote: bool) -> bool:
-    named = _NAME.fullmatch(path.name) is not None
-    return named if remote else path.is_dir() and (named or (path / "state.json").exists())
+    has_name = _NAME.fullmatch(path.name) is not None
+    return has_name if remote else path.is_dir() and (has_name or (path / "state.json").exists())
 
 
 def open_checkpoint(where: str | Path) -> tuple[Path, Checkpoint]:

@@ -1,4 +1,4 @@
-"""The reports of a run as a table: a pandas.DataFrame where pandas is installed, otherwise the little that it takes to plot them."""
+"""The metrics of a run as a table: a pandas.DataFrame if pandas is installed, else a `HistoryTable`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SHOWN_COLUMNS = 8
 _FIRST = ("timesteps", "iterations", "episodes", "time_s", "fps", "episode_return_mean")
 
 
-class Table(Protocol):
-    """What both kinds of table have."""
+class HistoryLike(Protocol):
+    """The common interface of both kinds of table."""
 
     @property
     def columns(self) -> Any: ...
@@ -25,7 +25,7 @@ class Table(Protocol):
 
 
 class HistoryTable:
-    """Reports in rows: `table["timesteps"]` is a column, a list of numbers in which nan is none; iterating gives rows as dicts."""
+    """Reports in rows. `table["timesteps"]` is a column as a list, with nan for missing values; iterating gives rows as dicts."""
 
     def __init__(self, rows: Sequence[dict[str, float]]) -> None:
         self.rows = list(rows)
@@ -53,13 +53,13 @@ class HistoryTable:
 
 
 def column_names(rows: Sequence[dict[str, float]]) -> list[str]:
-    """All columns: the counters first, then by name."""
-    found = {name for row in rows for name in row}
-    return [name for name in _FIRST if name in found] + sorted(found - set(_FIRST))
+    """All columns: the counters first, the others by name."""
+    names = {name for row in rows for name in row}
+    return [name for name in _FIRST if name in names] + sorted(names - set(_FIRST))
 
 
-def read_history(metrics_file: Path) -> Table:
-    """One row for each iteration that was reported, evaluations in the row of theirs."""
+def read_history(metrics_file: Path) -> HistoryLike:
+    """One row per reported iteration; evaluations are in the row of their iteration."""
     rows = [
         {name: math.nan if value is None else value for name, value in row.items() if name != "incarnation"}
         for row in read_jsonl(metrics_file)
@@ -68,5 +68,5 @@ def read_history(metrics_file: Path) -> Table:
         import pandas as pd  # type: ignore[import-untyped, unused-ignore] # not installed everywhere, and slow to import
     except ImportError:
         return HistoryTable(rows)
-    table: Table = pd.DataFrame(rows, columns=column_names(rows))
+    table: HistoryLike = pd.DataFrame(rows, columns=column_names(rows))
     return table

@@ -1,8 +1,8 @@
-"""The note of a job: which runs its main command has begun, so that its next life goes on with them and begins no others.
+"""The file in which a job records its runs, so that its main command continues them after a restart instead of starting new ones.
 
     {"cartpole": "/shared/runs/cartpole/PPO_CartPole-v1_2026-11-16_12-00-00-1a2b3", "pong": "s3://bucket/runs/pong/…"}
 
-Experiment → where its run is, or its sweep. It is written before there is anything at that place: no run is ever begun twice.
+It maps each experiment to the location of its run or sweep. An entry is written before the run is created, so no run starts twice.
 """
 
 from __future__ import annotations
@@ -14,65 +14,65 @@ from pathlib import Path
 from ludus.errors import LudusError
 from ludus.process.job_env import RUN
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
-class Note:
-    """`trouble`: why what was in the file says nothing; then it is replaced."""
+class JobResumeFile:
+    """`trouble`: why the file could not be read; the next write replaces it."""
 
-    def __init__(self, path: Path, places: Mapping[str, str] | None = None, trouble: str = "") -> None:
+    def __init__(self, path: Path, locations: Mapping[str, str] | None = None, trouble: str = "") -> None:
         self.path, self.trouble = path, trouble
-        self._places = dict(places or {})
+        self._locations = dict(locations or {})
 
     @classmethod
-    def take(cls, environ: MutableMapping[str, str]) -> Note | None:
-        """The note that the environment names, which does not name it any more: whatever this process starts is not the job's main."""
-        named = environ.pop(RUN, "")
-        return cls.read(Path(named).absolute()) if named else None
+    def take(cls, environ: MutableMapping[str, str]) -> JobResumeFile | None:
+        """Read the file that the environment names and remove the variable: child processes are not the job's main command."""
+        path = environ.pop(RUN, "")
+        return cls.read(Path(path).absolute()) if path else None
 
     @classmethod
-    def read(cls, path: Path) -> Note:
+    def read(cls, path: Path) -> JobResumeFile:
         try:
             with path.open("rb") as file:
-                data = file.read(_MOST_BYTES + 1)
+                data = file.read(_MAX_BYTES + 1)
         except FileNotFoundError:
             return cls(path)
         except OSError as error:
             return cls(path, trouble=f"it cannot be read: {error.strerror}")
-        return cls(path, *_places(data))
+        return cls(path, *_parse_locations(data))
 
     @property
-    def places(self) -> dict[str, str]:
-        return dict(self._places)
+    def locations(self) -> dict[str, str]:
+        return dict(self._locations)
 
-    def place(self, experiment: str) -> str | None:
-        """Where its run or sweep is; None: it has not begun."""
-        return self._places.get(experiment)
+    def location(self, experiment: str) -> str | None:
+        """Location of the experiment's run or sweep; None: it has not started."""
+        return self._locations.get(experiment)
 
-    def names(self, place: str) -> bool:
-        return place in self._places.values()
+    def names(self, location: str) -> bool:
+        return location in self._locations.values()
 
-    def write(self, experiment: str, place: str) -> str:
-        """Say where it is, at once and as a whole. Returns why that cannot be: no training fails for it."""
-        if self._places.get(experiment) == place:
+    def write(self, experiment: str, location: str) -> str:
+        """Record a location atomically. Returns the error message, or "": training must not fail because of it."""
+        if self._locations.get(experiment) == location:
             return ""
-        from ludus.storage.local import LocalStore  # the commands read notes before they load anything
+        from ludus.storage.local import LocalStore  # commands read this file before slow imports
 
-        self._places[experiment] = place
+        self._locations[experiment] = location
         try:
-            LocalStore(self.path.parent).put(self.path.name, json.dumps(self._places, indent=1).encode())
+            LocalStore(self.path.parent).put(self.path.name, json.dumps(self._locations, indent=1).encode())
         except LudusError as error:
             return str(error)
         return ""
 
 
-def _places(data: bytes) -> tuple[dict[str, str], str]:
+def _parse_locations(data: bytes) -> tuple[dict[str, str], str]:
     if not data.strip():
         return {}, ""
     try:
-        found = json.loads(data) if len(data) <= _MOST_BYTES else None
-    except (ValueError, RecursionError):  # also what is not UTF-8
-        found = None
-    if isinstance(found, dict) and all(isinstance(place, str) and place for place in found.values()):
-        return found, ""
-    return {}, "it is not the note of a job"
+        locations = json.loads(data) if len(data) <= _MAX_BYTES else None
+    except (ValueError, RecursionError):  # ValueError: also invalid UTF-8
+        locations = None
+    if isinstance(locations, dict) and all(isinstance(location, str) and location for location in locations.values()):
+        return locations, ""
+    return {}, "it is not the resume file of a job"

@@ -1,4 +1,4 @@
-"""Learning curves as pictures: one line for every run, or for every group of seeds its mean, its interval and its runs."""
+"""Plots of learning curves: one line per run, or per group of seeds the runs, their mean and its interval."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Curve:
     y: Array
 
 
-def curve(run: Path, metric: str = METRIC, over: str = "timesteps") -> Curve:
+def read_curve(run: Path, metric: str = METRIC, over: str = "timesteps") -> Curve:
     """Raises NotFound when the run has no such number."""
     rows = [r for r in read_jsonl(run / "metrics.jsonl") if r.get(metric) is not None and r.get(over) is not None]
     if not rows:
@@ -43,21 +43,21 @@ def curve(run: Path, metric: str = METRIC, over: str = "timesteps") -> Curve:
     return Curve(run, x[order], y[order])
 
 
-def curves(runs: Sequence[Path], metric: str = METRIC, over: str = "timesteps") -> list[Curve]:
-    """Of those runs that have it. Raises NotFound when none has."""
+def read_curves(runs: Sequence[Path], metric: str = METRIC, over: str = "timesteps") -> list[Curve]:
+    """The curves of the runs that have the metric. Raises NotFound if none has."""
     found = []
     for run in runs:
         try:
-            found.append(curve(run, metric, over))
-        except NotFound as error:  # one that has only just begun
+            found.append(read_curve(run, metric, over))
+        except NotFound as error:  # it has only just started
             log.warning("%s", error)
     if not found:
         raise NotFound(f"None of the {len(runs)} runs has values of {metric!r} over {over!r}.")
     return found
 
 
-def smoothed(y: Array, weight: float) -> Array:
-    """Exponential moving average without its bias towards 0 at the start; 0 = as it is, 0.9 = about ten points."""
+def smooth(y: Array, weight: float) -> Array:
+    """Bias-corrected exponential moving average; weight 0: unchanged, 0.9: about ten points. Raises UsageError."""
     if not 0.0 <= weight < 1.0:
         raise UsageError(f"A smoothing of {weight} is not a number from 0 to less than 1.")
     if weight == 0.0:
@@ -69,17 +69,17 @@ def smoothed(y: Array, weight: float) -> Array:
     return out
 
 
-def on_grid(group: Sequence[Curve], smoothing: float = 0.0, points: int = _POINTS) -> tuple[Array, Array]:
-    """(x [points], y [runs, points]): every curve at the same places, where all of them have values. Empty: nowhere."""
+def align_curves(group: Sequence[Curve], smoothing: float = 0.0, points: int = _POINTS) -> tuple[Array, Array]:
+    """(x [points], y [runs, points]): every curve at the same points, where all of them have values. Empty: nowhere."""
     low, high = max(c.x[0] for c in group), min(c.x[-1] for c in group)
     if low > high:
         return np.empty(0), np.empty((len(group), 0))
     x = np.linspace(low, high, points if low < high else 1)
-    return x, np.stack([np.interp(x, c.x, smoothed(c.y, smoothing)) for c in group])
+    return x, np.stack([np.interp(x, c.x, smooth(c.y, smoothing)) for c in group])
 
 
-def spread(y: Array) -> tuple[Array, Array]:
-    """(low, high) of the mean of several runs at every place: 95 %, bootstrapped; of two runs, both of them."""
+def confidence_band(y: Array) -> tuple[Array, Array]:
+    """(low, high) of the mean of several runs at every point: 95 %, bootstrapped; for two runs their values."""
     if len(y) < 3:
         return y.min(axis=0), y.max(axis=0)
     sides = np.array([confidence_interval(column, resamples=_RESAMPLES) for column in y.T])
@@ -89,22 +89,22 @@ def spread(y: Array) -> tuple[Array, Array]:
 def plot(
     runs: Sequence[Path], out: Path, metric: str = METRIC, over: str = "timesteps", smoothing: float = 0.0, title: str = ""
 ) -> Path:
-    """Several runs in one PNG, each on its own."""
-    alone = {f"{c.run.parent.name}/{c.run.name}": [c] for c in curves(runs, metric, over)}
+    """Plot several runs into one PNG, each as its own line."""
+    alone = {f"{c.run.parent.name}/{c.run.name}": [c] for c in read_curves(runs, metric, over)}
     return draw(alone, out, metric, over, smoothing, title)
 
 
 def draw(
     groups: Mapping[str, Sequence[Curve]], out: Path, metric: str, over: str, smoothing: float = 0.0, title: str = ""
 ) -> Path:
-    """Label → its runs: thin lines for runs, a thick one for their mean, a shade for its interval."""
+    """Plot groups by label: thin lines for runs, a thick one for their mean, a shaded band for its interval."""
     return draw_panels({title: groups}, out, metric, over, smoothing)
 
 
 def draw_panels(
     panels: Mapping[str, Mapping[str, Sequence[Curve]]], out: Path, metric: str, over: str, smoothing: float = 0.0
 ) -> Path:
-    """Title → groups, one panel below the other: environments have scales of their own."""
+    """Plot one panel of groups per title, one below the other; environments have different scales."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -122,14 +122,14 @@ def draw_panels(
 
 def _draw_group(axes: Any, colour: str, label: str, group: Sequence[Curve], smoothing: float) -> None:
     if len(group) == 1:
-        axes.plot(group[0].x, smoothed(group[0].y, smoothing), color=colour, linewidth=1.8, label=label)
+        axes.plot(group[0].x, smooth(group[0].y, smoothing), color=colour, linewidth=1.8, label=label)
         return
     for c in group:
-        axes.plot(c.x, smoothed(c.y, smoothing), color=colour, linewidth=0.6, alpha=0.45)
-    x, y = on_grid(group, smoothing)
+        axes.plot(c.x, smooth(c.y, smoothing), color=colour, linewidth=0.6, alpha=0.45)
+    x, y = align_curves(group, smoothing)
     axes.plot(x, y.mean(axis=0), color=colour, linewidth=1.8, label=f"{label} (n={len(group)})")
     if len(x):
-        axes.fill_between(x, *spread(y), color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(x, *confidence_band(y), color=colour, alpha=0.18, linewidth=0)
 
 
 def _style(axes: Any, metric: str, over: str, title: str, many: bool) -> None:

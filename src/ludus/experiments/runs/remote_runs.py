@@ -1,10 +1,10 @@
-"""Runs on a store: such a run (`s3://bucket/prefix/run`) is worked on in a local directory that knows where it belongs.
+"""Runs on a remote store (`s3://bucket/prefix/run`): each has a local working directory in the cache.
 
-    <cache>/runs/s3/bucket/.place            the address of that bucket; everything below it belongs below that address
-    <cache>/runs/s3/bucket/prefix/run/       as the directory of any run, without what only the store has: checkpoints, models
+    <cache>/runs/s3/bucket/.place            URL of the bucket; directories below it correspond to keys below that URL
+    <cache>/runs/s3/bucket/prefix/run/       like the directory of any run, but without checkpoints and models
 
-The store is the truth, the directory a cache: it may be empty, old, or deleted at any time when nobody trains in it. Checkpoints
-and metadata go to the store as they are written. What grows (metrics, logs) is written here; a `Carrier` takes it there.
+The store is authoritative. The working directory may be empty, outdated, or deleted whenever no trainer uses it. Checkpoints and
+metadata go to the store directly; growing files (metrics, logs) are written locally and uploaded by `RunSync`.
 """
 
 from __future__ import annotations
@@ -30,76 +30,76 @@ from ludus.storage.redact import redact_passwords
 log = logging.getLogger(__name__)
 
 CACHE_DIR = "LUDUS_CACHE_DIR"
-PLACE = ".place"
-WORKER = ".worker"
-"""In a working directory: the process that carries from it."""
+PLACE_FILE = ".place"
+SYNC_OWNER_FILE = ".worker"
+"""File in a working directory that identifies the process that uploads from it."""
 
-MOST_BYTES = 256 << 20
-"""A file that is longer stays here."""
+MAX_FILE_BYTES = 256 << 20
+"""Larger files are not uploaded."""
 
 EVALUATION_VIDEO = "evaluation-iteration-"
-"""How the names of videos begin that an evaluation records during training, in `videos/` of a run."""
+"""Name prefix of videos that evaluations record during training, in `videos/` of a run."""
 
-CARRIED = ("metrics.jsonl", "status.json", "metrics.csv", "logs/*", "plots/*", f"videos/{EVALUATION_VIDEO}*", "events.*")
-"""What grows in a directory and is not stored as it is written; what is needed most comes first."""
+SYNCED_PATTERNS = ("metrics.jsonl", "status.json", "metrics.csv", "logs/*", "plots/*", f"videos/{EVALUATION_VIDEO}*", "events.*")
+"""Files of a working directory that are uploaded periodically, the most important first."""
 
-_GROWING, _LOGS = ("metrics.jsonl",), ("metrics.csv", "logs/learner/train.log")
-_WHOLE = ("config.yaml", "meta.json")
-_LAST = ".last"  # which run this was, while the store has none
+_METRICS, _LOGS = ("metrics.jsonl",), ("metrics.csv", "logs/learner/train.log")
+_DESCRIPTION = ("config.yaml", "meta.json")
+_LAST_ID_FILE = ".last"  # id of the run, while the store has none
 _KEEP_WEIGHTS_S = 7 * 86_400.0
 _LOCAL = ("file", "nfs")
 _URL = re.compile(r"([A-Za-z][\w.+-]*(?::[A-Za-z_]\w*)?)://(.*)", re.DOTALL)  # a scheme may be a class: module:Class
 
 
-# -- places -------------------------------------------------------------------------------------------------------------
+# -- locations ----------------------------------------------------------------------------------------------------------
 
 
 def is_remote(where: str | Path) -> bool:
-    """Whether this is, or belongs to, a place that is not a directory."""
-    return _address(where) is not None or (isinstance(where, Path) and _place(where) is not None)
+    """Whether this is the URL of a remote store, or a working directory of one."""
+    return _parse_url(where) is not None or (isinstance(where, Path) and _url_of(where) is not None)
 
 
 def directory_of(where: str | Path) -> Path:
-    """The directory in which a run at that place is worked on: a path is its own; of a URL it is in the cache, and is made.
+    """The working directory of a run: the path itself, or for a URL a directory in the cache, which is created.
 
-    Nothing is asked over a network. Raises UsageError for a URL that cannot be one, or has a secret in it.
+    Does not access the network. Raises UsageError for an invalid URL or one that contains a secret.
     """
-    url = _address(where)
+    url = _parse_url(where)
     if url is None:
         return Path(_plain(str(where))).expanduser()
     scheme, bucket, key, query = _split(url)
-    end_point = query or _usual_end_point(scheme)
+    end_point = query or _default_endpoint(scheme)
     mark = "-" + hashlib.sha256(end_point.encode()).hexdigest()[:8] if end_point else ""
     top = cache_root() / "runs" / scheme / f"{bucket}{mark}"
-    place = _joined(scheme, bucket, "", query)
+    place = _join_url(scheme, bucket, "", query)
     directory = top / key if key else top
     try:
         cache_root().mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
-        if _read_place(top / PLACE) != place:
-            LocalStore(top).put(PLACE, place.encode())
+        if _read_place_file(top / PLACE_FILE) != place:
+            LocalStore(top).put(PLACE_FILE, place.encode())
     except OSError as error:
         raise StoreFull(f"Cannot write {directory}: {error.strerror}.", f"Set {CACHE_DIR} to another directory.") from error
-    if _read_place(top / PLACE) != place:
-        raise UsageError(f"{top / PLACE} does not belong to this user.", f"Set {CACHE_DIR} to a directory that is your own.")
+    if _read_place_file(top / PLACE_FILE) != place:
+        raise UsageError(f"{top / PLACE_FILE} does not belong to this user.", f"Set {CACHE_DIR} to a directory that you own.")
     return directory
 
 
 def store_of(directory: Path) -> Store:
-    """The store of a run's directory: that directory, or the place it belongs to."""
-    url = _place(directory)
-    return LocalStore(directory) if url is None else _opened(url, os.getpid(), hash(frozenset(os.environ.items())))
+    """The store of a run: its directory, or the remote store of a working directory."""
+    url = _url_of(directory)
+    return LocalStore(directory) if url is None else _open_cached(url, os.getpid(), hash(frozenset(os.environ.items())))
 
 
 @functools.lru_cache(maxsize=32)
-def _opened(url: str, process: int, environment: int) -> Store:
-    """A client takes tens of milliseconds to make, and some ask every second. Another environment may have other credentials."""
+def _open_cached(url: str, process: int, environment: int) -> Store:
+    """Cached: creating a client takes tens of milliseconds. `environment` is part of the key, as it may hold other credentials."""
     return open_store(url)
 
 
-def shown(directory: Path) -> str:
-    """Where it is, as people write it: a URL, or a path."""
-    return _place(directory) or str(directory)
+def display_path(directory: Path) -> str:
+    """The location of a run for users: a URL or a path."""
+    return _url_of(directory) or str(directory)
 
 
 def cache_root() -> Path:
@@ -110,8 +110,8 @@ def cache_root() -> Path:
     return (Path(xdg).expanduser().absolute() if xdg else Path.home() / ".cache") / "ludus"
 
 
-def _address(where: str | Path) -> str | None:
-    """The URL that is meant, if it is one of a backend; a `Path` has lost a slash wherever there were two."""
+def _parse_url(where: str | Path) -> str | None:
+    """The URL of a remote store, or None for a local path. Restores the double slashes that a `Path` collapses."""
     text = str(where)
     scheme = text.partition(":/")[0]
     if isinstance(where, Path) and (scheme in STORES or ":" in scheme):
@@ -132,26 +132,26 @@ def _split(url: str) -> tuple[str, str, str, str]:
     if scheme.lower() == "s3":
         from ludus.storage.s3_url import S3Url
 
-        S3Url.parse(url)  # which knows more of what a secret may look like
+        S3Url.parse(url)  # has stricter checks for secrets
     key = parts.path.strip("/")
     secrets = [parts.netloc, *(value for _, value in parse_qsl(parts.query))]
     if any("@" in part for part in secrets):
         raise UsageError(
-            f"{redact_passwords(url)} has a user or password in it.", "Give them as your store's tools take them: docs/stores.md."
+            f"{redact_passwords(url)} contains a user or password.", "Pass credentials in the way of the store: docs/stores.md."
         )
     if not parts.netloc or parts.fragment:
-        raise UsageError(f"{url} is not the address of a run.", "s3://BUCKET/PREFIX")
+        raise UsageError(f"{url} is not the URL of a run.", "Use s3://BUCKET/PREFIX.")
     if key:
         check_key(key)
     return scheme, parts.netloc, key, parts.query
 
 
-def _joined(scheme: str, bucket: str, key: str, query: str) -> str:
+def _join_url(scheme: str, bucket: str, key: str, query: str) -> str:
     return f"{scheme}://{bucket}" + (f"/{key}" if key else "") + (f"?{query}" if query else "")
 
 
-def _usual_end_point(scheme: str) -> str:
-    """Two servers may have buckets of one name."""
+def _default_endpoint(scheme: str) -> str:
+    """The configured S3 endpoint: two servers may have buckets of the same name."""
     if scheme != "s3":
         return ""
     from ludus.storage.s3_url import default_endpoint
@@ -159,23 +159,23 @@ def _usual_end_point(scheme: str) -> str:
     return default_endpoint(os.environ) or ""
 
 
-def _place(directory: Path) -> str | None:
-    """The URL that a directory belongs to, found by walking up: not out of the cache, where others may have put such a file."""
+def _url_of(directory: Path) -> str | None:
+    """The URL of a working directory, from the place file of a parent. Never searches outside the cache, where others may write."""
     directory, root = directory.expanduser().absolute(), cache_root() / "runs"
     for top in (directory, *directory.parents):
         if not (top.is_relative_to(root) or top.is_relative_to(root.resolve())):
             return None
-        place = _read_place(top / PLACE)
+        place = _read_place_file(top / PLACE_FILE)
         if place is not None:
             scheme, bucket, key, query = _split(place)
             below = directory.relative_to(top).as_posix()
             parts = [part for part in (key, "" if below == "." else below) if part]
-            return _joined(scheme, bucket, "/".join(parts), query)
+            return _join_url(scheme, bucket, "/".join(parts), query)
     return None
 
 
-def _read_place(path: Path) -> str | None:
-    """Nothing if it is not this user's own."""
+def _read_place_file(path: Path) -> str | None:
+    """Content of a place file; None if it does not belong to this user."""
     try:
         with path.open(encoding="utf-8") as file:
             mine = os.fstat(file.fileno()).st_uid == os.geteuid()
@@ -195,60 +195,60 @@ def fetch(
     logs: bool = False,
     get: Callable[[str], bytes] | None = None,
 ) -> None:
-    """Make the working directory what the store says of the run. Nothing happens to a local run.
+    """Update the working directory from the store. No-op for a local run.
 
-    `growing`: with its status and, unless it is without `metrics`, these; `logs`: with what else whoever takes the run up adds lines
-    to. If there are more lines here, and the same before them, they stay, as does all of a file that the store does not have:
-    whoever wrote them could not carry them any more. While another process of this machine trains in the directory, what grows is
-    left to it. `get`: how to read a file of the run, for who has opened a store already. Raises StoreError.
+    `growing`: fetch the status and, with `metrics`, the metrics. `logs`: fetch the logs, to which a resumed run appends. A local file
+    that extends the stored one, or that the store does not have, stays: its writer could not upload it. While another process of this
+    host trains in the directory, growing files are not touched. `get`: reads a file of the run, if the caller has an open store.
+    Raises StoreError.
     """
     if not is_remote(directory):
         return
     get, local = get or store_of(directory).get, LocalStore(directory)
-    before, busy = _identity(directory) or _remembered(directory), _is_worked_on(directory)
-    for name in _WHOLE:
-        if not _take(get, local, name):
+    before, busy = _identity(directory) or _last_identity(directory), _is_in_use(directory)
+    for name in _DESCRIPTION:
+        if not _fetch_file(get, local, name):
             local.delete(name)
     now = _identity(directory)
-    if before and not now:  # deleted; or a server that says so for a while: whose the rest is, is known when there is a run again
-        local.put(_LAST, before.encode())
+    if before and not now:  # deleted, or temporarily missing on the server: keep the id to compare it with the next run
+        local.put(_LAST_ID_FILE, before.encode())
     if before and now and before != now and not busy:
-        clear(directory)  # of another run, which had this name before
+        clear(directory)  # files of an earlier run of the same name
     if not growing or busy:
         return
-    for name in (*(_GROWING if metrics else ()), *(_LOGS if logs else ())):
-        _take(get, local, name, keep=_goes_on)
-    _take(get, local, "status.json")
+    for name in (*(_METRICS if metrics else ()), *(_LOGS if logs else ())):
+        _fetch_file(get, local, name, keep=_extends)
+    _fetch_file(get, local, "status.json")
 
 
 def clear(directory: Path) -> None:
-    """Forget what an earlier run of that name has left in the working directory. Nothing happens to a local run."""
+    """Delete the files of an earlier run of the same name from the working directory. No-op for a local run."""
     if not is_remote(directory):
         return
-    for _, path in carried_files(directory):
+    for _, path in synced_files(directory):
         path.unlink(missing_ok=True)
 
 
-def kept_file(directory: Path, data: bytes) -> Path:
-    """A file in the working directory with that content, for a process that reads files."""
+def write_cached_weights(directory: Path, data: bytes) -> Path:
+    """Write weights to a file in the working directory, named by their hash; files older than a week are deleted."""
     folder = directory / ".weights"
     name = f"{hashlib.sha256(data).hexdigest()[:32]}.safetensors"
     local = LocalStore(folder)
     for old in folder.glob("*") if folder.is_dir() else ():
-        with contextlib.suppress(OSError):  # another process was quicker
+        with contextlib.suppress(OSError):  # another process deleted it
             if time.time() - old.stat().st_mtime > _KEEP_WEIGHTS_S:
                 old.unlink()
     local.put(name, data)
     return folder / name
 
 
-def _take(
+def _fetch_file(
     get: Callable[[str], bytes],
     local: LocalStore,
     name: str,
     keep: Callable[[bytes, bytes], bool] = lambda ours, theirs: False,
 ) -> bool:
-    """Whether the store has it; if not, it stays as it is here."""
+    """Fetch one file unless `keep(local, remote)`. Returns False if the store does not have it."""
     try:
         theirs = get(name)
     except NotFound:
@@ -262,32 +262,32 @@ def _take(
     return True
 
 
-def _goes_on(ours: bytes, theirs: bytes) -> bool:
+def _extends(ours: bytes, theirs: bytes) -> bool:
     return len(ours) > len(theirs) and ours.startswith(theirs)
 
 
 def _identity(directory: Path) -> str:
-    """By which a run is told from another one of that name; nothing where there is no run."""
+    """The id of the run from its metadata; empty if there is no run."""
     try:
         return str(json.loads((directory / "meta.json").read_bytes())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 
-def _remembered(directory: Path) -> str:
+def _last_identity(directory: Path) -> str:
     try:
-        return (directory / _LAST).read_text()
+        return (directory / _LAST_ID_FILE).read_text()
     except (OSError, ValueError):
         return ""
 
 
-def _is_worked_on(directory: Path) -> bool:
-    """Whether another process of this machine carries from here. (Who trains the run, a status says; not where it is worked on.)"""
-    from ludus.experiments.runs import run_status  # which reads runs, and they are here
+def _is_in_use(directory: Path) -> bool:
+    """Whether another process of this host uploads from here. (The status names the trainer, but not its working directory.)"""
+    from ludus.experiments.runs import run_status  # imports this module
 
     try:
-        who = json.loads((directory / WORKER).read_bytes())
-        return who["pid"] != os.getpid() and bool(run_status.lives(who))
+        who = json.loads((directory / SYNC_OWNER_FILE).read_bytes())
+        return who["pid"] != os.getpid() and bool(run_status.is_alive(who))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -296,26 +296,27 @@ def _is_worked_on(directory: Path) -> bool:
 
 
 def upload(path: Path) -> str:
-    """Take one file of a working directory to its place, now; returns where it is, for people. A local file stays where it is.
+    """Upload one file of a working directory; returns its location for users.
 
-    So does one that is too long, or that the store does not take: that is said, since whoever looks may not be one who may write.
+    A file of a local run stays where it is, as does one that is too large or that the store rejects (a reader may lack write access);
+    the latter are logged.
     """
     if not is_remote(path):
         return str(path)
-    if path.stat().st_size > MOST_BYTES:
-        log.warning("%s is longer than %d MB, and stays here", path, MOST_BYTES >> 20)
+    if path.stat().st_size > MAX_FILE_BYTES:
+        log.warning("%s is larger than %d MB and is not uploaded", path, MAX_FILE_BYTES >> 20)
         return str(path)
     try:
         store_of(path.parent).put(path.name, path.read_bytes())
     except StoreError as error:
-        log.warning("%s stays here: %s", path, error)
+        log.warning("%s was not uploaded: %s", path, error)
         return str(path)
-    return shown(path)
+    return display_path(path)
 
 
-def carried_files(directory: Path) -> list[tuple[str, Path]]:
-    """What is there of `CARRIED`, by name and in that order; what only the store has is not looked at."""
+def synced_files(directory: Path) -> list[tuple[str, Path]]:
+    """Existing files that match `SYNCED_PATTERNS`, in the order of the patterns and then by name."""
     here = [path for path in directory.iterdir() if path.is_file()] if directory.is_dir() else []
     below = [path for top in ("logs", "plots", "videos") for path in (directory / top).rglob("*") if path.is_file()]
     named = [(path.relative_to(directory).as_posix(), path) for path in (*here, *below) if not path.name.startswith(".")]
-    return [(name, path) for pattern in CARRIED for name, path in sorted(named) if fnmatch(name, pattern)]
+    return [(name, path) for pattern in SYNCED_PATTERNS for name, path in sorted(named) if fnmatch(name, pattern)]

@@ -1,4 +1,4 @@
-"""A trained agent that knows the run it comes from, and so the environment it was trained on."""
+"""A trained agent with a reference to its run, and so to its environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludus.models.policy import Policy
 from ludus.sampling.trained_agent import TrainedAgent
 
 if TYPE_CHECKING:
-    from ludus.experiments.export_run import Exported
+    from ludus.experiments.export_run import ExportResult
     from ludus.sampling.episode_runner import Score
 
 
@@ -25,7 +25,7 @@ class RunAgent(TrainedAgent):
         self.run_dir, self.model = run_dir, model
 
     def experiment(self) -> dict[str, Any]:
-        """The experiment of its run, as config.yaml holds it. Raises NotFound when the run is gone."""
+        """The experiment of its run from config.yaml. Raises NotFound if the run was deleted."""
         from ludus.experiments.runs.run_dir import Run
 
         return Run.open(self.run_dir).config()
@@ -40,9 +40,9 @@ class RunAgent(TrainedAgent):
         deterministic: bool = True,
         num_workers: int = 0,
     ) -> Score:
-        """Play whole episodes: `.mean` with its 95 % interval `.low`, `.high`, and `.returns`, `.lengths`.
+        """Play complete episodes: `.mean` with its 95 % interval `.low`, `.high`, and `.returns`, `.lengths`.
 
-        `env`: another environment with the same spaces; without it the one of the run, with its wrappers and preprocessing.
+        `env`: another environment with the same spaces; None: that of the run, with its wrappers and preprocessing.
         """
         from ludus.experiments.evaluation import rollout
 
@@ -58,19 +58,21 @@ class RunAgent(TrainedAgent):
         int8: bool = False,
         opset: int | None = None,
         observations: str | Path | None = None,
-    ) -> Exported:
-        """Write the policy as ONNX: `.file`, and the report of the comparison with this agent, `.report_file`.
+    ) -> ExportResult:
+        """Write the policy as ONNX (`.file`) and the report of the comparison with this agent (`.report_file`).
 
-        `out`: a directory or a file X.onnx; without it, exports/ of the run. `observations`: the steps.npz of a rollout to compare on.
-        Raises LudusError when the exported policy does not act like this one: then nothing is written.
+        `out`: a directory or a file X.onnx; None: exports/ of the run. `observations`: the steps.npz of a rollout to compare on.
+        Raises LudusError if the exported policy acts differently; nothing is written then.
         """
         from ludus.experiments import export_run
 
-        told = export_run.export_policy(
+        result = export_run.export_policy(
             self.policy, self.run_dir, self.experiment(), self.model, self.version,
             int8=int8, opset=opset, out=None if out is None else Path(out),
             observations=None if observations is None else Path(observations),
         )  # fmt: skip
-        if told.file is None:
-            raise LudusError(f"The exported policy does not act like the original: {told.report.reason}", "Nothing was written.")
-        return told
+        if result.file is None:
+            raise LudusError(
+                f"The exported policy does not act like the original: {result.report.reason}", "Nothing was written."
+            )
+        return result

@@ -1,4 +1,4 @@
-"""A run: one execution of an experiment, with a directory that holds everything it leaves behind."""
+"""The directory of a run: its configuration, metadata, metrics and log; creating, opening and finding runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import ludus
 from ludus.core import trust
 from ludus.errors import AlreadyExists, ConfigError, Damaged, LudusError, NotFound, UsageError
 from ludus.experiments.runs import remote_runs
-from ludus.experiments.runs.remote_runs import directory_of, shown, store_of
+from ludus.experiments.runs.remote_runs import directory_of, display_path, store_of
 from ludus.io.yaml_documents import dump_yaml
 from ludus.storage.base import WriteGuard
 from ludus.storage.local import LocalStore
@@ -34,58 +34,58 @@ log = logging.getLogger(__name__)
 
 CONFIG, META, METRICS = "config.yaml", "meta.json", "metrics.jsonl"
 LOG_FILE = "logs/learner/train.log"
-_AT_ONCE = 8
+_PARALLEL_FETCHES = 8
 
 
 class Run:
-    """The directory and its metadata; `Run.create` makes a new one, `Run.open` takes up an old one.
+    """The directory of a run and its metadata. `Run.create` makes a new one, `Run.open` opens an existing one.
 
-    A run on a store has a working directory, whose copies of configuration and metadata follow what is on the store.
+    A run on a remote store has a local working directory with copies of its configuration and metadata.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.store = store_of(directory)
         self.guard: WriteGuard | None = None
-        """Raises Fenced when the run is another process's now: then nothing more is written of it."""
+        """Raises Fenced if another process owns the run now; nothing more is written then."""
         self._postponed: tuple[Mapping[str, Any], dict[str, Any]] | None = None
         self._handler: logging.Handler | None = None
         self._level_before = logging.NOTSET
-        self.status = "failed"  # until the one who trains says otherwise
+        self.status = "failed"  # until the trainer sets another one
 
     @classmethod
     def create(cls, directory: Path, config: Mapping[str, Any]) -> Run:
-        """Raises UsageError when the directory already holds a run; StoreFull when it cannot be written."""
+        """Raises UsageError if the directory already holds a run, StoreFull if it cannot be written."""
         cls.check_free(directory)
         remote_runs.clear(directory)
         run = cls(directory)
         try:
             run._write(CONFIG, dump_yaml(dict(config)).encode(), overwrite=not remote_runs.is_remote(directory))
-        except AlreadyExists as error:  # a machine that this one knows nothing of was quicker
-            raise _taken(directory) from error
-        run.write_meta({"status": "running", **_birth(config)})
+        except AlreadyExists as error:  # another host created it meanwhile
+            raise _already_exists(directory) from error
+        run.write_meta({"status": "running", **_initial_meta(config)})
         return run
 
     @staticmethod
     def check_free(directory: Path) -> None:
         """Raises UsageError when the directory already holds a run."""
         if holds_run(directory):
-            raise _taken(directory)
+            raise _already_exists(directory)
 
     @classmethod
     def open(cls, directory: Path) -> Run:
-        """Raises NotFound when there is no run, StoreError when its store does not answer."""
+        """Raises NotFound if there is no run, StoreError if its store does not answer."""
         trust.note_run(directory)
         remote_runs.fetch(directory)
         if not (directory / CONFIG).exists():
             raise NotFound(
-                f"{shown(directory)} is not the directory of a run (it has no {CONFIG}).",
+                f"{display_path(directory)} is not the directory of a run (it has no {CONFIG}).",
                 "`ludus runs list` shows what there is.",
             )
         return cls(directory)
 
     def sweep(self) -> None:
-        """Remove what a killed process left half written. Only for the one that takes the run over."""
+        """Remove files that a killed process left incomplete. Only the owner of the run may call it."""
         for prefix in ("", "checkpoints", "fleet/weights", *(f"models/{name}" for name in self.store.list("models"))):
             self.store.sweep(prefix)
         if remote_runs.is_remote(self.directory):
@@ -98,7 +98,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         from ludus.config.experiment_file import load_experiments
 
-        read_regular_file(self.directory / CONFIG, limit=MAX_JSON_BYTES)  # no pipe, whose reader waits for ever
+        read_regular_file(self.directory / CONFIG, limit=MAX_JSON_BYTES)  # refuses a pipe, which would block
         loaded = load_experiments(self.directory / CONFIG)
         ((name, data),) = loaded.items()
         return {"name": name, **data}
@@ -124,13 +124,13 @@ class Run:
             self.guard()
         self._write(CONFIG, dump_yaml(dict(config)).encode())
 
-    def take_up(self, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """To be written when the run is ours (`taken_up`): until then it may be another's, and nothing is written of it."""
-        born = {} if self.meta().get("id") else _birth(config)  # killed between its configuration and its metadata
-        self._postponed = config, born | dict(meta)
+    def prepare_resume(self, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """Hold back all writes until `commit_resume`: before the claim, the run may belong to another process."""
+        initial = {} if self.meta().get("id") else _initial_meta(config)  # killed between its configuration and its metadata
+        self._postponed = config, initial | dict(meta)
 
-    def taken_up(self) -> None:
-        """It is ours. Nothing to do for a run that was created. Raises Fenced, StoreError."""
+    def commit_resume(self) -> None:
+        """Write what `prepare_resume` held back; call it once the run is claimed. No-op for a new run. Raises Fenced, StoreError."""
         if self._postponed is not None:
             (config, meta), self._postponed = self._postponed, None
             self.write_config(config)
@@ -142,19 +142,19 @@ class Run:
             LocalStore(self.directory).put(name, data)
 
     def close(self) -> None:
-        """How it went goes into the metadata, unless it never became ours, and the log ends."""
+        """Write the final status into the metadata, unless the run was never claimed, and close the log."""
         try:
             self.write_meta({"status": self.status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-        except LudusError as error:  # a full disk must not hide what really happened
-            log.warning("that it %s is not in the metadata of %s: %s", self.status, shown(self.directory), error)
+        except LudusError as error:  # must not hide the error that ended the run
+            log.warning("could not record status %s in the metadata of %s: %s", self.status, display_path(self.directory), error)
         finally:
             self.stop_log()
 
     def start_log(self) -> None:
-        """Write the package's log into the run, bounded, beside whatever else the process does with logging."""
+        """Write the package's log into the run, with bounded size; other handlers of the process stay."""
         path = self.directory / LOG_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._handler = _RunLog(path, maxBytes=5_000_000, backupCount=3, encoding="utf-8")
+        self._handler = _QuietFileHandler(path, maxBytes=5_000_000, backupCount=3, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._handler.setLevel(logging.INFO)
         ours = logging.getLogger("ludus")
@@ -167,14 +167,14 @@ class Run:
         if self._handler is not None:
             logging.getLogger("ludus").removeHandler(self._handler)
             logging.getLogger("ludus").setLevel(self._level_before)
-            with contextlib.suppress(OSError):  # what did not fit on a full disk
+            with contextlib.suppress(OSError):  # the disk is full
                 self._handler.close()
             self._handler = None
 
 
-class _RunLog(logging.handlers.RotatingFileHandler):
+class _QuietFileHandler(logging.handlers.RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name of logging
-        """A full disk is said once, by what could not be stored; not again by every line of the log."""
+        """Ignored: the failed write of a checkpoint or metric already reports a full disk."""
 
 
 def config_seed(config: Mapping[str, Any]) -> Any:
@@ -183,13 +183,13 @@ def config_seed(config: Mapping[str, Any]) -> Any:
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether there is a run: of a store, whether it has one now. Raises StoreError."""
+    """Whether there is a run, locally or on the store. Raises StoreError."""
     remote_runs.fetch(directory, growing=False)
     return (directory / CONFIG).exists()
 
 
-def _taken(directory: Path) -> UsageError:
-    where = shown(directory)
+def _already_exists(directory: Path) -> UsageError:
+    where = display_path(directory)
     return UsageError(f"{where} already holds a run.", f"Continue it with --resume {where}, or choose another name.")
 
 
@@ -209,25 +209,25 @@ def run_directory(
 
 
 def is_script(directory: Path) -> bool:
-    """Whether this is the trial of a script (`ludus.init`): it has no config, only what it says of itself and its metrics."""
+    """Whether this is the trial of a script (`ludus.init`), which has metadata and metrics but no config."""
     return not (directory / CONFIG).exists() and Run(directory).meta().get("kind") == "session"
 
 
 def find_runs(where: str | Path, depth: int = 4) -> list[Path]:
-    """All runs at or below a place, trials of sweeps and of scripts among them, oldest first.
+    """All runs at or below a path or URL, trials of sweeps and scripts included, oldest first.
 
-    Of a store: their working directories, with what the store says of each run now.
+    For a remote store: their working directories, updated from the store.
     """
     directory = directory_of(where)
     if remote_runs.is_remote(directory):
-        return _on_store(directory, depth)
+        return _find_remote_runs(directory, depth)
     found = _runs_below(directory, depth)
-    return sorted(found, key=lambda run: _marked(run).stat().st_mtime)
+    return sorted(found, key=lambda run: _marker_file(run).stat().st_mtime)
 
 
-def _on_store(directory: Path, depth: int) -> list[Path]:
+def _find_remote_runs(directory: Path, depth: int) -> list[Path]:
     store, found, level = store_of(directory), list[str](), [""]
-    with ThreadPoolExecutor(_AT_ONCE, "ludus-find") as pool:
+    with ThreadPoolExecutor(_PARALLEL_FETCHES, "ludus-find") as pool:
         for left in range(depth, -1, -1):
             listed = dict(zip(level, pool.map(store.list, level), strict=True))
             runs = [key for key, names in listed.items() if CONFIG in names or META in names]
@@ -239,11 +239,11 @@ def _on_store(directory: Path, depth: int) -> list[Path]:
                 lambda key: remote_runs.fetch(directory / key, get=lambda name: store.get(f"{key}/{name}".lstrip("/"))), found
             )
         )
-    return sorted((directory / key for key in found), key=began)
+    return sorted((directory / key for key in found), key=start_time)
 
 
-def began(run: Path) -> float:
-    """When, as its metadata say: of a run on a store, files here are as old as the last look at it."""
+def start_time(run: Path) -> float:
+    """Start time from the metadata, since file times of a remote run are those of the last fetch."""
     with contextlib.suppress(OSError, Damaged, ValueError, KeyError, TypeError):
         return datetime.fromisoformat(
             parse_json(read_regular_file(run / META, limit=MAX_JSON_BYTES), META)["started"]
@@ -260,14 +260,14 @@ def _runs_below(directory: Path, depth: int) -> list[Path]:
 
 
 def _may_hold_runs(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".")  # what is being written or deleted
+    return path.is_dir() and not path.name.startswith(".")  # hidden: being written or deleted
 
 
-def _marked(run: Path) -> Path:
+def _marker_file(run: Path) -> Path:
     return run / (CONFIG if (run / CONFIG).exists() else META)
 
 
-def _birth(config: Mapping[str, Any]) -> dict[str, Any]:
+def _initial_meta(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_provenance(), "seed": config_seed(config)}
 
 
@@ -286,7 +286,7 @@ def _provenance() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "git_commit": _git_commit(),
-        "id": uuid.uuid4().hex,  # by which a run is told from another one of that name
+        "id": uuid.uuid4().hex,  # distinguishes runs of the same name
         "command": redact_command(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

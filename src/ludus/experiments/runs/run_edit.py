@@ -1,4 +1,4 @@
-"""Rename, tag and delete runs. A run that is being trained is never touched, and nothing outside of its directory."""
+"""Renames, tags and deletes runs. Never changes a run that is being trained, nor files outside its directory."""
 
 from __future__ import annotations
 
@@ -10,48 +10,52 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.errors import StoreFull, UsageError
-from ludus.experiments.runs.remote_runs import is_remote, shown
+from ludus.experiments.runs.remote_runs import display_path, is_remote
 from ludus.experiments.runs.run_dir import CONFIG, Run, is_script
-from ludus.experiments.runs.run_status import look
+from ludus.experiments.runs.run_status import read_status
 
 _TRAINING = ("running", "starting", "restarting")
 _SILENT_S = 600.0
-"""A run on a machine that cannot be seen from here counts as being trained for so long after its last sign of life."""
+"""A run on another host counts as being trained for this long after its last status."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.+-]*")
 
 
 def check_not_trained(directory: Path, now: float | None = None) -> None:
-    """Raises UsageError for a run that is being trained, as far as that can be seen; NotFound where there is no run."""
-    seen = look(directory)
-    age = (time.time() if now is None else now) - float(seen.status.get("written") or 0.0)
-    if seen.state in _TRAINING or (seen.state == "silent" and age < _SILENT_S):
-        raise UsageError(f"{shown(directory)} is being trained: {seen.said}.", "Stop it first (Ctrl-C, or ludus jobs cancel).")
+    """Raises UsageError if the run is being trained, NotFound if there is no run."""
+    run = read_status(directory)
+    age = (time.time() if now is None else now) - float(run.status.get("written") or 0.0)
+    if run.state in _TRAINING or (run.state == "silent" and age < _SILENT_S):
+        raise UsageError(
+            f"{display_path(directory)} is being trained: {run.sentence}.", "Stop it first (Ctrl-C, or ludus jobs cancel)."
+        )
 
 
 def check_run_directory(directory: Path) -> None:
-    """Raises UsageError unless this is a local directory that holds a run, and only that."""
+    """Raises UsageError unless this is a local directory that holds a run and nothing else."""
     if is_remote(directory):
-        raise UsageError(f"{shown(directory)} is on a store.", "Use the tools of the store; here only local runs are changed.")
+        raise UsageError(
+            f"{display_path(directory)} is on a store.", "Use the tools of the store; here only local runs are changed."
+        )
     if directory.is_symlink():
         raise UsageError(f"{directory} is a link to {directory.resolve()}.", "Name the run itself.")
     if not (directory / CONFIG).is_file() and not is_script(directory):
         raise UsageError(f"{directory} is not the directory of a run.", "`ludus runs list` shows the runs there are.")
     if not any((directory / name).exists() for name in ("meta.json", "metrics.jsonl", "checkpoints")):
-        raise UsageError(f"{directory} has a {CONFIG}, but nothing else of a run.", "If it is one, remove it by hand.")
+        raise UsageError(f"{directory} has a {CONFIG}, but no other file of a run.", "If it is a run, remove it by hand.")
     here = directory.resolve()
     if here in (Path.cwd(), *Path.cwd().parents, Path.home()):
         raise UsageError(f"{directory} holds the current directory.", "Leave it first.")
 
 
 def rename_run(directory: Path, name: str) -> Path:
-    """Give the run's directory another name, beside the old one. Raises UsageError, NotFound."""
+    """Rename the directory of a run within its parent directory. Raises UsageError, NotFound."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not a plain name.", "Use letters, digits and . _ + -")
     check_run_directory(directory)
     check_not_trained(directory)
     if (sweep := sweep_of(directory)) is not None:
-        raise UsageError(f"{directory} is a trial of the sweep {sweep}, which knows it by its name.", "Tag it instead.")
+        raise UsageError(f"{directory} is a trial of the sweep {sweep}, which refers to it by name.", "Tag it instead.")
     target = directory.parent / name
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists already.", "Choose another name.")
@@ -65,14 +69,14 @@ def sweep_of(directory: Path) -> Path | None:
 
 
 def tag_run(directory: Path, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[str]:
-    """Its tags from now on. Works for runs on a store and for runs that are being trained, too. Raises UsageError, StoreError."""
+    """Change the tags of a run and return them. Also works for remote runs and during training. Raises UsageError, StoreError."""
     for tag in add:
         if not _NAME.fullmatch(tag):
             raise UsageError(f"{tag!r} is not a plain tag.", "Use letters, digits and . _ + -")
     run = Run(directory) if is_script(directory) else Run.open(directory)
     before = tags_of(run)
     if missing := [tag for tag in remove if tag not in before]:
-        raise UsageError(f"{shown(directory)} has no tag {', '.join(missing)}.", f"It has: {', '.join(before) or 'none'}.")
+        raise UsageError(f"{display_path(directory)} has no tag {', '.join(missing)}.", f"It has: {', '.join(before) or 'none'}.")
     tags = [tag for tag in dict.fromkeys((*before, *add)) if tag not in remove]
     if tags != before:
         run.write_meta({"tags": tags})
@@ -80,24 +84,24 @@ def tag_run(directory: Path, add: Sequence[str] = (), remove: Sequence[str] = ()
 
 
 def tags_of(run: Run) -> list[str]:
-    found = run.meta().get("tags")
-    return [str(tag) for tag in found] if isinstance(found, list) else []
+    tags = run.meta().get("tags")
+    return [str(tag) for tag in tags] if isinstance(tags, list) else []
 
 
 def size_bytes(directory: Path) -> int:
-    """Of all files; links are not followed."""
+    """Total size of all files; links are not followed."""
     return sum(
         (Path(above) / name).lstat().st_size for above, _, names in os.walk(directory, followlinks=False) for name in names
     )
 
 
 def delete_run(directory: Path) -> None:
-    """Remove the whole directory of a run. Links in it are removed, not what they point to. Raises UsageError, NotFound, StoreFull."""
+    """Delete the directory of a run. Links are removed, not their targets. Raises UsageError, NotFound, StoreFull."""
     check_run_directory(directory)
     check_not_trained(directory)
-    aside = directory.parent / f".deleted-{os.getpid()}-{directory.name}"  # a run that is half gone must not look like a run
+    trash = directory.parent / f".deleted-{os.getpid()}-{directory.name}"  # a partly deleted run must not look like a run
     try:
-        directory.rename(aside)
-        shutil.rmtree(aside)
+        directory.rename(trash)
+        shutil.rmtree(trash)
     except OSError as error:
-        raise StoreFull(f"{directory} cannot be removed: {error.strerror}.", f"What is left of it is in {aside}.") from error
+        raise StoreFull(f"{directory} cannot be deleted: {error.strerror}.", f"The remaining files are in {trash}.") from error

@@ -1,4 +1,4 @@
-"""The end of a training in words: why it stopped, how good the agent is, where everything is, and what to do next."""
+"""The summary that is printed after training: stop reason, scores, paths and next commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludus.core.formatting import format_duration, format_number
 from ludus.experiments.control.stop_reason import REASONS, in_words, is_interruption
 from ludus.experiments.control.training_display import evaluated_win_rates, format_with_interval, is_zero_sum, training_win_rates
 from ludus.experiments.result import Result
-from ludus.experiments.runs.remote_runs import shown
+from ludus.experiments.runs.remote_runs import display_path
 
 
 def stop_reason(stopped_by: str) -> str:
@@ -21,8 +21,8 @@ def stop_reason(stopped_by: str) -> str:
 
 
 def summary_lines(result: Result, command: str = "ludus") -> Iterator[str]:
-    """What is printed at the end. `command`: as it is typed on this machine."""
-    yield f"{stop_reason(result.stopped_by)}. {_trained(result)}."
+    """Lines of the summary. `command`: the name of the program on this host."""
+    yield f"{stop_reason(result.stopped_by)}. {_main_score(result)}."
     if evaluation := _evaluation(result):
         yield evaluation
     yield _how_long(result)
@@ -30,12 +30,12 @@ def summary_lines(result: Result, command: str = "ludus") -> Iterator[str]:
     place = shlex.quote(result.place)
     yield f"run         {result.place}"
     if result.checkpoint:
-        yield f"checkpoint  {shown(result.checkpoint)}"
+        yield f"checkpoint  {display_path(result.checkpoint)}"
     yield from (f"{what:<12}{command} {words}" for what, words in _next_steps(result, place))
 
 
-def _trained(result: Result) -> str:
-    """The number that says most of the agent: its win rate where matches are won and lost, else its return."""
+def _main_score(result: Result) -> str:
+    """The main score of the agent: its win rate in zero-sum games, else its return."""
     mean, numbers = result.episode_return_mean, result.metrics
     if is_zero_sum(numbers):
         rates = evaluated_win_rates(numbers)
@@ -65,7 +65,7 @@ def _how_long(result: Result) -> str:
 
 
 def _next_steps(result: Result, place: str) -> Iterator[tuple[str, str]]:
-    """(what for, the command without its first word)."""
+    """(purpose, command without the program name)."""
     interrupted = is_interruption(result.stopped_by)
     if interrupted:
         yield "continue", f"train --resume {place}"
@@ -77,7 +77,7 @@ def _next_steps(result: Result, place: str) -> Iterator[tuple[str, str]]:
 
 
 def longer_stop(result: Result) -> str:
-    """The stop condition that ended the run, at about twice the value; empty for a target that was reached."""
+    """The stop condition that ended the run, with about twice its value; empty for a reached target."""
     reached = result.metrics.get(result.stopped_by, 0.0)
     if result.stopped_by == "episode_return_mean" or result.stopped_by not in REASONS or reached <= 0:
         return ""

@@ -1,4 +1,4 @@
-"""The carrier: takes what grows in the working directory of a run (metrics, logs) to the store where the run belongs."""
+"""Uploads the growing files of a working directory (metrics, logs) to the remote store of the run."""
 
 from __future__ import annotations
 
@@ -12,31 +12,29 @@ from pathlib import Path
 
 from ludus.errors import Fenced, LudusError
 from ludus.experiments.runs import run_status
-from ludus.experiments.runs.remote_runs import MOST_BYTES, WORKER, carried_files, is_remote, shown, store_of
+from ludus.experiments.runs.remote_runs import MAX_FILE_BYTES, SYNC_OWNER_FILE, display_path, is_remote, store_of, synced_files
 from ludus.storage.base import Store, WriteGuard
 from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 5.0
-"""It looks this often what has changed."""
+SYNC_INTERVAL_S = 5.0
+MAX_BYTES_PER_S = 1 << 20
+"""Mean upload rate of one file. Files are uploaded completely, so a large one is uploaded less often."""
 
-BYTES_PER_S = 1 << 20
-"""Of one file, in the mean: it goes whole every time, so that a long one goes less often."""
+FINAL_SYNC_TIMEOUT_S = 60.0
+"""Longest wait for pending uploads at the end of a run."""
 
-END_S = 60.0
-"""At the end of a run, the longest wait for what has not been carried yet."""
-
-_LOOK_S = 1.0
-_LINES = (".jsonl", ".csv", ".log")
+_POLL_S = 1.0
+_LINE_SUFFIXES = (".jsonl", ".csv", ".log")
 
 
-class Carrier:
-    """Carries what has changed: now and then, after each checkpoint, and at the end.
+class RunSync:
+    """Uploads changed files of a working directory: periodically, after each checkpoint and at the end.
 
-    A context manager with a thread of its own; of a local run it does nothing. Failures are counted and said once, never raised:
-    training goes on, and what could not be carried is tried again. `guard` raises Fenced when the run is another's now; then
-    nothing more is carried. `mark` is looked at every second: when it changes (a new checkpoint), it is time to carry.
+    A context manager with a background thread; it does nothing for a local run. Failures are counted and logged once, never raised,
+    and uploads are retried. `guard` raises Fenced if another process owns the run now; then uploading stops. `mark` is polled every
+    second; when its value changes (a new checkpoint), an upload starts.
     """
 
     def __init__(
@@ -45,114 +43,116 @@ class Carrier:
         *,
         guard: WriteGuard | None = None,
         mark: Callable[[], object] = lambda: None,
-        every_s: float = EVERY_S,
+        every_s: float = SYNC_INTERVAL_S,
     ) -> None:
         self._directory, self._guard, self._mark, self._every_s = directory, guard, mark, every_s
         self._store = store_of(directory) if is_remote(directory) else None
-        self._carried: dict[str, tuple[int, int]] = {}  # file → its size and time when it was carried
+        self._uploaded: dict[str, tuple[int, int]] = {}  # file → its size and mtime when it was uploaded
         self._due: dict[str, float] = {}
         self._too_long: set[str] = set()
-        self._over, self._wanted, self._lock = threading.Event(), threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="ludus-carrier", daemon=True)
-        self._complained = False
+        self._stop, self._requested, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="ludus-run-sync", daemon=True)
+        self._warned = False
         self.uploads = self.failures = 0
         self.last_error = ""
         self.fenced = False
 
-    def __enter__(self) -> Carrier:
+    def __enter__(self) -> RunSync:
         if self._store is not None:
-            with contextlib.suppress(LudusError):  # a full disk: whoever looks from here may see an older state
-                LocalStore(self._directory).put(WORKER, json.dumps(run_status.identity()).encode())
+            with contextlib.suppress(LudusError):  # a full disk: readers on this host may see an older state
+                LocalStore(self._directory).put(SYNC_OWNER_FILE, json.dumps(run_status.identity()).encode())
             self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._store is None:
             return
-        self._over.set()
-        self._wanted.set()
-        self._thread.join(END_S)
+        self._stop.set()
+        self._requested.set()
+        self._thread.join(FINAL_SYNC_TIMEOUT_S)
         with contextlib.suppress(LudusError):
-            LocalStore(self._directory).delete(WORKER)
-        if not self.fenced and (left := self.waiting()):
-            log.warning("%s: not stored: %s; they are in %s", shown(self._directory), ", ".join(left[:5]), self._directory)
+            LocalStore(self._directory).delete(SYNC_OWNER_FILE)
+        if not self.fenced and (left := self.pending()):
+            log.warning(
+                "%s: not uploaded: %s; the files are in %s", display_path(self._directory), ", ".join(left[:5]), self._directory
+            )
 
     def stats(self) -> dict[str, dict[str, int | str]]:
-        """What a status says of it; nothing of a local run."""
+        """Counters for the status; empty for a local run."""
         if self._store is None:
             return {}
         wrong: dict[str, int | str] = {"failures": self.failures, "last_error": self.last_error} if self.failures else {}
         return {"store": {"uploads": self.uploads, **wrong}}
 
-    def waiting(self) -> list[str]:
-        """What is not on the store as it is here."""
+    def pending(self) -> list[str]:
+        """Files that differ from those on the store."""
         return [] if self._store is None else [name for name, _ in self._changed()]
 
-    def hurry(self) -> None:
-        """Carry what has changed soon. Returns at once."""
-        self._wanted.set()
+    def request(self) -> None:
+        """Request an upload soon. Does not block."""
+        self._requested.set()
 
-    def carry(self) -> bool:
-        """Carry everything that has changed, now; whether all of it arrived."""
-        return self._pass(all_of_it=True)
+    def upload_now(self) -> bool:
+        """Upload all changed files now; returns whether all uploads succeeded."""
+        return self._upload_changed(everything=True)
 
     def _run(self) -> None:
-        marked, next_at = self._mark(), 0.0
-        while not self._over.is_set():
-            hurried = self._wanted.wait(min(_LOOK_S, self._every_s))
-            if self._over.is_set():
+        last_mark, next_at = self._mark(), 0.0
+        while not self._stop.is_set():
+            requested = self._requested.wait(min(_POLL_S, self._every_s))
+            if self._stop.is_set():
                 break
-            self._wanted.clear()
-            now_marked = self._mark()
-            hurried, marked = hurried or now_marked != marked, now_marked
-            if hurried or time.monotonic() >= next_at:
-                self._pass(all_of_it=False)
+            self._requested.clear()
+            mark = self._mark()
+            requested, last_mark = requested or mark != last_mark, mark
+            if requested or time.monotonic() >= next_at:
+                self._upload_changed(everything=False)
                 next_at = time.monotonic() + self._every_s
-        self._pass(all_of_it=True)
+        self._upload_changed(everything=True)
 
-    def _pass(self, *, all_of_it: bool) -> bool:
+    def _upload_changed(self, *, everything: bool) -> bool:
         if self._store is None or self.fenced:
             return True
         with self._lock:
             now = time.monotonic()
-            changed = [(name, seen) for name, seen in self._changed() if self._fits(name, seen)]
-            due = [(name, seen) for name, seen in changed if all_of_it or now >= self._due.get(name, 0.0)]
-            if due and not self._may():
+            changed = [(name, stamp) for name, stamp in self._changed() if self._is_small_enough(name, stamp)]
+            due = [(name, stamp) for name, stamp in changed if everything or now >= self._due.get(name, 0.0)]
+            if due and not self._may_upload():
                 return False
             failed = 0
-            for name, seen in due:
-                failed += not self._one(self._store, name, seen)
-                if not self._may():  # that may have taken its time, and the next one may be another's now
+            for name, stamp in due:
+                failed += not self._upload_file(self._store, name, stamp)
+                if not self._may_upload():  # an upload may be slow, and the run may have been claimed meanwhile
                     return False
-                if failed > 1:  # it is not that file: the next one would fail as well, and take its time
+                if failed > 1:  # the store has a problem, not the file: the others would fail too
                     break
-            if due and not failed and self._complained:
-                self._complained = False
-                log.info("%s has everything again", shown(self._directory))
+            if due and not failed and self._warned:
+                self._warned = False
+                log.info("uploads to %s succeed again", display_path(self._directory))
         return not failed
 
-    def _fits(self, name: str, seen: tuple[int, int]) -> bool:
-        fits = seen[0] <= MOST_BYTES
+    def _is_small_enough(self, name: str, stamp: tuple[int, int]) -> bool:
+        fits = stamp[0] <= MAX_FILE_BYTES
         if not fits and name not in self._too_long:
             self._too_long.add(name)
             where = self._directory / name
-            log.warning("%s is longer than %d MB: what is added to it from now on stays here", where, MOST_BYTES >> 20)
+            log.warning("%s is larger than %d MB and is no longer uploaded", where, MAX_FILE_BYTES >> 20)
         return fits
 
-    def _may(self) -> bool:
+    def _may_upload(self) -> bool:
         try:
             if self._guard is not None:
                 self._guard()
         except Fenced as error:
             self.fenced = True
-            log.warning("nothing more is carried to %s: %s", shown(self._directory), error)
+            log.warning("uploads to %s stop: %s", display_path(self._directory), error)
             return False
         except LudusError as error:
             self._fail(error)
             return False
         return True
 
-    def _one(self, store: Store, name: str, seen: tuple[int, int]) -> bool:
+    def _upload_file(self, store: Store, name: str, stamp: tuple[int, int]) -> bool:
         try:
             data = _read(self._directory / name)
             store.put(name, data)
@@ -162,28 +162,28 @@ class Carrier:
             self._fail(error)
             return False
         self.uploads += 1
-        self._carried[name] = seen
-        self._due[name] = time.monotonic() + len(data) / BYTES_PER_S
+        self._uploaded[name] = stamp
+        self._due[name] = time.monotonic() + len(data) / MAX_BYTES_PER_S
         return True
 
     def _fail(self, error: Exception) -> None:
         self.failures += 1
         self.last_error = str(error)
-        if not self._complained:
-            self._complained = True
-            log.warning("what was measured and logged cannot be stored for now, and will be later: %s", error)
+        if not self._warned:
+            self._warned = True
+            log.warning("uploading metrics and logs failed and is retried: %s", error)
 
     def _changed(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        for name, path in carried_files(self._directory):
+        for name, path in synced_files(self._directory):
             with contextlib.suppress(OSError):  # rotated away meanwhile
                 known = path.stat()
-                seen = known.st_size, known.st_mtime_ns
-                if self._carried.get(name) != seen:
-                    yield name, seen
+                stamp = known.st_size, known.st_mtime_ns
+                if self._uploaded.get(name) != stamp:
+                    yield name, stamp
 
 
 def _read(path: Path) -> bytes:
-    """Whole lines only: another process goes on with them."""
+    """The content of a file; of line-based files only complete lines, as a resumed run appends to them."""
     with path.open("rb") as file:
-        data = file.read(MOST_BYTES)
-    return data[: data.rfind(b"\n") + 1] if path.suffix in _LINES else data
+        data = file.read(MAX_FILE_BYTES)
+    return data[: data.rfind(b"\n") + 1] if path.suffix in _LINE_SUFFIXES else data

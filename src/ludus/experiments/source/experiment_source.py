@@ -1,4 +1,4 @@
-"""Where the experiments of a command come from: a YAML file, a Python file or a preset; and what its options make of them."""
+"""Reads the experiments of a command from a YAML file, a Coach preset file or a preset, and applies the command's options."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _TENSORFLOW = ("tensorflow", "mxnet")
 
 
 @dataclass(frozen=True)
-class Source:
-    """Experiments that have been read, unchecked."""
+class ExperimentSource:
+    """Experiments that were read but not validated."""
 
     experiments: Experiments
     shown: str
     parent: Path
-    """Where models of the user's own are looked for."""
+    """Directory in which custom models are searched."""
     preset: bool = False
-    """It has a name in the gallery."""
+    """Whether it is a named preset."""
     file: Path | None = None
-    """The YAML file in which the lines of errors are counted."""
+    """The YAML file to which line numbers of errors refer."""
 
     def __str__(self) -> str:
         return self.shown
 
 
-def source_of(file: Path | None, preset: str | None, level: str | None = None) -> Source | None:
-    """What -f or -p names. Raises UsageError, ConfigError, NotFound."""
+def read_source(file: Path | None, preset: str | None, level: str | None = None) -> ExperimentSource | None:
+    """Read the experiments of -f or -p; None if neither is given. Raises UsageError, ConfigError, NotFound."""
     if file is None and preset is None:
         return None
     from ludus.compat.coach import preset_file
@@ -42,21 +42,21 @@ def source_of(file: Path | None, preset: str | None, level: str | None = None) -
     from ludus.experiments.source import preset_index
 
     if file is not None and str(file) in _TENSORFLOW and not file.exists():
-        raise UsageError(f"-f {file}: here it is a YAML file; networks are always PyTorch's.", "Leave it out.")
+        raise UsageError(f"-f {file}: -f takes a YAML file, and all networks use PyTorch.", "Leave it out.")
     if preset is not None and file is not None:
         raise UsageError(f"-f {file} and -p {preset} both name an experiment.", "Keep one.")
     if preset is not None and preset_file.split(preset) is not None:
         path, found = preset_file.load(preset)
-        return _levelled(Source(found, str(path), path.parent), level)
+        return _with_level(ExperimentSource(found, str(path), path.parent), level)
     if preset is not None and (preset.endswith((".yaml", ".yml")) or Path(preset).is_file()):
         file = Path(preset)
     if file is not None:
-        return _levelled(Source(load_experiments(file), str(file), file.parent, file=file), level)
+        return _with_level(ExperimentSource(load_experiments(file), str(file), file.parent, file=file), level)
     assert preset is not None
-    return Source(preset_index.experiments(preset, level), f"the preset {preset}", Path(), preset=True)
+    return ExperimentSource(preset_index.experiments(preset, level), f"the preset {preset}", Path(), preset=True)
 
 
-def _levelled(source: Source, level: str | None) -> Source:
+def _with_level(source: ExperimentSource, level: str | None) -> ExperimentSource:
     if level is not None:
         for data in source.experiments.values():
             data.pop("environment", None)
@@ -65,7 +65,7 @@ def _levelled(source: Source, level: str | None) -> Source:
 
 
 def experiments_from(
-    source: Source | Path | None,
+    source: ExperimentSource | Path | None,
     one: str | None,
     called: str | None,
     top: Mapping[str, Any],
@@ -82,7 +82,7 @@ def experiments_from(
     from ludus.config.translation import translate_experiment
 
     if isinstance(source, Path):
-        source = source_of(source, None)
+        source = read_source(source, None)
     found: Experiments = dict(source.experiments) if source is not None else {called or "default": {}}
     if one is not None:
         if one not in found:
@@ -103,9 +103,9 @@ def experiments_from(
         if "env" not in translate_experiment(data).data and source is None:
             raise UsageError("Which environment?", "ludus train CartPole-v1   or   ludus train -f experiment.yaml")
         if source is not None and source.preset and data.get("env") != env:
-            data.pop("target", None)  # which says nothing of another environment
+            data.pop("target", None)  # it was measured in another environment
         if source is not None and source.preset and _batch_of(data) == before:
-            _fit(data, source, say)
+            _round_batch(data, source, say)
     from ludus.experiments.validation.validate import trust_names
 
     trust_names(found)
@@ -128,13 +128,13 @@ def _apply(
     if inner is None or isinstance(inner, dict):
         data["config"] = inner = dict(inner or {})
         for given_keys in (config, {key: value for key, value in settings.items() if value is not None}):
-            more = _named_for(given_keys, data)
+            more = _canonical_keys(given_keys, data)
             remove_spellings(inner, "config", more)
             inner.update(more)
 
 
-def _named_for(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """SB3's keys that mean one thing with PPO and another with DQN, by the name that they have for the algorithm of `data`."""
+def _canonical_keys(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename SB3 keys whose meaning depends on the algorithm, for the algorithm of `data`."""
     from ludus.config.aliases import rllib_keys, sb3_cleanrl
     from ludus.config.translation import key_names, translate_experiment
     from ludus.experiments.validation import validate
@@ -144,7 +144,7 @@ def _named_for(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str
         return dict(settings)
     try:
         names = key_names(validate.algorithm_of(run).Config)
-    except UsageError:  # an unknown algorithm, which is said when the experiment is checked
+    except UsageError:  # an unknown algorithm, which validation reports
         return dict(settings)
     return {rllib_keys.resolve_name(key, names): value for key, value in settings.items()}
 
@@ -167,8 +167,8 @@ def _batch_of(data: Mapping[str, Any]) -> Any:
     return inner.get("train_batch_size") if isinstance(inner, Mapping) else None
 
 
-def _fit(data: dict[str, Any], source: Source, say: Callable[[str], None]) -> None:
-    """A preset was written for one process: with more workers its batch is the nearest that they can make up together."""
+def _round_batch(data: dict[str, Any], source: ExperimentSource, say: Callable[[str], None]) -> None:
+    """Round the batch of a preset, which was written for one process, to a multiple of what its workers sample."""
     inner = data["config"]
     workers, batch = inner.get("num_workers"), inner.get("train_batch_size")
     envs, steps = inner.get("num_envs_per_worker", 1), inner.get("rollout_fragment_length") or 1
@@ -179,6 +179,6 @@ def _fit(data: dict[str, Any], source: Source, say: Callable[[str], None]) -> No
     if batch % unit:
         inner["train_batch_size"] = max(1, round(batch / unit)) * unit
         say(
-            f"train_batch_size is {inner['train_batch_size']}, not {batch} as in {source}: {workers} workers with {envs} environments "
-            "make it up together"
+            f"train_batch_size is {inner['train_batch_size']}, not {batch} as in {source}: a multiple of the steps that {workers} workers "
+            f"with {envs} environments sample together"
         )

@@ -1,4 +1,4 @@
-"""From the arguments of `ludus.train` to one experiment, unchecked: those of a preset or file, with what the call sets differently."""
+"""Builds the experiment of `ludus.train` from a preset or file and the keyword arguments. Does not validate it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludus.config.aliases.sb3_cleanrl import TOTALS
 from ludus.config.schema import ExperimentConfig
 from ludus.envs.registry import EnvLike, env_name
 from ludus.errors import UsageError
-from ludus.experiments.source.experiment_source import experiments_from, source_of
+from ludus.experiments.source.experiment_source import experiments_from, read_source
 
 
 def training_data(
@@ -28,11 +28,11 @@ def training_data(
     """The experiment. Raises UsageError, ConfigError."""
     if preset is not None and file is not None:
         raise UsageError(f"preset={preset!r} and file={str(file)!r} both name an experiment.", "Keep one.")
-    beside = {key: value for key, value in settings.items() if _belongs_beside_config(key)}
+    beside = {key: value for key, value in settings.items() if _is_experiment_key(key)}
     config = {key: value for key, value in settings.items() if key not in beside}
     ends = {**(stop or {}), **{key: beside.pop(key) for key in TOTALS if key in beside}}
     named = None if env is None else env_name(env)
-    source = source_of(None if file is None else Path(file), preset, None if preset is None else named)
+    source = read_source(None if file is None else Path(file), preset, None if preset is None else named)
     if (
         source is None
         and named is None
@@ -50,6 +50,6 @@ def training_data(
     return {"name": called, **data}
 
 
-def _belongs_beside_config(key: str) -> bool:
+def _is_experiment_key(key: str) -> bool:
     top = rllib_keys.EXPERIMENT
     return rllib_keys.canonical_name(top, key) in ExperimentConfig.model_fields or key in rllib_keys.TRANSLATED[top]

@@ -1,7 +1,4 @@
-"""The presets: experiments that come with the package, each with the return that it is known to reach within its budget.
-
-They have names of their own; the names of Coach's presets stand for them, too (`familiar.py`).
-"""
+"""The presets of the package: experiments with a measured return. Names of Coach presets are accepted as aliases."""
 
 from __future__ import annotations
 
@@ -31,16 +28,16 @@ class Preset:
 
 
 @dataclass(frozen=True)
-class Synonym:
+class CoachPresetSummary:
     """A name of Coach."""
 
     name: str
     preset: str
-    """Which of ours it is."""
+    """Name of the corresponding preset."""
     run: str
     levels: tuple[str, ...]
     target: TargetConfig | None
-    """None: nobody has measured it, or it depends on the level."""
+    """None: not measured, or dependent on the level."""
 
 
 def names() -> list[str]:
@@ -60,7 +57,7 @@ def preset(name: str) -> Path:
 def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]]:
     """What is trained under this name, ours or Coach's, by its name; unchecked. `level`: which environment.
 
-    Raises UnknownName with the reason and the nearest, UsageError when the level is missing or is none of its levels.
+    Raises UnknownName with the reason and the nearest, UsageError when the level is missing or not one of its levels.
     """
     called = None if name in names() else preset_names.canonical_name(name)
     if called is None:
@@ -78,7 +75,7 @@ def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]
     return {called: preset_names.make_experiment(called, entry, level, needed)}
 
 
-def summary(name: str) -> Preset:
+def read_summary(name: str) -> Preset:
     """What a preset with a target says of itself. Raises UnknownName, ConfigError."""
     ((_, data),) = experiments(name).items()
     checked = parse_experiment({"name": name, **data})
@@ -87,19 +84,19 @@ def summary(name: str) -> Preset:
     return Preset(name, checked.description or "", checked.env, checked.run, checked.target)
 
 
-def synonyms() -> list[Synonym]:
+def coach_presets() -> list[CoachPresetSummary]:
     """The names of Coach under which something is trained."""
-    return [_synonym(name) for name in preset_names.supported_names()]
+    return [_coach_preset(name) for name in preset_names.supported_names()]
 
 
-def _synonym(name: str) -> Synonym:
+def _coach_preset(name: str) -> CoachPresetSummary:
     entry = preset_names.COACH_PRESETS[name]
     data = experiments(name, next(iter(entry.levels), None))[name]
     target = None if entry.levels or "target" not in data else TargetConfig.model_validate(data["target"])
-    return Synonym(name, entry.preset, data["run"], tuple(entry.levels), target)
+    return CoachPresetSummary(name, entry.preset, data["run"], tuple(entry.levels), target)
 
 
-def missing() -> dict[str, UnsupportedPreset]:
+def unsupported_coach_presets() -> dict[str, UnsupportedPreset]:
     """The names of Coach under which nothing can be trained."""
     return dict(preset_names.UNSUPPORTED_PRESETS)
 

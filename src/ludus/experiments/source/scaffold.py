@@ -1,4 +1,4 @@
-"""A directory to begin with: an environment, a model, an experiment and a test that pass at once."""
+"""Writes the skeleton of a project: an environment, a model, an experiment and a passing test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludus.core import spaces, trust
 from ludus.envs.vector_env import make_one
 from ludus.errors import AlreadyExists, StoreFull, UsageError
 
-OWN = "environment:Catch"
+OWN_ENV = "environment:Catch"
 _FILES = {
     "environment.py": "environment.py.txt",
     "model/customnet.py": "customnet.py.txt",
@@ -25,19 +25,19 @@ _ROW = "| `environment.py` | the world: a Gymnasium environment of this project 
 
 
 def scaffold(directory: Path, env: str | None = None) -> list[Path]:
-    """Write a project that trains on `env`, or on an environment of its own; returns its files. Nothing is overwritten.
+    """Write a project that trains on `env`, or on its own environment; returns its files. Never overwrites a file.
 
-    Raises AlreadyExists, StoreFull, and UsageError of some kind when there is no such environment, or none that fits.
+    Raises AlreadyExists, StoreFull; UsageError if the environment does not exist or does not fit.
     """
     if env is not None:
-        _check(env)
+        _check_env(env)
     wanted = [name for name in _FILES if env is None or name != "environment.py"]
     there = [name for name in wanted if (directory / name).exists()]
     if there:
         raise AlreadyExists(f"{directory} has {', '.join(there)} already.", "Name a new directory; nothing was written.")
     words = {
         "name": re.sub(r"[^\w.+-]", "-", directory.resolve().name, flags=re.ASCII).strip("._+-") or "project",
-        "env": env or OWN,
+        "env": env or OWN_ENV,
         "timesteps": "1000000" if env else "50000",
         "environment_row": "" if env else _ROW,
     }
@@ -56,8 +56,8 @@ def scaffold(directory: Path, env: str | None = None) -> list[Path]:
     return written
 
 
-def _check(env: str) -> None:
-    """The model that is written takes arrays of numbers."""
+def _check_env(env: str) -> None:
+    """Raises UsageError unless the observations are a Box, which the model of the project takes."""
     trust.allow(env)
     made = make_one(env)
     try:
@@ -66,6 +66,6 @@ def _check(env: str) -> None:
         made.close()
     if not isinstance(seen, gym.spaces.Box):
         raise UsageError(
-            f"{env} shows a {type(seen).__name__}, and the model to begin with takes an array (Box).",
-            "Begin without --env, then name the environment in experiment.yaml and write a model for it.",
+            f"The observations of {env} are a {type(seen).__name__}, but the model of the project takes a Box.",
+            "Leave --env out, then name the environment in experiment.yaml and write a model for it.",
         )

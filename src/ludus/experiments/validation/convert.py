@@ -1,4 +1,4 @@
-"""Old experiments in their present form: RLlib's names become ours, and what is left out is said, with the reason."""
+"""Converts experiment files with RLlib keys to current keys, with comments about renamed and dropped keys."""
 
 from __future__ import annotations
 
@@ -75,44 +75,44 @@ RLLIB_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "target_network_update_freq": 500,
     },
 }
-"""What RLlib takes where a file says nothing, and we would take something else."""
+"""Defaults of RLlib that differ from those of Ludus."""
 
 
 @dataclass
-class Converted:
-    """One experiment in present names, with what there is to say about its keys."""
+class ConvertedExperiment:
+    """One experiment with current keys, and comments about them."""
 
     name: str
     data: dict[str, Any]
     notes: dict[str, str] = field(default_factory=dict)
     """Path → comment behind the key."""
     dropped: dict[str, list[str]] = field(default_factory=dict)
-    """Section → comments about keys that are not there any more."""
+    """Section → comments about dropped keys."""
     lost: list[str] = field(default_factory=list)
-    """What was dropped although it changes the experiment."""
+    """Dropped keys that change the experiment."""
 
 
 @dataclass(frozen=True)
 class ConvertedFile:
-    """The text of a new file, and what the old one asked for and the new one does not."""
+    """The text of the new file, and the dropped keys that change the experiments."""
 
     text: str
     lost: list[str]
 
 
 def convert(experiments: Mapping[str, Mapping[str, Any]], source: str, *, with_defaults: bool = False) -> ConvertedFile:
-    """The new file. Raises ConfigError for whatever is neither right nor understood."""
+    """Convert a file. Raises ConfigError for invalid or unknown keys."""
     out, wrong = [], []
     for name, data in experiments.items():
         try:
-            out.append(converted(name, data, with_defaults=with_defaults))
+            out.append(convert_experiment(name, data, with_defaults=with_defaults))
         except UsageError as error:
             wrong += [f"{name}: {line}" for line in str(error).splitlines()]
     if wrong:
-        raise ConfigError("\n".join(wrong), "Correct these first: nothing can be said about what was meant.")
-    text = "\n".join([*_header(source, with_defaults), *(line for each in out for line in _written(each))]) + "\n"
-    for name, data in parse_yaml(text, "the converted file").items():  # what we write is read by the same rules
-        left = validate.of_experiment({"name": name, **data}, env_too=False)
+        raise ConfigError("\n".join(wrong), "Correct these first: their meaning is unknown.")
+    text = "\n".join([*_header(source, with_defaults), *(line for each in out for line in _render(each))]) + "\n"
+    for name, data in parse_yaml(text, "the converted file").items():  # validate the output
+        left = validate.validate_experiment({"name": name, **data}, env_too=False)
         if left:
             raise ConfigErrors(left)
     several = len(out) > 1
@@ -127,7 +127,7 @@ def _header(source: str, with_defaults: bool) -> Iterator[str]:
         yield "# What it did not say has the defaults of Ludus, not RLlib's: `ludus config convert --with-defaults` writes RLlib's."
 
 
-def converted(name: str, data: Mapping[str, Any], *, with_defaults: bool = False) -> Converted:
+def convert_experiment(name: str, data: Mapping[str, Any], *, with_defaults: bool = False) -> ConvertedExperiment:
     top = translate_experiment({"name": name, **data})
     run = top.data.get("run", "PPO")
     schema = validate.algorithm_of(run).Config if isinstance(run, str) else AlgorithmConfig
@@ -138,7 +138,7 @@ def converted(name: str, data: Mapping[str, Any], *, with_defaults: bool = False
     if top.conflicts or below.conflicts:
         raise ConfigErrors([*top.conflicts, *below.conflicts])
     new = {key: value for key, value in top.data.items() if key not in ("name", "config")} | {"config": below.data}
-    out = Converted(name, new)
+    out = ConvertedExperiment(name, new)
     out.notes = {path: f"was {old.rpartition('.')[2]}" for path, old in top.spelled_as.items()}
     out.notes |= {f"config.{path}": f"was {old.rpartition('.')[2]}" for path, old in below.spelled_as.items()}
     _name_environment(out)
@@ -153,30 +153,30 @@ def converted(name: str, data: Mapping[str, Any], *, with_defaults: bool = False
         out.notes["config.max_worker_restarts"] = "a worker that is lost ends the run"
     if with_defaults and run in RLLIB_DEFAULTS:
         _add_defaults(out, RLLIB_DEFAULTS[run])
-    _fit_the_batch(out, schema)
-    left = validate.of_experiment({"name": name, **out.data}, env_too=False)
+    _round_batch(out, schema)
+    left = validate.validate_experiment({"name": name, **out.data}, env_too=False)
     if left:
         raise ConfigErrors(left)
-    _tell_of_iterations(out, run, schema)
+    _note_iterations(out, run, schema)
     return out
 
 
-def _tell_of_iterations(out: Converted, run: str, schema: type[AlgorithmConfig]) -> None:
+def _note_iterations(out: ConvertedExperiment, run: str, schema: type[AlgorithmConfig]) -> None:
     if has_search(out.data):
         return
-    sentence = iteration_units.notice_of(run, schema, out.data, out.data["config"])
+    sentence = iteration_units.iteration_notice_of_file(run, schema, out.data, out.data["config"])
     if sentence is not None:
         out.dropped.setdefault("", []).append(sentence)
 
 
-def _drop(out: Converted, key: KeyNotice, why: str) -> None:
-    """A comment, as a whole sentence, in place of a key."""
+def _drop(out: ConvertedExperiment, key: KeyNotice, why: str) -> None:
+    """Replace a key by a comment."""
     section, _, name = _split(key.path)
     reason = why.rstrip(".").removesuffix(" Leave it out").rstrip(".")
     out.dropped.setdefault(section, []).append(f"{name}: {_inline(key.value)} was removed: {reason}.")
 
 
-def _name_environment(out: Converted) -> None:
+def _name_environment(out: ConvertedExperiment) -> None:
     env = out.data.get("env")
     if isinstance(env, str) and current_name(env).name != env:
         out.data["env"] = current_name(env).name
@@ -184,11 +184,11 @@ def _name_environment(out: Converted) -> None:
 
 
 def _split(path: str) -> tuple[str, str, str]:
-    """A section and its key; those of stop may have dots and slashes of their own."""
+    """A section and its key; keys of stop may contain dots and slashes."""
     return ("stop", ".", path.removeprefix("stop.")) if path.startswith("stop.") else path.rpartition(".")
 
 
-def _add_defaults(out: Converted, defaults: Mapping[str, Any]) -> None:
+def _add_defaults(out: ConvertedExperiment, defaults: Mapping[str, Any]) -> None:
     config = out.data["config"]
     recurrent = bool((config.get("model") or {}).get("use_lstm"))
     for path, value in defaults.items():
@@ -205,7 +205,7 @@ def _add_defaults(out: Converted, defaults: Mapping[str, Any]) -> None:
             out.notes[f"config.{path}"] = "RLlib's default"
 
 
-def _fit_the_batch(out: Converted, schema: type[AlgorithmConfig]) -> None:
+def _round_batch(out: ConvertedExperiment, schema: type[AlgorithmConfig]) -> None:
     """RLlib collected whole fragments until there were at least `train_batch_size` steps."""
     config = out.data["config"]
     if has_search(config) or schema.replays:
@@ -231,13 +231,13 @@ def _fit_the_batch(out: Converted, schema: type[AlgorithmConfig]) -> None:
 # -- text ---------------------------------------------------------------------------------------------------------------
 
 
-def _written(each: Converted) -> Iterator[str]:
+def _render(each: ConvertedExperiment) -> Iterator[str]:
     yield ""
     yield f"{_inline(each.name)}:"
     yield from _section(each, each.data, "", "  ")
 
 
-def _section(each: Converted, data: Mapping[str, Any], path: str, indent: str) -> Iterator[str]:
+def _section(each: ConvertedExperiment, data: Mapping[str, Any], path: str, indent: str) -> Iterator[str]:
     for key, value in data.items():
         here = f"{path}.{key}" if path else key
         note = f"  # {each.notes[here]}" if here in each.notes else ""
@@ -248,7 +248,7 @@ def _section(each: Converted, data: Mapping[str, Any], path: str, indent: str) -
             yield f"{indent}{_inline(key)}: {_inline(value)}{note}"
     for comment in each.dropped.get(path, []):
         yield f"{indent}# {comment}"
-    for section, comments in each.dropped.items():  # of a section of which nothing is left
+    for section, comments in each.dropped.items():  # sections without remaining keys
         parent, _, name = section.rpartition(".")
         if section and parent == path and name not in data:
             yield from (f"{indent}# {name}.{comment}" for comment in comments)

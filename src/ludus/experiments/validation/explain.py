@@ -1,4 +1,4 @@
-"""Every key of an experiment: what it is, its defaults, its other names. What `ludus config explain` and docs/config.md say."""
+"""The catalogue of all keys of an experiment, for `ludus config explain` and the tables of docs/config.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXTERNAL_SECTION = "config.env_config"
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key. `defaults`: algorithm → default, one entry '' where all that have it agree."""
 
     path: str
@@ -32,9 +32,9 @@ class Key:
     kind: str
     defaults: Mapping[str, str]
     algorithms: tuple[str, ...]
-    """That have it; () for a key of all."""
+    """Algorithms that have the key; () if all have it."""
     others: tuple[str, ...]
-    """Spellings that mean the same, most of them RLlib's."""
+    """Other accepted names, most of them of RLlib."""
 
     @property
     def section(self) -> str:
@@ -46,7 +46,7 @@ class Key:
 
     @property
     def default(self) -> str:
-        """For people: one value, or which algorithm has which."""
+        """The default as text: one value, or the values by algorithm."""
         if len(self.defaults) == 1:
             return next(iter(self.defaults.values()))
         by_value: dict[str, list[str]] = {}
@@ -56,46 +56,46 @@ class Key:
 
 
 @functools.cache
-def catalogue() -> Mapping[str, Key]:
+def catalogue() -> Mapping[str, ConfigKey]:
     """Path → key, section by section."""
-    found: dict[str, Key] = {}
+    found: dict[str, ConfigKey] = {}
     algorithms = config_schemas()
     for section, schema in section_schemas().items():
         if section == rllib_keys.CONFIG:
             for name in dict.fromkeys(name for each in algorithms.values() for name in each.model_fields):
                 having = {run: each.model_fields[name] for run, each in algorithms.items() if name in each.model_fields}
-                key = _key(section, name, having, len(having) == len(algorithms))
+                key = _make_key(section, name, having, len(having) == len(algorithms))
                 found[key.path] = key
         else:
-            found |= {key.path: key for key in _of_section(section, schema)}
-    found |= {key.path: key for key in _of_section(EXTERNAL_SECTION, ExternalConfig)}
+            found |= {key.path: key for key in _section_keys(section, schema)}
+    found |= {key.path: key for key in _section_keys(EXTERNAL_SECTION, ExternalConfig)}
     return found
 
 
-def _of_section(section: str, schema: type[BaseModel]) -> Iterator[Key]:
+def _section_keys(section: str, schema: type[BaseModel]) -> Iterator[ConfigKey]:
     for name, field in schema.model_fields.items():
-        yield _key(section, name, {"": field}, True)
+        yield _make_key(section, name, {"": field}, True)
         below = nested_schema(field.annotation)
         inside = f"{section}.{name}" if section else name
         if below is not None and inside not in section_schemas():
-            yield from _of_section(inside, below)
+            yield from _section_keys(inside, below)
 
 
-def _key(section: str, name: str, having: Mapping[str, FieldInfo], everybody: bool) -> Key:
+def _make_key(section: str, name: str, having: Mapping[str, FieldInfo], everybody: bool) -> ConfigKey:
     field = next(iter(having.values()))
-    shown = "lambda" if name == "lambda_" else name
+    key_name = "lambda" if name == "lambda_" else name
     values = {run: _default(each) for run, each in having.items()}
     agreed = {"": next(iter(values.values()))} if len(set(values.values())) == 1 else values
-    aliases = {field.alias} if field.alias and field.alias != shown else set()
-    others = sorted({*rllib_keys.other_spellings(section, shown), *aliases, *_moved_to(section, shown)} - {"lambda_"})
-    path = f"{section}.{shown}" if section else shown
+    aliases = {field.alias} if field.alias and field.alias != key_name else set()
+    others = sorted({*rllib_keys.other_spellings(section, key_name), *aliases, *_moved_names(section, key_name)} - {"lambda_"})
+    path = f"{section}.{key_name}" if section else key_name
     description = field.description or ""
     if len({each.description for each in having.values()}) > 1:
         said: dict[str, list[str]] = {}
         for run, each in having.items():
             said.setdefault(each.description or "", []).append(run)
         description = " ".join(f"{', '.join(runs)}: {text}" for text, runs in said.items())
-    return Key(path, description, _kind(field.annotation), agreed, () if everybody else tuple(having), tuple(others))
+    return ConfigKey(path, description, _kind(field.annotation), agreed, () if everybody else tuple(having), tuple(others))
 
 
 _MOVED = {
@@ -119,7 +119,7 @@ _MOVED = {
 }
 
 
-def _moved_to(section: str, name: str) -> tuple[str, ...]:
+def _moved_names(section: str, name: str) -> tuple[str, ...]:
     return _MOVED.get(f"{section}.{name}" if section else name, ())
 
 
@@ -129,11 +129,11 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined or isinstance(value, BaseModel):
         return "–"
-    return shown(value)
+    return format_value(value)
 
 
-def shown(value: Any) -> str:
-    """A value as it is written in YAML."""
+def format_value(value: Any) -> str:
+    """Format a value as YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -142,19 +142,19 @@ def shown(value: Any) -> str:
         text = f"{value:.12g}"
         return text if value != int(value) or "e" in text else f"{int(value)}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {shown(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items()) + "}"
     return str(value) if value != "" else "''"
 
 
 def _kind(annotation: Any) -> str:
-    """A type in words."""
+    """Describe a type."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(parts[0])
     if origin is Literal:
-        return ", ".join(shown(part) for part in parts)
+        return ", ".join(format_value(part) for part in parts)
     if origin is list:
         return f"list of {_kind(parts[0])}" if parts else "list"
     if origin is tuple:
@@ -175,10 +175,10 @@ def _kind(annotation: Any) -> str:
 
 def explain(asked: str) -> list[str]:
     """Lines about a key, by any of its names, with its path or without. Raises ConfigError with the nearest names."""
-    found = _named(asked)
+    found = _find_keys(asked)
     if found:
-        return [line for key in found for line in (*_about(key), "")][:-1]
-    reasons = _foreign(asked)
+        return [line for key in found for line in (*_describe(key), "")][:-1]
+    reasons = _explain_foreign(asked)
     if reasons:
         return reasons
     instead = rllib_keys.suggest_algorithm(asked)
@@ -187,8 +187,8 @@ def explain(asked: str) -> list[str]:
     raise ConfigError(f"There is no key {asked!r}.", did_you_mean(asked.rpartition(".")[2], _all_names()))
 
 
-def _named(asked: str) -> list[Key]:
-    """Keys by this path, or the end of it; by another spelling if there is none."""
+def _find_keys(asked: str) -> list[ConfigKey]:
+    """Keys with this path or path suffix, else with this alias."""
     keys = catalogue()
     path, _, name = asked.rpartition(".")
     exact = [key for key in keys.values() if key.path in (asked, f"config.{asked}")]
@@ -207,7 +207,7 @@ def _named(asked: str) -> list[Key]:
     ]
 
 
-def _about(key: Key) -> Iterator[str]:
+def _describe(key: ConfigKey) -> Iterator[str]:
     yield key.path
     yield f"  {key.description}"
     yield f"  kind      {key.kind}"
@@ -221,7 +221,7 @@ def _about(key: Key) -> Iterator[str]:
         yield f"  also      {', '.join(key.others)}"
 
 
-_READ = {
+_TRANSLATED_KEYS = {
     "framework": "torch, tf and tf2 are accepted; networks here are PyTorch's. tf is refused beside a custom_model.",
     "use_pytorch": "true and false are accepted; networks here are PyTorch's. false is refused beside a custom_model.",
     "ignore_worker_failures": "true: a worker that is lost is replaced, which is so anyway; false is max_worker_restarts: 0.",
@@ -230,10 +230,10 @@ _READ = {
 }
 
 
-def _foreign(asked: str) -> list[str]:
+def _explain_foreign(asked: str) -> list[str]:
     path, _, name = asked.rpartition(".")
-    if name in _READ and path in ("", "config"):
-        return [f"config.{name}, a key of RLlib, is read: {_READ[name]}"]
+    if name in _TRANSLATED_KEYS and path in ("", "config"):
+        return [f"config.{name}, a key of RLlib, is read: {_TRANSLATED_KEYS[name]}"]
     out = []
     for section, table in rllib_keys.UNSUPPORTED.items():
         reason = table.get(asked if section == rllib_keys.STOP else name)
@@ -241,7 +241,9 @@ def _foreign(asked: str) -> list[str]:
             where = f"{section}.{name}" if section else name
             out.append(f"{where}, a key of {library_of(name)}, {'is accepted and ignored: ' * reason.ignored}{reason.why}")
             if reason.same and not reason.ignored:
-                out.append(f"  It may stay as {' or '.join(shown(value) for value in reason.same)}, which is what happens here.")
+                out.append(
+                    f"  It may stay as {' or '.join(format_value(value) for value in reason.same)}, which is what happens here."
+                )
     for section, readings in rllib_keys.TRANSLATED.items():
         if name in readings and not out and (not path or path in (section, section.removeprefix("config."))):
             out.append(
@@ -256,7 +258,7 @@ def _all_names() -> set[str]:
     return names | {name for table in rllib_keys.UNSUPPORTED.values() for name in table}
 
 
-def listed() -> Iterator[str]:
+def list_keys() -> Iterator[str]:
     """All keys, a line each, by section."""
     section = None
     width = max(len(key.path) for key in catalogue().values())
@@ -271,18 +273,18 @@ def listed() -> Iterator[str]:
 _SECTION_ORDER = ["", "stop", "config", "tune", "track", "target"]
 
 
-# -- the page -----------------------------------------------------------------------------------------------------------
+# -- docs/config.md -----------------------------------------------------------------------------------------------------
 
 _TABLE = re.compile(r"(<!-- keys: (?P<name>[\w. -]+) -->\n)(?P<table>.*?)(<!-- end of keys -->)", re.DOTALL)
 
 
-def filled(page: str) -> str:
-    """The text of docs/config.md with its tables as the schemas have them now."""
+def fill_tables(page: str) -> str:
+    """The text of docs/config.md with its tables regenerated from the schemas."""
     return _TABLE.sub(lambda found: f"{found[1]}{table(found['name'])}{found[4]}", page)
 
 
 def table(name: str) -> str:
-    """The keys of a section, as Markdown; of `config` those that all algorithms have, of `algorithms` the others."""
+    """The keys of a section as Markdown. `config`: keys that all algorithms have; `algorithms`: the others."""
     section = {"experiment": "", "algorithms": "config"}.get(name, name)
     chosen = [key for key in catalogue().values() if key.section == section]
     if section == "config":
@@ -294,7 +296,7 @@ def table(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _meaning(key: Key) -> str:
+def _meaning(key: ConfigKey) -> str:
     only = f"*{', '.join(key.algorithms)}.* " if key.algorithms else ""
     also = [other for other in key.others if "/" not in other]
     return f"{only}{key.description}" + (f" Also {', '.join(f'`{other}`' for other in also)}." if also else "")

@@ -1,4 +1,4 @@
-"""What an iteration is: `iterations` counts updates; `training_iteration`, RLlib's name, counts iterations as RLlib does."""
+"""Units of iterations: `iterations` counts updates; `training_iteration` counts iterations as RLlib does."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from ludus.config.schema import AlgorithmConfig, StopConfig
 from ludus.config.validation import parse_algorithm_config
 
-_IN_RLLIB: Mapping[str, str] = {"DQN": "1,000 steps or more", "APPO": "10 seconds or more", "IMPALA": "10 seconds or more"}
-"""min_sample_timesteps_per_iteration and min_time_s_per_iteration of its defaults; PPO's iteration is one batch, as here."""
+_RLLIB_ITERATION: Mapping[str, str] = {"DQN": "1,000 steps or more", "APPO": "10 seconds or more", "IMPALA": "10 seconds or more"}
+"""From RLlib's default min_sample_timesteps_per_iteration and min_time_s_per_iteration; an iteration of PPO is one batch, as here."""
 
 
-def resolved(stop: StopConfig, config: AlgorithmConfig) -> tuple[StopConfig, AlgorithmConfig]:
-    """The same with `training_iteration` as `iterations` where both mean updates, and the time between reports as a number."""
+def resolve_iterations(stop: StopConfig, config: AlgorithmConfig) -> tuple[StopConfig, AlgorithmConfig]:
+    """Replace `training_iteration` by `iterations` where both count updates, and set the time between reports."""
     if stop.training_iteration is not None and config.least_iteration == (0, 0.0):
         fewer = min(stop.training_iteration, stop.iterations or stop.training_iteration)
         stop = stop.model_copy(update={"iterations": fewer, "training_iteration": None})
@@ -22,8 +22,8 @@ def resolved(stop: StopConfig, config: AlgorithmConfig) -> tuple[StopConfig, Alg
     return stop, config
 
 
-def counted(experiment: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The keys, by present names, that count updates in this experiment, and iterations in RLlib."""
+def iteration_keys(experiment: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Keys that count updates in this experiment but iterations in RLlib."""
     return [
         *(["checkpoint_freq"] if experiment.get("checkpoint_freq") else []),
         *(["evaluation_interval"] if _counts_iterations(config) else []),
@@ -35,23 +35,27 @@ def _counts_iterations(config: Mapping[str, Any]) -> bool:
     return config.get("evaluation_interval") not in (None, 0, "checkpoint") and by == "iterations"
 
 
-def notice(run: str, config: AlgorithmConfig, keys: list[str]) -> str | None:
-    """The sentence for somebody who knows the keys from RLlib; None where they mean the same."""
-    if run not in _IN_RLLIB or not keys:
+def iteration_notice(run: str, config: AlgorithmConfig, keys: list[str]) -> str | None:
+    """A notice for users of RLlib; None if the keys mean the same."""
+    if run not in _RLLIB_ITERATION or not keys:
         return None
     count = "counts" if len(keys) == 1 else "count"
     return (
         f"{' and '.join(keys)} {count} updates ({steps_of_update(config):,} steps sampled for each); "
-        f"an iteration of RLlib's {run} is {_IN_RLLIB[run]}."
+        f"an iteration of RLlib's {run} is {_RLLIB_ITERATION[run]}."
     )
 
 
-def notice_of(run: str, schema: type[AlgorithmConfig], experiment: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """The same for an experiment that is only read: `config` as it is written, without search values."""
-    keys = counted(experiment, config)
-    if run not in _IN_RLLIB or not keys:
+def iteration_notice_of_file(
+    run: str, schema: type[AlgorithmConfig], experiment: Mapping[str, Any], config: Mapping[str, Any]
+) -> str | None:
+    """As `iteration_notice`, for an unresolved experiment. `config`: as written, without search values."""
+    keys = iteration_keys(experiment, config)
+    if run not in _RLLIB_ITERATION or not keys:
         return None
-    return notice(run, parse_algorithm_config(schema, config, collated=True), keys)  # whether a batch fits is no matter here
+    return iteration_notice(
+        run, parse_algorithm_config(schema, config, collated=True), keys
+    )  # whether a batch fits is no matter here
 
 
 def steps_of_update(config: AlgorithmConfig) -> int:

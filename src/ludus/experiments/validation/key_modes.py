@@ -1,7 +1,7 @@
-"""Which keys of `config:` have an effect in which mode of a run, and why not in the others: one table, for checks and for the docs.
+"""The table of keys of `config:` that have no effect in some training modes, with reasons; used by validation and the docs.
 
-A key that has no effect where it is given is refused with the reason, if its value is not the default. A key that another setting
-switches off is noticed by name. What a run has saved is not checked: it names every key.
+A key without effect is an error unless it has its default value. A key that another setting switches off gives a notice. Saved
+configurations are not checked, as they contain every key.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ludus.envs.vector_env import row_info
 from ludus.transport.message_stream import EMBEDDED
 
 
-class Mode(enum.Enum):
-    """How the experience of a run comes about. Workers are the same on this machine and on a Ray cluster."""
+class TrainingMode(enum.Enum):
+    """How a run collects experience. Local workers and those of a Ray cluster are the same mode."""
 
     IN_PROCESS = "in this process (num_workers: 0)"
     IN_TURN = "workers, sampling: sync"
@@ -29,16 +29,16 @@ class Mode(enum.Enum):
     AGENTS = "several agents"
 
 
-def mode_of(env: str, memory: str, config: AlgorithmConfig, *, several: bool) -> Mode:
+def mode_of(env: str, memory: str, config: AlgorithmConfig, *, several: bool) -> TrainingMode:
     if env == EXTERNAL:
-        return Mode.EXTERNAL
+        return TrainingMode.EXTERNAL
     if several:
-        return Mode.AGENTS
+        return TrainingMode.AGENTS
     if memory != EMBEDDED:
-        return Mode.FLEET_ASYNC if config.sampling == "async" else Mode.FLEET
+        return TrainingMode.FLEET_ASYNC if config.sampling == "async" else TrainingMode.FLEET
     if not config.num_workers:
-        return Mode.IN_PROCESS
-    return {"sync": Mode.IN_TURN, "pipelined": Mode.PIPELINED, "async": Mode.ASYNC}[config.sampling]
+        return TrainingMode.IN_PROCESS
+    return {"sync": TrainingMode.IN_TURN, "pipelined": TrainingMode.PIPELINED, "async": TrainingMode.ASYNC}[config.sampling]
 
 
 _ON_DEMAND = "batches are sampled on demand here, so none waits for the learner"
@@ -50,60 +50,62 @@ _NO_VIDEO_OF_AGENTS = "matches of several agents are recorded after training, wi
 _FLEET_WORKERS = "fleet workers are started and restarted outside of this run"
 _GATEWAYS = "it applies to workers that step environments; here games connect over HTTP"
 
-_LOCAL_WORKERS: Mapping[Mode, str] = {
-    Mode.IN_PROCESS: _NO_WORKERS,
-    Mode.FLEET: _FLEET_WORKERS,
-    Mode.FLEET_ASYNC: _FLEET_WORKERS,
-    Mode.EXTERNAL: _GATEWAYS,
-    Mode.AGENTS: _NO_WORKERS,
+_LOCAL_WORKERS: Mapping[TrainingMode, str] = {
+    TrainingMode.IN_PROCESS: _NO_WORKERS,
+    TrainingMode.FLEET: _FLEET_WORKERS,
+    TrainingMode.FLEET_ASYNC: _FLEET_WORKERS,
+    TrainingMode.EXTERNAL: _GATEWAYS,
+    TrainingMode.AGENTS: _NO_WORKERS,
 }
 
-WITHOUT_EFFECT: Mapping[str, Mapping[Mode, str]] = {
+WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
     "blocks_ahead": {
-        Mode.IN_PROCESS: _ON_DEMAND,
-        Mode.IN_TURN: _ON_DEMAND,
-        Mode.EXTERNAL: _GAMES_PLAY,
-        Mode.AGENTS: _ON_DEMAND,
+        TrainingMode.IN_PROCESS: _ON_DEMAND,
+        TrainingMode.IN_TURN: _ON_DEMAND,
+        TrainingMode.EXTERNAL: _GAMES_PLAY,
+        TrainingMode.AGENTS: _ON_DEMAND,
     },
     "max_lag": {
-        Mode.IN_PROCESS: _ALWAYS_FRESH,
-        Mode.IN_TURN: _ALWAYS_FRESH,
-        Mode.PIPELINED: _ALWAYS_FRESH,
-        Mode.FLEET: _ALWAYS_FRESH,
-        Mode.EXTERNAL: "batches of games are trained on as they arrive",
-        Mode.AGENTS: _ALWAYS_FRESH,
+        TrainingMode.IN_PROCESS: _ALWAYS_FRESH,
+        TrainingMode.IN_TURN: _ALWAYS_FRESH,
+        TrainingMode.PIPELINED: _ALWAYS_FRESH,
+        TrainingMode.FLEET: _ALWAYS_FRESH,
+        TrainingMode.EXTERNAL: "batches of games are trained on as they arrive",
+        TrainingMode.AGENTS: _ALWAYS_FRESH,
     },
-    "sampling": {Mode.EXTERNAL: "games decide when they play"},
-    "inference_device": {Mode.EXTERNAL: "requests of games are answered on the CPU"},
-    "restart_failed_sub_environments": {Mode.EXTERNAL: _GAMES_PLAY},
+    "sampling": {TrainingMode.EXTERNAL: "games decide when they play"},
+    "inference_device": {TrainingMode.EXTERNAL: "requests of games are answered on the CPU"},
+    "restart_failed_sub_environments": {TrainingMode.EXTERNAL: _GAMES_PLAY},
     "max_worker_restarts": _LOCAL_WORKERS,
     "worker_restart_backoff_s": _LOCAL_WORKERS,
     "worker_hang_s": _LOCAL_WORKERS,
-    "num_envs_per_worker": {Mode.EXTERNAL: _GAMES_PLAY},
+    "num_envs_per_worker": {TrainingMode.EXTERNAL: _GAMES_PLAY},
     "self_play": {
-        Mode.EXTERNAL: "games decide who plays whom",
-        Mode.AGENTS: "all agents use their newest policies; earlier versions as opponents need an environment with one agent",
+        TrainingMode.EXTERNAL: "games decide who plays whom",
+        TrainingMode.AGENTS: "all agents use their newest policies; earlier versions as opponents need an environment with one agent",
     },
-    "evaluation_interval": {Mode.EXTERNAL: _NO_EVALUATION},
-    "evaluation_interval_unit": {Mode.EXTERNAL: _NO_EVALUATION},
-    "evaluation_duration": {Mode.EXTERNAL: _NO_EVALUATION},
-    "evaluation_duration_unit": {Mode.EXTERNAL: _NO_EVALUATION},
-    "evaluation_num_workers": {Mode.EXTERNAL: _NO_EVALUATION},
-    "evaluation_video": {Mode.EXTERNAL: _NO_EVALUATION, Mode.AGENTS: _NO_VIDEO_OF_AGENTS},
-    "evaluation_config": {Mode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_interval": {TrainingMode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_interval_unit": {TrainingMode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_duration": {TrainingMode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_duration_unit": {TrainingMode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_num_workers": {TrainingMode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_video": {TrainingMode.EXTERNAL: _NO_EVALUATION, TrainingMode.AGENTS: _NO_VIDEO_OF_AGENTS},
+    "evaluation_config": {TrainingMode.EXTERNAL: _NO_EVALUATION},
 }
 """Key → the modes in which it has no effect, with the reason."""
 
-REFUSED_BY_RULES: Mapping[str, frozenset[Mode]] = {
-    "num_workers": frozenset({Mode.AGENTS}),
-    "batch_mode": frozenset({Mode.PIPELINED, Mode.FLEET, Mode.FLEET_ASYNC, Mode.EXTERNAL, Mode.AGENTS}),
-    "preprocess": frozenset({Mode.EXTERNAL, Mode.AGENTS}),
-    "wrappers": frozenset({Mode.EXTERNAL}),
-    "multiagent": frozenset(Mode) - {Mode.AGENTS},
-    "evaluation_duration_unit": frozenset({Mode.AGENTS}),
-    "evaluation_num_workers": frozenset({Mode.AGENTS}),
+REFUSED_ELSEWHERE: Mapping[str, frozenset[TrainingMode]] = {
+    "num_workers": frozenset({TrainingMode.AGENTS}),
+    "batch_mode": frozenset(
+        {TrainingMode.PIPELINED, TrainingMode.FLEET, TrainingMode.FLEET_ASYNC, TrainingMode.EXTERNAL, TrainingMode.AGENTS}
+    ),
+    "preprocess": frozenset({TrainingMode.EXTERNAL, TrainingMode.AGENTS}),
+    "wrappers": frozenset({TrainingMode.EXTERNAL}),
+    "multiagent": frozenset(TrainingMode) - {TrainingMode.AGENTS},
+    "evaluation_duration_unit": frozenset({TrainingMode.AGENTS}),
+    "evaluation_num_workers": frozenset({TrainingMode.AGENTS}),
 }
-"""Key → modes in which it is refused where the experiment is resolved, by a rule with a sentence of its own."""
+"""Key → modes in which other checks refuse it."""
 
 EVERYWHERE = frozenset(
     {
@@ -117,7 +119,7 @@ EVERYWHERE = frozenset(
 _OF_EVALUATION_WORKERS = frozenset({"max_worker_restarts", "worker_restart_backoff_s", "worker_hang_s"})
 
 
-def complaints_of(
+def find_ineffective_keys(
     env: str, memory: str, config: AlgorithmConfig, given: Mapping[str, str], *, several: bool
 ) -> list[ConfigProblem]:
     """Keys without effect in the mode of this experiment. `given`: key → as it is written, of the keys that somebody set."""
@@ -129,7 +131,7 @@ def complaints_of(
             continue
         path = f"config.{written}"
         found.append(ConfigProblem(f"{path} has no effect with {mode.value}: {reason}. Leave it out.", path))
-    if _divides_for_nobody(config) and "preprocess" in given:
+    if _scale_is_unused(config) and "preprocess" in given:
         path = "config.preprocess.scale"
         found.append(
             ConfigProblem(f"{path} has no effect beside model.custom_model: a model of your own scales its observations.", path)
@@ -142,19 +144,19 @@ def is_default(config: AlgorithmConfig, key: str) -> bool:
     return bool(getattr(config, key) == field.get_default(call_default_factory=True))
 
 
-def _is_used(key: str, config: AlgorithmConfig, mode: Mode) -> bool:
-    """Exceptions: evaluations may have workers of their own; 0 evaluations is what a game that calls us gets."""
+def _is_used(key: str, config: AlgorithmConfig, mode: TrainingMode) -> bool:
+    """Exceptions: evaluation workers use worker keys, and external games allow evaluation_duration 0."""
     if key == "evaluation_duration":
         return config.evaluation_duration == 0
-    return key in _OF_EVALUATION_WORKERS and mode is not Mode.EXTERNAL and config.evaluation_num_workers > 0
+    return key in _OF_EVALUATION_WORKERS and mode is not TrainingMode.EXTERNAL and config.evaluation_num_workers > 0
 
 
-def _divides_for_nobody(config: AlgorithmConfig) -> bool:
+def _scale_is_unused(config: AlgorithmConfig) -> bool:
     return config.model.custom_model is not None and config.preprocess.scale not in (None, True)
 
 
-def refuse_idle_self_play(env: str, config: AlgorithmConfig) -> str | None:
-    """Why `self_play` has no effect in an environment; None: it has, or nothing was set. Makes the environment to find out."""
+def find_idle_self_play(env: str, config: AlgorithmConfig) -> str | None:
+    """Why `self_play` has no effect; None if it has, or is not set. Makes the environment."""
     if is_default(config, "self_play") or env in (EXTERNAL, GAMECORE):
         return None
     rows = row_info(env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
@@ -185,7 +187,7 @@ def _no_interval(config: Any) -> str | None:
     return "evaluation_interval is checkpoint" if with_checkpoints else _never_evaluated(config)
 
 
-def _drawn_alike(config: Any) -> str | None:
+def _no_priorities(config: Any) -> str | None:
     return (
         None if config.replay_buffer_config.prioritized else "replay_buffer_config.type is ReplayBuffer, which has no priorities"
     )
@@ -204,15 +206,17 @@ SWITCHED_OFF: Mapping[str, _Switch] = {
     "evaluation_num_workers": _never_evaluated,
     "evaluation_video": _never_evaluated,
     "evaluation_config": _never_evaluated,
-    "replay_buffer_config.alpha": _drawn_alike,
-    "replay_buffer_config.beta": _drawn_alike,
-    "replay_buffer_config.eps": _drawn_alike,
+    "replay_buffer_config.alpha": _no_priorities,
+    "replay_buffer_config.beta": _no_priorities,
+    "replay_buffer_config.eps": _no_priorities,
     "kl_target": _no_penalty,
 }
 """Key → why another key of the same experiment makes it useless, or None."""
 
 
-def notices_of(config: AlgorithmConfig, given: Mapping[str, Any], written: Mapping[str, str]) -> Iterator[ConfigProblem]:
+def find_switched_off_keys(
+    config: AlgorithmConfig, given: Mapping[str, Any], written: Mapping[str, str]
+) -> Iterator[ConfigProblem]:
     """Of the keys that were given, those that another key switches off."""
     for key, switch in SWITCHED_OFF.items():
         section, _, inner = key.rpartition(".")

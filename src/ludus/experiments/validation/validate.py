@@ -31,13 +31,13 @@ _SHAPE = {"num_workers", "num_envs_per_worker", "rollout_fragment_length", "trai
 """Keys that say how a batch is made up."""
 
 
-def owners(key: str) -> list[str]:
+def algorithms_with_key(key: str) -> list[str]:
     """Names of the algorithms that come with the package and have this key of `config:`."""
     return [name for name, schema in config_schemas().items() if key in schema.model_fields or f"{key}_" in schema.model_fields]
 
 
 def algorithm_of(run: str) -> type[Algorithm]:
-    """The class of an algorithm. Raises UnknownName, which says what stands for one that RLlib has."""
+    """The class of an algorithm. Raises UnknownName, which suggests a substitute for algorithms of RLlib."""
     try:
         return algorithm_class(run)
     except UnknownName as error:
@@ -91,16 +91,18 @@ class ParsedExperiment:
     def algorithm_config(self) -> AlgorithmConfig:
         """Raises UsageError with all that is wrong with `config:`."""
         schema = algorithm_of(self.run).Config if self.schema is None else self.schema
-        return check_algorithm_config(schema, self.config_reading, collated=self.is_collated, run=self.run, owners=owners)
+        return check_algorithm_config(
+            schema, self.config_reading, collated=self.is_collated, run=self.run, owners=algorithms_with_key
+        )
 
     def is_well_formed(self) -> bool:
         return isinstance(self.env, str) and isinstance(self.config, Mapping) and self.schema is not None
 
 
-def of_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[ConfigProblem]:
-    """Everything that can be said about one experiment. With search values in it: about every one of them.
+def validate_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[ConfigProblem]:
+    """All problems of one experiment, for each of its search values.
 
-    `env_too`: its environment must exist here.
+    `env_too`: also check that its environment exists.
     """
     out: dict[ConfigProblem, None] = {}
     from ludus.config import search_space
@@ -110,15 +112,15 @@ def of_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[Conf
     except ConfigError as error:
         out[ConfigProblem(str(error))] = None
     for variant in variants(data):
-        out |= dict.fromkeys(_of_one(variant, env_too))
+        out |= dict.fromkeys(_validate_variant(variant, env_too))
     return list(out)
 
 
-def notices_of(data: Mapping[str, Any]) -> list[ConfigProblem]:
+def find_notices(data: Mapping[str, Any]) -> list[ConfigProblem]:
     """Notices about the keys of an experiment that are ignored or read as something else, for all its search values."""
     out: dict[ConfigProblem, None] = {}
     for variant in variants(data):
-        out |= dict.fromkeys(notices_of_parsed(ParsedExperiment(variant)))
+        out |= dict.fromkeys(find_parsed_notices(ParsedExperiment(variant)))
     if not has_search(data):
         return list(out)
     inner = translate_experiment(data).data.get("config", {})
@@ -127,7 +129,7 @@ def notices_of(data: Mapping[str, Any]) -> list[ConfigProblem]:
     return [*searched, *(notice for notice in out if notice.path not in paths)]
 
 
-def notices_of_parsed(parsed: ParsedExperiment) -> list[ConfigProblem]:
+def find_parsed_notices(parsed: ParsedExperiment) -> list[ConfigProblem]:
     """The same for an experiment without search values."""
     notices = parsed.config_reading.notices()
     notices += [ConfigProblem(parsed.env_notice, "env")] if parsed.env_notice else []
@@ -148,11 +150,11 @@ def _notices_of_values(parsed: ParsedExperiment) -> Iterator[ConfigProblem]:
         name = f"config.{reading.spelled_as.get('train_batch_size', 'train_batch_size')}"
         whole = f"fragments of {config.num_envs_per_worker} environments"
         yield ConfigProblem(f"{name} ({batch}) is rounded up to {config.train_batch_size}: whole {whole}, as in RLlib.", name)
-    yield from key_modes.notices_of(config, reading.data, reading.spelled_as)
+    yield from key_modes.find_switched_off_keys(config, reading.data, reading.spelled_as)
 
 
-class _Found:
-    """Collects what is raised by checks that do not depend on one another."""
+class _ProblemCollector:
+    """Collects the errors of independent checks."""
 
     def __init__(self) -> None:
         self.problems: list[ConfigProblem] = []
@@ -168,8 +170,8 @@ class _Found:
         return None
 
 
-def _of_one(data: Mapping[str, Any], env_too: bool) -> list[ConfigProblem]:
-    found = _Found()
+def _validate_variant(data: Mapping[str, Any], env_too: bool) -> list[ConfigProblem]:
+    found = _ProblemCollector()
     parsed = ParsedExperiment(data)
     found.attempt(lambda: check_experiment(parsed.reading))
     env, run, inner = parsed.env, parsed.run, parsed.config
@@ -182,17 +184,17 @@ def _of_one(data: Mapping[str, Any], env_too: bool) -> list[ConfigProblem]:
     algorithm = found.attempt(lambda: algorithm_of(run), "run") if isinstance(run, str) else None
     if isinstance(inner, Mapping):
         if algorithm is not None:
-            found.problems += of_config(algorithm.Config, inner, collated=called or several, run=run)
+            found.problems += validate_config(algorithm.Config, inner, collated=called or several, run=run)
             if isinstance(env, str) and not found.problems:
                 found.problems += keys_without_effect(parsed, env_too=env_too)
         else:
-            found.problems += _whatever_runs(inner, run, collated=called or several)
+            found.problems += _validate_unknown_algorithm(inner, run, collated=called or several)
         if called and isinstance(inner.get("env_config"), Mapping):
             found.attempt(lambda: parse_external_config(inner["env_config"]))
     return list(dict.fromkeys(found.problems))
 
 
-def without_effect(data: Mapping[str, Any]) -> list[ConfigProblem]:
+def find_keys_without_effect(data: Mapping[str, Any]) -> list[ConfigProblem]:
     """Keys of one experiment that have no effect in its training mode; none if something else is wrong with it."""
     return keys_without_effect(ParsedExperiment(data))
 
@@ -207,21 +209,22 @@ def keys_without_effect(parsed: ParsedExperiment, *, env_too: bool = True) -> li
         return []  # reported by other checks
     reading = parsed.config_reading
     given = {key: reading.spelled_as.get(key, key) for key in reading.data}
-    idle = key_modes.complaints_of(parsed.env, parsed.memory, config, given, several=several)
+    idle = key_modes.find_ineffective_keys(parsed.env, parsed.memory, config, given, several=several)
     if not idle and not several and env_too:
-        found = _Found()
-        reason = found.attempt(lambda: key_modes.refuse_idle_self_play(parsed.env, config))
+        found = _ProblemCollector()
+        reason = found.attempt(lambda: key_modes.find_idle_self_play(parsed.env, config))
         idle += [ConfigProblem(reason, "config.self_play")] if reason else []
     return idle
 
 
-def of_config(
+def validate_config(
     schema: type[AlgorithmConfig], inner: Mapping[str, Any], *, collated: bool = False, run: str = ""
 ) -> list[ConfigProblem]:
-    """What is wrong with `config:`. Keys with a wrong value are left out for a second look at how the others fit together."""
-    first, second = _Found(), _Found()
+    """Problems of `config:`. If keys have wrong values, the others are checked together in a second pass."""
+    first, second = _ProblemCollector(), _ProblemCollector()
     checked = first.attempt(
-        lambda: parse_algorithm_config(schema, inner, collated=collated, run=run, owners=owners), "config.train_batch_size"
+        lambda: parse_algorithm_config(schema, inner, collated=collated, run=run, owners=algorithms_with_key),
+        "config.train_batch_size",
     )
     if checked is not None:
         return [*first.problems, *_minibatch_too_large(schema, inner, checked)]
@@ -238,7 +241,7 @@ def of_config(
 def _minibatch_too_large(
     schema: type[AlgorithmConfig], inner: Mapping[str, Any], checked: AlgorithmConfig
 ) -> list[ConfigProblem]:
-    """The default is no complaint: it is as much of the batch as there is. Nor is what a run has saved, which names every key."""
+    """Not a problem for the default value, which is limited to the batch, as in saved configurations."""
     size, batch = getattr(checked, "minibatch_size", None), checked.train_batch_size
     reading = translate_config(inner, schema)
     given = "minibatch_size" in reading.data and size != schema.model_fields["minibatch_size"].default
@@ -249,27 +252,27 @@ def _minibatch_too_large(
     return [ConfigProblem(sentence, name)]
 
 
-def _whatever_runs(inner: Mapping[str, Any], run: Any, *, collated: bool) -> list[ConfigProblem]:
-    """What is wrong with `config:` when the algorithm is unknown: for the one that is probably meant, else for all of them."""
+def _validate_unknown_algorithm(inner: Mapping[str, Any], run: Any, *, collated: bool) -> list[ConfigProblem]:
+    """Problems of `config:` with an unknown algorithm: those for the most similar name, else those common to all algorithms."""
     known = config_schemas()
     near = difflib.get_close_matches(str(run).upper(), known, n=1, cutoff=0.6)
     if near:
-        return of_config(known[near[0]], inner, collated=collated, run=near[0])
-    each = [of_config(schema, inner, collated=collated, run=name) for name, schema in known.items()]
+        return validate_config(known[near[0]], inner, collated=collated, run=near[0])
+    each = [validate_config(schema, inner, collated=collated, run=name) for name, schema in known.items()]
     return [complaint for complaint in each[0] if all(complaint in others for others in each[1:])]
 
 
 def variants(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The experiment with the first value of every search, and once with every other value of each."""
-    choices = dict(_searched(data, ()))
+    choices = dict(_find_searches(data, ()))
     first = {path: values[0] for path, values in choices.items()}
-    yield _with(data, first)
+    yield _substitute(data, first)
     for path, values in choices.items():
         for value in values[1:]:
-            yield _with(data, first | {path: value})
+            yield _substitute(data, first | {path: value})
 
 
-def _searched(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
+def _find_searches(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
     """Path → values, at least one, of which a sweep would try one."""
     if is_search(value):
         ((kind, given),) = value.items()
@@ -279,22 +282,22 @@ def _searched(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             if path != () or key != "tune":  # which searches on purpose
-                yield from _searched(inner, (*path, str(key)))
+                yield from _find_searches(inner, (*path, str(key)))
 
 
-def _with(data: Mapping[str, Any], chosen: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+def _substitute(data: Mapping[str, Any], chosen: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in data.items():
         below = {path[1:]: given for path, given in chosen.items() if path[0] == key}
         if () in below:
             out[key] = below[()]
         else:
-            out[key] = _with(value, below) if below else value
+            out[key] = _substitute(value, below) if below else value
     return out
 
 
 def trust_names(experiments: Mapping[str, Mapping[str, Any]]) -> None:
-    """The user wrote these experiments: what they name may be imported, also under the name that an environment has today."""
+    """Allow importing what experiments of the user name, including current names of legacy environments."""
     trust.allow(experiments)
     for data in experiments.values():
         env = translate_experiment(data).data.get("env")

@@ -1,7 +1,7 @@
-"""The Arena as a process of its own, which calls the actors that play its camps.
+"""Game process of the Arena, which calls the actors of its camps over HTTP.
 
-A gamecore server tells it everything by the environment (LUDUS_GAME_CONFIG, LUDUS_GAME_RESULT, LUDUS_GAME_STATES and _SHARE,
-LUDUS_GAME_TOKEN_0 and _1). By hand:
+A gamecore server configures it by environment variables (LUDUS_GAME_CONFIG, LUDUS_GAME_RESULT, LUDUS_GAME_STATES and _SHARE,
+LUDUS_GAME_TOKEN_0 and _1). From a shell:
 
     python -P -m ludus.games.arena --mode 1v1 --camp0 http://127.0.0.1:8000 --camp1 rule:hard --pace 15
 """
@@ -37,31 +37,31 @@ from ludus.io.yaml_documents import read_text
 if sys.platform == "win32":
     from asyncio import run
 else:
-    from uvloop import run  # a tenth less time for a decision over HTTP; imported here for those who are forked from us
+    from uvloop import run  # 10 % less time per decision over HTTP; imported before the fork server forks
 
 log = logging.getLogger(__name__)
 
 RECORDING: Final = "match.arena"
-"""In the game's own directory."""
+"""File name in the directory of the game."""
 _UNFINISHED: Final = 3
 _MAX_CONFIG = 1 << 20
 _MAX_MATCHES = 4096
 
 
 def prepare() -> None:
-    """Load the kernels, or compile them: whoever is forked from here on has them."""
+    """Load or compile the kernels, so that processes forked later have them."""
     arena = Arena()
     arena.reset([0])
     arena.observe()
     actions = np.zeros((1, arena.heroes, len(HEADS)), np.int32)
-    for name in range(len(BOTS)):
-        actions = arena.bot_actions(np.full((1, arena.heroes), name, np.int8))
+    for bot in range(len(BOTS)):
+        actions = arena.bot_actions(np.full((1, arena.heroes), bot, np.int8))
     arena.legal(actions)
     arena.step(actions)
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: all matches came to their end. 2: they were never begun. 3: an actor was gone. 128 + n: stopped by signal n."""
+    """Exit codes: 0, all matches completed; 2, none started; 3, an actor was lost; 128 + n, stopped by signal n."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
     environ = os.environ
     result = Path(environ["LUDUS_GAME_RESULT"]) if environ.get("LUDUS_GAME_RESULT") else None
@@ -94,11 +94,11 @@ def _write_result(path: Path | None, result: Mapping[str, Any]) -> None:
         write_file(path, json.dumps(result).encode())
 
 
-# -- what is asked for ------------------------------------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def _read_plans(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[MatchPlan], Path | None]:
-    """The matches, and where they are recorded."""
+    """Return the matches to play and the path of the recording."""
     tokens = [environ.get(f"LUDUS_GAME_TOKEN_{camp}") or None for camp in range(CAMPS)]
     path = environ.get("LUDUS_GAME_CONFIG")
     if argv or not path:
@@ -113,24 +113,24 @@ def _read_plans(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[M
 
 def _plans_from_arguments(argv: Sequence[str], tokens: Sequence[str | None]) -> tuple[list[MatchPlan], Path | None]:
     parser = argparse.ArgumentParser(
-        prog="python -P -m ludus.games.arena", description="Matches of the Arena, as a game process."
+        prog="python -P -m ludus.games.arena", description="Play matches of the Arena as a game process."
     )
     parser.add_argument("--mode", help="1v1, 3v3, …")
     parser.add_argument("--heroes", help="ids or names: 190,173,117/141,111,107")
     for camp in range(CAMPS):
         parser.add_argument(f"--camp{camp}", default="", help="http://HOST:PORT, or rule:NAME")
-    parser.add_argument("--timeout-s", type=float, default=30.0, help="for each answer of an actor")
+    parser.add_argument("--timeout-s", type=float, default=30.0, help="time limit of each reply of an actor")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--matches", type=int, default=1, help="side by side, with seeds one after the other")
+    parser.add_argument("--matches", type=int, default=1, help="number of simultaneous matches, with consecutive seeds")
     parser.add_argument("--max-frames", type=int)
-    parser.add_argument("--start-from", help="a saved state")
-    parser.add_argument("--record", type=Path, help="the file of the recording")
+    parser.add_argument("--start-from", help="saved state to start from")
+    parser.add_argument("--record", type=Path, help="recording to write")
     parser.add_argument("--runtime-id", default="arena")
     parser.add_argument("--eval-mode", action="store_true")
     parser.add_argument("--rule", default="medium", choices=BOTS)
-    parser.add_argument("--pace", type=float, default=0.0, help="ticks a second; 0: as fast as it goes")
+    parser.add_argument("--pace", type=float, default=0.0, help="ticks per second; 0: unlimited")
     parser.add_argument("--on-illegal", default="nothing", choices=get_args(OnIllegal))
-    lost = "when an actor cannot be reached: end with code 3, or let the rule play its camp"
+    lost = "when an actor is lost: end with code 3, or let the rule play its camp"
     parser.add_argument("--on-lost", default="end", choices=get_args(OnLost), help=lost)
     parser.add_argument("--patience-s", type=float, default=10.0)
     parser.add_argument("--format", default="msgpack", choices=FORMATS)
@@ -159,8 +159,8 @@ def _plans_from_arguments(argv: Sequence[str], tokens: Sequence[str | None]) -> 
     }
     plan = read_plan(config, tokens, BOTS)
     camps = [
-        _parse_camp(said_of) if said_of and "://" not in said_of else camp
-        for said_of, camp in zip(addresses, plan.camps, strict=True)
+        _parse_camp(address) if address and "://" not in address else camp
+        for address, camp in zip(addresses, plan.camps, strict=True)
     ]
     plan = dataclasses.replace(plan, camps=(camps[0], camps[1]))
     if args.matches == 1:
@@ -169,18 +169,20 @@ def _plans_from_arguments(argv: Sequence[str], tokens: Sequence[str | None]) -> 
     return [dataclasses.replace(plan, runtime_id=name, seed=seed) for name, seed in each], None
 
 
-def _parse_camp(args: str) -> BotCamp:
-    kind, _, name = args.partition(":")
+def _parse_camp(text: str) -> BotCamp:
+    kind, _, name = text.partition(":")
     if kind != "rule" or name not in BOTS:
-        raise UsageError(f"A camp is played by {args!r}.", f"http://HOST:PORT, or rule: with one of {', '.join(BOTS)}.")
+        raise UsageError(
+            f"{text!r} is not a player of a camp.", f"Give http://HOST:PORT, or rule: with one of {', '.join(BOTS)}."
+        )
     return BotCamp(name)
 
 
-# -- playing it -------------------------------------------------------------------------------------------------------
+# -- play -------------------------------------------------------------------------------------------------------------
 
 
 class HostOutcome(NamedTuple):
-    """The signal that stopped the matches, or 0; results of the last one of each place; how many there were, and came to their own end."""
+    """Signal that stopped the matches (or 0), result of the last match of each slot, number of matches and of completed ones."""
 
     stopped: int
     results: list[dict[str, Any]]
@@ -189,8 +191,8 @@ class HostOutcome(NamedTuple):
 
 
 def play(plans: Sequence[MatchPlan], states: Path | None = None, record: Path | None = None, share: float = 1.0) -> HostOutcome:
-    """These matches, and those that their actors hand over. `share`: of those of which a state is kept."""
-    prepare()  # what compiles in the middle of a match keeps its actors waiting
+    """Play these matches and those that actors add. `share`: share of matches of which a state is written to `states`."""
+    prepare()  # actors would wait for a compilation during a match
     arena = create_arena(plans)
     matches = [HostedMatch(plan, BOTS) for plan in plans]
     recorders = [] if record is None else [Recorder(arena, 0, matches[0].names)]
@@ -202,25 +204,25 @@ def play(plans: Sequence[MatchPlan], states: Path | None = None, record: Path | 
 
 
 async def _run_until_signal(host: MatchHost) -> int:
-    loop, heard = asyncio.get_running_loop(), [0]
+    loop, received = asyncio.get_running_loop(), [0]
     playing = asyncio.ensure_future(host.run())
 
     def stop(number: int) -> None:
-        heard[0] = number
+        received[0] = number
         playing.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     await playing
-    return heard[0] if host.stopped else 0
+    return received[0] if host.stopped else 0
 
 
 def create_arena(plans: Sequence[MatchPlan]) -> Arena:
-    """With these matches begun, and room for as many as they ask for."""
+    """Return an Arena with these matches at their start and free slots up to the option `together`."""
     options = plans[0].options
     settings = ArenaSettings(every=options.every, rewards=options.rewards)
     arena = Arena(plans[0].size, max(len(plans), options.together), settings, lenient=options.lenient)
-    arena.reset([0] * arena.matches)  # those that nobody plays yet can be looked at as well
+    arena.reset([0] * arena.matches)  # free slots need valid states for `observe`
     arena.match[:, OVER] = 1
     for m, plan in enumerate(plans):
         set_up_match(arena, m, plan)

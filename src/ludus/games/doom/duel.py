@@ -1,4 +1,4 @@
-"""A match: two engines, two players, one thread for each pair, and nobody a tic ahead of the other."""
+"""A duel: two engines and two players, one thread for each camp, synchronized at every tic."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ludus.games.doom.player import RETRIES, ActorPlayer, BotPlayer, DuelPlayer
 from ludus.process import identity
 
 _START_S = 75.0
-"""The engines give up looking for each other after a minute."""
+"""Start time limit; engines stop waiting for each other after a minute."""
 _STALL_S = 15.0
-"""A tic takes a millisecond or two; also on a busy machine far less than this."""
+"""Time limit of a tic, which takes one or two milliseconds."""
 _LEAVE_S = 2.0
-"""For the players, when one has failed or everything is to stop; and more than they wait for each other."""
+"""Time for the players to end after a failure or a stop."""
 _LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
 class DuelRules:
     tics: int
-    """The match is over then."""
+    """Time limit in tics."""
     frags: int
-    """Or when somebody has so many; 0: never."""
+    """Frags that end the match; 0: no limit."""
     frame_skip: int
-    """Tics that a decision lasts."""
+    """Tics per decision."""
 
     @classmethod
     def of(cls, spec: LaunchSpec) -> DuelRules:
-        """Raises UsageError."""
+        """Read the rules from the options. Raises UsageError."""
         options = {"seconds": 120.0, "frags": 0, "frame_skip": 4} | dict(spec.options)
         try:
             tics = round(float(options["seconds"]) * TICS_PER_S)
@@ -44,16 +44,16 @@ class DuelRules:
         except (TypeError, ValueError) as error:
             raise UsageError(f"The options {options} cannot be used: {error}.") from error
         if not (found.tics > 0 and found.frags >= 0 and found.frame_skip > 0):
-            raise UsageError(f"The options make {found}.", "A match has at least one tic, a decision lasts at least one.")
+            raise UsageError(f"The options give {found}.", "A match has at least one tic, a decision lasts at least one.")
         return found
 
 
 class DuelStopped(Exception):
-    """Somebody asked for it, or the other player is gone."""
+    """The duel was stopped, or the other player failed."""
 
 
 class Duel:
-    """`play` is called once, in a process of its own, which is to end when it raises: it may have left engines that end with it."""
+    """Plays one duel. Call `play` once, in a separate process, and exit when it raises: engines may be left that end with the process."""
 
     def __init__(self, spec: LaunchSpec) -> None:
         self._rules = DuelRules.of(spec)
@@ -67,21 +67,21 @@ class Duel:
         ]
         port, self._claim = reserve_port()
         self._engines = [
-            DoomEngine(n, port, self._directory / str(n), spec.seed, look_for_enemy=spec.camps[n] is None) for n in (0, 1)
+            DoomEngine(n, port, self._directory / str(n), spec.seed, locate_enemy=spec.camps[n] is None) for n in (0, 1)
         ]
         self._barrier = threading.Barrier(2)
-        self._scores = [(0, 0), (0, 0)]  # as either engine tells it
+        self._scores = [(0, 0), (0, 0)]  # by engine
         self._last_tic_at = time.monotonic()
         self._starting: set[int] = set()
         self._stop_at: float | None = None
         self._ended: queue.SimpleQueue[_SideResult | BaseException] = queue.SimpleQueue()
 
     def stop(self) -> None:
-        """From any thread: the players leave before their next decision, and `play` raises Stopped."""
+        """Stop before the next decision; `play` raises DuelStopped. Thread-safe."""
         self._stop_at = self._stop_at or time.monotonic()
 
     def play(self) -> dict[str, Any]:
-        """What came of it. Raises LudusError when an engine or an actor failed, Stopped."""
+        """Play and return the result. Raises LudusError when an engine or an actor fails, and DuelStopped."""
         for engine in self._engines:
             engine.prepare()
         began = self._last_tic_at = time.monotonic()
@@ -108,14 +108,14 @@ class Duel:
         }
 
     def _shut_down(self, threads: list[threading.Thread]) -> None:
-        """So that actors know, and nothing is left that does not end with this process."""
+        """End the sessions of actors and the engines that would outlive this process."""
         if self._starting:
-            # ViZDoom crashes when an engine ends that has not fully started. They end with us.
+            # ViZDoom crashes if an engine ends during its start. These end with this process.
             for camp in list(self._starting):
                 self._engines[camp].unlink_shared_memory()
                 self._players[camp].leave()
             return
-        identity.kill_descendants()  # an engine whose other half is gone waits for ever, and so does its thread
+        identity.kill_descendants()  # an engine without its peer blocks its thread forever
         until = time.monotonic() + _LEAVE_S
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -128,35 +128,33 @@ class Duel:
                     return ended
                 if isinstance(ended, DuelStopped) and self._stop_at is None:
                     break
-                raise ended  # of two errors the first is the cause; the other one only finds itself alone
+                raise ended  # of two errors the first is the cause
             now = time.monotonic()
             if self._stop_at is not None and (now > self._stop_at + _LEAVE_S or self._starting):
                 raise DuelStopped
             if now > self._last_tic_at + self._patience_s + (_START_S if self._starting else _LEAVE_S):
                 break
         stood_s = time.monotonic() - self._last_tic_at
-        raise WorkerFailed(
-            f"An engine did not come to its next tic within {stood_s:.0f} s.", "Does it hang, or is the machine overloaded?"
-        )
+        raise WorkerFailed(f"An engine did not reach its next tic within {stood_s:.0f} s.", "Check the load of the machine.")
 
     def _run(self, camp: int) -> None:
         try:
             self._ended.put(self._play_side(camp))
-        except BaseException as error:  # whatever it is, the main thread waits for it
+        except BaseException as error:  # the main thread raises it
             self._ended.put(error)
             self._barrier.abort()
             self._players[camp].leave()
 
     def _play_side(self, camp: int) -> _SideResult:
-        """One camp's part of the match, in a thread of its own."""
+        """Play one camp; runs in its own thread."""
         engine, player, rules = self._engines[camp], self._players[camp], self._rules
-        player.begin()  # before the engine: an actor that is not there costs no start
+        player.begin()  # before the engine, which is not started for a missing actor
         self._wait_for_other()
         self._starting.add(camp)
         engine.start()
         self._starting.discard(camp)
         result = _SideResult(camp)
-        told = 0
+        reported = 0
         while True:
             view = engine.look()
             result.frags = self._scores[camp] = view.frags
@@ -168,16 +166,16 @@ class Duel:
                 raise DuelStopped
             action = NOTHING
             if not view.dead:
-                action = player.act(view, float(lead - told))
-                told, result.decisions = lead, result.decisions + 1
+                action = player.act(view, float(lead - reported))
+                reported, result.decisions = lead, result.decisions + 1
             engine.press(action)
             result.tics += self._advance(engine, min(rules.frame_skip, rules.tics - result.tics))
         engine.close()
-        player.end(float(lead - told))
+        player.end(float(lead - reported))
         return result
 
     def _advance(self, engine: DoomEngine, tics: int) -> int:
-        # Tic by tic: an engine that is let run gets ahead, and the other makes two tics of one to catch up.
+        # Tic by tic: an engine that runs ahead makes the other one merge tics to catch up.
         for left in range(tics, 0, -1):
             self._wait_for_other()
             engine.advance(show=left == 1)

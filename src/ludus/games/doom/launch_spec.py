@@ -1,4 +1,4 @@
-"""What a game process is told by whoever started it: by its environment and one file, never by its command line."""
+"""Launch specification of a game process: environment variables and one JSON file, no command-line arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S: Final = 30.0
 
 @dataclass(frozen=True)
 class ActorAddress:
-    """Where the actor of a camp listens."""
+    """Address and token of the actor of a camp."""
 
     url: str
     timeout_s: float = TIMEOUT_S
@@ -32,9 +32,9 @@ class ActorAddress:
 class LaunchSpec:
     runtime_id: str
     camps: tuple[ActorAddress | None, ActorAddress | None]
-    """None: the game's own script plays it."""
+    """None: the built-in bot plays it."""
     directory: Path
-    """The game's own: it may write there."""
+    """Working directory of the game."""
     result: Path | None
     seed: int = 0
     max_frames: int | None = None
@@ -43,34 +43,36 @@ class LaunchSpec:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> LaunchSpec:
-        """Raises UsageError."""
+        """Read the specification. Raises UsageError."""
         path = environment.get(CONFIG, "")
         if not path:
-            raise UsageError(f"{CONFIG} is not set.", "It names the JSON file that says what is to be played.")
+            raise UsageError(f"{CONFIG} is not set.", "Set it to the JSON file that describes the match.")
         try:
-            told = json.loads(Path(path).read_text(encoding="utf-8"))
-            camps = [*told.get("camps", ()), None, None][:2]
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            camps = [*fields.get("camps", ()), None, None][:2]
             result = environment.get(RESULT)
             return cls(
-                runtime_id=str(told["runtime_id"]),
+                runtime_id=str(fields["runtime_id"]),
                 camps=(_camp(camps[0], environment, 0), _camp(camps[1], environment, 1)),
                 directory=Path(path).resolve().parent,
                 result=Path(result).absolute() if result else None,
-                seed=int(told.get("seed") or 0),
-                max_frames=None if told.get("max_frames") is None else int(told["max_frames"]),
-                eval_mode=bool(told.get("eval_mode")),
-                options=dict(told.get("options") or {}),
+                seed=int(fields.get("seed") or 0),
+                max_frames=None if fields.get("max_frames") is None else int(fields["max_frames"]),
+                eval_mode=bool(fields.get("eval_mode")),
+                options=dict(fields.get("options") or {}),
             )
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(
-                f"{path} ({CONFIG}) cannot be used: {error!r}.", "See docs/gamecore.md for what it holds."
+                f"{path} ({CONFIG}) cannot be used: {error!r}.", "docs/gamecore.md describes its content."
             ) from error
 
 
-def _camp(told: Mapping[str, Any] | None, environment: Mapping[str, str], number: int) -> ActorAddress | None:
-    if told is None:
+def _camp(fields: Mapping[str, Any] | None, environment: Mapping[str, str], number: int) -> ActorAddress | None:
+    if fields is None:
         return None
-    return ActorAddress(str(told["url"]), float(told.get("timeout_s") or TIMEOUT_S), environment.get(f"{TOKEN}{number}") or None)
+    return ActorAddress(
+        str(fields["url"]), float(fields.get("timeout_s") or TIMEOUT_S), environment.get(f"{TOKEN}{number}") or None
+    )
 
 
 def write_result(path: Path | None, result: Mapping[str, Any]) -> None:

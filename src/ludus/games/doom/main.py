@@ -1,4 +1,4 @@
-"""From what the environment says to a duel, its result, and an exit code."""
+"""Entry point: read the launch specification, play the duel, write its result."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _STOPPING = {signal.SIGTERM, signal.SIGINT}
 
 
 def main() -> int:
-    """0: it was played to its end. The signals that stop it are blocked in all threads; they are waited for here."""
-    faulthandler.enable()  # the engine's library may crash
+    """Return the exit code; 0 if the duel was completed. Stop signals must be blocked in all threads; a thread waits for them."""
+    faulthandler.enable()  # prints a traceback if the engine's library crashes
     try:
         plugins.require("vizdoom", "doom", "The Doom duel")
         spec = LaunchSpec.from_environment()
-        os.chdir(spec.directory)  # the engines leave a few files where they stand
+        os.chdir(spec.directory)  # engines write files to the working directory
         duel = Duel(spec)
         threading.Thread(target=_stop_on_signal, args=(duel,), daemon=True).start()
         result = duel.play()
@@ -33,7 +33,7 @@ def main() -> int:
     except LudusError as error:
         _log(f"doom: {error}")
         return error.exit_code
-    except Exception:
+    except Exception:  # top level: report any error and exit with 1
         _log(traceback.format_exc())
         return 1
     _log(f"doom: {result}")

@@ -1,4 +1,4 @@
-"""Who plays a camp of the duel: an actor that is asked over HTTP, or a script."""
+"""Players of a camp of the duel: an actor over HTTP, or a bot."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from ludus.protocol.client import Client
 from ludus.protocol.codec import decode, encode
 
 RETRIES = 2
-_AIMED = 0.04
-"""So far off the middle of the picture a rocket still hits: it bursts over a few steps."""
-_DODGE = 0.3
-"""Of the decisions with the other one in sight, how many evade instead of aiming."""
+_AIM_TOLERANCE = 0.04
+"""Distance from the middle of the screen at which a rocket still hits, by its blast radius."""
+_DODGE_SHARE = 0.3
+"""Share of decisions with a visible enemy that dodge instead of aim."""
 _LEFT, _RIGHT, _FIRE = 1, 2, 3
 
 
 class DuelPlayer(Protocol):
-    """One of them is used by one thread."""
+    """Plays one camp; used by one thread."""
 
     kind: str
 
     def begin(self) -> None: ...
 
     def act(self, view: PlayerView, reward: float) -> int:
-        """`reward` is that of the action before, and of what happened until now."""
+        """Return an action. `reward`: change since the previous action."""
         ...
 
     def end(self, reward: float) -> None:
-        """The match was played to its end."""
+        """End after a completed match."""
         ...
 
     def leave(self) -> None:
-        """It was not; also after an error. Does not raise LudusError."""
+        """End an incomplete match, also after an error. Does not raise LudusError."""
         ...
 
 
 class ActorPlayer:
-    """Asks the actor of its camp. Raises EnvironmentFault, which says whose actor it was."""
+    """Requests actions from the actor of its camp. Raises EnvironmentFault that names the actor."""
 
     kind = "actor"
 
@@ -51,7 +51,7 @@ class ActorPlayer:
         self._number, self._camp, self._match = number, camp, match
         self._about = {"game": "doom", "camp": number, "eval_mode": eval_mode}
         self._client = Client(camp.url, camp.token, camp.timeout_s, RETRIES)
-        # An id may be played again, after a crash at once: the actor must not take that for the session it still has.
+        # Unique: after a crash the same match may run again while the actor still has the old session.
         self._session = f"{match}.{number}.{uuid.uuid4().hex[:12]}"
         self._open = False
 
@@ -79,7 +79,7 @@ class ActorPlayer:
     def leave(self) -> None:
         if self._open:
             self._open = False
-            with suppress(LudusError):  # it may be the one whose fault it is; without an end it forgets the session after a while
+            with suppress(LudusError):  # the actor may have failed; it expires sessions without an end
                 self._client.end(self._session)
         self._client.close()
 
@@ -99,27 +99,27 @@ class ActorPlayer:
 
 
 class BotPlayer:
-    """Steps in front of the other one and fires, and now and then aside."""
+    """Moves in front of the enemy and fires; dodges at random."""
 
     kind = "script"
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311 - a game
-        self._way, self._left = _LEFT, 0
+        self._direction, self._steps_left = _LEFT, 0
 
     def begin(self) -> None:
         pass
 
     def act(self, view: PlayerView, reward: float) -> int:
-        if self._left > 0:
-            self._left -= 1
-            return self._way
-        if view.enemy is None or self._random.random() < _DODGE:
-            self._way, self._left = self._random.choice((_LEFT, _RIGHT)), self._random.randrange(1, 6)
-            return self._way
-        if abs(view.enemy) < _AIMED:
+        if self._steps_left > 0:
+            self._steps_left -= 1
+            return self._direction
+        if view.enemy is None or self._random.random() < _DODGE_SHARE:
+            self._direction, self._steps_left = self._random.choice((_LEFT, _RIGHT)), self._random.randrange(1, 6)
+            return self._direction
+        if abs(view.enemy) < _AIM_TOLERANCE:
             return NOTHING + _FIRE
-        return (_RIGHT if view.enemy > 0 else _LEFT) + (_FIRE if abs(view.enemy) < 2 * _AIMED else 0)
+        return (_RIGHT if view.enemy > 0 else _LEFT) + (_FIRE if abs(view.enemy) < 2 * _AIM_TOLERANCE else 0)
 
     def end(self, reward: float) -> None:
         pass

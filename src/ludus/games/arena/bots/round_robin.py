@@ -133,7 +133,7 @@ def play(matches: Sequence[BotMatch], size: int, settings: ArenaSettings | None 
 def bot_index(bot: str) -> int:
     """Return the index in BOTS. Raises ConfigError."""
     if bot not in BOTS:
-        raise ConfigError(f"There is no script {bot!r}.", did_you_mean(bot, BOTS))
+        raise ConfigError(f"There is no scripted bot {bot!r}.", did_you_mean(bot, BOTS))
     return BOTS.index(bot)
 
 

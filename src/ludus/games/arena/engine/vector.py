@@ -287,7 +287,7 @@ def parse_state(saved: bytes) -> tuple[int, Ints32, Ints32]:
         raise ConfigError("This is not a saved state of the Arena.")
     _, rules, size, _ = _HEAD.unpack_from(saved)
     if rules != RULES:
-        raise ConfigError(f"The state was saved under rules {rules}; these are rules {RULES}.", "Save it anew.")
+        raise ConfigError(f"The state was saved under rules {rules}; these are rules {RULES}.", "Save it again with these rules.")
     size_of(int(size))
     slots = units_of(size)
     if len(saved) != _HEAD.size + 4 * (MATCH_FIELDS + FIELDS * slots):

@@ -1,4 +1,4 @@
-"""The Arena as Gymnasium environments: heroes of many matches stepped together, or a single hero of a single match.
+"""Gymnasium environments of the Arena: a vector environment of many matches, and one hero of one match.
 
 gymnasium.make_vec("ludus/Arena-1v1-v0", 64, opponent="medium")
 ArenaVectorEnv(96, mode="3v3", opponent={"self": 0.6, "past": 0.2, "medium": 0.2}, whole=True)
@@ -38,18 +38,17 @@ _RENDER_MODES: Final = ("rgb_array",)
 
 
 class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
-    """Rows that each play one hero. A *group* is the rows of one side of a match, as many as it has heroes.
+    """Vector environment whose rows play one hero each. A *group* is the rows of one camp of a match, as many as it has heroes.
 
-    With a script as its opponent every group has a match of its own; with `self` assign_opponents 2k and 2k + 1 play each other; shares of
-    both, and of `past`, are dealt out over the assign_opponents for good. Rows that play for `past` come after the `num_envs` that were asked for
-    and are marked in `opponent_rows`: whoever plays them is not learned from. What remains of a group that is not whole has
-    scripts beside it.
+    Against a bot every group has its own match; with `self` groups 2k and 2k + 1 play each other. Shares of bots, `self` and `past`
+    are assigned to groups permanently. Rows that play for `past` follow the requested `num_envs` and are marked in `opponent_rows`;
+    they are not trained on. Bots fill the rest of an incomplete group.
 
-    After the end of a match the next step only begins a new one (next-step autoreset). Observations are arrays of their own.
+    After the end of a match the next step only starts a new one (next-step autoreset). Observations are new arrays.
     """
 
     only_training: Final = ("repeat", "states", "matchmaking")
-    """Evaluations play whole matches, and those that were asked for."""
+    """Options that evaluations ignore."""
 
     def __init__(
         self,
@@ -60,25 +59,25 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         render_width: int = RENDER_WIDTH,
         **keywords: Any,
     ) -> None:
-        """Keywords: `Options`. Raises ConfigError."""
+        """Keywords: `ArenaOptions`. Raises ConfigError."""
         options = ArenaOptions(mode=mode, **keywords)
         size = options.size
         self.renderer = LazyRenderer(size, render_mode, render_width)
         self.metadata = metadata(options) | {"autoreset_mode": AutoresetMode.NEXT_STEP}
         self.render_mode = render_mode
-        self.kinds, seated, opposed = _assign_matches(num_envs, size, options.shares)
-        """Of each match: `self`, `past`, or that a script plays."""
-        self.seats = Seats(options, seated, opposed)
+        self.kinds, learner_heroes, past_heroes = _assign_matches(num_envs, size, options.shares)
+        """By match: `self`, `past`, or empty for a bot."""
+        self.seats = Seats(options, learner_heroes, past_heroes)
         self.num_envs = self.seats.rows
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
         self.group_rows = size
-        whole = np.arange(self.num_envs) < num_envs // size * size
-        self._reports_result: Bools = whole & (np.arange(self.num_envs) % size == 0)
-        """Whether a match was won is told once by each whole group, however many heroes it has."""
+        complete = np.arange(self.num_envs) < num_envs // size * size
+        self._reports: Bools = complete & (np.arange(self.num_envs) % size == 0)
+        """Rows that report wins and losses: one of each complete group."""
         against = [kind.removeprefix(RULE) for kind in options.shares if kind != SELF]  # the same for any number of rows
-        told = [f"{how}/{who}" for who in against for how in ("win", "loss")]
-        self.result_names = (*told, "seconds", *STATISTICS, *((PAST_VERSION,) if PAST in options.shares else ()))
-        """What `infos` says of matches that are over: against whom they were won or lost, how long they took, and of heroes."""
+        fields = [f"{how}/{who}" for who in against for how in ("win", "loss")]
+        self.result_names = (*fields, "seconds", *STATISTICS, *((PAST_VERSION,) if PAST in options.shares else ()))
+        """Names in `infos` of finished matches: wins and losses by opponent, length, and statistics of heroes."""
         self.single_observation_space = observation_space(size, whole=options.whole)
         self.single_action_space = action_space(size)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -87,7 +86,7 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """`seed`: of the first match, the others follow; or one for each match."""
+        """`seed`: seed of the first match, incremented for the others; or one for each match."""
         matches = self.seats.arena.matches
         if seed is None or isinstance(seed, (int, np.integer)):
             seed = [None if seed is None else int(seed) + m for m in range(matches)]
@@ -112,49 +111,49 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         return self.seats.observe(), reward, terminated, truncated, infos
 
     def set_timesteps(self, timesteps: int) -> None:
-        """Of training: rewards may change with it."""
+        """Set the timesteps of training, for reward schedules."""
         self.seats.set_timesteps(timesteps)
 
     def _match_results(self, result: Mapping[str, npt.NDArray[Any]], ended: Bools) -> dict[str, Any]:
-        """The results by whom the matches were played against; `self` always wins and loses."""
+        """Return `infos` of finished matches by opponent. Matches against `self` are not counted."""
         matches = self.seats.match_of
-        against = np.array([kind or BOTS[int(script)] for kind, script in zip(self.kinds, self.seats.bot_of, strict=True)])
-        told = {"seconds": result["ticks"] / TICKS_PER_SECOND, "_seconds": ended}
+        against = np.array([kind or BOTS[int(bot)] for kind, bot in zip(self.kinds, self.seats.bot_of, strict=True)])
+        fields = {"seconds": result["ticks"] / TICKS_PER_SECOND, "_seconds": ended}
         for name in (name for name in self.result_names if "/" in name):
             how, _, who = name.partition("/")
-            told[name] = (result["won"] == (1 if how == "win" else -1)).astype(np.float32)
-            told[f"_{name}"] = ended & self._reports_result & (against[matches] == who)
+            fields[name] = (result["won"] == (1 if how == "win" else -1)).astype(np.float32)
+            fields[f"_{name}"] = ended & self._reports & (against[matches] == who)
         if PAST_VERSION in self.result_names:
-            told[PAST_VERSION], told[f"_{PAST_VERSION}"] = (
+            fields[PAST_VERSION], fields[f"_{PAST_VERSION}"] = (
                 np.zeros(self.num_envs),
-                ended & self._reports_result & (against[matches] == PAST),
+                ended & self._reports & (against[matches] == PAST),
             )
-        return told
+        return fields
 
     def render(self) -> tuple[Any, ...] | None:
-        """A picture of every row's match."""
+        """Return a frame of the match of every row."""
         if self.render_mode is None:
             return None
         arena = self.seats.arena
-        renderer = [self.renderer.rgb(arena.units[m], arena.match[m]) for m in range(arena.matches)]
-        return tuple(renderer[m] for m in self.seats.match_of)
+        frames = [self.renderer.rgb(arena.units[m], arena.match[m]) for m in range(arena.matches)]
+        return tuple(frames[m] for m in self.seats.match_of)
 
 
 def _assign_matches(rows: int, size: int, shares: Mapping[str, float]) -> tuple[list[str], list[range], list[range]]:
-    """Of each match: the kind of its opponent (empty: a script), who sits in it, and who sits opposite as `past`."""
-    by_script = sum(share for kind, share in shares.items() if kind.startswith(RULE))
+    """Return for each match the kind of its opponent (empty: a bot), the learner's heroes and the heroes of `past`."""
+    by_bot = sum(share for kind, share in shares.items() if kind.startswith(RULE))
     by_kind = {
         SELF: shares.get(SELF, 0.0),
         PAST: shares.get(PAST, 0.0),
-        "": by_script,
-    }  # `self` first: its assign_opponents are pairs
+        "": by_bot,
+    }  # `self` first: its groups are pairs
     dealt = assign_opponents(rows // size, by_kind, stand_in="")
     matches = [kind for i, kind in enumerate(dealt) if kind != SELF or i % 2 == 0]
-    seated = [range(2 * size if kind == SELF else size) for kind in matches]
-    opposed = [range(size, 2 * size) if kind == PAST else range(0) for kind in matches]
+    learner_heroes = [range(2 * size if kind == SELF else size) for kind in matches]
+    past_heroes = [range(size, 2 * size) if kind == PAST else range(0) for kind in matches]
     if rows % size:
-        matches, seated, opposed = [*matches, ""], [*seated, range(rows % size)], [*opposed, range(0)]
-    return matches, seated, opposed
+        matches, learner_heroes, past_heroes = [*matches, ""], [*learner_heroes, range(rows % size)], [*past_heroes, range(0)]
+    return matches, learner_heroes, past_heroes
 
 
 class ArenaEnv(gym.Env[Observation, Actions]):
@@ -163,12 +162,12 @@ class ArenaEnv(gym.Env[Observation, Actions]):
     metadata = {"render_modes": list(_RENDER_MODES), "render_fps": TICKS_PER_SECOND // 3}  # noqa: RUF012 - Gymnasium declares it so
 
     def __init__(self, *, render_mode: str | None = None, render_width: int = RENDER_WIDTH, **keywords: Any) -> None:
-        """Keywords: `Options`, but for its mode. Raises ConfigError."""
+        """Keywords: `ArenaOptions` without `mode`. Raises ConfigError."""
         options = ArenaOptions(mode=1, **keywords)
         if any(not kind.startswith(RULE) for kind in options.shares):
             raise ConfigError(
                 f"A single match of one hero has the opponent {options.opponent!r}.",
-                "Scripts alone; vectors play against themselves.",
+                "Name scripts only; `self` and `past` need the vector environment.",
             )
         self.renderer = LazyRenderer(1, render_mode, render_width)
         self.metadata, self.render_mode = metadata(options), render_mode
@@ -190,8 +189,8 @@ class ArenaEnv(gym.Env[Observation, Actions]):
         return None if self.render_mode is None else self.renderer.rgb(arena.units[0], arena.match[0])
 
     def _observe(self) -> Observation:
-        seen: Observation = row_of(self.seats.observe(), 0)
-        return seen
+        observation: Observation = row_of(self.seats.observe(), 0)
+        return observation
 
     def _info(self) -> dict[str, Any]:
         return {name: int(values[0]) for name, values in self.seats.result().items()}
@@ -202,7 +201,7 @@ def metadata(options: ArenaOptions) -> dict[str, Any]:
 
 
 class LazyRenderer:
-    """Of matches of `size` against `size`. The painter is made for the first: it brings Pillow, which only pictures need."""
+    """Renders matches of `size` against `size`. Imports Pillow and creates the `Renderer` on first use."""
 
     def __init__(self, size: int, render_mode: str | None, width: int) -> None:
         if render_mode is not None and render_mode not in _RENDER_MODES:

@@ -1,7 +1,7 @@
-"""Whole teams as a PettingZoo environment in which all heroes act at once.
+"""PettingZoo parallel environment of the Arena: one agent per hero.
 
 env = parallel_env("3v3")  # blue_0 … blue_2 against red_0 … red_2
-env = parallel_env("3v3", opponent="hard")  # blue_0 … blue_2 against a script
+env = parallel_env("3v3", opponent="hard")  # blue_0 … blue_2 against a bot
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ except ModuleNotFoundError as error:
 
 
 class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no types
-    """One match. All agents play from its beginning to its end; one that is dead may only do nothing.
+    """One match. All agents play until its end; a dead one can only do nothing.
 
-    `opponent`: a script that plays the whole other camp; or `self` (unless said otherwise), when both camps are played from outside.
-    `side`: the camp that is played from outside, if only one is, and that `lineup` names first.
+    `opponent`: a bot for the whole other camp, or `self` (default): agents play both camps.
+    `side`: the camp of the agents if they play only one; `lineup` names it first.
     """
 
     def __init__(
         self, mode: str | int = "3v3", *, render_mode: str | None = None, render_width: int = RENDER_WIDTH, **keywords: Any
     ) -> None:
-        """Keywords: `Options`. Raises ConfigError."""
+        """Keywords: `ArenaOptions`. Raises ConfigError."""
         options = ArenaOptions(mode=mode, **{"opponent": SELF, "side": 0, **keywords})
         size, camp = options.size, options.camp()
         if options.whole or (not options.against_self and not all(kind.startswith(RULE) for kind in options.shares)):
@@ -53,13 +53,15 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
                 "A script, several, or self. Shares of `self` and `past`, and `whole`, are for vectors: ludus.games.arena.env.gym_env:ArenaVectorEnv.",
             )
         if camp is None:
-            raise ConfigError(f"side is {options.side!r}.", "The names of agents tell their camp: it cannot be drawn.")
+            raise ConfigError(
+                f"side is {options.side!r}.", "Give 0 or 1: the names of agents contain their camp, so it cannot be random."
+            )
         self.renderer, self.render_mode = LazyRenderer(size, render_mode, render_width), render_mode
         self.metadata = metadata(options) | {"name": f"arena_{size}v{size}_v0", "is_parallelizable": True}
         self.seats = Seats(options, [range(2 * size if options.against_self else size)])
         played = (camp, 1 - camp) if options.against_self else (camp,)
         self._order = [f"{CAMPS[c]}_{i}" for c in played for i in range(size)]
-        """Of the rows."""
+        """Agents in the order of the rows."""
         self.possible_agents = [f"{CAMPS[c]}_{i}" for c in sorted(played) for i in range(size)]
         self.agents: list[str] = []
         self._observation_spaces = {agent: observation_space(size) for agent in self.possible_agents}
@@ -83,7 +85,7 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
     def step(
         self, actions: Mapping[str, Actions]
     ) -> tuple[dict[str, Observation], dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
-        """Whoever says nothing does nothing."""
+        """Agents without an action do nothing."""
         if not self.agents:
             return {}, {}, {}, {}, {}
         taken = np.zeros((len(self._order), 4), np.int32)
@@ -91,16 +93,16 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
             if agent in actions:
                 taken[row] = actions[agent]
         reward, terminated, truncated = self.seats.step(taken)
-        seen, infos = self._observe(), self._infos()
+        observation, infos = self._observe(), self._infos()
         rewards = self._by_agent([float(value) for value in reward])
         terminations = self._by_agent([bool(value) for value in terminated])
         truncations = self._by_agent([bool(value) for value in truncated])
         if terminated.any() or truncated.any():
             self.agents = []
-        return seen, rewards, terminations, truncations, infos
+        return observation, rewards, terminations, truncations, infos
 
     def state(self) -> Floats:
-        """Everything, hidden or not, for a centralised value."""
+        """Return the state without fog of war, for a centralised value function."""
         return self.seats.state()
 
     def render(self) -> Any:
@@ -108,11 +110,11 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
         return None if self.render_mode is None else self.renderer.rgb(arena.units[0], arena.match[0])
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: the environment holds no resources."""
 
     def _observe(self) -> dict[str, Observation]:
-        seen = self.seats.observe()
-        return self._by_agent([row_of(seen, row) for row in range(self.seats.rows)])
+        observation = self.seats.observe()
+        return self._by_agent([row_of(observation, row) for row in range(self.seats.rows)])
 
     def _infos(self) -> dict[str, dict[str, Any]]:
         result = self.seats.result()
@@ -124,7 +126,7 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
 
 
 def parallel_env(mode: str | int = "3v3", **keywords: Any) -> ArenaParallel:
-    """Keywords as of ArenaParallel."""
+    """Create an `ArenaParallel` with these keywords."""
     return ArenaParallel(mode, **keywords)
 
 

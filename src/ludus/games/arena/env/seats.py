@@ -1,6 +1,7 @@
-"""Seats in matches of the Arena: whoever learns sits in some of them, scripts in the others. What all environments share.
+"""Spaces, options and matches shared by the Gymnasium and PettingZoo environments.
 
-A *row* is one seat of one match. Rows of a match that is over stand still until the match begins anew.
+A *row* is one hero of one match that the learner (or `past`) plays; bots play the others. Rows of a finished match do not change until
+it restarts.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ CAMPS: Final = ("blue", "red")
 """Names of camp 0 and camp 1."""
 RANDOM: Final = "random"
 HOME, LANE = "home", "lane"
-"""Where heroes are when a match begins."""
+"""Start positions of heroes."""
 STAND_IN: Final = "medium"
-"""Plays the other seat of the last row when rows play against each other and their number is odd."""
+"""Bot that completes the last match when rows play each other and their number is odd."""
 STATISTICS: Final[Mapping[str, int]] = {
     "kills": KILLS,
     "deaths": DEATHS,
@@ -78,29 +79,29 @@ STATISTICS: Final[Mapping[str, int]] = {
 }
 
 Observation = dict[str, Any]
-"""Arrays; `action_mask` is a tuple of them, one for each head, as `action_space.sample(mask)` wants it."""
+"""Arrays; `action_mask` is a tuple with one for each head, the format of `action_space.sample(mask)`."""
 
 
 # -- spaces -----------------------------------------------------------------------------------------------------------
 
 
 def options_of(size: int) -> tuple[int, ...]:
-    """Of each head of an action."""
+    """Return the number of options of each action head."""
     return len(BUTTONS), DIRECTIONS, DIRECTIONS, units_of(size)
 
 
 def observation_space(size: int, *, whole: bool = False) -> gym.spaces.Dict:
-    """Of one hero; `whole`: with what a centralised value sees beside it."""
+    """Observation space of one hero; `whole`: with the state for a centralised value function."""
     slots = units_of(size)
-    seen: dict[str, gym.Space[Any]] = {
+    observation: dict[str, gym.Space[Any]] = {
         "entities": _box(_bounds(ENTITY_FEATURES, slots)),
         "scalars": _box(_bounds(SCALAR_FEATURES)),
         "target_mask": gym.spaces.MultiBinary((len(AIMED), slots)),
     }
     choices = gym.spaces.Tuple([gym.spaces.MultiBinary(options) for options in options_of(size)])
     if whole:
-        return gym.spaces.Dict({"observation": gym.spaces.Dict(seen), "state": state_space(size), "action_mask": choices})
-    return gym.spaces.Dict(seen | {"action_mask": choices})
+        return gym.spaces.Dict({"observation": gym.spaces.Dict(observation), "state": state_space(size), "action_mask": choices})
+    return gym.spaces.Dict(observation | {"action_mask": choices})
 
 
 def action_space(size: int) -> gym.spaces.MultiDiscrete:
@@ -108,13 +109,13 @@ def action_space(size: int) -> gym.spaces.MultiDiscrete:
 
 
 def state_space(size: int) -> gym.spaces.Box:
-    """Of the whole of a match, with nothing hidden."""
+    """Space of the state of a match without fog of war."""
     entities, scalars = _bounds(ENTITY_FEATURES, units_of(size)), _bounds(SCALAR_FEATURES, 2 * size)
     return _box(np.concatenate([entities.reshape(2, -1), scalars.reshape(2, -1)], axis=1))
 
 
 def _bounds(features: Sequence[str], *lead: int) -> Floats:
-    """[2, *lead, features]: as narrow as they are, so that whatever is drawn from the space could be seen."""
+    """Return [2, *lead, features], as narrow as possible, so that samples of the space are realistic."""
     pairs = np.array([BEYOND_ONE.get(name, (0.0, 1.0)) for name in features], np.float32).T
     return np.broadcast_to(pairs.reshape(2, *[1] * len(lead), len(features)), (2, *lead, len(features))).copy()
 
@@ -129,18 +130,18 @@ def row_of(observation: Any, row: int) -> Any:
     return tuple(row_of(part, row) for part in observation) if isinstance(observation, tuple) else observation[row]
 
 
-# -- what can be chosen -----------------------------------------------------------------------------------------------
+# -- options ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ArenaOptions:
     """Keywords of the environments.
 
-    `opponent`: a script, several of which one is drawn for every match, or (where it can be) `self`; in a vector also shares of
-    them, as {self: 0.5, past: 0.2, medium: 0.3}, where `past` is somebody from outside who is not learned from. `side`: camp 0 or 1, or
-    `random`: drawn for every match. `lineup`: heroes of the own side, then of the other one; several such, of which one is drawn for
-    every match, or as `Lineups` says; None: the usual ones. `start`: where heroes are when a match begins, `home`, `lane`: in front of
-    their outer tower, where there is something to learn from; or shares of both, {lane: 0.9, home: 0.1}. `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
+    `opponent`: a bot, a list of bots (one is drawn for every match), or `self`; in a vector also shares of them, as
+    {self: 0.5, past: 0.2, medium: 0.3}, where `past` is an earlier policy that is not trained. `side`: camp 0 or 1, or `random`: drawn
+    for every match. `lineup`: heroes of the own camp, then of the other; a list of line-ups (one is drawn for every match), or as in
+    `Lineups`; None: the default ones. `start`: `home`, `lane` (in front of the outer tower), or shares of both, {lane: 0.9, home: 0.1}.
+    `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
     """
 
     mode: str | int = 1
@@ -155,13 +156,13 @@ class ArenaOptions:
     zero_sum: bool = True
     start: str | Mapping[str, float] = HOME
     states: str | None = None
-    """A directory of saved states, as a gamecore server keeps them: matches begin at one of them, drawn for each."""
+    """Directory of saved states, as a gamecore server writes them; with `repeat`, matches start from a random one."""
     matchmaking: str = FIXED
-    """How scripts are drawn: `fixed`, by their shares; or `even`, weighed so that about as many matches are won as lost."""
+    """How bots are drawn: `fixed`, by their shares; or `even`, weighted towards equal numbers of wins and losses."""
     repeat: float = 0.0
-    """How many matches begin where an earlier one of this environment once was, or at one of `states`."""
+    """Share of matches that start from a state of an earlier match, or from one of `states`."""
     whole: bool = False
-    """Show the whole of the match besides, for a centralised value: observations are {observation, state}."""
+    """Observations are {observation, state}; `state` is the input of a centralised value function."""
     max_episode_steps: int | None = None
 
     @property
@@ -174,7 +175,7 @@ class ArenaOptions:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the kinds of opponents. Raises ConfigError."""
+        """Shares of the kinds of opponents. Raises ConfigError."""
         return parse_opponent_mix(self.opponent, BOTS)
 
     def settings(self) -> ArenaSettings:
@@ -182,7 +183,7 @@ class ArenaOptions:
         return ArenaSettings(seconds=self.seconds, every=self.every, rewards=rewards)
 
     def limit(self) -> int:
-        """In ticks."""
+        """Time limit in ticks. Raises ConfigError."""
         limit = self.settings().limit
         if self.max_episode_steps is None:
             return limit
@@ -191,7 +192,7 @@ class ArenaOptions:
         return min(limit, self.max_episode_steps * self.every)
 
     def from_lane(self) -> float:
-        """How many matches begin there. Raises ConfigError."""
+        """Share of matches that start in the lane. Raises ConfigError."""
         shares = self.start if isinstance(self.start, Mapping) else {str(self.start): 1.0}
         numbers = all(isinstance(share, int | float) and 0 <= share < math.inf for share in shares.values())
         if not (numbers and shares.keys() <= {HOME, LANE} and sum(shares.values()) > 0):
@@ -204,18 +205,18 @@ class ArenaOptions:
             raise ConfigError(f"repeat is {self.repeat!r}.", "From 0, never, to 1, always.")
         if self.states is not None and not self.repeat:
             raise ConfigError(
-                "There are states, and repeat is 0: no match would begin at them.", "Set repeat, for example to 0.5."
+                "`states` is set and repeat is 0: no match would start from them.", "Set repeat, for example to 0.5."
             )
         directory = None if self.states is None else Path(self.states)
         return MidGameStarts(self.size, self.repeat, directory, self.limit()) if self.repeat else None
 
     def opponents(self) -> OpponentSampler:
-        """The scripts, where a script plays. Raises ConfigError."""
+        """Return the sampler of bots. Raises ConfigError."""
         drawn = {kind.removeprefix(RULE): share for kind, share in self.shares.items() if kind.startswith(RULE)}
         return OpponentSampler(drawn or {STAND_IN: 1.0}, self.matchmaking, self.lineups().choices)
 
     def camp(self) -> int | None:
-        """The own one; None: drawn for every match."""
+        """Own camp; None: drawn for every match. Raises ConfigError."""
         if self.side == RANDOM:
             return None
         names = {"0": 0, "1": 1, CAMPS[0]: 0, CAMPS[1]: 1}
@@ -224,7 +225,7 @@ class ArenaOptions:
         return names[str(self.side)]
 
     def lineups(self) -> Lineups:
-        """Own side first. Raises ConfigError."""
+        """Line-ups, own camp first. Raises ConfigError."""
         usual = [heroes.IDS[row] for row in rows_of(None, self.size)]
         given = [usual[: self.size], usual[self.size :]] if self.lineup is None else self.lineup
         found = Lineups(given, self.size, heroes.IDS)
@@ -233,33 +234,33 @@ class ArenaOptions:
         return found
 
 
-# -- the seats --------------------------------------------------------------------------------------------------------
+# -- matches ----------------------------------------------------------------------------------------------------------
 
 
 class Seats:
-    """Matches in each of which the heroes `seated` are played from outside and all others by scripts.
+    """Matches in which rows play some heroes and bots play all others."""
 
-    `seated` are places among the heroes of a match, own side first. An own side that is drawn anew for every match takes them along.
-    """
-
-    def __init__(self, options: ArenaOptions, seated: Sequence[Sequence[int]], opposed: Sequence[Sequence[int]] = ()) -> None:
-        """`seated`: for each match, in the order of the rows. `opposed`: the same for further rows, which come after all those."""
-        matches = len(seated)
+    def __init__(
+        self, options: ArenaOptions, learner_heroes: Sequence[Sequence[int]], past_heroes: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """`learner_heroes`: for each match, the heroes of its rows, own camp first. `past_heroes`: the same for the rows after those.
+        With a random camp the indices are relative to the drawn camp."""
+        matches = len(learner_heroes)
         self.size, self._limit, self._from_lane = options.size, options.limit(), options.from_lane()
         self.arena = Arena(self.size, matches, options.settings(), lenient=True)
-        places = [(m, hero) for side in (seated, opposed) for m, row in enumerate(side) for hero in row]
+        places = [(m, hero) for side in (learner_heroes, past_heroes) for m, row in enumerate(side) for hero in row]
         self._rewards = options.settings().rewards
         self.match_of: Ints = np.array([m for m, _ in places], np.int64)
-        """Of each row."""
+        """By row: index of its match."""
         self.hero_of: Ints = np.array([hero for _, hero in places], np.int64)
-        """Of each row: its place among the heroes of the match."""
-        self._seat_of = self.hero_of.copy()  # own side first
+        """By row: index of its hero in the match."""
+        self._seat_of = self.hero_of.copy()  # relative to the own camp
         self._rows = [np.flatnonzero(self.match_of == m) for m in range(matches)]
         self._camp, self._lineups, self._whole = options.camp(), options.lineups(), options.whole
         self.opponents = options.opponents()
         self._lineup_of: Ints = np.zeros(matches, np.int64)
         self.bot_of: Ints = np.zeros(matches, np.int64)
-        """Of each match: who plays those that nobody else does, by its place in SCRIPTS."""
+        """By match: index in BOTS of the bot that plays the other heroes."""
         self._bot_of_hero: npt.NDArray[np.int8] = np.full((matches, self.arena.heroes), -1, np.int8)
         self._has_bots = bool(len(self.match_of) < matches * self.arena.heroes)
         self._nothing: Ints32 = np.zeros((matches, self.arena.heroes, len(HEADS)), np.int32)
@@ -280,7 +281,7 @@ class Seats:
             self.arena.rewards = self._rewards.at(timesteps)
 
     def seed(self, seeds: Sequence[int | None]) -> None:
-        """One for each match: all chance of its future comes from it. None: it goes on as it was."""
+        """Set the random seed of each match; None: keep its generator."""
         for m, seed in enumerate(seeds):
             if seed is not None:
                 self._random[m] = np_random(seed)[0]
@@ -288,7 +289,7 @@ class Seats:
                     self._lineups.begin(seed)
 
     def begin(self, which: Ints | None = None) -> None:
-        """These matches begin anew, or all."""
+        """Restart these matches (default: all)."""
         chosen = np.arange(self.arena.matches) if which is None else which
         for m in chosen[self._begun[chosen] & self._was_over[chosen]].tolist():
             self._record_result(m)
@@ -304,7 +305,7 @@ class Seats:
                 self._mid_game_starts.begin(self.arena, m, self._random[m])
 
     def _record_result(self, m: int) -> None:
-        """How a match went that is over, if a script played in it."""
+        """Record the result of a finished match if a bot played in it."""
         rows = self._rows[m]
         if 0 < len(rows) < self.arena.heroes:
             camp = int(self.hero_of[rows[0]]) // self.size
@@ -312,7 +313,7 @@ class Seats:
             self.opponents.record(BOTS[int(self.bot_of[m])], won, int(self._lineup_of[m]))
 
     def _draw_match(self, m: int) -> int:
-        """Sides, heroes and opponents of the next match; and its seed."""
+        """Draw camp, heroes and opponent of the next match; return its seed."""
         random, size, number = self._random[m], self.size, self.arena.heroes
         camp = int(random.integers(2)) if self._camp is None else self._camp
         self._lineup_of[m], lineup = self._lineups.next(random, self.opponents.draw_lineup)
@@ -327,7 +328,7 @@ class Seats:
         return seed
 
     def step(self, actions: npt.NDArray[np.integer]) -> tuple[Floats, Bools, Bools]:
-        """One decision of all rows, [rows, 4]: rewards, and which rows were terminated or truncated by it."""
+        """Play one decision of all rows, [rows, 4]; return rewards, terminated and truncated."""
         orders = self.arena.bot_actions(self._bot_of_hero) if self._has_bots else self._nothing
         orders[self.match_of, self.hero_of] = actions
         self.arena.step(orders)
@@ -338,17 +339,17 @@ class Seats:
         self._was_over = over
         reward = self.arena.reward[self.match_of, self.hero_of]
         if not ended.any():
-            nobody = np.zeros(self.rows, np.bool_)
-            return reward, nobody, nobody.copy()
+            none = np.zeros(self.rows, np.bool_)
+            return reward, none, none.copy()
         fallen = (self.arena.units[:, ALIVE][:, self._bases] == 0).any(axis=1)
         return reward, (ended & fallen)[self.match_of], (ended & ~fallen)[self.match_of]
 
     def over(self) -> Ints:
-        """Matches that are over: they stand still until they begin anew."""
+        """Indices of finished matches."""
         return np.flatnonzero(self._was_over)
 
     def observe(self) -> Observation:
-        """What all rows see, in arrays of its own: [rows, …]."""
+        """Return the observations of all rows, [rows, …], in new arrays."""
         rows, slots = self.rows, self.arena.slots
         entities = np.empty((rows, slots, FEATURES), np.float32)
         scalars = np.empty((rows, SCALARS), np.float32)
@@ -357,18 +358,18 @@ class Seats:
         _write_observations(
             self.arena.units, self.arena.match, heroes.TABLE, self.match_of, self.hero_of, entities, scalars, mask, targets
         )  # fmt: skip
-        seen: Observation = {"entities": entities, "scalars": scalars, "target_mask": targets.view(np.int8)}
+        observation: Observation = {"entities": entities, "scalars": scalars, "target_mask": targets.view(np.int8)}
         choices = tuple(np.split(mask.view(np.int8), self._heads, axis=1))
         if self._whole:
-            return {"observation": seen, "state": self.central_observation(), "action_mask": choices}
-        return seen | {"action_mask": choices}
+            return {"observation": observation, "state": self.central_observation(), "action_mask": choices}
+        return observation | {"action_mask": choices}
 
     def central_observation(self) -> Floats:
-        """[rows, S] what each row's hero would see if nothing were hidden, then the scalars of all heroes, its own first."""
+        """Return [rows, S]: all units without fog of war, then the scalars of all heroes, the row's own first."""
         return central_observation(self.arena, self.match_of, self.hero_of)
 
     def state(self, m: int = 0) -> Floats:
-        """The whole of a match as the first row's hero would see it if nothing were hidden, then the scalars of all heroes."""
+        """Return the state of a match: all units without fog of war for the first row's hero, then the scalars of all heroes."""
         number, slots = self.arena.heroes, self.arena.slots
         units = self.arena.units[m : m + 1].copy()
         units[:, SEEN] = 1
@@ -384,13 +385,13 @@ class Seats:
         return np.concatenate([entities[0].reshape(-1), scalars.reshape(-1)])
 
     def result(self) -> dict[str, npt.NDArray[Any]]:
-        """Of all rows, as it stands: who has won (1: this row's side, -1: the other, 0: nobody), and statistics of its hero."""
+        """Return for all rows the current result (1: won, -1: lost, 0: neither) and the statistics of the hero."""
         units, m, h = self.arena.units, self.match_of, self.hero_of
         winner = self.arena.winner[m]
         camp = h // self.size
         won = np.where(winner < 0, 0, np.where(winner == camp, 1, -1))
-        counted = {name: units[m, row, h] for name, row in STATISTICS.items()}
-        return {"won": won, "camp": camp, "ticks": self.arena.tick[m].copy(), **counted}
+        statistics = {name: units[m, row, h] for name, row in STATISTICS.items()}
+        return {"won": won, "camp": camp, "ticks": self.arena.tick[m].copy(), **statistics}
 
 
 @kernel

@@ -116,8 +116,8 @@ class ActorSession:
         if error.status not in _OVER or self._sessions >= _SESSIONS:
             return self._give_up(why)
         log.warning("%s: session lost, starting another one: %s", self._session, why[:_MAX_REASON])
-        heard = await self.start()
-        return heard if heard.gone else ActorReply(None, why[:_MAX_REASON], fresh=True)
+        reply = await self.start()
+        return reply if reply.gone else ActorReply(None, why[:_MAX_REASON], fresh=True)
 
     def _no_reply(self, why: str, limit_s: float | None = None) -> ActorReply:
         """Return no reply; after `limit_s` without one the actor is lost."""

@@ -90,15 +90,15 @@ class BodyCodec:
         message: dict[str, Any] = {} if not step_fields else step_fields[steps[0].seat] if self.lone else {"seats": step_fields}
         return self._encode(message | {INFO: info} if info else message)
 
-    def read(self, body: bytes, asked: Collection[str]) -> ParsedReply:
+    def read(self, body: bytes, seats: Collection[str]) -> ParsedReply:
         """Parse an untrusted reply to a tick. Never raises."""
         try:
             message = self._message(body)
-            given = self._actions(message, asked)
+            given = self._actions(message, seats)
         except ValueError as error:
-            return ParsedReply({}, dict.fromkeys(asked, f"The reply {error}."), set())
-        reply = ParsedReply({}, {}, {str(name)[:_NAME] for name in given.keys() - asked}, _matches_in(message))
-        for name in asked:
+            return ParsedReply({}, dict.fromkeys(seats, f"The reply {error}."), set())
+        reply = ParsedReply({}, {}, {str(name)[:_NAME] for name in given.keys() - seats}, _matches_in(message))
+        for name in seats:
             if why := self._find_error(given.get(name)):
                 reply.wrong[name] = why
             else:
@@ -125,14 +125,14 @@ class BodyCodec:
         except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
             raise ValueError(f"is not {self.kind}: {_short(error)}") from None
 
-    def _actions(self, message: Any, asked: Collection[str]) -> dict[Any, Any]:
+    def _actions(self, message: Any, seats: Collection[str]) -> dict[Any, Any]:
         """Raises ValueError, in words that go on after “The reply”."""
         key = "action" if self.lone else "actions"
         given = message.get(key) if isinstance(message, dict) else None
         if self.lone:
             if given is None:
                 raise ValueError(f"has no {key!r}: {_REPR.repr(message)}")
-            return dict.fromkeys(asked, given)
+            return dict.fromkeys(seats, given)
         if not isinstance(given, dict):
             raise ValueError(f"has no {key!r} with seats: {_REPR.repr(message)}")
         return given

@@ -163,7 +163,7 @@ def read_plan(config: Any, tokens: Sequence[str | None], bots: Sequence[str]) ->
     )
 
 
-def read_handed_match(given: Any, first: MatchPlan, actor: ActorCamp, bots: Sequence[str]) -> MatchPlan:
+def read_further_match(given: Any, first: MatchPlan, actor: ActorCamp, bots: Sequence[str]) -> MatchPlan:
     """Parse a further match from an actor's reply. It may set rule, start, team_spirit and weights; all other options must equal
     those of `first`. Raises ConfigError."""
     if not isinstance(given, Mapping):

@@ -30,7 +30,7 @@ from ludus.games.arena.engine.saved_state import read_state, write_state
 from ludus.games.arena.engine.vector import Arena
 from ludus.games.arena.host.actor_session import ActorReply, ActorSession
 from ludus.games.arena.host.codec import Action, BodyCodec, HeroObservation, SeatStep, explain_refusal, options_of
-from ludus.games.arena.host.match import CAMPS, MAX_TOGETHER, ActorCamp, HostedMatch, MatchPlan, match_result, read_handed_match
+from ludus.games.arena.host.match import CAMPS, MAX_TOGETHER, ActorCamp, HostedMatch, MatchPlan, match_result, read_further_match
 from ludus.protocol.client import AsyncClient
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class SessionLink:
     session: ActorSession
     seats: Mapping[int, str]
     """Seat names of the heroes in the session."""
-    asked: float = 0.0
+    last_request: float = 0.0
     """Time of the last request."""
 
 
@@ -99,21 +99,21 @@ Turns: TypeAlias = Mapping[int, Sequence[tuple[SessionLink, Sequence[int], Actor
 
 async def _wait_for_replies(answers: Collection[asyncio.Future[ActorReply]], some: bool) -> None:
     """Wait for all replies, or at most `_BATCH_S` after the first one. `some`: a match is already complete."""
-    silent = [one for one in answers if not one.done()]
-    if not silent:
-        await asyncio.sleep(0)  # a signal is heard in between
+    missing = [one for one in answers if not one.done()]
+    if not missing:
+        await asyncio.sleep(0)  # lets signal handlers run
         return
     loop = asyncio.get_running_loop()
-    enough: asyncio.Future[None] = loop.create_future()
-    left = len(silent)
+    done_waiting: asyncio.Future[None] = loop.create_future()
+    left = len(missing)
 
     def end() -> None:
-        if not enough.done():
-            enough.set_result(None)
+        if not done_waiting.done():
+            done_waiting.set_result(None)
 
     timer = loop.call_later(_BATCH_S, end) if some else None
 
-    def replies(_: object) -> None:
+    def on_reply(_: object) -> None:
         nonlocal left, timer
         left -= 1
         if left == 0:
@@ -121,15 +121,15 @@ async def _wait_for_replies(answers: Collection[asyncio.Future[ActorReply]], som
         elif timer is None:
             timer = loop.call_later(_BATCH_S, end)
 
-    for one in silent:
-        one.add_done_callback(replies)
+    for one in missing:
+        one.add_done_callback(on_reply)
     try:
-        await enough
+        await done_waiting
     finally:
         if timer is not None:
             timer.cancel()
-        for one in silent:
-            one.remove_done_callback(replies)
+        for one in missing:
+            one.remove_done_callback(on_reply)
 
 
 async def _cancel_all(answers: Sequence[asyncio.Future[ActorReply]]) -> None:
@@ -213,11 +213,11 @@ class MatchHost:
     async def run(self) -> None:
         """Play until all matches are over. On cancellation, stop them, end the sessions and return."""
         try:
-            await self._begin(self._links)
+            await self._start_sessions(self._links)
             at = time.monotonic()
             while True:
                 if self._queued:
-                    await self._begin_handed()
+                    await self._begin_queued()
                 if not self._any_running():
                     break
                 await self._decide()
@@ -236,8 +236,8 @@ class MatchHost:
         finally:
             self._close_remaining()
             if self._endings:
-                _, deaf = await asyncio.wait(self._endings, timeout=_STOP_S)
-                for ending in deaf:
+                _, unfinished = await asyncio.wait(self._endings, timeout=_STOP_S)
+                for ending in unfinished:
                     ending.cancel()
             for client in self._clients:
                 await client.close()
@@ -257,17 +257,17 @@ class MatchHost:
 
     # -- further matches
 
-    async def _begin_handed(self) -> None:
+    async def _begin_queued(self) -> None:
         """Begin the queued matches while there are free slots."""
         while self._queued:
             taken, self._queued = self._queued, []
             began = len(self._links)
             for actor, given in taken:
                 try:
-                    plan = read_handed_match(given, self._plan, actor, BOTS)
+                    plan = read_further_match(given, self._plan, actor, BOTS)
                     if plan.runtime_id in self._begun_ids:  # actors repeat a match until it begins
                         continue
-                    m = self._free_place()
+                    m = self._free_slot()
                     set_up_match(self.arena, m, plan)
                 except LudusError as error:
                     self._rejected += 1
@@ -276,9 +276,9 @@ class MatchHost:
                     continue
                 self.arena.rewards = plan.options.rewards
                 self._add_match(m, HostedMatch(plan, BOTS))
-            await self._begin(self._links[began:])
+            await self._start_sessions(self._links[began:])
 
-    def _free_place(self) -> int:
+    def _free_slot(self) -> int:
         if self._options.together:
             for m in range(self.arena.matches):
                 if m not in self._running:
@@ -323,10 +323,10 @@ class MatchHost:
             made.append(SessionLink(m, match, camps, group, codec, session, seats, time.monotonic()))
         return made
 
-    async def _begin(self, links: Sequence[SessionLink]) -> None:
+    async def _start_sessions(self, links: Sequence[SessionLink]) -> None:
         for link, answer in zip(links, await asyncio.gather(*(link.session.start() for link in links)), strict=True):
             if answer.gone:
-                self._lose(link, answer.why)
+                self._mark_lost(link, answer.why)
             self._queue_matches(link, link.codec.matches_in(answer.reply or b""))
         self._drop_lost()
         await self._finish()
@@ -336,7 +336,7 @@ class MatchHost:
         if matches and self._options.together:
             self._queued += [(link.session.remote, match) for match in matches[: self.arena.matches]]
 
-    def _lose(self, link: SessionLink, why: str) -> None:
+    def _mark_lost(self, link: SessionLink, why: str) -> None:
         for camp in link.camps:
             if camp not in link.match.lost:
                 log.error("%s: the actor of camp %d is gone: %s", link.match.plan.runtime_id, camp, why)
@@ -394,12 +394,12 @@ class MatchHost:
 
     async def _single_turn(self, m: int) -> Turns:
         """Request and return the replies of the only match."""
-        asked = self._sessions_due(self._links)
-        if not asked:
-            await asyncio.sleep(0)  # a signal is heard in between
-        pending = [self._ask(link, heroes) for link, heroes in asked]
+        due = self._sessions_due(self._links)
+        if not due:
+            await asyncio.sleep(0)  # lets signal handlers run
+        pending = [self._ask(link, heroes) for link, heroes in due]
         answer = [await pending[0]] if len(pending) == 1 else await asyncio.gather(*pending)  # a task costs 20 µs
-        return {m: [(link, heroes, one) for (link, heroes), one in zip(asked, answer, strict=True)]}
+        return {m: [(link, heroes, one) for (link, heroes), one in zip(due, answer, strict=True)]}
 
     async def _ready_turns(self) -> Turns:
         """Request actions where due; return the replies of all matches that have all of theirs."""
@@ -408,8 +408,8 @@ class MatchHost:
             if link.m in by_match:
                 by_match[link.m].append(link)
         for m, links in by_match.items():
-            asked = self._sessions_due(links)
-            self._running[m].pending = [PendingReply(*one, asyncio.ensure_future(self._ask(*one))) for one in asked]
+            due = self._sessions_due(links)
+            self._running[m].pending = [PendingReply(*one, asyncio.ensure_future(self._ask(*one))) for one in due]
         matches = self._running.values()
         await _wait_for_replies(
             [one.answer for running in matches for one in running.pending or ()], any(running.answered for running in matches)
@@ -424,15 +424,15 @@ class MatchHost:
     def _sessions_due(self, links: Sequence[SessionLink]) -> list[tuple[SessionLink, Sequence[int]]]:
         """Return the sessions to ask now and their heroes: the living ones, or with `lockstep` all."""
         alive = None if self._options.lockstep else self.arena.units[:, ALIVE]
-        now, asked = time.monotonic(), []
+        now, due = time.monotonic(), []
         for link in links:
             heroes = link.heroes if alive is None else [hero for hero in link.heroes if alive[link.m, hero]]
-            if not heroes and now - link.asked > _KEEPALIVE_S:
+            if not heroes and now - link.last_request > _KEEPALIVE_S:
                 heroes = link.heroes
             if heroes:
-                link.asked = now
-                asked.append((link, heroes))
-        return asked
+                link.last_request = now
+                due.append((link, heroes))
+        return due
 
     def _ask(self, link: SessionLink, heroes: Sequence[int]) -> Coroutine[Any, Any, ActorReply]:
         m, match = link.m, link.match
@@ -467,7 +467,7 @@ class MatchHost:
                 match.counts[hero].late += 1
                 self._stand_in(link, hero, bots)
             if answer.gone:
-                self._lose(link, answer.why)
+                self._mark_lost(link, answer.why)
             elif answer.fresh:
                 match.reset_session(link.heroes)
             else:

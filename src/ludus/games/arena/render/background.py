@@ -1,6 +1,6 @@
-"""The field without anybody on it: grass, lane, river, bushes and the platforms of the bases, painted once for a size.
+"""Background of the field: grass, lane, river, bushes and the platforms of the bases, painted once per frame size.
 
-Pure arithmetic on distances, so that every edge is smooth; turned by 180 degrees it is the same field, as the rules are.
+Edges are antialiased from distances. The field is symmetric under a rotation by 180 degrees, like the rules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from ludus.core.tree import Array
 from ludus.games.arena.engine import layout
 
-MARGIN: Final = 1_600  # millimetres beyond the edge of the field that are shown
+MARGIN: Final = 1_600  # visible margin around the field in millimetres
 
 GRASS: Final = (50, 74, 56)
 GRASS_LIGHT: Final = (72, 98, 68)
@@ -33,7 +33,7 @@ _PLATFORM = 5_600
 
 
 def paint_background(width: int, height: int, camps: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
-    """uint8 [height, width, 3] of the field and its margin."""
+    """Return uint8 [height, width, 3] of the field and its margin."""
     across = layout.LENGTH + 2 * MARGIN
     columns = (np.arange(width, dtype=np.float32) + np.float32(0.5)) / width * across - MARGIN
     rows = (np.arange(height, dtype=np.float32) + np.float32(0.5)) / height * (layout.WIDTH + 2 * MARGIN) - MARGIN
@@ -68,7 +68,7 @@ def paint_background(width: int, height: int, camps: tuple[tuple[int, ...], tupl
 
 
 class _Layers:
-    """Colours laid over one another; `part` is a window onto some of them."""
+    """RGB planes that colours are blended into; `part` is a view of a rectangle."""
 
     def __init__(self, planes: Array) -> None:
         self._planes = planes
@@ -85,13 +85,13 @@ class _Layers:
 
 
 def _near(axis: Array, at: float, reach: float) -> slice:
-    """The part of an axis within `reach` of a place."""
+    """Slice of an axis within `reach` of a position."""
     low, high = np.searchsorted(axis, [at - reach, at + reach])
     return slice(int(low), int(high))
 
 
 def _inside(distance: Array, soft: float) -> Array:
-    """1 where the distance is below zero, 0 above; in between within `soft`."""
+    """1 where the distance is negative, 0 where it is positive, smooth within `soft`."""
     share = np.clip(0.5 - distance / max(soft, 1.0), 0.0, 1.0)
     return share * share * (3 - 2 * share)
 
@@ -101,14 +101,14 @@ def _band(distance: Array, at: float, half: float, soft: float) -> Array:
 
 
 def _bend(y: Array) -> Array:
-    """The river's way through the middle; odd around the centre, so that it is the same for both sides."""
+    """Course of the river; odd around the centre, so that it is the same for both camps."""
     t = (y - layout.WIDTH / 2) / layout.WIDTH
     bent: Array = np.sin(t * 2 * np.pi) * 1_700 + t * 5_000
     return bent
 
 
 def _noise(height: int, width: int, size: float) -> Array:
-    """Smooth, between 0 and 1, the same when turned by 180 degrees; `size` of its features in pixels."""
+    """Smooth noise from 0 to 1, symmetric under rotation by 180 degrees; `size` of its features in pixels."""
     rows, columns = max(2, round(height / max(size, 1.0)) + 1), max(2, round(width / max(size, 1.0)) + 1)
     grid: Array = np.random.default_rng(rows * 7_919 + columns).random((rows, columns)).astype(np.float32)
     grid = (grid + grid[::-1, ::-1]) / 2
@@ -147,7 +147,7 @@ def _from_river(x: Array, y: Array, clouds: Array) -> Array:
 def _lane(layers: _Layers, x: Array, y: Array, clouds: Array, grain: Array, pebbles: Array) -> None:
     from_ends = np.maximum(layout.BASE_X - x, x - (layout.LENGTH - layout.BASE_X))
     lane = np.maximum(np.abs(y - layout.LANE_Y) + (clouds - 0.5) * 900, from_ends + _LANE_HALF)
-    ford = 1 - 0.42 * _inside(_from_river(x, y, clouds) - _RIVER_HALF, 600)  # where they cross, the water shines through
+    ford = 1 - 0.42 * _inside(_from_river(x, y, clouds) - _RIVER_HALF, 600)  # the river is visible where it crosses the lane
     layers.lay(LANE_EDGE, _inside(lane - _LANE_HALF - 380, 420) * 0.75 * ford)
     layers.lay(LANE, _inside(lane - _LANE_HALF, 420) * (0.78 + 0.22 * grain) * ford)
     stones = _inside(lane - _LANE_HALF + 200, 300) * np.clip(pebbles - 0.66, 0, 1) * 2.2
@@ -155,7 +155,7 @@ def _lane(layers: _Layers, x: Array, y: Array, clouds: Array, grain: Array, pebb
 
 
 def _bush(layers: _Layers, x: Array, y: Array, grain: Array, pixel: float) -> None:
-    """Tufts around a middle: a shadow, then leaves, then light from above on each."""
+    """Paint tufts: a shadow, then leaves, then a highlight on each."""
     radius = layout.BUSH_RADIUS
     layers.lay((14, 26, 18), _inside(np.hypot(x - 150, y - 350) - radius * 1.02, radius * 0.3) * 0.55)
     tufts = [(0.0, 0.0, 0.62)]

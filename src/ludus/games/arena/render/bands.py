@@ -1,7 +1,7 @@
-"""Parts of a picture that are repainted only where something has changed.
+"""Bands of a frame that are repainted only where they changed.
 
-A picture is divided into bands (the score, the field, a panel for each hero). A band keeps its oversampled image from one picture to the
-next. It restores the tiles that were painted on, and averages only the tiles that were painted on before or now, which is far fewer than all.
+A frame is divided into bands (the score, the field, a panel for each hero). A band keeps its oversampled image between frames. It
+restores the tiles that were painted on, and downsamples only tiles that were painted on in the last frame or this one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _TILE: Final = 1 << _SHIFT
 """Side of a tile in oversampled pixels; a multiple of `OVERSAMPLING`."""
 
 PixelBox = tuple[int, int, int, int]
-"""Left, top, right and bottom; the last two are outside."""
+"""Left, top, right and bottom; right and bottom are exclusive."""
 
 
 class DirtyTiles:
-    """The tiles of an image that were painted on: one bit per tile, one integer per row of tiles."""
+    """Tiles of an image that were painted on: one bit per tile, one integer per row of tiles."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         self._width, self._height = size
@@ -46,7 +46,7 @@ class DirtyTiles:
         return both
 
     def boxes(self) -> Iterator[PixelBox]:
-        """Rectangles that cover the marked tiles; rows of tiles with the same marks are joined."""
+        """Yield rectangles that cover the marked tiles; rows with the same marks are joined."""
         start = 0
         for row in range(1, self._lines + 1):
             if row < self._lines and self._rows[row] == self._rows[start]:
@@ -58,7 +58,7 @@ class DirtyTiles:
 
 
 def _runs(bits: int) -> Iterator[tuple[int, int]]:
-    """Runs of ones: the first, and the one after the last."""
+    """Yield runs of ones as start and end (exclusive)."""
     at = 0
     while bits:
         zeros = (bits & -bits).bit_length() - 1
@@ -70,13 +70,13 @@ def _runs(bits: int) -> Iterator[tuple[int, int]]:
 
 
 class Band:
-    """A rectangle of a picture that always has the same background."""
+    """A rectangle of the frame with a constant background."""
 
     def __init__(
         self, background: Image.Image, box: PixelBox, frame: Array, scale: float, cache: ImageCache, *, tiled: bool = False
     ) -> None:
-        """`background`: of the whole picture, oversampled. `box`: in pixels of the finished picture, `frame` [height, width, 3], which the
-        band keeps up to date. `tiled`: it is large, and most of it is not painted on."""
+        """`background`: oversampled background of the whole frame. `box`: in pixels of `frame` [height, width, 3], which the band
+        updates. `tiled`: track painted tiles, for a large band that is mostly background."""
         left, top, right, bottom = box
         self._box = box
         self._origin = left * OVERSAMPLING, top * OVERSAMPLING
@@ -89,13 +89,13 @@ class Band:
         self._key: object = None
 
     def is_showing(self, key: object) -> bool:
-        """Whether the last picture had the same key, so that nothing is to be repainted; otherwise it is remembered as the last one."""
+        """Return whether the last frame had the same key and needs no repaint; store the key."""
         same = key == self._key
         self._key = key
         return same
 
     def begin(self) -> Canvas:
-        """The background, ready to be painted on."""
+        """Restore the background and return a canvas to paint on."""
         if self._painted is None:
             self._image.paste(self._background)
         else:
@@ -105,7 +105,7 @@ class Band:
         return Canvas(self._image, self._scale, self._cache, self._origin, self._now)
 
     def end(self) -> list[PixelBox]:
-        """Bring what was painted since `begin` into the frame; which parts of that have changed."""
+        """Downsample what was painted since `begin` into the frame; return the changed rectangles."""
         n = OVERSAMPLING
         tiles = None if self._painted is None or self._now is None else self._painted.union(self._now)
         changed = []

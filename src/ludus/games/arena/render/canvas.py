@@ -1,7 +1,7 @@
-"""A surface to draw on: smooth shapes and text in the measures of a design, whatever the size of the picture.
+"""Canvas for antialiased shapes and text in resolution-independent units.
 
-Everything is drawn twice as large as it is shown and averaged at the end, which makes edges smooth and moves things by half pixels.
-The letters are those that come with matplotlib: the same on every machine, so that the same state is the same picture.
+Everything is drawn at twice the size and downsampled, which smooths edges and allows half-pixel positions. The fonts are those of
+matplotlib, so that the same state gives the same frame on every machine.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ludus.errors import MissingExtra
 
 OVERSAMPLING: Final = 2
 _SPRITE_OVERSAMPLING: Final = 4
-_TEXTS: Final = 1024  # that are kept; a picture has about a hundred
+_TEXTS: Final = 1024  # cache size; a frame has about a hundred
 _SPRITES: Final = 512
 _REGIONS: Final = 1024  # of some 10 kB each
 
 Colour = tuple[int, ...]
-"""Red, green, blue, and if it is translucent its opacity."""
+"""Red, green, blue, and optionally opacity."""
 Anchor = Literal["left", "middle", "right"]
 Point = tuple[float, float]
 
 
 def mix(a: Colour, b: Colour, share: float) -> Colour:
-    """`share` of b, the rest of a."""
+    """Blend `share` of b with the rest of a."""
     return tuple(round(x + (y - x) * share) for x, y in zip(a[:3], b[:3], strict=True))
 
 
@@ -42,8 +42,8 @@ def with_opacity(colour: Colour, opacity: float) -> Colour:
 
 
 def paste(target: Image.Image, source: Image.Image | Colour, at: tuple[int, int], mask: Image.Image | None = None) -> None:
-    """As `target.paste(source, at, mask)`, which takes three times as long for a small source: a picture has over a hundred of them. Both
-    images are in memory, of the same mode (or the source has opacity and is its own mask)."""
+    """Like `target.paste(source, at, mask)` in a third of the time for small sources, of which a frame has over a hundred. Both images
+    are loaded and of the same mode (or the source has opacity and is its own mask)."""
     sized = mask if mask is not None else source
     assert isinstance(sized, Image.Image)
     box = at[0], at[1], at[0] + sized.width, at[1] + sized.height
@@ -56,34 +56,34 @@ def paste(target: Image.Image, source: Image.Image | Colour, at: tuple[int, int]
 
 
 class DirtyRegion(Protocol):
-    """Is told which pixels of the image are painted on, margins included."""
+    """Collects which pixels of an image are painted on, margins included."""
 
     def mark(self, left: float, top: float, right: float, bottom: float) -> None: ...
 
 
 class Canvas:
-    """`scale`: pixels of the finished picture for one of the design. `origin`: where in the whole picture the image begins, in
-    oversampled pixels, both even; what is painted outside of it is clipped."""
+    """`scale`: pixels of the frame per layout unit. `origin`: position of the image in the frame in oversampled pixels, both even.
+    Painting outside of the image is clipped."""
 
     def __init__(
         self,
-        ground: Image.Image,
+        image: Image.Image,
         scale: float,
         cache: ImageCache | None = None,
         origin: tuple[int, int] = (0, 0),
         marks: DirtyRegion | None = None,
     ) -> None:
-        self.image = ground
+        self.image = image
         self.k = scale * OVERSAMPLING
         self.cache = cache or ImageCache()
         self._left, self._top = origin
         self._marks = marks
-        self._draw = ImageDraw.Draw(ground, "RGBA")
-        self._opaque = ImageDraw.Draw(ground)
-        """Does not blend, which takes a tenth of the time."""
+        self._draw = ImageDraw.Draw(image, "RGBA")
+        self._opaque = ImageDraw.Draw(image)
+        """Does not blend; ten times as fast."""
 
     def pixel(self, at: Point) -> Point:
-        """Where a point of the design is in the image."""
+        """Convert a point from layout units to pixels of the image."""
         return at[0] * self.k - self._left, at[1] * self.k - self._top
 
     def mark(self, left: float, top: float, right: float, bottom: float) -> None:
@@ -91,7 +91,7 @@ class Canvas:
             self._marks.mark(left - 1, top - 1, right + 1, bottom + 1)
 
     def _square(self, at: Point, radius: float) -> tuple[float, float, float, float]:
-        """Around a circle; marked."""
+        """Return the bounding box of a circle and mark it as painted."""
         r = radius * self.k
         x, y = at[0] * self.k - self._left, at[1] * self.k - self._top
         self.mark(x - r, y - r, x + r, y + r)
@@ -110,7 +110,7 @@ class Canvas:
         self._draw.pieslice(self._square(at, radius), start, end, colour)
 
     def dashes(self, at: Point, radius: float, colour: Colour, width: float, count: int, turn: float = 0.0) -> None:
-        """A broken circle."""
+        """Draw a dashed circle."""
         step = 360 / count
         for i in range(count):
             start = turn + i * step
@@ -161,7 +161,7 @@ class Canvas:
             self._draw.rectangle(where, fill, edge, thick)
 
     def tint(self, colour: Colour, upper_left: Point, lower_right: Point, opacity: Image.Image) -> None:
-        """Lay a colour over a rectangle; `opacity` ("L") is stretched to it."""
+        """Blend a colour over a rectangle; `opacity` ("L") is resized to it."""
         (left, top), (right, bottom) = self.pixel(upper_left), self.pixel(lower_right)
         box = round(left), round(top), round(right), round(bottom)
         self.mark(*box)
@@ -172,7 +172,7 @@ class Canvas:
     def text(
         self, at: Point, text: str, size: float, colour: Colour, anchor: Anchor = "left", bold: bool = True, halo: float = 0.0
     ) -> None:
-        """Centred vertically on `at`; `halo`: a dark rim, so that it can be read on anything."""
+        """Draw text, vertically centred on `at`; `halo`: width of a dark outline for readability."""
         mask, rise = self.cache.text(text, max(1, round(size * self.k)), bold, 0)
         x, y = self.pixel(at)
         x, y = x - {"left": 0.0, "middle": mask.width / 2, "right": float(mask.width)}[anchor], y - rise
@@ -188,22 +188,21 @@ class Canvas:
         return self.cache.text(text, max(1, round(size * self.k)), bold, 0)[0].width / self.k
 
     def cached(self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[], None]) -> None:
-        """Paint a rectangle of this canvas, or bring back what `paint` has painted there for the same key. What lies below must always be
-        the same."""
+        """Paint a rectangle, or restore the earlier result of `paint` for the same key. The background must always be the same."""
         (x, y), (width, height) = self.pixel(upper_left), size
         left, top = math.floor(x), math.floor(y)
         right, bottom = math.ceil(x + width * self.k), math.ceil(y + height * self.k)
-        whole = (*key, left, top, self._left, self._top)
-        found = self.cache.region(whole)
+        full_key = (*key, left, top, self._left, self._top)
+        found = self.cache.region(full_key)
         if found is None:
             paint()
-            self.cache.keep_region(whole, self.image.crop((left, top, right, bottom)))
+            self.cache.keep_region(full_key, self.image.crop((left, top, right, bottom)))
         else:
             self.mark(left, top, right, bottom)
             paste(self.image, found, (left, top))
 
     def sprite(self, key: tuple[object, ...], at: Point, half: float, paint: Callable[[SpriteCanvas], None]) -> None:
-        """Paint once, show often: `paint` draws into a square from −half to half, and is told apart from others by its key."""
+        """Draw a sprite from the cache; `paint` draws it once per key into a square from −half to half."""
         image = self.cache.sprite((*key, half), half * self.k, half, paint)
         x, y = self.pixel(at)
         left, top = round(x - image.width / 2), round(y - image.height / 2)
@@ -213,7 +212,7 @@ class Canvas:
     def label(
         self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[Canvas, Point], None], margin: float = 0.0
     ) -> None:
-        """Paint once, show often: `paint` draws onto a transparent canvas, where the upper left corner is told to it."""
+        """Draw a label from the cache; `paint` gets a transparent canvas and the upper left corner, once per key."""
         image = self.cache.region(key)
         if image is None:
             pixels = [math.ceil((side + 2 * margin) * self.k) for side in size]
@@ -227,7 +226,7 @@ class Canvas:
 
 
 class ImageCache:
-    """Texts and sprites that were drawn before, the newest of them. Of one scale."""
+    """LRU caches of texts, sprites and regions for one scale."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[tuple[str, int, bool, int], tuple[Image.Image, float]] = OrderedDict()
@@ -235,7 +234,7 @@ class ImageCache:
         self._regions: OrderedDict[tuple[object, ...], Image.Image] = OrderedDict()
 
     def text(self, text: str, size: int, bold: bool, rim: int) -> tuple[Image.Image, float]:
-        """Its opacity, and how far its middle is below its upper edge."""
+        """Return the opacity mask of a text and the distance of its middle from its top."""
         key = text, size, bold, rim
         found = self._texts.get(key)
         if found is None:
@@ -282,7 +281,7 @@ class ImageCache:
 
 
 class SpriteCanvas(Canvas):
-    """Its origin is in its middle. Translucent layers are laid over one another, which drawing into an RGBA image does not do."""
+    """Canvas with its origin in the middle. Blends translucent layers, which drawing into an RGBA image does not do."""
 
     def __init__(self, image: Image.Image, k: float, half: float) -> None:
         super().__init__(image, k / OVERSAMPLING)
@@ -312,7 +311,7 @@ class SpriteCanvas(Canvas):
         self._over(lambda layer: layer.polygon([self._at(point) for point in points], fill, edge, width))
 
     def glow(self, radius: float, colour: Colour, opacity: float, power: float = 2.0) -> None:
-        """Light around the middle that fades outwards."""
+        """Draw a radial glow around the middle."""
         side = self.image.width
         offsets = (np.arange(side) + 0.5 - side / 2) / (radius * self.k)
         distance = np.sqrt(offsets[:, None] ** 2 + offsets[None, :] ** 2)
@@ -320,7 +319,7 @@ class SpriteCanvas(Canvas):
         self.image.alpha_composite(_tint(strength, colour))
 
     def shade(self, at: Point, radius: float, opacity: float) -> None:
-        """A soft shadow on the ground."""
+        """Draw a soft shadow."""
         side = self.image.width
         reach = (np.arange(side) + 0.5 - side / 2) / self.k
         distance = np.hypot((reach - at[0])[None, :], (reach - at[1])[:, None]) / radius
@@ -343,7 +342,7 @@ def _font(size: int, bold: bool) -> ImageFont.FreeTypeFont:
 
 @lru_cache(maxsize=1)
 def _font_directory() -> Path:
-    spec = importlib.util.find_spec("matplotlib")  # found, not imported: that would take longer than the picture
+    spec = importlib.util.find_spec("matplotlib")  # not imported: that takes longer than rendering a frame
     if spec is None or spec.origin is None:
-        raise MissingExtra("Pictures need matplotlib, for its letters.", "pip install matplotlib")
+        raise MissingExtra("Rendering needs the fonts of matplotlib, which is not installed.", "pip install matplotlib")
     return Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"

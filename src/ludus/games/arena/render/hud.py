@@ -1,4 +1,4 @@
-"""Around the field: the score on top, and a panel for every hero below."""
+"""Heads-up display: the score above the field and a panel for every hero below."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MANA: Final[Colour] = (176, 148, 255)
 GAP: Final = 6.0
 _experience_needed: Callable[[int], int] = getattr(
     experience_needed, "py_func", experience_needed
-)  # as Python: compiling it would take longer than the picture
+)  # uncompiled: compilation takes longer than a frame
 _WIDE, _FULL = 400.0, 150.0
 
 
@@ -50,7 +50,7 @@ def format_clock(ticks: int) -> str:
 
 
 def paint_bar(canvas: Canvas, box: Box, share: float, colour: Colour, extra: float = 0.0, back: Colour = DEEP) -> None:
-    """`extra`: a pale part after the filled one, as a shield is."""
+    """Paint a bar; `extra`: share of a pale part after the filled one (a shield)."""
     canvas.box(box.left, box.top, box.width, box.height, back)
     filled = box.width * max(0.0, min(1.0, share))
     canvas.box(box.left, box.top, filled, box.height, colour)
@@ -64,7 +64,7 @@ def paint_bar(canvas: Canvas, box: Box, share: float, colour: Colour, extra: flo
 
 @dataclass(frozen=True)
 class Scoreboard:
-    """What the score shows."""
+    """Content of the score, used as cache key."""
 
     ticks: int
     limit: int
@@ -72,9 +72,9 @@ class Scoreboard:
     kills: tuple[int, int]
     gold: tuple[int, int]
     standing: tuple[tuple[bool, ...], tuple[bool, ...]]
-    """Of each camp, which of its buildings."""
+    """By camp: which of its buildings are standing."""
     camp: int | None
-    """The camp that looks, which does not know the other's gold; None: a spectator."""
+    """Point of view, which hides the gold of the other camp; None: a spectator."""
 
 
 def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Scoreboard:
@@ -130,7 +130,7 @@ def paint_score(canvas: Canvas, box: Box, summary: Scoreboard, names: tuple[str,
 
 
 def _towers(canvas: Canvas, at: float, y: float, way: int, standing: tuple[bool, ...], camp: int, radius: float) -> None:
-    """Those that still stand: the outer one nearest to the middle."""
+    """Paint the buildings of a camp, from the outer tower outwards."""
     for which, alive in enumerate(standing):
         x = at + way * which * radius * 2.5
         r = radius * (1.25 if which == layout.CORE else 1.0)
@@ -139,7 +139,7 @@ def _towers(canvas: Canvas, at: float, y: float, way: int, standing: tuple[bool,
 
 
 def _gold_lead(canvas: Canvas, box: Box, gold: tuple[int, int]) -> None:
-    """Who has earned more: the bar is divided as the gold is."""
+    """Paint a bar divided in proportion to the gold."""
     share = (gold[0] + 500) / (sum(gold) + 1_000)
     canvas.box(box.left, box.top, box.width * share, box.height, mix(CAMPS[0], INK, 0.15))
     canvas.box(box.left + box.width * share, box.top, box.width * (1 - share), box.height, mix(CAMPS[1], INK, 0.15))
@@ -147,7 +147,7 @@ def _gold_lead(canvas: Canvas, box: Box, gold: tuple[int, int]) -> None:
 
 
 def shorten(canvas: Canvas, text: str, size: float, room: float) -> str:
-    """The text, or as much of its beginning and its end as there is room for."""
+    """Return the text, or its start and end with an ellipsis if it is wider than `room`."""
     if canvas.text_width(text, size) <= room:
         return text
     low, high = 0, len(text)
@@ -158,7 +158,7 @@ def shorten(canvas: Canvas, text: str, size: float, room: float) -> str:
 
 
 def _cut(text: str, length: int) -> str:
-    """`length` characters of it: two thirds from the beginning, which names the camp, one third from the end."""
+    """Return `length` characters: two thirds from the start, which names the camp, one third from the end."""
     end = length // 3
     return f"{text[: length - end]}…{text[len(text) - end :]}"
 
@@ -167,30 +167,30 @@ def _cut(text: str, length: int) -> str:
 
 
 ALL, OUTSIDE, NOTHING = range(3)
-"""What is known of a hero: everything; what can be seen from outside; only what everybody is told."""
+"""Visible information about a hero: all; what an enemy in sight shows; only the score."""
 
 
 _UNSEEN: Final = (layout.X, layout.Y, layout.READY)
-"""Fields of a hero that no panel shows, and that change from picture to picture."""
+"""Fields that no panel shows and that change in every frame."""
 
 
 def panel_key(unit: Ints32) -> list[int]:
-    """What a panel may show of a hero: where this is the same, so is the panel."""
-    shown: list[int] = unit.tolist()
+    """Return the fields that a panel shows, as cache key."""
+    key: list[int] = unit.tolist()
     for field in _UNSEEN:
-        shown[field] = 0
-    return shown
+        key[field] = 0
+    return key
 
 
-def paint_panel_frames(canvas: Canvas, panel_boxes: list[Box]) -> None:
-    """What of the panels is always the same."""
-    for slot, place in enumerate(panel_boxes):
-        canvas.box(place.left, place.top, place.width, place.height, PANEL, PANEL_EDGE, 5)
-        canvas.box(place.left + 6, place.top, place.width - 12, 3, CAMPS[2 * slot // len(panel_boxes)])
+def paint_panel_frames(canvas: Canvas, boxes: list[Box]) -> None:
+    """Paint the constant part of the panels."""
+    for slot, box in enumerate(boxes):
+        canvas.box(box.left, box.top, box.width, box.height, PANEL, PANEL_EDGE, 5)
+        canvas.box(box.left + 6, box.top, box.width - 12, 3, CAMPS[2 * slot // len(boxes)])
 
 
 def panel_boxes(box: Box, size: int) -> list[Box]:
-    """Of the panels of all heroes; `GAP` apart."""
+    """Return the boxes of the panels of all heroes, `GAP` apart."""
     half = box.width / 2
     width = (half - GAP * 1.5) / size - GAP / size * (size - 1)
     lefts = [box.left + camp * (half - GAP * 0.5) + GAP + i * (width + GAP) for camp in (0, 1) for i in range(size)]
@@ -198,7 +198,7 @@ def panel_boxes(box: Box, size: int) -> list[Box]:
 
 
 def paint_panel(canvas: Canvas, box: Box, unit: Ints32, known: int) -> None:
-    """`known`: how much of the hero."""
+    """Paint the panel of a hero; `known`: ALL, OUTSIDE or NOTHING."""
     dead = not unit[layout.ALIVE]
     if dead:
         canvas.box(box.left + 6, box.top, box.width - 12, 3, (84, 90, 96))
@@ -248,7 +248,7 @@ def _head(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -> Non
 
 
 def _doing(unit: Ints32) -> str:
-    """What takes a hero's time, if anything does."""
+    """Describe the current activity of a hero; empty if there is none."""
     cast, left_s = int(unit[layout.CAST]), int(unit[layout.CAST_LEFT]) / layout.TICKS_PER_SECOND
     if unit[layout.STUN] > 0:
         return f"stunned for {int(unit[layout.STUN]) / layout.TICKS_PER_SECOND:.1f} s"
@@ -284,15 +284,15 @@ def _condition(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -
 
 @dataclass(frozen=True)
 class _SkillButton:
-    """How the button of a skill looks; skill 3 is the healing that every hero has."""
+    """Appearance of a skill button, used as cache key; number 3 is the heal that every hero has."""
 
     number: int
     camp: int
     waits_s: int
     cover: int
-    """How many oversampled pixels of it are covered by the waiting time."""
+    """Height of the cooldown overlay in oversampled pixels."""
     short: bool
-    """Of mana."""
+    """Whether mana is too low."""
     dead: bool
     casting: bool
 
@@ -328,7 +328,7 @@ def _skill(canvas: Canvas, x: float, top: float, side: float, skill: _SkillButto
 
 
 def _gold(canvas: Canvas, left: float, y: float, unit: Ints32) -> None:
-    """What is in hand."""
+    """Paint the unspent gold."""
     canvas.circle((left + 7, y), 4.6, GOLD, (140, 100, 30), 1.1)
     canvas.text((left + 15, y), f"{int(unit[layout.GOLD]):,}", 10.5, GOLD)
 
@@ -348,7 +348,7 @@ def _items(canvas: Canvas, left: float, top: float, right: float, unit: Ints32) 
 
 
 def _levels(canvas: Canvas, box: Box, unit: Ints32) -> None:
-    """How far it is to the next level."""
+    """Paint the progress to the next level."""
     level = int(unit[layout.LEVEL])
     share = 1.0 if level >= MAX_LEVEL else int(unit[layout.XP]) / _experience_needed(level)
     paint_bar(canvas, box, share, (146, 196, 120))
@@ -411,12 +411,12 @@ def _seconds(ticks: int) -> int:
 
 
 def paint_banner(canvas: Canvas, box: Box, match: Ints32, names: tuple[str, str]) -> None:
-    """How it ended, across the field."""
+    """Paint the result across the field."""
     winner = int(match[layout.WINNER])
     colour = BRIGHT if winner < 0 else CAMPS[winner]
     room = box.width * 0.6
     text = "Time limit: draw" if winner < 0 else f"{shorten(canvas, names[winner], box.height * 0.07, room)} has won"
-    y, high = box.top + box.height * 0.2, box.height * 0.17  # above the lane, where the base has fallen
+    y, high = box.top + box.height * 0.2, box.height * 0.17  # above the lane, so that the destroyed base is visible
     canvas.box(box.left, y - high / 2, box.width, high, (10, 15, 19, 205))
     for edge in (y - high / 2, y + high / 2 - 2):
         canvas.box(box.left, edge, box.width, 2, colour)

@@ -1,4 +1,4 @@
-"""What is written above or below a hero on the field: name, level, health and mana."""
+"""Label above or below a hero on the field: name, level, health and mana."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludus.games.arena.render.sprites import CAMPS, INK, PALE
 
 
 class Label(NamedTuple):
-    """All that a label shows: two that are equal look the same. The last three in oversampled pixels of a bar."""
+    """Content of a label, used as cache key. The last three are bar lengths in oversampled pixels."""
 
     hero: int
     camp: int
@@ -23,7 +23,7 @@ class Label(NamedTuple):
 
 
 def share_px(share: float, pixels: float) -> int:
-    """How many pixels of a bar are filled."""
+    """Return the filled length of a bar in pixels."""
     return round(max(0.0, min(1.0, share)) * pixels)
 
 

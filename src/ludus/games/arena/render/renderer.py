@@ -1,6 +1,6 @@
-"""A match from above: the field, everybody on it, what they are doing, and the score around it.
+"""Render a match from above: the field, units, effects, score and panels.
 
-The same state is the same picture, to the byte. With `camp` it is what that camp sees, and nothing else.
+The same state gives the same frame, bit for bit. With `camp` the frame shows only what that camp sees.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ NAMES: Final = ("Blue", "Red")
 MIN_WIDTH, MAX_WIDTH = 160, 7_680
 
 _LABEL = 21.0
-_LABEL_MARGIN = 14.0  # long names and the badge reach beyond a label's box
-_PUSHES, _FARTHEST = 12, 16.0  # how often tokens that overlap are pushed apart, and how far from their true place at most
-_BLOW, _FLASH = 4, 6  # ticks for which a blow, or a skill, is still seen
+_LABEL_MARGIN = 14.0  # long names and the badge extend beyond a label's box
+_PUSHES, _FARTHEST = 12, 16.0  # iterations that separate overlapping tokens, and maximum displacement
+_BLOW, _FLASH = 4, 6  # visible ticks of an attack and of a skill
 _WHITE = (255, 255, 255)
 _MENDED = (140, 240, 170)
 _SLOWED = (150, 200, 255)
@@ -58,7 +58,7 @@ _SLOWED = (150, 200, 255)
 
 @dataclass(frozen=True)
 class FrameLayout:
-    """Where things are, in measures that do not depend on the size of the picture. A small picture has no panels, and larger coins."""
+    """Layout of a frame in resolution-independent units. A small frame has no panels and larger coins."""
 
     width: float
     score: float
@@ -79,11 +79,11 @@ class FrameLayout:
 
 FULL: Final = FrameLayout(1280, 62, 172)
 PLAIN: Final = FrameLayout(960, 44, 0)
-_HERO, _CREEP, _SIEGE, _TOWER, _BASE = 15.0, 6.2, 8.2, 18.0, 28.0  # radii: larger than life, or nobody would see them
+_HERO, _CREEP, _SIEGE, _TOWER, _BASE = 15.0, 6.2, 8.2, 18.0, 28.0  # radii, larger than in the game for visibility
 
 
 class Renderer:
-    """Paints matches of `size` against `size`, all at one size of picture; keeps the ground and the sprites."""
+    """Renders matches of `size` against `size` at one frame size; caches background and sprites."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class Renderer:
         camp: int | None = None,
         names: tuple[str, str] = NAMES,
     ) -> None:
-        """`full`: with panels; unless said, when there is room for them."""
+        """`full`: with panels; default: from a width of 960 on."""
         if not MIN_WIDTH <= width <= MAX_WIDTH:
-            raise UsageError(f"A picture {width} pixels wide cannot be painted.", f"Ask for {MIN_WIDTH} to {MAX_WIDTH}.")
+            raise UsageError(f"A frame cannot be {width} pixels wide.", f"Give {MIN_WIDTH} to {MAX_WIDTH}.")
         if camp not in (None, 0, 1):
-            raise UsageError(f"There is no camp {camp!r}.", "Ask for 0, 1, or neither for a picture that shows everything.")
+            raise UsageError(f"There is no camp {camp!r}.", "Give 0 or 1, or none for a spectator's view.")
         self.size, self.camp, self.names = size, camp, names
         self.design = FULL if (width >= 960 if full is None else full) else PLAIN
         self.width = width // 2 * 2
@@ -108,17 +108,17 @@ class Renderer:
         self._make_bands()
 
     def paint(self, units: Ints32, match: Ints32) -> Image.Image:
-        """`units[FIELDS, U]` and `match[MATCH_FIELDS]` of one match."""
+        """Render one match: `units[FIELDS, U]` and `match[MATCH_FIELDS]`."""
         self.update(units, match)
         return Image.fromarray(self.frame)
 
     def rgb(self, units: Ints32, match: Ints32) -> Array:
-        """uint8 [height, width, 3]."""
+        """Return uint8 [height, width, 3]."""
         self.update(units, match)
         return self.frame.copy()
 
     def update(self, units: Ints32, match: Ints32) -> list[PixelBox]:
-        """Bring `frame` to this state; which parts of it were repainted."""
+        """Update `frame` to this state; return the repainted rectangles."""
         self._check(units, match)
         units = _clip_fields(units)
         scene, changed = self._update_field(units, match)
@@ -151,7 +151,7 @@ class Renderer:
             )
 
     def _make_bands(self) -> None:
-        """Paint what is always the same, and divide the picture into what changes apart from the rest."""
+        """Paint the background and divide the frame into bands that change independently."""
         field, scale = self.design.field, self._scale
         top, bottom = round(field.top * scale), round(field.bottom * scale)
         whole = Image.new("RGB", (self.width, self.height), hud.BACK)
@@ -161,7 +161,7 @@ class Renderer:
         self._places = hud.panel_boxes(below, self.size) if self.design.panels else []
         hud.paint_panel_frames(Canvas(background, scale), self._places)
         self.frame: Array = np.array(background.reduce(OVERSAMPLING))
-        """uint8 [height, width, 3], the last picture; belongs to the painter."""
+        """The last frame, uint8 [height, width, 3]; belongs to the renderer."""
 
         def band(left: int, upper: int, right: int, lower: int, tiled: bool = False) -> Band:
             return Band(background, (left, upper, right, lower), self.frame, scale, self._cache, tiled=tiled)
@@ -180,7 +180,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def save_png(image: Image.Image, path: Path) -> Path:
-    """Complete or absent. Raises StoreError."""
+    """Write atomically. Raises StoreError."""
     return write_file(path, png(image))
 
 
@@ -197,7 +197,7 @@ _BOUNDS: Final = {
 
 
 def _clip_fields(units: Ints32) -> Ints32:
-    """A copy without what no match comes to: a state from a file could ask for a ring that takes all memory."""
+    """Return a copy with clipped values: a crafted state could require a sprite that exhausts the memory."""
     clipped = units.copy()
     for field, (low, high) in _BOUNDS.items():
         np.clip(units[field], low, high, out=clipped[field])
@@ -208,7 +208,7 @@ def _clip_fields(units: Ints32) -> Ints32:
 
 
 class _Scene:
-    """One moment. Every method paints one kind of thing; their order is what lies above what."""
+    """Paints the field at one state. Each method paints one kind of object; their order is the z-order."""
 
     def __init__(self, canvas: Canvas, design: FrameLayout, units: Ints32, match: Ints32, camp: int | None) -> None:
         self.canvas, self.units, self.camp = canvas, units, camp
@@ -237,7 +237,7 @@ class _Scene:
         self._labels(heroes)
 
     def shows(self, slot: int) -> bool:
-        """Whether the one who looks may know where a unit is."""
+        """Whether a unit is visible from the point of view."""
         return self.camp is None or int(self.units[CAMP, slot]) == self.camp or bool(self.units[layout.SEEN, slot])
 
     def known(self, slot: int) -> int:
@@ -255,17 +255,17 @@ class _Scene:
         return float(x), float(y)
 
     def _token_positions(self) -> Array:
-        """Where to paint every unit: tokens are larger than life, so those that would cover one another are moved apart a little."""
+        """Return the drawing positions of all units; overlapping tokens are moved apart."""
         left, top = self._point(0, 0)
         places: Array = self.units[[X, Y]].T * self.mm + (left, top)
         kinds = self.units[KIND]
         moving = np.fromiter(self._living(layout.HERO, layout.MELEE, layout.RANGED, layout.SIEGE), np.int64)
         at = (
             places[moving] + np.stack([np.cos(moving * 2.4), np.sin(moving * 2.4)], -1) * 0.05
-        )  # of two on one spot, each its way
+        )  # separates units at the same position
         radius = np.where(kinds[moving] == layout.HERO, _HERO, np.where(kinds[moving] == layout.SIEGE, _SIEGE, _CREEP))
         apart = (radius[:, None] + radius[None, :]) * 0.82
-        yields = radius[None, :] ** 2 / (radius[:, None] ** 2 + radius[None, :] ** 2)  # the smaller one gives way
+        yields = radius[None, :] ** 2 / (radius[:, None] ** 2 + radius[None, :] ** 2)  # the smaller token moves more
         for _ in range(_PUSHES):
             way = at[:, None] - at[None, :]
             far = np.sqrt((way**2).sum(-1))
@@ -286,7 +286,7 @@ class _Scene:
     # -- on the ground --------------------------------------------------------------------------------------------------
 
     def _fog(self) -> None:
-        """Dark is what the camp does not see."""
+        """Darken what the camp does not see."""
         if self.camp is None:
             return
         field = self.design.field
@@ -306,7 +306,7 @@ class _Scene:
         self.canvas.tint((6, 10, 14), (field.left, field.top), (field.right, field.bottom), dark)
 
     def _ranges(self) -> None:
-        """How far a tower that shoots reaches, and at whom."""
+        """Paint range and target of shooting towers."""
         for slot in self._living(layout.TOWER, layout.BASE):
             target = int(self.units[layout.TARGET, slot])
             if target < 0 or not self.shows(target):
@@ -331,7 +331,7 @@ class _Scene:
                 self._recall(slot, 1 - int(self.units[layout.CAST_LEFT, slot]) / RECALL_TICKS)
 
     def _flashes(self) -> None:
-        """Skills that have just taken effect: the newest of each hero, if nothing broke it off."""
+        """Paint the flash of the latest released skill of each hero."""
         for slot in self._living(layout.HERO):
             if self.units[layout.CAST, slot] or self.units[layout.STUN, slot]:
                 continue
@@ -347,7 +347,7 @@ class _Scene:
                 self._shape(slot, skill, 1.0, 1 - ticks / _FLASH, struck=True)
 
     def _shape(self, slot: int, skill: int, done: float, strength: float, struck: bool = False) -> None:
-        """Where a skill hits: at a unit, along a line, in an area. It fills while it is wound up, and flashes when it strikes."""
+        """Paint the target shape of a skill (unit, line or area): fills during wind-up, flashes on release."""
         camp = int(self.units[CAMP, slot])
         colour = mix(CAMPS[camp], _WHITE, 0.55) if struck else CAMPS[camp]
         fill, edge = (0.42 * strength, 0.95 * strength) if struck else (0.16, 0.95)
@@ -377,7 +377,7 @@ class _Scene:
     ) -> None:
         ux, uy = int(self.units[layout.CAST_X, slot]) / 1024, int(self.units[layout.CAST_Y, slot]) / 1024
         x, y = self._at(slot)
-        if struck and self._skill(slot, 2, S_EFFECT) == DASHES:  # the hero is where the line ended
+        if struck and self._skill(slot, 2, S_EFFECT) == DASHES:  # the hero is at the end of the line
             x, y = x - ux * reach, y - uy * reach
 
         def strip(length: float) -> list[Point]:
@@ -407,7 +407,7 @@ class _Scene:
         self.canvas.arc(at, 19, -90, -90 + 360 * max(0.0, min(1.0, done)), with_opacity(PALE[camp], 1.0), 3)
 
     def _ruins_and_dead(self) -> None:
-        """Ruins of towers, and where heroes died."""
+        """Paint ruins of buildings and dead heroes."""
         for camp in (0, 1):
             for which in range(layout.STRUCTURES):
                 slot = layout.structure_slot(self.size, camp, which)
@@ -441,7 +441,7 @@ class _Scene:
         self._stars(slot, at, radius)
 
     def _wounds(self, slot: int) -> None:
-        """The health of a creep, once it has lost some."""
+        """Paint the health bar of a damaged creep."""
         if self.units[layout.HP, slot] < self.units[layout.MAX_HP, slot]:
             radius = _SIEGE if self.units[KIND, slot] == layout.SIEGE else _CREEP
             x, y = self._at(slot)
@@ -464,13 +464,13 @@ class _Scene:
         self._stars(slot, at, _HERO)
 
     def _marks(self, slot: int, at: Point, radius: float) -> None:
-        """Below a unit: whether it is slowed."""
+        """Paint the slow effect below a unit."""
         if self.units[layout.SLOW, slot] > 0:
             self.canvas.circle(at, radius + 4, with_opacity(_SLOWED, 0.22))
             self.canvas.dashes(at, radius + 4.5, with_opacity(_SLOWED, 0.95), 2, 5, -self.tick * 4 % 360)
 
     def _stars(self, slot: int, at: Point, radius: float) -> None:
-        """Around the head of whoever is stunned."""
+        """Paint stars around a stunned unit."""
         if self.units[layout.STUN, slot] <= 0:
             return
         reach = radius * 1.02
@@ -482,7 +482,7 @@ class _Scene:
             self.canvas.polygon([(x + a, y + b) for a, b in sprites.star(5, size, size * 0.45)], (255, 226, 92, 255))
 
     def _leaves(self, heroes: list[int]) -> None:
-        """Over whoever stands in a bush, so that it is seen that he does."""
+        """Paint leaves over heroes in a bush."""
         for bush_x, bush_y in layout.BUSHES:
             if not any(
                 math.hypot(int(self.units[X, slot]) - bush_x, int(self.units[Y, slot]) - bush_y) <= layout.BUSH_RADIUS
@@ -527,7 +527,7 @@ class _Scene:
         )
 
     def _bolt(self, a: Point, b: Point, colour: Colour, strength: float, width: float) -> None:
-        """Light from one to the other: wide and faint, narrow and bright, and a spark where it hits."""
+        """Paint a bolt from a to b with a spark at b."""
         self.canvas.line(a, b, with_opacity(colour, 0.28 * strength), width * 2.6)
         self.canvas.line(a, b, with_opacity(colour, 0.75 * strength), width * 1.2)
         self.canvas.line(a, b, with_opacity(_WHITE, 0.95 * strength), width * 0.5)
@@ -543,7 +543,7 @@ class _Scene:
         paint_bar(self.canvas, box, share, CAMPS[int(self.units[CAMP, slot])], 0.0, (48, 52, 56))
 
     def _labels(self, heroes: list[int]) -> None:
-        """Name, level, health and mana of every hero, above those of camp 0, below those of camp 1; none covers another, or a hero."""
+        """Paint the labels of heroes, above those of camp 0 and below those of camp 1, without overlaps."""
         field = self.design.field
         coin = _HERO * 0.8
         taken = [Box(x - coin, y - coin, 2 * coin, 2 * coin) for x, y in map(self._at, heroes)]

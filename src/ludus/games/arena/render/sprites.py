@@ -1,6 +1,6 @@
-"""What stands for a unit: heroes as coins with the glyph of their archetype, creeps by kind, towers and bases with a crystal.
+"""Sprites of units: heroes are coins with the glyph of their archetype, towers and bases have a crystal.
 
-The camps differ in colour (blue and red, as camps are called everywhere) and in shape: round and angular.
+The camps differ in colour (blue and red) and in shape (round and angular).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Paint = Callable[[SpriteCanvas], None]
 
 
 def outline(camp: int, radius: float) -> list[Point]:
-    """Of a coin: a circle for camp 0, a hexagon with its point up for camp 1."""
+    """Return the outline of a coin: a circle for camp 0, a hexagon for camp 1."""
     corners, turn, size = (48, 0.0, radius) if camp == 0 else (6, math.pi / 6, radius * 1.1)
     return [
         (size * math.cos(turn + i * 2 * math.pi / corners), size * math.sin(turn + i * 2 * math.pi / corners))
@@ -115,7 +115,7 @@ GLYPHS: Final = dict(zip(ARCHETYPES, (_fighter, _tank, _mage, _marksman, _assass
 
 
 def coin(archetype: str, camp: int, radius: float, dim: bool = False) -> Paint:
-    """A hero. `dim`: as a sign of one who is dead."""
+    """Sprite of a hero; `dim`: of a dead one."""
 
     def paint(canvas: SpriteCanvas) -> None:
         face, rim, ink = _COINS[archetype], CAMPS[camp], BRIGHT
@@ -141,7 +141,7 @@ def creep(kind: int, camp: int, radius: float) -> Paint:
 
     def paint(canvas: SpriteCanvas) -> None:
         canvas.shade((0.0, radius * 0.25), radius * 1.35, 0.5)
-        if kind == layout.MELEE:  # a point that goes ahead
+        if kind == layout.MELEE:  # an arrow
             shape: list[Point] = [(1.1, 0), (0.2, 0.95), (-0.85, 0.7), (-0.85, -0.7), (0.2, -0.95)]
             canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 1.1), INK)
             canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 0.9), body)
@@ -215,7 +215,7 @@ def ruin(radius: float) -> Paint:
 
 
 def _crystal(canvas: Canvas, camp: int, size: float) -> None:
-    """A gem, lit from the upper left; upright and long, or square on its point."""
+    """Paint a gem lit from the upper left: long for camp 0, square for camp 1."""
     wide, high = (0.66, 1.0) if camp == 0 else (0.86, 0.86)
     top, right, bottom, left = (0.0, -high), (wide, 0.0), (0.0, high), (-wide, 0.0)
     canvas.polygon(_transform([top, right, bottom, left], size * 1.16), INK)

@@ -1,4 +1,4 @@
-"""A recorded match as a film: every tick is played again, and between two ticks everybody is on the way."""
+"""Render a recorded match as a video; positions are interpolated between ticks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ludus.io.atomic_file import path_for_replace
 FPS: Final = 30
 MAX_SPEED: Final = 1_000.0
 HOLD_S: Final = 2.5
-"""How long the last picture stays."""
-_JUMP = 9_500  # millimetres in one tick: a dash is shown as a way, a recall is not
+"""Duration of the last frame."""
+_JUMP = 9_500  # millimetres per tick: interpolates dashes but not recalls
 
 State = tuple[Ints32, Ints32]
 """`units[FIELDS, U]` and `match[MATCH_FIELDS]`."""
@@ -44,13 +44,14 @@ def write_video(
     last_s: float | None = None,
     progress: FrameProgress | None = None,
 ) -> int:
-    """Write an mp4, complete or absent; how many frames it has. `first_s` and `last_s`: of the game. Raises Damaged when the replay goes another way than the recording."""
+    """Write an mp4 atomically; return its number of frames. `first_s` and `last_s` are in game time. Raises Damaged if the replay
+    differs from the recording."""
     if not 0 < speed <= MAX_SPEED:
-        raise UsageError(f"A film at {speed:g} times the speed.", f"More than 0, and at most {MAX_SPEED:g}.")
+        raise UsageError(f"The speed of the video is {speed:g}.", f"Give more than 0 and at most {MAX_SPEED:g}.")
     if not 1 <= fps <= 120:
-        raise UsageError(f"A film with {fps} pictures a second.", "From 1 to 120.")
+        raise UsageError(f"The video has {fps} frames per second.", "Give 1 to 120.")
     if out.suffix.lower() != ".mp4":
-        raise UsageError(f"A film is an mp4, and {out.name} is not called so.", f"Call it {out.stem}.mp4.")
+        raise UsageError(f"{out.name} is not the name of an mp4 file.", f"Use {out.stem}.mp4.")
     renderer = Renderer(recording.size, width, camp=camp, names=camp_titles(recording))
     seconds = max(0.0, min(recording.seconds, last_s if last_s is not None else math.inf) - first_s) / speed
     hold = round(HOLD_S * fps)
@@ -71,21 +72,21 @@ def write_video(
             if progress is not None:
                 progress(writer.frames, writer.frames)
             if not writer.frames:
-                raise UsageError(f"There is nothing from {first_s:g} s on.", f"The match has {recording.seconds:g} s.")
+                raise UsageError(f"The recording has no frames after {first_s:g} s.", f"The match has {recording.seconds:g} s.")
     except OSError as error:
-        raise StoreError(f"{out} cannot be written: {error}.", "Is there such a directory, and room in it?") from error
+        raise StoreError(f"{out} cannot be written: {error}.", "Check that the directory exists and has free space.") from error
     return writer.frames
 
 
 def camp_titles(recording: Recording) -> tuple[str, str]:
-    """The camps, with who played them if that is known."""
+    """Return the titles of the camps: colour and, if known, the player."""
     a, b = (f"{colour} · {name}" if name else colour for colour, name in zip(NAMES, recording.names, strict=True))
     return a, b
 
 
 def ticks(recording: Recording, first: int = 0) -> Iterator[State]:
-    """The state at the beginning, and after every tick. Copies. Before tick `first` the state of the decision stands for all its ticks,
-    which saves most of the time."""
+    """Yield copies of the state at the start and after every tick. Before tick `first` the state of a decision is repeated for its
+    ticks, which saves most of the time."""
     within = Arena(recording.size, 1, lenient=recording.lenient)
     for decision, moment in enumerate(replay(recording)):
         if moment.decision is not None and (decision + 1) * recording.every < first:
@@ -96,7 +97,7 @@ def ticks(recording: Recording, first: int = 0) -> Iterator[State]:
         if moment.decision is None:
             return
         for number in range(1, recording.every):
-            # From the decision anew each time: what is legal is judged once for a decision, and not at each of its ticks.
+            # Restarts from the decision each time: legality is checked once per decision, not per tick.
             within.units[0], within.match[0] = moment.units, moment.match
             within.advance(moment.decision[None], number)
             if within.over[0]:
@@ -105,7 +106,7 @@ def ticks(recording: Recording, first: int = 0) -> Iterator[State]:
 
 
 def resample(states: Iterator[State], step: float, first_s: float = 0.0, last_s: float | None = None) -> Iterator[State]:
-    """A state every `step` ticks, from one second to another: of `first_s` the nearest before, and the very last one always."""
+    """Yield a state every `step` ticks from `first_s` to `last_s`, and always the very last one."""
     wanted = first_s * TICKS_PER_SECOND
     end = math.inf if last_s is None else last_s * TICKS_PER_SECOND
     before: State | None = None
@@ -123,17 +124,17 @@ def resample(states: Iterator[State], step: float, first_s: float = 0.0, last_s:
 
 
 def interpolate(before: State, after: State, share: float) -> State:
-    """Everything as it was before, and everybody that far on the way."""
+    """Return `before` with the positions interpolated by `share`."""
     units, later = before[0].copy(), after[0]
     same = (units[ALIVE] == 1) & (later[ALIVE] == 1) & (units[BORN] == later[BORN]) & (units[KIND] == later[KIND])
     ways: Array = later[[X, Y]].astype(np.int64) - units[[X, Y]]
-    walked = same & (np.abs(ways).max(axis=0) <= _JUMP)
-    units[[X, Y]] += np.where(walked, np.rint(ways * share), 0).astype(np.int32)
+    moved = same & (np.abs(ways).max(axis=0) <= _JUMP)
+    units[[X, Y]] += np.where(moved, np.rint(ways * share), 0).astype(np.int32)
     return units, before[1]
 
 
 def state_at(recording: Recording, seconds: float) -> State:
-    """The state so many seconds after the recording begins; of a shorter one its last. Raises UsageError for a time before."""
+    """Return the state `seconds` after the start, or the last one. Raises UsageError for a negative time."""
     if not seconds >= 0:
         raise UsageError(f"There is no state at {seconds:g} s.", f"The match has {recording.seconds:g} s.")
     return deque(itertools.islice(ticks(recording), round(seconds * TICKS_PER_SECOND) + 1), maxlen=1)[0]

@@ -1,4 +1,4 @@
-"""From red, green and blue to the planes that H.264 stores: brightness for every pixel, colour for every four."""
+"""Convert RGB frames to YUV 4:2:0 planes for H.264."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Yuv420:
-    """A picture [H, W, 3] with even sides, converted where it has changed: ffmpeg would convert all of every picture, in five times the
-    time, and twice as much would go through the pipe.
+    """YUV planes of a frame [H, W, 3] with even sides; converts only changed rectangles. ffmpeg would convert whole frames in five times
+    the time, with twice the data through the pipe.
 
-    Limited range, ITU-R BT.601: what ffmpeg makes of pictures that say nothing about their colours.
+    Limited range, ITU-R BT.601: the default of ffmpeg for frames without colour metadata.
     """
 
     def __init__(self, height: int, width: int) -> None:
         self.planes: Bytes = np.zeros((height * 3 // 2, width), np.uint8)
-        """Y, then U, then V, as rawvideo has them."""
+        """Y, then U, then V: the layout of rawvideo."""
         flat, pixels, half = self.planes.reshape(-1), height * width, (height // 2, width // 2)
         self._y = flat[:pixels].reshape(height, width)
         self._u = flat[pixels : pixels * 5 // 4].reshape(half)
         self._v = flat[pixels * 5 // 4 :].reshape(half)
 
     def update(self, rgb: Array, boxes: Sequence[PixelBox]) -> None:
-        """Convert what of `rgb` is in these rectangles."""
+        """Convert these rectangles of `rgb`."""
         if boxes:
             _convert(rgb, self._y, self._u, self._v, np.array(boxes, np.int64))
 

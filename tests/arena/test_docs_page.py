@@ -1,4 +1,4 @@
-"""docs/arena.md says what the code does."""
+"""docs/arena.md matches the code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "arena.md").read_text(encoding="utf-8")
 
 
-def test_the_tables_are_what_the_code_says() -> None:
+def test_the_tables_match_the_code() -> None:
     filled = runpy.run_path(str(ROOT / "scripts" / "arena_page.py"))["filled"]
     assert filled(TEXT) == TEXT, "docs/arena.md is outdated: run  python scripts/arena_page.py"
     for i, name in enumerate(ENTITY_FEATURES):
@@ -36,7 +36,7 @@ def test_the_tables_are_what_the_code_says() -> None:
     assert all(f"| `{part}` |" in TEXT for part in PARTS)
 
 
-def test_buttons_and_parts_of_an_action_are_named_as_they_are() -> None:
+def test_buttons_and_heads_have_the_names_of_the_code() -> None:
     assert ", ".join(f"{i} {name}" for i, name in enumerate(BUTTONS)) in TEXT
     assert [found for found in re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE) if found in HEADS] == list(HEADS)
 
@@ -63,7 +63,7 @@ def test_every_command_on_the_page_exists() -> None:
         assert set(re.findall(r"--[a-z-]+", rest)) <= options, name
 
 
-def test_the_ladder_on_the_page_is_the_committed_one() -> None:
+def test_the_ladder_on_the_page_matches_the_committed_results() -> None:
     rows = json.loads((ROOT / "bench" / "results" / "arena-ladder.json").read_text())["rows"]
     for first, second in {(row["first"], row["second"]) for row in rows if row["first"] != row["second"]}:
         found = {row["mode"]: row for row in rows if (row["first"], row["second"]) == (first, second)}
@@ -72,25 +72,25 @@ def test_the_ladder_on_the_page_is_the_committed_one() -> None:
             assert cell.split("%")[0].strip() == f"{100 * found[mode]['rate']:.0f}"
 
 
-def test_the_example_of_an_actor_has_the_spaces_of_the_arena() -> None:
+def test_the_example_actor_has_the_spaces_of_the_arena() -> None:
     example = yaml.safe_load((ROOT / "examples" / "gamecore" / "arena.yaml").read_text())["arena_http"]
     (seat,) = example["config"]["env_config"]["seats"].values()
     seen = {name: part for name, part in observation_space(1).spaces.items() if name != ACTION_MASK}
-    said = from_json(seat["observation_space"])
-    assert isinstance(said, gym.spaces.Dict)
-    assert {name: (type(part), part.shape) for name, part in said.items()} == {
+    space = from_json(seat["observation_space"])
+    assert isinstance(space, gym.spaces.Dict)
+    assert {name: (type(part), part.shape) for name, part in space.items()} == {
         name: (type(part), part.shape) for name, part in seen.items()
     }
-    for name in ("entities", "scalars"):  # its bounds are written as two numbers: the widest
-        mine, theirs = said[name], seen[name]
+    for name in ("entities", "scalars"):  # the example has two numbers: the widest bounds
+        mine, theirs = space[name], seen[name]
         assert isinstance(mine, gym.spaces.Box)
         assert isinstance(theirs, gym.spaces.Box)
         assert (mine.low.min(), mine.high.max()) == (theirs.low.min(), theirs.high.max())
     assert from_json(seat["action_space"]) == action_space(1)
 
 
-def test_its_example_can_be_trained_on() -> None:
+def test_the_training_example_runs() -> None:
     example = yaml.safe_load(TEXT.split("```yaml")[1].split("```")[0])["arena"]
     ArenaVectorEnv(2, **example["config"]["env_config"])
     ArenaVectorEnv(2, **example["config"]["evaluation_config"]["env_config"])
-    assert set(USUAL) == {1, 3}  # the usual line-ups that the page names
+    assert set(USUAL) == {1, 3}  # the default line-ups on the page

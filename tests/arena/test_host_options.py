@@ -1,4 +1,4 @@
-"""Options of the Arena's process that rows in lock step need: read, and what they do to a session."""
+"""Options of the Arena's game process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def plan(camps: list[Any], **options: Any) -> MatchPlan:
     return read_plan({"runtime_id": "m", "mode": "3v3", "camps": camps, "options": options}, ["token", "token"], BOTS)
 
 
-def test_weights_are_options_of_their_own() -> None:
+def test_each_reward_weight_is_an_option() -> None:
     read = read_options({"weight_gold": 2, "weight_win": -1.5, "zero_sum": False, "every": 5}, BOTS)
     assert (dict(read.weights), read.zero_sum, read.every) == ({"gold": 2.0, "win": -1.5}, False, 5)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"weight_glod": 1}, "weight_gold"),
         ({"weights": {"gold": 1}}, "weights"),
@@ -37,8 +37,8 @@ def test_weights_are_options_of_their_own() -> None:
         ({"sessions": "both"}, "sessions is 'both'"),
     ],
 )
-def test_what_is_no_option_is_named(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_unknown_options_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_options(given, BOTS)
 
 
@@ -52,9 +52,7 @@ def test_what_is_no_option_is_named(given: dict[str, Any], said: str) -> None:
         ([None, ACTOR], "hero", [["hero_0"], ["hero_1"], ["hero_2"]]),
     ],
 )
-def test_one_session_plays_the_match_where_one_actor_plays_both_camps(
-    camps: list[Any], sessions: str, seats: list[list[str]]
-) -> None:
+def test_one_session_plays_both_camps_of_the_same_actor(camps: list[Any], sessions: str, seats: list[list[str]]) -> None:
     made = plan(camps, sessions=sessions)
     host = MatchHost(create_arena([made]), [HostedMatch(made, BOTS)])
     assert [list(line.seats.values()) for line in host._links] == seats

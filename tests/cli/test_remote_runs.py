@@ -1,4 +1,4 @@
-"""Commands on runs that are on a store: what they take, what they say, and what they leave where."""
+"""Commands on runs in a store: arguments, output and files."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def test_a_new_run_begins_with_a_checkpoint_of_a_store(boxes: Path, call: Call, 
 )
 def test_a_store_that_cannot_be_reached_is_named(boxes: Path, call: Call, words: tuple[str, ...]) -> None:
     (boxes / AWAY).touch()
-    said = call(*words)
-    assert said.code == 1
-    assert "box://shelf" in said.err
-    assert "cannot be reached" in said.err
-    assert "Traceback" not in said.err
+    result = call(*words)
+    assert result.code == 1
+    assert "box://shelf" in result.err
+    assert "cannot be reached" in result.err
+    assert "Traceback" not in result.err
 
 
-def test_a_run_on_a_store_is_watched_less_often_than_one_that_is_here(
+def test_a_remote_run_is_polled_less_often_than_a_local_one(
     boxes: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
@@ -113,6 +113,6 @@ def test_a_run_on_a_store_is_watched_less_often_than_one_that_is_here(
 
 def test_a_sweep_on_a_store_is_refused(boxes: Path, call: Call) -> None:
     for command in ("train", "tune"):
-        said = call(command, "CartPole-v1", "--num-samples", "2", "--local-dir", "box://shelf/sweeps")
-        assert said.code == 2
-        assert "a store cannot be one" in said.err
+        result = call(command, "CartPole-v1", "--num-samples", "2", "--local-dir", "box://shelf/sweeps")
+        assert result.code == 2
+        assert "a store cannot be one" in result.err

@@ -1,4 +1,4 @@
-"""The main command of a job has several lives: each goes on with what the one before has begun (LUDUS_JOB_RUN)."""
+"""Restarts of a job's main command: each resumes the runs of the previous one (LUDUS_JOB_RUN)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def checkpoints(runs: Path) -> list[str]:
     return [name for run in find_runs(runs) for name in checkpoint.names(LocalStore(run))]
 
 
-def test_the_first_life_begins_a_run_and_says_where_and_the_last_one_finds_it_finished(
+def test_the_first_start_creates_and_notes_a_run_and_the_last_one_finds_it_finished(
     call: Call, note: Callable[[], Any], tmp_path: Path
 ) -> None:
     words = [*TRAIN, "--stop", "iterations=2", "--local-dir", tmp_path / "runs", "--json"]
@@ -96,7 +96,7 @@ def test_the_first_life_begins_a_run_and_says_where_and_the_last_one_finds_it_fi
     assert (quiet.code, quiet.json["run_dir"]) == (0, first.json["run_dir"])
 
 
-def test_a_life_goes_on_from_the_checkpoint_of_the_one_that_was_terminated(
+def test_a_restart_resumes_from_the_checkpoint_of_the_terminated_start(
     call: Call, note: Callable[[], Any], tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
@@ -106,23 +106,23 @@ def test_a_life_goes_on_from_the_checkpoint_of_the_one_that_was_terminated(
     (run,) = find_runs(runs)
     assert note() == {"default": str(run)}
     reached = int(checkpoint.newest(LocalStore(run)).state["progress"]["iterations"])
-    code, said = interrupt(tmp_path, *words, *ENDLESS, ready=lambda: int(checkpoints(runs)[-1].partition("-")[0]) > reached)
-    assert code == 130, said
+    code, result = interrupt(tmp_path, *words, *ENDLESS, ready=lambda: int(checkpoints(runs)[-1].partition("-")[0]) > reached)
+    assert code == 130, result
     assert find_runs(runs) == [run]
     assert int(checkpoint.newest(LocalStore(run)).state["progress"]["iterations"]) > reached
     assert Run.open(run).meta()["status"] == "interrupted"
 
 
-def test_a_life_that_was_killed_before_its_run_was_there_is_followed_by_one_that_begins_at_that_place(
+def test_a_restart_uses_the_directory_reserved_by_a_start_killed_before_its_run(
     call: Call, note: Callable[[], Any], tmp_path: Path
 ) -> None:
     place = tmp_path / "runs" / "default" / "PPO_CartPole-v1_never"
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "note").write_text(json.dumps({"default": str(place)}))
-    said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
-    assert said.code == 0, said.err
-    assert f"{place}, which {tmp_path / 'job' / 'note'} names, holds no run: starting a new one" in said.err
-    assert said.json["run_dir"] == str(place)
+    result = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
+    assert result.code == 0, result.err
+    assert f"{place}, named in {tmp_path / 'job' / 'note'}, holds no run: starting a new one" in result.err
+    assert result.json["run_dir"] == str(place)
     assert note() == {"default": str(place)}
 
 
@@ -130,23 +130,23 @@ def test_a_life_that_was_killed_before_its_run_was_there_is_followed_by_one_that
 def test_a_note_that_is_damaged_is_ignored_with_a_word(call: Call, note: Callable[[], Any], tmp_path: Path, foreign: str) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "note").write_text(foreign)
-    said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
-    assert said.code == 0, said.err
-    assert f"what {tmp_path / 'job' / 'note'} says is ignored: it is not the note of a job" in said.err
-    assert note() == {"default": said.json["run_dir"]}
+    result = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
+    assert result.code == 0, result.err
+    assert f"{tmp_path / 'job' / 'note'} is ignored: it is not the note of a job" in result.err
+    assert note() == {"default": result.json["run_dir"]}
 
 
 def test_a_run_of_another_experiment_is_not_gone_on_with(call: Call, note: Callable[[], Any], tmp_path: Path) -> None:
     few = ["--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json"]
     other = call(*TRAIN, *few).json["run_dir"]
     note()
-    said = call(TRAIN[0], "tests.environments:make_count", *TRAIN[2:], *few)
-    assert said.code == 0, said.err
-    assert f"says is ignored: {other} is another experiment's" in said.err
-    assert note() == {"default": said.json["run_dir"]} != {"default": other}
+    result = call(TRAIN[0], "tests.environments:make_count", *TRAIN[2:], *few)
+    assert result.code == 0, result.err
+    assert f"is ignored: {other} belongs to another experiment" in result.err
+    assert note() == {"default": result.json["run_dir"]} != {"default": other}
 
 
-def test_of_several_experiments_the_finished_are_passed_over_and_the_interrupted_goes_on(
+def test_resume_skips_finished_experiments_and_continues_the_interrupted_one(
     call: Call, note: Callable[[], Any], tmp_path: Path
 ) -> None:
     settings = {"num_envs_per_worker": 8, "train_batch_size": 256, "minibatch_size": 64, "evaluation_duration": 0}
@@ -160,15 +160,13 @@ def test_of_several_experiments_the_finished_are_passed_over_and_the_interrupted
     assert note() == {"a": str(a), "b": str(b)}
     reached = int(checkpoint.newest(LocalStore(b)).state["progress"]["iterations"])
     before = (a / "metrics.jsonl").read_bytes()
-    code, said = interrupt(tmp_path, *words, ready=lambda: int(checkpoints(runs / "b")[-1].partition("-")[0]) > reached)
-    assert code == 130, said
+    code, result = interrupt(tmp_path, *words, ready=lambda: int(checkpoints(runs / "b")[-1].partition("-")[0]) > reached)
+    assert code == 130, result
     assert (find_runs(runs / "a"), find_runs(runs / "b")) == ([a], [b])
     assert (a / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_job_that_is_to_resume_a_run_does_so_in_every_life_until_it_is_over(
-    call: Call, note: Callable[[], Any], tmp_path: Path
-) -> None:
+def test_a_job_with_resume_resumes_its_run_after_each_restart(call: Call, note: Callable[[], Any], tmp_path: Path) -> None:
     run = tmp_path / "project" / "run"
     assert call(*TRAIN, "--stop", "iterations=1", "--project", run.parent, "--trial", run.name).code == 0
     (tmp_path / "job" / "note").unlink()
@@ -184,7 +182,7 @@ def test_a_job_that_is_to_resume_a_run_does_so_in_every_life_until_it_is_over(
     assert (second.code, second.json["iterations"]) == (0, 3), second.err
 
 
-def test_the_newest_run_that_a_job_was_to_go_on_with_stays_that_of_its_next_lives(
+def test_restarts_of_a_job_resume_the_same_newest_run(
     call: Call, note: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*TRAIN, "--local-dir", tmp_path / "runs", "--json"]
@@ -208,9 +206,9 @@ def test_a_run_on_a_disk_that_is_full_of_notes_trains_all_the_same(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(RUN, str(tmp_path / "file" / "note"))
-    said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
-    assert said.code == 0, said.err
-    assert "if this job is restarted, it will not resume" in said.err
+    result = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
+    assert result.code == 0, result.err
+    assert "if this job is restarted, it will not resume" in result.err
 
 
 def test_a_crash_in_a_library_of_the_environment_shows_the_line_that_called_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The protocol as a game sees it: one gateway on a real port."""
+"""The protocol from the game's side: one gateway on a real port."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_headers_are_named_and_the_connection_goes_on(server: Served, name: str) -> None:
+def test_invalid_headers_are_named_and_the_connection_stays_open(server: Served, name: str) -> None:
     headers, error = WRONG[name]
     with Wire(server.port) as wire:
         reply = wire.ask(raw("POST /step", [*headers, "Content-Length: 4"], b"body"))
@@ -129,7 +129,7 @@ def test_the_largest_number_is_taken(server: Served) -> None:
 # -- what is refused
 
 
-def test_each_mistake_of_a_game_has_its_status(server: Served) -> None:
+def test_each_client_error_has_its_status(server: Served) -> None:
     with Wire(server.port) as wire:
         assert wire.ask(step("tick", "m")).refusal == (404, "unknown_session")
         assert wire.ask(step("end", "m")).refusal == (404, "unknown_session")
@@ -170,7 +170,7 @@ def test_the_actor_may_refuse_a_body(server: Served) -> None:
         assert wire.ask(step("tick", "a", b"good", seq=1)).body == b"good"
 
 
-def test_an_actor_that_raises_or_lies_about_its_type_costs_its_session_only() -> None:
+def test_an_actor_that_raises_or_returns_a_wrong_type_ends_only_its_session() -> None:
     class Fragile(Echo):
         async def tick(self, body: bytes) -> bytes:
             if body == b"raise":
@@ -193,7 +193,7 @@ def test_an_actor_that_raises_or_lies_about_its_type_costs_its_session_only() ->
 # -- limits and time
 
 
-def test_too_many_sessions_are_told_when_to_try_again() -> None:
+def test_too_many_sessions_get_retry_after() -> None:
     with gateway(Echo, limited(sessions=2)) as served, Wire(served.port) as wire:
         assert [wire.ask(step("start", id_)).status for id_ in "ab"] == [200, 200]
         reply = wire.ask(step("start", "c"))
@@ -202,7 +202,7 @@ def test_too_many_sessions_are_told_when_to_try_again() -> None:
         assert wire.ask(step("start", "c")).status == 200
 
 
-def test_too_many_requests_are_told_when_to_try_again() -> None:
+def test_too_many_requests_get_retry_after() -> None:
     with gateway(Echo, limited(requests_per_s=5.0)) as served, Wire(served.port) as wire:
         assert wire.ask(step("start", "a")).status == wire.ask(step("start", "b")).status == 200
         replies = [wire.ask(step("tick", "a")) for _ in range(30)]
@@ -213,7 +213,7 @@ def test_too_many_requests_are_told_when_to_try_again() -> None:
         wait_until(lambda: wire.ask(step("tick", "a")).status == 200, PATIENCE_S)
 
 
-def test_a_silent_session_is_over_and_its_actor_knows_why() -> None:
+def test_a_silent_session_ends_with_its_reason() -> None:
     ends: list[str] = []
 
     class Told(Echo):
@@ -274,14 +274,14 @@ def test_ticks_that_take_too_long_end_their_sessions() -> None:
 
 
 class Holding(Echo):
-    """Its ticks hold the whole event loop."""
+    """Its ticks block the event loop."""
 
     async def tick(self, body: bytes) -> bytes:
         time.sleep(float(body or b"0"))
         return body
 
 
-def test_games_do_not_pay_for_a_pause_of_ours() -> None:
+def test_a_blocked_event_loop_extends_the_deadlines_of_games() -> None:
     with gateway(Holding, limited(silent_s=0.5)) as served, Wire(served.port) as wire, Wire(served.port) as other:
         assert wire.ask(step("start", "holds")).status == other.ask(step("start", "waits")).status == 200
         wire.send(step("tick", "holds", b"1.5"))
@@ -292,7 +292,7 @@ def test_games_do_not_pay_for_a_pause_of_ours() -> None:
         assert other.ask(step("tick", "waits")).status == 200
 
 
-def test_a_loop_that_is_held_again_and_again_still_cuts_off_who_is_silent() -> None:
+def test_a_repeatedly_blocked_loop_still_ends_silent_sessions() -> None:
     with gateway(Holding, limited(silent_s=0.3)) as served, Wire(served.port) as wire:
         assert wire.ask(step("start", "holds")).status == wire.ask(step("start", "silent")).status == 200
         for _ in range(15):
@@ -321,7 +321,7 @@ def test_plain_actors_answer_many_games_at_once() -> None:
 # -- tokens
 
 
-def test_without_the_token_nothing_is_done() -> None:
+def test_without_the_token_every_request_is_refused() -> None:
     settings = GatewaySettings(token="s3cret", spec={"observation_space": {"type": "Box"}})
     with gateway(Echo, settings) as served, Wire(served.port) as wire:
         for header in (
@@ -400,7 +400,7 @@ def test_the_reply_to_start_names_the_direct_port() -> None:
         assert "ludus-endpoint" not in ask(served.port, step("start", "a")).headers
 
 
-def test_who_observes_hears_of_every_request_that_no_session_saw() -> None:
+def test_the_observer_gets_every_request_refused_before_a_session() -> None:
     seen: list[str] = []
     with gateway(Echo, observer=lambda refused: seen.append(refused.error)) as served:
         ask(served.port, raw("GET /nowhere"))
@@ -410,7 +410,7 @@ def test_who_observes_hears_of_every_request_that_no_session_saw() -> None:
     assert seen == ["not_found", "malformed", "step_kind"]
 
 
-def test_the_owner_of_a_session_is_the_same_for_ever() -> None:
+def test_the_owner_of_a_session_never_changes() -> None:
     assert [owner_of(id_, 4) for id_ in (b"", b"a", b"match-17", "∀".encode())] == [0, 3, 2, 3]
     spread = [owner_of(b"%d" % i, 3) for i in range(3000)]
     assert all(900 < spread.count(slot) < 1100 for slot in range(3))
@@ -419,7 +419,7 @@ def test_the_owner_of_a_session_is_the_same_for_ever() -> None:
 # -- the end
 
 
-def test_a_gateway_that_closes_tells_games_and_actors() -> None:
+def test_a_closing_gateway_notifies_games_and_actors() -> None:
     ends: list[str] = []
 
     class Slow(Echo):

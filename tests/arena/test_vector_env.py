@@ -1,4 +1,4 @@
-"""Teams and opponents in a vector of the Arena: who plays for whom, what is told at the end, where matches begin, what is rewarded."""
+"""Vector environment of the Arena: teams, opponents, results, start states and rewards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nothing(env: ArenaVectorEnv) -> Any:
 
 
 def played(env: ArenaVectorEnv, steps: int) -> list[dict[str, Any]]:
-    """What was told in so many steps in which nobody does anything."""
+    """Return the infos of `steps` steps without actions."""
     return [env.step(nothing(env))[4] for _ in range(steps)]
 
 
@@ -46,7 +46,7 @@ def played(env: ArenaVectorEnv, steps: int) -> list[dict[str, Any]]:
         (1, "3v3", {"self": 0.8, "past": 0.2}, 1, 0),
     ],
 )
-def test_rows_are_dealt_out_as_shares_say(
+def test_rows_are_assigned_by_shares(
     rows: int, mode: str, opponent: str | Mapping[str, float], matches: int, others: int
 ) -> None:
     env = ArenaVectorEnv(rows, mode=mode, opponent=opponent)
@@ -56,7 +56,7 @@ def test_rows_are_dealt_out_as_shares_say(
     env.reset(seed=0)
     size, heroes = env.seats.size, env.seats.hero_of
     places = list(zip(env.seats.match_of.tolist(), heroes.tolist(), strict=True))
-    assert len(set(places)) == len(places), "nobody sits in two seats, and no seat has two"
+    assert len(set(places)) == len(places), "a hero has two rows"
     for m in set(env.seats.match_of[env.opponent_rows].tolist()):
         mine = {h // size for (match, h), past in zip(places, env.opponent_rows, strict=True) if match == m and not past}
         theirs = {h // size for (match, h), past in zip(places, env.opponent_rows, strict=True) if match == m and past}
@@ -64,7 +64,7 @@ def test_rows_are_dealt_out_as_shares_say(
         assert mine != theirs
 
 
-def test_a_team_is_on_one_side_and_its_rows_stand_together() -> None:
+def test_the_rows_of_a_team_are_adjacent_and_of_one_camp() -> None:
     env = ArenaVectorEnv(9, mode="3v3", opponent="easy")
     env.reset(seed=3)
     camps = env.seats.hero_of // 3
@@ -77,19 +77,19 @@ def test_names_of_results_do_not_depend_on_the_number_of_rows() -> None:
     assert ArenaVectorEnv(1, opponent=opponent).result_names[:4] == ("win/past", "loss/past", "win/easy", "loss/easy")
 
 
-def fell(env: ArenaVectorEnv, m: int, camp: int) -> None:
-    """The base of this camp is about to fall."""
+def nearly_destroy_base(env: ArenaVectorEnv, m: int, camp: int) -> None:
+    """Leave the base of this camp with little health."""
     units = env.seats.arena.units[m]
     for which in range(CORE):
         units[ALIVE, structure_slot(env.seats.size, camp, which)] = 0
     units[HP, structure_slot(env.seats.size, camp, CORE)] = 0
 
 
-def test_a_won_match_is_told_once_by_its_team_and_by_nobody_else() -> None:
+def test_a_win_is_reported_once_by_its_team() -> None:
     env = ArenaVectorEnv(6, mode="3v3", opponent={"easy": 0.5, "past": 0.5}, side=0)
     env.reset(seed=0)
     by_script = int(np.flatnonzero([kind == "" for kind in env.kinds])[0])
-    fell(env, by_script, camp=1)
+    nearly_destroy_base(env, by_script, camp=1)
     infos = env.step(nothing(env))[4]
     rows = np.flatnonzero(env.seats.match_of == by_script)
     assert infos["_win/easy"].nonzero()[0].tolist() == [rows[0]]
@@ -99,7 +99,7 @@ def test_a_won_match_is_told_once_by_its_team_and_by_nobody_else() -> None:
     assert infos["_kills"].nonzero()[0].tolist() == rows.tolist()
 
 
-def test_a_match_that_time_ends_is_neither_won_nor_lost() -> None:
+def test_a_match_at_the_time_limit_is_neither_won_nor_lost() -> None:
     env = ArenaVectorEnv(2, opponent="easy", **SHORT)
     env.reset(seed=0)
     told = [infos for infos in played(env, 6) if infos]
@@ -110,7 +110,7 @@ def test_a_match_that_time_ends_is_neither_won_nor_lost() -> None:
     assert told[0]["seconds"].tolist() == [4.0, 4.0]
 
 
-def test_the_whole_has_nothing_hidden_and_the_own_hero_first() -> None:
+def test_the_central_state_has_no_fog_of_war_and_the_own_hero_first() -> None:
     env = ArenaVectorEnv(6, mode="3v3", opponent="self", whole=True)
     seen, _ = env.reset(seed=0)
     assert isinstance(env.single_observation_space, gym.spaces.Dict)
@@ -125,10 +125,10 @@ def test_the_whole_has_nothing_hidden_and_the_own_hero_first() -> None:
     present = own["entities"][:, :, 0] > 0
     assert (entities[present] == own["entities"][present]).mean() > 0.99, "what is seen is the same, but for who sees it"
     hidden = (entities[:, 3:6, 0] > 0) & ~present[:, 3:6]
-    assert hidden.any(), "enemies at home are shown, which nobody sees"
+    assert hidden.any(), "no enemy was hidden"
 
 
-def test_matches_repeat_moments_of_earlier_ones() -> None:
+def test_matches_start_from_states_of_earlier_ones() -> None:
     env = ArenaVectorEnv(16, opponent="self", repeat=1.0, seconds=20)
     env.reset(seed=0)
     played(env, 400)
@@ -140,7 +140,7 @@ def test_matches_repeat_moments_of_earlier_ones() -> None:
     assert {env.seats.arena.save(m) for m in range(env.seats.arena.matches)} <= set(states._recent)
 
 
-def test_matches_begin_at_saved_states(tmp_path: Path) -> None:
+def test_matches_start_from_saved_states(tmp_path: Path) -> None:
     source = ArenaVectorEnv(1, opponent="medium")
     source.reset(seed=5)
     played(source, 30)
@@ -151,7 +151,7 @@ def test_matches_begin_at_saved_states(tmp_path: Path) -> None:
     assert {env.seats.arena.save(m) for m in range(4)} == {moment}
 
 
-def test_a_match_that_began_in_the_middle_lasts_no_longer_than_any_other(tmp_path: Path) -> None:
+def test_a_mid_game_start_keeps_the_time_limit(tmp_path: Path) -> None:
     source = ArenaVectorEnv(1, opponent="medium", every=15)
     source.reset(seed=5)
     played(source, 3)
@@ -162,17 +162,17 @@ def test_a_match_that_began_in_the_middle_lasts_no_longer_than_any_other(tmp_pat
     assert told == [[5.0, 5.0]]
 
 
-def test_states_of_matches_that_are_over_are_none_to_begin_at(tmp_path: Path) -> None:
+def test_states_of_finished_matches_are_rejected(tmp_path: Path) -> None:
     source = ArenaVectorEnv(1, opponent="medium", every=15, side=0)
     source.reset(seed=5)
     played(source, 3)
     write_state(tmp_path / "late", source.seats.arena.save(0))
-    with pytest.raises(ConfigError, match="over, or beyond 2 s"):
+    with pytest.raises(ConfigError, match="finished matches, or later than 2 s"):
         ArenaVectorEnv(1, opponent="easy", states=str(tmp_path), repeat=1.0, seconds=2)
-    fell(source, 0, camp=1)
+    nearly_destroy_base(source, 0, camp=1)
     played(source, 1)
     write_state(tmp_path / "late", source.seats.arena.save(0))
-    with pytest.raises(ConfigError, match="over, or beyond"):
+    with pytest.raises(ConfigError, match="finished matches, or later than"):
         ArenaVectorEnv(1, opponent="easy", states=str(tmp_path), repeat=1.0)
 
 
@@ -181,7 +181,7 @@ def test_states_of_matches_that_are_over_are_none_to_begin_at(tmp_path: Path) ->
     [
         ({"repeat": 1.5}, "repeat is 1.5"),
         ({"states": "."}, "repeat is 0"),
-        ({"states": "/no/such/place", "repeat": 0.5}, "no directory"),
+        ({"states": "/no/such/place", "repeat": 0.5}, "not a directory"),
         ({"weights": {"gold": [[0, 1], [0, 2]]}}, "weight of gold"),
         ({"weights": {"gold": []}}, "weight of gold"),
         ({"weights": {"gold": [[0, 1, 2]]}}, "weight of gold"),
@@ -191,12 +191,12 @@ def test_states_of_matches_that_are_over_are_none_to_begin_at(tmp_path: Path) ->
     ],
     ids=str,
 )
-def test_what_cannot_be_is_told(keywords: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_explained(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ArenaVectorEnv(4, **keywords)
 
 
-def test_a_directory_without_states_of_the_mode_says_which_there_are(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_mode_lists_the_modes_in_the_directory(tmp_path: Path) -> None:
     source = ArenaVectorEnv(1, opponent="medium")
     source.reset(seed=5)
     write_state(tmp_path / "moment", source.seats.arena.save(0))
@@ -224,8 +224,8 @@ def test_weights_of_rewards_follow_their_schedule() -> None:
     assert third == pytest.approx(3 * first, rel=1e-4)
 
 
-def test_of_several_scripts_those_are_met_that_matches_are_even_with() -> None:
-    """Whoever stands still loses to everybody: the shares stay. Then `easy` is beaten now and then, by decree."""
+def test_even_matchmaking_prefers_bots_with_even_results() -> None:
+    """An idle player loses to all bots, so the shares stay; then some wins against `easy` are recorded."""
     env = ArenaVectorEnv(32, opponent={"easy": 0.5, "hard": 0.5}, matchmaking="even", seconds=30)
     env.reset(seed=2)
     idle = np.zeros((32, 4), np.int64)
@@ -234,13 +234,13 @@ def test_of_several_scripts_those_are_met_that_matches_are_even_with() -> None:
         ended = np.flatnonzero(terminated | truncated)
         easy = env.seats.bot_of[ended] == BOTS.index("easy")
         env.seats.arena.match[ended[easy][::2], WINNER] = env.seats.hero_of[ended[easy][::2]]
-    met = [BOTS[int(script)] for script in env.seats.bot_of]
+    met = [BOTS[int(bot)] for bot in env.seats.bot_of]
     assert met.count("easy") >= 20, met
     assert env.seats.opponents.probabilities[0, 1] < 0.2
 
 
-def test_of_several_line_ups_those_play_that_lose() -> None:
-    """Whoever stands still loses; but the first line-up has won, by decree."""
+def test_even_matchmaking_prefers_line_ups_that_lose() -> None:
+    """An idle player always loses; wins are recorded for the first line-up."""
     first, second = [[107], [190]], [[190], [107]]
     env = ArenaVectorEnv(32, opponent="easy", matchmaking="even", lineup=[first, second], seconds=30)
     env.reset(seed=2)

@@ -1,4 +1,4 @@
-"""The Arena as Gymnasium and PettingZoo environments, by name and as the sampler sees it."""
+"""Gymnasium and PettingZoo environments of the Arena."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ NAME = "ludus/Arena-1v1-v0"
 TEAMS = "ludus/Arena-3v3-v0"
 
 
-def chosen(space: Any, mask: tuple[Any, ...], random: np.random.Generator) -> Any:
-    """Each head for itself, as a network without further knowledge would: [N, heads]."""
+def sample_heads(space: Any, mask: tuple[Any, ...], random: np.random.Generator) -> Any:
+    """Sample each head independently: [N, heads]."""
     return np.stack([np.argmax(random.random(part.shape) * part, axis=-1) for part in mask], axis=-1)
 
 
-def same(one: Any, other: Any) -> bool:
+def equal_trees(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(equal_trees(one[key], other[key]) for key in one)
     if isinstance(one, tuple):
-        return all(same(a, b) for a, b in zip(one, other, strict=True))
+        return all(equal_trees(a, b) for a, b in zip(one, other, strict=True))
     return np.array_equal(one, other)
 
 
-def raze(env: Any, m: int, camp: int) -> None:
-    """A camp's base has all but fallen, and its towers have."""
+def nearly_destroy_base(env: Any, m: int, camp: int) -> None:
+    """Destroy the towers of a camp and leave its base with little health."""
     units = env.seats.arena.units[m]
     for which in range(CORE):
         units[ALIVE, structure_slot(1, camp, which)] = units[HP, structure_slot(1, camp, which)] = 0
@@ -61,11 +61,11 @@ def raze(env: Any, m: int, camp: int) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_single_environment_is_as_gymnasium_wants_it() -> None:
+def test_the_single_environment_passes_gymnasiums_checker() -> None:
     check_env(gym.make(NAME, seconds=4, render_mode="rgb_array", render_width=320).unwrapped)
 
 
-def test_an_observation_is_of_its_space_throughout_a_match() -> None:
+def test_observations_are_in_their_space_during_a_whole_match() -> None:
     env = ArenaEnv(seconds=60, lineup="random", opponent="random")
     random = np.random.default_rng(0)
     observation, _ = env.reset(seed=0)
@@ -74,7 +74,7 @@ def test_an_observation_is_of_its_space_throughout_a_match() -> None:
     steps, over = 0, False
     while not over:
         assert env.observation_space.contains(observation)
-        action = chosen(env.action_space, observation["action_mask"], random)
+        action = sample_heads(env.action_space, observation["action_mask"], random)
         observation, reward, terminated, truncated, info = env.step(action)
         steps, over = steps + 1, terminated or truncated
         assert np.isfinite(reward)
@@ -85,7 +85,7 @@ def test_an_observation_is_of_its_space_throughout_a_match() -> None:
     assert env.observation_space.contains(observation)
 
 
-def test_what_masks_allow_can_be_drawn_with_gymnasiums_own_sample() -> None:
+def test_masks_work_with_gymnasiums_sample() -> None:
     env = ArenaEnv(seconds=5)
     env.action_space.seed(0)
     observation, _ = env.reset(seed=0)
@@ -94,19 +94,19 @@ def test_what_masks_allow_can_be_drawn_with_gymnasiums_own_sample() -> None:
     assert info["illegal"] == 0
 
 
-def test_what_no_mask_allows_is_counted() -> None:
+def test_illegal_actions_are_counted() -> None:
     env = ArenaEnv(seconds=5)
     env.reset(seed=0)
-    *_, info = env.step(np.array([7, 0, 0, 0]))  # a recall, at home
+    *_, info = env.step(np.array([7, 0, 0, 0]))  # recall at home is illegal
     assert info["illegal"] == 1
 
 
 @pytest.mark.parametrize("camp", [0, 1])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_base_that_falls_terminates_and_says_who_has_won(camp: int, lost: int) -> None:
+def test_a_destroyed_base_terminates_the_match_with_a_winner(camp: int, lost: int) -> None:
     env = ArenaEnv(side=camp, opponent="nearest", sparse=True)
     env.reset(seed=0)
-    raze(env, 0, lost)
+    nearly_destroy_base(env, 0, lost)
     observation, reward, terminated, truncated, info = env.step(np.zeros(4, np.int64))
     assert (terminated, truncated) == (True, False)
     won = 1 if lost != camp else -1
@@ -116,7 +116,7 @@ def test_a_base_that_falls_terminates_and_says_who_has_won(camp: int, lost: int)
     assert env.observation_space.contains(observation)
 
 
-def test_the_side_may_be_fixed_or_drawn() -> None:
+def test_the_side_can_be_fixed_or_random() -> None:
     drawn = ArenaEnv(side="random")
     sides = set()
     for seed in range(12):
@@ -136,20 +136,20 @@ def test_a_line_up_names_the_own_side_first(camp: int) -> None:
     assert HEROES[arena.lineup[0, 1 - camp]].id == 117
 
 
-def test_line_ups_may_be_drawn_from_a_list_or_from_all() -> None:
+def test_line_ups_can_be_drawn_from_a_list_or_from_all_heroes() -> None:
     listed = ArenaEnv(side=0, lineup=[[["mage"], ["tank"]], [["tank"], ["mage"]]])
-    anybody = ArenaEnv(side=0, lineup="random")
+    random_heroes = ArenaEnv(side=0, lineup="random")
     pairs, heroes = set(), set()
     for seed in range(40):
         listed.reset(seed=seed)
-        anybody.reset(seed=seed)
+        random_heroes.reset(seed=seed)
         pairs.add(tuple(HEROES[row].archetype for row in listed.seats.arena.lineup[0]))
-        heroes |= {HEROES[row].id for row in anybody.seats.arena.lineup[0]}
+        heroes |= {HEROES[row].id for row in random_heroes.seats.arena.lineup[0]}
     assert pairs == {("mage", "tank"), ("tank", "mage")}
     assert heroes == set(IDS)
 
 
-def test_a_match_may_begin_at_the_lane() -> None:
+def test_a_match_can_start_in_the_lane() -> None:
     env = ArenaEnv(start="lane", side=1)
     env.reset(seed=0)
     units = env.seats.arena.units[0]
@@ -158,7 +158,7 @@ def test_a_match_may_begin_at_the_lane() -> None:
     assert env.step(np.array([1, 0, 0, 0]))[0]["scalars"][SCALAR_FEATURES.index("x")] * LENGTH > OUTER_X
 
 
-def test_matches_begin_here_or_there() -> None:
+def test_matches_start_at_home_or_in_the_lane_by_shares() -> None:
     env = ArenaVectorEnv(64, start={"home": 1, "lane": 3}, side=0)
     env.reset(seed=0)
     where = env.seats.arena.units[:, X, 0]
@@ -167,7 +167,7 @@ def test_matches_begin_here_or_there() -> None:
     assert (env.seats.arena.units[:, X, 0] == where).all()
 
 
-def test_the_pace_and_the_length_of_a_match_may_be_set() -> None:
+def test_decision_length_and_time_limit_can_be_set() -> None:
     env = ArenaEnv(seconds=2, every=5)
     env.reset(seed=0)
     outcomes = [env.step(np.zeros(4, np.int64))[3] for _ in range(6)]
@@ -189,14 +189,14 @@ def test_the_pace_and_the_length_of_a_match_may_be_set() -> None:
         ({"lineup": "mage"}, "lineup is 'mage'"),
         ({"lineup": [["mage"]]}, "does not fit 1v1"),
         ({"lineup": [["mage"], ["wizard"]]}, "no hero 'wizard'"),
-        ({"seconds": 0}, "match of 0 seconds"),
+        ({"seconds": 0}, "match is 0 seconds"),
         ({"every": 99}, "every 99 ticks"),
         ({"weights": {"golds": 1}}, "no part 'golds'.*gold"),
         ({"render_mode": "human"}, "no render_mode 'human'"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_is_refused_with_its_name(keywords: dict[str, Any], sentence: str) -> None:
+def test_invalid_options_are_rejected_by_name(keywords: dict[str, Any], sentence: str) -> None:
     for make in (ArenaEnv, ArenaVectorEnv):
         with pytest.raises(ConfigError, match=sentence):
             make(**keywords)
@@ -205,7 +205,7 @@ def test_what_cannot_be_is_refused_with_its_name(keywords: dict[str, Any], sente
 # -- many matches -----------------------------------------------------------------------------------------------------
 
 
-def test_rows_play_what_single_environments_with_their_seeds_would() -> None:
+def test_rows_equal_single_environments_with_the_same_seeds() -> None:
     keywords: dict[str, Any] = {"opponent": ["random", "easy"], "lineup": "random", "seconds": 12}
     many = ArenaVectorEnv(3, **keywords)
     ones = [ArenaEnv(**keywords) for _ in range(3)]
@@ -214,7 +214,7 @@ def test_rows_play_what_single_environments_with_their_seeds_would() -> None:
     alone = [one.reset(seed=5 + i)[0] for i, one in enumerate(ones)]
     over = [False] * 3
     for _ in range(150):
-        actions = chosen(many.single_action_space, seen["action_mask"], random)
+        actions = sample_heads(many.single_action_space, seen["action_mask"], random)
         seen, reward, terminated, truncated, _ = many.step(actions)
         for i, one in enumerate(ones):
             if over[i]:
@@ -224,24 +224,24 @@ def test_rows_play_what_single_environments_with_their_seeds_would() -> None:
                 alone[i], earned, fell, cut, _ = one.step(actions[i])
                 assert (earned, fell, cut) == (reward[i], terminated[i], truncated[i])
                 over[i] = fell or cut
-            assert same(alone[i], {k: tuple(p[i] for p in v) if isinstance(v, tuple) else v[i] for k, v in seen.items()})
+            assert equal_trees(alone[i], {k: tuple(p[i] for p in v) if isinstance(v, tuple) else v[i] for k, v in seen.items()})
     assert many.seats.arena.match[:, WAVES].max() <= 1
 
 
-def test_the_step_after_the_end_only_begins_the_next_match() -> None:
+def test_the_step_after_the_end_only_starts_the_next_match() -> None:
     env = ArenaVectorEnv(2, seconds=480, side=0)
     assert env.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
     env.reset(seed=0)
     nothing = np.zeros((2, 4), np.int64)
     for _ in range(3):
         env.step(nothing)
-    raze(env, 1, 1)
+    nearly_destroy_base(env, 1, 1)
     seen, reward, terminated, truncated, infos = env.step(nothing)
     assert terminated.tolist() == [False, True]
     assert truncated.tolist() == [False, False]
     assert reward[1] > reward[0]
     assert (infos["won"].tolist(), infos["_won"].tolist()) == ([0, 1], [False, True])
-    assert seen["scalars"][1, 0] > 0  # of the match that has ended
+    assert seen["scalars"][1, 0] > 0  # of the finished match
     seen, reward, terminated, _, infos = env.step(nothing)
     assert seen["scalars"][1, 0] == 0
     assert seen["scalars"][0, 0] > 0
@@ -249,17 +249,17 @@ def test_the_step_after_the_end_only_begins_the_next_match() -> None:
     assert env.step(nothing)[0]["scalars"][1, 0] > 0
 
 
-def test_a_seed_decides_all_that_follows() -> None:
+def test_a_seed_determines_all_matches() -> None:
     def played(seed: int) -> list[Any]:
         env = ArenaVectorEnv(4, opponent="random", lineup="random", seconds=4)
         random, found = np.random.default_rng(0), [env.reset(seed=seed)[0]]
         for _ in range(50):
-            found.append(env.step(chosen(None, found[-1]["action_mask"], random))[0])
+            found.append(env.step(sample_heads(None, found[-1]["action_mask"], random))[0])
         return found
 
     first, again, other = played(1), played(1), played(2)
-    assert all(same(a, b) for a, b in zip(first, again, strict=True))
-    assert not same(first[-1], other[-1])
+    assert all(equal_trees(a, b) for a, b in zip(first, again, strict=True))
+    assert not equal_trees(first[-1], other[-1])
 
 
 def test_observations_are_not_changed_by_later_steps() -> None:
@@ -271,7 +271,7 @@ def test_observations_are_not_changed_by_later_steps() -> None:
     assert all(np.array_equal(kept[key], before[key]) for key in kept)
 
 
-def test_against_itself_two_rows_are_the_two_seats_of_a_match() -> None:
+def test_with_self_two_rows_play_each_other() -> None:
     env = ArenaVectorEnv(4, opponent="self", lineup="random")
     env.reset(seed=1)
     seats = env.seats
@@ -281,7 +281,7 @@ def test_against_itself_two_rows_are_the_two_seats_of_a_match() -> None:
     random = np.random.default_rng(0)
     seen, *_ = env.step(np.zeros((4, 4), np.int64))
     for _ in range(300):
-        seen, reward, *_ = env.step(chosen(None, seen["action_mask"], random))
+        seen, reward, *_ = env.step(sample_heads(None, seen["action_mask"], random))
         assert reward[0::2] == pytest.approx(-reward[1::2], abs=1e-6)
     moves = np.zeros((4, 4), np.int64)
     moves[1, 0] = 1
@@ -293,40 +293,40 @@ def test_against_itself_two_rows_are_the_two_seats_of_a_match() -> None:
     assert (after != before).tolist() == [hero == seats.hero_of[1] for hero in (0, 1)]
 
 
-def test_an_odd_row_plays_against_a_script_when_the_others_play_against_each_other() -> None:
+def test_an_odd_row_plays_against_a_bot_when_the_others_play_each_other() -> None:
     env = ArenaVectorEnv(3, opponent="self")
     env.reset(seed=0)
     assert env.seats.arena.matches == 2
     assert env.step(np.zeros((3, 4), np.int64))[1].shape == (3,)
 
 
-def test_a_limit_of_steps_shortens_a_match() -> None:
+def test_max_episode_steps_shortens_a_match() -> None:
     environments = make_environments(NAME, 2, {"max_episode_steps": 7})
     environments.reset(0)
     outcomes = [bool(environments.step(np.zeros((2, 4), np.int64)).truncated.all()) for _ in range(7)]
     assert outcomes == [False] * 6 + [True]
 
 
-def test_every_row_can_be_seen() -> None:
+def test_every_row_can_be_rendered() -> None:
     env = ArenaVectorEnv(2, render_mode="rgb_array", render_width=320)
     env.reset(seed=0)
-    pictures = env.render()
-    assert pictures is not None
-    assert [picture.shape[2] for picture in pictures] == [3, 3]
-    assert pictures[0].dtype == np.uint8
+    frames = env.render()
+    assert frames is not None
+    assert [frame.shape[2] for frame in frames] == [3, 3]
+    assert frames[0].dtype == np.uint8
 
 
 # -- teams ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keywords", [{}, {"opponent": "nearest", "side": "red"}], ids=["both camps", "one camp"])
-def test_teams_are_as_pettingzoo_wants_them(keywords: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_team_environments_pass_pettingzoos_tests(keywords: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     parallel_api_test(parallel_env("3v3", seconds=4, **keywords), num_cycles=60)
     parallel_seed_test(lambda: parallel_env("2v2", seconds=4, lineup="random", **keywords), num_cycles=25)
     assert "Passed" in capsys.readouterr().out
 
 
-def test_agents_are_named_by_their_camp_and_only_those_who_are_played_from_outside_appear() -> None:
+def test_agents_are_named_by_camp_and_bots_are_no_agents() -> None:
     assert parallel_env("2v2").possible_agents == ["blue_0", "blue_1", "red_0", "red_1"]
     assert parallel_env("2v2", side=1).possible_agents == ["blue_0", "blue_1", "red_0", "red_1"]
     assert parallel_env("2v2", opponent="easy").possible_agents == ["blue_0", "blue_1"]
@@ -346,7 +346,7 @@ def test_each_agent_moves_its_own_hero() -> None:
         assert np.flatnonzero(env.seats.arena.units[0, X, :6] != before).tolist() == [h], agent
 
 
-def test_a_match_of_teams_ends_for_all_at_once() -> None:
+def test_a_team_match_ends_for_all_agents_at_once() -> None:
     env = parallel_env("2v2", seconds=1)
     env.reset(seed=0)
     for _ in range(5):
@@ -359,7 +359,7 @@ def test_a_match_of_teams_ends_for_all_at_once() -> None:
     assert env.step({}) == ({}, {}, {}, {}, {})
 
 
-def test_team_spirit_shares_rewards_and_zero_sum_takes_them_from_the_others() -> None:
+def test_team_spirit_shares_rewards_and_zero_sum_subtracts_them_from_the_enemy() -> None:
     env = parallel_env("3v3", team_spirit=1.0)
     random = np.random.default_rng(0)
     env.reset(seed=0)
@@ -367,7 +367,7 @@ def test_team_spirit_shares_rewards_and_zero_sum_takes_them_from_the_others() ->
     seen, *_ = env.step({})
     earned = []
     for _ in range(50):
-        actions = {agent: chosen(None, part["action_mask"], random) for agent, part in seen.items()}
+        actions = {agent: sample_heads(None, part["action_mask"], random) for agent, part in seen.items()}
         seen, rewards, *_ = env.step(actions)
         red, blue = ([rewards[f"{camp}_{i}"] for i in range(3)] for camp in ("red", "blue"))
         assert np.ptp(red) < 1e-6
@@ -384,14 +384,14 @@ def test_the_state_hides_nothing() -> None:
     slots = env.seats.arena.slots
     whole = env.state()[: slots * FEATURES].reshape(slots, FEATURES)
     shown = env.seats.observe()["entities"][0]
-    assert whole[:6, 0].tolist() == [1] * 6  # all heroes are there
-    assert shown[:6, 0].tolist() == [1] * 3 + [0] * 3  # the others are at home, out of sight
+    assert whole[:6, 0].tolist() == [1] * 6  # all heroes are visible
+    assert shown[:6, 0].tolist() == [1] * 3 + [0] * 3  # enemies are at home, out of sight
     before = env.state()
     env.step({"red_1": np.array([1, 0, 0, 0])})
     assert not np.array_equal(before, env.state())
 
 
-def test_a_team_can_be_filmed() -> None:
+def test_a_team_environment_can_be_rendered() -> None:
     env = parallel_env("3v3", render_mode="rgb_array", render_width=320)
     env.reset(seed=0)
     assert env.render().shape[1:] == (320, 3)
@@ -400,7 +400,7 @@ def test_a_team_can_be_filmed() -> None:
 # -- by name ----------------------------------------------------------------------------------------------------------
 
 
-def test_by_name_there_is_a_vector_of_one_against_one_and_teams_are_several_agents() -> None:
+def test_registered_names_give_a_1v1_vector_and_multi_agent_teams() -> None:
     assert spec_of(NAME).vector_entry_point is not None
     assert not is_multi_agent(NAME)
     environments = make_environments(NAME, 3, {"opponent": "nearest", "seconds": 30})
@@ -418,12 +418,12 @@ def test_by_name_there_is_a_vector_of_one_against_one_and_teams_are_several_agen
     assert one.observation_space["entities"].shape == (32, FEATURES)  # type: ignore[index]
 
 
-def test_a_keyword_that_there_is_not_is_named() -> None:
+def test_an_unknown_keyword_is_named() -> None:
     with pytest.raises(EnvironmentFault, match="secnds"):
         make_environments(NAME, 2, {"secnds": 30})
 
 
-def test_a_policy_of_ours_can_play_it() -> None:
+def test_a_policy_can_play_it() -> None:
     environments = make_environments(NAME, 4, {"opponent": "random", "seconds": 10})
     policy = Policy(environments.observation_space, environments.action_space, NetworkConfig())
     seen, generator = environments.reset(0), torch.Generator().manual_seed(0)
@@ -455,12 +455,12 @@ for make in (lambda: ludus.envs.vector_env.make_environments("ludus/Arena-1v1-v0
 """
 
 
-def test_numba_is_asked_for_when_the_arena_is_and_not_before() -> None:
+def test_numba_is_required_only_when_the_arena_is_used() -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT_NUMBA], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_line_ups_take_turns_and_everybody_meets_everybody() -> None:
+def test_rotating_line_ups_pair_every_hero_with_every_other() -> None:
     listed = [(107, 190), (107, 117), (173, 141)]
     turns = ArenaVectorEnv(2, opponent="easy", side=0, lineup={"cycle": [[[own], [other]] for own, other in listed]})
 
@@ -475,20 +475,20 @@ def test_line_ups_take_turns_and_everybody_meets_everybody() -> None:
     turns.reset(seed=0)
     assert met() == first
     begins = set()
-    for worker in range(12):  # whose seeds are as far apart as they have rows
+    for worker in range(12):  # with seeds one vector apart
         turns.reset(seed=96 * worker)
         begins.add(met()[0])
     assert begins == set(listed)
-    everybody = ArenaVectorEnv(36, opponent="easy", side=0, lineup="roundrobin")
-    everybody.reset(seed=0)
-    assert {tuple(pair) for pair in everybody.seats.arena.lineup.tolist()} == {(a, b) for a in range(6) for b in range(6)}
+    env = ArenaVectorEnv(36, opponent="easy", side=0, lineup="roundrobin")
+    env.reset(seed=0)
+    assert {tuple(pair) for pair in env.seats.arena.lineup.tolist()} == {(a, b) for a in range(6) for b in range(6)}
     with pytest.raises(ConfigError, match="no hero 'wizard'"):
         ArenaVectorEnv(2, lineup={"random": [107, "wizard"]})
 
 
 @pytest.mark.parametrize("mode", ["1v1", "3v3"])
-def test_whole_matches_stay_within_bounds_that_are_hardly_wider_than_they_need_to_be(mode: str) -> None:
-    """An export is proved on observations drawn from the space: they have to be such as could be seen."""
+def test_observation_bounds_hold_and_are_tight(mode: str) -> None:
+    """Exports are verified on samples of the space, which must be realistic."""
     rows = 12
     env = ArenaVectorEnv(rows, mode=mode, opponent=["easy", "hard"], lineup="random", whole=True)
     seen, _ = env.reset(seed=5)

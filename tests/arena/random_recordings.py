@@ -1,4 +1,4 @@
-"""Matches that were played by nobody in particular, and recorded."""
+"""Random matches and their recordings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludus.games.arena.engine.vector import Arena
 
 
 def orders(arena: Arena, random: np.random.Generator) -> npt.NDArray[np.int32]:
-    """Anything, much of it illegal and some of it nonsense; mostly towards the enemy, so that something happens."""
+    """Return random orders, many illegal or out of range; mostly towards the enemy, so that fights happen."""
     shape = (arena.matches, arena.heroes)
     what = random.choice([1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 9, -3], shape)
     move = random.choice([0, 0, 0, 1, 15, 8, DIRECTIONS, 500], shape)
@@ -23,7 +23,7 @@ def orders(arena: Arena, random: np.random.Generator) -> npt.NDArray[np.int32]:
 
 
 def play(arena: Arena, decisions: int, recorders: list[Recorder], seed: int = 0) -> None:
-    """Every order is kept for a second."""
+    """Play random orders, each for a second."""
     random = np.random.default_rng(seed)
     actions = orders(arena, random)
     for number in range(1, decisions + 1):
@@ -34,8 +34,8 @@ def play(arena: Arena, decisions: int, recorders: list[Recorder], seed: int = 0)
             actions = orders(arena, random)
 
 
-def recorded(path: Path, size: int = 1, decisions: int = 120, names: tuple[str, str] = ("left", "right")) -> Arena:
-    """A recording at `path`, and the Arena where it ended."""
+def write_random_recording(path: Path, size: int = 1, decisions: int = 120, names: tuple[str, str] = ("left", "right")) -> Arena:
+    """Write a recording to `path`; return the Arena in its last state."""
     arena = Arena(size, 1)
     arena.reset([7])
     recorder = Recorder(arena, 0, names)

@@ -1,4 +1,4 @@
-"""Pictures of the Arena: what is the case is seen, what is not to be seen is not."""
+"""Rendered frames show the state and hide what a camp does not see."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.games.arena.engine.vector import Arena
 from ludus.games.arena.render.bands import DirtyTiles
 from ludus.games.arena.render.renderer import SMALL, Renderer, png, save_png
 from ludus.games.arena.render.yuv import Yuv420
-from tests.arena.recorded import play
+from tests.arena.random_recordings import play
 
 State = tuple[Ints32, Ints32]
 THREE = 3
@@ -27,7 +27,7 @@ THREE = 3
 
 @pytest.fixture(scope="module")
 def arena() -> Arena:
-    """Half a minute into a match, with creeps on the field."""
+    """A match after half a minute, with creeps on the field."""
     arena = Arena(THREE, 1)
     arena.reset([11])
     play(arena, 60, [], seed=2)
@@ -45,38 +45,38 @@ def small() -> Renderer:
 
 
 def changed(before: Array, after: Array) -> Array:
-    """Places [N, 2] (row, column) of pixels that differ."""
+    """Return [N, 2] (row, column) of the pixels that differ."""
     return np.argwhere((before != after).any(-1))
 
 
-def test_a_picture_is_rgb_and_its_size_is_even() -> None:
+def test_a_frame_is_rgb_with_even_sides() -> None:
     for width, shape in ((1280, (720, 1280)), (SMALL, (272, 640)), (321, (136, 320))):
         renderer = Renderer(1, width)
         arena = Arena(1)
         arena.reset([0])
-        picture = renderer.rgb(arena.units[0], arena.match[0])
-        assert picture.shape == (*shape, 3) == (renderer.height, renderer.width, 3)
-        assert picture.dtype == np.uint8
+        frame = renderer.rgb(arena.units[0], arena.match[0])
+        assert frame.shape == (*shape, 3) == (renderer.height, renderer.width, 3)
+        assert frame.dtype == np.uint8
 
 
-def test_the_same_state_is_the_same_picture(state: State, small: Renderer) -> None:
+def test_the_same_state_gives_the_same_frame(state: State, small: Renderer) -> None:
     first = small.rgb(*state)
     other = state[0].copy()
     other[X, 0] += 9_000
-    small.rgb(other, state[1])  # what was painted in between leaves no trace
+    small.rgb(other, state[1])  # a frame in between leaves no trace
     assert np.array_equal(first, small.rgb(*state))
     assert np.array_equal(first, Renderer(THREE, SMALL).rgb(*state))
 
 
 @pytest.mark.parametrize(("width", "camp"), [(1280, None), (SMALL, None), (960, 1)])
-def test_what_is_repainted_in_part_is_what_would_be_painted_anew(width: int, camp: int | None) -> None:
-    """Whatever moved, fell, was cast or died since the last picture."""
+def test_a_partial_repaint_equals_a_full_repaint(width: int, camp: int | None) -> None:
+    """Over many states of a match between bots."""
     arena = Arena(THREE, 1)
     arena.reset([5])
     renderer = Renderer(THREE, width, camp=camp)
-    scripts = np.full((1, 2 * THREE), BOTS.index("hard"), np.int8)
+    bots = np.full((1, 2 * THREE), BOTS.index("hard"), np.int8)
     for number in range(132):
-        arena.step(arena.bot_actions(scripts))
+        arena.step(arena.bot_actions(bots))
         boxes = renderer.update(arena.units[0], arena.match[0]) if number % 12 == 0 else None
         if number in (90, 131):
             before = renderer.frame.copy()
@@ -88,11 +88,11 @@ def test_what_is_repainted_in_part_is_what_would_be_painted_anew(width: int, cam
             assert np.array_equal(before, fresh), "all that changed is in the boxes"
 
 
-def test_a_picture_in_planes_is_what_is_seen(state: State, small: Renderer) -> None:
-    picture = small.rgb(*state)
+def test_yuv_planes_match_the_rgb_frame(state: State, small: Renderer) -> None:
+    frame = small.rgb(*state)
     planes = Yuv420(small.height, small.width)
-    planes.update(picture, [(0, 0, small.width, small.height)])
-    expected = np.array(Image.fromarray(picture).convert("YCbCr")).astype(float)
+    planes.update(frame, [(0, 0, small.width, small.height)])
+    expected = np.array(Image.fromarray(frame).convert("YCbCr")).astype(float)
     y = (planes.planes[: small.height] - 16.0) * 255 / 219
     assert np.abs(y - expected[..., 0]).max() < 2.5
     half = planes.planes[small.height :].reshape(2, small.height // 2, small.width // 2)
@@ -100,11 +100,11 @@ def test_a_picture_in_planes_is_what_is_seen(state: State, small: Renderer) -> N
         colour = expected[..., channel].reshape(small.height // 2, 2, small.width // 2, 2).mean((1, 3))
         assert np.abs((plane - 128.0) * 255 / 224 + 128 - colour).max() < 2.5
     patched = Yuv420(small.height, small.width)
-    patched.update(picture, [(0, 0, 321, small.height), (321, 0, small.width, small.height)])
+    patched.update(frame, [(0, 0, 321, small.height), (321, 0, small.width, small.height)])
     assert np.array_equal(patched.planes, planes.planes)
 
 
-def test_tiles_that_were_painted_on_are_covered_and_no_others() -> None:
+def test_dirty_boxes_cover_exactly_the_marked_tiles() -> None:
     tiles = DirtyTiles((300, 200))
     assert list(tiles.boxes()) == []
     tiles.mark(70, 10, 130, 140)
@@ -113,7 +113,7 @@ def test_tiles_that_were_painted_on_are_covered_and_no_others() -> None:
     assert sorted(tiles.boxes()) == [(64, 0, 192, 64), (64, 64, 192, 192), (256, 0, 300, 64)]
 
 
-def test_long_names_leave_the_score_alone(state: State) -> None:
+def test_long_names_do_not_overlap_the_score(state: State) -> None:
     long = "Blue · Arena_1v1_PPO-20261118-003131-a1b2c3d4-with-a-very-long-name-of-its-directory"
     for width, height in ((1280, 62), (SMALL, 29)):
         plain, named = (Renderer(THREE, width, names=names).rgb(*state)[:height] for names in (("a", "b"), (long, long)))
@@ -122,14 +122,14 @@ def test_long_names_leave_the_score_alone(state: State) -> None:
         assert ((columns < 0.35) | (columns > 0.65)).all()
 
 
-def test_painting_changes_nothing_in_the_match(state: State, small: Renderer) -> None:
+def test_rendering_does_not_change_the_state(state: State, small: Renderer) -> None:
     before = state[0].copy(), state[1].copy()
     small.rgb(*state)
     assert np.array_equal(state[0], before[0])
     assert np.array_equal(state[1], before[1])
 
 
-def test_everybody_is_seen_where_he_stands(state: State) -> None:
+def test_units_are_drawn_at_their_positions(state: State) -> None:
     units, match = state
     renderer = Renderer(THREE, 960)
     renderer.rgb(units, match)
@@ -154,7 +154,7 @@ def test_everybody_is_seen_where_he_stands(state: State) -> None:
         assert near.sum() > 20, name
 
 
-def test_what_happens_is_seen(state: State, small: Renderer) -> None:
+def test_effects_are_visible(state: State, small: Renderer) -> None:
     units, match = state
     plain = small.rgb(units, match)
     fields = {
@@ -172,19 +172,19 @@ def test_what_happens_is_seen(state: State, small: Renderer) -> None:
         "mended": {layout.COOLDOWN_HEAL: 60 * 15 - 2},
         "dead": {ALIVE: 0, layout.RESPAWN: 99},
     }
-    pictures = {"plain": plain}
+    frames = {"plain": plain}
     for name, values in fields.items():
         other = units.copy()
         for field, value in values.items():
             other[field, 0] = value
-        pictures[name] = small.rgb(other, match)
-    names = list(pictures)
+        frames[name] = small.rgb(other, match)
+    names = list(frames)
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
-            assert len(changed(pictures[a], pictures[b])) > 8, f"{a} and {b} look the same"
+            assert len(changed(frames[a], frames[b])) > 8, f"{a} and {b} look the same"
 
 
-def test_how_it_ended_is_said(state: State, small: Renderer) -> None:
+def test_the_result_is_shown(state: State, small: Renderer) -> None:
     ends = []
     for winner in (-1, 0, 1):
         match = state[1].copy()
@@ -195,8 +195,8 @@ def test_how_it_ended_is_said(state: State, small: Renderer) -> None:
 
 
 @pytest.mark.parametrize("width", [SMALL, 960])
-def test_a_camp_sees_nothing_of_what_is_hidden(width: int, state: State) -> None:
-    """Whatever is changed about enemies out of sight, the picture is the same to the byte."""
+def test_the_view_of_a_camp_hides_invisible_units(width: int, state: State) -> None:
+    """Changes of invisible enemies do not change a byte of the frame."""
     units, match = state
     size = THREE
     hidden = [3, 5, creep_slot(size, 1, 0), creep_slot(size, 1, 1)]
@@ -206,14 +206,14 @@ def test_a_camp_sees_nothing_of_what_is_hidden(width: int, state: State) -> None
     before = renderer.rgb(units, match)
     random = np.random.default_rng(0)
     for slot in hidden:
-        units[X, slot], units[Y, slot] = units[X, 0] + random.integers(300), units[Y, 0]  # right beside one who is seen
+        units[X, slot], units[Y, slot] = units[X, 0] + random.integers(300), units[Y, 0]  # next to a visible one
         units[[HP, layout.MANA, layout.GOLD, layout.EARNED, layout.XP, layout.ITEMS], slot] = random.integers(0, 6, 6)
         units[[layout.LEVEL, layout.DAMAGE, layout.LAST_HITS], slot] = random.integers(2, 9, 3)
         units[layout.COOLDOWN_1 : layout.COOLDOWN_HEAL + 1, slot] = random.integers(0, 90, 4)
         units[[layout.STUN, layout.SLOW, layout.SHIELD], slot] = 9
         units[layout.TARGET, slot], units[layout.PERIOD, slot], units[layout.READY, slot] = 0, 15, 15
         units[[layout.CAST, layout.CAST_LEFT, layout.CAST_X, layout.CAST_Y], slot] = (3, 2, units[X, 0], units[Y, 0])
-    units[[layout.GOLD, layout.EARNED, layout.XP], 4] += 77  # nor into the purse of one who is seen
+    units[[layout.GOLD, layout.EARNED, layout.XP], 4] += 77  # gold of a visible enemy is hidden too
     units[layout.COOLDOWN_1 : layout.COOLDOWN_HEAL + 1, 4] = 600
     assert np.array_equal(renderer.rgb(units, match), before)
     assert len(changed(Renderer(size, width).rgb(units, match), before)) > 500
@@ -222,27 +222,27 @@ def test_a_camp_sees_nothing_of_what_is_hidden(width: int, state: State) -> None
 
 
 def test_each_camp_has_its_own_fog(state: State) -> None:
-    pictures = [Renderer(THREE, SMALL, camp=camp).rgb(*state).astype(np.int64) for camp in (0, 1)]
+    frames = [Renderer(THREE, SMALL, camp=camp).rgb(*state).astype(np.int64) for camp in (0, 1)]
     left, right = slice(0, 213), slice(427, 640)
     field = slice(60, 260)
-    assert pictures[0][field, left].sum() > 1.2 * pictures[1][field, left].sum()
-    assert pictures[1][field, right].sum() > 1.2 * pictures[0][field, right].sum()
+    assert frames[0][field, left].sum() > 1.2 * frames[1][field, left].sum()
+    assert frames[1][field, right].sum() > 1.2 * frames[0][field, right].sum()
 
 
 @pytest.mark.parametrize("size", [1, 4, 10])
-def test_matches_of_all_sizes_have_room(size: int) -> None:
-    """Whoever is hurt, it is seen in a panel of his own."""
+def test_all_team_sizes_have_panels(size: int) -> None:
+    """Damage to a hero changes its own panel."""
     arena = Arena(size)
     arena.reset([1])
     renderer = Renderer(size, 960, names=("one", "other"))
-    picture = renderer.rgb(arena.units[0], arena.match[0])
+    frame = renderer.rgb(arena.units[0], arena.match[0])
     arena.units[0, HP, : 2 * size] //= 2
-    rows, columns = changed(picture, renderer.rgb(arena.units[0], arena.match[0])).T
+    rows, columns = changed(frame, renderer.rgb(arena.units[0], arena.match[0])).T
     panels = np.unique(columns[rows > 420] * 2 * size // 960)
     assert panels.tolist() == list(range(2 * size))
 
 
-def test_a_png_holds_the_picture_without_loss(state: State, small: Renderer, tmp_path: Path) -> None:
+def test_a_png_is_lossless(state: State, small: Renderer, tmp_path: Path) -> None:
     image = small.paint(*state)
     path = save_png(image, tmp_path / "pictures" / "one.png")
     with Image.open(path) as found:
@@ -251,7 +251,7 @@ def test_a_png_holds_the_picture_without_loss(state: State, small: Renderer, tmp
         assert found.format == "PNG"
 
 
-def test_what_cannot_be_painted_is_said(arena: Arena) -> None:
+def test_invalid_arguments_of_the_renderer_are_rejected(arena: Arena) -> None:
     with pytest.raises(UsageError, match="no camp 2"):
         Renderer(1, camp=2)
     with pytest.raises(UsageError, match="10 pixels wide"):
@@ -262,8 +262,8 @@ def test_what_cannot_be_painted_is_said(arena: Arena) -> None:
         Renderer(3, 160).rgb(arena.units, arena.match)
 
 
-def test_a_state_from_a_file_cannot_ask_for_more_than_a_picture_holds(arena: Arena) -> None:
-    """Numbers that `Arena.load` lets pass, and that no match comes to."""
+def test_a_crafted_state_does_not_exhaust_the_memory(arena: Arena) -> None:
+    """Values that `Arena.load` accepts but no match reaches."""
     units = arena.units[0].copy()
     tower = structure_slot(THREE, 1, 0)
     units[layout.TARGET, tower] = 0

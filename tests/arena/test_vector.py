@@ -1,4 +1,4 @@
-"""Whole matches: the same from both sides, the same everywhere, saved and gone on with; and masks that say what is legal."""
+"""The vectorized engine: symmetry, determinism, saved states and action masks."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ LINEUPS: dict[int, list[Lineup]] = {
 
 
 def other_slots(size: int) -> npt.NDArray[np.int64]:
-    """For each slot, the one that has its place on the other side."""
+    """Return the slot of the other camp that corresponds to each slot."""
     parts = [(0, size), (2 * size, 3), (2 * (size + 3), 12)]
     return np.concatenate([np.r_[at + n : at + 2 * n, at : at + n] for at, n in parts])
 
 
-def turned(units: npt.NDArray[np.int32], size: int) -> npt.NDArray[np.int32]:
-    """The same state with the camps exchanged and the field turned round."""
+def rotate(units: npt.NDArray[np.int32], size: int) -> npt.NDArray[np.int32]:
+    """Swap the camps and rotate the field by 180 degrees."""
     other = other_slots(size)
     made = units[:, other].copy()
     made[CAMP] = 1 - made[CAMP]
@@ -80,8 +80,8 @@ def turned(units: npt.NDArray[np.int32], size: int) -> npt.NDArray[np.int32]:
     return made
 
 
-def meaningful(units: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Without what is left over of the dead, and of skills that are long over."""
+def without_stale_fields(units: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Clear stale fields of dead units and of finished skills."""
     kept = units.copy()
     kept[:, (units[ALIVE] == 0) & (units[KIND] > 2)] = 0
     kept[:, (units[ALIVE] == 0) & (units[KIND] == 0) & (units[LEVEL] == 0)] = 0
@@ -92,7 +92,7 @@ def meaningful(units: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_match_with_the_camps_exchanged_is_the_same_match_turned_round(size: int) -> None:
+def test_a_match_with_swapped_camps_is_the_same_match_rotated(size: int) -> None:
     lineups = LINEUPS[size]
     n = len(lineups)
     here, there = Arena(size, n), Arena(size, n)
@@ -111,21 +111,24 @@ def test_a_match_with_the_camps_exchanged_is_the_same_match_turned_round(size: i
         assert np.array_equal(here.reward, np.roll(there.reward, size, axis=1)), decision
         if decision % 20 == 0:
             for m in range(n):
-                assert np.array_equal(meaningful(here.units[m]), meaningful(turned(there.units[m], size))), (decision, m)
+                assert np.array_equal(without_stale_fields(here.units[m]), without_stale_fields(rotate(there.units[m], size))), (
+                    decision,
+                    m,
+                )
         assert np.array_equal(here.over, there.over)
         assert np.array_equal(here.winner, np.where(there.winner < 0, -1, 1 - there.winner))
         over = np.flatnonzero(here.over).tolist()
         if over:
             here.reset([decision] * len(over), over)
             there.reset([decision] * len(over), over)
-    assert here.units[:, DEATHS, : 2 * size].sum() > 0, "nobody ever died: this has shown little"
+    assert here.units[:, DEATHS, : 2 * size].sum() > 0, "no hero died"
 
 
 # -- the same everywhere ----------------------------------------------------------------------------------------------
 
 
 def hashes(size: int, decisions: int, every: int, saved: bytes | None = None) -> list[str]:
-    """Of a match that is played by chance, every so many decisions."""
+    """Play a random match; return a hash every `every` decisions."""
     arena = Arena(size)
     arena.reset([7], lineups=[tuple(tuple(IDS[(i + camp) % 6] for i in range(size)) for camp in (0, 1))])
     if saved is not None:
@@ -141,8 +144,8 @@ def hashes(size: int, decisions: int, every: int, saved: bytes | None = None) ->
     return found
 
 
-def fought(size: int) -> bytes:
-    """A match in the middle of things."""
+def mid_game_state(size: int) -> bytes:
+    """Return a saved state with a dead hero and a hero that casts."""
     arena = Arena(size)
     arena.reset([3])
     random = np.random.default_rng(0)
@@ -153,26 +156,26 @@ def fought(size: int) -> bytes:
     return arena.save(0)
 
 
-_ELSEWHERE = """
+_PROGRAM = """
 import sys
-from tests.arena.test_match import hashes
+from tests.arena.test_vector import hashes
 saved = open(sys.argv[4], "rb").read() if len(sys.argv) > 4 else None
 print(*hashes(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), saved))
 """
 
 
-def elsewhere(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _ELSEWHERE, *arguments]
+def run_in_process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _PROGRAM, *arguments]
     root = str(Path(__file__).parents[2])
     return subprocess.Popen(command, cwd=root, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
 
 
-def test_seed_and_actions_decide_everything_compiled_or_not_in_this_process_or_another(tmp_path: Path) -> None:
-    (tmp_path / "state").write_bytes(fought(3))
+def test_seed_and_actions_determine_the_match_compiled_or_not_in_any_process(tmp_path: Path) -> None:
+    (tmp_path / "state").write_bytes(mid_game_state(3))
     with (
-        elsewhere("1", "10000", "1000", PYTHONHASHSEED="1", NUMBA_NUM_THREADS="1", OMP_NUM_THREADS="1") as other,
-        elsewhere("3", "10000", "1000", PYTHONHASHSEED="3", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2") as team,
-        elsewhere("3", "12", "1", str(tmp_path / "state"), NUMBA_DISABLE_JIT="1", PYTHONHASHSEED="2") as plain,
+        run_in_process("1", "10000", "1000", PYTHONHASHSEED="1", NUMBA_NUM_THREADS="1", OMP_NUM_THREADS="1") as other,
+        run_in_process("3", "10000", "1000", PYTHONHASHSEED="3", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2") as team,
+        run_in_process("3", "12", "1", str(tmp_path / "state"), NUMBA_DISABLE_JIT="1", PYTHONHASHSEED="2") as plain,
     ):
         here, ours = hashes(1, 10_000, 1_000), hashes(3, 10_000, 1_000)
         slow = hashes(3, 12, 1, (tmp_path / "state").read_bytes())
@@ -182,7 +185,7 @@ def test_seed_and_actions_decide_everything_compiled_or_not_in_this_process_or_a
         assert plain.communicate(timeout=120)[0].split() == slow
 
 
-def test_another_seed_is_another_match() -> None:
+def test_another_seed_gives_another_match() -> None:
     first, second = Arena(), Arena()
     first.reset([1])
     second.reset([2])
@@ -190,7 +193,7 @@ def test_another_seed_is_another_match() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_matches_that_are_played_together_are_as_if_each_were_alone(size: int) -> None:
+def test_matches_played_together_equal_matches_played_alone(size: int) -> None:
     together, alone = Arena(size, 5), [Arena(size) for _ in range(5)]
     together.reset(range(5))
     random = np.random.default_rng(0)
@@ -206,7 +209,7 @@ def test_matches_that_are_played_together_are_as_if_each_were_alone(size: int) -
     assert [together.hash(m) for m in range(5)] == [arena.hash(0) for arena in alone]
 
 
-def test_one_match_that_begins_anew_leaves_the_others_alone() -> None:
+def test_a_reset_of_one_match_does_not_change_the_others() -> None:
     arena = Arena(1, 3)
     arena.reset([1, 2, 3])
     random = np.random.default_rng(0)
@@ -221,12 +224,12 @@ def test_one_match_that_begins_anew_leaves_the_others_alone() -> None:
     assert arena.hash(1) == fresh.hash(0)
 
 
-# -- kept -------------------------------------------------------------------------------------------------------------
+# -- saved -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_saved_match_goes_on_as_if_nothing_had_happened(size: int) -> None:
-    saved = fought(size)
+def test_a_loaded_match_continues_identically(size: int) -> None:
+    saved = mid_game_state(size)
     first, second = Arena(size, 2), Arena(size)
     first.reset([1, 1])
     first.load(1, saved)
@@ -257,7 +260,7 @@ _HEAD = 28
     ],
     ids=["empty", "another file", "cut", "longer", "other rules", "no such size"],
 )
-def test_what_is_no_saved_state_is_refused(damage: object, sentence: str) -> None:
+def test_invalid_saved_states_are_rejected(damage: object, sentence: str) -> None:
     arena = Arena()
     arena.reset([0])
     before = arena.hash(0)
@@ -267,7 +270,7 @@ def test_what_is_no_saved_state_is_refused(damage: object, sentence: str) -> Non
     assert arena.hash(0) == before
 
 
-def test_a_state_of_another_size_is_refused() -> None:
+def test_a_state_of_another_size_is_rejected() -> None:
     three, one = Arena(3), Arena(1)
     three.reset([0])
     with pytest.raises(ConfigError, match="3v3"):
@@ -279,25 +282,25 @@ def test_a_state_of_another_size_is_refused() -> None:
     [(ALIVE, 2), (KIND, 6), (KIND, -1), (CAMP, 2), (HERO_ROW, 6), (HERO_ROW, -1), (TARGET, 32), (TARGET, -2), (CAST_TARGET, 99), (CAST, 5),
      (LEVEL, 0), (LEVEL, 99), (X, -1), (X, LENGTH + 1), (Y, WIDTH + 1)],
 )  # fmt: skip
-def test_numbers_that_would_lead_a_kernel_astray_are_refused(field: int, value: int) -> None:
+def test_unit_values_out_of_range_are_rejected(field: int, value: int) -> None:
     arena = Arena()
     arena.reset([0])
     arena.units[0, field, 0] = value
-    with pytest.raises(ConfigError, match="no match comes to"):
+    with pytest.raises(ConfigError, match="no match can reach"):
         arena.load(0, arena.save(0))
 
 
 @pytest.mark.parametrize(("field", "value"), [(SIZE, 3), (TICK, -1), (TICK, 10**6)])
-def test_a_match_that_cannot_be_is_refused(field: int, value: int) -> None:
+def test_match_values_out_of_range_are_rejected(field: int, value: int) -> None:
     arena = Arena()
     arena.reset([0])
     arena.match[0, field] = value
-    with pytest.raises(ConfigError, match="no match comes to"):
+    with pytest.raises(ConfigError, match="no match can reach"):
         arena.load(0, arena.save(0))
 
 
-def test_damaged_bytes_are_refused_or_can_be_played_on() -> None:
-    saved, random = fought(1), np.random.default_rng(0)
+def test_damaged_states_are_rejected_or_playable() -> None:
+    saved, random = mid_game_state(1), np.random.default_rng(0)
     arena = Arena()
     arena.reset([0])
     refused = 0
@@ -322,7 +325,7 @@ def test_damaged_bytes_are_refused_or_can_be_played_on() -> None:
 
 
 def allowed(arena: Arena, h: int, order: tuple[int, int, int, int]) -> bool:
-    """As the masks say it."""
+    """Whether the masks allow an order."""
     mask, targets = arena.mask[0, h], arena.target_mask[0, h]
     what, move, skill, target = order
     if not 0 <= what <= RECALL or not mask[what]:
@@ -338,12 +341,12 @@ def allowed(arena: Arena, h: int, order: tuple[int, int, int, int]) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_masks_allow_exactly_what_is_legal(size: int) -> None:
+def test_masks_allow_exactly_the_legal_actions(size: int) -> None:
     arena, random = Arena(size), np.random.default_rng(size)
     arena.reset([5], lineups=[LINEUPS[size][-1]])
     seen: dict[int, set[bool]] = {what: set() for what in range(8)}
     for decision in range(800):
-        if decision % 160 == 159:  # eager players seldom have a skill left
+        if decision % 160 == 159:  # otherwise skills are mostly on cooldown
             arena.units[0, COOLDOWN_1 : COOLDOWN_HEAL + 1] = 0
             arena.units[0, MANA] = arena.units[0, MAX_MANA]
         arena.observe()
@@ -358,7 +361,7 @@ def test_masks_allow_exactly_what_is_legal(size: int) -> None:
                         if 0 <= what < 8:
                             seen[what].add(bool(legal[h]))
         for head in (slice(0, 8), slice(8, 24), slice(24, 40), slice(40, None)):
-            assert arena.mask[:, :, head].any(axis=-1).all()  # something can always be chosen
+            assert arena.mask[:, :, head].any(axis=-1).all()  # every head has an option
         arena.step(legal_play(arena, random))
     assert all(answers == {True, False} for what, answers in seen.items() if what != 0), seen
     assert arena.match[0, WINNER] == -1

@@ -1,10 +1,10 @@
-"""How many frames a second of a film the Arena renders and encodes, with this source tree and with another one.
+"""Frames per second of video rendering of the Arena, for this source tree and another one.
 
     git archive OLDER src | tar -x -C /tmp/older
-    python -m bench.arena_film --against /tmp/older/src            (about 3 minutes)
+    python -m bench.arena_video --against /tmp/older/src            (about 3 minutes)
 
-A 3v3 match between two scripts is played and recorded once. Its first seconds are rendered in processes of their own, the two source trees
-in turn: 1280 pixels wide, 30 frames a second, as `ludus games arena play --video` does. CPU time is that of Python and ffmpeg together.
+A 3v3 match between two bots is recorded once. A part of it is rendered in separate processes, alternating between the source trees:
+1280 pixels wide, 30 frames a second, as `ludus games arena play --video` does. CPU time is that of Python and ffmpeg together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.train import RESULTS, provenance
 
 _ROOT = Path(__file__).parents[1]
 _WARM_S = 2.0
-"""Of the match, rendered before the clock starts: sprites, letters and kernels are ready then."""
+"""Part of the match rendered as warm-up of sprites, fonts and kernels."""
 
 
 def record(path: Path, seed: int) -> None:
@@ -34,13 +34,13 @@ def record(path: Path, seed: int) -> None:
 
 
 def render(recording: Path, first_s: float, last_s: float) -> dict[str, float]:
-    """In this process."""
+    """Render in this process."""
     from ludus.games.arena.engine.recording import read_recording
     from ludus.games.arena.render.video import write_video
 
     found = read_recording(recording)
     with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "film.mp4"
+        out = Path(directory) / "match.mp4"
         write_video(found, out, first_s=first_s, last_s=first_s + _WARM_S)
         cpu, began = _cpu_s(), time.perf_counter()
         frames = write_video(found, out, first_s=first_s, last_s=last_s)
@@ -54,7 +54,7 @@ def _cpu_s() -> float:
 
 
 def measure(source: Path, recording: Path, first_s: float, last_s: float) -> dict[str, float]:
-    """In a process of its own, with the package from `source`."""
+    """Render in a separate process with the package from `source`."""
     command = [sys.executable, str(Path(__file__)), "--render", str(recording), "--from", str(first_s), "--to", str(last_s)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(source), str(_ROOT)))}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment, text=True)
@@ -65,12 +65,12 @@ def measure(source: Path, recording: Path, first_s: float, last_s: float) -> dic
 def table(rounds: dict[str, list[dict[str, float]]]) -> str:
     lines = ["| | frames/s by the clock | CPU time of a frame, ms | frames | file, MB |", "|---|---:|---:|---:|---:|"]
     for name, measured in rounds.items():
-        fps, cpu = (_shown([one[key] for one in measured]) for key in ("fps", "cpu_ms"))
+        fps, cpu = (_format_median([one[key] for one in measured]) for key in ("fps", "cpu_ms"))
         lines.append(f"| {name} | {fps} | {cpu} | {measured[0]['frames']:.0f} | {measured[0]['mb']:.1f} |")
     return "\n".join(lines)
 
 
-def _shown(values: list[float]) -> str:
+def _format_median(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} [{min(values):.1f}–{max(values):.1f}]"
 
 
@@ -82,21 +82,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--render", type=Path, help=argparse.SUPPRESS)
-    said = parser.parse_args()
-    if said.render is not None:
-        print(json.dumps(render(said.render, said.first_s, said.last_s)))
+    args = parser.parse_args()
+    if args.render is not None:
+        print(json.dumps(render(args.render, args.first_s, args.last_s)))
         return
-    sources = ({"before": said.against} if said.against else {}) | {"now": _ROOT / "src"}
+    sources = ({"before": args.against} if args.against else {}) | {"now": _ROOT / "src"}
     load = os.getloadavg()[0]
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sources}
     with tempfile.TemporaryDirectory() as directory:
         recording = Path(directory) / "match.arena"
-        record(recording, said.seed)
-        for _ in range(said.repeats):
+        record(recording, args.seed)
+        for _ in range(args.repeats):
             for name, source in sources.items():
-                rounds[name].append(measure(source, recording, said.first_s, said.last_s))
+                rounds[name].append(measure(source, recording, args.first_s, args.last_s))
                 print(name, rounds[name][-1], flush=True)
-    write(rounds, said.last_s - said.first_s, load)
+    write(rounds, args.last_s - args.first_s, load)
 
 
 def write(rounds: dict[str, list[dict[str, float]]], seconds: float, load: float) -> None:
@@ -106,7 +106,7 @@ def write(rounds: dict[str, list[dict[str, float]]], seconds: float, load: float
         "",
         f"{where['date']}, commit {where['commit']}, {where['cpu']}, Python {where['python']}",
         "",
-        f"{seconds:g} s of a recorded 3v3 match rendered and encoded as H.264, 1280 × 720, 30 frames a second, in a process of its own. CPU time of Python and",
+        f"{seconds:g} s of a recorded 3v3 match rendered and encoded as H.264, 1280 × 720, 30 frames a second, in a separate process. CPU time of Python and",
         f"ffmpeg together. Median [least–most] of {len(rounds['now'])} rounds, in turn. Load of the machine before it: {load:.1f}.",
         "",
         table(rounds),
