@@ -24,7 +24,7 @@ import ludus
 from bench.train import provenance
 from ludus.process.workers.supervisor import Context
 from ludus.remote import buffer as buffers
-from ludus.remote.context import Session, adopt
+from ludus.remote.context import RunContext, adopt
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"1 KB": 1 << 10, "100 KB": 100 << 10, "1 MB": 1 << 20}
@@ -55,7 +55,7 @@ def consume(context: Context, ticket, name: str) -> None:
         assert batch["reward"].shape == (BATCH,)
 
 
-def measured(session: Session, number: int, size: int, shared: bool, drop: bool, seconds: float) -> dict:
+def measured(session: RunContext, number: int, size: int, shared: bool, drop: bool, seconds: float) -> dict:
     name = f"b{number}"
     buffer = ludus.RemoteBuffer(name, size=128)
     start = session.supervisor.start

@@ -156,7 +156,7 @@ def there(*numbers: int, **other: str) -> dict[str, Any]:
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(cluster, "listens", lambda address, within_s: True)
+    monkeypatch.setattr(cluster, "is_listening", lambda address, within_s: True)
     monkeypatch.setenv("LUDUS_JOB_ID", "j-1")
     return []
 
@@ -172,7 +172,7 @@ def test_a_job_with_a_ray_has_its_address_and_any_other_comes_first() -> None:
 def test_work_begins_when_all_nodes_are_there_and_their_coming_is_told_once(heard: list[str]) -> None:
     head = Told({}, there(0), there(0, 2), there(0, 1, 2))
     assert wait_for_nodes(JOB, head, time.monotonic() + 20, heard.append).directory == "/tmp/0"
-    assert heard == ["waiting for nodes: 1 of 3 is here"]
+    assert heard == ["waiting for nodes: 1 of 3 joined"]
 
 
 def test_fewer_nodes_are_enough_if_the_job_says_so_but_not_without_this_one(heard: list[str]) -> None:

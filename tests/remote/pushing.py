@@ -11,7 +11,7 @@ import numpy.typing as npt
 import ludus
 from ludus.process.workers.supervisor import Context
 from ludus.remote.buffer import Outbox
-from ludus.remote.context import Ticket, adopt, current
+from ludus.remote.context import JoinTicket, adopt, current
 from ludus.transport.ring_buffer import RingWriter
 
 WORDS = 1 << 15
@@ -23,26 +23,26 @@ def item(number: int) -> npt.NDArray[np.int64]:
 
 
 def outbox(buffer: ludus.RemoteBuffer) -> Outbox:
-    return buffer._here()[1]
+    return buffer._attach()[1]
 
 
 def shared(buffer: ludus.RemoteBuffer) -> RingWriter:
     """This process's ring for the buffer: made now, and not with the first item."""
-    session, box = buffer._here()
+    session, box = buffer._attach()
 
     async def share() -> None:
         if box._connection is None:
             box._connection = await session.client.connect()
-        box._share(box._connection, item(0).nbytes)
-        assert box._sharing is not None
-        await box._sharing
+        box._request_ring(box._connection, item(0).nbytes)
+        assert box._ring_task is not None
+        await box._ring_task
 
     session.client.wait(share(), 20)
     assert box._ring is not None, "no ring"
     return box._ring
 
 
-def push_for_ever(context: Context, ticket: Ticket, name: str, first: int, drop: bool) -> None:
+def push_for_ever(context: Context, ticket: JoinTicket, name: str, first: int, drop: bool) -> None:
     """Rising numbers from `first`."""
     adopt(ticket)
     buffer = ludus.RemoteBuffer(name)
@@ -52,7 +52,7 @@ def push_for_ever(context: Context, ticket: Ticket, name: str, first: int, drop:
         first += 1
 
 
-def push_some_and_stay(context: Context, ticket: Ticket, name: str, count: int, note: str) -> None:
+def push_some_and_stay(context: Context, ticket: JoinTicket, name: str, count: int, note: str) -> None:
     adopt(ticket)
     buffer = ludus.RemoteBuffer(name)
     Path(note).write_text(str(shared(buffer).path))
@@ -63,7 +63,7 @@ def push_some_and_stay(context: Context, ticket: Ticket, name: str, count: int, 
         time.sleep(0.05)
 
 
-def take_for_ever(context: Context, ticket: Ticket, name: str, batch: int) -> None:
+def take_for_ever(context: Context, ticket: JoinTicket, name: str, batch: int) -> None:
     adopt(ticket)
     buffer = ludus.RemoteBuffer(name, batch_size=batch)
     context.ready()
@@ -75,7 +75,7 @@ def take_for_ever(context: Context, ticket: Ticket, name: str, batch: int) -> No
         assert all(len(set(row.tolist())) == 1 for row in taken), "a torn item"
 
 
-def write_rubbish(context: Context, ticket: Ticket, name: str) -> None:
+def write_rubbish(context: Context, ticket: JoinTicket, name: str) -> None:
     """Into its own ring, in place of what it says it has written; then it says that it has written more than it did."""
     adopt(ticket)
     buffer = ludus.RemoteBuffer(name)

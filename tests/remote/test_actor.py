@@ -10,7 +10,7 @@ import pytest
 import ludus
 from ludus.errors import Refused, UsageError
 from ludus.protocol.client import Client
-from ludus.remote.context import Session
+from ludus.remote.context import RunContext
 from tests.remote.parts import Echo, Scale, scaled
 
 X = np.arange(3, dtype=np.float32)
@@ -21,7 +21,7 @@ def url(actor: ludus.RemoteActor) -> str:
     return f"http://{host}:{port}"
 
 
-def test_a_game_is_answered_by_the_model_of_the_run_and_what_it_saw_reaches_the_buffer(busy: Session) -> None:
+def test_a_game_is_answered_by_the_model_of_the_run_and_what_it_saw_reaches_the_buffer(busy: RunContext) -> None:
     model = ludus.RemoteModel("m", Scale(), forward_args=(X,))
     buffer = ludus.RemoteBuffer("b", batch_size=2)
     actor = ludus.RemoteActor(port=0, num_workers=2)
@@ -44,7 +44,7 @@ def test_a_game_is_answered_by_the_model_of_the_run_and_what_it_saw_reaches_the_
     actor.close()
 
 
-def test_a_token_keeps_others_out_and_time_limits_are_passed_on(busy: Session) -> None:
+def test_a_token_keeps_others_out_and_time_limits_are_passed_on(busy: RunContext) -> None:
     ludus.RemoteModel("m2", Scale())
     actor = ludus.RemoteActor(port=0, token="secret", tick_timeout=7, session_timeout=9)
     assert (actor._settings.sessions.tick_s, actor._settings.sessions.silent_s) == (7, 9)
@@ -58,7 +58,7 @@ def test_a_token_keeps_others_out_and_time_limits_are_passed_on(busy: Session) -
     actor.close()
 
 
-def test_what_cannot_be_served_is_refused(busy: Session) -> None:
+def test_what_cannot_be_served_is_refused(busy: RunContext) -> None:
     with pytest.raises(UsageError, match="at least one process"):
         ludus.RemoteActor(num_workers=0)
     with pytest.raises(UsageError, match="not an actor class"):

@@ -17,14 +17,14 @@ from ludus.errors import Refused, UsageError
 from ludus.models.networks import NetworkConfig
 from ludus.protocol.client import Client
 from ludus.remote.agent import STEPS
-from ludus.remote.context import Session
+from ludus.remote.context import RunContext
 from tests.gateway.scripted import ACTION, tiny_policy
 from tests.remote.parts import Scale
 
 SEEN = [0.5, -1.0, 2.0]
 
 
-def made(run: Session, core: str | None = None) -> ludus.Policy:
+def made(run: RunContext, core: str | None = None) -> ludus.Policy:
     policy = tiny_policy(core=core)
     ludus.RemoteModel("bot", model=policy)
     return policy
@@ -49,7 +49,7 @@ def taken(buffer: ludus.RemoteBuffer, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_segments_arrive_in_the_documented_form(run: Session, by_name: bool) -> None:
+def test_segments_arrive_in_the_documented_form(run: RunContext, by_name: bool) -> None:
     policy = made(run)
     buffer = ludus.RemoteBuffer("segments")
     agent = ludus.Agent("bot", "segments") if by_name else ludus.Agent(ludus.RemoteModel("bot"), buffer)
@@ -87,7 +87,7 @@ def test_segments_arrive_in_the_documented_form(run: Session, by_name: bool) -> 
     assert int(second["episode_length"]) == STEPS + 10
 
 
-def test_segments_of_every_length_stack_into_batches(run: Session) -> None:
+def test_segments_of_every_length_stack_into_batches(run: RunContext) -> None:
     made(run, core="lstm")
     buffer = ludus.RemoteBuffer("segments", batch_size=4)
 
@@ -104,7 +104,7 @@ def test_segments_of_every_length_stack_into_batches(run: Session) -> None:
 
 
 @pytest.mark.parametrize("workers", [None, 1])
-def test_a_recurrent_agent_remembers_through_its_episode_and_no_longer(run: Session, workers: int | None) -> None:
+def test_a_recurrent_agent_remembers_through_its_episode_and_no_longer(run: RunContext, workers: int | None) -> None:
     policy = tiny_policy(core="gru")
     ludus.RemoteModel("bot", model=policy, num_workers=workers)
     buffer = ludus.RemoteBuffer("segments")
@@ -125,7 +125,7 @@ def test_a_recurrent_agent_remembers_through_its_episode_and_no_longer(run: Sess
     np.testing.assert_allclose(second["value"][:6], values, atol=1e-5)
 
 
-def test_without_a_buffer_nothing_is_pushed(run: Session) -> None:
+def test_without_a_buffer_nothing_is_pushed(run: RunContext) -> None:
     made(run)
     buffer = ludus.RemoteBuffer("segments")
     asyncio.run(play(ludus.Agent("bot"), 20))
@@ -133,7 +133,7 @@ def test_without_a_buffer_nothing_is_pushed(run: Session) -> None:
     assert buffer.stats()["pushed"] == 0
 
 
-def test_what_does_not_fit_is_refused(run: Session) -> None:
+def test_what_does_not_fit_is_refused(run: RunContext) -> None:
     made(run)
 
     async def wrong() -> None:
@@ -145,13 +145,13 @@ def test_what_does_not_fit_is_refused(run: Session) -> None:
     asyncio.run(wrong())
 
 
-def test_a_model_that_is_no_policy_cannot_be_an_agent(run: Session) -> None:
+def test_a_model_that_is_no_policy_cannot_be_an_agent(run: RunContext) -> None:
     ludus.RemoteModel("scale", model=Scale())
     with pytest.raises(UsageError, match="Policy"):
         ludus.Agent("scale")
 
 
-def test_new_weights_are_stamped_and_end_a_segment(run: Session) -> None:
+def test_new_weights_are_stamped_and_end_a_segment(run: RunContext) -> None:
     made(run)
     model, buffer = ludus.RemoteModel("bot"), ludus.RemoteBuffer("segments")
 
@@ -191,7 +191,7 @@ class Bot(ludus.Actor):
         return b""
 
 
-def test_an_actor_made_of_an_agent_plays_over_http_and_a_corrected_request_counts_once(run: Session, tmp_path: Path) -> None:
+def test_an_actor_made_of_an_agent_plays_over_http_and_a_corrected_request_counts_once(run: RunContext, tmp_path: Path) -> None:
     policy = ludus.Policy(gym.spaces.Box(-10.0, 10.0, (3,), np.float32), ACTION, NetworkConfig(fcnet_hiddens=(8,)))
     ludus.RemoteModel("bot", model=policy)
     buffer = ludus.RemoteBuffer("segments")

@@ -17,14 +17,14 @@ import ludus
 from ludus.core.metrics import read_jsonl
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.remote import buffer as buffers
-from ludus.remote.context import Session
+from ludus.remote.context import RunContext
 
 
 def item(value: float) -> dict[str, Any]:
     return {"x": np.full((2, 3), value, np.float32), "pair": (value, np.int64(value)), "flag": value > 1}
 
 
-def test_a_batch_is_a_stack_of_items_in_order(run: Session) -> None:
+def test_a_batch_is_a_stack_of_items_in_order(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=10, batch_size=3)
     for i in range(6):
         buffer.push(item(i))
@@ -37,7 +37,7 @@ def test_a_batch_is_a_stack_of_items_in_order(run: Session) -> None:
         assert batch["flag"].dtype == np.bool_
 
 
-def test_single_items_come_as_they_were(run: Session) -> None:
+def test_single_items_come_as_they_were(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b")
     buffer.push(item(7))
     taken = buffer.take(10)
@@ -46,7 +46,7 @@ def test_single_items_come_as_they_were(run: Session) -> None:
     assert float(taken["pair"][0]) == 7
 
 
-def test_batches_never_share_memory_with_each_other(run: Session) -> None:
+def test_batches_never_share_memory_with_each_other(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=64, batch_size=4)
     held = []
     for turn in range(10):
@@ -59,7 +59,7 @@ def test_batches_never_share_memory_with_each_other(run: Session) -> None:
     assert (held[1]["x"] >= 0).all()
 
 
-def test_the_oldest_are_dropped_and_counted_in_stats_and_as_a_metric(run: Session) -> None:
+def test_the_oldest_are_dropped_and_counted_in_stats_and_as_a_metric(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=4)
     buffer.push(*range(10)).wait(10)
     assert buffer.take(10) == 6
@@ -69,7 +69,7 @@ def test_the_oldest_are_dropped_and_counted_in_stats_and_as_a_metric(run: Sessio
     assert read_jsonl(run.directory / "metrics.jsonl")[-1]["buffer/b/dropped"] == 6
 
 
-def test_waiting_instead_of_dropping_waits_for_room(run: Session) -> None:
+def test_waiting_instead_of_dropping_waits_for_room(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=2)
     buffer.push(0.0, 1.0).wait(10)
     pushed = buffer.push(2.0, 3.0, drop=False)
@@ -82,7 +82,7 @@ def test_waiting_instead_of_dropping_waits_for_room(run: Session) -> None:
     assert buffer.stats()["dropped"] == 0
 
 
-def test_a_push_may_be_awaited_and_never_blocks_the_loop(run: Session) -> None:
+def test_a_push_may_be_awaited_and_never_blocks_the_loop(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=2)
 
     async def play() -> int:
@@ -103,7 +103,7 @@ async def _awaited(pushed: buffers.Pushed) -> None:
     await pushed
 
 
-def test_pushes_that_cannot_leave_are_dropped_oldest_first_and_counted(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushes_that_cannot_leave_are_dropped_oldest_first_and_counted(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "OUTBOX_PUSHES", 10)
     buffer = ludus.RemoteBuffer("b", size=1000)
     buffer.push(-1.0).wait(10)
@@ -133,7 +133,7 @@ def test_pushes_that_cannot_leave_are_dropped_oldest_first_and_counted(run: Sess
     assert taken[-1] == 49
 
 
-def test_several_consumers_share_the_items(run: Session) -> None:
+def test_several_consumers_share_the_items(run: RunContext) -> None:
     producer = ludus.RemoteBuffer("b", size=1000)
     for i in range(400):
         producer.push(float(i), drop=False)
@@ -147,7 +147,7 @@ def test_several_consumers_share_the_items(run: Session) -> None:
     assert len(taken) == len(set(taken)) == 360
 
 
-def test_iteration_ends_when_the_run_does(run: Session) -> None:
+def test_iteration_ends_when_the_run_does(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", batch_size=2)
     buffer.push(1.0, 2.0)
     seen: list[Any] = []
@@ -162,7 +162,7 @@ def test_iteration_ends_when_the_run_does(run: Session) -> None:
     assert len(seen) == 1
 
 
-def test_a_closed_handle_ends_its_own_iteration_alone(run: Session) -> None:
+def test_a_closed_handle_ends_its_own_iteration_alone(run: RunContext) -> None:
     one, two = ludus.RemoteBuffer("b"), ludus.RemoteBuffer("b")
     one.close()
     assert list(one) == []
@@ -170,7 +170,7 @@ def test_a_closed_handle_ends_its_own_iteration_alone(run: Session) -> None:
     assert two.take(10) == 5.0
 
 
-def test_a_take_that_times_out_loses_nothing(run: Session) -> None:
+def test_a_take_that_times_out_loses_nothing(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", batch_size=2)
     buffer.push(1.0)
     with pytest.raises(TimeoutError, match="buffer 'b'"):
@@ -180,14 +180,14 @@ def test_a_take_that_times_out_loses_nothing(run: Session) -> None:
 
 
 @pytest.mark.parametrize("bad", ["text", object(), None, {"a": [[1], [2, 3]]}, {"a": np.array(["x"])}, {1: np.zeros(2), "1": 1}])
-def test_what_is_no_item_is_refused_before_it_leaves(run: Session, bad: Any) -> None:
+def test_what_is_no_item_is_refused_before_it_leaves(run: RunContext, bad: Any) -> None:
     buffer = ludus.RemoteBuffer("b")
     with pytest.raises(UsageError, match="buffer 'b'"):
         buffer.push(bad)
     assert buffer.stats()["pushed"] == 0
 
 
-def test_items_that_do_not_stack_are_explained_and_the_next_batch_is_fine(run: Session) -> None:
+def test_items_that_do_not_stack_are_explained_and_the_next_batch_is_fine(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", batch_size=2)
     buffer.push({"x": np.zeros(2)}, {"x": np.zeros(3)}, {"x": np.ones(2)}, {"x": np.ones(2)})
     with pytest.raises(LudusError, match=r"float64\[2\]"):
@@ -204,12 +204,12 @@ def test_items_that_do_not_stack_are_explained_and_the_next_batch_is_fine(run: S
         ({"name": "a/b"}, "plain name"),
     ],
 )
-def test_wrong_sizes_and_names_are_refused(run: Session, arguments: dict[str, Any], message: str) -> None:
+def test_wrong_sizes_and_names_are_refused(run: RunContext, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ludus.RemoteBuffer(**({"name": "b"} | arguments))
 
 
-def test_its_size_is_given_once(run: Session) -> None:
+def test_its_size_is_given_once(run: RunContext) -> None:
     ludus.RemoteBuffer("b", size=7)
     assert ludus.RemoteBuffer("b").stats()["size"] == 7
     ludus.RemoteBuffer("b", size=7)
@@ -217,23 +217,23 @@ def test_its_size_is_given_once(run: Session) -> None:
         ludus.RemoteBuffer("b", size=8)
 
 
-def test_the_default_size_is_512(run: Session) -> None:
+def test_the_default_size_is_512(run: RunContext) -> None:
     assert ludus.RemoteBuffer("b").stats()["size"] == 512
 
 
-def test_an_item_that_no_frame_can_carry_is_refused(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_item_that_no_frame_can_carry_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "MAX_BODY", 1000)
     with pytest.raises(UsageError, match="larger than 1000"):
         ludus.RemoteBuffer("b").push(np.zeros(1000))
 
 
-def test_a_handle_travels_as_its_name(run: Session) -> None:
+def test_a_handle_travels_as_its_name(run: RunContext) -> None:
     again = pickle.loads(pickle.dumps(ludus.RemoteBuffer("b", batch_size=2)))
     ludus.RemoteBuffer("b").push(1.0, 2.0)
     assert again.take(10).tolist() == [1.0, 2.0]
 
 
-def test_who_waits_for_room_is_told_when_the_run_ends(run: Session) -> None:
+def test_who_waits_for_room_is_told_when_the_run_ends(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=1)
     buffer.push(1.0).wait(10)
     pushed = buffer.push(2.0, drop=False)
@@ -244,7 +244,7 @@ def test_who_waits_for_room_is_told_when_the_run_ends(run: Session) -> None:
         pushed.wait(10)
 
 
-def test_large_items_cross_whole(run: Session, tmp_path: Path) -> None:
+def test_large_items_cross_whole(run: RunContext, tmp_path: Path) -> None:
     buffer = ludus.RemoteBuffer("b", size=4, batch_size=2)
     big = np.random.default_rng(0).integers(0, 255, (6, 1 << 20), np.uint8)
     buffer.push(big, big[::-1])

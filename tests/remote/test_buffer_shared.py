@@ -20,7 +20,7 @@ from ludus.distributed.hub.server import Hub
 from ludus.errors import Damaged, WorkerFailed
 from ludus.process.workers.supervisor import ALWAYS
 from ludus.remote import buffer as buffers
-from ludus.remote.context import Session
+from ludus.remote.context import RunContext
 from tests.remote import pushing
 from tests.remote.pushing import item, outbox, shared
 from tests.waiting import wait_until
@@ -49,12 +49,12 @@ def when_pushed(buffer: ludus.RemoteBuffer, count: int) -> dict[str, int]:
     return stats
 
 
-def rings(run: Session) -> list[Path]:
+def rings(run: RunContext) -> list[Path]:
     assert run.hub is not None
     return list((run.hub._shm.path / "rings").iterdir())
 
 
-def on_hub(run: Session, look: Callable[[Hub], T]) -> T:
+def on_hub(run: RunContext, look: Callable[[Hub], T]) -> T:
     """What is seen from the hub's own thread: from another one its tables change while they are looked at."""
     hub = run.hub
     assert hub is not None
@@ -65,12 +65,12 @@ def on_hub(run: Session, look: Callable[[Hub], T]) -> T:
     return asyncio.run_coroutine_threadsafe(there(), hub._loop).result(WAIT_S)
 
 
-def held(run: Session) -> int:
+def held(run: RunContext) -> int:
     """References that the hub has to records."""
     return on_hub(run, lambda hub: sum(ring._in_use for ring in hub._buffers._rings._all()))
 
 
-def accounts(run: Session, name: str) -> str:
+def accounts(run: RunContext, name: str) -> str:
     """Who has the records that the hub holds."""
 
     def look(hub: Hub) -> str:
@@ -85,7 +85,7 @@ def accounts(run: Session, name: str) -> str:
 # -- the same buffer
 
 
-def test_large_items_come_in_order_between_small_ones_and_most_through_shared_memory(run: Session) -> None:
+def test_large_items_come_in_order_between_small_ones_and_most_through_shared_memory(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=200)
     shared(buffer)
     for i in range(60):
@@ -95,7 +95,7 @@ def test_large_items_come_in_order_between_small_ones_and_most_through_shared_me
     assert (stats["dropped"], stats["shared"]) == (0, 40)
 
 
-def test_batches_are_in_memory_of_their_own(run: Session) -> None:
+def test_batches_are_in_memory_of_their_own(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=16, batch_size=4)
     shared(buffer)
     batches = []
@@ -107,7 +107,7 @@ def test_batches_are_in_memory_of_their_own(run: Session) -> None:
         assert [number(row) for row in batch] == [4 * turn + i for i in range(4)]
 
 
-def test_every_reference_is_given_back(run: Session) -> None:
+def test_every_reference_is_given_back(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=8, batch_size=4)
     shared(buffer)
     buffer.push(*map(item, range(20))).wait(WAIT_S)  # 12 are dropped
@@ -117,7 +117,7 @@ def test_every_reference_is_given_back(run: Session) -> None:
     assert buffer.stats()["dropped"] == 12
 
 
-def test_dropping_goes_on_through_shared_memory(run: Session) -> None:
+def test_dropping_goes_on_through_shared_memory(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=2)
     shared(buffer)
     for i in range(300):
@@ -132,7 +132,7 @@ def test_dropping_goes_on_through_shared_memory(run: Session) -> None:
 
 
 def test_what_has_no_room_in_the_ring_goes_through_the_socket_in_order_and_nothing_is_lost(
-    run: Session, monkeypatch: pytest.MonkeyPatch
+    run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffers, "RING_BYTES", 1 << 20)
     buffer = ludus.RemoteBuffer("b", size=30)
@@ -151,7 +151,7 @@ def test_what_has_no_room_in_the_ring_goes_through_the_socket_in_order_and_nothi
     assert buffer.stats()["shared"] == stats["shared"] + 1, "there is room again"
 
 
-def test_an_item_that_is_larger_than_the_ring_goes_through_the_socket(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_item_that_is_larger_than_the_ring_goes_through_the_socket(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "RING_BYTES", 1 << 20)
     buffer = ludus.RemoteBuffer("b")
     shared(buffer)
@@ -163,17 +163,17 @@ def test_an_item_that_is_larger_than_the_ring_goes_through_the_socket(run: Sessi
     assert buffer.stats()["shared"] == 2
 
 
-def test_without_shared_memory_everything_goes_through_the_socket(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shared_memory_everything_goes_through_the_socket(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.distributed.hub.shared_queues.ALL_BYTES", 0)
     buffer = ludus.RemoteBuffer("b")
     buffer.push(item(0)).wait(WAIT_S)
-    wait_until(lambda: (task := outbox(buffer)._sharing) is not None and task.done(), what="it was not asked for")
+    wait_until(lambda: (task := outbox(buffer)._ring_task) is not None and task.done(), what="it was not asked for")
     buffer.push(item(1)).wait(WAIT_S)
     assert numbers(buffer, 2) == [0, 1]
     assert buffer.stats()["shared"] == 0
 
 
-def test_records_of_pushes_that_never_left_make_room(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_pushes_that_never_left_make_room(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "OUTBOX_PUSHES", 4)
     monkeypatch.setattr(buffers, "RING_BYTES", 1 << 22)
     buffer = ludus.RemoteBuffer("b", size=100)
@@ -203,7 +203,7 @@ def test_records_of_pushes_that_never_left_make_room(run: Session, monkeypatch: 
 # -- from another machine
 
 
-def test_who_cannot_see_the_rings_gets_the_bytes(run: Session) -> None:
+def test_who_cannot_see_the_rings_gets_the_bytes(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=100, batch_size=3)
     shared(buffer)
     buffer.push(*map(item, range(6))).wait(WAIT_S)
@@ -214,7 +214,7 @@ def test_who_cannot_see_the_rings_gets_the_bytes(run: Session) -> None:
     assert [number(row) for row in far.take(WAIT_S)] == [3, 4, 5]
     other = ludus.RemoteBuffer("c")
     other.push(item(1)).wait(WAIT_S)
-    assert outbox(other)._sharing is None, "it cannot have a ring"
+    assert outbox(other)._ring_task is None, "it cannot have a ring"
     assert numbers(other, 1) == [1]
 
 
@@ -235,7 +235,7 @@ def test_nothing_is_left_of_it(tmp_path: Path) -> None:
         buffer.push(item(3))
 
 
-def test_a_closed_consumer_gives_back_what_it_was_given(run: Session) -> None:
+def test_a_closed_consumer_gives_back_what_it_was_given(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=8)
     shared(buffer)
     buffer.push(item(1), item(2), item(3)).wait(WAIT_S)
@@ -247,7 +247,7 @@ def test_a_closed_consumer_gives_back_what_it_was_given(run: Session) -> None:
     wait_until(lambda: held(run) == 0, what="the hub still holds records")
 
 
-def test_what_a_consumer_held_is_released_by_its_end_and_not_by_the_last_reference(run: Session) -> None:
+def test_what_a_consumer_held_is_released_by_its_end_and_not_by_the_last_reference(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=8)
     shared(buffer)
     buffer.push(item(1), item(2)).wait(WAIT_S)
@@ -262,7 +262,9 @@ def test_what_a_consumer_held_is_released_by_its_end_and_not_by_the_last_referen
     wait_until(lambda: held(run) == 0, what="the hub still holds records")
 
 
-def test_what_is_given_to_a_consumer_that_has_just_died_is_released_though_the_error_of_its_socket_is_kept(run: Session) -> None:
+def test_what_is_given_to_a_consumer_that_has_just_died_is_released_though_the_error_of_its_socket_is_kept(
+    run: RunContext,
+) -> None:
     buffer = ludus.RemoteBuffer("b", size=8)
     shared(buffer)
     consumer = run.client.wait(run.client.connect(), WAIT_S)
@@ -290,7 +292,7 @@ def test_what_is_given_to_a_consumer_that_has_just_died_is_released_though_the_e
         gc.enable()
 
 
-def test_a_batch_for_which_there_is_no_memory_is_given_back(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_for_which_there_is_no_memory_is_given_back(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = ludus.RemoteBuffer("b", size=8, batch_size=2)
     shared(buffer)
     buffer.push(item(1), item(2)).wait(WAIT_S)
@@ -308,7 +310,7 @@ def test_a_batch_for_which_there_is_no_memory_is_given_back(run: Session, monkey
 
 
 def test_what_a_producer_that_lies_had_written_is_given_back_though_its_error_is_kept(
-    run: Session, caplog: pytest.LogCaptureFixture
+    run: RunContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     buffer = ludus.RemoteBuffer("b", size=8)
     ring, connection = shared(buffer), outbox(buffer)._connection
@@ -328,7 +330,7 @@ def test_what_a_producer_that_lies_had_written_is_given_back_though_its_error_is
 # -- processes that are killed
 
 
-def test_what_a_killed_producer_had_pushed_is_there_and_then_its_ring_goes(busy: Session, tmp_path: Path) -> None:
+def test_what_a_killed_producer_had_pushed_is_there_and_then_its_ring_goes(busy: RunContext, tmp_path: Path) -> None:
     note = tmp_path / "ring"
     arguments = (busy.ticket(1), "dead", 10, str(note))
     producer = busy.supervisor.start("pushes-some", pushing.push_some_and_stay, *arguments)
@@ -343,7 +345,7 @@ def test_what_a_killed_producer_had_pushed_is_there_and_then_its_ring_goes(busy:
 
 
 @pytest.mark.long
-def test_producers_and_consumers_are_killed_and_the_buffer_goes_on(busy: Session) -> None:
+def test_producers_and_consumers_are_killed_and_the_buffer_goes_on(busy: RunContext) -> None:
     ticket, start = busy.ticket(1), busy.supervisor.start
     buffer = ludus.RemoteBuffer("kills")
     ours = on_hub(busy, lambda hub: set(hub._peers))
@@ -368,7 +370,7 @@ def test_producers_and_consumers_are_killed_and_the_buffer_goes_on(busy: Session
     wait_until(lambda: len(rings(busy)) <= 1, what=f"rings of the dead are left: {rings(busy)}")
 
 
-def test_rubbish_in_a_ring_is_told_and_a_producer_that_lies_is_cut_off(busy: Session) -> None:
+def test_rubbish_in_a_ring_is_told_and_a_producer_that_lies_is_cut_off(busy: RunContext) -> None:
     buffer = ludus.RemoteBuffer("rubbish")
     producer = busy.supervisor.start("rubbish", pushing.write_rubbish, busy.ticket(1), "rubbish")
     producer.wait_ready(60)

@@ -17,7 +17,7 @@ import ludus
 from ludus.core.metrics import read_jsonl
 from ludus.errors import StoreFull, UsageError, WorkerFailed
 from ludus.remote import context as sessions
-from ludus.remote.context import Session, Ticket, init
+from ludus.remote.context import JoinTicket, RunContext, init
 from tests.remote.parts import Scale, scaled
 
 X = np.ones(3, np.float32)
@@ -32,7 +32,7 @@ def test_a_run_has_its_directory_and_says_once_how_it_was_started(tmp_path: Path
         assert (tmp_path / "p" / "v0" / "meta.json").read_bytes() == meta
 
 
-def test_the_same_run_may_be_opened_twice_in_a_process_another_may_not(run: Session, tmp_path: Path) -> None:
+def test_the_same_run_may_be_opened_twice_in_a_process_another_may_not(run: RunContext, tmp_path: Path) -> None:
     assert init(project=tmp_path, trial="t") is run
     assert init() is run
     with pytest.raises(UsageError, match="takes part in the run"):
@@ -78,7 +78,7 @@ def test_a_report_interval_is_a_positive_number(tmp_path: Path, monkeypatch: pyt
         init(project=tmp_path, trial="t")
 
 
-def test_metrics_of_all_callers_are_averaged_by_name_and_labels(run: Session) -> None:
+def test_metrics_of_all_callers_are_averaged_by_name_and_labels(run: RunContext) -> None:
     for value in (1.0, 2.0, 6.0):
         ludus.metric("loss", value)
     ludus.metric("win", 1, map="ice", side="left")
@@ -91,7 +91,7 @@ def test_metrics_of_all_callers_are_averaged_by_name_and_labels(run: Session) ->
     assert row["timesteps"] == 90
 
 
-def test_after_the_end_nothing_hangs(run: Session) -> None:
+def test_after_the_end_nothing_hangs(run: RunContext) -> None:
     model = ludus.RemoteModel("m", Scale())
     buffer = ludus.RemoteBuffer("b")
     run.close()
@@ -109,7 +109,7 @@ def test_after_the_end_nothing_hangs(run: Session) -> None:
         next(buffer)
 
 
-def test_a_forked_copy_speaks_on_a_connection_of_its_own_and_leaves_the_run_alone(run: Session) -> None:
+def test_a_forked_copy_speaks_on_a_connection_of_its_own_and_leaves_the_run_alone(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", batch_size=3)
     model = ludus.RemoteModel("m", Scale())
     buffer.push(1.0).wait(10)
@@ -131,10 +131,10 @@ def test_a_forked_copy_speaks_on_a_connection_of_its_own_and_leaves_the_run_alon
     assert run.client.call({"op": "hello"})["pid"] == os.getpid()
 
 
-def test_a_child_gets_the_run_with_its_ticket(run: Session) -> None:
+def test_a_child_gets_the_run_with_its_ticket(run: RunContext) -> None:
     ludus.RemoteModel("m", Scale())
     ticket = run.ticket(threads=1)
-    assert isinstance(ticket, Ticket)
+    assert isinstance(ticket, JoinTicket)
     assert ticket.classes == {"m": Scale}
     pid = os.fork()
     if pid == 0:

@@ -25,7 +25,7 @@ from ludus.protocol.client import Client
 from ludus.protocol.codec import SeatSpaces, seats_to_spec
 from ludus.protocol.conformance import Conformance
 from ludus.protocol.spec import TICK
-from ludus.remote.fake_peers import FakeActor, FakeGamecore, Latencies, SpacesScript, Traffic
+from ludus.remote.fake_peers import FakeActor, FakeGamecore, LatencyHistogram, SpacesScript, Traffic
 from tests.local_servers import gateway
 
 Box, Discrete = gym.spaces.Box, gym.spaces.Discrete
@@ -196,8 +196,8 @@ def test_an_action_that_does_not_fit_is_an_error(reply: bytes, complaint: str) -
 
 def test_actions_must_be_for_the_seats() -> None:
     script = SpacesScript(seats_to_spec(TWO), "json")
-    assert "seats" in script.wrong(b'{"actions": {"blue": 1}}')
-    assert script.wrong(b'{"actions": {"blue": 1, "red": [0, 1]}}') == ""
+    assert "seats" in script.find_error(b'{"actions": {"blue": 1}}')
+    assert script.find_error(b'{"actions": {"blue": 1, "red": [0, 1]}}') == ""
 
 
 def test_a_server_without_spaces_is_told_so() -> None:
@@ -241,7 +241,7 @@ def test_the_check_refuses_what_the_built_in_actor_refuses_and_nothing_else(body
 
 
 def test_latencies_are_kept_within_two_per_cent() -> None:
-    latencies = Latencies()
+    latencies = LatencyHistogram()
     assert np.isnan(latencies.quantile(0.5))
     for milliseconds in range(1, 1001):
         latencies.add(milliseconds / 1e3)

@@ -14,13 +14,13 @@ import torch
 import ludus
 from ludus.errors import UsageError
 from ludus.models.policy import Policy
-from ludus.remote.context import Session
+from ludus.remote.context import RunContext
 from tests.remote.parts import Scale, Two
 
 X = np.ones(4, np.float32)
 
 
-def test_a_fake_model_answers_as_it_was_told_to_look(run: Session) -> None:
+def test_a_fake_model_answers_as_it_was_told_to_look(run: RunContext) -> None:
     outputs = {"logits": np.zeros(6, np.float32), "pair": (np.float32(0), np.array([9, 9], np.int64)), "flag": np.bool_(True)}
     ludus.fake.FakeModel("atari", outputs=outputs)
     model = ludus.RemoteModel(name="atari")
@@ -36,7 +36,7 @@ def test_a_fake_model_answers_as_it_was_told_to_look(run: Session) -> None:
     assert max(answer["pair"][1].max() for answer in answers) > 1
 
 
-def test_a_fake_model_can_be_asked_trained_and_published_like_any_other(run: Session) -> None:
+def test_a_fake_model_can_be_asked_trained_and_published_like_any_other(run: RunContext) -> None:
     model = ludus.fake.FakeModel("m", outputs=np.zeros(2, np.float32), forward_args=(X,))
     network = model.get_model()
     loss = network(torch.ones(3, 4)).sum()
@@ -56,7 +56,7 @@ def full(name: str) -> dict[str, int]:
     return stats
 
 
-def test_a_fake_buffer_is_always_full_of_things_like_the_example(run: Session) -> None:
+def test_a_fake_buffer_is_always_full_of_things_like_the_example(run: RunContext) -> None:
     example = {"x": np.full(3, 5, np.float32), "n": np.int64(4), "pair": (1.0, True)}
     fake = ludus.fake.FakeBuffer("b", example, size=20)
     assert full("b")["dropped"] == 0
@@ -73,14 +73,14 @@ def test_a_fake_buffer_is_always_full_of_things_like_the_example(run: Session) -
     fake.close()
 
 
-def segment_of(run: Session, **arguments: Any) -> Any:
+def segment_of(run: RunContext, **arguments: Any) -> Any:
     fake = ludus.fake.FakeBuffer("b", steps=5, **arguments)
     taken = ludus.RemoteBuffer("b").take(10)
     fake.close()
     return taken
 
 
-def test_without_an_example_it_makes_segments_from_the_inputs_of_the_only_model(run: Session) -> None:
+def test_without_an_example_it_makes_segments_from_the_inputs_of_the_only_model(run: RunContext) -> None:
     ludus.RemoteModel("net", Two(), forward_args=(X,))
     segment = segment_of(run)
     assert segment["observation"].shape == (6, 4)
@@ -92,7 +92,7 @@ def test_without_an_example_it_makes_segments_from_the_inputs_of_the_only_model(
     assert set(segment["action"].tolist()) <= {0, 1}, "Two has two outputs"
 
 
-def test_segments_of_a_policy_come_from_its_spaces(run: Session) -> None:
+def test_segments_of_a_policy_come_from_its_spaces(run: RunContext) -> None:
     spaces = gym.spaces.Dict({"a": gym.spaces.Box(0, 1, (2,)), "b": gym.spaces.Discrete(3)}), gym.spaces.MultiDiscrete([2, 5])
     ludus.RemoteModel("one", Policy(*spaces))
     ludus.RemoteModel("two", Scale())
@@ -101,13 +101,15 @@ def test_segments_of_a_policy_come_from_its_spaces(run: Session) -> None:
     assert segment["action"].shape == (5, 2)
 
 
-def test_a_model_that_declares_no_inputs_gets_lone_numbers_and_a_warning(run: Session, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_declares_no_inputs_gets_lone_numbers_and_a_warning(
+    run: RunContext, caplog: pytest.LogCaptureFixture
+) -> None:
     ludus.RemoteModel("net", Two())
     assert segment_of(run)["observation"].shape == (6, 1)
     assert "declares no inputs" in caplog.text
 
 
-def test_which_model_is_meant_must_be_clear(run: Session) -> None:
+def test_which_model_is_meant_must_be_clear(run: RunContext) -> None:
     with pytest.raises(UsageError, match="0 models"):
         ludus.fake.FakeBuffer("b")
     ludus.RemoteModel("one", Scale())

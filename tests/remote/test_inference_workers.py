@@ -19,7 +19,7 @@ from ludus.gateway.agent import Agent, Seat
 from ludus.models.policy import Policy
 from ludus.process.workers.supervisor import Process
 from ludus.remote import inference_workers
-from ludus.remote.context import Session
+from ludus.remote.context import RunContext
 from tests.remote.parts import Scale, scaled
 
 X = np.ones(3, np.float32)
@@ -33,7 +33,7 @@ def alone(coroutine: Any) -> Any:
     return asyncio.run(coroutine)
 
 
-def made(busy: Session, name: str, count: int = 2) -> tuple[ludus.RemoteModel, list[Process]]:
+def made(busy: RunContext, name: str, count: int = 2) -> tuple[ludus.RemoteModel, list[Process]]:
     model = ludus.RemoteModel(name, Scale(), forward_args=(X,), num_workers=count)
     processes = [busy.supervisor._processes[f"inference-{name}-{index}"] for index in range(count)]
     for process in processes:
@@ -46,7 +46,7 @@ def stop(processes: list[Process]) -> None:
         process.stop()
 
 
-def test_answers_come_from_the_workers_with_the_newest_weights(busy: Session) -> None:
+def test_answers_come_from_the_workers_with_the_newest_weights(busy: RunContext) -> None:
     model, processes = made(busy, "remote")
     assert ludus.RemoteModel("remote")._shared.workers == model._shared.workers
 
@@ -74,7 +74,7 @@ def test_answers_come_from_the_workers_with_the_newest_weights(busy: Session) ->
     stop(processes)
 
 
-def test_workers_may_be_given_to_a_model_that_exists(busy: Session) -> None:
+def test_workers_may_be_given_to_a_model_that_exists(busy: RunContext) -> None:
     alone_before = ludus.RemoteModel("later", Scale())
     assert alone_before._shared.workers == []
     model = ludus.RemoteModel("later", num_workers=1)
@@ -83,7 +83,7 @@ def test_workers_may_be_given_to_a_model_that_exists(busy: Session) -> None:
     stop([busy.supervisor._processes["inference-later-0"]])
 
 
-def test_errors_reach_those_they_concern(busy: Session) -> None:
+def test_errors_reach_those_they_concern(busy: RunContext) -> None:
     model, processes = made(busy, "errors", 1)
 
     async def play() -> list[Any]:
@@ -100,7 +100,7 @@ def test_errors_reach_those_they_concern(busy: Session) -> None:
     stop(processes)
 
 
-def test_nothing_that_was_handed_out_is_written_again(busy: Session) -> None:
+def test_nothing_that_was_handed_out_is_written_again(busy: RunContext) -> None:
     model, processes = made(busy, "held", 1)
     held: list[tuple[int, Any]] = []
 
@@ -117,7 +117,7 @@ def test_nothing_that_was_handed_out_is_written_again(busy: Session) -> None:
     stop(processes)
 
 
-def test_under_load_the_death_of_a_worker_costs_nobody_an_answer(busy: Session) -> None:
+def test_under_load_the_death_of_a_worker_costs_nobody_an_answer(busy: RunContext) -> None:
     model, processes = made(busy, "dying")
     deaths = 0
 
@@ -149,7 +149,7 @@ def test_under_load_the_death_of_a_worker_costs_nobody_an_answer(busy: Session) 
     stop(processes)
 
 
-def test_a_request_that_kills_two_workers_is_not_tried_on_a_third(busy: Session) -> None:
+def test_a_request_that_kills_two_workers_is_not_tried_on_a_third(busy: RunContext) -> None:
     model, processes = made(busy, "poison")
     before = [process.incarnation for process in processes]
     with pytest.raises(WorkerFailed, match="Two inference workers died"):
@@ -161,18 +161,18 @@ def test_a_request_that_kills_two_workers_is_not_tried_on_a_third(busy: Session)
     stop(processes)
 
 
-def test_when_nobody_can_be_reached_the_caller_is_told(busy: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_nobody_can_be_reached_the_caller_is_told(busy: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processes = made(busy, "absent", 1)
     np.testing.assert_array_equal(model(row(1)), row(1))
     stop(processes)
-    monkeypatch.setattr(inference_workers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(inference_workers, "UNREACHABLE_S", 0.2)
     with pytest.raises(WorkerFailed, match="could be reached"):
         alone(model.forward(row(1)))
     with pytest.raises(WorkerFailed, match="could be reached"):
         model(row(1))
 
 
-def test_a_policy_decides_through_its_workers(busy: Session) -> None:
+def test_a_policy_decides_through_its_workers(busy: RunContext) -> None:
     policy = Policy(gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(3))
     model = ludus.RemoteModel("policy", policy, num_workers=1)
 

@@ -21,7 +21,7 @@ from ludus.gateway.agent import Agent, Seat
 from ludus.models.policy import Policy
 from ludus.models.weights import model_registry
 from ludus.models.weights.version_store import stored_versions
-from ludus.remote.context import Session
+from ludus.remote.context import RunContext
 from ludus.storage.local import LocalStore
 from tests.remote.parts import Other, Scale, scaled
 
@@ -32,18 +32,18 @@ def made(name: str = "m", **kwargs: Any) -> ludus.RemoteModel:
     return ludus.RemoteModel(name, Scale(), forward_args=(X,), **kwargs)
 
 
-def stored(run: Session, name: str = "m") -> list[int]:
+def stored(run: RunContext, name: str = "m") -> list[int]:
     return stored_versions(LocalStore(run.directory), name)
 
 
-def opened(directory: Path) -> Session:
+def opened(directory: Path) -> RunContext:
     return ludus.init(project=directory.parent, trial=directory.name)
 
 
 # -- asking
 
 
-def test_the_snippet_of_the_documentation_works(run: Session) -> None:
+def test_the_snippet_of_the_documentation_works(run: RunContext) -> None:
     model = made()
     np.testing.assert_array_equal(asyncio.run(model.forward(X)), X)  # type: ignore[arg-type]
     np.testing.assert_array_equal(model(X), X)
@@ -55,7 +55,7 @@ def test_the_snippet_of_the_documentation_works(run: Session) -> None:
     assert float(model.get_model().factor.detach()) == 3.0  # type: ignore[operator]
 
 
-def test_publishing_reaches_whoever_asks_with_the_next_batch(run: Session) -> None:
+def test_publishing_reaches_whoever_asks_with_the_next_batch(run: RunContext) -> None:
     model, other = made(), ludus.RemoteModel("m")
 
     async def play() -> list[tuple[float, int]]:
@@ -70,13 +70,13 @@ def test_publishing_reaches_whoever_asks_with_the_next_batch(run: Session) -> No
     assert asyncio.run(play()) == [(1.0, 1), (2.0, 2), (3.0, 3)]
 
 
-def test_inputs_are_checked_where_they_were_declared(run: Session) -> None:
+def test_inputs_are_checked_where_they_were_declared(run: RunContext) -> None:
     made()
     with pytest.raises(UsageError, match="float32"):
         ludus.RemoteModel("m")(np.ones(4, np.float32))
 
 
-def test_the_users_own_module_is_not_touched(run: Session) -> None:
+def test_the_users_own_module_is_not_touched(run: RunContext) -> None:
     mine = Scale()
     model = ludus.RemoteModel("m", mine)
     model.publish_weights(scaled(9))
@@ -85,7 +85,7 @@ def test_the_users_own_module_is_not_touched(run: Session) -> None:
     assert mine.training
 
 
-def test_the_batch_size_given_where_it_is_made_counts_everywhere(run: Session) -> None:
+def test_the_batch_size_given_where_it_is_made_counts_everywhere(run: RunContext) -> None:
     made(max_batch_size=3)
     model = ludus.RemoteModel("m")
 
@@ -93,36 +93,36 @@ def test_the_batch_size_given_where_it_is_made_counts_everywhere(run: Session) -
         await asyncio.gather(*(model.forward(X) for _ in range(9)))
 
     asyncio.run(play())
-    engine = model._shared.asked.engine  # type: ignore[attr-defined]
+    engine = model._shared.backend.engine  # type: ignore[attr-defined]
     assert engine.batches == 3
     with pytest.raises(UsageError, match="max_batch_size=3 in this process, not 5"):
         ludus.RemoteModel("m", max_batch_size=5)
 
 
-def test_a_handle_travels_as_its_name(run: Session) -> None:
+def test_a_handle_travels_as_its_name(run: RunContext) -> None:
     again = pickle.loads(pickle.dumps(made()))
     np.testing.assert_array_equal(again(X), X)
 
 
-def test_many_handles_share_one_network(run: Session) -> None:
+def test_many_handles_share_one_network(run: RunContext) -> None:
     made()
     handles = [ludus.RemoteModel("m") for _ in range(1000)]
     for handle in handles[:3]:
         handle(X)
     assert len({id(handle._shared) for handle in handles}) == 1
-    assert handles[0]._shared.asked.engine.rows == 3  # type: ignore[attr-defined]
+    assert handles[0]._shared.backend.engine.rows == 3  # type: ignore[attr-defined]
 
 
 # -- making and finding
 
 
-def test_an_unknown_name_lists_those_that_are_known(run: Session) -> None:
+def test_an_unknown_name_lists_those_that_are_known(run: RunContext) -> None:
     made("atari")
     with pytest.raises(UnknownName, match="atari"):
         ludus.RemoteModel("atary")
 
 
-def test_making_it_again_attaches_and_changes_nothing(run: Session) -> None:
+def test_making_it_again_attaches_and_changes_nothing(run: RunContext) -> None:
     model = made()
     model.publish_weights(scaled(5))
     again = made()
@@ -130,7 +130,7 @@ def test_making_it_again_attaches_and_changes_nothing(run: Session) -> None:
     np.testing.assert_array_equal(again(X), 5 * X)
 
 
-def test_another_model_of_the_same_name_is_refused_unless_it_is_meant(run: Session) -> None:
+def test_another_model_of_the_same_name_is_refused_unless_it_is_meant(run: RunContext) -> None:
     model = made()
     before = model.version
     with pytest.raises(UsageError, match="another model already") as caught:
@@ -144,12 +144,12 @@ def test_another_model_of_the_same_name_is_refused_unless_it_is_meant(run: Sessi
     assert json.loads((run.directory / "models/m/model.json").read_text())["class"] == "tests.remote.parts:Other"
 
 
-def test_a_class_comes_with_its_arguments(run: Session) -> None:
+def test_a_class_comes_with_its_arguments(run: RunContext) -> None:
     model = ludus.RemoteModel("m", Scale, model_args=(2.5,), model_kwargs={"width": 4})
     np.testing.assert_array_equal(model(X), 2.5 * X)
 
 
-def test_what_is_on_disk_is_data(run: Session) -> None:
+def test_what_is_on_disk_is_data(run: RunContext) -> None:
     made()
     description = json.loads((run.directory / "models/m/model.json").read_text())
     assert description == {
@@ -177,20 +177,20 @@ def test_what_is_on_disk_is_data(run: Session) -> None:
         ({"forward_args": ("text",)}, "not an array"),
     ],
 )
-def test_what_makes_no_sense_is_refused(run: Session, arguments: dict[str, Any], message: str) -> None:
+def test_what_makes_no_sense_is_refused(run: RunContext, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ludus.RemoteModel(**{"name": "m", "model": Scale(), **arguments})
     assert not list((run.directory).glob("models/*"))
     assert not list(Path(run.location.staging).iterdir())
 
 
-def test_local_mode_is_a_model_in_this_process(run: Session) -> None:
+def test_local_mode_is_a_model_in_this_process(run: RunContext) -> None:
     model = made(local_mode=True, num_workers=0)
     model.publish_weights(scaled(2))
     np.testing.assert_array_equal(model(X), 2 * X)
 
 
-def test_many_threads_may_make_and_publish_at_once(run: Session) -> None:
+def test_many_threads_may_make_and_publish_at_once(run: RunContext) -> None:
     def work(i: int) -> None:
         for k in range(5):
             versions.append(made().publish_weights(scaled(i * 10 + k)))
@@ -217,7 +217,7 @@ def test_many_threads_may_make_and_publish_at_once(run: Session) -> None:
         {"other": np.zeros(())},
     ],
 )
-def test_weights_of_another_network_are_refused(run: Session, wrong: dict[str, Any]) -> None:
+def test_weights_of_another_network_are_refused(run: RunContext, wrong: dict[str, Any]) -> None:
     model = made()
     with pytest.raises(IncompatibleCheckpoint, match="do not fit"):
         model.publish_weights(wrong)
@@ -225,13 +225,13 @@ def test_weights_of_another_network_are_refused(run: Session, wrong: dict[str, A
     assert not list(Path(run.location.staging).iterdir())
 
 
-def test_tensors_may_be_published_as_they_are(run: Session) -> None:
+def test_tensors_may_be_published_as_they_are(run: RunContext) -> None:
     model = made()
     model.publish_weights({"factor": nn.Parameter(torch.tensor(4.0))})
     np.testing.assert_array_equal(model(X), 4 * X)
 
 
-def test_a_version_may_be_chosen_if_it_is_higher(run: Session) -> None:
+def test_a_version_may_be_chosen_if_it_is_higher(run: RunContext) -> None:
     model = made()
     assert model.publish_weights(scaled(2), step=5000) == 5000
     assert model.publish_weights(scaled(3)) == 5001
@@ -241,7 +241,7 @@ def test_a_version_may_be_chosen_if_it_is_higher(run: Session) -> None:
     np.testing.assert_array_equal(model(X), 3 * X)
 
 
-def test_a_trial_that_is_opened_again_goes_on_from_its_newest_weights(run: Session) -> None:
+def test_a_trial_that_is_opened_again_goes_on_from_its_newest_weights(run: RunContext) -> None:
     model = made()
     for factor in (2, 3, 4):
         model.publish_weights(scaled(factor))
@@ -256,7 +256,7 @@ def test_a_trial_that_is_opened_again_goes_on_from_its_newest_weights(run: Sessi
         np.testing.assert_array_equal(ludus.RemoteModel("m")(X), 6 * X)
 
 
-def test_a_class_that_changed_since_is_not_filled_with_old_weights(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_changed_since_is_not_filled_with_old_weights(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     ludus.RemoteModel("m", Other())
     run.close()
     with opened(run.directory), monkeypatch.context() as patch:
@@ -271,7 +271,7 @@ def test_a_class_that_changed_since_is_not_filled_with_old_weights(run: Session,
             ludus.RemoteModel("m", Other())
 
 
-def test_every_so_many_versions_are_kept_and_old_ones_forgotten(run: Session) -> None:
+def test_every_so_many_versions_are_kept_and_old_ones_forgotten(run: RunContext) -> None:
     model = made(checkpoint_interval=2, keep=3)
     for factor in range(2, 12):
         model.publish_weights(scaled(factor))
@@ -279,7 +279,7 @@ def test_every_so_many_versions_are_kept_and_old_ones_forgotten(run: Session) ->
     assert stored(run) == [7, 9, 11]
 
 
-def test_by_default_time_decides_what_is_kept(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_time_decides_what_is_kept(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
     model.publish_weights(scaled(2))
     monkeypatch.setattr(model_registry, "CHECKPOINT_S", 0.0)
@@ -294,7 +294,7 @@ def test_by_default_time_decides_what_is_kept(run: Session, monkeypatch: pytest.
 # -- clones
 
 
-def test_a_clone_is_a_frozen_model_of_its_own(run: Session) -> None:
+def test_a_clone_is_a_frozen_model_of_its_own(run: RunContext) -> None:
     model = made(checkpoint_interval=2)
     for factor in range(2, 8):
         model.publish_weights(scaled(factor))
@@ -310,7 +310,7 @@ def test_a_clone_is_a_frozen_model_of_its_own(run: Session) -> None:
         clone.clone()
 
 
-def test_a_clone_of_the_newest_is_kept_for_later(run: Session) -> None:
+def test_a_clone_of_the_newest_is_kept_for_later(run: RunContext) -> None:
     model = made()
     model.publish_weights(scaled(7))
     model.publish_weights(scaled(8))
@@ -323,13 +323,13 @@ def test_a_clone_of_the_newest_is_kept_for_later(run: Session) -> None:
             ludus.RemoteModel("m/clone-step-2")
 
 
-def test_there_is_nothing_to_clone_before_the_first_kept_version(run: Session) -> None:
+def test_there_is_nothing_to_clone_before_the_first_kept_version(run: RunContext) -> None:
     model = made()
     with pytest.raises(NotFound, match="at or below 0"):
         model.clone(step=0)
 
 
-def test_a_version_that_a_clone_plays_outlives_retention(run: Session) -> None:
+def test_a_version_that_a_clone_plays_outlives_retention(run: RunContext) -> None:
     model = made(checkpoint_interval=1, keep=1)
     assert model.clone().version == 1
     for factor in range(2, 6):
@@ -341,7 +341,7 @@ def test_a_version_that_a_clone_plays_outlives_retention(run: Session) -> None:
 # -- policies
 
 
-def test_a_policy_of_ours_is_a_remote_model_too(run: Session) -> None:
+def test_a_policy_of_ours_is_a_remote_model_too(run: RunContext) -> None:
     policy = Policy(gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(2))
     model = ludus.RemoteModel("p", policy)
     found = ludus.RemoteModel("p")
@@ -362,6 +362,6 @@ def test_a_policy_of_ours_is_a_remote_model_too(run: Session) -> None:
     assert isinstance(found.get_model(), Policy)
 
 
-def test_a_module_that_is_no_policy_cannot_decide(run: Session) -> None:
+def test_a_module_that_is_no_policy_cannot_decide(run: RunContext) -> None:
     with pytest.raises(UsageError, match="does not choose actions"):
         _ = made().policy

@@ -15,7 +15,7 @@ import ludus
 from ludus.core.metrics import read_jsonl
 from ludus.errors import UsageError, WorkerFailed
 from ludus.models.weights import module_spec
-from ludus.remote.context import Session
+from ludus.remote.context import RunContext
 from tests.remote import parts
 from tests.waiting import wait_until
 
@@ -26,7 +26,7 @@ def notes(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
 
 
-def test_the_function_is_called_once_in_each_of_the_learners_with_the_keywords_as_given(busy: Session, tmp_path: Path) -> None:
+def test_the_function_is_called_once_in_each_of_the_learners_with_the_keywords_as_given(busy: RunContext, tmp_path: Path) -> None:
     trainer = ludus.RemoteTrainer(num_workers=2)
     trainer.train(train=parts.write_down, out=str(tmp_path), model="a_name", buffer="another", num_steps=3, config={"x": [1, 2]})
     assert trainer.wait(60)
@@ -38,7 +38,7 @@ def test_the_function_is_called_once_in_each_of_the_learners_with_the_keywords_a
     assert first["threads"] >= 1
 
 
-def test_gradients_are_the_mean_over_all_learners(busy: Session, tmp_path: Path) -> None:
+def test_gradients_are_the_mean_over_all_learners(busy: RunContext, tmp_path: Path) -> None:
     model = ludus.RemoteModel("ddp", parts.Two())
     expected = parts.steps_on(model.get_model(), [parts.data_of(0), parts.data_of(1)])
     trainer = ludus.RemoteTrainer(num_workers=2)
@@ -49,7 +49,7 @@ def test_gradients_are_the_mean_over_all_learners(busy: Session, tmp_path: Path)
         assert learner["names"] == sorted(module_spec.shapes_of(model.get_model())), "the wrapper's names leaked"
 
 
-def test_what_a_learner_publishes_is_what_others_ask_and_handles_travel(busy: Session, tmp_path: Path) -> None:
+def test_what_a_learner_publishes_is_what_others_ask_and_handles_travel(busy: RunContext, tmp_path: Path) -> None:
     model = ludus.RemoteModel("pub", parts.Scale(), forward_args=(X,))
     buffer = ludus.RemoteBuffer("factors")
     assert float(model(X)[0]) == 1
@@ -61,7 +61,7 @@ def test_what_a_learner_publishes_is_what_others_ask_and_handles_travel(busy: Se
     assert float(model(X)[0]) == 6
 
 
-def test_a_learner_reports_once_for_all_and_a_plain_metric_from_each(busy: Session) -> None:
+def test_a_learner_reports_once_for_all_and_a_plain_metric_from_each(busy: RunContext) -> None:
     trainer = ludus.RemoteTrainer(num_workers=2)
     trainer.train(parts.report, value=2)
     assert trainer.wait(60)
@@ -74,7 +74,7 @@ def test_a_learner_reports_once_for_all_and_a_plain_metric_from_each(busy: Sessi
 
 
 def test_a_learner_that_fails_is_told_with_its_traceback_and_takes_the_others_along(
-    busy: Session, caplog: pytest.LogCaptureFixture
+    busy: RunContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     ludus.RemoteBuffer("empty")
     trainer = ludus.RemoteTrainer(num_workers=2)
@@ -89,10 +89,10 @@ def test_a_learner_that_fails_is_told_with_its_traceback_and_takes_the_others_al
     failure = busy.failure()
     assert isinstance(failure, WorkerFailed)
     assert "the second gives up" in str(failure)
-    busy._watched.clear()  # the other tests go on with this run
+    busy._watched_processes.clear()  # the other tests go on with this run
 
 
-def test_stopping_a_learner_ends_its_iteration_and_the_function_returns(busy: Session, tmp_path: Path) -> None:
+def test_stopping_a_learner_ends_its_iteration_and_the_function_returns(busy: RunContext, tmp_path: Path) -> None:
     buffer = ludus.RemoteBuffer("two")
     buffer.push(1.0, 2.0)
     trainer = ludus.RemoteTrainer()
@@ -104,7 +104,7 @@ def test_stopping_a_learner_ends_its_iteration_and_the_function_returns(busy: Se
     assert notes(tmp_path) == [{"seen": 2}]
 
 
-def test_it_trains_one_function_at_a_time(busy: Session, tmp_path: Path) -> None:
+def test_it_trains_one_function_at_a_time(busy: RunContext, tmp_path: Path) -> None:
     ludus.RemoteBuffer("idle")
     trainer = ludus.RemoteTrainer()
     trainer.train(parts.consume_until_the_end, buffer="idle", out=str(tmp_path))
@@ -114,24 +114,24 @@ def test_it_trains_one_function_at_a_time(busy: Session, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_not_silently_replaced(busy: Session) -> None:
+def test_a_gpu_that_is_not_there_is_not_silently_replaced(busy: RunContext) -> None:
     with pytest.raises(UsageError, match="no GPU"):
         ludus.RemoteTrainer(use_gpu=True)
     ludus.RemoteTrainer(use_gpu=None)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5])
-def test_there_is_at_least_one_learner(busy: Session, number: Any) -> None:
+def test_there_is_at_least_one_learner(busy: RunContext, number: Any) -> None:
     with pytest.raises(UsageError, match="at least one learner"):
         ludus.RemoteTrainer(num_workers=number)
 
 
-def test_what_is_not_a_function_is_refused(busy: Session) -> None:
+def test_what_is_not_a_function_is_refused(busy: RunContext) -> None:
     with pytest.raises(UsageError, match="not a function"):
         ludus.RemoteTrainer().train("train_atari")  # type: ignore[arg-type]
 
 
-def test_outside_of_a_learner_there_is_one(busy: Session) -> None:
+def test_outside_of_a_learner_there_is_one(busy: RunContext) -> None:
     learner = ludus.learner()
     network = parts.Two()
     assert (learner.rank, learner.world_size) == (0, 1)

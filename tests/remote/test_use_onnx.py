@@ -20,7 +20,7 @@ from ludus.models.inference.onnx_hot_reload import FLOAT32, OnnxEngine, OnnxGrap
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import module_spec as modules
-from ludus.remote.context import Session
+from ludus.remote.context import RunContext
 from tests.remote.parts import Scale
 
 X = np.linspace(-1, 1, 4, dtype=np.float32)
@@ -76,9 +76,9 @@ def check_follows(model: ludus.RemoteModel, atol: float) -> None:
         np.testing.assert_allclose(model(X)["logits"], answer["logits"], atol=1e-6)
 
 
-def test_a_module_is_run_by_onnxruntime_and_follows_new_weights(run: Session) -> None:
+def test_a_module_is_run_by_onnxruntime_and_follows_new_weights(run: RunContext) -> None:
     model = ludus.RemoteModel("small", Small(), forward_args=(X,), use_onnx=True)
-    inference = model._shared.asked
+    inference = model._shared.backend
     assert isinstance(inference, Inference)
     assert isinstance(inference.engine, OnnxEngine)
     np.testing.assert_allclose(model(X)["logits"], by_torch(model, X), atol=1e-5)
@@ -95,7 +95,7 @@ def test_a_module_is_run_by_onnxruntime_and_follows_new_weights(run: Session) ->
     assert np.abs(model(X)["logits"] - before).max() > 0.1
 
 
-def test_int8_follows_new_weights_until_another_model_has_the_name(run: Session) -> None:
+def test_int8_follows_new_weights_until_another_model_has_the_name(run: RunContext) -> None:
     model = ludus.RemoteModel("small", Small(), forward_args=(X,), use_onnx="quantize")
     check_follows(model, 0.1)
     assert np.abs(model(X)["logits"] - by_torch(model, X)).max() > 1e-6  # it is int8 that answers
@@ -103,7 +103,7 @@ def test_int8_follows_new_weights_until_another_model_has_the_name(run: Session)
     np.testing.assert_array_equal(plain(X), 2 * X)
 
 
-def test_a_policy_decides_as_in_torch(run: Session) -> None:
+def test_a_policy_decides_as_in_torch(run: RunContext) -> None:
     made = policy()
     model = ludus.RemoteModel("agent", made, use_onnx=True)
 
@@ -246,7 +246,7 @@ def test_weights_that_do_not_fit_are_told_and_the_version_before_goes_on(
 # -- what else it is ----------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_is_refused_before_anything_is_made(run: Session) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_made(run: RunContext) -> None:
     with pytest.raises(UsageError, match="'fast'"):
         ludus.RemoteModel("a", Small(), forward_args=(X,), use_onnx="fast")
     with pytest.raises(UsageError, match="forward_args"):
@@ -259,7 +259,7 @@ def test_what_cannot_be_is_refused_before_anything_is_made(run: Session) -> None
         ludus.RemoteModel("b", use_onnx=True)
 
 
-def test_workers_run_it_too(busy: Session) -> None:
+def test_workers_run_it_too(busy: RunContext) -> None:
     model = ludus.RemoteModel("apart", Small(), forward_args=(X,), use_onnx=True, num_workers=1)
     process = busy.supervisor._processes["inference-apart-0"]
     process.wait_ready(60)

@@ -1,4 +1,4 @@
-"""RemoteActor: the port that games connect to, and the processes in which your actors answer them."""
+"""RemoteActor: the port that games connect to, and the processes that run the actors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
 from ludus.errors import UsageError
 from ludus.gateway.server import GatewaySettings
-from ludus.remote.context import Ticket, adopt, current
+from ludus.remote.context import JoinTicket, adopt, current
 
 READY_S = 60.0
 
@@ -28,9 +28,9 @@ class RemoteActor:
         remote_actor.serve(Bot, model="atari")
         ludus.run_until_asked_to_stop()
 
-    Beyond this machine (`host="0.0.0.0"`) a `token` is required, which games send as `Authorization: Bearer <token>`. A call
-    of an actor that takes longer than `tick_timeout` seconds, and a game that is silent for `session_timeout` seconds, end
-    their session. `settings` has every other limit.
+    For an address other than loopback (`host="0.0.0.0"`) a `token` is required, which games send as `Authorization: Bearer <token>`.
+    A call of an actor that takes longer than `tick_timeout` seconds, and a game that is silent for `session_timeout` seconds, end
+    their session. `settings` has all other limits.
     """
 
     def __init__(
@@ -52,48 +52,48 @@ class RemoteActor:
         limits = limits if session_timeout is None else replace(limits, silent_s=float(session_timeout))
         self._settings = replace(settings, sessions=limits, token=settings.token if token is None else token)
         self._host, self._port, self._workers = host, port, num_workers
-        self._session = current("RemoteActor")
-        self._fleet: GatewayWorkers | None = None
+        self._run = current("RemoteActor")
+        self._gateway_workers: GatewayWorkers | None = None
 
     def serve(self, Actor: Any, *args: Any, **kwargs: Any) -> None:
-        """Start to answer games with `Actor(*args, **kwargs)`, one for each session. Returns when the port is served.
+        """Serve games with `Actor(*args, **kwargs)`, one object per session. Returns when the port is served.
 
-        Raises UsageError when the port is taken; WorkerFailed when the processes do not start.
+        Raises UsageError when the port is in use; WorkerFailed when the processes do not start.
         """
         if not callable(Actor) or not callable(getattr(Actor, "tick", None)):
             raise UsageError(f"Actor={Actor!r} is not an actor class.", "Give a class with tick(body), such as a ludus.Actor.")
-        if self._fleet is not None:
+        if self._gateway_workers is not None:
             raise UsageError("This RemoteActor serves already.", "Make another one, with another port.")
-        session = self._session
-        self._fleet = GatewayWorkers(
-            session.supervisor,
+        run = self._run
+        self._gateway_workers = GatewayWorkers(
+            run.supervisor,
             GatewayProgram(
                 functools.partial(Actor, *args, **kwargs),
                 self._settings,
-                prepare=functools.partial(_prepare, session.ticket(threads=1)),
+                prepare=functools.partial(_prepare, run.ticket(threads=1)),
             ),
             host=self._host,
             port=self._port,
             workers=self._workers,
         )
-        session.on_close(self.close)
-        self._fleet.wait_ready(READY_S)
+        run.on_close(self.close)
+        self._gateway_workers.wait_ready(READY_S)
         host, port = self.address
         details = {"actor": getattr(Actor, "__qualname__", repr(Actor)), "host": host, "port": port}
-        session.client.call({"op": "component", "kind": "actor", "name": f"actor-{port}", "details": details})
+        run.client.call({"op": "component", "kind": "actor", "name": f"actor-{port}", "details": details})
 
     @property
     def address(self) -> tuple[str, int]:
-        """(host, port) that games connect to; the port is the real one when it was given as 0."""
-        if self._fleet is None:
+        """(host, port) that games connect to; the actual port if it was given as 0."""
+        if self._gateway_workers is None:
             raise UsageError("This RemoteActor does not serve yet.", "Call serve() first.")
-        return self._fleet.address
+        return self._gateway_workers.address
 
     def close(self) -> None:
-        """Every session ends, its actor told; the port is free again."""
-        if self._fleet is not None:
-            self._fleet.close()
+        """End every session, with a call of its actor, and free the port."""
+        if self._gateway_workers is not None:
+            self._gateway_workers.close()
 
 
-def _prepare(ticket: Ticket) -> None:
+def _prepare(ticket: JoinTicket) -> None:
     adopt(ticket)

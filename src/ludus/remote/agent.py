@@ -1,4 +1,4 @@
-"""`ludus.Agent`: chooses for one seat and pushes what came of it, for actors of your own."""
+"""`ludus.Agent`: chooses actions for one seat and pushes the resulting segments, for custom actors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Agent(agent.Agent):
                     self.agent.break_off()                       # silent, timed out: the last step is left out
                 return b""
 
-    `model` and `buffer` are handles or names; without a buffer nothing is recorded, which is how the same actor serves.
+    `model` and `buffer` are handles or names; without a buffer nothing is recorded, as for serving.
     Segments of `steps` steps are pushed as trees of arrays `[steps + 1, …]` (see `docs/games.md`).
     """
 
@@ -49,28 +49,32 @@ _making = threading.Lock()
 
 
 def _seat(model: RemoteModel | str, buffer: RemoteBuffer | str | None, steps: int) -> Seat:
-    """One per process, model, buffer and length: building it costs more than many steps."""
-    session = current("Agent")
+    """One per process, model, buffer and length: creating one costs more than many steps."""
+    run = current("Agent")
     names = [each if isinstance(each, str) else getattr(each, "name", "") for each in (model, buffer)]
     key = ("seat", f"{names[0]} → {names[1]} × {steps}")
     with _making:
-        found: Seat | None = session.shared.get(key)
+        found: Seat | None = run.shared.get(key)
         if found is None:
-            asked = RemoteModel(model) if isinstance(model, str) else model
-            into = RemoteBuffer(buffer) if isinstance(buffer, str) else buffer
-            memory = None if into is None else BufferMemory(into, session_spec(asked.policy, steps, asked.name))
-            found = session.shared[key] = Seat(asked, memory)
+            remote_model = RemoteModel(model) if isinstance(model, str) else model
+            remote_buffer = RemoteBuffer(buffer) if isinstance(buffer, str) else buffer
+            memory = (
+                None
+                if remote_buffer is None
+                else BufferMemory(remote_buffer, session_spec(remote_model.policy, steps, remote_model.name))
+            )
+            found = run.shared[key] = Seat(remote_model, memory)
         return found
 
 
 class BufferMemory:
-    """The writing half of a memory whose segments go into a RemoteBuffer. Bounds and drops are the buffer's."""
+    """The writing half of a memory whose segments go to a RemoteBuffer, which bounds and drops them."""
 
     def __init__(self, buffer: RemoteBuffer, spec: SegmentSpec) -> None:
         self._buffer, self._spec = buffer, spec
 
     def reserve(self, timeout_s: float) -> Segments | None:
-        return Segments.empty(self._spec, 1)  # always a fresh one: what was pushed may still be on its way
+        return Segments.empty(self._spec, 1)  # always a new one: pushed segments may not have been sent yet
 
     def commit(self, segments: Segments) -> None:
         self._buffer.push(item_of(segments))

@@ -1,7 +1,7 @@
-"""RemoteBuffer: a named queue of the run. Actors push what they saw; learners iterate over batches of it.
+"""RemoteBuffer: a named queue of the run. Actors push items; learners iterate over batches of them.
 
-On the machine of the hub large items stay where their producer wrote them, in a ring in shared memory: the hub passes around
-where they are, and a consumer copies them into its batch. What has no room there, is small, or comes from another machine goes
+On the hub's machine large items stay in a ring in shared memory, where their producer wrote them: the hub passes their
+position, and a consumer copies them into its batch. Items that are small, do not fit, or come from another machine go
 through the hub's socket.
 """
 
@@ -25,7 +25,7 @@ from ludus.core import tree
 from ludus.core.tree import Tree, TreeEncoder
 from ludus.distributed.hub.rpc import MAX_BODY, Header, Reply, RpcConnection, split
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
-from ludus.remote.context import Session, current
+from ludus.remote.context import RunContext, current
 from ludus.transport.ring_buffer import RingWriter, create_ring, record_bytes
 
 log = logging.getLogger(__name__)
@@ -34,23 +34,23 @@ OUTBOX_PUSHES = 1024
 OFFERS = 4096
 """Pushes of one process with drop=False that may wait for room."""
 OUTBOX_BYTES = 1 << 29
-"""What may wait in this process to be sent; beyond it the oldest is dropped, and counted."""
+"""Bytes that may wait in this process to be sent; beyond that the oldest are dropped and counted."""
 SHARED_BYTES = 1 << 14
-"""Items of this size go through shared memory: below it, saying where an item is takes as long as sending it."""
+"""Items of at least this size go through shared memory; sending the position of a smaller one takes as long as sending it."""
 RING_BYTES = 1 << 28
-"""Of the ring of one process and buffer, at most."""
-_LEAST_RING_BYTES = 1 << 22
-_ON_THE_WAY = 64  # items that have left the queue and not yet the ring, with room to spare
-_JOINED_PUSHES, _JOINED_BYTES = 256, 1 << 20  # that leave in one frame, if they wait together
-_BESIDE_BYTES = 1 << 18  # a batch that is larger is copied in a thread of its own, beside the client's loop
+"""Maximum size of the ring of one process and buffer."""
+_MIN_RING_BYTES = 1 << 22
+_IN_FLIGHT_ITEMS = 64  # items that have left the queue but are not yet released, with a margin
+_FRAME_PUSHES, _FRAME_BYTES = 256, 1 << 20  # limits for waiting pushes that are sent in one frame
+_THREAD_BYTES = 1 << 18  # a larger batch is copied in a thread, not on the client's loop
 _RING_S = 60.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class Pushed:
-    """What `push` returns: nothing needs to be done with it. `await` it, or call `wait`, to know that the items are gone.
+    """Result of `push`, which may be ignored. `await` it, or call `wait`, to know that the items were sent.
 
-    With `drop=False` that is when all of them are inside the buffer; else when they have left this process.
+    With `drop=False` that means that all of them are in the buffer; else that they have left this process.
     """
 
     __slots__ = ("_future",)
@@ -71,14 +71,14 @@ class Pushed:
 
 
 class _Push:
-    """Items that are in the process's ring, by their numbers there, or encoded."""
+    """Items of one push: numbers of records in the ring of this process, or encoded bytes."""
 
     __slots__ = ("drop", "future", "items", "largest", "size", "upto")
 
     def __init__(self, items: list[int | bytearray], drop: bool, upto: int, largest: int) -> None:
         self.items, self.drop = items, drop
         self.upto = upto
-        """All records before this one belong to this push or to one before it."""
+        """All records before this one belong to this push or to an earlier one."""
         self.largest = largest
         self.size = sum(len(item) for item in items if not isinstance(item, int))
         self.future: Future[None] = Future()
@@ -87,9 +87,9 @@ class _Push:
 class Outbox:
     """Pushes of this process to one buffer, sent in order by the client's loop. `put` never blocks."""
 
-    def __init__(self, session: Session, name: str, size: int) -> None:
-        self._session, self._name, self._size = session, name, size
-        self._writing = threading.Lock()  # held first: records are spoken of in the order in which they were written
+    def __init__(self, run: RunContext, name: str, size: int) -> None:
+        self._run, self._name, self._size = run, name, size
+        self._writing = threading.Lock()  # acquired first: records must be announced in the order in which they are written
         self._lock = threading.Lock()
         self._waiting: deque[_Push] = deque()
         self._bytes = self._lost = self._offered = 0
@@ -97,15 +97,15 @@ class Outbox:
         self._error: Exception | None = None
         self._connection: RpcConnection | None = None
         self._ring: RingWriter | None = None
-        self._sharing: asyncio.Task[None] | None = None
+        self._ring_task: asyncio.Task[None] | None = None
         self._closed = False
-        session.on_close(self.close)
+        run.on_close(self.close)
 
     def put(self, items: list[TreeEncoder], drop: bool) -> Pushed:
         with self._writing:
             with self._lock:
                 self._check(drop)
-            written = [self._written(item) for item in items]
+            written = [self._write_item(item) for item in items]
             upto = 0 if self._ring is None else self._ring.committed
             push = _Push(written, drop, upto, max((item.size for item in items), default=0))
             with self._lock:
@@ -113,15 +113,15 @@ class Outbox:
                     raise self._error
                 if not drop:
                     self._offered += 1
-                    push.future.add_done_callback(self._answered)
+                    push.future.add_done_callback(self._on_offer_done)
                 self._waiting.append(push)
                 self._bytes += push.size
-                self._make_room()
+                self._drop_oldest()
                 start = not self._sending
                 self._sending = True
         if start:
             try:
-                self._session.client.submit(self._send_all())
+                self._run.client.submit(self._send_all())
             except WorkerFailed as error:  # this process has left the run
                 self._fail(error)
                 raise
@@ -135,26 +135,26 @@ class Outbox:
                 f"{self._offered} pushes to {self._name!r} with drop=False wait for room.", "Await each before the next."
             )
 
-    def _written(self, item: TreeEncoder) -> int | bytearray:
-        """Its number in the ring, if there is room for it."""
+    def _write_item(self, item: TreeEncoder) -> int | bytearray:
+        """Write the item to the ring if there is room, and return its number; else return its bytes."""
         ring = self._ring
         if ring is not None and SHARED_BYTES <= item.size <= ring.capacity:
             room = ring.reserve(item.size)
             if room is not None:
                 try:
                     item.write_into(room)
-                except BaseException:  # Ctrl-C, or an array that another thread has changed: the ring is for the next one
+                except BaseException:  # also Ctrl-C, or an array changed by another thread: the ring stays usable
                     ring.abandon()
                     raise
                 ring.commit()
                 return ring.committed - 1
         return item.bytes()
 
-    def _answered(self, _: Future[None]) -> None:
+    def _on_offer_done(self, _: Future[None]) -> None:
         self._offered -= 1
 
-    def _make_room(self) -> None:
-        """Drop the oldest that may be dropped. Pushes that wait for room are held by those who wait for them."""
+    def _drop_oldest(self) -> None:
+        """Drop the oldest pushes that may be dropped. Pushes with drop=False are limited by OFFERS."""
         droppable = [push for push in self._waiting if push.drop] if self._full() else []
         for push in droppable:
             if not self._full():
@@ -170,32 +170,32 @@ class Outbox:
     async def _send_all(self) -> None:
         try:
             if self._connection is None:
-                self._connection = await self._session.client.connect()
+                self._connection = await self._run.client.connect()
             while True:
                 with self._lock:
                     if not self._waiting:
                         self._sending = False
                         return
-                    pushes = self._leaving()
+                    pushes = self._next_pushes()
                     lost, self._lost = self._lost, 0
-                self._share(self._connection, max(push.largest for push in pushes))
+                self._request_ring(self._connection, max(push.largest for push in pushes))
                 await self._send(self._connection, pushes, lost)
-        except Exception as error:  # the hub is gone
+        except Exception as error:  # any error ends sending; pending and later pushes raise it
             self._fail(error)
 
-    def _leaving(self) -> list[_Push]:
-        """The next push, and those after it that may leave in the same frame."""
+    def _next_pushes(self) -> list[_Push]:
+        """The next push, and later ones that are sent in the same frame."""
         pushes, size = [self._waiting.popleft()], 0
-        while self._waiting and pushes[-1].drop and self._waiting[0].drop and len(pushes) < _JOINED_PUSHES:
+        while self._waiting and pushes[-1].drop and self._waiting[0].drop and len(pushes) < _FRAME_PUSHES:
             size += pushes[-1].size
-            if size + self._waiting[0].size > _JOINED_BYTES:
+            if size + self._waiting[0].size > _FRAME_BYTES:
                 break
             pushes.append(self._waiting.popleft())
         self._bytes -= sum(push.size for push in pushes)
         return pushes
 
     def _fail(self, error: Exception) -> None:
-        """Whoever waits, and whoever pushes next, is told."""
+        """Raise the error in pending and later pushes."""
         with self._lock:
             self._error, self._sending = error, False
             failed, self._waiting = self._waiting, deque()
@@ -217,9 +217,9 @@ class Outbox:
             else:
                 (push,) = pushes
                 reply = connection.start(header, *inline)
-                reply.add_done_callback(lambda done: _settle(done, push.future))
+                reply.add_done_callback(lambda done: _resolve_offer(done, push.future))
                 await connection.drain()
-        except Exception as error:
+        except Exception as error:  # also set on the futures of these pushes
             for push in pushes:
                 if not push.future.done():
                     push.future.set_exception(error)
@@ -227,20 +227,20 @@ class Outbox:
 
     # -- the ring
 
-    def _share(self, connection: RpcConnection, size: int) -> None:
-        """With the first large item: get a ring for the next ones, in the background."""
-        if self._sharing is None and size >= SHARED_BYTES and self._session.location.is_local:
-            self._sharing = asyncio.get_running_loop().create_task(self._make_ring(connection, size))
+    def _request_ring(self, connection: RpcConnection, size: int) -> None:
+        """Request a ring in the background when the first large item is sent."""
+        if self._ring_task is None and size >= SHARED_BYTES and self._run.location.is_local:
+            self._ring_task = asyncio.get_running_loop().create_task(self._make_ring(connection, size))
 
     async def _make_ring(self, connection: RpcConnection, size: int) -> None:
-        wanted = min(RING_BYTES, max(_LEAST_RING_BYTES, record_bytes(size) * (self._size + _ON_THE_WAY)))
+        wanted = min(RING_BYTES, max(_MIN_RING_BYTES, record_bytes(size) * (self._size + _IN_FLIGHT_ITEMS)))
         try:
             reply = await connection.request({"op": "buffer.ring", "bytes": wanted}, timeout_s=_RING_S)
             granted = reply[-1][0]
             if granted["path"]:
                 await asyncio.to_thread(self._open_ring, Path(granted["path"]), int(granted["bytes"]))
         except (LudusError, TimeoutError, OSError) as error:
-            log.warning("items for the buffer %s go through a socket, not through shared memory: %s", self._name, error)
+            log.warning("items of the buffer %s are sent through a socket instead of shared memory: %s", self._name, error)
 
     def _open_ring(self, path: Path, size: int) -> None:
         create_ring(path, size)
@@ -252,7 +252,7 @@ class Outbox:
                 self._ring = ring
 
     def close(self) -> None:
-        """Nothing more is written to the ring; what is in it is the hub's."""
+        """Stop writing to the ring; the hub owns what is in it."""
         with self._writing:
             self._closed = True
             if self._ring is not None:
@@ -260,7 +260,7 @@ class Outbox:
                 self._ring = None
 
 
-def _settle(done: asyncio.Future[Reply], future: Future[None]) -> None:
+def _resolve_offer(done: asyncio.Future[Reply], future: Future[None]) -> None:
     if future.done():
         return
     if done.cancelled() or (done.exception() is None and done.result()[-1][0].get("closed")):
@@ -272,49 +272,51 @@ def _settle(done: asyncio.Future[Reply], future: Future[None]) -> None:
 
 
 class RemoteBuffer:
-    """A queue with a name: made by whoever comes first, found by everybody else in the run.
+    """A queue with a name, created by the first process that opens it.
 
         buffer = ludus.RemoteBuffer("replay", size=512, batch_size=8)
         buffer.push({"observation": image, "reward": 1.0})      # from an actor; never blocks
-        for batch in buffer:                                    # in a learner: arrays [8, …], in memory of their own
+        for batch in buffer:                                    # in a learner: arrays [8, …] that it owns
             …
 
-    It holds `size` items (512 unless somebody says otherwise). An item is an array or number, or dicts and tuples of them. When
-    it is full, `push` drops the oldest item, and counts it (`stats()`, and the metric `buffer/<name>/dropped`); `push(…,
+    It holds `size` items (default 512). An item is an array or number, or nested dicts and tuples of them. When
+    it is full, `push` drops the oldest item and counts it (`stats()`, and the metric `buffer/<name>/dropped`); `push(…,
     drop=False)` waits instead. Each item goes to one consumer. Without a `batch_size` iteration yields single items.
     """
 
     def __init__(self, name: str, size: int | None = None, batch_size: int | None = None) -> None:
         if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-            raise UsageError(f"batch_size={batch_size!r} is not a positive whole number.")
+            raise UsageError(f"batch_size={batch_size!r} is not a positive integer.")
         self.name, self.batch_size = name, batch_size
         self._consumer: _Consumer | None = None
         self._lock = threading.Lock()
-        self._attached: tuple[Session, Outbox] | None = None
+        self._attached: tuple[RunContext, Outbox] | None = None
         held = self._open(size)
         if batch_size is not None and batch_size > held:
-            raise UsageError(f"batch_size={batch_size} does not fit into the buffer {name!r} of size {held}.", "Make it larger.")
+            raise UsageError(
+                f"batch_size={batch_size} does not fit into the buffer {name!r} of size {held}.", "Make the buffer larger."
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As an argument to another process of the run, a buffer is its name; it is opened when it is first used there."""
-        return _unattached, (self.name, self.batch_size)
+        """Pickle as the name; it is opened on first use in the other process of the run."""
+        return _make_unattached, (self.name, self.batch_size)
 
     def __repr__(self) -> str:
         return f"RemoteBuffer({self.name!r}, batch_size={self.batch_size})"
 
     def _open(self, size: int | None) -> int:
-        session = current("RemoteBuffer")
+        run = current("RemoteBuffer")
         key = ("buffer", self.name)
-        with session.lock:
-            known: tuple[int, Outbox] | None = session.shared.get(key)
+        with run.lock:
+            known: tuple[int, Outbox] | None = run.shared.get(key)
             if known is None or size not in (None, known[0]):
-                held = int(session.client.call({"op": "buffer.open", "name": self.name, "size": size})["size"])
-                known = session.shared[key] = (held, known[1] if known else Outbox(session, self.name, held))
-        self._attached = session, known[1]
+                held = int(run.client.call({"op": "buffer.open", "name": self.name, "size": size})["size"])
+                known = run.shared[key] = (held, known[1] if known else Outbox(run, self.name, held))
+        self._attached = run, known[1]
         return known[0]
 
-    def _here(self) -> tuple[Session, Outbox]:
-        if self._attached is None or not self._attached[0].here:
+    def _attach(self) -> tuple[RunContext, Outbox]:
+        if self._attached is None or not self._attached[0].is_current_process:
             self._consumer, self._lock = None, threading.Lock()
             self._open(None)
         assert self._attached is not None
@@ -323,17 +325,17 @@ class RemoteBuffer:
     # -- producing
 
     def push(self, *items: Tree, drop: bool = True) -> Pushed:
-        """Put items in. Never blocks; they leave in the background, in order. Raises UsageError for what is no item.
+        """Put items in. Never blocks; they are sent in order in the background. Raises UsageError for invalid items.
 
-        With `drop=False` await the result (or call its `wait`): a producer that never does is refused after a while.
+        With `drop=False` await the result (or call its `wait`): a producer that never does is refused after OFFERS pushes.
         """
-        _, outbox = self._here()
-        return outbox.put([_encoded(item, self.name) for item in items], drop)
+        _, outbox = self._attach()
+        return outbox.put([_encode_item(item, self.name) for item in items], drop)
 
     def stats(self) -> dict[str, int]:
-        """size, waiting (items inside), pushed, taken, dropped; shared: how many came through shared memory."""
-        session, _ = self._here()
-        reply = session.client.call({"op": "buffer.stats", "name": self.name})
+        """size, waiting (items inside), pushed, taken, dropped; shared: items that came through shared memory."""
+        run, _ = self._attach()
+        reply = run.client.call({"op": "buffer.stats", "name": self.name})
         return {key: int(value) for key, value in reply.items() if key != "id"}
 
     # -- consuming
@@ -350,105 +352,105 @@ class RemoteBuffer:
 
     def take(self, timeout_s: float) -> Tree:
         """The next batch (or item). Raises TimeoutError; StopIteration when the run ends; WorkerFailed when it is lost."""
-        session, _ = self._here()
+        run, _ = self._attach()
         with self._lock:
             if self._consumer is None:
-                self._consumer = _Consumer(session, self.name, self.batch_size or 1, self._formed)
+                self._consumer = _Consumer(run, self.name, self.batch_size or 1, self._form)
             return self._consumer.take(timeout_s)
 
-    def _formed(self, items: list[Tree]) -> Tree:
-        """In memory of its own: what the items are views of is used again."""
-        return tree.map_tree(np.array, items[0]) if self.batch_size is None else _stacked(items, self.name)
+    def _form(self, items: list[Tree]) -> Tree:
+        """Copy the items: the memory that they are views of is reused."""
+        return tree.map_tree(np.array, items[0]) if self.batch_size is None else _stack_items(items, self.name)
 
     def close(self) -> None:
-        """This handle takes no more: its iteration ends. The buffer itself lives as long as the run."""
+        """End the iteration of this handle. The buffer itself lives as long as the run."""
         consumer = self._consumer
         if consumer is None:
-            consumer = self._consumer = _Consumer(self._here()[0], self.name, 1, self._formed)
-        consumer.close()  # without the lock, which whoever waits for a batch holds: this is what ends the waiting
+            consumer = self._consumer = _Consumer(self._attach()[0], self.name, 1, self._form)
+        consumer.close()  # without the lock, which a waiting `take` holds: this ends the waiting
 
 
 class _Consumer:
-    """One consumer's connection. While a batch is worked on, the next one comes, and is formed."""
+    """Connection of one consumer. The next batch is fetched and formed while the current one is used."""
 
-    def __init__(self, session: Session, name: str, count: int, form: Callable[[list[Tree]], Tree]) -> None:
-        self._session, self._name, self._count, self._form = session, name, count, form
+    def __init__(self, run: RunContext, name: str, count: int, form: Callable[[list[Tree]], Tree]) -> None:
+        self._run, self._name, self._count, self._form = run, name, count, form
         self._connection: RpcConnection | None = None
-        self._next: Future[_Given | None] | None = None
-        self._windows = _Windows()
+        self._next: Future[_FormedBatch | None] | None = None
+        self._ring_maps = _RingMaps()
         self._over = False
 
     def take(self, timeout_s: float) -> Tree:
         try:
-            given = self._waited(time.monotonic() + timeout_s)
+            formed = self._wait_for_batch(time.monotonic() + timeout_s)
         except TimeoutError:
             raise TimeoutError(f"Nothing to take from the buffer {self._name!r} within {timeout_s:g} s.") from None
         except (WorkerFailed, CancelledError):
             self._next = None
-            if self._session.ended:  # left in order, while we waited
+            if self._run.ended:  # the run was closed meanwhile
                 raise StopIteration from None
             raise
-        if given is None:
+        if formed is None:
             self._over = True
             raise StopIteration
-        self._next = self._session.client.submit(self._request())
-        if given.error is not None:
-            raise given.error
-        return given.batch
+        self._next = self._run.client.submit(self._request())
+        if formed.error is not None:
+            raise formed.error
+        return formed.batch
 
-    def _waited(self, deadline: float) -> _Given | None:
-        while not (self._over or self._session.ended):
+    def _wait_for_batch(self, deadline: float) -> _FormedBatch | None:
+        while not (self._over or self._run.ended):
             if self._next is None:
-                self._next = self._session.client.submit(self._request())
+                self._next = self._run.client.submit(self._request())
             try:
-                # In slices, because the end of the run is a flag: a signal handler may set it, and nothing more.
-                return self._next.result(max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+                # In short intervals, because the end of the run is only a flag, which a signal handler may set.
+                return self._next.result(max(0.0, min(_POLL_S, deadline - time.monotonic())))
             except FutureTimeout:
                 if time.monotonic() >= deadline:
                     raise
-            except Exception:
+            except Exception:  # any error of the request: a later call starts a new one
                 self._next = None
                 raise
         raise StopIteration
 
-    async def _request(self) -> _Given | None:
+    async def _request(self) -> _FormedBatch | None:
         """The next batch; None at the end of the run."""
         if self._connection is None:
-            self._connection = await self._session.client.connect()
-        header = {"op": "buffer.take", "name": self._name, "count": self._count, "maps": self._session.location.is_local}
+            self._connection = await self._run.client.connect()
+        header = {"op": "buffer.take", "name": self._name, "count": self._count, "maps": self._run.location.is_local}
         reply = await self._connection.request(header, timeout_s=None)
         if reply[-1][0].get("closed"):
             return None
         size = sum(sum(part["sizes"]) + sum(place[2] for place in part.get("places", ()) if place) for part, _ in reply)
-        if size < _BESIDE_BYTES:
-            given = self._given(reply)
+        if size < _THREAD_BYTES:
+            formed = self._form_batch(reply)
         else:
-            given = await asyncio.to_thread(self._given, reply)
+            formed = await asyncio.to_thread(self._form_batch, reply)
         if any("places" in part for part, _ in reply):
             await self._connection.send({"op": "buffer.release", "take": reply[-1][0]["id"]})
-        return given
+        return formed
 
-    def _given(self, reply: Reply) -> _Given:
+    def _form_batch(self, reply: Reply) -> _FormedBatch:
         try:
-            return _Given(self._form([tree.decode(item)[0] for part, body in reply for item in self._items(part, body)]))
-        except Exception as error:  # of these items alone, MemoryError, too: they are given back, and the next batch may be fine
-            return _Given(None, error)
+            return _FormedBatch(self._form([tree.decode(item)[0] for part, body in reply for item in self._items(part, body)]))
+        except Exception as error:  # any error, even MemoryError, concerns these items only; the next batch may succeed
+            return _FormedBatch(None, error)
 
     def _items(self, header: Header, body: bytes) -> list[memoryview]:
         inline = iter(split(body, header["sizes"]))
         places = header.get("places")
         if places is None:
             return list(inline)
-        return [next(inline) if place is None else self._windows.view(*place) for place in places]
+        return [next(inline) if place is None else self._ring_maps.view(*place) for place in places]
 
     def close(self) -> None:
         self._over = True
         if self._connection is not None:
-            self._session.client.wait(self._connection.close(), 5.0)
+            self._run.client.wait(self._connection.close(), 5.0)
 
 
-class _Given:
-    """A batch, or why there is none."""
+class _FormedBatch:
+    """A batch, or the error of forming it."""
 
     __slots__ = ("batch", "error")
 
@@ -456,8 +458,8 @@ class _Given:
         self.batch, self.error = batch, error
 
 
-class _Windows:
-    """Rings of producers, mapped here to be looked into, and nothing more."""
+class _RingMaps:
+    """Read-only maps of producers' rings."""
 
     def __init__(self) -> None:
         self._maps: dict[str, memoryview] = {}
@@ -466,30 +468,32 @@ class _Windows:
         """`size` bytes of a ring. Raises WorkerFailed, Damaged."""
         whole = self._maps.get(path)
         if whole is None:
-            whole = self._opened(path)
+            whole = self._map_ring(path)
         if not 0 <= at <= at + size <= len(whole):
             raise Damaged(f"The ring {path} has {len(whole)} bytes, not {at + size}.")
         return whole[at : at + size]
 
-    def _opened(self, path: str) -> memoryview:
-        self._maps = {known: mapped for known, mapped in self._maps.items() if Path(known).exists()}  # of producers that live
+    def _map_ring(self, path: str) -> memoryview:
+        self._maps = {known: mapped for known, mapped in self._maps.items() if Path(known).exists()}  # drop removed rings
         try:
             with open(path, "rb") as file:
                 whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
-            raise WorkerFailed(f"The items of a producer cannot be read: {path}: {error}.", "Was its ring removed?") from error
+            raise WorkerFailed(
+                f"The items of a producer cannot be read: {path}: {error}.", "Its ring may have been removed."
+            ) from error
         self._maps[path] = whole
         return whole
 
 
-def _unattached(name: str, batch_size: int | None) -> RemoteBuffer:
+def _make_unattached(name: str, batch_size: int | None) -> RemoteBuffer:
     handle = RemoteBuffer.__new__(RemoteBuffer)
     handle.name, handle.batch_size, handle._consumer, handle._attached = name, batch_size, None, None
     handle._lock = threading.Lock()
     return handle
 
 
-def _encoded(item: Tree, name: str) -> TreeEncoder:
+def _encode_item(item: Tree, name: str) -> TreeEncoder:
     try:
         data = TreeEncoder(item)
     except (TypeError, ValueError, AttributeError) as error:
@@ -497,17 +501,19 @@ def _encoded(item: Tree, name: str) -> TreeEncoder:
             f"This cannot be pushed to the buffer {name!r}: {error}", "Items are arrays and numbers, in dicts and tuples."
         ) from error
     if data.size > MAX_BODY:
-        raise UsageError(f"An item of {data.size} bytes for the buffer {name!r} is larger than {MAX_BODY}.", "Push smaller ones.")
+        raise UsageError(
+            f"An item of {data.size} bytes for the buffer {name!r} is larger than {MAX_BODY}.", "Push smaller items."
+        )
     return data
 
 
-def _stacked(items: list[Tree], name: str) -> Tree:
+def _stack_items(items: list[Tree], name: str) -> Tree:
     try:
         return tree.stack(items)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise LudusError(
             f"The items of a batch from the buffer {name!r} differ: {_shapes(items[0])} and others.",
-            "Push items of one structure and shape, or take single ones (batch_size=None).",
+            "Push items of one structure and shape, or take single items (batch_size=None).",
         ) from error
 
 

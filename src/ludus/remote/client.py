@@ -1,6 +1,6 @@
-"""This process's side of the hub: one event loop in a thread of its own, and connections to the hub on it.
+"""This process's connection to the hub: an event loop in its own thread, with RPC connections on it.
 
-Plain code calls and waits, with a time-out; coroutines await; neither ever blocks somebody else's event loop.
+Plain code calls and waits, with a time-out; coroutines await; neither blocks the caller's event loop.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FLUSH_S = 0.5
 HUB = "The hub of this run"
 
 
-class Client:
-    """Safe for threads. Not for a copy of the process made by fork(): that makes its own."""
+class HubConnection:
+    """Thread-safe. Not for a fork of the process, which makes its own."""
 
     def __init__(self, location: HubLocation) -> None:
         self.location = location
@@ -34,7 +34,7 @@ class Client:
         self._thread.start()
         self._closed = False
         self._control: RpcConnection | None = None
-        self._metrics = Metrics()
+        self._metrics = MetricSums()
         self._flusher: Future[None] | None = None
         try:
             self._control = self.wait(self.connect(), CALL_S)
@@ -48,18 +48,18 @@ class Client:
         self.loop.run_forever()
 
     async def connect(self) -> RpcConnection:
-        """Another connection to the hub, for a purpose of its own; lives on `self.loop`."""
+        """Open another connection to the hub, on `self.loop`."""
         return await RpcConnection.open(self.location.socket, HUB, token_file=self.location.token_file)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the client's loop."""
         if self._closed:
             work.close()
-            raise WorkerFailed("This process has left its run.", "Call ludus.init to open it, or another.")
+            raise WorkerFailed("This process has left its run.", "Call ludus.init to open it, or another one.")
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def wait(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Run a coroutine on the client's loop, and block this thread until it is done. Raises TimeoutError."""
+        """Run a coroutine on the client's loop and block this thread until it is done. Raises TimeoutError."""
         future = self.submit(work)
         try:
             return future.result(timeout_s)
@@ -68,11 +68,11 @@ class Client:
             raise
 
     def call(self, header: Header, *parts: Body, timeout_s: float = CALL_S) -> Header:
-        """One request to the hub. Raises what the hub raised; WorkerFailed when it is gone or does not answer."""
+        """Send a request to the hub. Raises the hub's error; WorkerFailed when it is gone or does not reply."""
         return self.wait(self._request(header, *parts, timeout_s=timeout_s), timeout_s + 5.0)
 
     async def acall(self, header: Header, *parts: Body, timeout_s: float = CALL_S) -> Header:
-        """The same from any event loop."""
+        """Like `call`, from any event loop."""
         return await asyncio.wrap_future(self.submit(self._request(header, *parts, timeout_s=timeout_s)))
 
     async def _request(self, header: Header, *parts: Body, timeout_s: float) -> Header:
@@ -80,7 +80,9 @@ class Client:
         try:
             reply = await self._control.request(header, *parts, timeout_s=timeout_s)
         except TimeoutError as error:
-            raise WorkerFailed(f"{HUB} did not answer {header['op']} within {timeout_s:g} s.", "Is its process held?") from error
+            raise WorkerFailed(
+                f"{HUB} did not reply to {header['op']} within {timeout_s:g} s.", "Its process may be suspended or overloaded."
+            ) from error
         return reply[-1][0]
 
     @property
@@ -94,7 +96,7 @@ class Client:
             raise self.lost
 
     def upload(self, data: bytes) -> str:
-        """Stage bytes where the hub is, from another machine; returns the name of the file. Raises StoreFull, WorkerFailed."""
+        """Stage bytes at the hub from another machine; returns the name of the file. Raises StoreFull, WorkerFailed."""
 
         async def request(header: Header, *parts: Body) -> Header:
             return await self._request(header, *parts, timeout_s=CALL_S)
@@ -104,14 +106,14 @@ class Client:
     # -- metrics
 
     def metric(self, name: str, value: float) -> None:
-        """Never blocks: numbers are gathered here and leave in the background."""
+        """Never blocks: numbers are collected here and sent in the background."""
         self._metrics.add(name, value)
         if self._flusher is None:
             with self._metrics.lock:
                 if self._flusher is None:
-                    self._flusher = self.submit(self._flush_for_ever())
+                    self._flusher = self.submit(self._flush_periodically())
 
-    async def _flush_for_ever(self) -> None:
+    async def _flush_periodically(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
             await self._flush()
@@ -122,24 +124,24 @@ class Client:
             await self._control.request({"op": "metric", "entries": entries}, timeout_s=CALL_S)
 
     def flush(self, timeout_s: float = 5.0) -> None:
-        """What was reported so far has reached the hub. Raises WorkerFailed, TimeoutError."""
+        """Send the numbers reported so far to the hub. Raises WorkerFailed, TimeoutError."""
         self.wait(self._flush(), timeout_s)
 
     def close(self) -> None:
-        """What was reported so far goes to the hub; then everything that waits here gets WorkerFailed. Again: no effect."""
+        """Send the remaining metrics; pending requests then raise WorkerFailed. Idempotent."""
         if self._closed:
             return
-        with contextlib.suppress(Exception):  # the hub may be gone, which is a reason to close
+        with contextlib.suppress(Exception):  # the hub may be gone; closing must go on after any error
             self.flush(2.0)
         self._closed = True
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._shut(), self.loop).result(5.0)
+            asyncio.run_coroutine_threadsafe(self._close_connections(), self.loop).result(5.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)
         if not self.loop.is_running():
             self.loop.close()
 
-    async def _shut(self) -> None:
+    async def _close_connections(self) -> None:
         if self._control is not None:
             await self._control.close()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
@@ -148,8 +150,8 @@ class Client:
         await asyncio.gather(*rest, return_exceptions=True)
 
 
-class Metrics:
-    """Sums and counts by name, gathered between two flushes. Safe for threads."""
+class MetricSums:
+    """Sums and counts by name between two flushes. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -158,7 +160,7 @@ class Metrics:
     def add(self, name: str, value: float) -> None:
         with self.lock:
             total, count = self._sums.get(name, (0.0, 0))
-            if name == "timesteps":  # a position, not something to average
+            if name == "timesteps":  # the highest value, not a mean
                 self._sums[name] = max(total, value), 1
             else:
                 self._sums[name] = total + value, count + 1

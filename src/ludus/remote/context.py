@@ -1,6 +1,6 @@
-"""This process's part in a run: which run, where its hub is, what was started here and must be closed again.
+"""The run that this process takes part in: its directory, the connection to its hub, and everything started here.
 
-ludus.init(project="./atari", trial="ppo-v0")      # makes or re-opens ./atari/ppo-v0
+ludus.init(project="./atari", trial="ppo-v0")      # creates or reopens ./atari/ppo-v0
 ludus.init(project="./atari", trial="ppo-v0", address="auto")      # the same on every node of a Ray cluster: one run
 …
 ludus.run_until_asked_to_stop()
@@ -36,7 +36,7 @@ from ludus.models.weights.serialization import encode_weights
 from ludus.models.weights.shared_weights import SharedWeightsReader, stage
 from ludus.process.host import stop_on_signals
 from ludus.process.workers.supervisor import Process, Supervisor
-from ludus.remote.client import Client
+from ludus.remote.client import HubConnection
 from ludus.storage.local import LocalStore
 from ludus.storage.redact import redact_command
 
@@ -51,100 +51,100 @@ _WATCH_S = 0.2
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """What a process started by this one needs to take part in the run. Travels by value to our own children only."""
+class JoinTicket:
+    """What a child process needs to take part in the run. Pickled only for child processes."""
 
     location: HubLocation
     main_file: str | None
     classes: dict[str, type[nn.Module]] = field(default_factory=dict)
-    """Classes of the models made so far: a class of the launching script cannot be imported, so it comes along."""
+    """Classes of the models made so far: those of the launching script cannot be imported."""
     threads: int | None = None
-    """For torch in that process; None leaves them as they are."""
+    """Number of torch threads in that process; None leaves it unchanged."""
 
 
-class Session:
-    """A process that takes part in a run. Made by `init`; a context manager that leaves the run at its end."""
+class RunContext:
+    """A process that takes part in a run. Created by `init`; a context manager that leaves the run at its end."""
 
-    def __init__(self, joined: JoinedRun, ticket: Ticket | None = None) -> None:
-        self._joined = joined
-        self.hub, self.location = joined.hub, joined.location
+    def __init__(self, joined_run: JoinedRun, ticket: JoinTicket | None = None) -> None:
+        self._joined = joined_run
+        self.hub, self.location = joined_run.hub, joined_run.location
         self.directory = Path(self.location.directory)
         self._pid = os.getpid()
         self.main_file = ticket.main_file if ticket else main_script()
         self.classes: dict[str, type[nn.Module]] = dict(ticket.classes) if ticket else {}
         self.threads = ticket.threads if ticket else None
         self.shared: dict[tuple[str, str], Any] = {}
-        """What every handle of one name shares in this process: ("model", name) → inference, ("buffer", name) → …"""
+        """Objects shared by all handles of one name in this process: ("model", name) → inference, ("buffer", name) → …"""
         self.lock = threading.RLock()
         self.ended = False
-        """Iterations over buffers come to their end. A plain flag: a signal handler may set it, locks it may not touch."""
+        """Iterations over buffers end. A plain flag, because a signal handler may set it and must not use locks."""
         self.preload = ["numpy", "torch", "ludus.remote.model", "ludus.remote.buffer", "ludus.distributed.gateway_workers"]
-        """What worker processes find imported."""
-        self._client: Client | None = None
+        """Modules that worker processes import in advance."""
+        self._client: HubConnection | None = None
         self._supervisor: Supervisor | None = None
         self._weight_caches: WeightCaches | None = None
-        self._closers: list[Callable[[], None]] = []
-        self._watched: list[Process] = []
+        self._close_callbacks: list[Callable[[], None]] = []
+        self._watched_processes: list[Process] = []
         self._closed = False
         self._counts: dict[str, int] = {}
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> RunContext:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Session of {self.directory}{' (hub)' if self.hub else ''}>"
+        return f"<RunContext of {self.directory}{' (hub)' if self.hub else ''}>"
 
     @property
-    def here(self) -> bool:
-        """False in a copy of its process made by fork(), which must join anew."""
+    def is_current_process(self) -> bool:
+        """False in a fork of its process, which must join anew."""
         return self._pid == os.getpid()
 
-    def closed(self) -> WorkerFailed:
+    def closed_error(self) -> WorkerFailed:
         return WorkerFailed(f"This process has left the run {self.directory}.", "Call ludus.init to open it, or another.")
 
     @property
-    def client(self) -> Client:
+    def client(self) -> HubConnection:
         client = self._client
         if client is None or self._closed:
             with self.lock:
                 if self._closed:
-                    raise self.closed()
-                client = self._client = self._client or Client(self.location)
+                    raise self.closed_error()
+                client = self._client = self._client or HubConnection(self.location)
         return client
 
     @property
     def lost(self) -> Exception | None:
-        """Set when the hub is gone, or this process has left the run."""
+        """Set when the hub is gone or this process has left the run."""
         if self._closed:
-            return self.closed()
+            return self.closed_error()
         return self._client.lost if self._client is not None else None
 
     @property
     def supervisor(self) -> Supervisor:
         with self.lock:
             if self._closed:
-                raise self.closed()
+                raise self.closed_error()
             if self._supervisor is None:
                 self._supervisor = Supervisor(log_dir=self.log_dir, preload=self.preload)
             return self._supervisor
 
     @property
     def log_dir(self) -> Path:
-        """Machines that share a file system do not share logs."""
+        """Machines that share a file system have separate log directories."""
         logs = self.directory / "logs"
         return logs if self.location.is_local else logs / platform.node()
 
-    # -- weights, here or on their way
+    # -- weights
 
     def reader(self, info: Mapping[str, Any]) -> SharedWeightsReader:
-        """The versions of a model that the hub has described: in its memory, or in this machine's copy of it."""
+        """Versions of a model that the hub has described: in its shared memory, or in the cache of this machine."""
         return SharedWeightsReader(Path(info["board"])) if self.location.is_local else self._open_weight_caches().reader(info)
 
     def graph(self, path: str) -> str:
-        """The file of a traced model, on this machine."""
+        """Path of a traced model on this machine."""
         return path if self.location.is_local else self._open_weight_caches().graph(path)
 
     def _open_weight_caches(self) -> WeightCaches:
@@ -155,15 +155,15 @@ class Session:
             return self._weight_caches
 
     @contextlib.contextmanager
-    def staged(self, weights: Mapping[str, Array]) -> Iterator[str]:
-        """Weights laid down where the hub finds them; inside the block it is told the name of the file. Raises StoreFull."""
-        self.client.check()  # with the hub its directory is gone
+    def stage_weights(self, weights: Mapping[str, Array]) -> Iterator[str]:
+        """Stage weights for the hub; yields the name of the file. Raises StoreFull."""
+        self.client.check()  # the staging directory exists only as long as the hub
         if self.location.is_local:
             file = stage(Path(self.location.staging), weights)
             try:
                 yield file.name
             finally:
-                file.unlink(missing_ok=True)  # unless it was taken
+                file.unlink(missing_ok=True)  # unless the hub has taken it
             return
         name = self.client.upload(encode_weights(weights))
         try:
@@ -173,22 +173,22 @@ class Session:
                 self.client.call({"op": "stage.drop", "file": name})
             raise
 
-    def ticket(self, threads: int | None = None) -> Ticket:
-        return Ticket(self.location, self.main_file, dict(self.classes), threads)
+    def ticket(self, threads: int | None = None) -> JoinTicket:
+        return JoinTicket(self.location, self.main_file, dict(self.classes), threads)
 
     def number(self, kind: str) -> int:
-        """0, 1, 2, … for things of one kind started here, to name them."""
+        """Count things of one kind started here (0, 1, 2, …), to name them."""
         with self.lock:
             count = self._counts.get(kind, 0)
             self._counts[kind] = count + 1
             return count
 
     def watch(self, process: Process) -> None:
-        """If this process fails for good, so does the run."""
-        self._watched.append(process)
+        """Fail the run if this process fails for good."""
+        self._watched_processes.append(process)
 
     def failure(self) -> WorkerFailed | None:
-        for process in list(self._watched):
+        for process in list(self._watched_processes):
             if process.state == "failed":
                 return WorkerFailed(f"{process.name} failed: {process.error.rstrip() or 'it died'}", self._log_hint(process))
         return None
@@ -197,21 +197,21 @@ class Session:
         return f"Its log: {self.log_dir / process.name}.log"
 
     def on_close(self, closer: Callable[[], None]) -> None:
-        """Called when this process leaves the run; what was started last is closed first."""
-        self._closers.append(closer)
+        """Call `closer` when this process leaves the run, in reverse order of registration."""
+        self._close_callbacks.append(closer)
 
-    def forget(self) -> None:
-        """In a copy of this process made by fork(): the locks are the parent's."""
+    def release_after_fork(self) -> None:
+        """In a fork of this process: release the locks, which belong to the parent."""
         for part in (self.hub, self._weight_caches, self._joined):
             if part is not None:
                 part.release_after_fork()
 
     def end_iterations(self) -> None:
-        """Whoever iterates over a buffer in this process comes to its end. May be called in a signal handler."""
+        """End all iterations over buffers in this process. May be called in a signal handler."""
         self.ended = True
 
     def close(self) -> None:
-        """Leave the run: stop what was started here, keep the newest weights, close the hub if it is here."""
+        """Leave the run: stop everything started here, store the newest weights, close the hub if it is in this process."""
         global _current, _former
         with self.lock:
             if self._closed:
@@ -219,12 +219,12 @@ class Session:
             self._closed = True
         self.end_iterations()
         problems: list[BaseException] = []
-        parts = [*reversed(self._closers)]
+        parts = [*reversed(self._close_callbacks)]
         parts += [part.close for part in (self._supervisor, self._client, self.hub, self._joined) if part is not None]
         for close in parts:
             try:
                 close()
-            except Exception as error:  # the others must be closed all the same
+            except Exception as error:  # any error is logged and raised below; the other parts must be closed
                 log.exception("closing %s failed", close)
                 problems.append(error)
         atexit.unregister(self.close)
@@ -235,13 +235,13 @@ class Session:
             raise problems[0]
 
 
-# -- the one session of this process ------------------------------------------------------------------------------------
+# -- the context of this process ----------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
-_current: Session | None = None
-_former: Session | None = None
-_left: list[Session] = []
-_inherited: Ticket | None = None
+_current: RunContext | None = None
+_former: RunContext | None = None
+_left: list[RunContext] = []
+_inherited: JoinTicket | None = None
 
 
 def init(
@@ -250,32 +250,33 @@ def init(
     *,
     address: str | None = None,
     report_interval_s: float | None = None,
-) -> Session:
-    """Open the run `<project>/<trial>` (by default `runs/<time>`), or join it when it is open already.
+) -> RunContext:
+    """Open the run `<project>/<trial>` (default: `runs/<time>`), or join it if it is open.
 
         ludus.init(project="./atari", trial="ppo-v0")
 
-    Everything made in this run, from whichever process, is found by its name and leaves its weights, metrics and logs in that
-    directory. A run that was closed, or killed, goes on from its newest weights. Metrics are reported every 10 seconds, or as
-    `report_interval_s` or the variable LUDUS_REPORT_S says. Raises UsageError when this process takes part in another run.
+    Models and buffers of the run are found by name from every process; weights, metrics and logs go to its
+    directory. A run that was closed or killed continues with its newest weights. Metrics are reported every 10 seconds, or every
+    `report_interval_s` or LUDUS_REPORT_S seconds. Raises UsageError when this process takes part in another run.
 
-    With an `address` processes on other machines take part. It names a Ray cluster ("host:port" of its head, or "auto"; so do
-    the variables RAY_ADDRESS and ip_head, for a run with a `trial`), or the machine and port of the hub itself
-    ("tcp://host:port", with the run's token in the file that LUDUS_TOKEN_FILE names). Give the same project, trial and address
-    everywhere: whoever comes first is the hub, which keeps the run's directory. Raises WorkerFailed when nobody can be reached.
+    With an `address` processes on other machines take part. It is a Ray cluster ("host:port" of its head, or "auto"; also
+    set by the variables RAY_ADDRESS and ip_head, for a run with a `trial`), or the machine and port of the hub itself
+    ("tcp://host:port", with the run's token in the file named by LUDUS_TOKEN_FILE). Use the same project, trial and address
+    everywhere: the first process becomes the hub, which writes the run directory. Raises WorkerFailed if the hub cannot be reached.
     """
     global _current
     forbid_while_loading("ludus.init")
     with _lock:
-        here = _joined()
+        here = _find_context()
         if here is not None:
             if (project is not None or trial is not None) and _directory(project, trial, here.directory.name) != here.directory:
                 raise UsageError(
-                    f"This process takes part in the run {here.directory} already.", "One process has one run; start another."
+                    f"This process takes part in the run {here.directory} already.",
+                    "A process has one run; start another process.",
                 )
             return here
         if address is not None and trial is None:
-            raise UsageError(f"address={address!r}: without a trial, others cannot find this run.", "Say trial=….")
+            raise UsageError(f"address={address!r}: without a trial, other machines cannot find this run.", "Set trial=….")
         if trial is not None:
             address = rendezvous_address(address)
         directory = _directory(project, trial, time.strftime("%Y-%m-%d_%H-%M-%S-") + uuid.uuid4().hex[:5])
@@ -283,52 +284,52 @@ def init(
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreFull(f"Cannot make the run {directory}: {error.strerror}.", "Choose another project directory.") from error
-        joined = join(directory, address, _report_interval(report_interval_s))
-        if joined.hub is not None:
+        joined_run = join(directory, address, _report_interval(report_interval_s))
+        if joined_run.hub is not None:
             _write_meta(directory)
-        return _enter(Session(joined))
+        return _enter(RunContext(joined_run))
 
 
-def current(what: str) -> Session:
-    """The run of this process; opens one when there never was any. `what` is who asks. Raises WorkerFailed after its end."""
+def current(what: str) -> RunContext:
+    """The run of this process; opens one if there never was one. `what`: the caller, for errors. Raises WorkerFailed after its end."""
     forbid_while_loading(what)
-    joined = _joined()
-    if joined is None and _former is not None:  # a late call must not open another run in silence
-        raise _former.closed()
-    return joined or init()
+    context = _find_context()
+    if context is None and _former is not None:  # a late call must not silently open another run
+        raise _former.closed_error()
+    return context or init()
 
 
-def adopt(ticket: Ticket) -> Session:
-    """In a process that was started by one of the run: take part in it."""
+def adopt(ticket: JoinTicket) -> RunContext:
+    """Take part in the run of the parent process."""
     global _current
     with _lock:
         if _current is None:
-            _enter(Session(JoinedRun(ticket.location, None), ticket))
+            _enter(RunContext(JoinedRun(ticket.location, None), ticket))
         assert _current is not None
         return _current
 
 
-def _joined() -> Session | None:
+def _find_context() -> RunContext | None:
     with _lock:
         if _current is None and _inherited is not None:
             adopt(_inherited)
         return _current
 
 
-def _enter(session: Session) -> Session:
+def _enter(context: RunContext) -> RunContext:
     global _current
-    _current = session
-    atexit.register(session.close)
-    return session
+    _current = context
+    atexit.register(context.close)
+    return context
 
 
 def _after_fork() -> None:
-    """A copy of this process is not the hub and must not speak on its connections; it makes its own when it needs one."""
+    """A fork is not the hub and must not use its connections; it makes its own when needed."""
     global _current, _inherited, _lock
     _lock = threading.RLock()
     if _current is not None:
-        _current.forget()
-        _left.append(_current)  # kept, so that nothing of the parent's is finalised here
+        _current.release_after_fork()
+        _left.append(_current)  # keep a reference, so that no finalizer of the parent's objects runs here
         atexit.unregister(_current.close)
         _inherited = _current.ticket(_current.threads)
         _current = None
@@ -344,7 +345,8 @@ def _directory(project: str | Path | None, trial: str | None, default: str) -> P
         raise UsageError(f"trial={name!r} is not a plain name.", "Use letters, digits, and . _ + - inside.")
     if re.match(r"\w{2,}:/", str(project)):
         raise UsageError(
-            f"project={str(project)!r} is not a directory.", "The trial of a script needs one; a training may be on a store."
+            f"project={str(project)!r} is not a directory.",
+            "The trial of a script needs a directory; a training may use a store URL.",
         )
     return (Path("runs" if project is None else project).expanduser() / name).resolve()
 
@@ -361,7 +363,7 @@ def _report_interval(given: float | None) -> float:
 
 
 def _write_meta(directory: Path) -> None:
-    """Once: a run that is taken up again keeps what it was started with."""
+    """Write once: a reopened run keeps its original metadata."""
     versions = {"ludus": ludus.__version__, "python": platform.python_version()}
     for package in ("torch", "numpy"):
         module = sys.modules.get(package)
@@ -387,7 +389,7 @@ def metric(name: str, value: float, **labels: Any) -> None:
     """Report a number. Its mean over each report interval goes to `metrics.jsonl` and TensorBoard of the run.
 
         ludus.metric("episode_return", 21.0)
-        ludus.metric("win", 1, map="ice")          # shown as win{map=ice}
+        ludus.metric("win", 1, map="ice")          # named win{map=ice}
 
     May be called from any process and thread of the run, and from an event loop; never blocks. `timesteps` is special: the
     highest value becomes the x-axis.
@@ -397,16 +399,16 @@ def metric(name: str, value: float, **labels: Any) -> None:
 
 
 def run_until_asked_to_stop() -> None:
-    """Wait for Ctrl-C or SIGTERM, then close everything in order. Raises WorkerFailed when a part of the run fails for good."""
-    session = current("ludus.run_until_asked_to_stop")
+    """Wait for Ctrl-C or SIGTERM, then close everything. Raises WorkerFailed when a part of the run fails for good."""
+    context = current("ludus.run_until_asked_to_stop")
     try:
         with stop_on_signals() as stop:
             while not stop():
                 time.sleep(_WATCH_S)
-                failure = session.failure()
+                failure = context.failure()
                 if failure is not None:
                     raise failure
-                session.client.check()
+                context.client.check()
     finally:
         with contextlib.suppress(LudusError) if sys.exc_info()[0] else contextlib.nullcontext():
-            session.close()
+            context.close()

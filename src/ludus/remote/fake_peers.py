@@ -1,4 +1,4 @@
-"""Stand-ins for the two ends of the protocol: an actor that always says the same, and a game that always plays.
+"""Fakes of both ends of the protocol: an actor with constant replies, and a game that plays without end.
 
 RemoteActor(port=8000).serve(FakeActor, fake_actor_tick_return=b"left")
 stats = FakeGamecore("http://127.0.0.1:8000", games=64, ticks=100).run(seconds=10)
@@ -31,14 +31,14 @@ from ludus.gateway.actor import Actor
 from ludus.protocol.client import AsyncClient
 from ludus.protocol.codec import ONLY_SEAT, Format, bounds_error, decode, encode, parse_seats, random_observation
 
-_REST_S = 0.2
-"""After a match that broke off: a server that is away is not to be stormed."""
+_PAUSE_S = 0.2
+"""Pause after a failed match, to avoid flooding a server that is down."""
 _LEAVE_S = 5.0
-"""For matches to be ended in order when time is up."""
+"""Time for ending the running matches at the end."""
 
 
 class Traffic:
-    """Requests and bytes of bodies, counted where they pass; with a directory, readable from other processes."""
+    """Counters of requests and body bytes; with a directory, readable from other processes."""
 
     _FORM = struct.Struct("=3q")
 
@@ -52,13 +52,13 @@ class Traffic:
 
     @classmethod
     def sum(cls, directory: Path) -> tuple[int, int, int]:
-        """(requests, bytes in, bytes out) of all processes that have counted there."""
+        """(requests, bytes in, bytes out) of all processes that use the directory."""
         parts = [cls._FORM.unpack(path.read_bytes()) for path in directory.iterdir() if path.stat().st_size == cls._FORM.size]
         return sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts)
 
 
 class FakeActor(Actor):
-    """Answers constants, whatever comes."""
+    """Replies with constants."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class FakeActor(Actor):
 
 
 class FakeActors:
-    """Makes the fake actors of a worker process, which count together."""
+    """Makes the fake actors of a worker process, which share their counters."""
 
     def __init__(self, tick_return: bytes, end_return: bytes, directory: Path) -> None:
         self._returns, self._directory = (tick_return, end_return), directory
@@ -102,8 +102,8 @@ class FakeActors:
 # -- the game -----------------------------------------------------------------------------------------------------------
 
 
-class Latencies:
-    """A histogram from 1 µs to about 20 minutes in steps of 2 %: bounded, however long it runs."""
+class LatencyHistogram:
+    """A histogram from 1 µs to about 20 minutes in steps of 2 %, of constant size."""
 
     _STEP = math.log(1.02)
 
@@ -114,7 +114,7 @@ class Latencies:
         self._counts[min(1059, int(math.log(max(1.0, seconds * 1e6)) / self._STEP))] += 1
 
     def quantile(self, q: float) -> float:
-        """In seconds; NaN when nothing was measured."""
+        """In seconds; NaN without measurements."""
         total = int(self._counts.sum())
         if not total:
             return math.nan
@@ -125,17 +125,17 @@ class Latencies:
 @dataclass
 class GamecoreStats:
     requests: int = 0
-    """That were answered with 200."""
+    """Answered with status 200."""
     matches: int = 0
     bytes_out: int = 0
-    """Of bodies, from the game."""
+    """Bytes of bodies sent by the game."""
     bytes_in: int = 0
     seconds: float = 0.0
     errors: Counter[str] = field(default_factory=Counter)
-    """By the word of the refusal; `unreachable`, and `action` for replies that do not fit."""
+    """By error code; `unreachable`, and `action` for invalid replies."""
     example: str = ""
-    """The first error, in words."""
-    latencies: Latencies = field(default_factory=Latencies, repr=False)
+    """The first error message."""
+    latencies: LatencyHistogram = field(default_factory=LatencyHistogram, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         p50, p99 = (self.latencies.quantile(q) for q in (0.5, 0.99))
@@ -153,15 +153,15 @@ class GamecoreStats:
         }
 
 
-class Script(Protocol):
-    """What the fake games say."""
+class GameScript(Protocol):
+    """Bodies that the fake games send."""
 
     def tick(self, number: int) -> bytes: ...
 
     def end(self) -> bytes: ...
 
-    def wrong(self, reply: bytes) -> str:
-        """What is wrong with the reply to a tick, in words; empty when nothing is."""
+    def find_error(self, reply: bytes) -> str:
+        """Describe what is wrong with the reply to a tick; empty if it is valid."""
         ...
 
 
@@ -175,20 +175,20 @@ class RawScript:
     def end(self) -> bytes:
         return b""
 
-    def wrong(self, reply: bytes) -> str:
+    def find_error(self, reply: bytes) -> str:
         return ""
 
 
 class SpacesScript:
-    """Random observations of the declared spaces, for the built-in actor; its actions must lie in theirs."""
+    """Random observations of the declared spaces, for the built-in actor; checks that its actions are in theirs."""
 
     _VARIETY = 64
 
     def __init__(self, spec: dict[str, Any], form: Format, seed: int = 0) -> None:
         self._seats, self._form = parse_seats(spec), form
-        self._fits = {name: SpaceParser(seat.action, "action") for name, seat in self._seats.items()}
+        self._parsers = {name: SpaceParser(seat.action, "action") for name, seat in self._seats.items()}
         rng = np.random.default_rng(seed)
-        self._first = self._body(rng, 0.0)  # nothing has been done that could be rewarded
+        self._first = self._body(rng, 0.0)  # no reward before the first action
         self._later = [self._body(rng, float(rng.normal())) for _ in range(self._VARIETY)]
         self._last = encode(self._message({name: {"reward": 1.0, "terminated": True} for name in self._seats}), form)
 
@@ -213,7 +213,7 @@ class SpacesScript:
     def end(self) -> bytes:
         return self._last
 
-    def wrong(self, reply: bytes) -> str:
+    def find_error(self, reply: bytes) -> str:
         try:
             message = decode(reply)
         except ValueError as error:
@@ -225,21 +225,21 @@ class SpacesScript:
         actions = {ONLY_SEAT: message[key]} if single else message[key]
         if not isinstance(actions, dict) or actions.keys() != self._seats.keys():
             return f"Actions came back for {actions!r:.80}, the seats are {sorted(self._seats)}."
-        return next((wrong for name, action in actions.items() if (wrong := self._misfit(name, action))), "")
+        return next(filter(None, (self._action_error(name, action) for name, action in actions.items())), "")
 
-    def _misfit(self, name: str, action: Any) -> str:
+    def _action_error(self, name: str, action: Any) -> str:
         try:
-            fitted = self._fits[name](action)
+            fitted = self._parsers[name](action)
         except ValueError as error:
             return f"The action does not fit its space: {error}."
         return bounds_error(self._seats[name].action, fitted, "action")
 
 
 class FakeGamecore:
-    """`games` matches at a time, each start → `ticks` × tick → end, again and again.
+    """Plays `games` matches at a time, each start → `ticks` × tick → end, repeatedly.
 
-    `body`: the bytes of every tick, or a function of its number within the match. With `form` the spaces are asked for by
-    GET /spec, bodies are random observations, and actions are checked. One connection per game, or `connections` shared.
+    `body`: the bytes of every tick, or a function of its number within the match. With `form` the spaces are requested by
+    GET /spec, bodies are random observations, and actions are checked. One connection per game, or `connections` shared ones.
     """
 
     def __init__(
@@ -258,7 +258,9 @@ class FakeGamecore:
         seed: int = 0,
     ) -> None:
         if games < 1 or ticks < 0 or (connections is not None and connections < 1):
-            raise UsageError(f"games is {games}, ticks {ticks}, connections {connections}.", "At least one game is played.")
+            raise UsageError(
+                f"games is {games}, ticks {ticks}, connections {connections}.", "games and connections are at least 1."
+            )
         self._games, self._ticks, self._think_s, self._seed = games, ticks, think_s, seed
         self._body, self._form = body, form
         self._connections = min(connections or games, games)
@@ -269,12 +271,12 @@ class FakeGamecore:
         self.playing = 0
 
     def run(self, seconds: float | None = None, matches: int | None = None) -> GamecoreStats:
-        """Play in this thread, for so long or so many matches (of each game). Raises what the server's /spec raises."""
+        """Play in this thread for `seconds`, or `matches` of each game. Raises the errors of the server's /spec."""
         run_loop(self.play(seconds, matches))
         return self.stats
 
     async def play(self, seconds: float | None = None, matches: int | None = None) -> None:
-        """The same on the running event loop."""
+        """Like `run`, on the running event loop."""
         self._stopping = False
         clients = [self._client() for _ in range(self._connections)]
         games: list[asyncio.Task[None]] = []
@@ -293,43 +295,43 @@ class FakeGamecore:
             ends = await asyncio.gather(*games, return_exceptions=True)
             for client in clients:
                 await client.close()
-        for end in ends:  # only a body of the caller's own can have raised
+        for end in ends:  # only a body function of the caller can have raised
             if isinstance(end, Exception):
                 raise end
 
     def stop(self) -> None:
-        """Every match is ended at its next tick, and no other begins."""
+        """End every match at its next tick and start no others."""
         self._stopping = True
 
-    async def _script(self, client: AsyncClient) -> Script:
+    async def _script(self, client: AsyncClient) -> GameScript:
         return RawScript(self._body) if self._form is None else SpacesScript(await client.spec(), self._form, self._seed)
 
-    async def _game(self, client: AsyncClient, number: int, matches: int | None, script: Script) -> None:
+    async def _game(self, client: AsyncClient, number: int, matches: int | None, script: GameScript) -> None:
         match = 0
         while not self._stopping and (matches is None or match < matches):
-            with self._counted_as_playing():
+            with self._count_as_playing():
                 try:
                     await self._match(client, f"fake-{self._id}-{number}-{match}", script)
                     self.stats.matches += 1
                     failed = False
                 except LudusError as error:
-                    self._failed(error.error if isinstance(error, Refused) else "unreachable", str(error))
+                    self._count_error(error.error if isinstance(error, Refused) else "unreachable", str(error))
                     failed = True
             if failed:
-                await asyncio.sleep(_REST_S)
+                await asyncio.sleep(_PAUSE_S)
             match += 1
 
     @contextlib.contextmanager
-    def _counted_as_playing(self) -> Iterator[None]:
+    def _count_as_playing(self) -> Iterator[None]:
         self.playing += 1
         try:
             yield
         finally:
             self.playing -= 1
 
-    async def _match(self, client: AsyncClient, session: str, script: Script) -> None:
+    async def _match(self, client: AsyncClient, session: str, script: GameScript) -> None:
         stats = self.stats
-        self._answered(b"", await client.start(session))
+        self._count_request(b"", await client.start(session))
         for number in range(self._ticks):
             if self._stopping:
                 break
@@ -337,20 +339,20 @@ class FakeGamecore:
                 await asyncio.sleep(self._think_s)
             body, sent = script.tick(number), time.perf_counter()
             reply = await client.tick(session, body)
-            stats.latencies.add(time.perf_counter() - sent)  # uvloop's own clock is coarse
-            self._answered(body, reply)
-            wrong = script.wrong(reply)
-            if wrong:
-                self._failed("action", wrong)
+            stats.latencies.add(time.perf_counter() - sent)  # the clock of uvloop is coarse
+            self._count_request(body, reply)
+            error = script.find_error(reply)
+            if error:
+                self._count_error("action", error)
         body = script.end()
-        self._answered(body, await client.end(session, body))
+        self._count_request(body, await client.end(session, body))
 
-    def _answered(self, body: bytes, reply: bytes) -> None:
+    def _count_request(self, body: bytes, reply: bytes) -> None:
         stats = self.stats
         stats.requests += 1
         stats.bytes_out += len(body)
         stats.bytes_in += len(reply)
 
-    def _failed(self, kind: str, what: str) -> None:
+    def _count_error(self, kind: str, what: str) -> None:
         self.stats.errors[kind] += 1
         self.stats.example = self.stats.example or what

@@ -1,4 +1,4 @@
-"""Stand-ins with which each side is developed without the other: a model without a network, a buffer that is always full.
+"""Fakes for developing games and trainers independently: a model without a network, and a buffer that is always full.
 
 ludus.fake.FakeModel("atari", outputs=np.zeros(6, np.float32))      # actors find it as RemoteModel(name="atari")
 ludus.fake.FakeBuffer("replay", example={"observation": image})     # learners take from it as fast as they can
@@ -25,25 +25,25 @@ from ludus.remote.model import RemoteModel, only_model
 
 log = logging.getLogger(__name__)
 
-_ELSEWHERE = {"FakeActor": "ludus.remote.fake_peers", "FakeGamecore": "ludus.remote.fake_peers"}
+_OTHER_MODULES = {"FakeActor": "ludus.remote.fake_peers", "FakeGamecore": "ludus.remote.fake_peers"}
 _VARIETY = 16
 _WAIT_S = 0.2
 
 
 def __getattr__(name: str) -> Any:
-    """The stand-ins for the two ends of the protocol live next door; `ludus.fake` has them all."""
-    if name not in _ELSEWHERE:
+    """The fakes of actor and game are in another module; `ludus.fake` provides all of them."""
+    if name not in _OTHER_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+    return getattr(importlib.import_module(_OTHER_MODULES[name]), name)
 
 
 # -- a model ------------------------------------------------------------------------------------------------------------
 
 
 class FakeNetwork(nn.Module):
-    """Answers with random outputs, whatever it is asked. It has one parameter, so that a trainer finds something to train."""
+    """Returns random outputs for any inputs. It has one parameter, so that a trainer has something to train."""
 
     def __init__(self, outputs: dict[str, Any]) -> None:
         super().__init__()
@@ -79,24 +79,24 @@ class FakeModel(RemoteModel):
 
         ludus.fake.FakeModel("atari", outputs=(np.zeros(6, np.float32), np.float32(0)))
 
-    It is a model of the run like any other: `RemoteModel(name="atari")` finds it. Whole numbers are random from 0 up to the
+    It is a model of the run: `RemoteModel(name="atari")` finds it. Integers are random from 0 up to the
     largest in the example.
     """
 
     def __init__(self, name: str, outputs: Tree, forward_args: tuple[Tree, ...] = (), **settings: Any) -> None:
         spec = modules.inputs_of((outputs,), {})["args"][0]
-        _bound(spec, outputs)
+        _set_upper_bounds(spec, outputs)
         super().__init__(name, FakeNetwork, forward_args, model_args=[spec], **settings)
 
 
-def _bound(spec: dict[str, Any], example: Tree) -> None:
-    """Note how large whole numbers may be."""
+def _set_upper_bounds(spec: dict[str, Any], example: Tree) -> None:
+    """Record the upper bounds of integers."""
     if "dict" in spec:
         for key, item in spec["dict"].items():
-            _bound(item, example[key])
+            _set_upper_bounds(item, example[key])
     elif "tuple" in spec:
         for item, part in zip(spec["tuple"], example, strict=True):
-            _bound(item, part)
+            _set_upper_bounds(item, part)
     elif np.dtype(spec["array"][0]).kind in "iu":
         spec["below"] = max(2, int(np.max(example, initial=0)) + 1)
 
@@ -105,11 +105,11 @@ def _bound(spec: dict[str, Any], example: Tree) -> None:
 
 
 class FakeBuffer:
-    """Keeps the buffer `name` full, so that a trainer can be written and measured before any game plays.
+    """Keeps the buffer `name` full, so that a trainer can be developed and measured without games.
 
         ludus.fake.FakeBuffer("replay", example={"observation": image, "reward": 0.0})
 
-    Items are copies of `example` with a little noise on its real numbers. Without an example they are segments of `steps` steps
+    Items are copies of `example` with noise on its floating-point values. Without an example they are segments of `steps` steps
     made from the inputs of the model `model` (or of the only model of the run): `observation` [T+1, …], `action`, `reward`,
     `terminated`, `truncated`, `valid`, `log_prob`, `version` [T], `value` [T+1].
     """
@@ -126,20 +126,20 @@ class FakeBuffer:
     ) -> None:
         if example is not None and model is not None:
             raise UsageError("FakeBuffer got an example and a model.", "Give one of them.")
-        session = current("FakeBuffer")
+        run = current("FakeBuffer")
         generator = np.random.default_rng(seed)
         if example is None:
-            source = only_model(session) if model is None else RemoteModel(model) if isinstance(model, str) else model
+            source = only_model(run) if model is None else RemoteModel(model) if isinstance(model, str) else model
             make = segments_of(source, steps, generator)
         else:
-            make = _jittered(example, generator)
+            make = _make_noisy_copies(example, generator)
         self.name = name
         self._buffer = RemoteBuffer(name, size)
         self._items = [make() for _ in range(_VARIETY)]
         self._stopping = False
         self._thread = threading.Thread(target=self._fill, name=f"fake-{name}", daemon=True)
         self._thread.start()
-        session.on_close(self.close)
+        run.on_close(self.close)
 
     def __repr__(self) -> str:
         return f"FakeBuffer({self.name!r})"
@@ -148,7 +148,7 @@ class FakeBuffer:
         return self._buffer.stats()
 
     def close(self) -> None:
-        """Push no more."""
+        """Stop pushing."""
         self._stopping = True
         self._thread.join(5.0)
 
@@ -167,7 +167,7 @@ class FakeBuffer:
                 log.error("the fake buffer %s stops: %s", self.name, error)
 
 
-def _jittered(example: Tree, generator: np.random.Generator) -> Callable[[], Tree]:
+def _make_noisy_copies(example: Tree, generator: np.random.Generator) -> Callable[[], Tree]:
     def leaf(value: Any) -> Array:
         array = np.asarray(value)
         if array.dtype.kind != "f":
@@ -179,32 +179,32 @@ def _jittered(example: Tree, generator: np.random.Generator) -> Callable[[], Tre
 
 
 def segments_of(model: RemoteModel, steps: int, generator: np.random.Generator) -> Callable[[], Tree]:
-    """What makes segments such as games that play with this model would push."""
+    """Function that makes segments like those of games that play with this model."""
     network = model.get_model()
     if isinstance(network, Policy):
         observation, action = network.observation_space, network.action_space
         observation.seed(int(generator.integers(1 << 30)))
         action.seed(int(generator.integers(1 << 30)))
         return lambda: _segment(
-            _over_time([_plain(observation.sample()) for _ in range(steps + 1)]),
-            _over_time([_plain(action.sample()) for _ in range(steps)]),
+            _stack_time([_to_float32(observation.sample()) for _ in range(steps + 1)]),
+            _stack_time([_to_float32(action.sample()) for _ in range(steps)]),
             steps,
             model.version,
             generator,
         )
     inputs = model.inputs
     if not inputs:
-        log.warning("%s declares no inputs (forward_args): its fake observations are lone numbers.", model)
+        log.warning("%s declares no inputs (forward_args): its fake observations are single numbers.", model)
         inputs = {"args": [{"array": ["float32", [1]]}], "kwargs": {}}
         choices = 2
     else:
         choices = _choices(network, inputs)
     args = [modules.example_of(spec, steps + 1) for spec in inputs["args"]]
     kwargs = {key: modules.example_of(spec, steps + 1) for key, spec in inputs["kwargs"].items()}
-    seen = ({"observation": args[0] if len(args) == 1 else tuple(args)} if args else {}) | kwargs
+    examples = ({"observation": args[0] if len(args) == 1 else tuple(args)} if args else {}) | kwargs
 
     def make() -> Tree:
-        observed = map_tree(lambda array: _random_like(array, generator), seen)
+        observed = map_tree(lambda array: _random_like(array, generator), examples)
         action = generator.integers(0, choices, steps)
         rest = _segment(observed.pop("observation", np.zeros(steps + 1, np.float32)), action, steps, model.version, generator)
         return rest | observed
@@ -227,12 +227,12 @@ def _segment(observation: Tree, action: Tree, steps: int, version: int, generato
     }
 
 
-def _over_time(values: list[Tree]) -> Tree:
+def _stack_time(values: list[Tree]) -> Tree:
     return map_tree(lambda *items: np.stack(items), values[0], *values[1:])
 
 
-def _plain(value: Any) -> Tree:
-    """A sample of a space, with its real numbers as the learner takes them."""
+def _to_float32(value: Any) -> Tree:
+    """A sample of a space, with floating-point values as float32."""
 
     def leaf(item: Any) -> Array:
         array = np.asarray(item)
@@ -248,7 +248,7 @@ def _random_like(array: Array, generator: np.random.Generator) -> Array:
 
 
 def _choices(network: nn.Module, inputs: Mapping[str, Any]) -> int:
-    """How many actions there are, taken from the size of the model's first output."""
+    """Number of actions, taken from the size of the model's first output."""
     args = [map_tree(torch.from_numpy, modules.example_of(spec, 1)) for spec in inputs["args"]]
     kwargs = {key: map_tree(torch.from_numpy, modules.example_of(spec, 1)) for key, spec in inputs["kwargs"].items()}
     with torch.inference_mode():

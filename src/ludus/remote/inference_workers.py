@@ -1,8 +1,8 @@
-"""Inference in processes of its own: callers gather their rows, a worker joins the batches of several callers.
+"""Inference in separate processes: callers collect rows into batches, and a worker joins the batches of several callers.
 
-One frame per batch and direction. A batch goes to the least busy worker; one whose worker dies is sent once more to another,
-and then fails. A dead worker is replaced by the supervisor, at the same address: a unix socket for callers on its own machine,
-and a TCP port for those on the others, if the run has any.
+One frame per batch and direction. A batch goes to the least busy worker; if that dies, it is sent once more to another one,
+and then fails. The supervisor replaces a dead worker at the same address: a unix socket for callers on its machine,
+and a TCP port for those on other machines of the run.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from ludus.models.weights.serialization import model_from
 from ludus.models.weights.shared_weights import SharedWeightsReader
 from ludus.process.auth import Authenticator, read_token
 from ludus.process.workers.supervisor import ALWAYS, Context
-from ludus.remote.context import Session, Ticket, adopt
+from ludus.remote.context import JoinTicket, RunContext, adopt
 
 if TYPE_CHECKING:
     from ludus.process.workers.supervisor import Process
 
 log = logging.getLogger(__name__)
 
-UNDER_WAY = 2
-"""Batches that one caller sends to one worker before it waits: one runs, one is there when that is done."""
-PATIENCE_S = 30.0
-"""How long a request waits for a worker that can be reached."""
+MAX_IN_FLIGHT = 2
+"""Batches of one caller in flight per worker: one is computed while the next one waits there."""
+UNREACHABLE_S = 30.0
+"""How long a request waits for a reachable worker."""
 RETRY_S = 0.05
 HANDSHAKE_S = 5.0
 _BEAT_S = 1.0
@@ -55,40 +55,40 @@ _HANG_S = 60.0
 # -- the worker ---------------------------------------------------------------------------------------------------------
 
 
-class Crew:
-    """The inference workers of one model, started here; one for each entry of `gpus`, which says which of them it has."""
+class InferenceWorkers:
+    """The inference workers of one model, started here; `gpus` has the CUDA_VISIBLE_DEVICES of each."""
 
-    def __init__(self, session: Session, name: str, gpus: Sequence[str]) -> None:
-        number, location = session.number("crew"), session.location
+    def __init__(self, run: RunContext, name: str, gpus: Sequence[str]) -> None:
+        number, location = run.number("crew"), run.location
         self.paths = [str(Path(location.scratch) / f"i{number}-{index}-{os.getpid()}") for index in range(len(gpus))]
-        # Bound here, once, so that a worker's replacement is found where the worker was.
-        self._doors = [bind(location.host, 0) for _ in gpus] if location.host else []
-        session.on_close(self._close)
+        # Bound here, so that the replacement of a worker has the same address.
+        self._tcp_sockets = [bind(location.host, 0) for _ in gpus] if location.host else []
+        run.on_close(self._close)
         safe = name.replace("/", "-")
         self.processes: list[Process] = [
-            session.supervisor.start(
+            run.supervisor.start(
                 f"inference-{safe}-{index}",
-                work,
-                session.ticket(threads=1),
+                run_worker,
+                run.ticket(threads=1),
                 name,
                 path,
                 gpus[index],
                 restart=ALWAYS,
-                fds=tuple(door.fileno() for door in self._doors[index : index + 1]),
+                fds=tuple(bound.fileno() for bound in self._tcp_sockets[index : index + 1]),
                 hang_s=_HANG_S,
             )
             for index, path in enumerate(self.paths)
         ]
-        doors = [tcp_address(location.host, door.getsockname()[1]) for door in self._doors]
-        session.client.call({"op": "model.workers", "name": name, "workers": self.paths, "doors": doors})
+        addresses = [tcp_address(location.host, bound.getsockname()[1]) for bound in self._tcp_sockets]
+        run.client.call({"op": "model.workers", "name": name, "workers": self.paths, "addresses": addresses})
 
     def _close(self) -> None:
-        for door in self._doors:
-            door.close()
+        for bound in self._tcp_sockets:
+            bound.close()
 
 
 def gpus_of_workers(workers: int, each: float) -> list[str]:
-    """For every worker the GPUs that it has, as in CUDA_VISIBLE_DEVICES; empty without any. Raises UsageError."""
+    """CUDA_VISIBLE_DEVICES of each worker; empty without GPUs. Raises UsageError."""
     if (
         not isinstance(each, (int, float))
         or not 0 <= each < math.inf
@@ -96,8 +96,8 @@ def gpus_of_workers(workers: int, each: float) -> list[str]:
         or (each and not workers)
     ):
         raise UsageError(
-            f"gpus_per_worker={each} for {workers} workers makes no sense.",
-            "Give whole GPUs, or a part of one, to num_workers=….",
+            f"gpus_per_worker={each} for {workers} workers is invalid.",
+            "Use whole GPUs, or a fraction of one, together with num_workers=….",
         )
     if not each:
         return [""] * workers
@@ -105,11 +105,11 @@ def gpus_of_workers(workers: int, each: float) -> list[str]:
     found = given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
     if not torch.cuda.is_available():
         found = []
-    return shared_out(workers, each, found)
+    return assign_gpus(workers, each, found)
 
 
-def shared_out(workers: int, each: float, gpus: Sequence[str]) -> list[str]:
-    """Whole GPUs one after the other, or as many workers on each as have room there."""
+def assign_gpus(workers: int, each: float, gpus: Sequence[str]) -> list[str]:
+    """Assign whole GPUs in order, or several workers to each one."""
     on_one, whole = (int(1 / each + 1e-9), 1) if each < 1 else (1, int(each))
     needed = -(-workers // on_one) * whole
     if needed > len(gpus):
@@ -120,31 +120,31 @@ def shared_out(workers: int, each: float, gpus: Sequence[str]) -> list[str]:
     return [",".join(gpus[index // on_one * whole : (index // on_one + 1) * whole]) for index in range(workers)]
 
 
-def work(context: Context, ticket: Ticket, name: str, path: str, gpus: str = "") -> None:
-    """The life of an inference worker."""
+def run_worker(context: Context, ticket: JoinTicket, name: str, path: str, gpus: str = "") -> None:
+    """Program of an inference worker."""
     if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # before CUDA is first used in this process
-    session = adopt(ticket)
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # before the first use of CUDA in this process
+    run = adopt(ticket)
     torch.set_num_threads(ticket.threads or 1)
-    info = session.client.call({"op": "model.find", "name": name})
-    module = model_from(info["description"], session.classes.get(name.split("/")[0]))
-    reader, graph = session.reader(info), info["settings"].get("graph")
-    engine = _onnx_engine(module, reader, session.graph(graph)) if graph else InferenceEngine(module, reader)
+    info = run.client.call({"op": "model.find", "name": name})
+    module = model_from(info["description"], run.classes.get(name.split("/")[0]))
+    reader, graph = run.reader(info), info["settings"].get("graph")
+    engine = _onnx_engine(module, reader, run.graph(graph)) if graph else InferenceEngine(module, reader)
     if gpus and not graph:
-        engine = EngineOn(torch.device("cuda"), module, reader)
+        engine = DeviceEngine(torch.device("cuda"), module, reader)
     asyncio.run(
         _serve(context, engine, Path(path), int(info["settings"].get("max_batch_size") or 256), ticket.location.token_file)
     )
 
 
-class EngineOn(InferenceEngine):
-    """An engine whose module computes on another device; inputs go there with every batch."""
+class DeviceEngine(InferenceEngine):
+    """An engine whose module computes on another device; inputs are copied there with every batch."""
 
     def __init__(self, device: torch.device, module: nn.Module, versions: WeightsSource) -> None:
         super().__init__(module.to(device), versions)
         compute = self._function
 
-        def there(*args: Any, **kwargs: Any) -> Any:
+        def compute_on_device(*args: Any, **kwargs: Any) -> Any:
             return compute(*map_tree(move, args), **map_tree(move, kwargs))
 
         def move(tensor: Tensor | None) -> Tensor | None:
@@ -152,7 +152,7 @@ class EngineOn(InferenceEngine):
                 return tensor if tensor is None else tensor.to(device)
             return tensor.pin_memory().to(device, non_blocking=True)
 
-        self._function = there
+        self._function = compute_on_device
 
 
 def _onnx_engine(module: nn.Module, reader: SharedWeightsReader, graph: str) -> InferenceEngine:
@@ -163,10 +163,10 @@ def _onnx_engine(module: nn.Module, reader: SharedWeightsReader, graph: str) -> 
 
 async def _serve(context: Context, engine: InferenceEngine, path: Path, max_rows: int, token_file: str) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-    worker = _Worker(engine, max_rows)
+    worker = _BatchServer(engine, max_rows)
     servers = [await listen_unix(path, worker.on_frame)]
-    for door in context.fds:
-        bound = socket.socket(fileno=os.dup(door))
+    for fd in context.fds:
+        bound = socket.socket(fileno=os.dup(fd))
         servers.append(await listen_tcp(bound, Authenticator(read_token(token_file)), worker.on_frame))
     context.on_stop(lambda: _set(loop, stopped))
     context.ready()
@@ -182,7 +182,7 @@ def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     loop.call_soon_threadsafe(event.set)
 
 
-class _Worker:
+class _BatchServer:
     """Joins frames of one structure into forward passes of at most `max_rows` rows."""
 
     def __init__(self, engine: InferenceEngine, max_rows: int) -> None:
@@ -214,12 +214,12 @@ class _Worker:
             while end < len(frames) and (end == start or rows + len(frames[end][0]) <= self._max):
                 rows += len(frames[end][0])
                 end += 1
-            answers += self._together(structure, frames[start:end])
+            answers += self._run_batch(structure, frames[start:end])
             start = end
         return answers
 
-    def _together(self, structure: Hashable, frames: list[list[Array]]) -> list[tuple[Any, int]]:
-        # Copies also a lone frame: what a module may write into is its own, and never read-only.
+    def _run_batch(self, structure: Hashable, frames: list[list[Array]]) -> list[tuple[Any, int]]:
+        # Also copies a single frame: modules may write to their inputs, and received arrays are read-only.
         leaves = [np.concatenate(column) for column in zip(*frames, strict=True)]
         counts = [len(frame[0]) for frame in frames]
         outputs, version = self._engine.run(structure, leaves, sum(counts))
@@ -234,7 +234,7 @@ class _Worker:
 def _arrays(outputs: Any, count: int) -> Tree:
     if isinstance(outputs, (Tensor, np.ndarray)):
         if outputs.ndim == 0 or outputs.shape[0] != count:
-            split_rows(outputs, count)  # says what is wrong
+            split_rows(outputs, count)  # raises the error
         return outputs.detach().cpu().numpy() if isinstance(outputs, Tensor) else outputs
     if isinstance(outputs, Mapping):
         return {str(key): _arrays(item, count) for key, item in outputs.items()}
@@ -247,11 +247,11 @@ def _reply(peer: Peer, number: int, done: asyncio.Future[tuple[Any, int]]) -> No
     try:
         outputs, version = done.result()
         peer.send({"id": number, "version": version}, encode(outputs))
-    except Exception as error:  # the model's own, or an output that cannot travel: the callers get it
+    except Exception as error:  # any error of the model, or an output that cannot be encoded, is sent to the callers
         peer.send({"id": number, **error_fields(error)})
 
 
-# -- structures on the wire ---------------------------------------------------------------------------------------------
+# -- structures as JSON -------------------------------------------------------------------------------------------------
 
 
 def to_wire(structure: Any) -> Any:
@@ -279,12 +279,12 @@ def from_wire(data: Any) -> Hashable:
 
 
 class RemoteInference:
-    """`forward` and `call` of a model whose workers listen_unix at `paths`. Each event loop has connections of its own."""
+    """`forward` and `call` of a model whose workers listen at `paths`. Each event loop has its own connections."""
 
-    def __init__(self, session: Session, paths: Sequence[str], inputs: Mapping[str, Any] | None, max_batch_size: int) -> None:
-        self._session, self._paths, self._max = session, list(paths), max_batch_size
+    def __init__(self, run: RunContext, paths: Sequence[str], inputs: Mapping[str, Any] | None, max_batch_size: int) -> None:
+        self._run, self._paths, self._max = run, list(paths), max_batch_size
         self._inputs = Inputs(inputs)
-        self._lanes: dict[asyncio.AbstractEventLoop, _Lane] = {}
+        self._batchers: dict[asyncio.AbstractEventLoop, _LoopBatcher] = {}
 
     def forward(self, *args: Tree, **kwargs: Tree) -> Awaitable[Any]:
         return self._forward(args, kwargs, False)
@@ -293,37 +293,37 @@ class RemoteInference:
         return self._forward(args, kwargs, True)
 
     def call(self, *args: Tree, **kwargs: Tree) -> Any:
-        """Raises WorkerFailed when no worker answers."""
-        return self._session.client.wait(self._later(args, kwargs, False), 3 * PATIENCE_S)
+        """Raises WorkerFailed when no worker replies."""
+        return self._run.client.wait(self._forward_later(args, kwargs, False), 3 * UNREACHABLE_S)
 
     def _forward(self, args: tuple[Tree, ...], kwargs: Mapping[str, Tree], versioned: bool) -> Awaitable[Any]:
         loop = asyncio._get_running_loop()
         if loop is None:
-            return self._later(args, kwargs, versioned)
+            return self._forward_later(args, kwargs, versioned)
         try:
             structure, leaves = self._inputs.flatten(args, kwargs)
-        except UsageError as error:  # for this caller alone
+        except UsageError as error:  # concerns this caller only
             future: asyncio.Future[Any] = loop.create_future()
             future.set_exception(error)
             return future
-        lane = self._lanes.get(loop)
-        if lane is None:
-            for other in [other for other in self._lanes if other.is_closed()]:
-                self._lanes.pop(other, None)
-            lane = self._lanes[loop] = _Lane(loop, self._paths, self._max, self._session)
-        return lane.submit(structure, leaves, versioned)
+        batcher = self._batchers.get(loop)
+        if batcher is None:
+            for other in [other for other in self._batchers if other.is_closed()]:
+                self._batchers.pop(other, None)
+            batcher = self._batchers[loop] = _LoopBatcher(loop, self._paths, self._max, self._run)
+        return batcher.submit(structure, leaves, versioned)
 
-    async def _later(self, args: tuple[Tree, ...], kwargs: Mapping[str, Tree], versioned: bool) -> Any:
+    async def _forward_later(self, args: tuple[Tree, ...], kwargs: Mapping[str, Tree], versioned: bool) -> Any:
         return await self._forward(args, kwargs, versioned)
 
 
-class _Job:
-    """A batch on its way: rows of one structure, and who waits for them."""
+class _Batch:
+    """A batch: rows of one structure, and the futures of their callers."""
 
-    __slots__ = ("rows", "since", "structure", "tries", "waiting")
+    __slots__ = ("attempts", "queued_at", "rows", "structure", "waiting")
 
     def __init__(self, structure: Hashable, now: float) -> None:
-        self.structure, self.since, self.tries = structure, now, 0
+        self.structure, self.queued_at, self.attempts = structure, now, 0
         self.rows: list[list[Array]] = []
         self.waiting: list[tuple[asyncio.Future[Any], bool]] = []
 
@@ -338,22 +338,22 @@ class _Job:
                 future.set_result((result, version) if versioned else result)
 
 
-class _Link:
-    """One worker, seen from one event loop."""
+class _WorkerConnection:
+    """Connection of one event loop to one worker."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.connection: RpcConnection | None = None
         self.opening: asyncio.Task[None] | None = None
-        self.jobs = self.rows = 0
+        self.batches = self.rows = 0
 
     @property
     def open(self) -> bool:
         return self.connection is not None and self.connection.lost is None
 
 
-async def _greeted(path: str, token_file: str) -> RpcConnection:
-    """A connection that was answered: the socket of a process that is just dying may still take connections."""
+async def _open_connection(path: str, token_file: str) -> RpcConnection:
+    """Open a connection and wait for a reply: the socket of a dying process may still accept connections."""
     connection = await RpcConnection.open(path, "An inference worker", token_file=token_file)
     try:
         await connection.request({"op": "hello"}, timeout_s=HANDSHAKE_S)
@@ -363,25 +363,25 @@ async def _greeted(path: str, token_file: str) -> RpcConnection:
     return connection
 
 
-class _Lane:
-    """The batches of one event loop. Everything here happens on that loop."""
+class _LoopBatcher:
+    """The batches of one event loop. All methods run on that loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, paths: Sequence[str], max_rows: int, session: Session) -> None:
-        self._loop, self._max, self._session = loop, max_rows, session
-        self._links = [_Link(path) for path in paths]
-        self._queue: deque[_Job] = deque()
-        self._filling: dict[Hashable, _Job] = {}
+    def __init__(self, loop: asyncio.AbstractEventLoop, paths: Sequence[str], max_rows: int, run: RunContext) -> None:
+        self._loop, self._max, self._run = loop, max_rows, run
+        self._workers = [_WorkerConnection(path) for path in paths]
+        self._queue: deque[_Batch] = deque()
+        self._filling: dict[Hashable, _Batch] = {}
         self._scheduled = False
 
     def submit(self, structure: Hashable, leaves: list[Array], versioned: bool) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
-        job = self._filling.get(structure)
-        if job is None or len(job.rows) >= self._max:
-            job = self._filling[structure] = _Job(structure, time.monotonic())
-            self._queue.append(job)
+        batch = self._filling.get(structure)
+        if batch is None or len(batch.rows) >= self._max:
+            batch = self._filling[structure] = _Batch(structure, time.monotonic())
+            self._queue.append(batch)
             self._schedule()
-        job.rows.append(leaves)
-        job.waiting.append((future, versioned))
+        batch.rows.append(leaves)
+        batch.waiting.append((future, versioned))
         return future
 
     def _schedule(self) -> None:
@@ -390,86 +390,86 @@ class _Lane:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send what can be sent; the rest goes on filling up until a worker has room."""
+        """Send what can be sent; the other batches grow until a worker has room."""
         self._scheduled = False
         while self._queue:
-            for link in self._links:
-                if not link.open:
-                    self._reopen(link)
-            ready = [link for link in self._links if link.open and link.jobs < UNDER_WAY]
+            for worker in self._workers:
+                if not worker.open:
+                    self._reopen(worker)
+            ready = [worker for worker in self._workers if worker.open and worker.batches < MAX_IN_FLIGHT]
             if not ready:
                 return
-            job = self._queue.popleft()
-            if self._filling.get(job.structure) is job:
-                del self._filling[job.structure]
-            self._send(min(ready, key=lambda link: link.rows), job)
+            batch = self._queue.popleft()
+            if self._filling.get(batch.structure) is batch:
+                del self._filling[batch.structure]
+            self._send(min(ready, key=lambda worker: worker.rows), batch)
 
-    def _send(self, link: _Link, job: _Job) -> None:
-        assert link.connection is not None
+    def _send(self, worker: _WorkerConnection, batch: _Batch) -> None:
+        assert worker.connection is not None
         try:
-            leaves = tuple(stack_rows(column) for column in zip(*job.rows, strict=True))
-            reply = link.connection.start({"structure": to_wire(job.structure)}, encode(leaves))
+            leaves = tuple(stack_rows(column) for column in zip(*batch.rows, strict=True))
+            reply = worker.connection.start({"structure": to_wire(batch.structure)}, encode(leaves))
         except WorkerFailed:
-            self._again(job)
+            self._retry(batch)
             return
-        except Exception as error:  # inputs that cannot travel: for those who gave them
-            job.fail(error)
+        except Exception as error:  # any error of encoding the inputs concerns only their callers
+            batch.fail(error)
             return
-        job.tries += 1
-        link.jobs += 1
-        link.rows += len(job.rows)
-        reply.add_done_callback(functools.partial(self._done, link, job))
+        batch.attempts += 1
+        worker.batches += 1
+        worker.rows += len(batch.rows)
+        reply.add_done_callback(functools.partial(self._done, worker, batch))
 
-    def _done(self, link: _Link, job: _Job, reply: asyncio.Future[Reply]) -> None:
-        link.jobs -= 1
-        link.rows -= len(job.rows)
+    def _done(self, worker: _WorkerConnection, batch: _Batch, reply: asyncio.Future[Reply]) -> None:
+        worker.batches -= 1
+        worker.rows -= len(batch.rows)
         self._schedule()
         try:
             header, body = reply.result()[-1]
             outputs, _ = decode(body)
-            job.answer(outputs, int(header["version"]))
+            batch.answer(outputs, int(header["version"]))
         except asyncio.CancelledError:
-            job.fail(WorkerFailed("The request for inference was cancelled."))
+            batch.fail(WorkerFailed("The request for inference was cancelled."))
         except Exception as error:
-            if not link.open and isinstance(error, WorkerFailed):
-                self._again(job)
+            if not worker.open and isinstance(error, WorkerFailed):
+                self._retry(batch)
             else:
-                job.fail(error)
+                batch.fail(error)
 
-    def _again(self, job: _Job) -> None:
-        """Its worker died: once more elsewhere."""
-        if job.tries < 2:
-            job.since = time.monotonic()
-            self._queue.appendleft(job)
+    def _retry(self, batch: _Batch) -> None:
+        """Send the batch of a dead worker once more."""
+        if batch.attempts < 2:
+            batch.queued_at = time.monotonic()
+            self._queue.appendleft(batch)
             self._schedule()
         else:
-            job.fail(WorkerFailed("Two inference workers died while they had this request.", "Their logs say why."))
+            batch.fail(WorkerFailed("Two inference workers died during this request.", "See their logs."))
 
-    def _reopen(self, link: _Link) -> None:
-        if link.opening is None:
-            link.opening = self._loop.create_task(self._opened(link))
+    def _reopen(self, worker: _WorkerConnection) -> None:
+        if worker.opening is None:
+            worker.opening = self._loop.create_task(self._open_worker(worker))
 
-    async def _opened(self, link: _Link) -> None:
+    async def _open_worker(self, worker: _WorkerConnection) -> None:
         try:
-            while self._queue and not link.open:
+            while self._queue and not worker.open:
                 try:
-                    link.connection = await _greeted(link.path, self._session.location.token_file)
+                    worker.connection = await _open_connection(worker.path, self._run.location.token_file)
                 except (LudusError, TimeoutError):
                     self._give_up()
                     await asyncio.sleep(RETRY_S)
         finally:
-            link.opening = None
+            worker.opening = None
         self._schedule()
 
     def _give_up(self) -> None:
-        """Nothing waits for ever: fail what has waited too long while no worker could be reached."""
-        if any(link.open for link in self._links):
+        """Fail batches that have waited too long while no worker could be reached."""
+        if any(worker.open for worker in self._workers):
             return
-        lost = self._session.lost  # without the hub nobody replaces them
-        while self._queue and (lost or time.monotonic() - self._queue[0].since > PATIENCE_S):
-            job = self._queue.popleft()
-            if self._filling.get(job.structure) is job:
-                del self._filling[job.structure]
-            job.fail(
-                lost or WorkerFailed(f"No inference worker could be reached within {PATIENCE_S:g} s.", "Their logs say why.")
+        lost = self._run.lost  # without the hub no worker is replaced
+        while self._queue and (lost or time.monotonic() - self._queue[0].queued_at > UNREACHABLE_S):
+            batch = self._queue.popleft()
+            if self._filling.get(batch.structure) is batch:
+                del self._filling[batch.structure]
+            batch.fail(
+                lost or WorkerFailed(f"No inference worker could be reached within {UNREACHABLE_S:g} s.", "See their logs.")
             )

@@ -1,4 +1,4 @@
-"""RemoteTrainer: the user's own training function, in one or several learner processes that average their gradients."""
+"""RemoteTrainer: the user's training function in one or several learner processes that average their gradients."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch import nn
 from ludus.errors import UsageError, WorkerFailed
 from ludus.process.host import keep_freed_memory, usable_cores
 from ludus.process.workers.supervisor import NEVER, Context, Process
-from ludus.remote.context import Ticket, adopt, current, metric
+from ludus.remote.context import JoinTicket, adopt, current, metric
 
 log = logging.getLogger(__name__)
 
 JOIN_S = 120.0
-"""How long learners wait for each other to come."""
+"""Time limit for all learners to join."""
 GRADIENT_S = 6 * 3600.0
-"""How long for a gradient of the slowest: games may pause for hours, and a learner that dies is noticed otherwise."""
+"""Time limit for the gradient of the slowest learner: games may pause for hours, and a dead learner is detected separately."""
 
 
 class RemoteTrainer:
-    """Runs `train(**kwargs)` in `num_workers` processes (in all), once in each, with the keywords exactly as given.
+    """Runs `train(**kwargs)` once in each of `num_workers` processes, with unchanged keyword arguments.
 
         def train(model, buffer, batch_size, num_steps):
             learner = ludus.learner()
@@ -40,52 +40,52 @@ class RemoteTrainer:
         trainer = ludus.RemoteTrainer(num_workers=2)
         trainer.train(train=train, model="atari", buffer="replay", batch_size=8, num_steps=100_000)
 
-    `use_gpu=None` uses a GPU where there is one.
+    `use_gpu=None` uses a GPU if there is one.
     """
 
     def __init__(self, use_gpu: bool | None = False, num_workers: int = 1) -> None:
         if not isinstance(num_workers, int) or num_workers < 1:
-            raise UsageError(f"num_workers={num_workers!r}: a trainer has at least one learner.", "It is the number in all.")
+            raise UsageError(f"num_workers={num_workers!r}: a trainer has at least one learner.", "It is the total number.")
         if use_gpu and not torch.cuda.is_available():
             raise UsageError(
-                "use_gpu=True, and PyTorch finds no GPU here.", "Pass use_gpu=False, or None to use one if there is."
+                "use_gpu=True, but PyTorch finds no GPU here.", "Pass use_gpu=False, or None to use one if available."
             )
         self._use_gpu = bool(use_gpu) or (use_gpu is None and torch.cuda.is_available())
         self._num_workers = num_workers
-        self._session = current("RemoteTrainer")
-        # An optimizer imports it when it is made, which takes as long as torch itself: once for all learners is enough.
-        self._session.preload += ["ludus.remote.trainer", "torch._dynamo"]
+        self._run = current("RemoteTrainer")
+        # Optimizers import torch._dynamo, which takes as long as torch itself: preload it once for all learners.
+        self._run.preload += ["ludus.remote.trainer", "torch._dynamo"]
         self._learners: list[Process] = []
 
     def train(self, train: Callable[..., Any], **kwargs: Any) -> None:
-        """Start the learners; returns at once. Raises UsageError when they run already."""
+        """Start the learners; returns at once. Raises UsageError when they are running."""
         if not callable(train):
             raise UsageError(f"train={train!r} is not a function.")
         if any(not learner.wait(0) for learner in self._learners):
             raise UsageError("This trainer is training already.", "Make another RemoteTrainer.")
-        session = self._session
-        number = session.number("trainer")
-        rendezvous = str(Path(session.location.scratch) / f"ddp-{uuid.uuid4().hex[:12]}")
+        run = self._run
+        number = run.number("trainer")
+        rendezvous = str(Path(run.location.scratch) / f"ddp-{uuid.uuid4().hex[:12]}")
         threads = max(1, usable_cores() // self._num_workers)
         names = [f"learner-{number}-{rank}" if number else f"learner-{rank}" for rank in range(self._num_workers)]
         self._learners = []
         for rank, name in enumerate(names):
-            place = Learner(rank, self._num_workers, self._use_gpu, rendezvous)
-            process = session.supervisor.start(
-                name, learn, session.ticket(threads), place, train, kwargs, restart=NEVER, on_change=self._changed
+            learner_role = Learner(rank, self._num_workers, self._use_gpu, rendezvous)
+            process = run.supervisor.start(
+                name, learn, run.ticket(threads), learner_role, train, kwargs, restart=NEVER, on_change=self._on_change
             )
             self._learners.append(process)
-            session.watch(process)
-        session.client.call({"op": "component", "kind": "trainer", "name": f"trainer-{number}", "details": {"learners": names}})
+            run.watch(process)
+        run.client.call({"op": "component", "kind": "trainer", "name": f"trainer-{number}", "details": {"learners": names}})
 
     def wait(self, timeout_s: float) -> bool:
-        """True when every learner has returned from `train`. Raises WorkerFailed, with its traceback, when one failed."""
+        """Return whether every learner has returned from `train`. Raises WorkerFailed, with its traceback, when one failed."""
         deadline = time.monotonic() + timeout_s
         for learner in self._learners:
             learner.wait(max(0.0, deadline - time.monotonic()))
-            if self._failed():
+            if self._first_failure():
                 break
-        if failed := self._failed():
+        if failed := self._first_failure():
             raise WorkerFailed(f"{failed.name} failed: {failed.error.rstrip() or 'it died'}", "The other learners were stopped.")
         return all(learner.wait(0) for learner in self._learners)
 
@@ -93,14 +93,14 @@ class RemoteTrainer:
         for learner in self._learners:
             learner.stop()
 
-    def _failed(self) -> Process | None:
-        """The one that failed first: when one leaves, the others fail for want of it."""
+    def _first_failure(self) -> Process | None:
+        """The learner that failed first: the others fail because it is missing."""
         return self._first if self._first is not None and self._first.state == "failed" else None
 
     _first: Process | None = None
 
-    def _changed(self, process: Process) -> None:
-        """In the supervisor's thread, which must not wait."""
+    def _on_change(self, process: Process) -> None:
+        """Runs in the supervisor's thread and must not wait."""
         if process.state == "failed" and self._first is None:
             self._first = process
             log.error("%s failed:\n%s", process.name, process.error.rstrip() or "it died")
@@ -110,7 +110,7 @@ class RemoteTrainer:
 
 
 class Learner:
-    """This process's place among the learners: `ludus.learner()` inside a train function.
+    """This process's role in data-parallel training: `ludus.learner()` inside a train function.
 
     Outside of one it is the only learner, so that the function can be called and debugged directly.
     """
@@ -131,11 +131,11 @@ class Learner:
 
     @property
     def stopping(self) -> bool:
-        """This learner was asked to stop. Iterations over buffers end by themselves; other loops should look here."""
+        """Whether this learner was asked to stop. Iterations over buffers end by themselves; check this in other loops."""
         return current("ludus.learner").ended
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model on this learner's device; with several learners, gradients become the mean over all of them."""
+        """The model on this learner's device; with several learners, gradients are averaged over all of them."""
         model = model.to(self.device)
         if self.world_size == 1:
             return model
@@ -143,16 +143,16 @@ class Learner:
         return nn.parallel.DistributedDataParallel(model)
 
     def metric(self, name: str, value: float, **labels: Any) -> None:
-        """Report a number, once for all learners: rank 0 does."""
+        """Report a number once for all learners (from rank 0)."""
         if self.rank == 0:
             metric(name, value, **labels)
 
     def _join(self) -> None:
         if torch.distributed.is_initialized():
             return
-        from torch.distributed import FileStore  # type: ignore[attr-defined] # absent where torch is built without it
+        from torch.distributed import FileStore  # type: ignore[attr-defined] # missing if torch is built without it
 
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # learners of one machine meet on loopback alone
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # learners of one machine use loopback only
         self._store = FileStore(self._rendezvous, self.world_size)
         self._store.set_timeout(datetime.timedelta(seconds=JOIN_S))
         torch.distributed.init_process_group(
@@ -168,30 +168,30 @@ class Learner:
             torch.distributed.destroy_process_group()
 
 
-_here: Learner | None = None
+_current_learner: Learner | None = None
 
 
 def learner() -> Learner:
     """Rank, number of learners and `wrap` for data-parallel training, inside a train function."""
-    return _here or Learner()
+    return _current_learner or Learner()
 
 
-def learn(context: Context, ticket: Ticket, place: Learner, train: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """The life of a learner."""
-    global _here
-    session = adopt(ticket)
-    _here = place
+def learn(context: Context, ticket: JoinTicket, learner_role: Learner, train: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Program of a learner process."""
+    global _current_learner
+    run = adopt(ticket)
+    _current_learner = learner_role
     torch.set_num_threads(ticket.threads or 1)
     keep_freed_memory()
-    context.on_stop(session.end_iterations)
+    context.on_stop(run.end_iterations)
     context.ready()
     try:
         train(**kwargs)
     except Exception:
         if not context.stopping:
             raise
-        log.info("ended while it was being stopped", exc_info=True)  # the other learners left first
+        log.info("ended by an error while stopping", exc_info=True)  # caused by learners that ended first
     finally:
         if not context.stopping:
-            place.leave()
-        session.close()
+            learner_role.leave()
+        run.close()

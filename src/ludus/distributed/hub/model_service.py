@@ -107,7 +107,7 @@ class ModelService:
 
     def _set_workers(self, peer: Peer, header: Header, body: bytes) -> Header:
         paths, node = [str(path) for path in header["workers"]], self._node_of(peer)
-        for path, address in zip(paths, header.get("doors") or [""] * len(paths), strict=True):
+        for path, address in zip(paths, header.get("addresses") or [""] * len(paths), strict=True):
             self._worker_addresses[path] = node, str(address)
         self.registry.set_workers(header["name"], paths)
         self._worker_owners[header["name"]] = peer
