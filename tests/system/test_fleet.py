@@ -139,7 +139,7 @@ def test_many_workers_that_are_refused_end_with_the_reason(redis: RedisServer, t
     commands.start("learner", "fleet", "learner", "CartPole-v1", *place)
     workers = commands.start("workers", "fleet", "worker", *place, "-n", "2", "--env", "Acrobot-v1")
     assert workers.wait(WAIT_S) == 2, commands.log("workers")
-    assert "this worker is for Acrobot-v1 alone" in commands.log("workers")
+    assert "this worker accepts only Acrobot-v1" in commands.log("workers")
 
 
 @pytest.mark.timeout(300)

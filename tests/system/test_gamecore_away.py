@@ -69,4 +69,4 @@ def test_a_machine_that_is_gone_is_noticed(tmp_path: Path) -> None:
         (tmp_path / "cut").touch()
         assert [one.wait(60) for one in asking] == [0, 0]
         for case in ("waiting", "unheard"):  # noticed by the connection; then it was tried once more to connect
-            assert (tmp_path / case).read_text() == f"{hosts.address(0)}:8000 did not reply within 1 s.\n"
+            assert (tmp_path / case).read_text() == f"{hosts.address(0)}:8000 did not answer within 1 s.\n"

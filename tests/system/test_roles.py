@@ -21,7 +21,7 @@ def test_an_actor_and_a_learner_find_each_other_train_to_the_end_and_leave_nothi
             actor = pool.submit(machine.start, "actor", env=env)
             said = machine.start("learner", *words)
         assert "actor_num: 1" in actor.result()
-        assert "LD_PRELOAD=libnothing.so is dropped" in actor.result()
+        assert "LD_PRELOAD=libnothing.so is removed" in actor.result()
         for word in ("parse ip list", "node_num: 1", "learner_num: 1", "start learner", "logs/learner/train.log"):
             assert word in said
         machine.until(lambda: machine.state_of("learner") not in ("pending", "running"), 180)
