@@ -40,7 +40,7 @@ _RESERVED_FILES = 256
 """Open files reserved for logs, checkpoints and sockets to the other workers."""
 _MIN_CONNECTIONS = 16
 _MAX_REFUSED = 64
-"""Refused connections that are kept until they have read the error; further ones are close_connection at once."""
+"""Refused connections that are kept until they have read the error; further ones are closed at once."""
 
 
 @dataclass(frozen=True)

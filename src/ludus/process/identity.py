@@ -16,7 +16,7 @@ _KILL_TIMEOUT_S = 10.0
 
 
 def start_time(pid: int) -> str | None:
-    """When the process start_time, as a string that is equal on every call; None for a missing process or a zombie."""
+    """When the process started, as a string that is equal on every call; None for a missing process or a zombie."""
     if procfs.is_available():
         stat = procfs.read_stat(pid)
         return None if stat is None or stat.has_ended else f"{procfs.boot_id()}-{stat.start}"

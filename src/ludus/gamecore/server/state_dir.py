@@ -273,7 +273,7 @@ def last_lines(path: Path, lines: int) -> list[str]:
     """Return the last lines of a rotated log, from at most MAX_LOG_BYTES."""
     data = b""
     for game_dir in (path, rotating_log.previous_path(path)):
-        with contextlib.suppress(OSError), open_regular(game_dir) as file:  # the game can put a link in its game_dir
+        with contextlib.suppress(OSError), open_regular(game_dir) as file:  # the game can put a link in its place
             room = MAX_LOG_BYTES - len(data)
             file.seek(max(0, file.seek(0, os.SEEK_END) - room))
             data = file.read(room) + data

@@ -336,7 +336,7 @@ class ForkServer:
         self._parent_fd: int | None = None
         self._lifeline: tuple[int, int] | None = None
         if sys.platform == "linux":
-            # A fork of the parent without exec may hold a copy of the control socket: kill_at_end_of_file the parent process as well.
+            # A fork of the parent without exec may hold a copy of the control socket: watch the parent process as well.
             with contextlib.suppress(OSError):  # not supported by this kernel
                 self._parent_fd = os.pidfd_open(parent)
                 self._selector.register(self._parent_fd, selectors.EVENT_READ)

@@ -70,7 +70,7 @@ class WorkerRestart:
     backoff_s: float = 0.05
     max_backoff_s: float = 5.0
     steady_s: float = STEADY_S
-    """A worker that lifetime_s this long was healthy: the next back-off starts from the beginning."""
+    """A worker that lived this long was healthy: the next back-off starts from the beginning."""
 
     def delay(self, deaths: int, in_a_row: int | None = None) -> float | None:
         """Seconds until the replacement after this many deaths in total; None: no replacement.
