@@ -166,7 +166,7 @@ def ours() -> set[Path]:
 def test_until_the_first_step_it_says_what_it_waits_for_and_then_how_much_is_not_learned_from() -> None:
     with fleet(num_workers=1) as made:
         assert not made.sampling.has_sampled()
-        assert made.sampling.awaited() == "the first step of 1 workers: worker 0 is starting"
+        assert made.sampling.waiting_for() == "the first step of 1 workers: worker 0 is starting"
         until(made, made.batches.ready)
         until(made, made.sampling.has_sampled)
         assert made.sampling.unlearned_steps() == 4 * 8

@@ -253,7 +253,7 @@ class _Workers(_Sampler):
     def has_sampled(self) -> bool:
         return self.sampled
 
-    def awaited(self) -> str:
+    def waiting_for(self) -> str:
         return "the first step of 2 workers: worker 0 is starting"
 
 

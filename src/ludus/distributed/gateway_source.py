@@ -107,7 +107,7 @@ class GatewaySource:
     def has_sampled(self) -> bool:
         return self._boards.memory.total("requests") > 0
 
-    def awaited(self) -> str:
+    def waiting_for(self) -> str:
         return f"a game to connect to http://{self.address[0]}:{self.address[1]}/step"
 
     def unlearned_steps(self) -> int:

@@ -558,7 +558,7 @@ class SamplingPool:
     def has_sampled(self) -> bool:
         return self._totals()["steps"] > 0
 
-    def awaited(self) -> str:
+    def waiting_for(self) -> str:
         states = ", ".join(
             f"worker {worker} is {report.state}" + (f" ({_last_line(report.error)})" if report.error.strip() else "")
             for worker, report in sorted(self._reports.items())

@@ -51,13 +51,13 @@ def find_cgroups(proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgr
     for line in lines:
         _, names, inner = line.split(":", 2)
         for name in names.split(",") if names else [""]:
-            base = _mounted(root, name)
+            base = _mount_point(root, name)
             if base is not None:
                 found[name] = tuple(_upwards(base, inner))
     return Cgroups(found)
 
 
-def _mounted(root: Path, name: str) -> Path | None:
+def _mount_point(root: Path, name: str) -> Path | None:
     if name:
         return root / name if (root / name).is_dir() else None
     return next((base for base in (root, root / "unified") if (base / "cgroup.controllers").exists()), None)
@@ -84,13 +84,13 @@ def read_memory(groups: Cgroups, meminfo: Path = Path("/proc/meminfo")) -> Memor
         return None
     limit, used = None, 0
     for most, directory in groups.numbers("memory", "memory.limit_in_bytes", "memory.max"):
-        now = _used(directory)
+        now = _memory_in_use(directory)
         if limit is None or most - now < limit - used:
             limit, used = most, now
     return Memory(total, available, limit, used)
 
 
-def _used(directory: Path) -> int:
+def _memory_in_use(directory: Path) -> int:
     """Bytes in use, without the page cache that the kernel frees on demand."""
     used = read_number(directory / "memory.usage_in_bytes") or read_number(directory / "memory.current") or 0
     with contextlib.suppress(OSError):

@@ -411,7 +411,7 @@ class RedisFleet:
     def has_sampled(self) -> bool:
         return self._roster.totals()["steps"] > 0 or self.batches.waiting > 0
 
-    def awaited(self) -> str:
+    def waiting_for(self) -> str:
         if self._unreached:
             return f"the memory, which was never reached: {self._unreached.rstrip('.')}"
         if not self._roster:

@@ -36,6 +36,6 @@ class RemoteSampling(Protocol):
         """Whether a step was sampled since this process started."""
         ...
 
-    def awaited(self) -> str:
+    def waiting_for(self) -> str:
         """What the first step is waiting for, as the object of "waited for"."""
         ...

@@ -37,7 +37,7 @@ class StopConditions:
             clock.start()
         elif self.start_timeout_s is not None and clock.startup_s >= self.start_timeout_s:
             raise StartTimeout(
-                f"No step was sampled within {self.start_timeout_s:g} s of the start; waited for {source.awaited()}.",
+                f"No step was sampled within {self.start_timeout_s:g} s of the start; waited for {source.waiting_for()}.",
                 "Nothing was learned; see the logs in the run's directory. config.start_timeout_s allows a longer start.",
             )
 
