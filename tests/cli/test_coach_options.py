@@ -98,7 +98,7 @@ def test_notices_quote_ignored_options_as_they_were_typed(call: Call, tmp_path: 
         (["-p", "CartPole_DQN", "--evaluate", "100"], "ludus rollout RUN --episodes 20"),
         (["-r", "-p", "CartPole_DQN"], "-r is not supported: training is not rendered"),
         (["-p", "CartPole_DQN", "-crf", "x"], "a checkpoint is a directory here"),
-        (["-f", "tensorflow", "-p", "CartPole_DQN"], "networks are always PyTorch's"),
+        (["-f", "tensorflow", "-p", "CartPole_DQN"], "all networks use PyTorch"),
         (["-p", "CartPole_A3C"], "CartPole_A3C is not supported"),
         (["-p", "Mujoco_ClippedPPO"], "which? -lvl hopper"),
         (["-p", "CartPole_DQN", "-cp", "gama=1"], "Did you mean 'gamma'"),

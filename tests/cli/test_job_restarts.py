@@ -132,7 +132,7 @@ def test_a_note_that_is_damaged_is_ignored_with_a_word(call: Call, note: Callabl
     (tmp_path / "job" / "note").write_text(foreign)
     result = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
     assert result.code == 0, result.err
-    assert f"{tmp_path / 'job' / 'note'} is ignored: it is not the note of a job" in result.err
+    assert f"{tmp_path / 'job' / 'note'} is ignored: it is not the resume file of a job" in result.err
     assert note() == {"default": result.json["run_dir"]}
 
 

@@ -68,7 +68,7 @@ def test_a_trial_keeps_a_few_checkpoints_unless_it_is_told_how_many(tmp_path: Pa
         ({"config": {"lr": {"grid_search": [1e-3, -1.0]}}}, r"config\.lr is -1\.0"),
         ({"config": {"lrr": {"grid_search": [1]}}}, r"config\.lrr"),
         ({"config": {"num_workers": "auto", "lr": LR}}, "num_workers is auto"),
-        ({"env": "external", "config": {"lr": LR}}, "games of an external environment"),
+        ({"env": "external", "config": {"lr": LR}}, "External games"),
         ({"tune": {"schedular": "asha"}}, r"tune\.schedular"),
         ({"tune": {"scheduler": "pbt"}, "config": {}, "num_samples": 2}, "has nothing to change"),
         ({"tune": {"scheduler": "pbt"}, "config": {"lr": {"uniform": [0.1, 0.2]}}}, "needs at least 2 trials"),

@@ -174,7 +174,7 @@ def test_a_config_that_cannot_be_is_the_end_of_the_trial_and_not_tried_again(tmp
 
 
 def test_two_processes_never_train_one_trial_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_LOCK_WITHIN_S", 0.2)
+    monkeypatch.setattr(trial, "_LOCK_TIMEOUT_S", 0.2)
     one = attempt(tmp_path / "t")
     with pytest.raises(WorkerFailed, match="Another process has been busy"):
         attempt(tmp_path / "t")
