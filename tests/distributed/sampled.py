@@ -1,4 +1,4 @@
-"""Workers for the tests: a fleet of them on this machine, with the weights of a small policy."""
+"""Helpers for the tests of sampling: a pool of workers on this machine with a small policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learner and its workers tell each other, as bytes that may come from anybody."""
+"""Encoding of the messages of a fleet; decoding must survive arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ SPEC = WorkerSpec(
 )
 
 
-def test_orders_come_back_as_they_were_given() -> None:
+def test_a_worker_spec_survives_a_round_trip() -> None:
     assert WorkerSpec.decode(SPEC.encode()) == SPEC
 
 
-def test_the_same_orders_have_the_same_fingerprint_and_others_another() -> None:
+def test_equal_specs_have_equal_fingerprints_and_others_do_not() -> None:
     assert WorkerSpec.decode(SPEC.encode()).fingerprint == SPEC.fingerprint
     assert replace(SPEC, steps=6).fingerprint != SPEC.fingerprint
 
 
 @pytest.mark.parametrize(("key", "value"), [("ludus", "0.0.0+other"), ("protocol", 99)])
-def test_orders_of_another_version_of_the_code_are_refused_with_both_versions(key: str, value: object) -> None:
+def test_a_spec_of_another_version_of_the_code_is_refused_with_both_versions(key: str, value: object) -> None:
     data = json.dumps(json.loads(SPEC.encode()) | {key: value}).encode()
     with pytest.raises(IncompatibleCheckpoint, match=str(value).replace("+", r"\+")):
         WorkerSpec.decode(data)
@@ -56,12 +56,12 @@ def test_orders_of_another_version_of_the_code_are_refused_with_both_versions(ke
     ],
     ids=range(8),
 )
-def test_what_is_not_orders_is_damaged(data: bytes) -> None:
+def test_a_malformed_spec_is_damaged(data: bytes) -> None:
     with pytest.raises(Damaged):
         WorkerSpec.decode(data)
 
 
-def test_a_bulletin_comes_back_as_it_was_posted() -> None:
+def test_a_weights_notice_survives_a_round_trip() -> None:
     bulletin = WeightsNotice(3, 17, 2, SPEC.fingerprint, over=True)
     assert WeightsNotice.decode(bulletin.encode()) == bulletin
 

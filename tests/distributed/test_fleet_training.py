@@ -1,4 +1,4 @@
-"""Every algorithm learns from a fleet, in turn and freely where it may: a real Redis, a worker beside the learner."""
+"""Every algorithm learns from a fleet, alternating and free-running: a real Redis, with a worker in the learner's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Games that play in workers: what reaches the learner is whole, whoever is killed, and nothing is left of it."""
+"""Games that play in gateway workers: the learner gets only complete segments, even if workers are killed, and nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gateway workers as real processes: they share a port, hand each other sockets, die, hang, and are replaced."""
+"""Gateway workers as real processes: they share a port, pass sockets to each other, die, hang and are replaced."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_mixed_and_large_requests_find_their_way_between_processes(supervisor: S
 
 @dataclass
 class Game(threading.Thread):
-    """Plays one session after the other until it is told to stop; notes what it heard."""
+    """Plays one session after the other until it is stopped; records the replies."""
 
     port: int
     id_: str
@@ -243,7 +243,7 @@ def test_a_killed_worker_costs_its_own_sessions_only(supervisor: Supervisor) -> 
             assert set(game.heard[1:]) <= {(410, "session_lost"), (503, "worker_away")}
 
 
-def test_who_waits_behind_another_worker_hears_of_the_death_at_once(supervisor: Supervisor) -> None:
+def test_a_forwarded_request_fails_at_once_when_its_worker_dies(supervisor: Supervisor) -> None:
     with serving(supervisor, 2, tick_s=30.0) as served, Wire(served.direct_addresses[0][1]) as wire:
         (ours,), (theirs,) = owned(0, 2), owned(1, 2)
         assert wire.ask(step("start", ours)).status == wire.ask(step("start", theirs)).status == 200
@@ -351,17 +351,17 @@ def test_a_fleet_that_closes_lets_sessions_finish_and_ends_with_the_last_of_them
         wait_until(lambda: ask(served.address[1], step("start", "another")).refusal == (503, "draining"))
         assert lone.ask(step("tick", mine, b"x")).body == owners[0] + b":x"
         assert lone.ask(step("end", mine)).body == owners[0]
-        for n in range(10):  # worker 0 has none of its own any more, but this one comes by its connection
+        for n in range(10):  # worker 0 has no session left, but this one arrives on its connection
             assert wire.ask(step("tick", theirs, b"%d" % n)).body == owners[1] + b":%d" % n
             time.sleep(0.03)
         assert closed.is_alive()
         assert wire.ask(step("end", theirs)).body == owners[1]
         closed.join(SOON_S)
-    assert not closed.is_alive(), "it waits for nobody any more"
+    assert not closed.is_alive(), "it does not wait any more"
     assert [worker.state for worker in served.workers] == ["stopped", "stopped"]
 
 
-def test_who_does_not_finish_in_time_is_told(supervisor: Supervisor) -> None:
+def test_a_request_that_takes_too_long_is_an_error(supervisor: Supervisor) -> None:
     served = drained(supervisor, drain_s=0.5, workers=1)
     with Wire(served.address[1]) as wire:
         assert wire.ask(step("start", "slow")).status == 200
@@ -392,7 +392,7 @@ def _fail() -> None:
     raise LookupError("the model is not there")
 
 
-def test_a_worker_that_cannot_start_says_why(supervisor: Supervisor) -> None:
+def test_a_worker_that_cannot_start_reports_the_reason(supervisor: Supervisor) -> None:
     made = GatewayWorkers(supervisor, GatewayProgram(Local, prepare=_fail), port=0, workers=1)
     try:
         wait_until(lambda: "the model is not there" in made.workers[0].error)

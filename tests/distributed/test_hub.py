@@ -1,4 +1,4 @@
-"""The hub: one per run whatever happens, deaf to rubbish, and gone without a trace."""
+"""The hub: at most one per run, robust against garbage, and gone without leftovers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_second_comer_finds_the_first(tmp_path: Path, hub: Hub) -> None:
 
 
 class Rival:
-    """A process of its own that opens the run and holds it until it is told to end, or killed."""
+    """A process that opens the run and holds it until it is asked to end, or killed."""
 
     def __init__(self, directory: Path) -> None:
         self.go, start = os.pipe()[::-1]
@@ -192,7 +192,7 @@ RUBBISH = {
 
 
 @pytest.mark.parametrize("name", RUBBISH)
-def test_who_sends_rubbish_is_disconnected_and_nobody_else_notices(hub: Hub, name: str) -> None:
+def test_a_peer_that_sends_garbage_is_disconnected_and_others_are_not_affected(hub: Hub, name: str) -> None:
     with socket.socket(socket.AF_UNIX) as bad:
         bad.settimeout(10)
         bad.connect(hub.location.socket)
@@ -212,14 +212,14 @@ def test_a_million_random_bytes_leave_it_standing(hub: Hub) -> None:
     assert ask(hub.location, {"op": "hello"})["pid"] == os.getpid()
 
 
-def test_half_a_frame_harms_nobody(hub: Hub) -> None:
+def test_an_incomplete_frame_affects_no_other_peer(hub: Hub) -> None:
     with socket.socket(socket.AF_UNIX) as slow:
         slow.connect(hub.location.socket)
         slow.sendall(b"".join(frame({"op": "hello", "id": 1}))[:-1])
         assert ask(hub.location, {"op": "hello"})["pid"] == os.getpid()
 
 
-def test_an_error_reaches_who_asked_as_it_was_raised(hub: Hub) -> None:
+def test_an_error_reaches_the_caller_as_it_was_raised(hub: Hub) -> None:
     with pytest.raises(UnknownName, match="no model 'ghost'"):
         ask(hub.location, {"op": "model.find", "name": "ghost"})
     with pytest.raises(UsageError, match="not a plain name"):
@@ -263,7 +263,7 @@ def test_a_batch_larger_than_a_frame_comes_in_several(hub: Hub, monkeypatch: pyt
     assert talk(hub.location, work) == [[6], [6], [20], [1]]
 
 
-def test_who_waits_is_told_when_the_run_ends(tmp_path: Path) -> None:
+def test_a_waiting_take_returns_when_the_run_ends(tmp_path: Path) -> None:
     place, hub = find_or_start(tmp_path)
     assert hub is not None
 
@@ -355,6 +355,6 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch: p
         frame({}, b"x" * 11)
 
 
-def test_nobody_at_the_address_is_an_error_at_once(tmp_path: Path) -> None:
+def test_an_address_without_a_listener_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="cannot be reached"):
         asyncio.run(RpcConnection.open(str(tmp_path / "nobody"), "The hub"))

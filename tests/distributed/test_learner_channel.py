@@ -1,4 +1,4 @@
-"""Frames between ranks, and the entrance for those of other nodes."""
+"""Frames between ranks, and the listener for ranks of other nodes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_silence_has_an_end(pair: tuple[LearnerChannel, LearnerChannel]) -> None
         pair[0].receive(timeout_s=0.05)
 
 
-def test_whoever_knows_the_token_comes_in(entrance: LearnerListener) -> None:
+def test_a_rank_with_the_token_is_accepted(entrance: LearnerListener) -> None:
     links: list[LearnerChannel] = []
     caller = threading.Thread(target=lambda: links.append(connect(entrance.address, TOKEN)))
     caller.start()
@@ -78,7 +78,7 @@ def test_whoever_knows_the_token_comes_in(entrance: LearnerListener) -> None:
         assert ours.receive(DONE).first == 5
 
 
-def test_strangers_are_cut_off_and_do_not_keep_others_out(entrance: LearnerListener) -> None:
+def test_unauthenticated_peers_are_disconnected_and_do_not_block_others(entrance: LearnerListener) -> None:
     refused: list[BaseException] = []
 
     def come_with_another_token() -> None:
@@ -102,7 +102,7 @@ def test_strangers_are_cut_off_and_do_not_keep_others_out(entrance: LearnerListe
     assert "refused the token" in str(refused[0])
 
 
-def test_one_who_speaks_slowly_does_not_keep_others_out(entrance: LearnerListener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_peer_does_not_block_others(entrance: LearnerListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
     cut_off, first = threading.Event(), threading.Event()
 
@@ -131,7 +131,7 @@ def test_one_who_speaks_slowly_does_not_keep_others_out(entrance: LearnerListene
     ours.close()
 
 
-def test_somebody_else_at_the_address_does_not_get_our_trust() -> None:
+def test_a_listener_with_another_token_is_not_trusted() -> None:
     with contextlib.closing(LearnerListener("127.0.0.1", b"somebody else's token")) as other:
         listening = threading.Thread(target=other.accept_rank, args=(0.5,))
         listening.start()
@@ -140,7 +140,7 @@ def test_somebody_else_at_the_address_does_not_get_our_trust() -> None:
         listening.join()
 
 
-def test_nobody_comes_and_nobody_is_there(entrance: LearnerListener) -> None:
+def test_without_learners_there_is_a_time_out_and_without_listener_an_error(entrance: LearnerListener) -> None:
     assert entrance.accept_rank(0.05) is None
     entrance.close()
     with pytest.raises(WorkerFailed, match=r"There is no learner at tcp://127\.0"):

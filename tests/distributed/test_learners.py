@@ -1,4 +1,4 @@
-"""Learners in processes of their own: alike after every update, lost ones noticed, nothing left behind, states interchangeable."""
+"""Learners in several processes: equal after every update, losses noticed, nothing left behind, states interchangeable."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_states_of_one_and_of_several_learners_are_interchangeable(supervisor: S
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_a_learner_that_is_killed_is_noticed_in_seconds_and_leaves_nobody_behind(supervisor: Supervisor, transport: str) -> None:
+def test_a_killed_learner_is_noticed_in_seconds_and_leaves_no_process(supervisor: Supervisor, transport: str) -> None:
     block = data("mlp")[2]
     with sharing("mlp", supervisor, learners=3, transport=transport) as several:
         several.learn(block, 0)
@@ -203,7 +203,7 @@ class Careless(PPO):
         return super().learn(segments, timestep)
 
 
-def test_an_algorithm_whose_learners_drift_apart_is_told(supervisor: Supervisor) -> None:
+def test_learners_that_drift_apart_are_an_error(supervisor: Supervisor) -> None:
     config, block = config_for(), data("mlp")[0]
     algorithm = share_learning(Careless(policy_for("mlp"), config, 0), config, 2, LOGS, supervisor=supervisor)
     assert isinstance(algorithm, SharedAlgorithm)
@@ -220,7 +220,7 @@ class Unbuildable(PPO):
         super().__init__(policy, config, seed)
 
 
-def test_a_learner_that_cannot_start_says_why(supervisor: Supervisor) -> None:
+def test_a_learner_that_cannot_start_reports_the_reason(supervisor: Supervisor) -> None:
     config = config_for()
     with pytest.raises(WorkerFailed, match="there is only one of me"):
         share_learning(Unbuildable(policy_for("mlp"), config, 0), config, 2, LOGS, supervisor=supervisor)

@@ -1,4 +1,4 @@
-"""What an agent sends, without a network: whole blocks, many at a time, each worker's in order."""
+"""Bundles of an agent, without a network: complete blocks, many at a time, in order for each worker."""
 
 from __future__ import annotations
 

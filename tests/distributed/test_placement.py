@@ -1,4 +1,4 @@
-"""Where workers go: evenly by cores, and nobody moves without need."""
+"""Placement of workers: even by cores, and without unnecessary moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How processes find the hub of a run in a Ray cluster: one name, one hub, and nothing left of it when it is gone."""
+"""Discovery of a run's hub in a Ray cluster: one name, one hub, and nothing left when it is gone."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_of_many_that_come_at_once_one_becomes_the_hub_and_the_others_find_it(cl
         meeting.close()
     again = ActorDiscovery(tmp_path / "t", cluster.address)
     deadline = soon()
-    while (spot := again.find_or_claim(deadline)) is not None:  # the actor is told to go, and goes a moment later
+    while (spot := again.find_or_claim(deadline)) is not None:  # the actor ends a moment after the request
         assert spot == SPOT
     again.close()
 
 
-def test_a_hub_that_never_says_where_it_is_is_waited_for_in_time_only(cluster: Cluster, tmp_path: Path) -> None:
+def test_waiting_for_a_hub_that_never_publishes_its_address_times_out(cluster: Cluster, tmp_path: Path) -> None:
     silent, waiting = (ActorDiscovery(tmp_path / "t", cluster.address) for _ in range(2))
     assert silent.find_or_claim(soon()) is None
     with pytest.raises(WorkerFailed, match="did not publish its address"):
@@ -75,7 +75,7 @@ def test_a_hub_that_never_says_where_it_is_is_waited_for_in_time_only(cluster: C
     silent.close()
 
 
-def test_a_process_beside_ours_keeps_the_notice_and_if_ray_takes_it_away_ours_goes_on(
+def test_the_discovery_process_holds_the_actor_and_this_process_survives_the_loss_of_ray(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub, visitor = (RayDiscoveryProcess(tmp_path / "t", cluster.address) for _ in range(2))
@@ -98,7 +98,7 @@ def test_a_process_beside_ours_keeps_the_notice_and_if_ray_takes_it_away_ours_go
     after.close()
 
 
-def test_a_cluster_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_cluster_is_an_error(tmp_path: Path) -> None:
     keeper = RayDiscoveryProcess(tmp_path / "t", "127.0.0.1:9")
     with pytest.raises(UsageError, match=r"no Ray cluster at 127\.0\.0\.1:9"):
         keeper.find_or_claim(30)
@@ -129,7 +129,7 @@ def test_the_interface_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) ->
         card_address()
 
 
-def test_where_a_run_meets_is_said_by_the_call_or_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_a_run_comes_from_the_call_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_ADDRESS", "ip_head"):
         monkeypatch.delenv(name, raising=False)
     assert rendezvous_address(None) is None

@@ -1,4 +1,4 @@
-"""The learner's side of a cluster, with agents in this process: whose fault is what, and how much may wait."""
+"""The learner's side of a Ray cluster, with agents in this process: failures of nodes and head, and limits on waiting blocks."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_head_is_gone_when_it_has_not_answered_several_times(rig: Rig) -> None
         raise Unreachable("no answer")
 
     with rig.nodes(plan(), timeouts=RayTimeouts(head_s=0.0)) as nodes:
-        assert named(nodes), "whatever the clock says: it has always answered"
+        assert named(nodes), "it has always replied, so the time-out alone does not count"
         rig.ask = gone
         with pytest.raises(WorkerFailed, match="The head of the cluster is gone: head:1 has not answered") as failed:
             rig.until(lambda: not nodes.current())
@@ -255,7 +255,9 @@ def test_a_head_is_gone_when_it_has_not_answered_several_times(rig: Rig) -> None
         assert len(asked) >= 2
 
 
-def test_a_head_that_keeps_the_clerk_is_gone_and_that_of_a_job_may_return(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_blocks_the_gcs_thread_is_gone_and_that_of_a_job_may_return(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig.returns = True
     monkeypatch.setattr(gcs_thread, "_STUCK_S", 0.3)
     over = threading.Event()
@@ -300,11 +302,11 @@ def test_a_node_that_shares_the_weights_adds_its_cores_to_the_learners_own_and_t
         rig.until(lambda: cores(nodes) == {"a": 6})
         rig.there = [*alone, replace(sharer, alive=False), another]
         rig.until(lambda: cores(nodes) == {"a": 3})
-        assert nodes.current() == [own], "one copy of the weights, whoever comes and goes"
+        assert nodes.current() == [own], "one copy of the weights while nodes come and go"
         assert rig.hosts["b"].agent is None
 
 
-def test_where_only_sharing_nodes_have_cores_workers_run_beside_the_learner_while_there_are_any(rig: Rig) -> None:
+def test_if_only_sharing_nodes_have_cores_workers_run_on_the_learners_machine_while_there_are_any(rig: Rig) -> None:
     learner, sharer = member("a", 0), member("b", 2, shares=True)
     rig.there = [learner, sharer]
     with rig.nodes(plan(), agent_here=False) as nodes:
@@ -318,7 +320,7 @@ def test_where_only_sharing_nodes_have_cores_workers_run_beside_the_learner_whil
         assert nodes.current() != [own]
 
 
-def test_a_node_on_another_machine_has_weights_of_its_own_whatever_it_says(rig: Rig) -> None:
+def test_a_node_on_another_machine_has_its_own_weights_whatever_its_label(rig: Rig) -> None:
     rig.there = [member("a", 1), member("b", 3, "10.0.0.2", shares=True)]
     with rig.nodes(plan(), agent_here=False) as nodes:
         rig.until(lambda: cores(nodes) == {"a": 1, "b": 3})

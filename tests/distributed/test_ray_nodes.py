@@ -1,4 +1,4 @@
-"""Workers behind an agent, over a real Ray on this machine: their blocks, their deaths, and what is left at the end."""
+"""Workers of an agent, over a real Ray on this machine: their blocks, their deaths, and what is left at the end."""
 
 from __future__ import annotations
 

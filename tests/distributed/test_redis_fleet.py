@@ -1,4 +1,4 @@
-"""A learner's fleet and its workers, over a real Redis server and a real store: who is there, what counts, who is refused."""
+"""A learner's fleet and its workers, over a real Redis server and a real store."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Rig:
         )
 
     def confirm(self) -> None:
-        """Nobody else is here."""
+        """No other learner exists."""
 
     def weights(self) -> Mapping[str, Array]:
         return {name: tensor.detach().numpy() for name, tensor in self.policy.state_dict().items()}
@@ -224,8 +224,8 @@ def test_in_turn_a_worker_waits_for_the_next_version_when_its_share_is_made(rig:
         assert (rig.taken(fleet) == 1).all()
 
 
-def test_the_share_of_one_who_does_not_deliver_is_made_by_the_others(rig: Rig) -> None:
-    """A notice says that there are two; only one of them exists."""
+def test_the_share_of_a_worker_that_does_not_deliver_is_made_by_the_others(rig: Rig) -> None:
+    """There are two presences, but only one worker exists."""
     with rig.exchange() as exchange:
         exchange.post(f"{PRESENCE}ghost", Presence("nowhere", 1, "sampling", beat=1).encode())
     with rig.fleet() as fleet, rig.worker("real"):
@@ -245,7 +245,7 @@ def test_in_turn_a_segment_that_was_lost_on_the_way_is_asked_for_again(rig: Rig)
         assert (rig.taken(fleet) == 1).all()
 
 
-def test_a_server_that_has_lost_everything_is_told_again(server: RedisServer, tmp_path: Path) -> None:
+def test_the_notice_is_posted_again_after_a_server_lost_its_data(server: RedisServer, tmp_path: Path) -> None:
     rig = Rig(server.url, tmp_path / "run", in_turn=False, blocks=1)
     with rig.fleet(max_age=None) as fleet:
         wait_until(lambda: fleet._publisher is not None and fleet._publisher.published == 1)
@@ -262,7 +262,7 @@ def test_without_turns_a_worker_goes_on_with_its_last_weights_until_there_is_no_
     # the learner is gone, its notice and its weights are not
     with rig.worker("alone"), rig.exchange() as exchange:
         wait_until(lambda: exchange.waiting() == rig.spec.room)
-    with rig.fleet(2, max_age=None) as fleet:  # and whoever comes later finds what was made
+    with rig.fleet(2, max_age=None) as fleet:  # a later learner finds the segments
         assert (rig.taken(fleet) == 1).all()
 
 
@@ -336,7 +336,7 @@ def test_shares_of_time_add_up_to_at_most_100_percent(rig: Rig, spent: tuple[flo
     assert numbers["learner/wait_share"] == 1.0
 
 
-def test_one_who_falls_silent_is_counted_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_worker_is_counted_as_lost(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.distributed.redis.roster.SILENT_S", 0.5)
     with rig.exchange() as exchange:
         exchange.post(f"{PRESENCE}dead", Presence("nowhere", 1, "sampling", beat=9, steps=40).encode())
@@ -368,7 +368,7 @@ def test_rubbish_among_the_notices_is_not_a_worker(rig: Rig) -> None:
         fleet.metrics()
 
 
-def test_workers_go_home_when_the_run_is_over_and_not_when_the_learner_only_stops(rig: Rig, server: RedisServer) -> None:
+def test_workers_end_when_the_run_is_over_and_not_when_the_learner_only_stops(rig: Rig, server: RedisServer) -> None:
     with rig.worker("one") as work:
         with rig.fleet() as fleet:
             rig.update(fleet)
@@ -384,7 +384,7 @@ def test_workers_go_home_when_the_run_is_over_and_not_when_the_learner_only_stop
         assert client.keys(f"*{rig.spec.channel}*") == [], "a run that is over leaves nothing in the server"
 
 
-def test_workers_go_home_though_the_server_was_away_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_end_although_the_server_was_down_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.distributed.redis.worker._NO_NEWS_S", 0.2)
     with RedisServer(tmp_path / "redis") as server:
         monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", server.password)
@@ -399,7 +399,7 @@ def test_workers_go_home_though_the_server_was_away_at_the_end(tmp_path: Path, m
             assert work.ended == "over"
 
 
-def test_workers_go_home_though_the_weights_that_they_were_told_of_are_gone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_end_although_their_announced_weights_are_gone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner came to its end right after its last version, and could not say so."""
     monkeypatch.setattr("ludus.distributed.redis.worker._NO_NEWS_S", 0.2)
     with rig.worker("one") as work:
@@ -412,7 +412,7 @@ def test_workers_go_home_though_the_weights_that_they_were_told_of_are_gone(rig:
         assert work.ended == "over"
 
 
-def test_a_worker_that_is_told_to_stop_says_so_and_takes_its_notice_along(rig: Rig) -> None:
+def test_a_stopped_worker_removes_its_presence(rig: Rig) -> None:
     with rig.fleet() as fleet:
         with rig.worker("one") as work:
             rig.update(fleet)
@@ -615,7 +615,7 @@ class _Away(LocalStore):
         super().put(key, data, overwrite=overwrite)
 
 
-def test_while_the_store_is_away_nobody_waits_for_it_and_afterwards_the_newest_weights_get_out(
+def test_an_outage_of_the_store_blocks_nothing_and_the_newest_weights_are_published_afterwards(
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ludus.distributed.redis.publisher._RETRY_S", 0.05)

@@ -1,4 +1,4 @@
-"""A training whose gradients are computed on two nodes, as a job; and how the first learner waits for the others."""
+"""A training whose gradients are computed on two nodes of a job, and the listener of the first learner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKEN = "0123456789abcdef" * 2
 
 
 def trained(tmp_path: Path, name: str, learner_nodes: int) -> tuple[list[dict[str, float]], list[str]]:
-    """Rows of its metrics, and what its learner elsewhere said."""
+    """Rows of its metrics, and the log of its remote learner."""
     words = ["train", "CartPole-v1", "--num-workers", "0", "--seed", "3", "--stop", f"timesteps_total={STEPS}", "--quiet"]
     words += ["--local-dir", str(tmp_path / name), "--set", "config.torch_threads=1", "--set", "config.learner_threads=1"]
     job = plan_job(words, environ={}, nodes=NodeRequest(2, learners=learner_nodes, wait_s=60.0)).job
@@ -38,21 +38,21 @@ def trained(tmp_path: Path, name: str, learner_nodes: int) -> tuple[list[dict[st
     with LocalOrchestrator(tmp_path / "state", attached=True) as local:
         job_id = local.submit(replace(without_ray, name=name))
         status = wait(local, job_id, 120)
-        said = list(local.logs(job_id))
-        assert (status.state, status.exit_code) == ("succeeded", 0), said
+        log_lines = list(local.logs(job_id))
+        assert (status.state, status.exit_code) == ("succeeded", 0), log_lines
     (metrics,) = (tmp_path / name).rglob("metrics.jsonl")
-    return [json.loads(line) for line in metrics.read_text().splitlines()], said
+    return [json.loads(line) for line in metrics.read_text().splitlines()], log_lines
 
 
 def test_learners_on_two_nodes_learn_what_one_learns(tmp_path: Path) -> None:
     alone, _ = trained(tmp_path, "alone", 1)
-    shared, said = trained(tmp_path, "shared", 2)
+    shared, log_lines = trained(tmp_path, "shared", 2)
     counts = [[row["learner/learners"] for row in rows if "learner/learners" in row] for rows in (alone, shared)]
     assert counts[0] == []
     assert set(counts[1]) == {2.0}
     scores = [[row["evaluation/return_mean"] for row in rows if "evaluation/return_mean" in row] for rows in (alone, shared)]
     assert scores[0] == scores[1] != [], "gradients that were summed in two places make another policy"
-    assert any(line.startswith("learner-0:") for line in said), said
+    assert any(line.startswith("learner-0:") for line in log_lines), log_lines
 
 
 # -- waiting for them ---------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_a_learner_that_leaves_while_others_are_awaited_has_not_come(entrance: J
         entrance.accept_rank(1.0)
 
 
-def test_all_who_came_are_let_in(entrance: JobLearnerListener, callers: Callers) -> None:
+def test_all_connected_learners_are_accepted(entrance: JobLearnerListener, callers: Callers) -> None:
     callers.come()
     callers.come()
     with contextlib.closing(entrance.accept_rank(30.0)) as one, contextlib.closing(entrance.accept_rank(30.0)) as two:
@@ -137,7 +137,7 @@ def test_a_place_that_is_taken_is_an_error_that_may_pass(job: JobEnv, entrance: 
     assert not error.value.final
 
 
-# -- for whom they are --------------------------------------------------------------------------------------------------
+# -- which runs use them ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_training_with_learners_elsewhere_has_a_driver(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("as_main")
-def test_the_learner_of_a_driver_waits_for_them_and_says_who_is_missing(tmp_path: Path) -> None:
+def test_the_learner_of_a_driver_waits_for_the_others_and_names_the_missing(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=r"2 of 2 learners of other machines did not come .*--resume"):
         runner.train(small.data(), project=tmp_path, trial="run")
     meta = Run.open(tmp_path / "run").meta()

@@ -1,4 +1,4 @@
-"""Workers sample what they should with the weights they should, and whatever becomes of them, the learner gets its batches."""
+"""Workers sample with the right weights, and the learner gets its batches even if workers die."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_in_turn_every_block_is_made_with_the_weights_after_as_many_updates(tmp_
             assert taken.origin.tolist() == list(range(8))
             assert taken.steps > 0
             made.batches.release(taken)
-            assert not made.batches.ready(), "nobody samples ahead"
+            assert not made.batches.ready(), "no worker samples ahead"
             made.learn()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["sampler-0.log", "sampler-1.log"]
 
@@ -73,7 +73,7 @@ def test_without_turns_workers_go_on_as_long_as_there_is_room() -> None:
             taken = batch(made)
             seen.append(int(taken.version.max()))
             made.batches.release(taken)
-        assert FIRST_VERSION + 1 in seen, "new weights arrive without anybody waiting for them"
+        assert FIRST_VERSION + 1 in seen, "new weights arrive without waiting"
 
 
 def test_a_killed_worker_is_replaced_and_its_blocks_go_on_where_they_were() -> None:
@@ -163,7 +163,7 @@ def ours() -> set[Path]:
     return set(shared_memory_dir().glob(f"ludus-*-{os.getpid()}-*"))
 
 
-def test_until_the_first_step_it_says_what_it_waits_for_and_then_how_much_is_not_learned_from() -> None:
+def test_it_describes_what_it_waits_for_and_counts_unlearned_steps() -> None:
     with fleet(num_workers=1) as made:
         assert not made.sampling.has_sampled()
         assert made.sampling.waiting_for() == "the first step of 1 workers: worker 0 is starting"
@@ -224,9 +224,9 @@ def test_nothing_is_left_behind() -> None:
     assert not [pid for pid in pids if pid is not None and psutil.pid_exists(pid)]
 
 
-def test_the_numbers_say_who_waits_for_whom() -> None:
+def test_the_metrics_show_which_side_waits() -> None:
     with fleet(num_workers=1, sampling="async") as made:
-        until(made, lambda: made.sampling.metrics()["sampler/blocked_share"] > 0.5)  # nobody takes anything
+        until(made, lambda: made.sampling.metrics()["sampler/blocked_share"] > 0.5)  # no block is taken
         numbers = made.sampling.metrics()
         assert numbers["sampler/workers"] == 1
         assert numbers["sampler/nodes"] == 1

@@ -1,4 +1,4 @@
-"""ProducerRings of producers as the hub sees them: what somebody needs stays, everything else makes room, and all of it goes."""
+"""Rings of producers as the hub sees them: referenced records stay, others make room, and all are removed at the end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def put(writer: RingWriter, item: bytes) -> bool:
     return True
 
 
-def test_items_are_found_in_the_file_where_it_is_said(rings: ProducerRings) -> None:
+def test_items_are_in_the_file_at_their_position(rings: ProducerRings) -> None:
     ring = granted(rings, "p")
     with written(ring, b"one", b"second", b"3"):
         items = rings.take_items("p", [0, 1, 2], 3)
@@ -53,7 +53,7 @@ def test_items_are_found_in_the_file_where_it_is_said(rings: ProducerRings) -> N
         assert [item.copy() for item in items] == [b"one", b"second", b"3"]
 
 
-def test_what_nobody_speaks_of_makes_room(rings: ProducerRings) -> None:
+def test_unreferenced_records_make_room(rings: ProducerRings) -> None:
     ring = granted(rings, "p")
     with written(ring) as writer:
         for turn in range(10):
@@ -64,7 +64,7 @@ def test_what_nobody_speaks_of_makes_room(rings: ProducerRings) -> None:
             del items
 
 
-def test_a_record_stays_while_somebody_needs_it_and_no_longer(rings: ProducerRings) -> None:
+def test_a_record_stays_exactly_as_long_as_it_is_referenced(rings: ProducerRings) -> None:
     ring = granted(rings, "p")
     with written(ring, b"a" * (1 << 19), b"b" * (1 << 19)) as writer:
         first, second = rings.take_items("p", [0, 1], 2)
@@ -77,7 +77,7 @@ def test_a_record_stays_while_somebody_needs_it_and_no_longer(rings: ProducerRin
         assert put(writer, b"c" * (1 << 18))
 
 
-def test_what_is_released_makes_room_whoever_still_refers_to_it(rings: ProducerRings) -> None:
+def test_released_records_make_room_even_if_still_referenced(rings: ProducerRings) -> None:
     ring = granted(rings, "p")
     with written(ring, b"a" * (1 << 20)) as writer:
         items = rings.take_items("p", [0], 1)

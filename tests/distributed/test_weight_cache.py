@@ -1,4 +1,4 @@
-"""Weights between machines: whole or not at all, once for each machine, and no directory outlives those who use it."""
+"""Weights between machines: complete or not at all, once per machine, and no directory outlives its users."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_follower_slower_than_the_publisher_still_gets_a_whole_version(tmp_pat
     asyncio.run(main())
 
 
-def test_whoever_waits_is_answered_when_there_is_something_new_and_otherwise_in_time(tmp_path: Path) -> None:
+def test_a_request_is_answered_by_a_new_version_or_after_its_time_out(tmp_path: Path) -> None:
     board, answers = SharedWeights(tmp_path / "0001"), asyncio.Queue[Any]()
     peer: Any = Listener()
     publish(board, 1, 1)
@@ -186,7 +186,7 @@ def test_parts_become_a_staged_file_and_those_of_a_peer_that_is_gone_are_removed
     assert list((tmp_path / "staging").iterdir()) == []
 
 
-def test_a_file_system_that_is_full_is_said_and_nothing_stays(tmp_path: Path) -> None:
+def test_a_full_file_system_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     landing = WeightReceiver(Path("/dev/full").parent / "nowhere")
     with pytest.raises(StoreFull, match="Cannot write weights"):
         landing.write_part(Listener(), f"aside-{'0' * 32}", 0, b"abc")  # type: ignore[arg-type]

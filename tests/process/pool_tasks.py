@@ -1,4 +1,4 @@
-"""What other processes do in the tests of errands."""
+"""Task functions for the tests of the task pool."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Unmade:
         raise EnvironmentFault("it cannot be made")
 
     def __call__(self, errand: Any) -> Any:
-        raise AssertionError("nobody is there")
+        raise AssertionError("unreachable")
 
 
 class Stillborn:
@@ -44,4 +44,4 @@ class Stillborn:
         os._exit(3)
 
     def __call__(self, errand: Any) -> Any:
-        raise AssertionError("nobody is there")
+        raise AssertionError("unreachable")

@@ -1,4 +1,4 @@
-"""The port that other machines can reach: nothing of a stranger is believed, and none of them costs much."""
+"""Authentication on a TCP port: nothing of an unauthenticated peer is parsed, and its cost is bounded."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def with_port(directory: Path, work: Callable[[Port], Awaitable[None]]) -> Port:
 
 
 async def let_go() -> None:
-    """Whoever still talks, ends; and what they had open is closed, which takes a turn of the loop."""
+    """End the remaining tasks and close their connections, which takes an iteration of the loop."""
     rest = asyncio.all_tasks() - {asyncio.current_task()}
     for task in rest:
         task.cancel()
@@ -93,7 +93,7 @@ async def cut_off(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def test_who_has_the_token_is_served(tmp_path: Path) -> None:
+def test_a_peer_with_the_token_is_served(tmp_path: Path) -> None:
     async def work(port: Port) -> None:
         connection = await port.connect()
         reply = await connection.request({"op": "x"}, bytes(1 << 22), timeout_s=10)
@@ -104,7 +104,9 @@ def test_who_has_the_token_is_served(tmp_path: Path) -> None:
     assert with_port(tmp_path, work).guard.refused == 0
 
 
-def test_who_has_another_token_is_told_and_counted_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_with_another_token_gets_an_error_and_is_counted_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "other").write_bytes(b"b" * 64)
 
     async def work(port: Port) -> None:
@@ -143,7 +145,7 @@ def test_rubbish_is_cut_off_before_anything_of_it_is_parsed(tmp_path: Path, rubb
     assert with_port(tmp_path, work).guard.refused == 1
 
 
-def test_who_says_nothing_is_cut_off_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_peer_is_disconnected_after_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "HANDSHAKE_S", 0.2)
 
     async def work(port: Port) -> None:
@@ -228,7 +230,7 @@ def test_a_proof_cannot_be_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request" * 9, b"LUDUS-1\n" + bytes(64)])
-def test_somebody_else_at_the_port_does_not_learn_the_token_and_is_not_believed(tmp_path: Path, answer: bytes) -> None:
+def test_another_process_on_the_port_does_not_learn_the_token_and_is_not_trusted(tmp_path: Path, answer: bytes) -> None:
     heard = bytearray()
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -267,7 +269,7 @@ def test_a_token_file_is_private_and_never_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["tcp://h", "tcp://:1", "tcp://h:x", "tcp://h:99999", "h:1", "tcp://"])
-def test_what_is_no_address_is_said(text: str) -> None:
+def test_an_invalid_address_is_an_error(text: str) -> None:
     with pytest.raises(UsageError, match=r"tcp://host:port"):
         host_and_port(text)
 
@@ -291,7 +293,7 @@ def test_a_live_connection_is_not_taken_for_a_dead_one() -> None:
         answering.close()
 
 
-def test_a_connection_that_nobody_uses_any_more_is_let_go(tmp_path: Path) -> None:
+def test_an_unused_connection_is_released(tmp_path: Path) -> None:
     async def work(port: Port) -> None:
         connection = weakref.ref(await port.connect())
         deadline = asyncio.get_running_loop().time() + 10

@@ -1,4 +1,4 @@
-"""Games as processes: how they end, what they say, what they take, and that nothing of them is left. Real programs."""
+"""Games as processes: exit codes, logs, thread limits, and no processes left. Real programs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def living(began: dict[int, str]) -> list[int]:
 # -- how they end
 
 
-def test_a_game_that_ends_says_how_and_what_it_said_last(games: Games, tmp_path: Path) -> None:
+def test_the_exit_of_a_game_has_its_code_and_last_lines(games: Games, tmp_path: Path) -> None:
     log = tmp_path / "deeper" / "game.log"
     script = "import os, sys; print('hello', os.getcwd(), os.environ['MAP']); print('oh no', file=sys.stderr); sys.exit(3)"
     game = games.start([*PYTHON, script], log=log, environment={"MAP": "dust"}, directory=tmp_path)
@@ -102,14 +102,14 @@ def test_a_game_that_ends_says_how_and_what_it_said_last(games: Games, tmp_path:
     wait_until(lambda: games.running == [], 5)
 
 
-def test_a_game_that_crashes_is_told_from_one_that_ends(games: Games, tmp_path: Path) -> None:
+def test_a_crashed_game_is_distinguished_from_one_that_ends(games: Games, tmp_path: Path) -> None:
     game = games.start([*PYTHON, "import os; print('here', flush=True); os.kill(os.getpid(), 11)"], log=tmp_path / "log")
     ended = game.wait(20)
     assert ended is not None
     assert (ended.code, str(ended), ended.last_lines) == (-11, "ended by signal SIGSEGV", ("here",))
 
 
-def test_whoever_wants_to_know_of_an_end_is_told_once(games: Games, tmp_path: Path) -> None:
+def test_on_exit_is_called_once(games: Games, tmp_path: Path) -> None:
     told: list[tuple[str, GameExit | None]] = []
     heard = threading.Event()
 
@@ -135,7 +135,7 @@ def test_whoever_wants_to_know_of_an_end_is_told_once(games: Games, tmp_path: Pa
         (["a\0b"], "", "log", "null byte"),
     ],
 )
-def test_what_cannot_be_started_says_why(
+def test_a_start_that_fails_reports_the_reason(
     games: Games, tmp_path: Path, command: list[str], directory: str, log: str, says: str
 ) -> None:
     with pytest.raises(WorkerFailed, match=re.escape(says)) as failed:
@@ -416,7 +416,7 @@ def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: Games, t
     inner.write_text(_THREADS)
     command = ["sh", "-c", f"{sys.executable} -I -S {inner} 300; true"]
     game = games.start(command, log=tmp_path / "log", kind="heavy")
-    wait_until(lambda: game.threads == 301, 20)  # it is told so without having to ask
+    wait_until(lambda: game.threads == 301, 20)  # updated without a call of count_threads
     assert games.expected_threads("heavy") == 301
     assert games.expected_threads("another") == 1
     second = games.start(command, log=tmp_path / "log2", kind="heavy")
@@ -435,7 +435,7 @@ def test_of_games_that_are_started_at_once_as_many_are_as_fit_in(
     """With 100 threads each, in 400 of which 40 are kept free."""
 
     def limits() -> list[ResourceLimit]:
-        time.sleep(0.02)  # somebody else may look in the meantime
+        time.sleep(0.02)  # another thread may read the limits meanwhile
         return [ResourceLimit("a limit", 400, 0)]
 
     monkeypatch.setattr(process, "thread_limits", limits)
@@ -448,9 +448,9 @@ def test_of_games_that_are_started_at_once_as_many_are_as_fit_in(
         return ""
 
     with ThreadPoolExecutor(8) as pool:
-        said = list(pool.map(start, range(8)))
-    assert len(games.running) == said.count("") == 3
-    assert all("does not fit" in message for message in said if message)
+        messages = list(pool.map(start, range(8)))
+    assert len(games.running) == messages.count("") == 3
+    assert all("does not fit" in message for message in messages if message)
 
 
 _TOO_MANY = textwrap.dedent(
@@ -477,7 +477,7 @@ _TOO_MANY = textwrap.dedent(
 
 
 def test_one_game_too_many_is_refused_before_the_limit_is_hit(tmp_path: Path) -> None:
-    """Also while those before it have not started their threads yet. Root is not held to the limit, but in a namespace of its own."""
+    """Also while those before it have not started their threads yet. Root is exempt from the limit except in a user namespace."""
     wrapper = [need("unshare"), "-Ur"] if os.getuid() == 0 else []
     done = subprocess.run(
         [*wrapper, sys.executable, "-c", _TOO_MANY, _THREADS, str(tmp_path)],

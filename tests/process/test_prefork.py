@@ -1,4 +1,4 @@
-"""Games that are forks of a module which was imported once: as fresh as a program of their own, and as surely ended."""
+"""Games that are forks of an imported module: as fresh as a new program, and ended as reliably."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def stubborn(games: Games, folder: Path) -> tuple[GameProcess, dict[int, str]]:
     return game, marked(folder, STUBBORN_PROCESSES)
 
 
-# -- as fresh as a program of its own
+# -- as fresh as a new program
 
 
 def test_a_fork_finds_what_a_program_finds(games: Games, folder: Path, tmp_path: Path) -> None:
@@ -162,14 +162,14 @@ def test_its_end_is_that_of_a_program(games: Games, tmp_path: Path, words: list[
     assert ended.last_lines[-len(says) :] == says if says else ended.last_lines == ()
 
 
-def test_a_crash_says_where_it_was(games: Games, tmp_path: Path) -> None:
+def test_a_crash_reports_its_traceback(games: Games, tmp_path: Path) -> None:
     ended = games.start(["warmgame", "crash"], warm=True, log=tmp_path / "log").wait(20)
     assert ended is not None
     assert ended.code == -signal.SIGSEGV
     assert any(re.search(r'warmgame\.py", line \d+ in main', line) for line in ended.last_lines)
 
 
-def test_what_it_cannot_be_given_is_said(games: Games, tmp_path: Path) -> None:
+def test_an_impossible_request_is_an_error(games: Games, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=r"No such file or directory: .*missing"):
         games.start(["warmgame"], warm=True, log=tmp_path / "log", directory=tmp_path / "missing")
     with pytest.raises(WorkerFailed, match="null byte"):
@@ -268,7 +268,7 @@ def test_a_spawner_that_still_imports_does_not_survive_its_owner(folder: Path, t
         ("gone", "import os; os._exit(9)", "its process ended with code 9 when it was imported, 3 times in a row"),
     ],
 )
-def test_what_cannot_be_warm_says_why_and_commands_can_still_be_started(
+def test_a_module_that_cannot_be_warm_reports_the_reason_and_commands_still_start(
     folder: Path, tmp_path: Path, name: str, text: str, why: str
 ) -> None:
     if text:
@@ -295,7 +295,7 @@ def test_an_import_without_end_is_given_up(folder: Path, tmp_path: Path, monkeyp
         assert games.warm_failure == "it was not imported within 0.2 s"
 
 
-def test_whoever_does_not_want_to_wait_for_the_import_can_close(folder: Path) -> None:
+def test_close_does_not_wait_for_the_import(folder: Path) -> None:
     (folder / "endless.py").write_text("import time; time.sleep(600)")
     games = Games(warm="endless", environment=environment(folder))
     closing = threading.Thread(target=games.close, daemon=True)

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them, against what psutil and the processes themselves know."""
+"""Process information of /proc, compared with psutil."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that die in every way, supervisors that are killed, scripts without a guard: nothing leaks, nothing survives."""
+"""Workers that die in every way, supervisors that are killed, scripts without a main guard: nothing leaks, nothing survives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Mail:
 
     def next(self) -> Any:
         while b"\n" not in self._rest:
-            assert select.select([self._out], [], [], SOON)[0], "the worker said nothing"
+            assert select.select([self._out], [], [], SOON)[0], "the worker reported nothing"
             chunk = os.read(self._out, 65536)
             assert chunk, "the pipe is closed"
             self._rest += chunk
@@ -319,7 +319,7 @@ def test_a_worker_that_is_not_ready_in_time_is_reported_and_lives_on(shared: Sup
         process.wait_ready(0)
 
 
-def test_a_killed_worker_is_replaced_and_every_change_is_told(shared: Supervisor, mail: Mail) -> None:
+def test_a_killed_worker_is_replaced_and_every_change_is_reported(shared: Supervisor, mail: Mail) -> None:
     history = History()
     process = shared.start("phoenix", workers.introduce_and_serve, restart=ALWAYS, fds=[mail.fd], on_change=history)
     mail.next()
@@ -333,7 +333,7 @@ def test_a_killed_worker_is_replaced_and_every_change_is_told(shared: Supervisor
     assert history.seen[-1] == "stopped 2"
 
 
-def test_a_worker_that_somebody_else_terminates_is_replaced_too(shared: Supervisor) -> None:
+def test_a_worker_terminated_by_another_process_is_replaced(shared: Supervisor) -> None:
     history = History()
     process = shared.start("accident", workers.serve, restart=ALWAYS, on_change=history)
     os.kill(ready_pid(process), signal.SIGTERM)
@@ -440,7 +440,7 @@ def test_close_tells_all_workers_at_once() -> None:
         assert [(process.state, process.error) for process in (one, two)] == [("stopped", "")] * 2
 
 
-def test_close_kills_who_does_not_stop_and_refuses_more() -> None:
+def test_close_kills_workers_that_do_not_stop_and_refuses_new_ones() -> None:
     supervisor = Supervisor(preload=())
     stubborn = [supervisor.start(f"stubborn-{i}", workers.ignore_sigterm) for i in range(3)]
     pids = [ready_pid(process) for process in stubborn]
@@ -648,7 +648,7 @@ def test_a_script_without_a_guard_works_and_is_executed_once(tmp_path: Path, way
 
 
 class Parent:
-    """A process with a supervisor and two workers, that says its pids and then what the test wants."""
+    """A process with a supervisor and two workers, that prints its PIDs and then what the test asks for."""
 
     BEGIN = """
 import json, os, signal, subprocess, sys, time
@@ -717,7 +717,7 @@ def test_nothing_survives_when_parent_and_forkserver_are_killed_at_once() -> Non
             os.kill(pid, signal.SIGKILL)
         workers_only = parent.workers[:2]
         wait_gone(parent.server, *workers_only)
-        os.kill(parent.workers[2], signal.SIGKILL)  # a program that a worker executed; nobody is left to end it
+        os.kill(parent.workers[2], signal.SIGKILL)  # a program that a worker executed; no process is left to end it
 
 
 def test_nothing_survives_although_a_fork_and_a_program_of_the_parent_do() -> None:
@@ -763,7 +763,7 @@ def test_a_killed_forkserver_is_replaced_and_so_are_its_workers(own: Supervisor,
     lost = own.start("lost", workers.start_a_program, fds=[mail.fd])
     pids = [ready_pid(kept), ready_pid(lost)]
     server = forkserver_of(pids[0])
-    program = next(said for said in (mail.next(), mail.next()) if isinstance(said, int))
+    program = next(message for message in (mail.next(), mail.next()) if isinstance(message, int))
     os.kill(server, signal.SIGKILL)
     history.wait_for("ready 2")
     assert lost.wait(SOON)

@@ -1,4 +1,4 @@
-"""TaskPool: every one is answered, whatever happens to those who carry them out."""
+"""TaskPool: every task has a result, even if its workers die."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def give(errands: TaskPool, number: int, **errand: Any) -> None:
     errands.submit(number, {"number": number, **errand})
 
 
-def test_every_errand_is_carried_out_once_and_answered(clerks: TaskPool, notes: Path) -> None:
+def test_every_task_runs_once_and_has_a_result(clerks: TaskPool, notes: Path) -> None:
     for number in range(1, 21):
         give(clerks, number, much=300_000 if number == 7 else 0)
     done = all_done(clerks)
@@ -51,7 +51,7 @@ def test_every_errand_is_carried_out_once_and_answered(clerks: TaskPool, notes: 
     assert clerks.take() == []
 
 
-def test_the_errand_of_a_process_that_dies_or_hangs_is_given_to_its_replacement(clerks: TaskPool, notes: Path) -> None:
+def test_the_task_of_a_process_that_dies_or_hangs_goes_to_its_replacement(clerks: TaskPool, notes: Path) -> None:
     give(clerks, 101, die="once")
     give(clerks, 102, hang=True)
     give(clerks, 103)
@@ -60,7 +60,7 @@ def test_the_errand_of_a_process_that_dies_or_hangs_is_given_to_its_replacement(
     assert [(notes / f"{n}.tries").stat().st_size for n in (101, 102, 103)] == [2, 2, 1]
 
 
-def test_an_errand_that_kills_everybody_is_given_up_and_the_others_are_not(clerks: TaskPool, notes: Path) -> None:
+def test_a_task_that_kills_every_worker_fails_and_the_others_do_not(clerks: TaskPool, notes: Path) -> None:
     give(clerks, 201, die="always")
     give(clerks, 202)
     done = all_done(clerks)
@@ -79,13 +79,13 @@ def test_an_error_of_ours_is_an_answer(clerks: TaskPool, notes: Path) -> None:
 
 
 @pytest.mark.parametrize(("made", "error"), [(Unmade, EnvironmentFault), (Stillborn, WorkerFailed)])
-def test_processes_that_cannot_begin_leave_nobody_waiting(made: Any, error: type[Exception], tmp_path: Path) -> None:
+def test_tasks_fail_when_no_process_can_start(made: Any, error: type[Exception], tmp_path: Path) -> None:
     with TaskPool("none", made, workers=1, restart=QUICK, log_dir=tmp_path, preload=()) as errands:
         give(errands, 1)
         done = all_done(errands)
     assert isinstance(done[1].error, error)
 
 
-def test_taking_does_not_wait_longer_than_it_is_told(clerks: TaskPool) -> None:
+def test_take_does_not_wait_longer_than_its_timeout(clerks: TaskPool) -> None:
     assert clerks.pending == 0
     assert clerks.take(60.0) == [], "there is nothing to wait for"

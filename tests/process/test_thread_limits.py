@@ -1,4 +1,4 @@
-"""How many threads may still be started, and what is said when games need more."""
+"""Limits on threads, and the error when games need more."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_thread_of_the_user_counts_and_no_other(proc: Path, at_most_500: N
     assert thread_limits(proc)[0] == ResourceLimit("RLIMIT_NPROC", 500, 215, thread_limits(proc)[0].fix)
 
 
-def test_who_may_override_limits_is_not_held_to_that_of_the_user(proc: Path, at_most_500: None) -> None:
+def test_privileged_processes_are_exempt_from_the_user_limit(proc: Path, at_most_500: None) -> None:
     (proc / "self/uid_map").write_text("         0          0 4294967295\n")
     status = (proc / "self/status").read_text()
     (proc / "self/status").write_text(status.replace("CapEff:\t0", "CapEff:\t000001fffeffffff"))
@@ -116,7 +116,7 @@ def test_groups_of_the_first_version_are_found_in_a_container(proc: Path, tmp_pa
     assert threads_left(proc) == 4
 
 
-def test_a_machine_that_says_nothing_bounds_nothing(tmp_path: Path) -> None:
+def test_a_machine_without_readable_limits_is_unlimited(tmp_path: Path) -> None:
     assert thread_limits(tmp_path) == []
     assert threads_left(tmp_path) is None
     assert room_for(100, limits=[]) is None

@@ -1,4 +1,4 @@
-"""A game that does as it is told, and the catalogue of a gamecore server that has it."""
+"""A scripted game, and the catalogue of a gamecore server that has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the worker processes of test_processes.py do. Each writes what it has to say as a JSON line to its first descriptor."""
+"""Targets of the worker processes of test_supervisor.py. Each reports JSON lines on its first descriptor."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def stop_in_order(context: Context) -> None:
 
 
 def stop_a_loop(context: Context) -> None:
-    """As a server would: an event loop that sleeps until it is told to stop."""
+    """As a server would: an event loop that sleeps until it is stopped."""
     import uvloop
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Which Ray is meant, what it takes to join it, and that a Ray of ours leaves nothing behind."""
+"""Address of a Ray cluster, requirements for joining it, and that a Ray started here leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _FOR_SWEEPS = {"ray_tune.py"}  # imported only when a sweep begins: see the next
 
 
 def test_ray_is_imported_when_it_is_used_and_not_before() -> None:
-    """By whoever reads the files: to import them all takes seconds."""
+    """Checked in the source files: importing all modules takes seconds."""
     for path in Path(ludus.__file__).parent.rglob("*.py"):
         if path.name in _FOR_SWEEPS:
             continue
@@ -91,7 +91,7 @@ def test_ray_is_imported_when_it_is_used_and_not_before() -> None:
             assert not any(name.split(".")[0] == "ray" for name in names), path
 
 
-def test_what_needs_ray_at_once_is_imported_by_nobody_at_once() -> None:
+def test_no_module_imports_ray_at_import_time() -> None:
     for path in Path(ludus.__file__).parent.rglob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ImportFrom):
@@ -102,14 +102,14 @@ def test_what_needs_ray_at_once_is_imported_by_nobody_at_once() -> None:
 # -- joining
 
 
-def test_where_nobody_listens_there_is_no_cluster() -> None:
+def test_without_a_listener_there_is_no_cluster() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(UsageError, match=f"no Ray cluster at 127.0.0.1:{port}"):
         Cluster(f"127.0.0.1:{port}")
 
 
-def test_somebody_who_listens_and_says_nothing_is_given_up() -> None:
+def test_a_silent_listener_is_given_up() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as mute,
         pytest.raises(UsageError, match=r"did not reply within|cannot be joined"),
@@ -127,7 +127,7 @@ def test_other_versions_are_refused_with_both_numbers() -> None:
         check_membership({**ANSWER, "ray": "1.13.0", "python": "2.7.18"}, "head:6379")
 
 
-def test_a_machine_that_is_no_member_is_told_how_to_become_one() -> None:
+def test_a_machine_outside_the_cluster_gets_a_hint_how_to_join() -> None:
     foreign = {**ANSWER["members"][0], "address": "192.0.2.77"}  # type: ignore[dict-item]
     with pytest.raises(UsageError, match=r"its nodes are 192\.0\.2\.77.*ray start --address=127\.0\.0\.1:6379"):
         check_membership({**ANSWER, "members": [foreign]}, "head:6379")
@@ -139,7 +139,7 @@ JOB = JobEnv(("10.0.0.1", "10.0.0.2", "10.0.0.3"), 0, 20_000, None, 3, 0.3)
 
 
 class Told(cluster.RayHead):
-    """A head that says what it is told to, one answer after the other, and the last one for ever."""
+    """A head with scripted replies; the last one repeats."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.address, self._answers = JOB.head, list(answers)
@@ -169,18 +169,18 @@ def test_a_job_with_a_ray_has_its_address_and_any_other_comes_first() -> None:
     assert address_of(None, replace(JOB, ray=0).environment()) is None
 
 
-def test_work_begins_when_all_nodes_are_there_and_their_coming_is_told_once(heard: list[str]) -> None:
+def test_work_begins_when_all_nodes_joined_and_waiting_is_announced_once(heard: list[str]) -> None:
     head = Told({}, there(0), there(0, 2), there(0, 1, 2))
     assert wait_for_nodes(JOB, head, time.monotonic() + 20, heard.append).directory == "/tmp/0"
     assert heard == ["waiting for nodes: 1 of 3 joined"]
 
 
-def test_fewer_nodes_are_enough_if_the_job_says_so_but_not_without_this_one(heard: list[str]) -> None:
+def test_fewer_nodes_are_enough_if_the_job_allows_it_but_not_without_this_one(heard: list[str]) -> None:
     head = Told(there(1, 2), there(0, 1))
     assert wait_for_nodes(replace(JOB, ray=2), head, time.monotonic() + 20, heard.append).address == "10.0.0.1"
 
 
-def test_at_the_deadline_those_who_did_not_come_are_named(heard: list[str]) -> None:
+def test_missing_nodes_are_named_at_the_deadline(heard: list[str]) -> None:
     with pytest.raises(WorkerFailed, match=r"2 of 3 nodes joined within 0\.3 s; missing: 10\.0\.0\.3\..*jobs logs j-1") as failed:
         wait_for_nodes(JOB, Told(there(0, 1)), time.monotonic() + 0.3, heard.append)
     assert failed.value.exit_code == 1
@@ -220,7 +220,7 @@ with Cluster("local", num_cpus=1, announce=lambda sentence: print("said", senten
 
 
 class Owner:
-    """A process that has started a Ray of its own."""
+    """A process that has started Ray."""
 
     def __init__(self, home: Path) -> None:
         without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -281,7 +281,7 @@ def test_a_ray_of_ours_is_private_and_dies_with_its_owner(tmp_path: Path) -> Non
         assert (owner.home / "token").stat().st_mode & 0o777 == 0o600
         assert not (tmp_path / ".ray").exists(), "a token in the home directory would switch on authentication elsewhere"
         listening = {c.laddr.ip for p in owner.processes for c in _connections(p) if c.status == psutil.CONN_LISTEN}
-        assert listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, "nobody else's business"
+        assert listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, "reachable from this machine only"
 
         token = {"RAY_AUTH_TOKEN_PATH": str(owner.home / "token")}
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(tmp_path)}
@@ -315,7 +315,7 @@ def test_only_directories_of_the_dead_are_swept(tmp_path: Path) -> None:
     (dead / "owner").write_text(f"{ended.pid} 1")
     assert sweep(tmp_path) == 1
     assert ours.exists()
-    assert other.exists(), "it says nothing about its owner: it may be in the making"
+    assert other.exists(), "without an owner file it may be under construction"
     assert not dead.exists()
 
 
@@ -332,11 +332,11 @@ class Silent(Cluster):
         self._undo.callback(setattr, type(self), "left", True)
 
     def members(self, timeout_s: float = 3.0) -> list[Member]:
-        raise Unreachable("it says nothing more")
+        raise Unreachable("it does not reply any more")
 
 
 def test_a_head_that_falls_silent_at_once_is_left_again() -> None:
-    with pytest.raises(Unreachable, match="says nothing more"):
+    with pytest.raises(Unreachable, match="does not reply any more"):
         Silent("127.0.0.1:6379")
     assert Silent.left
 

@@ -1,6 +1,6 @@
 """Another machine of a run, played by a process: it does what a test tells it, and answers with JSON.
 
-`Node` is the test's side. The process has temporary directories and shared memory of its own, so that it can share nothing with
+`Node` is the test's side. The process has its own temporary directories and shared memory, so that it can share nothing with
 the hub but a connection. `python -m tests.remote.node` is the other side: functions below whose names begin with `do_`.
 """
 
@@ -79,10 +79,10 @@ class Node:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the node is gone"
-        said = json.loads(line)
-        if "error" in said:
-            raise Failed(said["error"], said["message"], said["seconds"])
-        return said["value"]
+        reply = json.loads(line)
+        if "error" in reply:
+            raise Failed(reply["error"], reply["message"], reply["seconds"])
+        return reply["value"]
 
     def join(self, address: str, trial: str = "t") -> Any:
         return self.ask("join", str(self.base / "runs"), trial, address)
@@ -129,7 +129,7 @@ def do_join(project: str, trial: str, address: str) -> dict[str, Any]:
 
 
 def do_fork(name: str, into: str) -> int:
-    """A copy of this process asks and pushes on connections of its own; its exit code."""
+    """A copy of this process asks and pushes on its own connections; returns its exit code."""
     asked = model(name)
     pid = os.fork()
     if pid == 0:
@@ -306,10 +306,10 @@ def main() -> None:
         what, *args = json.loads(line)
         began = time.monotonic()
         try:
-            said = {"value": functions[what](*args)}
+            reply = {"value": functions[what](*args)}
         except (LudusError, AssertionError, TimeoutError, OSError) as error:
-            said = {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - began}
-        sys.stdout.write(json.dumps(said) + "\n")
+            reply = {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - began}
+        sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 
 

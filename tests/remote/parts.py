@@ -1,4 +1,4 @@
-"""Models and functions of the tests in a module of their own, where worker processes find them too."""
+"""Models and functions of the tests in a module that worker processes can import."""
 
 from __future__ import annotations
 

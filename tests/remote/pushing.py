@@ -1,4 +1,4 @@
-"""Producers and consumers of the tests of buffers, in processes of their own."""
+"""Producers and consumers of the tests of buffers, in separate processes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def take_for_ever(context: Context, ticket: JoinTicket, name: str, batch: int) -
 
 
 def write_rubbish(context: Context, ticket: JoinTicket, name: str) -> None:
-    """Into its own ring, in place of what it says it has written; then it says that it has written more than it did."""
+    """Overwrite a record in the ring, then report more records than were written."""
     adopt(ticket)
     buffer = ludus.RemoteBuffer(name)
     ring, box = shared(buffer), outbox(buffer)

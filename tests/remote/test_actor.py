@@ -1,4 +1,4 @@
-"""Remote actors: games on one side, models and buffers of the run on the other, processes in between."""
+"""RemoteActor: games on one side, models and buffers of the run on the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ludus.Agent`: what actors of one's own push is what happened, in the documented form."""
+"""`ludus.Agent`: custom actors push what happened, in the documented form."""
 
 from __future__ import annotations
 

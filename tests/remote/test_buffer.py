@@ -1,4 +1,4 @@
-"""Buffers: pushed in one place, taken in another, each item once, every drop counted, no batch in used memory."""
+"""RemoteBuffer: each item is taken once, every drop is counted, and batches own their memory."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_handle_travels_as_its_name(run: RunContext) -> None:
     assert again.take(10).tolist() == [1.0, 2.0]
 
 
-def test_who_waits_for_room_is_told_when_the_run_ends(run: RunContext) -> None:
+def test_a_waiting_offer_fails_when_the_run_ends(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=1)
     buffer.push(1.0).wait(10)
     pushed = buffer.push(2.0, drop=False)

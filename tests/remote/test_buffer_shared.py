@@ -1,4 +1,4 @@
-"""Large items go through shared memory: the same buffer, whoever is killed, and nothing is left of it."""
+"""Large items go through shared memory: same results, even if processes are killed, and nothing is left."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_records_of_pushes_that_never_left_make_room(run: RunContext, monkeypatc
 # -- from another machine
 
 
-def test_who_cannot_see_the_rings_gets_the_bytes(run: RunContext) -> None:
+def test_consumers_that_cannot_map_the_rings_get_the_bytes(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", size=100, batch_size=3)
     shared(buffer)
     buffer.push(*map(item, range(6))).wait(WAIT_S)
@@ -370,7 +370,7 @@ def test_producers_and_consumers_are_killed_and_the_buffer_goes_on(busy: RunCont
     wait_until(lambda: len(rings(busy)) <= 1, what=f"rings of the dead are left: {rings(busy)}")
 
 
-def test_rubbish_in_a_ring_is_told_and_a_producer_that_lies_is_cut_off(busy: RunContext) -> None:
+def test_damaged_records_are_an_error_and_a_lying_producer_is_disconnected(busy: RunContext) -> None:
     buffer = ludus.RemoteBuffer("rubbish")
     producer = busy.supervisor.start("rubbish", pushing.write_rubbish, busy.ticket(1), "rubbish")
     producer.wait_ready(60)

@@ -1,4 +1,4 @@
-"""Runs: opened once, joined by everybody else, told about in their directory."""
+"""Runs: opened once, joined by other processes, recorded in their directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.remote.parts import Scale, scaled
 X = np.ones(3, np.float32)
 
 
-def test_a_run_has_its_directory_and_says_once_how_it_was_started(tmp_path: Path) -> None:
+def test_a_run_has_its_directory_and_records_its_start_once(tmp_path: Path) -> None:
     with ludus.init(project=tmp_path / "p", trial="v0") as session:
         assert session.directory == tmp_path / "p" / "v0"
         meta = (session.directory / "meta.json").read_bytes()
@@ -53,7 +53,7 @@ def test_the_project_of_a_script_is_a_directory(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
-def test_the_first_call_opens_a_run_when_nobody_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_call_opens_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sessions, "_former", None)
     ludus.RemoteBuffer("b")
@@ -109,7 +109,7 @@ def test_after_the_end_nothing_hangs(run: RunContext) -> None:
         next(buffer)
 
 
-def test_a_forked_copy_speaks_on_a_connection_of_its_own_and_leaves_the_run_alone(run: RunContext) -> None:
+def test_a_fork_uses_its_own_connection_and_does_not_disturb_the_run(run: RunContext) -> None:
     buffer = ludus.RemoteBuffer("b", batch_size=3)
     model = ludus.RemoteModel("m", Scale())
     buffer.push(1.0).wait(10)
@@ -188,7 +188,7 @@ class Holder:
         return self.process.communicate(timeout=30)[0]
 
 
-def test_another_program_joins_the_run_and_is_told_when_its_hub_is_killed(tmp_path: Path) -> None:
+def test_another_program_joins_the_run_and_notices_when_the_hub_is_killed(tmp_path: Path) -> None:
     holder = Holder(tmp_path)
     session = init(project=tmp_path, trial="t")
     try:

@@ -1,4 +1,4 @@
-"""The fake actor and the fake game: against each other, and against the real other side."""
+"""The fake actor and the fake game: against each other, and against real peers."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_actions_must_be_for_the_seats() -> None:
     assert script.find_error(b'{"actions": {"blue": 1, "red": [0, 1]}}') == ""
 
 
-def test_a_server_without_spaces_is_told_so() -> None:
+def test_a_server_without_spaces_is_an_error() -> None:
     with gateway(FakeActor) as served, pytest.raises(ConfigError, match="No spaces"):
         FakeGamecore(served.url, form="json").run(matches=1)
 

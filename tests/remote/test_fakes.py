@@ -1,4 +1,4 @@
-"""Stand-ins: a model without a network, a buffer that is always full."""
+"""Fakes: a model without a network, a buffer that is always full."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.remote.parts import Scale, Two
 X = np.ones(4, np.float32)
 
 
-def test_a_fake_model_answers_as_it_was_told_to_look(run: RunContext) -> None:
+def test_a_fake_model_returns_outputs_of_the_given_shape(run: RunContext) -> None:
     outputs = {"logits": np.zeros(6, np.float32), "pair": (np.float32(0), np.array([9, 9], np.int64)), "flag": np.bool_(True)}
     ludus.fake.FakeModel("atari", outputs=outputs)
     model = ludus.RemoteModel(name="atari")

@@ -1,4 +1,4 @@
-"""Inference in processes of its own: the same answers, also while workers die."""
+"""Inference in separate processes: the same results, even while workers die."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_nothing_that_was_handed_out_is_written_again(busy: RunContext) -> None:
     stop(processes)
 
 
-def test_under_load_the_death_of_a_worker_costs_nobody_an_answer(busy: RunContext) -> None:
+def test_under_load_the_death_of_a_worker_loses_no_reply(busy: RunContext) -> None:
     model, processes = made(busy, "dying")
     deaths = 0
 
@@ -161,7 +161,7 @@ def test_a_request_that_kills_two_workers_is_not_tried_on_a_third(busy: RunConte
     stop(processes)
 
 
-def test_when_nobody_can_be_reached_the_caller_is_told(busy: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_workers_are_an_error_for_the_caller(busy: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processes = made(busy, "absent", 1)
     np.testing.assert_array_equal(model(row(1)), row(1))
     stop(processes)

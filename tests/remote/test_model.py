@@ -1,4 +1,4 @@
-"""Remote models: made once, found by name, published by anyone, never going backwards."""
+"""RemoteModel: created once, found by name, published from anywhere, versions never decrease."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_snippet_of_the_documentation_works(run: RunContext) -> None:
     assert float(model.get_model().factor.detach()) == 3.0  # type: ignore[operator]
 
 
-def test_publishing_reaches_whoever_asks_with_the_next_batch(run: RunContext) -> None:
+def test_published_weights_are_used_from_the_next_batch_on(run: RunContext) -> None:
     model, other = made(), ludus.RemoteModel("m")
 
     async def play() -> list[tuple[float, int]]:
@@ -294,7 +294,7 @@ def test_by_default_time_decides_what_is_kept(run: RunContext, monkeypatch: pyte
 # -- clones
 
 
-def test_a_clone_is_a_frozen_model_of_its_own(run: RunContext) -> None:
+def test_a_clone_is_a_separate_frozen_model(run: RunContext) -> None:
     model = made(checkpoint_interval=2)
     for factor in range(2, 8):
         model.publish_weights(scaled(factor))

@@ -1,4 +1,4 @@
-"""One run on several machines: the calls that work at home work away from the hub, and what breaks there is told there."""
+"""One run on several machines: every call works away from the hub, and errors are raised there."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_buffers_metrics_gateways_and_trainers_work_there(hub: RunContext, node:
 
 
 @pytest.mark.long
-def test_the_workers_of_a_model_serve_other_machines_and_their_death_costs_nobody_an_answer(hub: RunContext, node: Node) -> None:
+def test_the_workers_of_a_model_serve_other_machines_and_their_death_loses_no_reply(hub: RunContext, node: Node) -> None:
     model = ludus.RemoteModel("central", Scale(), forward_args=(X,), num_workers=2)
     processes = [hub.supervisor._processes[f"inference-central-{index}"] for index in range(2)]
     assert all(path.startswith("/") for path in model._shared.workers), "at home by a unix socket"
@@ -217,7 +217,7 @@ def test_two_processes_of_a_machine_share_one_copy_and_the_second_goes_on_when_t
 # -- what breaks
 
 
-def test_when_the_hub_is_killed_everybody_away_is_told(tmp_path: Path) -> None:
+def test_other_machines_notice_when_the_hub_is_killed(tmp_path: Path) -> None:
     with Node(tmp_path / "h") as home, Node(tmp_path / "n", LUDUS_TOKEN_FILE=str(tmp_path / "token")) as node:
         opened = home.ask("open", str(tmp_path / "h" / "runs"), "t")
         (tmp_path / "token").write_text(Path(opened["token_file"]).read_text())  # a copy: it is swept up with the one who made it
@@ -236,7 +236,7 @@ def test_when_the_hub_is_killed_everybody_away_is_told(tmp_path: Path) -> None:
                 node.ask(*late)
 
 
-def test_a_process_with_another_token_or_none_is_refused_and_told(
+def test_a_process_with_another_token_or_none_is_refused_with_an_error(
     hub: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert hub.hub is not None
@@ -260,9 +260,7 @@ def test_another_trial_than_the_one_of_the_hub_is_refused(
         join(tmp_path / "other", address(hub))
 
 
-def test_where_nobody_listens_a_process_on_another_machine_is_told_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_hub_is_an_error_on_another_machine_after_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_token(tmp_path / "token")
     monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setattr(joining, "JOIN_S", 0.5)

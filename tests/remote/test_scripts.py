@@ -109,7 +109,7 @@ print("stopped", flush=True)
 
 
 class Script:
-    """A program of its own, in a directory of its own."""
+    """A separate program in its own directory."""
 
     def __init__(self, directory: Path, text: str, name: str = "launch.py") -> None:
         (directory / name).write_text(text)
@@ -196,7 +196,7 @@ def test_a_model_of_a_script_is_found_again_by_its_file(tmp_path: Path) -> None:
     assert Script(tmp_path, text, "deploy.py").rest() == "(6,) 3\n"
 
 
-def test_a_script_that_launches_when_it_is_imported_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_script_that_launches_on_import_gets_an_error_with_the_remedy(tmp_path: Path) -> None:
     text = "from ludus.models.weights.module_spec import find_class\n"
     for number, launching in enumerate(["bray.init(project='.', trial='t')", "bray.RemoteModel('x', AtariModel())"]):
         (tmp_path / f"launch{number}.py").write_text(f"{MODEL}\n{launching}\n")

@@ -1,4 +1,4 @@
-"""Trainers: the user's function in learner processes, whose gradients are averaged and whose failures are told."""
+"""RemoteTrainer: the user's function in learner processes, averaged gradients, reported failures."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_learner_reports_once_for_all_and_a_plain_metric_from_each(busy: RunCo
     assert row["from_all"] == 52
 
 
-def test_a_learner_that_fails_is_told_with_its_traceback_and_takes_the_others_along(
+def test_a_failed_learner_is_reported_with_its_traceback_and_stops_the_others(
     busy: RunContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     ludus.RemoteBuffer("empty")

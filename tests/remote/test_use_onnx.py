@@ -1,4 +1,4 @@
-"""RemoteModel(use_onnx=…): onnxruntime answers, and follows whatever is published."""
+"""RemoteModel(use_onnx=…): onnxruntime computes with the newest published weights."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def check_players_are_there(model: ludus.RemoteModel) -> None:
     source = OnnxPolicySource(engine)
     player, before = source.newest()
     version = published(model, 9)
-    with engine._preparing:  # somebody is at it
+    with engine._preparing:  # another thread prepares
         assert source.newest() == (player, before)
     async with asyncio.timeout(30):
         while source.newest()[1] != version:
@@ -193,7 +193,7 @@ def test_an_event_loop_does_not_wait_for_new_weights(small: tuple[Small, OnnxGra
         for _ in range(3):
             versions.publish(0.1)
             answer, version = ask()
-            assert version == engine.newest() == 1  # what is said is what answers
+            assert version == engine.newest() == 1  # the reported version is the one that computed
             np.testing.assert_array_equal(answer, before)
         versions.let_go.set()
         async with asyncio.timeout(30):
@@ -215,7 +215,7 @@ def test_plain_code_gets_the_newest(small: tuple[Small, OnnxGraph]) -> None:
     assert np.abs(answer - before).max() > 0.1
 
 
-def test_weights_that_do_not_fit_are_told_and_the_version_before_goes_on(
+def test_weights_that_do_not_fit_are_an_error_and_the_previous_version_stays(
     small: tuple[Small, OnnxGraph], caplog: pytest.LogCaptureFixture
 ) -> None:
     versions, engine, ask = engine_of(small)
