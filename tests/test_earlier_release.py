@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 
 import ludus
+import ludus.game
 from ludus.core import plugins, renamed
 from ludus.core.trust import consent
+from ludus.experiments import runner
+from ludus.experiments.runs import compare
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.policy import Policy
 from ludus.models.weights import module_spec
@@ -40,6 +44,26 @@ def test_a_run_is_resumed(run: Path) -> None:
 def test_a_run_that_names_modules_by_their_old_names_is_resumed(tmp_path: Path) -> None:
     run = shutil.copytree(RELEASE / "names", tmp_path / "names")
     ludus.resume(run, stop={"timesteps": 600})
+
+
+def test_a_new_run_starts_from_a_checkpoint_that_names_modules_by_their_old_names(tmp_path: Path) -> None:
+    run = shutil.copytree(RELEASE / "names", tmp_path / "names")
+    settings = {"num_envs_per_worker": 4, "train_batch_size": 128, "minibatch_size": 64, "model": {"fcnet_hiddens": [8]}}
+    env = "ludus.envs.toy_envs:cartpole_without_velocities"
+    data = {"env": env, "stop": {"timesteps": 256}, "config": settings}
+    result = runner.train({"name": "restored", **data}, local_dir=tmp_path / "runs", restore=run)
+    assert result.run_dir != run
+
+
+def test_runs_of_both_releases_are_compared_as_one_environment() -> None:
+    settings = compare.settings_of(RELEASE / "names")
+    assert settings["env"] == "ludus.envs.toy_envs:cartpole_without_velocities"
+    assert settings["run"] == "ludus.algorithms.ppo:PPO"
+
+
+def test_documented_import_paths_of_the_clients_still_work() -> None:
+    assert importlib.import_module("ludus.game.client").Client is ludus.game.Client
+    assert importlib.import_module("ludus.game.gamecore").GamecoreClient is ludus.GamecoreClient
 
 
 def test_an_exported_agent_acts_as_recorded() -> None:

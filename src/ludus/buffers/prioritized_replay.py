@@ -95,7 +95,7 @@ class TransitionReplay:
         self._count = 0
 
     def __len__(self) -> int:
-        """TransitionReplay that can be drawn."""
+        """Number of transitions that can be sampled."""
         return self._count
 
     @property

@@ -145,7 +145,7 @@ class RayNode:
                 self._reports = dict(bundle.reports)
 
     def set_refused(self, index: int, life: int, why: str) -> None:
-        """RingRecord a worker that could not be started."""
+        """Record a worker that could not be started."""
         with self._lock:
             self._refused[index] = life, WorkerReport("failed", None, 0, why, (0.0,) * len(COUNTERS))
 

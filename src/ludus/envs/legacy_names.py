@@ -56,7 +56,7 @@ def _as_import(name: str) -> CurrentName:
         if name.startswith(before):
             name = since + name.removeprefix(before)
     module, _, attribute = name.rpartition(".")
-    return CurrentName(f"{module}:{attribute}")
+    return CurrentName(renamed.current_name(f"{module}:{attribute}"))
 
 
 def _is_removed(name: str) -> bool:

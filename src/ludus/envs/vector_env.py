@@ -389,7 +389,7 @@ def reward_threshold(name: str) -> float | None:
 def check_exists(name: str) -> None:
     """Raise UnknownName or MissingExtra early, before other components start."""
     if version_notice(name):  # already reported by `legacy_names.current_name`
-        warnings.filterwarnings("ignore", r".*is out of date", DeprecationWarning)  # Gymnasium says it recreate for every copy
+        warnings.filterwarnings("ignore", r".*is out of date", DeprecationWarning)  # Gymnasium repeats it for every copy
 
 
 def _build_env(name: str, make: Callable[[], Any]) -> Any:

@@ -12,6 +12,7 @@ from ludus.algorithms.trainer import Progress
 from ludus.config.problem import ConfigErrors
 from ludus.config.search_values import has_search
 from ludus.config.validation import parse_external_config
+from ludus.core import renamed
 from ludus.core.metrics import Sink, read_jsonl
 from ludus.envs.wrappers import wrapper_names
 from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, StoreUnavailable, UsageError
@@ -219,11 +220,11 @@ def _resolve_run(run: Run, changes: Mapping[str, Any] | None, cluster: ClusterOp
 
 
 def _load_restored(restore: str | Path | None, resolved: ResolvedExperiment) -> Checkpoint | None:
-    """The checkpoint that a run shall start with. Raises IncompatibleCheckpoint if it is of another environment."""
+    """Return the checkpoint to start from. Raises IncompatibleCheckpoint if its environment differs."""
     if not restore:
         return None
     before = checkpoint.open_checkpoint(restore)[1]
-    env = before.state["config"]["env"]
+    env = renamed.current_name(before.state["config"]["env"])
     if env != resolved.experiment.env:
         raise IncompatibleCheckpoint(
             f"Checkpoint {before.name} was trained on {env}, not on {resolved.experiment.env}.", "Name the same environment."

@@ -317,7 +317,7 @@ class LiveMatches:
     # -- called by the vector environment
 
     def answer(self, actions: Callable[[int], Any]) -> None:
-        """BatchFuture all pending ticks; `actions(row)` returns an action as plain lists and numbers."""
+        """Answer all pending ticks; `actions(row)` returns an action as plain lists and numbers."""
         answers: list[tuple[BatchFuture, dict[int, Any]]] = []
         loop: asyncio.AbstractEventLoop | None = None
         with self.condition:

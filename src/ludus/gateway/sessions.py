@@ -515,7 +515,7 @@ def _order_error(session: Session, kind: str, seq: int) -> Refused:
 
 
 def session_lost(why: str = "its worker died") -> Refused:
-    return Refused(410, "session_lost", f"This session is session_lost: {why}.", "Start again.")
+    return Refused(410, "session_lost", f"This session is lost: {why}.", "Start again.")
 
 
 def _as_bytes(reply: Any, kind: str) -> bytes:

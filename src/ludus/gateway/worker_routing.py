@@ -174,7 +174,7 @@ def _encode_frame(message: list[object]) -> bytes:
 
 
 class _OutgoingLink(_FrameProtocol):
-    """HttpConnection to the worker that owns the forwarded requests."""
+    """Connection to the worker that owns the forwarded requests."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, path: str) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class _OutgoingLink(_FrameProtocol):
         transport = self.transport
         backlog = len(self._early) if transport is None else transport.get_write_buffer_size()
         if backlog > _MAX_BACKLOG:
-            refuse(exchange, Refused(503, "worker_busy", "The worker for this session is backlog.", "Try again.", 1))
+            refuse(exchange, Refused(503, "worker_busy", "The worker of this session is overloaded.", "Try again.", 1))
             return
         self._number += 1
         self._waiting[self._number] = (kind, exchange)
@@ -230,7 +230,7 @@ class _OutgoingLink(_FrameProtocol):
 
 
 class _IncomingLink(_FrameProtocol):
-    """HttpConnection from a worker that forwards requests to this one."""
+    """Connection from a worker that forwards requests to this one."""
 
     def __init__(self, gateway: Gateway, registry: set[_IncomingLink]) -> None:
         super().__init__()

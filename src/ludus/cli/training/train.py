@@ -459,7 +459,7 @@ class ExperimentRunner:
             self.printer(f"{display_path(directory)}, named in {self.note.path}, holds no run: starting a new one")
             return None, directory
         ours, theirs = (translate_experiment(each).data for each in (data, Run.open(directory).config()))
-        if (ours.get("env"), ours.get("run", "PPO")) != (theirs.get("env"), theirs.get("run", "PPO")):
+        if _names_of(ours) != _names_of(theirs):
             self.printer(f"{self.note.path} is ignored: {display_path(directory)} belongs to another experiment")
             return None, None
         return directory, None
@@ -586,3 +586,10 @@ def _print_error(name: str, error: LudusError) -> None:
     if "--debug" in sys.argv or os.environ.get("LUDUS_DEBUG"):
         traceback.print_exception(error)
     print(f"ludus: {name}: {error}", file=sys.stderr, flush=True)
+
+
+def _names_of(data: Mapping[str, Any]) -> tuple[str, str]:
+    """Environment and algorithm of an experiment by their present names."""
+    from ludus.core.renamed import current_name
+
+    return current_name(str(data.get("env"))), current_name(str(data.get("run", "PPO")))

@@ -223,7 +223,7 @@ COACH: Mapping[str, KeyMeaning] = {
     "agent_params.algorithm.rate_for_copying_weights_to_target": _is("tau"),
     "agent_params.algorithm.n_step": _is("n_step"),
     "agent_params.algorithm.distributed_coach_synchronization_type": _synchronization,
-    "agent_params.algorithm.estimate_state_value_using_gae": _only(True, why="is so here: lambda: 1 is the plain return"),
+    "agent_params.algorithm.estimate_state_value_using_gae": _only(True, why="is always on: lambda: 1 gives the plain return"),
     "agent_params.algorithm.normalization_stats": _unsupported("is config.observation_filter: MeanStdFilter here"),
     "agent_params.algorithm.heatup_using_network_decisions": _only(True, why="is so here: the policy that begins plays"),
     "agent_params.algorithm.clipping_decay_schedule": _only(1.0, 1, why="is not supported: clip_param is a number"),

@@ -283,7 +283,7 @@ UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "torch_deterministic": ("is always so: the same seed gives the same run. Leave it out.", (True,)),
     "verbose": (_PRINTS, (0, 1, 2)),
     "progress_bar": (_PRINTS, (True, False)),
-    "log_interval": ("sets how often is logged; every update is logged, or set min_time_s_per_iteration.", ()),
+    "log_interval": ("sets the logging interval; every update is logged, unless min_time_s_per_iteration is set.", ()),
     "tensorboard_log": ("names a directory; TensorBoard events are always written into the run's (--local-dir).", (None,)),
     "tb_log_name": ("names a run for TensorBoard; here it is name=… in Python, --experiment-name otherwise.", ()),
     "reset_num_timesteps": ("is ludus.resume(RUN) (counts on) or restore=RUN (counts from 0) here.", (True,)),

@@ -208,7 +208,7 @@ class WeightReceiver:
                 source.seek(offset)
                 return os.fstat(source.fileno()).st_size, source.read(PART)
         except OSError as error:
-            raise NotFound(f"The traced model {file} is on_disconnect: {error.strerror}.") from error
+            raise NotFound(f"The traced model {file} is gone: {error.strerror}.") from error
 
     def forget(self, file: str) -> None:
         self._sizes.pop(file, None)

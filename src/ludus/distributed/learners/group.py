@@ -247,7 +247,7 @@ class LearnerGroup:
         self._busy = True
 
     def end(self) -> None:
-        """RingRecord the result of rank 0. The other ranks are awaited before the next batch."""
+        """Record the result of rank 0. The other ranks are awaited before the next batch."""
         self._expected = fingerprint(self._algorithm.optimizer) if self._checking else None
 
     def wait_until_done(self) -> None:
@@ -266,7 +266,7 @@ class LearnerGroup:
         differences = [abs(a - b) for a, b in zip(found, expected, strict=True)]
         if not all(gap <= _DRIFT * max(1.0, expected[0]) for gap in differences):  # in this form NaN counts as a difference
             raise WorkerFailed(
-                f"Learner {rank} has other weights than learner 0 (norm {found[0]:.6g} and {expected[0]:.6g}, differences by {max(differences):.3g}).",
+                f"Learner {rank} has other weights than learner 0 (norm {found[0]:.6g} and {expected[0]:.6g}, which differ by {max(differences):.3g}).",
                 "An algorithm that learners share must be a function of its state(), the batch and its seed; "
                 "use num_learners: 1, or correct it.",
             )

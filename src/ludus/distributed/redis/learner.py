@@ -442,7 +442,7 @@ class RedisFleet:
         self._exchange.close()
 
     def _end_workers(self) -> None:
-        """RingRecord the end of the run in the store and the message stream; delete the stream when the workers have left."""
+        """Record the end of the run in the store and the message stream; delete the stream when the workers have left."""
         store = self._run.store
         with contextlib.suppress(LudusError):
             self._run.confirm()

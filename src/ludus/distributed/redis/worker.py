@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ludus.config.schema import PreprocessConfig, SelfPlayConfig
-from ludus.core import spaces, trust
+from ludus.core import renamed, spaces, trust
 from ludus.distributed.redis.messages import (
     END,
     NOTICE,
@@ -139,7 +139,7 @@ class FleetWorker:
                 data = self._store.get(SPEC)
                 with self._report_refusal(data):
                     spec = WorkerSpec.decode(data)
-                    if self._options.env is not None and spec.env != self._options.env:
+                    if self._options.env is not None and spec.env != renamed.current_name(self._options.env):
                         raise IncompatibleCheckpoint(
                             f"The learner's environment is {spec.env}, but this worker accepts only {self._options.env}."
                         )

@@ -93,12 +93,12 @@ def _distribute_to_nodes(
 
     if model != DEFAULT_MODEL:
         error = UsageError(
-            f"The model {model} shall be learned by {job.learners} learners of other machines too, which is for runs with one model.",
+            f"Learners of other machines ({job.learners}) need a run with one model; this run also learns {model}.",
             "List one machine for learners.",
         )
         error.final = True
         raise error
-    hint = f"Are their machines up, and what do their logs say? `ludus train --resume {display_path(run.directory)}` goes on."
+    hint = f"Check their machines and logs; `ludus train --resume {display_path(run.directory)}` continues the run."
     with contextlib.closing(JobLearnerListener(job, hint)) as listener:
         log.info("waiting for %d learners of other machines at %s", job.learners, listener.address)
         options: Any = {"remote": job.learners, "listener": listener, "start_s": job.wait_s}

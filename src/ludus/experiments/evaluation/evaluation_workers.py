@@ -99,7 +99,7 @@ class EvaluationWorkers:
             self._errands.submit(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
 
     def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
-        """(iteration, score) when all of it has been played, None before; no score: it failed, which has been said."""
+        """(iteration, score) when all of it has been played, None before; no score: it failed, which has been logged."""
         if self._iteration is None or self._errands is None:
             return None
         for done in self._errands.take(timeout_s):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ludus.core import renamed
 from ludus.core.plugins import did_you_mean
 from ludus.core.statistics import Difference, confidence_interval, difference
 from ludus.errors import ConfigError, UsageError
@@ -57,7 +58,8 @@ def settings_of(run: Path) -> dict[str, Any]:
     if is_script(run):
         return {"name": run.parent.name, "env": None, "run": "script", "trial": run.name}
     data = Run(run).config()
-    return {"name": data["name"], "env": data.get("env"), "run": data.get("run"), **flatten({"config": data.get("config", {})})}
+    names = {key: renamed.current_name(data[key]) if data.get(key) else None for key in ("env", "run")}
+    return {"name": data["name"], **names, **flatten({"config": data.get("config", {})})}
 
 
 def read_all_settings(runs: Sequence[Path]) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ def read_summary(name: str) -> Preset:
     ((_, data),) = experiments(name).items()
     checked = parse_experiment({"name": name, **data})
     if checked.target is None:
-        raise UnknownName(f"No result has been measured for {name} reaches.")
+        raise UnknownName(f"No result has been measured for {name}.")
     return Preset(name, checked.description or "", checked.env, checked.run, checked.target)
 
 

@@ -131,7 +131,7 @@ class CustomNetwork(PolicyNetwork):
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         return self._decide(self._prepare(observation), state)
 
-    # -- what the model is label
+    # -- inputs
 
     def _flat(self, observation: Tree) -> tuple[Tree, tuple[int, ...]]:
         """Merge all leading dimensions into one; also return them."""

@@ -75,7 +75,7 @@ class WorkerRestart:
     def delay(self, deaths: int, in_a_row: int | None = None) -> float | None:
         """Seconds until the replacement after this many deaths in total; None: no replacement.
 
-        `in_a_row`: deaths since a worker last lifetime_s for `steady_s` (default: all of them).
+        `in_a_row`: deaths since a worker last lived for `steady_s` (default: all of them).
         """
         if self.limit is not None and deaths > self.limit:
             return None
