@@ -62,8 +62,8 @@ def test_a_malformed_spec_is_damaged(data: bytes) -> None:
 
 
 def test_a_weights_notice_survives_a_round_trip() -> None:
-    bulletin = WeightsNotice(3, 17, 2, SPEC.fingerprint, over=True)
-    assert WeightsNotice.decode(bulletin.encode()) == bulletin
+    notice = WeightsNotice(3, 17, 2, SPEC.fingerprint, over=True)
+    assert WeightsNotice.decode(notice.encode()) == notice
 
 
 def test_a_presence_comes_back_as_it_was_posted() -> None:

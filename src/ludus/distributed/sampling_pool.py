@@ -146,7 +146,7 @@ class SamplingNodes(Protocol):
 # -- in a worker --------------------------------------------------------------------------------------------------------
 
 
-class BoardSource:
+class SharedWeightsPolicy:
     """Loads the newest weights of a board into a policy of this process."""
 
     def __init__(self, policy: Policy, reader: SharedWeightsReader) -> None:
@@ -172,7 +172,7 @@ def _sample(context: Context, plan: SamplingPlan, index: int, begin: int, direct
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(contextlib.closing(SharedWriter(_ring_path(directory, index), plan.layout, bell)))
         reader = SharedWeightsReader(directory / BOARD)
-        source = BoardSource(
+        source = SharedWeightsPolicy(
             copy_for_acting(serialization.policy_from(dict(plan.description)), torch.device(plan.device)), reader
         )
         environments = make_environments(
@@ -223,7 +223,7 @@ def _seed(plan: SamplingPlan, index: int, block: int, incarnation: int) -> int:
     return int(np.random.SeedSequence((plan.seed, index, block, incarnation)).generate_state(1)[0]) % (1 << 30)
 
 
-def _wait_for_weights(context: Context, source: BoardSource, plan: SamplingPlan, block: int) -> float:
+def _wait_for_weights(context: Context, source: SharedWeightsPolicy, plan: SamplingPlan, block: int) -> float:
     """Wait for the weights of that block; returns the seconds."""
     needed = plan.first_version + block - plan.ahead if plan.ahead is not None else plan.first_version
     if source.published >= needed:

@@ -65,10 +65,10 @@ class EvaluationWorkers:
         self.interrupted, self._notice = interrupted, notice
         self._records = bool(plan.videos)
         self._workers = min(pool.workers, plan.groups)
-        self._errands: TaskPool | None = None
+        self._tasks: TaskPool | None = None
         self._numbers = itertools.count(1)
         self._iteration: int | None = None
-        self._open: dict[int, int] = {}  # errand → first row
+        self._open: dict[int, int] = {}  # task → first row
         self._parts: dict[int, Score] = {}
         self._error: LudusError | None = None
 
@@ -78,13 +78,13 @@ class EvaluationWorkers:
 
     @property
     def pids(self) -> list[int]:
-        return [] if self._errands is None else self._errands.pids
+        return [] if self._tasks is None else self._tasks.pids
 
     def begin(self, iteration: int, checkpoint: str) -> None:
         """Have that checkpoint played. Returns at once; nothing else may be under way."""
-        if self._errands is None:
+        if self._tasks is None:
             logs = self._directory / "logs" / "evaluation"
-            self._errands = TaskPool(
+            self._tasks = TaskPool(
                 "evaluation", Player, self._plan, self._bundle,
                 workers=self._workers, hang_s=self._pool.hang_s, restart=self._pool.restart, log_dir=logs, preload=("torch", __name__),
             )  # fmt: skip
@@ -96,13 +96,13 @@ class EvaluationWorkers:
             self._open[number] = first
             seed = self._plan.seed_of(iteration)
             video = iteration if first == 0 and self._records else None
-            self._errands.submit(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
+            self._tasks.submit(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
 
     def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
         """(iteration, score) when all of it has been played, None before; no score: it failed, which has been logged."""
-        if self._iteration is None or self._errands is None:
+        if self._iteration is None or self._tasks is None:
             return None
-        for done in self._errands.take(timeout_s):
+        for done in self._tasks.take(timeout_s):
             first = self._open.pop(done.number)
             if done.error is not None:
                 self._error = done.error
@@ -132,8 +132,8 @@ class EvaluationWorkers:
         return iteration, score
 
     def close(self) -> None:
-        if self._errands is not None:
-            self._errands.close()
+        if self._tasks is not None:
+            self._tasks.close()
 
 
 def _added(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -150,21 +150,21 @@ class Player:
         self._environments: dict[int, Environments] = {}  # by how many rows; shares differ by one
         self._recorder: VideoRecorder | None = None
 
-    def __call__(self, errand: Mapping[str, Any]) -> dict[str, Any]:
-        key, name = f"{FOLDER}/{errand['checkpoint']}", f"{DEFAULT_MODEL}.safetensors"
-        weights = store_of(Path(errand["run"])).get_file(key, name)
+    def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        key, name = f"{FOLDER}/{task['checkpoint']}", f"{DEFAULT_MODEL}.safetensors"
+        weights = store_of(Path(task["run"])).get_file(key, name)
         decoded = serialization.decode_weights(weights, f"{key}/{name}")[0]
         self._policy.load_weights(decoded)
-        score = self._plan.play(self._policy, self._rows(errand["rows"]), errand["seed"], errand["first"], self._turned)
+        score = self._plan.play(self._policy, self._rows(task["rows"]), task["seed"], task["first"], self._turned)
         lists = {"returns": score.returns, "lengths": score.lengths, "sides": score.sides}
-        recorded = RecordedVideos() if errand["video"] is None else self._record(errand, decoded)
+        recorded = RecordedVideos() if task["video"] is None else self._record(task, decoded)
         videos = {"videos": [str(path) for path in recorded.paths], "problem": recorded.problem}
         return {**lists, **videos, "cut": score.cut, "results": dict(score.results)}
 
-    def _record(self, errand: Mapping[str, Any], weights: Mapping[str, Array]) -> RecordedVideos:
+    def _record(self, task: Mapping[str, Any], weights: Mapping[str, Array]) -> RecordedVideos:
         if self._recorder is None:
-            self._recorder = self._plan.recorder(Path(errand["run"]), self._context.beat)
-        return RecordedVideos() if self._recorder is None else self._recorder.record(weights, errand["video"], errand["seed"])
+            self._recorder = self._plan.recorder(Path(task["run"]), self._context.beat)
+        return RecordedVideos() if self._recorder is None else self._recorder.record(weights, task["video"], task["seed"])
 
     def _rows(self, rows: int) -> Environments:
         if rows not in self._environments:
