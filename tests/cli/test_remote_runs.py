@@ -115,4 +115,4 @@ def test_a_sweep_on_a_store_is_refused(boxes: Path, call: Call) -> None:
     for command in ("train", "tune"):
         result = call(command, "CartPole-v1", "--num-samples", "2", "--local-dir", "box://shelf/sweeps")
         assert result.code == 2
-        assert "a store cannot be one" in result.err
+        assert "it cannot be on an object store" in result.err

@@ -101,7 +101,7 @@ def test_of_a_metric_that_is_better_when_it_is_low_the_lowest_is_first(several: 
     column = "episode_return_mean (best)"
     assert [row[column] for row in high["runs"]] == sorted((row[column] for row in high["runs"]), reverse=True)
     assert [row[column] for row in low["runs"]] == sorted(row[column] for row in low["runs"])
-    assert low["differences"][0]["result"].startswith("lr=0.0001 is 182 lower than lr=0.001")
+    assert low["differences"][0]["said"].startswith("lr=0.0001 is 182 lower than lr=0.001")
 
 
 def test_a_comparison_without_values_lists_the_runs_with_the_reason(several: Path, tmp_path: Path) -> None:

@@ -468,7 +468,7 @@ class _BodyCheck:
         try:
             seen = self._fits[name](given)
         except ValueError as error:
-            kind = "not_finite" if re.search(r"holds -?(nan|inf)", str(error)) else "observation"
+            kind = "not_finite" if re.search(r"contains -?(nan|inf)", str(error)) else "observation"
             raise _BodyError(kind, f"The observation{where} does not fit: {error}.", "observation") from None
         problem = bounds_error(self._seats[name].observation, seen, "observation")
         if problem:
