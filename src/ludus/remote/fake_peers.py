@@ -259,7 +259,7 @@ class FakeGamecore:
     ) -> None:
         if games < 1 or ticks < 0 or (connections is not None and connections < 1):
             raise UsageError(
-                f"games is {games}, ticks {ticks}, connections {connections}.", "games and connections are at least 1."
+                f"games is {games}, ticks {ticks}, connections {connections}.", "games and connections must be at least 1."
             )
         self._games, self._ticks, self._think_s, self._seed = games, ticks, think_s, seed
         self._body, self._form = body, form

@@ -225,7 +225,9 @@ COACH: Mapping[str, KeyMeaning] = {
     "agent_params.algorithm.distributed_coach_synchronization_type": _synchronization,
     "agent_params.algorithm.estimate_state_value_using_gae": _only(True, why="is always on: lambda: 1 gives the plain return"),
     "agent_params.algorithm.normalization_stats": _unsupported("is config.observation_filter: MeanStdFilter here"),
-    "agent_params.algorithm.heatup_using_network_decisions": _only(True, why="is so here: the policy that begins plays"),
+    "agent_params.algorithm.heatup_using_network_decisions": _only(
+        True, why="is always on: the initial policy plays the warm-up"
+    ),
     "agent_params.algorithm.clipping_decay_schedule": _only(1.0, 1, why="is not supported: clip_param is a number"),
     # -- networks
     f"{_MAIN}.learning_rate": _is("lr"),

@@ -337,7 +337,7 @@ def _worker_counts(numbers: Numbers) -> str:
     if numbers.get("sampler/restarts"):
         words.append(pluralize(numbers["sampler/restarts"], "restart"))
     if numbers.get("sampler/env_restarts"):
-        words.append(pluralize(numbers["sampler/env_restarts"], "environment") + " made anew")
+        words.append(pluralize(numbers["sampler/env_restarts"], "environment") + " recreated")
     if numbers.get("learner/restarts"):
         words.append(f"learner restarted {numbers['learner/restarts']:.0f}×")
     return ", ".join(words)

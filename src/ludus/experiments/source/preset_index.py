@@ -49,7 +49,7 @@ def preset(name: str) -> Path:
     if name in names():
         return _folder() / f"{name}.yaml"
     if preset_names.canonical_name(name) is not None:
-        raise UnknownName(f"{name} is a name of Coach, which has no file of its own.", f"ludus presets show {name} writes one.")
+        raise UnknownName(f"{name} is a preset name of Coach; there is no file for it.", f"ludus presets show {name} writes one.")
     near = did_you_mean(name, [*names(), *preset_names.supported_names()])
     raise UnknownName(f"There is no preset {name!r}.", near if near.startswith("Did") else did_you_mean(name, names()))
 

@@ -122,7 +122,7 @@ def convert(experiments: Mapping[str, Mapping[str, Any]], source: str, *, with_d
 def _header(source: str, with_defaults: bool) -> Iterator[str]:
     yield f"# Converted from {source}, whose comments are not carried over."
     if with_defaults:
-        yield "# Where it said nothing, RLlib's defaults are written out."
+        yield "# Missing keys are written out with RLlib's defaults."
     else:
         yield "# What it did not say has the defaults of Ludus, not RLlib's: `ludus config convert --with-defaults` writes RLlib's."
 

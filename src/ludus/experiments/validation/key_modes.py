@@ -134,7 +134,7 @@ def find_ineffective_keys(
     if _scale_is_unused(config) and "preprocess" in given:
         path = "config.preprocess.scale"
         found.append(
-            ConfigProblem(f"{path} has no effect beside model.custom_model: a model of your own scales its observations.", path)
+            ConfigProblem(f"{path} has no effect with model.custom_model: a custom model scales its observations itself.", path)
         )
     return found
 

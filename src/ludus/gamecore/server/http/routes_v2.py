@@ -154,8 +154,8 @@ def _actor(info: Any, where: str, first: int) -> dict[str, Any] | None:
         return None
     port, timeout = info["port"], info.get("timeout", 30_000)
     if not isinstance(info["ip"], str) or isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65_536:
-        raise Refused(400, "bad_request", f"{where} is {quote(info)}: ip and port are meant.")
+        raise Refused(400, "bad_request", f"{where} is {quote(info)}: expected ip and port.")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
-        raise Refused(400, "bad_request", f"{where}.timeout is {quote(timeout)}: milliseconds are meant.")
+        raise Refused(400, "bad_request", f"{where}.timeout is {quote(timeout)}: expected milliseconds.")
     host = f"[{info['ip']}]" if ":" in info["ip"] else info["ip"]
     return {"address": f"{host}:{port}", "timeout_s": timeout / 1000}
