@@ -144,7 +144,7 @@ def test_of_a_run_on_a_store_copies_are_shown_and_kept_up_to_date(
             assert read.read() == b"one"
             store.put("events.out.tfevents.1.here", b"one, two")
             wait_until(lambda: read.read() == b", two")
-        assert not list(remote_runs.directory_of(where).glob("events.*")), "the working directory is whoever trains' own"
+        assert not list(remote_runs.directory_of(where).glob("events.*")), "the training process owns the working directory"
     assert not shown.exists()
 
 

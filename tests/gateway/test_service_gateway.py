@@ -111,7 +111,7 @@ def test_an_invalid_token_file_keeps_the_previous_tokens(
         replace(tokens, "studio new\n")
         wait_until(lambda: kept.ask(step("tick", "s", b"x", headers=bearer("new"))).status == 200, PATIENCE_S)
         assert ask(server.port, step("tick", "s", b"x", headers=bearer("old"))).status == 401
-    assert "other" not in caplog.text.replace("readable by others", ""), "no token is told"
+    assert "other" not in caplog.text.replace("readable by others", ""), "the log contains no token"
 
 
 def test_a_home_directory_is_watched_as_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
