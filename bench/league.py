@@ -1,0 +1,96 @@
+"""What a large league costs: matchmaking, recording and restart with synthetic players and no learning.
+
+    python -m bench.league [--players 1000] [--results 1000000]        (about fifteen minutes)
+
+Players have a hidden strength; a match is won with the probability that their strengths give. Every result is stored before the next
+match. Times are given per tenth of the run: a cost that grew with the age of the league would show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.train import RESULTS, provenance
+from ludus.league.events import MatchFinished, MatchIssued, PlayerAdded
+from ludus.league.journal import LeagueJournal
+from ludus.league.players import Player, Role
+from ludus.league.state import LeagueSettings, propose_match
+
+LEARNING = 12
+"""Training players: 3 main, 3 main exploiters, 6 league exploiters."""
+PARTS = 10
+
+
+def add_players(journal: LeagueJournal, count: int) -> list[str]:
+    roles = [Role.MAIN] * 3 + [Role.MAIN_EXPLOITER] * 3 + [Role.LEAGUE_EXPLOITER] * 6
+    players = [Player(f"{role.value}_{i}", role) for i, role in enumerate(roles)]
+    for i in range(count - LEARNING):
+        parent = players[i % LEARNING]
+        players.append(Player(f"{parent.name}.{i}", Role.HISTORICAL, parent=parent.name, parent_role=parent.role))
+    for player in players:
+        journal.apply(PlayerAdded(player))
+    return [player.name for player in players]
+
+
+def play(journal: LeagueJournal, names: list[str], results: int, random: np.random.Generator) -> list[dict[str, float]]:
+    strength = dict(zip(names, random.normal(size=len(names)), strict=True))
+    parts = []
+    for _ in range(PARTS):
+        matchmaking, recording = [], []
+        for _ in range(results // PARTS):
+            # All players take part, also snapshots: their evaluation matches fill the payoff matrix.
+            player = names[int(random.integers(LEARNING if random.random() < 0.5 else len(names)))]
+            began = time.perf_counter()
+            match = propose_match(journal.state, player)
+            assert isinstance(match, MatchIssued)
+            journal.apply(match)
+            proposed = time.perf_counter()
+            chance = 1 / (1 + np.exp(strength[match.opponent] - strength[match.player]))
+            score = float(random.random() < chance)
+            ready = time.perf_counter()
+            refused = journal.apply(MatchFinished(match.match, score))
+            assert refused is None
+            matchmaking.append(proposed - began)
+            recording.append(time.perf_counter() - ready)
+        parts.append({"matchmaking_ms": _median_ms(matchmaking), "matchmaking_mean_ms": 1e3 * statistics.fmean(matchmaking)})
+        parts[-1] |= {"recording_ms": _median_ms(recording), "recording_mean_ms": 1e3 * statistics.fmean(recording)}
+        print({name: round(value, 3) for name, value in parts[-1].items()}, flush=True)
+    return parts
+
+
+def _median_ms(seconds: list[float]) -> float:
+    return 1e3 * statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--players", type=int, default=1000)
+    parser.add_argument("--results", type=int, default=1_000_000)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        journal = LeagueJournal(Path(directory), LeagueSettings())
+        parts = play(journal, add_players(journal, args.players), args.results, np.random.default_rng(0))
+        before, events = journal.state, journal.events
+        journal.close()
+        began = time.perf_counter()
+        journal = LeagueJournal(Path(directory), LeagueSettings())
+        restart_s = time.perf_counter() - began
+        assert journal.state == before
+        assert journal.events == events
+        journal.close()
+        size = sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file())
+    found = provenance() | {"players": args.players, "results": args.results, "parts": parts}
+    found |= {"restart_s": round(restart_s, 2), "bytes_on_disk": size}
+    (RESULTS / "league-scale.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(f"restart {restart_s:.2f} s, {size / 1e6:.0f} MB on disk")
+
+
+if __name__ == "__main__":
+    main()

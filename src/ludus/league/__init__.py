@@ -1,0 +1,1 @@
+"""League: players that train against each other and their past, with matchmaking, ratings and a durable record of results."""

@@ -1,0 +1,128 @@
+"""What happens to a league. Every change of its state is one of these values, and the journal stores them as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ludus.errors import Damaged
+from ludus.league.players import Player, Role
+
+
+@dataclass(frozen=True)
+class PlayerAdded:
+    player: Player
+
+
+@dataclass(frozen=True)
+class PlayerTrained:
+    """A training player has reached this number of environment steps; `model` is its newest version."""
+
+    name: str
+    steps: int
+    model: str
+
+
+@dataclass(frozen=True)
+class SnapshotTaken:
+    """A training player was copied to a historical player."""
+
+    name: str
+    snapshot: str
+    model: str
+    reset: bool = False
+    """The training player starts again from its initial weights."""
+
+
+@dataclass(frozen=True)
+class PlayerRetired:
+    name: str
+
+
+@dataclass(frozen=True)
+class PlayerQuarantined:
+    """The model of a player cannot be used; an empty reason ends the quarantine."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class MatchIssued:
+    match: int
+    player: str
+    opponent: str
+    swap_sides: bool = False
+
+
+@dataclass(frozen=True)
+class MatchFinished:
+    """`score` of the player: 1 won, 0.5 drawn, 0 lost."""
+
+    match: int
+    score: float
+
+
+@dataclass(frozen=True)
+class ResultsReported:
+    """Results of many matches of one pair, from a worker that drew its opponents itself.
+
+    `source` numbers its reports 1, 2, 3 …; a report that was counted before is ignored.
+    """
+
+    source: str
+    number: int
+    player: str
+    opponent: str
+    wins: int
+    draws: int
+    losses: int
+
+
+LeagueEvent = (
+    PlayerAdded
+    | PlayerTrained
+    | SnapshotTaken
+    | PlayerRetired
+    | PlayerQuarantined
+    | MatchIssued
+    | MatchFinished
+    | ResultsReported
+)
+
+_KINDS: Final[Mapping[str, type[LeagueEvent]]] = {
+    kind.__name__: kind
+    for kind in (
+        PlayerAdded, PlayerTrained, SnapshotTaken, PlayerRetired, PlayerQuarantined, MatchIssued, MatchFinished, ResultsReported
+    )
+}  # fmt: skip
+
+
+def event_to_json(event: LeagueEvent) -> dict[str, Any]:
+    return {"event": type(event).__name__, **dataclasses.asdict(event)}
+
+
+def event_from_json(values: Mapping[str, Any]) -> LeagueEvent:
+    """Raises Damaged."""
+    fields = dict(values)
+    kind = _KINDS.get(str(fields.pop("event", "")))
+    if kind is None:
+        raise Damaged(f"The journal of the league has an unknown event {values.get('event')!r}.")
+    try:
+        if kind is PlayerAdded:
+            return PlayerAdded(player_from_json(fields["player"]))
+        return kind(**fields)
+    except (TypeError, KeyError, ValueError) as error:
+        raise Damaged(f"The journal of the league has a damaged {kind.__name__}: {error}.") from error
+
+
+def player_from_json(values: Mapping[str, Any]) -> Player:
+    parent_role = values.get("parent_role")
+    return Player(**{**values, "role": Role(values["role"]), "parent_role": parent_role and Role(parent_role)})
+
+
+def is_valid_score(score: float) -> bool:
+    return math.isfinite(score) and 0.0 <= score <= 1.0

@@ -1,0 +1,220 @@
+"""A league on disk: a journal of events, and snapshots of the whole state so that a restart need not read all of it.
+
+    <league>/lock                    held by the one process that writes
+    <league>/journal/000000000000.jsonl    events from that number on, one JSON object per line
+    <league>/state-000000020000.msgpack    the state after that number of events
+
+An event is in the journal before it is acknowledged. A process that is killed while it writes leaves a torn last line, which was not
+acknowledged and is removed at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+from ludus.errors import Damaged, Fenced
+from ludus.io.atomic_file import replace_file
+from ludus.league.events import LeagueEvent, MatchIssued, event_from_json, event_to_json, player_from_json
+from ludus.league.payoff import PairRecord, PayoffTable
+from ludus.league.ratings import Skill
+from ludus.league.state import LeagueSettings, LeagueState, Refused, step
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_EVERY: Final = 20_000
+"""Events between two snapshots of the state."""
+_KEPT_SNAPSHOTS: Final = 2
+_FORMAT: Final = 1
+
+
+class LeagueJournal:
+    """The state of a league that is stored with every event. One process at a time: a second one raises Fenced."""
+
+    def __init__(
+        self, directory: Path, settings: LeagueSettings, *, snapshot_every: int = SNAPSHOT_EVERY, durable: bool = False
+    ) -> None:
+        """`durable`: wait for the disk after every event, against power loss. A killed process loses nothing either way."""
+        self.directory, self._snapshot_every, self._durable = directory, snapshot_every, durable
+        (directory / "journal").mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, _acquire(directory / "lock"))
+            self.state, self._events = _load(directory, settings)
+            self._snapshot_at = self._events
+            self._fd = self._open_segment()
+            self._stack = stack.pop_all()
+
+    @property
+    def events(self) -> int:
+        """Number of events since the league was created."""
+        return self._events
+
+    def apply(self, event: LeagueEvent) -> Refused | None:
+        """Store the event and change the state, or return why it was refused."""
+        after = step(self.state, event)
+        if isinstance(after, Refused):
+            return after
+        self._append(json.dumps(event_to_json(event), allow_nan=False).encode() + b"\n")
+        self.state, self._events = after, self._events + 1
+        if self._events - self._snapshot_at >= self._snapshot_every:
+            self.snapshot()
+        return None
+
+    def snapshot(self) -> None:
+        """Store the whole state, and begin a new segment of the journal."""
+        replace_file(self.directory / f"state-{self._events:012d}.msgpack", _pack(self.state, self._events), durable=True)
+        self._snapshot_at = self._events
+        os.close(self._fd)
+        self._fd = self._open_segment()
+        for old in sorted(self.directory.glob("state-*.msgpack"))[:-_KEPT_SNAPSHOTS]:
+            old.unlink(missing_ok=True)
+
+    def history(self) -> Iterator[LeagueEvent]:
+        """All events from the beginning, for curves and audits."""
+        for path in sorted((self.directory / "journal").glob("*.jsonl")):
+            with open(path, "rb") as file:
+                for line in file:
+                    if line.endswith(b"\n"):
+                        yield event_from_json(json.loads(line))
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._stack.close()
+
+    def _append(self, line: bytes) -> None:
+        """Raises OSError, with the journal as before."""
+        size = os.fstat(self._fd).st_size
+        try:
+            if os.write(self._fd, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._durable:
+                os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, size)
+            raise
+
+    def _open_segment(self) -> int:
+        path = self.directory / "journal" / f"{self._events:012d}.jsonl"
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def _acquire(path: Path) -> int:
+    """Lock the league for this process; the lock ends with it, however it dies. Raises Fenced."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = os.read(fd, 100).decode(errors="replace").strip()
+        os.close(fd)
+        raise Fenced(
+            f"Another process runs the league in {path.parent}{f' ({owner})' if owner else ''}.",
+            "One league has one coordinator: stop the other one first.",
+        ) from error
+    os.ftruncate(fd, 0)
+    os.write(fd, f"process {os.getpid()} on {platform.node()}".encode())
+    return fd
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------------
+
+
+def read_state(directory: Path, settings: LeagueSettings | None = None) -> LeagueState:
+    """The state on disk, without the lock: for status pages while the league runs."""
+    return _load(directory, settings or LeagueSettings(), repair=False)[0]
+
+
+def _load(directory: Path, settings: LeagueSettings, *, repair: bool = True) -> tuple[LeagueState, int]:
+    """The newest readable snapshot and the events after it. Raises Damaged."""
+    state, events = LeagueState(settings), 0
+    for path in sorted(directory.glob("state-*.msgpack"), reverse=True):
+        try:
+            state, events = _unpack(path.read_bytes(), settings)
+            break
+        except (Damaged, OSError) as error:
+            log.warning("%s cannot be read (%s); an earlier one is used", path, error)
+    segments = sorted((directory / "journal").glob("*.jsonl"))
+    for path, following in itertools.zip_longest(segments, segments[1:]):
+        first = int(path.stem)
+        if following is not None and int(following.stem) <= events:
+            continue
+        if first > events:
+            raise Damaged(f"Events {events} to {first} of the league in {directory} are missing.", "Restore them from a backup.")
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data) and following is not None:
+            raise Damaged(f"{path} ends in the middle of an event.", "Restore it from a backup.")
+        if whole < len(data) and repair:
+            os.truncate(path, whole)
+        for number, line in enumerate(data[:whole].splitlines(), start=first):
+            if number < events:
+                continue
+            state = _replay(state, line, path, number)
+            events += 1
+    return state, events
+
+
+def _replay(state: LeagueState, line: bytes, path: Path, number: int) -> LeagueState:
+    try:
+        after = step(state, event_from_json(json.loads(line)))
+    except ValueError as error:
+        raise Damaged(f"Event {number} in {path} is damaged: {error}.", "Restore it from a backup.") from error
+    if isinstance(after, Refused):
+        raise Damaged(f"Event {number} in {path} does not fit the events before it: {after.reason}")
+    return after
+
+
+# -- the format of snapshots --------------------------------------------------------------------------------------------------
+
+
+def _pack(state: LeagueState, events: int) -> bytes:
+    content = {
+        "format": _FORMAT,
+        "events": events,
+        "players": [dataclasses.asdict(player) for player in state.players.values()],
+        "payoff": state.payoff.rows,
+        "elo": dict(state.elo),
+        "skill": {name: dataclasses.astuple(skill) for name, skill in state.skill.items()},
+        "quality": dict(state.quality),
+        "open_matches": [dataclasses.asdict(match) for match in state.open_matches.values()],
+        "next_match": state.next_match,
+        "results": state.results,
+        "reports": dict(state.reports),
+    }
+    packed: bytes = msgpack.packb(content)
+    return packed
+
+
+def _unpack(data: bytes, settings: LeagueSettings) -> tuple[LeagueState, int]:
+    try:
+        content: Mapping[str, Any] = msgpack.unpackb(data)
+        if content["format"] != _FORMAT:
+            raise Damaged(f"It has format {content['format']}; this release reads {_FORMAT}.", "Update Ludus.")
+        players = [player_from_json(values) for values in content["players"]]
+        matches = [MatchIssued(**values) for values in content["open_matches"]]
+        state = LeagueState(
+            settings,
+            {player.name: player for player in players},
+            PayoffTable({own: {other: PairRecord(*r) for other, r in row.items()} for own, row in content["payoff"].items()}),
+            content["elo"],
+            {name: Skill(*values) for name, values in content["skill"].items()},
+            content["quality"],
+            {match.match: match for match in matches},
+            content["next_match"],
+            content["results"],
+            content["reports"],
+        )
+        return state, int(content["events"])
+    except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+        raise Damaged(f"It is not a snapshot of a league: {error}.") from error

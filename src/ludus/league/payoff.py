@@ -1,0 +1,118 @@
+"""Results between pairs of players. Values: an update returns a new table that shares all unchanged rows with the old one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Doubles = npt.NDArray[np.float64]
+
+UNSEEN: Final = 0.5
+"""Win rate of a pair without results."""
+
+
+class PairRecord(NamedTuple):
+    """Results of one player against another, from the first one's view. A named tuple: a league has a million of them."""
+
+    wins: int = 0
+    draws: int = 0
+    losses: int = 0
+    weight: float = 0.0
+    """Number of results, older ones discounted."""
+    win_rate: float = UNSEEN
+    """Share of wins, draws as half, older ones discounted; 0.5 without results."""
+
+    @property
+    def games(self) -> int:
+        return self.wins + self.draws + self.losses
+
+    def add(self, wins: int, draws: int, losses: int, decay: float) -> PairRecord:
+        """Count further results. Several at once are discounted as if they alternated evenly."""
+        games = wins + draws + losses
+        kept = self.weight * decay**games
+        fresh = float(games) if decay == 1.0 else (1 - decay**games) / (1 - decay)
+        rate = (self.win_rate * kept + fresh * (wins + 0.5 * draws) / games) / (kept + fresh)
+        return PairRecord(self.wins + wins, self.draws + draws, self.losses + losses, kept + fresh, rate)
+
+
+NO_RESULTS: Final = PairRecord()
+
+
+@dataclass(frozen=True)
+class PayoffTable:
+    rows: Mapping[str, Mapping[str, PairRecord]] = field(default_factory=dict)
+    """Player → opponent → record. Both directions are stored."""
+
+    def record(self, player: str, opponent: str) -> PairRecord:
+        return self.rows.get(player, {}).get(opponent, NO_RESULTS)
+
+    def win_rate(self, player: str, opponent: str) -> float:
+        return self.record(player, opponent).win_rate
+
+    def win_rates(self, player: str, opponents: Sequence[str]) -> Doubles:
+        row = self.rows.get(player, {})
+        return np.array([row.get(opponent, NO_RESULTS).win_rate for opponent in opponents], np.float64)
+
+    def add(self, player: str, opponent: str, wins: int, draws: int, losses: int, decay: float = 1.0) -> PayoffTable:
+        """Count matches. Those of a player against itself count nothing."""
+        if player == opponent or wins + draws + losses == 0:
+            return self
+        rows = dict(self.rows)
+        for own, other, won, lost in ((player, opponent, wins, losses), (opponent, player, losses, wins)):
+            row = dict(rows.get(own, {}))
+            row[other] = row.get(other, NO_RESULTS).add(won, draws, lost, decay)
+            rows[own] = row
+        return PayoffTable(rows)
+
+    def without(self, player: str) -> PayoffTable:
+        """Forget the results of a player, as after a reset of its weights."""
+        rows = {own: row for own, row in self.rows.items() if own != player}
+        for opponent in self.rows.get(player, {}):
+            rows[opponent] = {other: record for other, record in rows.get(opponent, {}).items() if other != player}
+        return PayoffTable(rows)
+
+    def matrix(self, players: Sequence[str]) -> Doubles:
+        """[players, players] win rates; 0.5 on the diagonal and where there are no results."""
+        rates = np.stack([self.win_rates(player, players) for player in players]) if players else np.zeros((0, 0))
+        np.fill_diagonal(rates, UNSEEN)
+        return rates
+
+    def counts(self, players: Sequence[str]) -> npt.NDArray[np.int64]:
+        """[players, players] number of matches."""
+        return np.array([[self.record(own, other).games for other in players] for own in players], np.int64)
+
+
+# -- cycles -------------------------------------------------------------------------------------------------------------
+
+
+def cyclic_share(win_rates: Doubles) -> float:
+    """How much of the payoffs no rating can explain: 0 for a pure ranking, 1 for rock-paper-scissors.
+
+    Log-odds are split into a gradient (a rating per player) and a cyclic rest (Balduzzi et al. 2019, "Open-ended learning in
+    symmetric zero-sum games"); the share is that of the squared norm.
+    """
+    clipped = np.clip(win_rates, 0.01, 0.99)
+    advantage = np.log(clipped / (1 - clipped))
+    advantage = (advantage - advantage.T) / 2
+    rating = advantage.mean(axis=1)
+    rest = advantage - (rating[:, None] - rating[None, :])
+    whole = float((advantage**2).sum())
+    return float((rest**2).sum()) / whole if whole > 1e-12 else 0.0
+
+
+def find_cycles(players: Sequence[str], win_rates: Doubles, margin: float = 0.05) -> list[tuple[str, str, str]]:
+    """Triples of players each of which beats the next one, the last one the first, by at least `margin` above one half.
+
+    Strongest first: ordered by the smallest of the three win rates.
+    """
+    beats = win_rates > 0.5 + margin
+    found = []
+    for a in range(len(players)):
+        for b in np.flatnonzero(beats[a]).tolist():
+            closing = np.flatnonzero(beats[b] & beats[:, a]).tolist()
+            found += [(min(win_rates[a, b], win_rates[b, c], win_rates[c, a]), a, b, c) for c in closing if a < b and a < c]
+    return [(players[a], players[b], players[c]) for _, a, b, c in sorted(found, reverse=True)]

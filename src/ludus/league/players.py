@@ -1,0 +1,52 @@
+"""The players of a league."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a player is for (Vinyals et al. 2019)."""
+
+    MAIN = "main"
+    """Trains against everybody; the product of the league."""
+    MAIN_EXPLOITER = "main_exploiter"
+    """Trains against the main players only, to find their weaknesses."""
+    LEAGUE_EXPLOITER = "league_exploiter"
+    """Trains against all snapshots, to find weaknesses of the whole league."""
+    HISTORICAL = "historical"
+    """A snapshot of a training player. Its weights never change."""
+    FIXED = "fixed"
+    """A script, a checkpoint or a served address from outside the league. Ratings are anchored to these."""
+
+    @property
+    def learns(self) -> bool:
+        return self in (Role.MAIN, Role.MAIN_EXPLOITER, Role.LEAGUE_EXPLOITER)
+
+
+@dataclass(frozen=True)
+class Player:
+    name: str
+    role: Role
+    model: str = ""
+    """Where its policy is: a run directory with a version, a checkpoint, `rule:NAME` or an address."""
+    parent: str | None = None
+    """The training player of which this is a snapshot."""
+    parent_role: Role | None = None
+    steps: int = 0
+    """Environment steps trained so far; of a snapshot: when it was taken."""
+    snapshot_steps: int = 0
+    """`steps` at its last snapshot or reset."""
+    generation: int = 0
+    """Number of resets to its initial weights."""
+    rating: float | None = None
+    """Fixed rating of an anchor; None: rated by results."""
+    retired: bool = False
+    """Gets no new matches; its results stay."""
+    quarantine: str = ""
+    """Why its model could not be used; it gets no new matches until this is cleared."""
+
+    @property
+    def available(self) -> bool:
+        return not self.retired and not self.quarantine

@@ -1,0 +1,165 @@
+"""Opponents of matches that are learned from: the newest version, past versions, or the players of a league.
+
+Opponents are chosen between matches; a match keeps its opponent to its end. A process plays with a few opponents at a time, so that the
+matches of one opponent share a forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ludus.config.schema import SelfPlayConfig
+from ludus.models.centralized_critic import actor_policy
+from ludus.models.policy import Policy, Weights
+from ludus.models.weights.serialization import policy_from
+from ludus.models.weights.version_store import PolicySource
+from ludus.sampling.multi_agent import MatchBatch, PolicySet, SeatAgents, Seating
+from ludus.sampling.self_play import PolicyHistory
+
+log = logging.getLogger(__name__)
+
+LATEST, PAST = "latest", "past"
+_ACTIVE = 4  # opponents with loaded weights
+
+
+@dataclass(frozen=True)
+class MatchOpponent:
+    """Who plays the other side of a match."""
+
+    name: str
+    """In results: latest, past, or the name of a player."""
+    model: str | None
+    """Its name in the PolicySet; None: random actions."""
+
+
+class OpponentChooser(Protocol):
+    def choose(self, random: np.random.Generator, in_use: frozenset[str]) -> MatchOpponent:
+        """Choose the opponent of the next match. `in_use`: models of matches that are not over."""
+        ...
+
+
+class LoadedOpponents:
+    """Opponent policies of this process. A policy that was replaced stays until no match uses it."""
+
+    def __init__(self, policies: PolicySet, like: Policy) -> None:
+        """`like`: a policy with the architecture of the opponents."""
+        self._policies, self._description = policies, like.description()
+        self._loaded: set[str] = set()
+
+    def load(self, model: str, weights: Weights) -> None:
+        with torch.random.fork_rng(devices=[]):
+            policy = policy_from(self._description)
+        policy.load_weights(weights)
+        self._policies.add_fixed(model, actor_policy(policy))
+        self._loaded.add(model)
+
+    def keep(self, models: frozenset[str]) -> None:
+        """Drop all others."""
+        for model in self._loaded - models:
+            self._policies.remove(model)
+        self._loaded &= models
+
+
+class SelfPlayOpponents:
+    """The newest version with probability `latest`, otherwise past versions, all kept ones equally likely."""
+
+    def __init__(
+        self,
+        settings: SelfPlayConfig,
+        model: str,
+        source: PolicySource,
+        history: PolicyHistory,
+        loaded: LoadedOpponents,
+        steps: Callable[[], int],
+    ) -> None:
+        """`model`: the model that learns. `steps`: environment steps of this process so far."""
+        self._model, self._source, self._history, self._loaded = model, source, history, loaded
+        self._latest = {LATEST: 1.0, PAST: 0.0}.get(settings.opponents or LATEST, settings.latest)
+        self._period, self._steps, self._renew_at = settings.period, steps, 0
+        self._active: list[str] = []
+
+    def choose(self, random: np.random.Generator, in_use: frozenset[str]) -> MatchOpponent:
+        self._history.add(*self._source.newest())
+        if self._latest >= 1.0 or random.random() < self._latest:
+            return MatchOpponent(LATEST, self._model)
+        self._renew(random, in_use)
+        return MatchOpponent(PAST, self._active[int(random.integers(len(self._active)))])
+
+    def _renew(self, random: np.random.Generator, in_use: frozenset[str]) -> None:
+        """Load past versions until enough are active; then replace the oldest one every `period` steps."""
+        if len(self._active) == _ACTIVE:
+            if self._steps() < self._renew_at:
+                return
+            self._active.pop(0)
+        self._renew_at = self._steps() + self._period
+        version, weights = self._history.draw(random)
+        model = f"{self._model}@{version}"
+        if model not in self._active:
+            self._loaded.keep(in_use | frozenset(self._active))
+            self._loaded.load(model, weights)
+            self._active.append(model)
+
+
+def result_names(settings: SelfPlayConfig) -> tuple[str, ...]:
+    """Names of the results that self-play adds to batches."""
+    kinds = {None: (), "mix": (LATEST, PAST)}.get(settings.opponents, (settings.opponents,))
+    return tuple(f"{result}/{kind}" for kind in kinds for result in ("win", "draw"))
+
+
+def seat_self_play(
+    settings: SelfPlayConfig, policy_mapping: Mapping[str, str], source: PolicySource, seed: int, run: Path | None = None
+) -> Callable[[MatchBatch, PolicySet], SeatAgents]:
+    """Return what makes the seating of a sampler. `source`: of the one model that learns. `run`: may have stored earlier versions."""
+    (model,) = set(policy_mapping.values())
+
+    def make(matches: MatchBatch, policies: PolicySet) -> SeatAgents:
+        history = PolicyHistory(settings, model)
+        policy, version = source.newest()
+        history.add(policy, version)
+        if run is not None:
+            history.load_from_run(run, version)
+        loaded = LoadedOpponents(policies, policy)
+        opponents = SelfPlayOpponents(settings, model, source, history, loaded, lambda: matches.env_steps)
+        sides = settings.sides or [[agent] for agent in policy_mapping]
+        return TwoSides(sides, policy_mapping, opponents, matches.models_in_use, seed, swap_sides=settings.swap_sides)
+
+    return make
+
+
+class TwoSides:
+    """Seats the sides of a game: one learns, the opponent plays the other. Implements SeatAgents."""
+
+    def __init__(
+        self,
+        sides: Sequence[Sequence[str]],
+        policy_mapping: Mapping[str, str],
+        opponents: OpponentChooser,
+        in_use: Callable[[], frozenset[str]],
+        seed: int,
+        *,
+        swap_sides: bool = True,
+    ) -> None:
+        self._sides, self._mapping, self._opponents, self._in_use = (
+            [tuple(side) for side in sides],
+            policy_mapping,
+            opponents,
+            in_use,
+        )
+        self._random = np.random.default_rng([seed, 2])  # apart from the environments' and the sampler's
+        self._swap_sides = swap_sides
+
+    def __call__(self, copy: int) -> Seating:
+        learning = int(self._random.integers(len(self._sides))) if self._swap_sides else 0
+        opponent = self._opponents.choose(self._random, self._in_use())
+        models: dict[str, str | None] = {}
+        for number, side in enumerate(self._sides):
+            for agent in side:
+                models[agent] = self._mapping[agent] if number == learning else opponent.model
+        return Seating(models, frozenset(self._sides[learning]), opponent.name)

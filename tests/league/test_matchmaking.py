@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ludus.league.matchmaking import (
+    SCHEMES,
+    MatchmakingSettings,
+    MatchmakingView,
+    choose_opponent,
+    pfsp,
+    quality_after_loss,
+    quality_probabilities,
+)
+from ludus.league.payoff import PayoffTable
+from ludus.league.players import Player, Role
+
+MAIN = Player("main", Role.MAIN)
+
+
+def snapshot(name: str, parent: Player = MAIN, *, retired: bool = False) -> Player:
+    return Player(name, Role.HISTORICAL, parent=parent.name, parent_role=parent.role, retired=retired)
+
+
+def view(*players: Player, wins: dict[tuple[str, str], float] | None = None) -> MatchmakingView:
+    payoff = PayoffTable()
+    for (own, other), rate in (wins or {}).items():
+        payoff = payoff.add(own, other, round(100 * rate), 0, 100 - round(100 * rate))
+    return MatchmakingView({player.name: player for player in players}, payoff)
+
+
+def draw(seen: MatchmakingView, player: Player, settings: MatchmakingSettings, n: int = 4000) -> dict[str, float]:
+    random = np.random.default_rng(0)
+    counts = Counter(choose_opponent(seen, player, settings, random) for _ in range(n))
+    return {name: count / n for name, count in counts.items()}
+
+
+@pytest.mark.parametrize(
+    ("weighting", "expected"),
+    [
+        ("squared", [1.0, 0.5625, 0.25, 0.0]),
+        ("variance", [0.0, 0.1875, 0.25, 0.0]),
+        ("linear", [1.0, 0.75, 0.5, 0.0]),
+        ("linear_capped", [0.5, 0.5, 0.5, 0.0]),
+    ],
+)
+def test_the_weightings_are_the_published_ones(weighting: str, expected: list[float]) -> None:
+    found = pfsp(np.array([0.0, 0.25, 0.5, 1.0]), weighting)
+    np.testing.assert_allclose(found, np.array(expected) / sum(expected))
+
+
+@pytest.mark.parametrize("weighting", ["squared", "variance", "linear", "linear_capped"])
+def test_opponents_that_are_always_beaten_are_drawn_uniformly(weighting: str) -> None:
+    np.testing.assert_allclose(pfsp(np.ones(4), weighting), 0.25)
+
+
+def test_opponents_that_always_win_are_drawn_uniformly_by_variance() -> None:
+    np.testing.assert_allclose(pfsp(np.zeros(3), "variance"), 1 / 3)
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_a_single_player_plays_against_itself(scheme: str) -> None:
+    assert draw(view(MAIN), MAIN, MatchmakingSettings(scheme), 20) == {"main": 1.0}
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_retired_players_and_those_in_quarantine_are_never_drawn(scheme: str) -> None:
+    seen = view(MAIN, snapshot("old", retired=True), Player("broken", Role.FIXED, quarantine="no file"), snapshot("good"))
+    assert set(draw(seen, MAIN, MatchmakingSettings(scheme), 500)) <= {"main", "good"}
+
+
+def test_a_main_player_meets_snapshots_by_pfsp_and_itself_else() -> None:
+    seen = view(MAIN, snapshot("weak"), snapshot("strong"), wins={("main", "weak"): 0.9, ("main", "strong"): 0.4})
+    shares = draw(seen, MAIN, MatchmakingSettings())
+    # Verification finds nothing forgotten (the newest snapshot is the strongest), so half of the matches are self-play.
+    assert shares["main"] == pytest.approx(0.5, abs=0.03)
+    assert shares["strong"] == pytest.approx(0.5 * 0.36 / 0.37, abs=0.03)
+
+
+def test_verification_prefers_exploiters_that_win() -> None:
+    exploiter = Player("exploiter", Role.MAIN_EXPLOITER)
+    seen = view(MAIN, exploiter, snapshot("bug", exploiter), wins={("main", "bug"): 0.1})
+    settings = MatchmakingSettings(main_pfsp=0.0, main_verification=1.0)
+    assert draw(seen, MAIN, settings, 100) == {"bug": 1.0}
+
+
+def test_verification_finds_a_forgotten_snapshot() -> None:
+    wins = {("main", "first"): 0.4, ("main", "second"): 0.9, ("main", "third"): 0.8}
+    seen = view(MAIN, snapshot("first"), snapshot("second"), snapshot("third"), wins=wins)
+    shares = draw(seen, MAIN, MatchmakingSettings(main_pfsp=0.0, main_verification=1.0))
+    # Win rates 0.4, 0.9, 0.8: the falling end (0.8) is no forgetting; 0.4 below 0.9 is.
+    assert set(shares) == {"first", "second"}
+    assert shares["first"] == pytest.approx(0.36 / 0.37, abs=0.02)
+
+
+def test_a_main_player_that_is_too_strong_is_replaced_by_its_snapshots() -> None:
+    other = Player("other", Role.MAIN)
+    seen = view(MAIN, other, snapshot("other.1", other), wins={("main", "other"): 0.2})
+    shares = draw(seen, MAIN, MatchmakingSettings(main_pfsp=0.0, main_verification=0.0))
+    assert set(shares) == {"main", "other.1"}
+
+
+def test_a_main_exploiter_plays_main_players_only() -> None:
+    exploiter = Player("exploiter", Role.MAIN_EXPLOITER)
+    seen = view(MAIN, exploiter, snapshot("main.1"), snapshot("exploiter.1", exploiter), wins={("exploiter", "main"): 0.5})
+    assert draw(seen, exploiter, MatchmakingSettings(), 100) == {"main": 1.0}
+    beaten = view(MAIN, exploiter, snapshot("main.1"), wins={("exploiter", "main"): 0.05})
+    assert draw(beaten, exploiter, MatchmakingSettings(), 100) == {"main.1": 1.0}
+
+
+def test_a_league_exploiter_plays_snapshots_and_fixed_players() -> None:
+    exploiter = Player("exploiter", Role.LEAGUE_EXPLOITER)
+    seen = view(MAIN, exploiter, snapshot("main.1"), Player("script", Role.FIXED))
+    shares = draw(seen, exploiter, MatchmakingSettings())
+    assert shares == {"main.1": pytest.approx(0.5, abs=0.03), "script": pytest.approx(0.5, abs=0.03)}
+
+
+def test_eighty_twenty_self_play_draws_past_versions_by_quality() -> None:
+    seen = view(MAIN, snapshot("main.1"), snapshot("main.2"))
+    seen = MatchmakingView(seen.players, seen.payoff, {"main.1": 0.0, "main.2": np.log(3)})
+    shares = draw(seen, MAIN, MatchmakingSettings("past_quality"))
+    assert shares["main"] == pytest.approx(0.8, abs=0.02)
+    assert shares["main.2"] / shares["main.1"] == pytest.approx(3.0, rel=0.2)
+
+
+def test_quality_falls_faster_for_rarely_drawn_versions() -> None:
+    np.testing.assert_allclose(quality_probabilities({"a": 0.0, "b": 0.0}, ["a", "b"]), 0.5)
+    assert quality_after_loss(0.0, 0.5, 2) == pytest.approx(-0.01)
+    assert quality_after_loss(0.0, 0.1, 2) == pytest.approx(-0.05)

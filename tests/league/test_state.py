@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ludus.league.events import (
+    LeagueEvent,
+    MatchFinished,
+    MatchIssued,
+    PlayerAdded,
+    PlayerQuarantined,
+    PlayerRetired,
+    PlayerTrained,
+    ResultsReported,
+    SnapshotTaken,
+    event_from_json,
+    event_to_json,
+)
+from ludus.league.matchmaking import MatchmakingSettings
+from ludus.league.players import Player, Role
+from ludus.league.state import (
+    LeagueSettings,
+    LeagueState,
+    Refused,
+    SnapshotRule,
+    propose_match,
+    propose_snapshot,
+    step,
+)
+
+
+def apply(state: LeagueState, *events: LeagueEvent) -> LeagueState:
+    for event in events:
+        after = step(state, event)
+        assert isinstance(after, LeagueState), after
+        state = after
+    return state
+
+
+def refusal(state: LeagueState, event: LeagueEvent) -> Refused:
+    found = step(state, event)
+    assert isinstance(found, Refused)
+    return found
+
+
+@pytest.fixture
+def pair() -> LeagueState:
+    return apply(LeagueState(), PlayerAdded(Player("a", Role.MAIN)), PlayerAdded(Player("b", Role.FIXED, rating=1000.0)))
+
+
+def test_a_result_counts_once(pair: LeagueState) -> None:
+    issued = apply(pair, MatchIssued(1, "a", "b"))
+    counted = apply(issued, MatchFinished(1, 1.0))
+    assert counted.payoff.record("a", "b").wins == counted.results == 1
+    assert counted.elo["a"] > 1200
+    assert counted.elo["b"] == 1000.0  # an anchor
+    assert refusal(counted, MatchFinished(1, 1.0)).repeated
+    assert issued.results == pair.results == 0  # values: the earlier states are unchanged
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -0.1, 1.1])
+def test_a_score_that_is_none_is_refused_and_the_match_stays_open(pair: LeagueState, score: float) -> None:
+    issued = apply(pair, MatchIssued(1, "a", "b"))
+    assert not refusal(issued, MatchFinished(1, score)).repeated
+    assert apply(issued, MatchFinished(1, 0.5)).payoff.record("a", "b").draws == 1
+
+
+def test_results_of_unknown_matches_and_players_are_refused(pair: LeagueState) -> None:
+    assert "never issued" in refusal(pair, MatchFinished(7, 1.0)).reason
+    assert "no player 'c'" in refusal(pair, MatchIssued(1, "a", "c")).reason
+    assert "no player 'c'" in refusal(pair, ResultsReported("w", 1, "c", "a", 1, 0, 0)).reason
+    assert "no player 'c'" in refusal(pair, PlayerTrained("c", 1, "")).reason
+
+
+def test_a_late_result_of_a_retired_player_still_counts(pair: LeagueState) -> None:
+    state = apply(pair, MatchIssued(1, "a", "b"), PlayerRetired("b"), MatchFinished(1, 0.0))
+    assert state.payoff.record("a", "b").losses == 1
+    assert propose_match(state, "a") == MatchIssued(2, "a", "a", swap_sides=propose_match(state, "a").swap_sides)  # type: ignore[union-attr]
+
+
+def test_reports_of_a_source_count_once_and_in_order(pair: LeagueState) -> None:
+    state = apply(pair, ResultsReported("worker-1", 1, "a", "b", 3, 1, 0), ResultsReported("worker-2", 1, "a", "b", 0, 0, 2))
+    assert state.payoff.record("a", "b")[:3] == (3, 1, 2)
+    assert refusal(state, ResultsReported("worker-1", 1, "a", "b", 3, 1, 0)).repeated
+    assert "negative" in refusal(state, ResultsReported("worker-1", 2, "a", "b", -1, 0, 0)).reason
+    assert apply(state, ResultsReported("worker-1", 5, "a", "b", 1, 0, 0)).results == 7
+
+
+def test_the_oldest_open_match_is_given_up_when_there_are_too_many(pair: LeagueState) -> None:
+    state = LeagueState(LeagueSettings(max_open_matches=2), pair.players, elo=pair.elo, skill=pair.skill, quality=pair.quality)
+    state = apply(state, *(MatchIssued(n, "a", "b") for n in (1, 2, 3)))
+    assert list(state.open_matches) == [2, 3]
+    assert refusal(state, MatchFinished(1, 1.0)).repeated
+
+
+def test_the_same_state_proposes_the_same_match(pair: LeagueState) -> None:
+    assert propose_match(pair, "a") == propose_match(pair, "a")
+    assert isinstance(propose_match(pair, "nobody"), Refused)
+    assert "quarantine: no file" in propose_match(apply(pair, PlayerQuarantined("a", "no file")), "a").reason  # type: ignore[union-attr]
+    healed = apply(pair, PlayerQuarantined("a", "no file"), PlayerQuarantined("a", ""))
+    assert isinstance(propose_match(healed, "a"), MatchIssued)
+
+
+def test_a_snapshot_is_due_when_all_are_beaten_or_after_the_longest_time() -> None:
+    rule = SnapshotRule(min_steps=100, max_steps=200, win_rate=0.7)
+    state = apply(LeagueState(LeagueSettings(snapshots={Role.MAIN: rule})), PlayerAdded(Player("a", Role.MAIN)))
+    assert propose_snapshot(apply(state, PlayerTrained("a", 99, "v1")), "a") is None
+    assert propose_snapshot(apply(state, PlayerTrained("a", 150, "v1")), "a") is None  # no opponents yet
+    state = apply(state, PlayerTrained("a", 200, "v1"))
+    assert propose_snapshot(state, "a") == SnapshotTaken("a", "a.1", "", reset=False)
+    state = apply(state, SnapshotTaken("a", "a.1", "v1"), PlayerTrained("a", 310, "v2"))
+    assert state.players["a.1"].parent == "a"
+    assert state.players["a.1"].steps == 200
+    assert propose_snapshot(state, "a") is None
+    assert propose_snapshot(apply(state, ResultsReported("w", 1, "a", "a.1", 8, 0, 2)), "a") is not None
+
+
+def test_a_reset_player_forgets_its_results_and_its_snapshot_keeps_the_rating() -> None:
+    state = apply(
+        LeagueState(),
+        PlayerAdded(Player("a", Role.MAIN)),
+        PlayerAdded(Player("e", Role.MAIN_EXPLOITER)),
+        ResultsReported("w", 1, "e", "a", 30, 0, 0),
+    )
+    rating = state.elo["e"]
+    state = apply(state, SnapshotTaken("e", "e.1", "v", reset=True))
+    assert state.elo["e.1"] == rating > 1200 == state.elo["e"]
+    assert state.payoff.record("a", "e").games == 0
+    assert state.players["e"].generation == 1
+
+
+def test_beaten_snapshots_lose_quality() -> None:
+    settings = LeagueSettings(matchmaking=MatchmakingSettings("past_quality"))
+    state = apply(
+        LeagueState(settings),
+        PlayerAdded(Player("a", Role.MAIN)),
+        SnapshotTaken("a", "a.1", "v1"),
+        SnapshotTaken("a", "a.2", "v2"),
+        ResultsReported("w", 1, "a", "a.1", 10, 0, 0),
+    )
+    assert state.quality["a.1"] < state.quality["a.2"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        PlayerAdded(Player("a.1", Role.HISTORICAL, "runs/x", "a", Role.MAIN, 10)),
+        MatchIssued(3, "a", "b", swap_sides=True),
+        ResultsReported("w", 1, "a", "b", 1, 2, 3),
+    ],
+)
+def test_events_survive_json(event: LeagueEvent) -> None:
+    assert event_from_json(event_to_json(event)) == event
