@@ -24,8 +24,9 @@ import numpy as np
 from bench.train import RESULTS, Row, provenance, spread
 from ludus.core.types import Ints32
 from ludus.games.arena.bots.bots import BOTS
-from ludus.games.arena.bots.round_robin import PAIRS, PairResult, play_hero_pairs, play_pairs
+from ludus.games.arena.bots.round_robin import PAIRS, BotMatch, PairResult, play, play_pairs
 from ludus.games.arena.engine.geometry import distance
+from ludus.games.arena.engine.heroes import HEROES, IDS
 from ludus.games.arena.engine.jit import inner, kernel
 from ludus.games.arena.engine.layout import ALIVE, CAMP, SEEN, X, Y
 from ludus.games.arena.engine.vector import Arena
@@ -44,6 +45,32 @@ UNCOMPILED_S = 600.0
 
 
 # -- the ladder -------------------------------------------------------------------------------------------------------
+
+
+def play_hero_pairs(games: int, seed: int, bot: str = "hard") -> dict[str, Any]:
+    """Play every hero against every other, 1v1, `games` per pair, half from each side. `wins[i][j]`: wins of i over j."""
+    rng = np.random.default_rng(seed)
+    matches, who = [], []
+    for i in range(len(IDS)):
+        for j in range(i):
+            for number in range(games):
+                a, b = (i, j) if number % 2 == 0 else (j, i)
+                matches.append(BotMatch((bot, bot), ((IDS[a],), (IDS[b],)), int(rng.integers(1 << 31))))
+                who.append((a, b))
+    winners, seconds = play(matches, 1)
+    wins = np.zeros((len(IDS), len(IDS)), np.int64)
+    for (a, b), winner in zip(who, winners, strict=True):
+        if winner >= 0:
+            wins[(a, b)[winner], (b, a)[winner]] += 1
+    decided = wins + wins.T
+    return {
+        "heroes": [hero.name for hero in HEROES],
+        "wins": wins.tolist(),
+        "rate": {hero.name: round(float(wins[k].sum() / max(1, decided[k].sum())), 3) for k, hero in enumerate(HEROES)},
+        "drawn": int(sum(winner < 0 for winner in winners)),
+        "games": len(matches),
+        "median_s": statistics.median(seconds),
+    }
 
 
 def ladder_table(standings: Sequence[PairResult]) -> str:

@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 
 from bench.ours import equal
-from ludus.experiments.assembly.assemble import assemble_run
 from ludus.experiments.assembly.components import TrainingComponents
 from ludus.experiments.resolve import resolve
-from ludus.experiments.training import prepare_new_run
+from ludus.experiments.training import assemble_run, prepare_new_run
 
 ROUNDS, ITERATIONS = 15, 12
 

@@ -132,12 +132,12 @@ def _with_workers(plan: Any, policy: Any, workers: int, seconds: float, address:
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(_cluster(address)) if address else None
 
-        def nodes(bell: Path) -> SamplingNodes:
+        def nodes(wakeup: Path) -> SamplingNodes:
             if cluster is None:
-                return SingleNode(LocalNode(plan, bell))
+                return SingleNode(LocalNode(plan, wakeup))
             from ludus.distributed.ray_nodes import RayNodes
 
-            return RayNodes(cluster, plan, bell)
+            return RayNodes(cluster, plan, wakeup)
 
         sampling = SamplingPool(nodes, workers, lambda: (1, weights))
         stack.callback(sampling.close)

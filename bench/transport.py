@@ -166,10 +166,10 @@ def ring(seconds: float, records: int = LAP) -> Row:
     with scratch() as directory:
         path = directory / "ring"
         create_ring(path, records * SIZE)
-        bell = Wakeup.create(directory / "bell")
+        wakeup = Wakeup.create(directory / "wakeup")
 
         def produce() -> None:
-            maker, writer = Maker(), RingWriter(path, directory / "bell")
+            maker, writer = Maker(), RingWriter(path, directory / "wakeup")
             while (room := writer.reserve(SIZE, WAIT_S)) is not None:
                 maker.write(np.frombuffer(room, np.uint8), writer.committed)
                 writer.commit()
@@ -178,7 +178,7 @@ def ring(seconds: float, records: int = LAP) -> Row:
         with producing(produce):
             while meter.more():
                 while (record := reader.take()) is None:
-                    bell.wait(WAIT_S)
+                    wakeup.wait(WAIT_S)
                 batch.take(np.frombuffer(record.data, np.uint8), record.number)
                 reader.release(record)
             return meter.row()
@@ -194,10 +194,10 @@ def segments(seconds: float) -> Row:
     with scratch() as directory:
         path = directory / "ring"
         create_ring(path, ring_capacity(layout, RING // layout.nbytes))
-        bell = Wakeup.create(directory / "bell")
+        wakeup = Wakeup.create(directory / "wakeup")
 
         def produce() -> None:
-            source, writer = _fields(Segments.empty(SPEC, 1)), SharedWriter(path, layout, directory / "bell")
+            source, writer = _fields(Segments.empty(SPEC, 1)), SharedWriter(path, layout, directory / "wakeup")
             while (block := writer.reserve(WAIT_S)) is not None:
                 for target, array in zip(_fields(block), source, strict=True):
                     np.copyto(target, array)
@@ -209,7 +209,7 @@ def segments(seconds: float) -> Row:
         with producing(produce):
             while meter.more():
                 while (block := reader.take()) is None:
-                    bell.wait(WAIT_S)
+                    wakeup.wait(WAIT_S)
                 held.append(block)
                 if len(held) == GATHERED:
                     for target, arrays in zip(_fields(batch), zip(*map(_fields, held), strict=True), strict=True):

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 import ludus
-from ludus.envs.vector_env import make_one
 from ludus.errors import UsageError
-from ludus.experiments.evaluation import rollout
 from tests.games import RememberAndAim
 
 SMALL: dict[str, Any] = {"num_envs": 4, "train_batch_size": 64, "minibatch_size": 32, "evaluation_duration": 0}
@@ -52,10 +50,7 @@ def test_the_mask_counts_whether_inside_the_observation_or_given(doors: ludus.Re
 
 
 def test_a_recurrent_masked_hybrid_agent_is_rolled_out_into_one_file(doors: ludus.Result, tmp_path: Path) -> None:
-    env = make_one("tests.games:remember_and_aim")
-    played = rollout.play(
-        doors.agent, env, "doors", episodes=3, deterministic=False, steps_file=tmp_path / "x.npz", save_info=True
-    )
+    played = ludus.rollout(doors.run_dir, 3, deterministic=False, out=tmp_path / "x.npz", save_info=True)
     assert played.lengths == [4, 4, 4]
     steps = np.load(tmp_path / "x.npz")
     assert steps["episode"].tolist() == [0] * 4 + [1] * 4 + [2] * 4

@@ -152,7 +152,8 @@ def test_every_refusal_in_the_code_is_on_the_page_and_no_other() -> None:
 
 def _refusals_in_code() -> Iterator[tuple[int, str]]:
     source = Path(ludus.__file__).parent
-    for path in (path for package in ("gateway", "gamecore", "serving") for path in (source / package).glob("*.py")):
+    packages = (path for package in ("gateway", "gamecore", "serving") for path in (source / package).glob("*.py"))
+    for path in (*packages, source / "protocol" / "step_message.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Refused":
                 status, word = node.args[:2]

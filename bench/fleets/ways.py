@@ -288,7 +288,7 @@ def zeromq(scheme: str) -> tuple[Produce, Consume]:
 
 
 def ring_written(place: Place) -> None:
-    writer = SharedWriter(place.directory / "ring", place.item.layout, place.directory / "bell")
+    writer = SharedWriter(place.directory / "ring", place.item.layout, place.directory / "wakeup")
     while (block := writer.reserve(WAIT_S)) is not None:
         place.item.write(block, writer.committed)
         writer.commit(block)
@@ -297,16 +297,16 @@ def ring_written(place: Place) -> None:
 
 
 def ring_read(place: Place) -> Iterator[int]:
-    reader, bell, batch = (
+    reader, wakeup, batch = (
         SharedReader(place.directory / "ring", place.item.layout),
-        Wakeup(place.directory / "bell"),
+        Wakeup(place.directory / "wakeup"),
         Batch(place.item),
     )
     last = time.monotonic()
     while time.monotonic() < last + WAIT_S:
         block = reader.take()
         if block is None:
-            bell.wait(1.0)
+            wakeup.wait(1.0)
             continue
         number = batch.segments(block)
         reader.release(block)
@@ -317,7 +317,7 @@ def ring_read(place: Place) -> Iterator[int]:
 
 def prepare_ring(place: Place) -> None:
     create_ring(place.directory / "ring", ring_capacity(place.item.layout, ROOM))
-    Wakeup.create(place.directory / "bell").close()
+    Wakeup.create(place.directory / "wakeup").close()
 
 
 def in_process() -> tuple[Produce, Consume]:

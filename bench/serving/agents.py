@@ -18,7 +18,7 @@ from ludus.algorithms.ppo import PPO, PPOConfig
 from ludus.core.types import DEFAULT_MODEL
 from ludus.experiments.runs import checkpoint
 from ludus.gateway.raw_codec import HEAD
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.storage.local import LocalStore
 

@@ -10,14 +10,13 @@ from ludus.core import trust as trusts
 from ludus.core.types import DEFAULT_MODEL
 from ludus.envs.registry import EnvLike, env_name
 from ludus.experiments import runner
-from ludus.experiments.control.callbacks import Callback, ReportFunction
-from ludus.experiments.control.observers import observe_training
+from ludus.experiments.control.callbacks import Callback, ReportFunction, TrainingObservers
 from ludus.experiments.resolve import cluster_of
 from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import directory_of
 from ludus.experiments.runs.run_agent import RunAgent
-from ludus.experiments.source.keyword_arguments import training_data
+from ludus.experiments.source.experiment_source import training_data
 from ludus.sampling.trained_agent import TrainedAgent
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def train(
     """
     data = training_data(env, run, stop, preset=preset, file=file, experiment=experiment, name=name, settings=settings)
     trusts.allow(data, str(local_dir), str(project))
-    with observe_training(callbacks, progress) as observers:
+    with TrainingObservers(callbacks, progress) as observers:
         result = runner.train(
             data, local_dir=local_dir, project=project, trial=trial, restore=restore,
             cluster=cluster_of(address), on_directory=observers.start, **observers.arguments,
@@ -81,7 +80,7 @@ def resume(
 
     `trust`: import any code that the stored run names; otherwise only code of your project (docs/security.md).
     """
-    with trusts.consent(trust, str(directory)), observe_training(callbacks, progress) as observers:
+    with trusts.consent(trust, str(directory)), TrainingObservers(callbacks, progress) as observers:
         observers.start(directory_of(directory))
         cluster = cluster_of(address)
         return observers.conclude(runner.resume(directory, stop=stop, cluster=cluster, **observers.arguments))
@@ -93,7 +92,7 @@ def load(where: str | Path, model: str | None = None, seed: int = 0, *, trust: b
     `model`: name of the model, for a run with several. `trust`: import any code that it names; otherwise only code of your
     project (docs/security.md). Raises NotFound, Damaged, UsageError.
     """
-    from ludus.experiments.model_choice import choose_model
+    from ludus.experiments.runs.checkpoint import choose_model
 
     trusts.allow(str(where))
     run, found = checkpoint.open_checkpoint(where)

@@ -14,7 +14,7 @@ from ludus.config.validation import parse_algorithm_config
 from ludus.core.spaces import ArraySpec
 from ludus.core.tree import copy_into, map_tree
 from ludus.core.types import Segments, SegmentSpec
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 
 OBSERVATIONS = gym.spaces.Box(-5, 5, (3,), np.float32)

@@ -13,7 +13,7 @@ from ludus.algorithms.base import Algorithm, algorithm_class
 from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments
 from ludus.envs.vector_env import make_environments
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy, Weights
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.transport.local import LocalMemory

@@ -17,7 +17,7 @@ from ludus.envs.vector_env import make_environments
 from ludus.errors import ConfigError, TrainingDiverged
 from ludus.models.devices import copy_for_acting
 from ludus.models.distributions import EpsilonGreedy
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import VALUES, Policy
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.transport.local import LocalMemory
@@ -163,7 +163,7 @@ def test_several_threads_and_pieces_make_the_same_step_and_the_same_priorities()
         more = {"learner_threads": threads, "gradient_accumulation": pieces}
         playing = Playing("CartPole-v1", num_steps_sampled_before_learning_starts=64, training_intensity=4, **more)
         playing.until(200)
-        places = playing.algorithm.replay.sampleable_slots()
+        places = np.flatnonzero(playing.algorithm.replay.ready)
         tree = playing.algorithm.replay._tree
         assert tree is not None
         after.append((playing.policy.weights(), tree[places]))
@@ -229,7 +229,7 @@ def test_masked_actions_do_not_count_at_a_truncation(double_q: bool) -> None:
     for _ in range(20):
         playing.algorithm.replay.add(playing.block())
     replay = playing.algorithm.replay
-    places = replay.sampleable_slots()
+    places = np.flatnonzero(replay.ready)
     found = replay.gather(places, np.ones(len(places), np.float32))
     goes_on = found.discount > 0
     assert found.next_mask is not None

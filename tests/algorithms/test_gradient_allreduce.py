@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ludus.algorithms.appo import APPO, APPOConfig
 from ludus.algorithms.impala import IMPALA, IMPALAConfig
-from ludus.algorithms.optim.gradient_allreduce import SINGLE_LEARNER, GradientAllReduce, SharedMemoryAllReduce, TorchAllReduce
+from ludus.algorithms.optim.flat_adam import SINGLE_LEARNER, GradientAllReduce
+from ludus.algorithms.optim.gradient_allreduce import SharedMemoryAllReduce, TorchAllReduce
 from ludus.algorithms.ppo import PPO
 from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments

@@ -12,7 +12,7 @@ from ludus.algorithms.dqn import DQN, DQNConfig
 from ludus.algorithms.impala import IMPALA, IMPALAConfig
 from ludus.algorithms.ppo import PPO, PPOConfig
 from ludus.core.types import Segments
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import VALUES, Policy
 from tests.experiments import small
 

@@ -17,7 +17,7 @@ from ludus.config.validation import parse_algorithm_config
 from ludus.core.spaces import ArraySpec
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import ConfigError, TrainingDiverged
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from tests.algorithms.sampled import Sampled, disturbed, made
 from tests.algorithms.test_returns import vtrace_by_definition

@@ -11,6 +11,7 @@ from ludus.games.arena.engine.layout import (
     ALIVE,
     CAMP,
     CAST_TARGET,
+    CREEPS,
     DIRECTIONS,
     HP,
     HURT,
@@ -23,6 +24,7 @@ from ludus.games.arena.engine.layout import (
     RADIUS,
     SEEN,
     SKILL_DIRECTION,
+    STRUCTURES,
     TARGET,
     TARGET_UNIT,
     TICKS_PER_SECOND,
@@ -30,15 +32,17 @@ from ludus.games.arena.engine.layout import (
     WIDTH,
     X,
     Y,
-    creep_slot,
-    hero_slot,
 )
-from ludus.games.arena.engine.rules import observed_slot
+from ludus.games.arena.engine.rules import slot_of_row
 from ludus.games.arena.engine.settings import ArenaSettings, Lineup
 from ludus.games.arena.engine.vector import Arena
 
 MIDDLE = LENGTH // 2
 """Far from all towers."""
+
+
+def creep_slot(size: int, camp: int, i: int) -> int:
+    return 2 * (size + STRUCTURES) + camp * CREEPS + i
 
 
 class Scene:
@@ -83,7 +87,7 @@ class Scene:
         return slot
 
     def hero(self, camp: int, i: int = 0) -> int:
-        return hero_slot(self.size, camp, i)
+        return camp * self.size + i
 
     def order(self, h: int, what: int, *, direction: int = 0, at: int | None = None) -> None:
         """Set the order of hero h until the next one; `at`: target slot."""
@@ -95,7 +99,7 @@ class Scene:
 
     def row(self, h: int, slot: int) -> int:
         """Return the row of `slot` in the observation of hero h."""
-        return next(row for row in range(self.arena.slots) if observed_slot(self.match, h, row) == slot)
+        return next(row for row in range(self.arena.slots) if slot_of_row(self.match, h, row) == slot)
 
     def play(self, ticks: int = 1) -> None:
         self.arena.advance(self.orders, ticks)

@@ -25,7 +25,7 @@ from ludus.games.arena.engine.layout import ALIVE, CORE, HP, LENGTH, OUTER_X, WA
 from ludus.games.arena.engine.observations import FEATURES, SCALAR_FEATURES, SCALARS
 from ludus.games.arena.env.gym_env import ArenaEnv, ArenaVectorEnv
 from ludus.games.arena.env.pettingzoo_env import parallel_env
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 
 with warnings.catch_warnings():

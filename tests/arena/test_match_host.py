@@ -26,12 +26,13 @@ import pytest
 from ludus.core.spaces import ACTION_MASK
 from ludus.errors import ConfigError, NotFound, Refused, UsageError
 from ludus.games.arena.bots.bots import BOTS
+from ludus.games.arena.engine.layout import options_of
 from ludus.games.arena.engine.recording import read_recording, verify
 from ludus.games.arena.engine.saved_state import write_state
 from ludus.games.arena.engine.settings import Rewards
 from ludus.games.arena.engine.vector import Arena
 from ludus.games.arena.env.seats import action_space, observation_space
-from ludus.games.arena.host.codec import BodyCodec, explain_refusal, options_of
+from ludus.games.arena.host.codec import BodyCodec, explain_refusal
 from ludus.games.arena.host.match import ActorCamp, BotCamp, HostedMatch, MatchPlan, read_plan
 from ludus.games.arena.host.match_host import MatchHost
 from ludus.games.arena.main import create_arena, main, play
@@ -503,7 +504,7 @@ def test_invalid_replies_are_counted_and_reported_and_the_match_continues() -> N
 
 @pytest.mark.parametrize("kind", ["msgpack", "json", "raw"])
 def test_no_reply_parses_to_an_invalid_action(kind: Any) -> None:
-    form, rng = BodyCodec(kind, options_of(32)), np.random.default_rng(0)
+    form, rng = BodyCodec(kind, options_of(1)), np.random.default_rng(0)
     asked = {"hero_0": 0}
     for size in range(200):
         noise = rng.bytes(size)

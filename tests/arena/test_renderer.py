@@ -14,12 +14,13 @@ from ludus.core.types import Ints32
 from ludus.errors import UsageError
 from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.engine import layout
-from ludus.games.arena.engine.layout import ALIVE, HP, SEEN, X, Y, creep_slot, structure_slot
+from ludus.games.arena.engine.layout import ALIVE, HP, SEEN, X, Y, structure_slot
 from ludus.games.arena.engine.vector import Arena
 from ludus.games.arena.render.bands import DirtyTiles
 from ludus.games.arena.render.renderer import SMALL, Renderer, png, save_png
 from ludus.games.arena.render.yuv import Yuv420
 from tests.arena.random_recordings import play
+from tests.arena.scenes import creep_slot
 
 State = tuple[Ints32, Ints32]
 THREE = 3

@@ -69,11 +69,10 @@ from ludus.games.arena.engine.layout import (
     XP,
     X,
     Y,
-    creep_slot,
     structure_slot,
 )
 from ludus.games.arena.engine.settings import PARTS, ArenaSettings
-from tests.arena.scenes import MIDDLE, Scene, duel
+from tests.arena.scenes import MIDDLE, Scene, creep_slot, duel
 
 WIN = PARTS.index("win")
 

@@ -16,7 +16,7 @@ from ludus.buffers.collate import CollatedBatches, join_segments
 from ludus.core.spaces import ArraySpec
 from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
 from ludus.errors import MemoryClosed
-from ludus.gateway.agent import Agent
+from ludus.gateway.agent import SeatAgent
 from ludus.models.policy import Policy
 from ludus.transport.local import LocalMemory
 from tests.gateway.scripted import RecordedSeat, run, tiny_policy
@@ -183,7 +183,7 @@ def recorded(policy: Policy, steps: int, lengths: list[int] = EPISODES) -> tuple
         random = np.random.default_rng(3)
         distinct = iter(random.permutation(np.linspace(-1, 1, sum(lengths))).tolist())  # a step is known by its reward
         for length in lengths:
-            agent, earned = Agent(recorded_seat.seat), []
+            agent, earned = SeatAgent(recorded_seat.seat), []
             for _ in range(length):
                 await agent.act(random.normal(size=3), random.random(4) < [0.5, 0.5, 0.5, 1.1])
                 earned.append(next(distinct))

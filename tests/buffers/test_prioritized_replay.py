@@ -144,7 +144,7 @@ def n_steps(step: Step, n: int) -> tuple[float, float, float, bool]:
 
 def everything(buffer: TransitionReplay) -> dict[float, tuple[int, float, float, float]]:
     """What can be drawn: observation → (action, reward, discount, following)."""
-    slots = buffer.sampleable_slots()
+    slots = np.flatnonzero(buffer.ready)
     drawn = buffer.gather(slots, np.ones(len(slots), np.float32))
     assert len(buffer) == len(slots)
     found = {}
@@ -249,7 +249,7 @@ def test_the_oldest_make_room_and_nothing_of_them_shows_again(n: int) -> None:
             newest = {lane.rows[t].seen for lane in lanes for t in range(4 * k - 16, 4 * k) if t in lane.steps}
             assert newest - set(found) == set() if n == 1 else len(newest - set(found)) <= 3 * (n - 1)
             drawn = buffer.sample(200, np.random.default_rng(k).random, 0.4)
-            assert set(drawn.slot) <= set(buffer.sampleable_slots().tolist())
+            assert set(drawn.slot) <= set(np.flatnonzero(buffer.ready).tolist())
             buffer.update_priorities(drawn.slot, np.random.default_rng(k).normal(size=200).astype(np.float32))
     assert len(buffer) <= 100
     assert buffer.added == sum(len([t for t in lane.steps if t < 600]) for lane in lanes)
@@ -292,7 +292,7 @@ def test_the_mask_is_that_of_what_follows() -> None:
     buffer = TransitionReplay(SEEN, ACTED, 1000, gamma=GAMMA)
     for k in range(10):
         buffer.add(cut(lanes, 4 * k, 4, mask=True))
-    slots = buffer.sampleable_slots()
+    slots = np.flatnonzero(buffer.ready)
     drawn = buffer.gather(slots, np.ones(len(slots), np.float32))
     assert drawn.next_mask is not None
     for i in np.flatnonzero(drawn.discount):
@@ -316,7 +316,7 @@ def test_without_priorities_every_transition_is_as_likely() -> None:
     buffer, rng = filled(None), np.random.default_rng(0)
     draws = 20_000
     seen = np.bincount(buffer.sample(draws, rng.random).slot, minlength=2000)
-    slots = buffer.sampleable_slots()
+    slots = np.flatnonzero(buffer.ready)
     assert seen.sum() == seen[slots].sum()
     expected = draws / len(slots)
     chi2 = float(((seen[slots] - expected) ** 2 / expected).sum())
@@ -326,7 +326,7 @@ def test_without_priorities_every_transition_is_as_likely() -> None:
 def test_priorities_and_weights_are_those_of_the_paper() -> None:
     """P(i) = p_i^α / Σ p^α, one from each of N equal parts; w_i = (M · P(i))^−β, over the largest (Schaul et al., 3.3 and 3.4)."""
     buffer, rng = filled(Priorities(alpha=0.7, eps=0.01)), np.random.default_rng(0)
-    slots = buffer.sampleable_slots()
+    slots = np.flatnonzero(buffer.ready)
     error = rng.normal(size=len(slots)).astype(np.float32) * 3
     buffer.update_priorities(slots, error)
     priority = (np.abs(error.astype(np.float64)) + 0.01) ** 0.7
@@ -343,13 +343,13 @@ def test_priorities_and_weights_are_those_of_the_paper() -> None:
 
 def test_what_is_new_has_the_greatest_priority() -> None:
     buffer = filled(Priorities(alpha=1.0))
-    old = buffer.sampleable_slots()
+    old = np.flatnonzero(buffer.ready)
     buffer.update_priorities(old, np.where(np.arange(len(old)) == 0, 8.0, 1e-6).astype(np.float32))
     lane = Lane(50, np.random.default_rng(50), same_step=False)
     lane.rows = [Row(1.0, first=True), Row(2.0), Row(3.0), Row(4.0), Row(5.0)]
     buffer.add(cut([lane], 0, 4))
     drawn = buffer.sample(400, np.random.default_rng(0).random, 0.4)
-    new = set(buffer.sampleable_slots().tolist()) - set(old.tolist())
+    new = set(np.flatnonzero(buffer.ready).tolist()) - set(old.tolist())
     share = {slot: float((drawn.slot == slot).mean()) for slot in (*new, int(old[0]))}
     assert len(new) == 4
     assert all(value == pytest.approx(0.2, abs=0.02) for value in share.values()), share
@@ -378,7 +378,7 @@ def test_a_block_that_would_fill_the_buffer_alone_is_refused() -> None:
 @pytest.mark.parametrize("priorities", [None, Priorities()])
 def test_a_stored_buffer_draws_the_same(priorities: Priorities | None) -> None:
     buffer = filled(priorities, n_step=3)
-    slots = buffer.sampleable_slots()
+    slots = np.flatnonzero(buffer.ready)
     buffer.update_priorities(slots, np.random.default_rng(1).normal(size=len(slots)).astype(np.float32))
     other = TransitionReplay(SEEN, ACTED, 2000, n_step=3, gamma=GAMMA, priorities=priorities)
     other.load_state({name: array.copy() for name, array in buffer.state().items()})

@@ -16,7 +16,7 @@ from ludus.core.spaces import array_spec, mask_size
 from ludus.core.tree import map_tree
 from ludus.core.types import Segments, SegmentSpec
 from ludus.envs.vector_env import Environments, LoopEnvironments, VectorEnvironments
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.transport.local import LocalMemory

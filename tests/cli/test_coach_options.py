@@ -100,7 +100,7 @@ def test_notices_quote_ignored_options_as_they_were_typed(call: Call, tmp_path: 
         (["-p", "CartPole_DQN", "-crf", "x"], "a checkpoint is a directory here"),
         (["-f", "tensorflow", "-p", "CartPole_DQN"], "all networks use PyTorch"),
         (["-p", "CartPole_A3C"], "CartPole_A3C is not supported"),
-        (["-p", "Mujoco_ClippedPPO"], "which? -lvl hopper"),
+        (["-p", "Mujoco_ClippedPPO"], "Choose one: -lvl hopper"),
         (["-p", "CartPole_DQN", "-cp", "gama=1"], "Did you mean 'gamma'"),
         (["-p", "nofile.py"], "There is no file nofile.py"),
         (["CartPole-v1", "-cp", "env_params.level=my.game:make"], "in quotes: 'my.game:make'"),
@@ -186,8 +186,8 @@ def test_a_target_is_not_that_of_another_environment() -> None:
         source = read_source(None, "CartPole_ClippedPPO")
         ((_, data),) = experiments_from(source, None, None, top, {}, {}, {}, [], custom=custom).items()
         assert (data["env"], "target" in data) == ("Acrobot-v1", False)
-        assert coach_options.solved_at(data) == -100, "what Gymnasium says of it"
-    assert coach_options.solved_at(described("CartPole_ClippedPPO")[0]) == 490
+        assert coach_options.target_return(data) == -100, "what Gymnasium says of it"
+    assert coach_options.target_return(described("CartPole_ClippedPPO")[0]) == 490
 
 
 # -- a fleet ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ludus.algorithms.base import config_schemas
 from ludus.cli.training import train
 from ludus.config.aliases import rllib_keys
 from ludus.config.experiment_file import load_experiments
+from ludus.config.search_space import is_sweep
 from ludus.config.translation import section_schemas, translate_config, translate_experiment
 from ludus.config.validation import parse_algorithm_config
 from ludus.experiments.runs.run_dir import Run
@@ -550,7 +551,7 @@ def test_cores_for_experience_are_workers(tmp_path: Path) -> None:
     ],
 )
 def test_several_samples_or_searched_values_make_a_sweep(data: dict[str, Any], expected: bool) -> None:
-    assert train.is_sweep(data) is expected
+    assert is_sweep(data) is expected
 
 
 @pytest.mark.parametrize(

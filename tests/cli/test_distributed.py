@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cli.clusters import fleet
+from ludus.cli.training import train
 from ludus.cli.training.distributed import (
     GRACE_S,
     LUDUS,
@@ -36,7 +36,7 @@ from ludus.launch.job import JobStatus, ProcessStatus, check_job
 from ludus.launch.local import LocalOrchestrator
 from ludus.launch.supervisor import STEADY_S
 from ludus.models.custom import loader
-from ludus.testing.orchestrator_contract import ended
+from ludus.testing.orchestrator_contract import wait_until_ended
 from ludus.transport.message_stream import PASSWORD
 from tests.cli.calling import Call
 from tests.tools import need
@@ -90,7 +90,7 @@ except typer.Exit as ended:
             process.kill()
             for status in jobs(tmp_path).list():
                 jobs(tmp_path).cancel(status.id, at_once=True)
-                ended(jobs(tmp_path), status.id)
+                wait_until_ended(jobs(tmp_path), status.id)
 
 
 def jobs(tmp_path: Path) -> LocalOrchestrator:
@@ -417,4 +417,4 @@ def test_changed_settings_of_a_fleet_run_are_refused_with_a_hint(tmp_path: Path)
 def test_a_finished_run_prints_its_result_again(call: Call, tmp_path: Path) -> None:
     small = ["--num-envs", "2", "--set", "train_batch_size=32", "--set", "minibatch_size=16", "--set", "evaluation_duration=0"]
     trained = call("train", "CartPole-v1", *small, "--stop", "iterations=1", "--json", "--local-dir", tmp_path).json
-    assert fleet.stored_result(Path(trained["run_dir"])).to_json() == trained
+    assert train.read_result(Path(trained["run_dir"])).to_json() == trained

@@ -17,7 +17,7 @@ from ludus.cli.job_argument import complete_job
 from ludus.errors import UsageError, WorkerFailed
 from ludus.launch.job import Job, JobStatus, Role
 from ludus.launch.local import LocalOrchestrator
-from ludus.testing.orchestrator_contract import ended
+from ludus.testing.orchestrator_contract import wait_until_ended
 from tests.cli.calling import Call, lines, one_line
 from tests.cli.programs import program
 from tests.waiting import wait_until
@@ -33,7 +33,7 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalOrch
     yield orchestrator
     for status in orchestrator.list():
         orchestrator.cancel(status.id, at_once=True)
-        ended(orchestrator, status.id)
+        wait_until_ended(orchestrator, status.id)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_without_jobs_the_list_explains_how_to_submit_one_and_creates_no_files(
 
 def test_the_list_shows_the_newest_last(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     first, second = submit("exit 3", name="first"), submit("sleep 600", name="second")
-    ended(local, first)
+    wait_until_ended(local, first)
     wait_until(lambda: local.status(second).state == "running")
     result = call("jobs", "list")
     head, *rows = [line.split() for line in result.out.splitlines()]
@@ -78,7 +78,7 @@ def test_old_ones_are_shown_on_demand(
     monkeypatch.setattr(jobs, "_RECENT", 1)
     ids = [submit("exit 0") for _ in range(3)]
     for job_id in ids:
-        ended(local, job_id)
+        wait_until_ended(local, job_id)
     ids = [status.id for status in local.list()]  # those of one second are in any order
     result = call("jobs", "list")
     assert [line.split()[0] for line in result.out.splitlines()[1:]] == ids[-1:]
@@ -112,7 +112,7 @@ def test_a_job_is_found_by_its_id_and_by_a_beginning_that_no_other_has(
 def test_a_job_is_found_by_short_names(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     first = submit('echo \'{"pong": "/runs/x"}\' > $LUDUS_JOB_DIR/run.json', name="atari")
     second = submit("exit 0", name="cart")
-    ended(local, first)
+    wait_until_ended(local, first)
     for word, meant in {"last": second, "atari": first, "pong": first, first[-4:]: first, "cart": second}.items():
         assert call("jobs", "status", word, "--json").json["id"] == meant
 
@@ -120,7 +120,7 @@ def test_a_job_is_found_by_short_names(call: Call, local: LocalOrchestrator, sub
 def test_the_shell_completes_ids_and_short_names_of_jobs(local: LocalOrchestrator, submit: Submit) -> None:
     assert complete_job("") == []
     first, second = submit("exit 0", name="atari"), submit("exit 0", name="cart")
-    ended(local, first)
+    wait_until_ended(local, first)
     assert {word for word, _ in complete_job("")} == {"last", "atari", "cart", first, second}
     assert [word for word, _ in complete_job("at")] == ["atari", first]
     assert dict(complete_job("la")) == {"last": second}
@@ -137,7 +137,7 @@ def completions(*words: str) -> list[str]:
 
 def test_only_finished_jobs_are_cleaned(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     over, running = submit("exit 0", name="over"), submit("sleep 600", name="running")
-    ended(local, over)
+    wait_until_ended(local, over)
     result = call("jobs", "clean", "--yes")
     assert result.code == 0
     assert f"removed: {over}" in result.out
@@ -210,7 +210,7 @@ def test_failing_user_orchestrators_do_not_hide_the_jobs_of_others(
     (tmp_path / "raises.py").write_text("raise RuntimeError('at import')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     job_id = submit("exit 3")
-    ended(local, job_id)
+    wait_until_ended(local, job_id)
     wrong = {
         "does_not_parse:Mine": "SyntaxError: ",
         "raises:Mine": "RuntimeError: at import.",
@@ -236,7 +236,7 @@ def test_failing_user_orchestrators_do_not_hide_the_jobs_of_others(
 
 def test_the_status_names_processes_logs_and_why_it_failed(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     job_id = submit("exit 7", "sleep 600")
-    status = ended(local, job_id)
+    status = wait_until_ended(local, job_id)
     page = call("jobs", "status", job_id).out
     assert "main-0 ended with code 7" in page
     assert status.logs in page
@@ -252,7 +252,7 @@ def test_logs_are_shown_whole_by_role_and_from_their_end(call: Call, local: Loca
         "until [ -e $LUDUS_JOB_DIR/result ]; do sleep 0.02; done; echo one; echo two; echo three",
         "echo hello; touch $LUDUS_JOB_DIR/result",
     )
-    ended(local, job_id)
+    wait_until_ended(local, job_id)
     mains = ["main-0: one", "main-0: two", "main-0: three"]
     assert call("jobs", "logs", job_id).out.splitlines() == [*mains, "worker0-0: hello"]
     assert call("jobs", "logs", job_id, "--role", "main").out == "one\ntwo\nthree\n"
@@ -319,7 +319,7 @@ def test_the_run_of_a_job_is_shown(call: Call, local: LocalOrchestrator, submit:
     job_id = submit(f"echo '{json.dumps(places)}' > $LUDUS_JOB_DIR/run.json")
     none, other = submit("exit 0", name="none"), submit("echo nonsense > $LUDUS_JOB_DIR/run.json", name="nonsense")
     for each in (job_id, none, other):
-        ended(local, each)
+        wait_until_ended(local, each)
     rows = {line.split()[0]: line for line in call("jobs", "list").out.splitlines()[1:]}
     assert rows[job_id].endswith(" PPO_Pong_1, PPO_CartPole_2")
     assert rows[none].split()[-1] == rows[other].split()[-1] == "–"
@@ -413,7 +413,7 @@ def test_a_backend_that_is_away_for_a_moment_is_waited_for(
     local: LocalOrchestrator, submit: Submit, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = submit("exit 4")
-    first = ended(local, job_id)
+    first = wait_until_ended(local, job_id)
     status = jobs.wait_for_end(jobs.JobHandle("shaky", Shaky(), first), 30.0)
     assert status is not None
     assert status.exit_code == 4

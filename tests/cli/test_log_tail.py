@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ludus.cli import log_tail
-from ludus.cli.log_tail import LineReader, tail_lines
+from ludus.cli.log_tail import BackgroundReader, tail_lines
 from ludus.errors import WorkerFailed
 
 WAIT_S = 30.0
@@ -71,7 +71,7 @@ def test_the_read_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                 taken.set()
             yield str(n)
 
-    with LineReader(endless()) as reader:
+    with BackgroundReader(endless()) as reader:
         assert taken.wait(WAIT_S)
         assert len(given) == 4
         found: list[str] = []

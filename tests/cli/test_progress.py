@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ludus.cli import progress as progress_module
-from ludus.cli.progress import DeferredProgressBar, ProgressBar, progress_line
+from ludus.cli.progress import ProgressBar, progress_line
 
 
 class Clock:
@@ -77,13 +77,13 @@ def test_a_deferred_bar_appears_with_its_first_update(monkeypatch: pytest.Monkey
     out = io.StringIO()
     monkeypatch.setattr(sys, "stderr", out)
     monkeypatch.setattr(progress_module, "LINE_EVERY_S", 0.0)
-    with DeferredProgressBar("rendering", "frames"):
+    with ProgressBar("rendering", unit="frames", deferred=True):
         pass
     assert out.getvalue() == ""
-    with DeferredProgressBar("rendering", "frames") as bar:
+    with ProgressBar("rendering", unit="frames", deferred=True) as bar:
         bar.update(1, 4)
         bar.update(4, 4)
     assert out.getvalue().startswith("rendering: 1 of 4 frames (25 %)")
-    with DeferredProgressBar("rendering", "frames", quiet=True) as bar:
+    with ProgressBar("rendering", unit="frames", quiet=True, deferred=True) as bar:
         bar.update(1, 4)
     assert out.getvalue().count("25 %") == 1

@@ -17,7 +17,7 @@ from ludus.experiments.runs.run_dir import find_runs
 from ludus.launch.job import JobStatus
 from ludus.launch.local import LocalOrchestrator
 from ludus.storage.local import LocalStore
-from ludus.testing.orchestrator_contract import ended
+from ludus.testing.orchestrator_contract import wait_until_ended
 from tests.cli.calling import Call, CommandResult, one_line
 from tests.cli.programs import REPOSITORY, program
 from tests.waiting import wait_until
@@ -56,7 +56,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     yield home
     for status in home.orchestrator.list():
         home.orchestrator.cancel(status.id, at_once=True)
-        ended(home.orchestrator, status.id)
+        wait_until_ended(home.orchestrator, status.id)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     orchestrator = LocalOrchestrator(tmp_path / "state")
     for status in orchestrator.list():
         orchestrator.cancel(status.id, at_once=True)
-        ended(orchestrator, status.id)
+        wait_until_ended(orchestrator, status.id)
 
 
 def tree(top: Path) -> dict[str, tuple[int, bytes]]:

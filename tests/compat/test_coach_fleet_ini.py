@@ -9,6 +9,7 @@ import pytest
 from ludus.compat.coach.fleet_ini import KEYS, load_fleet_file, read_fleet_file
 from ludus.errors import ConfigError
 from ludus.launch.redis_role import memory_bytes
+from ludus.process.cgroups import Cgroups
 
 S3 = "[coach]\ndata_store = s3\ns3_bucket_name = games\n"
 
@@ -77,7 +78,7 @@ def test_files_are_found_next_to_the_file_that_names_them(tmp_path: Path) -> Non
         ("[coach]\nmemory_backend = kafka", "kafka.*redis"),
         ("[coach]\ndata_store = s4", "s4.*s3"),
         ("[coach]\ndata_store = s3", "s3_bucket_name"),
-        ("[coach]\ndata_store = s3\ns3_bucket_name = <bucket-name>", "still what the example says"),
+        ("[coach]\ndata_store = s3\ns3_bucket_name = <bucket-name>", "placeholder of the example"),
         ("[coach]\ndata_store = s3\ns3_bucket_name = games/run", "s3_prefix"),
         ("[coach]\ndata_store = s3\ns3_bucket_name = a b", "a b"),
         (S3 + "s3_end_point = ftp://host", "endpoint"),
@@ -120,21 +121,22 @@ def test_a_password_in_the_url_goes_elsewhere() -> None:
 def test_an_orchestrator_of_ones_own_gets_what_all_machines_reach() -> None:
     found = read_fleet_file(S3 + "orchestrator = mine:Class\nredis_url = redis://host\nimage = me/coach")
     assert (found.orchestrator, found.redis_url) == ("mine:Class", "redis://host")
-    assert found.notices == ("image = me/coach: without meaning, since no containers are started from here",)
+    assert found.notices == ("image = me/coach: not used, because no containers are started",)
 
 
 def test_a_private_server_keeps_to_the_memory_of_its_container(tmp_path: Path) -> None:
-    machine = memory_bytes(tmp_path)
+    container = Cgroups({"": (tmp_path,)})
+    machine = memory_bytes(container)
     assert machine > 1 << 20
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory_bytes(tmp_path) == machine
+    assert memory_bytes(container) == machine
     (tmp_path / "memory.max").write_text("1048576\n")
-    assert memory_bytes(tmp_path) == 1 << 20
+    assert memory_bytes(container) == 1 << 20
 
 
 def test_keys_of_another_store_are_reported_as_ignored() -> None:
     found = read_fleet_file("[coach]\norchestrator = local\ns3_bucket_name = games\nnfs_path = /mnt")
-    assert found.notices == ("nfs_path, s3_bucket_name: without meaning with data_store = local",)
+    assert found.notices == ("nfs_path, s3_bucket_name: not used with data_store = local",)
 
 
 def test_empty_values_are_as_good_as_none() -> None:

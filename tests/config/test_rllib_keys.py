@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ludus.algorithms.base import config_schemas
 from ludus.config.aliases import rllib_keys
+from ludus.config.aliases.unsupported_keys import unsupported_keys
 from ludus.config.schema import AlgorithmConfig, ExperimentConfig, ModelConfig
 from ludus.config.search_values import has_search, is_search
 from ludus.config.translation import canonical_config, key_names, section_schemas, translate_config, translate_experiment
@@ -77,21 +78,21 @@ def test_no_key_of_rllibs_models_is_unknown(run: str) -> None:
 
 def test_hundreds_of_names_are_known() -> None:
     assert len(RLLIB["config"]) > 250
-    assert sum(map(len, rllib_keys.UNSUPPORTED.values())) > 250
+    assert sum(map(len, unsupported_keys().values())) > 250
     assert sum(map(len, rllib_keys.RENAMED.values())) > 40
 
 
-@pytest.mark.parametrize("section", list(rllib_keys.UNSUPPORTED))
+@pytest.mark.parametrize("section", list(unsupported_keys()))
 def test_an_unsupported_key_has_a_reason_and_a_remedy(section: str) -> None:
-    for key, reason in rllib_keys.UNSUPPORTED[section].items():
+    for key, reason in unsupported_keys()[section].items():
         assert 15 < len(reason.why) < 160, key
         assert reason.why.endswith("."), key
         assert "\n" not in reason.why
 
 
-@pytest.mark.parametrize("section", list(rllib_keys.UNSUPPORTED))
+@pytest.mark.parametrize("section", list(unsupported_keys()))
 def test_every_name_stands_in_one_table(section: str) -> None:
-    tables = [set(rllib_keys.RENAMED[section]), set(rllib_keys.UNSUPPORTED[section])]
+    tables = [set(rllib_keys.RENAMED[section]), set(unsupported_keys()[section])]
     assert not tables[0] & tables[1]
     assert not set(rllib_keys.TRANSLATED[section]) & tables[1]
     assert not set(rllib_keys.TRANSLATED[section]) & tables[0]
@@ -537,10 +538,10 @@ def test_a_minibatch_larger_than_its_batch_is_reported_with_other_problems() -> 
 # -- nonsense -----------------------------------------------------------------------------------------------------------
 
 _NAMES = {
-    "": [*rllib_keys.RENAMED[""], *rllib_keys.TRANSLATED[""], *rllib_keys.UNSUPPORTED[""], *ExperimentConfig.model_fields],
+    "": [*rllib_keys.RENAMED[""], *rllib_keys.TRANSLATED[""], *unsupported_keys()[""], *ExperimentConfig.model_fields],
     "config": [*RLLIB["config"], *RLLIB["PPO"], *RLLIB["DQN"], *RLLIB["APPO"], *SCHEMAS["PPO"].model_fields],
     "model": [*RLLIB["model"], *ModelConfig.model_fields],
-    "stop": [*rllib_keys.RENAMED["stop"], *rllib_keys.UNSUPPORTED["stop"]],
+    "stop": [*rllib_keys.RENAMED["stop"], *unsupported_keys()["stop"]],
 }
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "PPO", "DQN", "tf", "", "CartPole-v1"]),

@@ -130,12 +130,6 @@ def test_the_environment_and_the_name_are_found_by_cleanrls_words() -> None:
     assert parse_experiment({"env_id": "x", "exp_name": "y"}) == parse_experiment({"env": "x", "name": "y"})
 
 
-def test_every_reason_is_a_sentence_that_names_what_to_do() -> None:
-    for key, (why, _) in sb3_cleanrl.UNSUPPORTED.items():
-        assert 15 < len(why) < 160, key
-        assert why.endswith("."), key
-
-
 @pytest.mark.parametrize("key", ["learning_rate", "batch_size", "num_minibatches", "target_kl", "policy_kwargs", "n_steps"])
 def test_config_explain_knows_the_names(key: str) -> None:
     assert explain.explain(key)

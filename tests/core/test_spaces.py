@@ -181,7 +181,12 @@ def test_a_mask_has_one_entry_per_option(space: Space, size: int) -> None:
 
 
 def test_elementary_actions_come_in_the_order_of_their_masks() -> None:
-    assert [path for path, _ in spaces.action_leaves(HYBRID)] == ["action.aim", "action.keys.0", "action.keys.1", "action.move"]
+    assert [path for path, _ in spaces.space_leaves(HYBRID, "action")] == [
+        "action.aim",
+        "action.keys.0",
+        "action.keys.1",
+        "action.move",
+    ]
 
 
 @pytest.mark.parametrize(

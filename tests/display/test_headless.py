@@ -127,7 +127,7 @@ _OWNER = """
 import os, sys, time
 from ludus.display import headless
 screen = headless.PrivateScreen()
-print(screen.display, screen.authority, screen._guard.pid, flush=True)
+print(screen.display, screen.authority, screen._command.guard.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -153,9 +153,9 @@ def test_no_screen_outlives_its_owner(number: signal.Signals | None) -> None:
 def test_a_screen_whose_keeper_is_killed_ends_too() -> None:
     need("Xvfb")
     with headless.PrivateScreen() as screen:
-        server = int(_children(screen._guard.pid)[0])
-        os.kill(screen._guard.pid, signal.SIGKILL)
-        screen._guard.wait(_GONE_S)
+        server = int(_children(screen._command.guard.pid)[0])
+        os.kill(screen._command.guard.pid, signal.SIGKILL)
+        screen._command.guard.wait(_GONE_S)
         _until_gone(server)
     assert x11.connection_error(screen.variables())
     assert not screen.authority.parent.exists()

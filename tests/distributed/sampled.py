@@ -35,8 +35,8 @@ class Fleet:
         self.version = FIRST_VERSION
         self.config = config
 
-        def here(bell: Path) -> SamplingNodes:
-            return SingleNode(LocalNode(self.plan, bell, log_dir=logs))
+        def here(wakeup: Path) -> SamplingNodes:
+            return SingleNode(LocalNode(self.plan, wakeup, log_dir=logs))
 
         self.sampling = SamplingPool(here, config.workers, self._latest)
         in_turn = config.sampling != "async"

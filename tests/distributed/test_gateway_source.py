@@ -18,7 +18,7 @@ import pytest
 
 from ludus.buffers.collate import CollatedBatches
 from ludus.core.types import Segments
-from ludus.distributed.gateway_source import GatewayBoards, GatewaySource
+from ludus.distributed.gateway_source import GatewaySharedMemory, GatewaySource
 from ludus.distributed.gateway_workers import bind
 from ludus.errors import Refused, Unreachable
 from ludus.gateway.server import GatewaySettings
@@ -34,7 +34,7 @@ STEPS = 5
 
 @dataclass
 class Gathered:
-    boards: GatewayBoards
+    shared: GatewaySharedMemory
     memory: CollatedBatches
     gathering: GatewaySource
 
@@ -66,19 +66,19 @@ def gathered(tmp_path: Path, workers: int) -> Iterator[Gathered]:
     policy = Policy(gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), gym.spaces.Discrete(2))
     pool = LocalVersionStore(LocalStore(tmp_path / "run"))
     pool.add("model", policy)
-    boards = GatewayBoards({"model": policy}, STEPS, 400)
-    memory = CollatedBatches([boards.memory.of("model")], 48)
+    shared = GatewaySharedMemory({"model": policy}, STEPS, 400)
+    memory = CollatedBatches([shared.memory.of("model")], 48)
     try:
-        boards.publish("model", pool.newest("model")[1])
+        shared.publish("model", pool.newest("model")[1])
         logs = tmp_path / "logs"
         port, settings = bind("127.0.0.1", 0), GatewaySettings()
-        gathering = GatewaySource(port, settings, {"": "model"}, workers, boards, memory, logs)
+        gathering = GatewaySource(port, settings, {"": "model"}, workers, shared, memory, logs)
         try:
-            yield Gathered(boards, memory, gathering)
+            yield Gathered(shared, memory, gathering)
         finally:
             gathering.close()
     finally:
-        boards.close()
+        shared.close()
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def test_kills_of_workers_cost_what_was_under_way_and_no_count_goes_back(tmp_pat
             while fleet.gathering.metrics()["games/requests"] <= requests:  # replacements count on
                 assert time.monotonic() < deadline
                 fleet.batch()
-        scratch = fleet.boards._scratch.path
+        scratch = fleet.shared._scratch.path
     assert not scratch.exists()
 
 
@@ -142,7 +142,7 @@ def test_a_worker_whose_ring_holds_rubbish_is_replaced(tmp_path: Path, caplog: p
         worker = fleet.gathering._workers.workers[0]
         with games(fleet.url, count=2):
             fleet.batch()
-            (ring,) = fleet.boards._scratch.path.glob(".segments/0.*/ring")
+            (ring,) = fleet.shared._scratch.path.glob(".segments/0.*/ring")
             over = threading.Event()
 
             def spoil() -> None:

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import pytest
 
 from ludus.core.metrics import read_jsonl
+from ludus.distributed.frames import MAX_BODY, Header, encode_frame
 from ludus.distributed.hub import server as hubs
 from ludus.distributed.hub.metrics_report import Tally
-from ludus.distributed.hub.rpc import MAX_BODY, Header, RpcConnection, error_fields, error_from, frame, split
+from ludus.distributed.hub.rpc import RpcConnection, error_fields, error_from, split
 from ludus.distributed.hub.server import Hub, HubLocation, find_or_start
 from ludus.errors import Damaged, UnknownName, UsageError, WorkerFailed
 
@@ -175,19 +176,21 @@ def test_a_copy_of_the_process_does_not_hold_the_run(tmp_path: Path) -> None:
 
 RUBBISH = {
     "text": b"GET / HTTP/1.1\r\n\r\n" * 10,
-    "a header beyond all bounds": struct.pack("<II", 0xFFFFFFFF, 0),
-    "a body beyond all bounds": struct.pack("<II", 1, MAX_BODY + 1) + b"\xc0",
-    "no msgpack": struct.pack("<II", 4, 0) + b"\xc1\xc1\xc1\xc1",
-    "half a map": struct.pack("<II", 1, 0) + b"\x82",
-    "deep nesting": struct.pack("<II", 100_000, 0) + b"\x91" * 100_000,
-    "not a map": b"".join(frame([1, 2])),  # type: ignore[arg-type]
-    "no operation": b"".join(frame({"id": 1})),
-    "an unknown operation": b"".join(frame({"op": "format c:", "id": 1})),
-    "an operation that is a list": b"".join(frame({"op": [1]})),
-    "missing fields": b"".join(frame({"op": "buffer.push", "id": 1})),
-    "fields of wrong types": b"".join(frame({"op": "metric", "entries": [[1, "x", None]]})),
-    "an unknown buffer": b"".join(frame({"op": "buffer.push", "name": "none", "sizes": []})),
-    "a path for a file": b"".join(frame({"op": "model.publish", "id": 1, "name": "m", "file": "../../etc/passwd", "step": 1})),
+    "a header beyond all bounds": struct.pack("<IQ", 0xFFFFFFFF, 0),
+    "a body beyond all bounds": struct.pack("<IQ", 1, MAX_BODY + 1) + b"\xc0",
+    "no msgpack": struct.pack("<IQ", 4, 0) + b"\xc1\xc1\xc1\xc1",
+    "half a map": struct.pack("<IQ", 1, 0) + b"\x82",
+    "deep nesting": struct.pack("<IQ", 100_000, 0) + b"\x91" * 100_000,
+    "not a map": b"".join(encode_frame([1, 2])),  # type: ignore[arg-type]
+    "no operation": b"".join(encode_frame({"id": 1})),
+    "an unknown operation": b"".join(encode_frame({"op": "format c:", "id": 1})),
+    "an operation that is a list": b"".join(encode_frame({"op": [1]})),
+    "missing fields": b"".join(encode_frame({"op": "buffer.push", "id": 1})),
+    "fields of wrong types": b"".join(encode_frame({"op": "metric", "entries": [[1, "x", None]]})),
+    "an unknown buffer": b"".join(encode_frame({"op": "buffer.push", "name": "none", "sizes": []})),
+    "a path for a file": b"".join(
+        encode_frame({"op": "model.publish", "id": 1, "name": "m", "file": "../../etc/passwd", "step": 1})
+    ),
 }
 
 
@@ -215,7 +218,7 @@ def test_a_million_random_bytes_leave_it_standing(hub: Hub) -> None:
 def test_an_incomplete_frame_affects_no_other_peer(hub: Hub) -> None:
     with socket.socket(socket.AF_UNIX) as slow:
         slow.connect(hub.location.socket)
-        slow.sendall(b"".join(frame({"op": "hello", "id": 1}))[:-1])
+        slow.sendall(b"".join(encode_frame({"op": "hello", "id": 1}))[:-1])
         assert ask(hub.location, {"op": "hello"})["pid"] == os.getpid()
 
 
@@ -349,10 +352,9 @@ def test_sizes_that_do_not_add_up_are_damage() -> None:
             split(b"abc", sizes)  # type: ignore[arg-type]
 
 
-def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.distributed.hub.rpc.MAX_BODY", 10)
+def test_a_message_that_is_too_large_is_refused_before_it_is_sent() -> None:
     with pytest.raises(UsageError, match="too large"):
-        frame({}, b"x" * 11)
+        encode_frame({}, b"x" * 11, max_body=10)
 
 
 def test_an_address_without_a_listener_is_an_error_at_once(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -18,12 +19,13 @@ import torch
 from ludus.algorithms.ppo import PPO
 from ludus.core.spaces import ArraySpec
 from ludus.core.types import Segments, SegmentSpec
-from ludus.distributed.learners.channel import LearnerListener
 from ludus.distributed.learners.group import SharedAlgorithm, share_learning
-from ludus.distributed.learners.rank import serve_remote_rank, spec_from_json, spec_json
+from ludus.distributed.learners.listener import LearnerListener
+from ludus.distributed.learners.rank import serve_remote_rank
 from ludus.errors import TrainingDiverged, WorkerFailed
 from ludus.process.identity import is_alive_since, start_ticks
 from ludus.process.workers.supervisor import Supervisor
+from ludus.transport.segment_codec import spec_from_plain, spec_to_plain
 from tests.algorithms.experience import config_for, experience, policy_for
 
 LOGS = Path("logs")
@@ -235,4 +237,4 @@ def test_a_spec_survives_the_way_to_another_learner() -> None:
     leaf = ArraySpec((2, 3), np.dtype(np.uint8))
     seen = {"a": leaf, "b": (leaf, ArraySpec((), np.dtype(np.int64)))}
     spec = SegmentSpec(7, seen, (leaf,), 4, (ArraySpec((8,), np.dtype(np.float32)),), 4, 2, "m", ("won", "seconds"))
-    assert spec_from_json(spec_json(spec)) == spec
+    assert spec_from_plain(msgpack.unpackb(msgpack.packb(spec_to_plain(spec)))) == spec

@@ -13,7 +13,7 @@ from ludus.core.spaces import ArraySpec
 from ludus.core.tree import Array, leaves
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed import node_agent
-from ludus.distributed.node_agent import BellNode, Bytes, NodeAgent, pack, unpack
+from ludus.distributed.node_agent import Bytes, NodeAgent, WakeupNode, pack, unpack
 from ludus.distributed.sampling_pool import COUNTERS, SamplingPlan, WorkerReport
 from ludus.errors import Damaged
 from ludus.transport.ring_buffer import Wakeup, create_ring
@@ -33,9 +33,9 @@ class Scripted:
 
     def __init__(self, directory: Path, plan: SamplingPlan) -> None:
         self.name, self.cores, self.lost = "scripted", 2, ""
-        self.bell = directory / "bell"
+        self.wakeup = directory / "wakeup"
         self._directory, self._plan = directory, plan
-        Wakeup.create(self.bell).close()
+        Wakeup.create(self.wakeup).close()
         self.writers: dict[int, SharedWriter] = {}
         self._readers: dict[int, SharedReader] = {}
         self.published: list[int] = []
@@ -45,7 +45,7 @@ class Scripted:
         ring = self._directory / f"{index}.ring"
         create_ring(ring, ring_capacity(self._plan.layout, self._plan.slots))
         self._readers[index] = SharedReader(ring, self._plan.layout)
-        self.writers[index] = SharedWriter(ring, self._plan.layout, self.bell)
+        self.writers[index] = SharedWriter(ring, self._plan.layout, self.wakeup)
 
     def stop(self, index: int) -> None:
         self.writers.pop(index).close()
@@ -83,7 +83,7 @@ class Bench:
         self.agent = NodeAgent("scripted")
         self.layout = plan.layout
 
-        def make(plan: SamplingPlan, log_dir: Path | None, name: str) -> BellNode:
+        def make(plan: SamplingPlan, log_dir: Path | None, name: str) -> WakeupNode:
             self.logs = log_dir
             return self.node
 
@@ -212,9 +212,9 @@ def test_a_worker_that_starts_again_has_another_life(bench: Bench) -> None:
     bench.agent.start(0, 0, life=1)
     bench.node.write(0, 1.0)
     bench.agent.stop(0)
-    (bench.node.bell.parent / "0.ring").unlink()
-    (bench.node.bell.parent / "0.ring.room").unlink()
-    (bench.node.bell.parent / "0.ring.room.flag").unlink()
+    (bench.node.wakeup.parent / "0.ring").unlink()
+    (bench.node.wakeup.parent / "0.ring.room").unlink()
+    (bench.node.wakeup.parent / "0.ring.room.flag").unlink()
     bench.agent.start(0, 5, life=2)
     bench.node.write(0, 2.0)
     assert bench.bundle() == [(0, 2, 2.0)]
@@ -222,7 +222,7 @@ def test_a_worker_that_starts_again_has_another_life(bench: Bench) -> None:
 
 def test_logs_that_the_learner_cannot_see_are_sent_when_a_worker_has_failed(bench: Bench) -> None:
     assert bench.logs is not None
-    assert not bench.logs.is_relative_to(bench.node.bell.parent), "the mark is not there: it is another file system"
+    assert not bench.logs.is_relative_to(bench.node.wakeup.parent), "the mark is not there: it is another file system"
     bench.agent.start(0, 0, life=1)
     (bench.logs / "sampler-0.log").write_text("the last words")
     assert bench.agent.next_bundle(0, 0.0)[0].tails == ()

@@ -17,11 +17,12 @@ from ray.exceptions import RayTaskError
 
 from ludus.distributed import gcs_thread, ray_nodes
 from ludus.distributed.gcs_thread import StallAwareClock
-from ludus.distributed.node_agent import BUNDLE_BYTES, BellNode, NodeAgent
+from ludus.distributed.node_agent import BUNDLE_BYTES, NodeAgent, WakeupNode
 from ludus.distributed.ray_nodes import RayNodes, RayTimeouts, max_blocks_ahead
 from ludus.distributed.sampling_pool import SamplingNode, SamplingPlan
 from ludus.errors import Unreachable, WorkerFailed
-from ludus.ray_cluster.cluster import Cluster, Member
+from ludus.ray_cluster.cluster import Cluster
+from ludus.ray_cluster.membership import Member
 from ludus.transport.ring_buffer import Wakeup
 from tests.distributed.test_node_agent import Scripted, plan
 from tests.waiting import wait_until
@@ -86,7 +87,7 @@ class Host:
         answer = getattr(self.agent, method)(*args)
         return "nonsense" if self.nonsense and method == "next_bundle" else answer
 
-    def _make(self, plan: SamplingPlan, log_dir: Path | None, name: str) -> BellNode:
+    def _make(self, plan: SamplingPlan, log_dir: Path | None, name: str) -> WakeupNode:
         self.workers = Scripted(Path(tempfile.mkdtemp(dir=self._directory)), plan)
         return self.workers
 
@@ -106,7 +107,7 @@ class Rig:
     def __init__(self, names: Sequence[str], directory: Path) -> None:
         self.here = names[0]
         self.hosts = {name: Host(name, directory) for name in names}
-        self.bell = Wakeup.create(directory / "bell")
+        self.wakeup = Wakeup.create(directory / "wakeup")
         self.ask: Callable[[], None] = lambda: None
         self.there: list[Member] = []
         """Who is part of it, if not the machines above with 2 cores each."""
@@ -117,14 +118,14 @@ class Rig:
 
     @contextlib.contextmanager
     def nodes(self, plan: SamplingPlan, **settings: Any) -> Iterator[RayNodes]:
-        nodes = RayNodes(cast(Cluster, self), plan, self.bell.path, **{"agent_here": True, **settings})
+        nodes = RayNodes(cast(Cluster, self), plan, self.wakeup.path, **{"agent_here": True, **settings})
         try:
             yield nodes
         finally:
             nodes.close()
 
     def until(self, found: Callable[[], object]) -> None:
-        wait_until(found, WAIT_S, pause=self.bell.wait)
+        wait_until(found, WAIT_S, pause=self.wakeup.wait)
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     yield rig
     for host in rig.hosts.values():
         host.close()
-    rig.bell.close()
+    rig.wakeup.close()
 
 
 def named(nodes: RayNodes) -> dict[str, SamplingNode]:

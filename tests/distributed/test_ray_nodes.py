@@ -34,10 +34,10 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def bell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wakeup]:
-    bell = Wakeup.create(tmp_path_factory.mktemp("bell") / "bell")
-    yield bell
-    bell.close()
+def wakeup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wakeup]:
+    wakeup = Wakeup.create(tmp_path_factory.mktemp("wakeup") / "wakeup")
+    yield wakeup
+    wakeup.close()
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,10 @@ def plan(policy: Policy) -> SamplingPlan:
 
 
 @pytest.fixture(scope="module")
-def nodes(cluster: Cluster, plan: SamplingPlan, bell: Wakeup) -> Iterator[RayNodes]:
+def nodes(cluster: Cluster, plan: SamplingPlan, wakeup: Wakeup) -> Iterator[RayNodes]:
     """With an agent for this machine: it is the only one."""
     before = set(threading.enumerate())
-    nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
+    nodes = RayNodes(cluster, plan, wakeup.path, agent_here=True)
     yield nodes
     agents = [process for process in psutil.Process().children(recursive=True) if "NodeAgent" in process.name()]
     family = [process for agent in agents for process in (agent, *agent.children(recursive=True))]
@@ -66,7 +66,7 @@ def nodes(cluster: Cluster, plan: SamplingPlan, bell: Wakeup) -> Iterator[RayNod
     assert [thread for thread in threading.enumerate() if thread not in before and thread.name in ours] == []
 
 
-def next_block(node: SamplingNode, worker: int, bell: Wakeup) -> Segments:
+def next_block(node: SamplingNode, worker: int, wakeup: Wakeup) -> Segments:
     came: list[Segments] = []
 
     def look() -> bool:
@@ -76,46 +76,46 @@ def next_block(node: SamplingNode, worker: int, bell: Wakeup) -> Segments:
         came.extend([block] if block is not None else [])
         return bool(came)
 
-    wait_until(look, pause=bell.wait)
+    wait_until(look, pause=wakeup.wait)
     return came[0]
 
 
-def test_blocks_come_in_order_and_follow_the_weights(cluster: Cluster, nodes: RayNodes, policy: Policy, bell: Wakeup) -> None:
+def test_blocks_come_in_order_and_follow_the_weights(cluster: Cluster, nodes: RayNodes, policy: Policy, wakeup: Wakeup) -> None:
     (node,) = nodes.current()
     assert (node.name, node.cores) == (cluster.members()[0].host, 2)
     node.publish(FIRST, policy.weights())
     for worker in (0, 1):
         node.start(worker, 0)
     for update in range(4):
-        blocks = [next_block(node, worker, bell) for worker in (0, 1)]
+        blocks = [next_block(node, worker, wakeup) for worker in (0, 1)]
         for worker, block in enumerate(blocks):
             assert np.unique(block.version).tolist() == [FIRST + update], "block k is made after k updates"
             assert block.origin.tolist() == [2 * worker, 2 * worker + 1]
             assert block.valid.any()
             node.release(worker, block)
         node.publish(FIRST + update + 1, policy.weights())
-    wait_until(lambda: 1 in node.workers() and node.workers()[1].counter("blocks") >= 4, pause=bell.wait)
+    wait_until(lambda: 1 in node.workers() and node.workers()[1].counter("blocks") >= 4, pause=wakeup.wait)
 
     node.stop(0)
     node.start(0, 4)  # as after a move: it goes on where the learner is
-    assert np.unique(next_block(node, 0, bell).version).tolist() == [FIRST + 4]
+    assert np.unique(next_block(node, 0, wakeup).version).tolist() == [FIRST + 4]
 
 
-def test_a_killed_agent_takes_its_workers_along_and_is_replaced(nodes: RayNodes, policy: Policy, bell: Wakeup) -> None:
+def test_a_killed_agent_takes_its_workers_along_and_is_replaced(nodes: RayNodes, policy: Policy, wakeup: Wakeup) -> None:
     (node,) = nodes.current()
     node.publish(FIRST + 10, policy.weights())
     node.start(2, 0)
-    wait_until(lambda: 2 in node.workers() and node.workers()[2].pid is not None, pause=bell.wait)
+    wait_until(lambda: 2 in node.workers() and node.workers()[2].pid is not None, pause=wakeup.wait)
     worker = psutil.Process(node.workers()[2].pid)
     agent = next(parent for parent in worker.parents() if "NodeAgent" in parent.name())
     agent.kill()
-    wait_until(lambda: node.lost, pause=bell.wait)
+    wait_until(lambda: node.lost, pause=wakeup.wait)
     assert "agent" in node.lost
     assert psutil.wait_procs([worker], timeout=20)[1] == []
 
-    wait_until(lambda: nodes.current(), pause=bell.wait)
+    wait_until(lambda: nodes.current(), pause=wakeup.wait)
     (another,) = nodes.current()
     assert another is not node
     another.publish(FIRST + 11, policy.weights())
     another.start(2, 3)
-    assert np.unique(next_block(another, 2, bell).version).tolist() == [FIRST + 11]
+    assert np.unique(next_block(another, 2, wakeup).version).tolist() == [FIRST + 11]

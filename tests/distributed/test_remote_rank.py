@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ludus.distributed.learners.channel import HELLO, LearnerChannel, connect
-from ludus.distributed.learners.listener import JobLearnerListener
+from ludus.distributed.frames import FrameSocket
+from ludus.distributed.learners.listener import JobLearnerListener, connect
+from ludus.distributed.learners.rank import HELLO
 from ludus.errors import UsageError, WorkerFailed
 from ludus.experiments import runner
 from ludus.experiments.resolve import resolve
@@ -80,7 +81,7 @@ class Callers:
     def __init__(self, address: str, token: bytes) -> None:
         self._address, self._token = address, token
         self._threads: list[threading.Thread] = []
-        self.links: list[LearnerChannel] = []
+        self.links: list[FrameSocket] = []
 
     def come(self, *, first_leaving: bool = False) -> None:
         self._threads.append(threading.Thread(target=self._enter, args=(first_leaving,)))
@@ -127,8 +128,8 @@ def test_all_connected_learners_are_accepted(entrance: JobLearnerListener, calle
     with contextlib.closing(entrance.accept_rank(30.0)) as one, contextlib.closing(entrance.accept_rank(30.0)) as two:
         callers.join()
         for number, link in enumerate(callers.links):
-            link.send(HELLO, number)
-        assert {one.receive(HELLO).first, two.receive(HELLO).first} == {0, 1}
+            link.send({"op": HELLO, "number": number})
+        assert {channel.receive(HELLO)[0]["number"] for channel in (one, two)} == {0, 1}
 
 
 def test_a_place_that_is_taken_is_an_error_that_may_pass(job: JobEnv, entrance: JobLearnerListener) -> None:

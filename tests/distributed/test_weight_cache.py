@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ludus.distributed.frames import Header
 from ludus.distributed.hub import weight_cache
-from ludus.distributed.hub.rpc import Header, RpcConnection
+from ludus.distributed.hub.rpc import RpcConnection
 from ludus.distributed.hub.server import Hub, HubLocation, ListenAddress, find_or_start
-from ludus.distributed.hub.weight_cache import NodeCacheDir, WeightCaches, WeightReceiver, WeightSender
+from ludus.distributed.hub.weight_cache import NodeCacheDir, WeightCaches
+from ludus.distributed.hub.weight_transfer import WeightReceiver, WeightSender
 from ludus.errors import Damaged, NotFound, StoreFull, UsageError
 from ludus.models.weights.shared_weights import SharedWeights, SharedWeightsReader, stage
 from ludus.process.auth import Authenticator, write_token

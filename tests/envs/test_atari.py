@@ -44,7 +44,7 @@ def test_a_trained_atari_agent_is_rolled_out_on_what_it_was_trained_on_and_can_b
     )
     env = make_one(PONG)
     assert isinstance(env, SingleRow)
-    played = rollout.play(result.agent, env, PONG, episodes=1, max_steps=20, steps_file=tmp_path / "steps.npz")
+    played = rollout.play(result.agent, env, PONG, episodes=1, max_steps=20, files=rollout.RolloutFiles(tmp_path / "steps.npz"))
     env.close()
     assert played.steps_file is not None
     steps = np.load(played.steps_file)
@@ -53,7 +53,9 @@ def test_a_trained_atari_agent_is_rolled_out_on_what_it_was_trained_on_and_can_b
 
     filmed = make_one(PONG, render_mode="rgb_array")
     assert filmed.observation_space.shape == (4, 84, 84)
-    played = rollout.play(result.agent, filmed, PONG, episodes=1, max_steps=10, video=tmp_path / "pong.mp4")
+    played = rollout.play(
+        result.agent, filmed, PONG, episodes=1, max_steps=10, files=rollout.RolloutFiles(video=tmp_path / "pong.mp4")
+    )
     filmed.close()
     assert played.video is not None
     assert played.video.stat().st_size > 500

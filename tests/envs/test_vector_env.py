@@ -28,7 +28,7 @@ from ludus.envs.vector_env import (
     without_central_state,
 )
 from ludus.errors import ConfigError, EnvironmentFault, MissingExtra, UnknownName, UsageError
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.transport.local import LocalMemory

@@ -16,7 +16,7 @@ from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL, Segments, SegmentSpec
 from ludus.experiments import runner
 from ludus.experiments.result import Result
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 
 OBSERVATION = gym.spaces.Box(-10.0, 10.0, (4,), np.float32)

@@ -21,7 +21,7 @@ from ludus.core.tree import map_tree
 from ludus.envs import registry
 from ludus.errors import ConfigError
 from ludus.models.export import onnx_export, parity
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights.serialization import decode_weights, encode_weights, policy_from
 from ludus.sampling.trained_agent import TrainedAgent

@@ -21,9 +21,9 @@ from ludus.algorithms.trainer import Trainer
 from ludus.core.types import Segments
 from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, StoreError
 from ludus.experiments.runs import checkpoint
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.weights import serialization
-from ludus.models.weights.version_store import LocalVersionStore, load_version, stored_versions
+from ludus.models.weights.version_store import LocalVersionStore, list_versions, load_version
 from ludus.storage.local import LocalStore
 from ludus.transport.base import MemoryStats
 from tests.experiments.small import ACTION, OBSERVATION, make_ppo, make_segments, same
@@ -472,7 +472,7 @@ def test_two_models_live_in_one_checkpoint_and_come_back_to_themselves(store: Lo
         assert same(other.state()[0], models[model].state()[0])
     with pytest.raises(IncompatibleCheckpoint, match="another network"):
         found.restore("right", make_ppo())
-    assert stored_versions(store, "left") == stored_versions(store, "right") == [2]
+    assert list_versions(store, "left") == list_versions(store, "right") == [2]
 
 
 # -- versions -----------------------------------------------------------------------------------------------------------
@@ -542,7 +542,7 @@ def test_a_kept_version_does_not_change_when_training_goes_on(store: LocalStore)
     assert same(kept.weights(), before)
     assert meta == {"model": "model", "version": "1"}
     assert (kept.observation_space, kept.action_space) == (OBSERVATION, ACTION)
-    assert stored_versions(store, "model") == [1, 2]
+    assert list_versions(store, "model") == [1, 2]
 
 
 # -- checkpoints of trainers that were cut off --------------------------------------------------------------------------

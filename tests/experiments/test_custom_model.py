@@ -21,7 +21,7 @@ from ludus.experiments.runs.run_dir import CONFIG
 from ludus.models.custom import loader
 from ludus.models.export import onnx_export
 from ludus.models.inference.onnx_policy import OnnxPolicy
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights.serialization import encode_weights
 from ludus.protocol.client import Client

@@ -26,7 +26,7 @@ from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import Evaluation, EvaluationPlan
 from ludus.experiments.evaluation.evaluation_workers import EvaluationWorkers, WorkerSettings
 from ludus.experiments.runs import checkpoint
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.process.workers.supervisor import WorkerRestart
@@ -194,7 +194,7 @@ def stored(tmp_path: Path) -> tuple[Path, Policy]:
 def finished(players: EvaluationWorkers, within_s: float = 60.0) -> Iterator[tuple[int, Score | None]]:
     deadline = time.monotonic() + within_s
     while players.busy and time.monotonic() < deadline:
-        found = players.finished(0.5)
+        found = players.poll(0.5)
         if found is not None:
             yield found
 

@@ -12,7 +12,7 @@ import torch
 from ludus.experiments.export_run import PLAY_STEPS, observations_of
 from ludus.experiments.runs import checkpoint
 from ludus.models.inference.onnx_policy import OnnxPolicy
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.serving.checkpoint_follower import CheckpointFollower, CheckpointSource, UpdateSettings
 from ludus.storage.local import LocalStore

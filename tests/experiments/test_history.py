@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import ludus
-from ludus.experiments.control.notebook import UpdatingOutput
-from ludus.experiments.control.observers import make_display
+from ludus.experiments.control.callbacks import TrainingObservers
+from ludus.experiments.control.training_display import UpdatingOutput
 from ludus.experiments.runs.history import HistoryTable
 
 SMALL: dict[str, Any] = {"num_envs": 4, "train_batch_size": 64, "minibatch_size": 32, "evaluation_duration": 1}
@@ -53,7 +53,7 @@ def test_progress_is_shown_if_asked_for_and_nowhere_else(tmp_path: Path, capfd: 
     assert (out, "2 of 2 iterations" in err) == ("", True), err
     ludus.train("CartPole-v1", stop={"iterations": 1}, local_dir=tmp_path, **SMALL)
     assert capfd.readouterr() == ("", "")
-    assert make_display(False) is None
+    assert TrainingObservers([], False).arguments["announce"] is None
 
 
 def test_in_a_notebook_one_line_takes_the_place_of_the_last() -> None:

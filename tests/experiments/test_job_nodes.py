@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ludus.experiments import runner
-from ludus.experiments.resolve import choose_num_workers
+from ludus.experiments.assembly.auto_workers import choose_num_workers
 from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.process.job_env import JobEnv
 
@@ -39,7 +39,7 @@ def test_a_number_of_workers_is_chosen_for_all_nodes(nodes: int, monkeypatch: py
         return 4, "because"
 
     monkeypatch.setattr("ludus.experiments.assembly.auto_workers.choose_workers", choose)
-    monkeypatch.setattr("ludus.experiments.resolve.usable_cores", lambda: 8)
+    monkeypatch.setattr("ludus.experiments.assembly.auto_workers.usable_cores", lambda: 8)
     auto = {**SMALL, "config": {"num_workers": "auto"}}
     assert choose_num_workers(ParsedExperiment(auto)).config["num_workers"] == 4
     assert asked == [8 * nodes]

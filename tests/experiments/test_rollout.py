@@ -15,7 +15,7 @@ from ludus.errors import Damaged, EnvironmentFault, NotFound, UsageError
 from ludus.experiments.evaluation import rollout as rollouts
 from ludus.experiments.evaluation.rollout import MultiAgentPlayer, RolloutResult, RolloutSpec
 from ludus.experiments.evaluation.rollout_file import EpisodeSteps, RolloutFile
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.sampling import episode_runner

@@ -32,7 +32,7 @@ from ludus.experiments.control.metrics_reporter import MetricsReporter
 from ludus.experiments.control.run_controller import RunController
 from ludus.experiments.control.stopping import StopConditions, reached_condition
 from ludus.experiments.runs import checkpoint
-from ludus.models.weights.version_store import LocalVersionStore, stored_versions
+from ludus.models.weights.version_store import LocalVersionStore, list_versions
 from ludus.sampling.episode_runner import Score
 from ludus.storage.base import Bytes, WriteGuard
 from ludus.storage.local import LocalStore
@@ -323,7 +323,7 @@ def test_a_checkpoint_holds_the_weights_of_its_moment_and_its_version_is_kept(tm
     stage.play(None)
     found = checkpoint.read(stage.store, "000002")
     assert same(found.weights["model"], then)
-    assert stored_versions(stage.store, "model") == [found.state["models"]["model"]["version"]] == [3]
+    assert list_versions(stage.store, "model") == [found.state["models"]["model"]["version"]] == [3]
 
 
 def test_one_iteration_is_checkpointed_once(tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_retention_bounds_the_kept_versions_too(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, evaluate=_Evaluation({2: 9.0}), checkpoint_freq=1, keep=2)
     stage.play(*[None] * 6)
     kept = [checkpoint.read(stage.store, name).state["models"]["model"]["version"] for name in stage.names]
-    assert stored_versions(stage.store, "model") == kept
+    assert list_versions(stage.store, "model") == kept
 
 
 def test_a_damaged_checkpoint_above_does_not_cost_the_fresh_one(tmp_path: Path) -> None:
@@ -539,7 +539,7 @@ class _Background:
         self._score = None if score is None else Score((score, score), (3, 3))
         self._ready = True
 
-    def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
+    def poll(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
         if not self._ready:
             return None
         self._busy = self._ready = False
@@ -597,7 +597,7 @@ def test_a_checkpoint_that_was_made_for_an_evaluation_stays_only_if_it_is_the_be
         "those that were due, were the best, or are the newest"
     )
     kept = [checkpoint.read(stage.store, name).state["models"]["model"]["version"] for name in stage.names]
-    assert stored_versions(stage.store, "model") == kept
+    assert list_versions(stage.store, "model") == kept
 
 
 def test_retention_waits_for_the_checkpoint_that_is_being_evaluated(tmp_path: Path) -> None:
@@ -713,7 +713,7 @@ def test_training_continues_while_the_store_is_unavailable_and_the_checkpoint_is
     assert stage.names == ["000008", "000009", "000010"], "tried again after 10 s, 20 s and 40 s; from then on as usual"
     assert [numbers.get("checkpoint/failures", 0) for numbers in stage.sink.written] == [0, 1, 2, 2, 3, 3, 3, 3, 3, 3]
     kept = [checkpoint.read(store, name).state["models"]["model"]["version"] for name in stage.names]
-    assert stored_versions(store, "model") == kept, "versions whose checkpoint was not stored do not stay"
+    assert list_versions(store, "model") == kept, "versions whose checkpoint was not stored do not stay"
 
 
 def test_a_background_evaluation_is_skipped_when_its_checkpoint_could_not_be_stored(tmp_path: Path) -> None:
@@ -726,7 +726,7 @@ def test_a_background_evaluation_is_skipped_when_its_checkpoint_could_not_be_sto
         def begin(self, iteration: int, checkpoint: str) -> None:
             begun.append(checkpoint)
 
-        def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
+        def poll(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
             return None
 
     stage = _Stage(store, evaluate=Background(), checkpoint_freq=2)
@@ -778,20 +778,37 @@ def test_the_best_is_marked_later_when_it_could_not_be_marked_at_once(tmp_path: 
     assert (checkpoint.best_name(store), checkpoint.best_score(store)) == ("000001", 9.0)
 
 
+class _Clock:
+    """Stands in for the module `time`: sleeping takes no time."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 0.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
 def test_the_last_checkpoint_is_tried_again_and_again_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointer, "LAST_AGAIN_S", 0.01)
+    clock = _Clock()
+    monkeypatch.setattr(checkpointer, "time", clock)
     store = _Away(tmp_path)
     stage = _Stage(store, stop=StopConfig(iterations=3))
     store.times = 5
     stage.play(3.0, 2.0, 1.0)
     assert stage.names == ["000003"]
     assert checkpoint.best_name(store) == "000003"
-    monkeypatch.setattr(checkpointer, "LAST_S", 0.1)
+    assert clock.slept == [1.0, 2.0, 4.0, 8.0, 15.0]
+    clock.now, clock.slept = 0.0, []
     again = _Stage(store, stop=StopConfig(iterations=3))
     store.times = 10**9
     with pytest.raises(StoreUnavailable, match="cannot be reached"):
         again.play(None, None, None)
-    assert store.times < 10**9 - 2, "it was tried more than once"
+    assert checkpointer.LAST_S - 15.0 < clock.now <= checkpointer.LAST_S
+    assert 10**9 - store.times == len(clock.slept) + 1, "it is tried after every pause"
 
 
 def test_a_full_store_ends_a_run_at_once(tmp_path: Path) -> None:

@@ -28,15 +28,15 @@ from ludus.core.schedule import value_at
 from ludus.core.tree import Array
 from ludus.errors import ConfigError, EnvironmentFault, IncompatibleCheckpoint, NotFound, UnknownName, UsageError
 from ludus.experiments import runner
-from ludus.experiments.assembly.assemble import assemble_run
+from ludus.experiments.assembly.auto_workers import choose_num_workers
 from ludus.experiments.assembly.components import PreparedRun, TrainingComponents
 from ludus.experiments.control import checkpointer
-from ludus.experiments.resolve import DEFAULT_TIMESTEPS, ClusterOptions, choose_num_workers, resolve
+from ludus.experiments.resolve import DEFAULT_TIMESTEPS, ClusterOptions, resolve
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import LOG_FILE, Run
-from ludus.experiments.training import prepare_new_run, run_status
+from ludus.experiments.training import assemble_run, prepare_new_run, run_status
 from ludus.experiments.validation.validate import ParsedExperiment
-from ludus.models.weights.version_store import claims_after, stored_versions
+from ludus.models.weights.version_store import claims_after, list_versions
 from ludus.storage.base import Bytes
 from ludus.storage.local import LocalStore
 from tests import environments as tiny
@@ -312,7 +312,7 @@ def test_a_run_can_be_resumed_again_and_again(run: Path) -> None:
         versions.append(found.state["models"]["model"]["version"])
         assert read_jsonl(run / "metrics.jsonl")[-1]["incarnation"] == incarnation
     assert versions == sorted(set(versions))
-    assert set(versions) <= set(stored_versions(LocalStore(run), "model"))
+    assert set(versions) <= set(list_versions(LocalStore(run), "model"))
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,8 +15,8 @@ from ludus.experiments.control import stopping
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.result import Result
 from ludus.experiments.runs.checkpoint import open_checkpoint
-from ludus.process import host
-from ludus.process.host import StopSignal, stop_on_signals
+from ludus.process import signals
+from ludus.process.signals import StopSignal, stop_on_signals
 from tests.experiments import stoppable
 from tests.experiments.small import data
 from tests.experiments.stoppable import Calls
@@ -58,7 +58,7 @@ def test_no_environment_is_stepped_again_after_a_signal(tmp_path: Path, calls: C
 
 
 def test_a_call_that_does_not_return_is_broken_off(tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "INTERRUPT_AFTER_S", 0.05)
+    monkeypatch.setattr(signals, "INTERRUPT_AFTER_S", 0.05)
     result = run(tmp_path / "run", {"iterations": 9}, env_config={"reset": 20, "blocks_s": 60.0}, evaluation_duration=0)
     assert calls.resets == 20
     assert calls.finished == calls.steps + 19
@@ -69,7 +69,7 @@ def test_a_call_that_does_not_return_is_broken_off(tmp_path: Path, calls: Calls,
 def test_a_start_that_does_not_return_is_broken_off_and_leaves_no_run(
     tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "INTERRUPT_AFTER_S", 0.05)
+    monkeypatch.setattr(signals, "INTERRUPT_AFTER_S", 0.05)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "run", {"iterations": 9}, env_config={"reset": 3, "blocks_s": 60.0})
     assert (calls.resets, calls.finished) == (3, 2)

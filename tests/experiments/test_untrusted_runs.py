@@ -157,7 +157,7 @@ def serve(run: Path) -> None:
 def load_kept_version(run: Path) -> None:
     store = LocalStore(run)
     for model in store.list("models"):
-        for version in version_store.stored_versions(store, model):
+        for version in version_store.list_versions(store, model):
             version_store.load_version(store, model, version)
         serialization.model_from(store.get(f"models/{model}/model.json"))
 

@@ -36,6 +36,7 @@ from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.io.yaml_documents import parse_yaml
 from ludus.launch.hostfile import parse_hostfile
 from ludus.models.weights import serialization
+from ludus.protocol.step_message import decode_message
 from ludus.storage.local import LocalStore
 from ludus.transport.segment_codec import RejectedMessage, SegmentDecoder
 from tests.gateway.scripted import RecordedSeat, tiny_policy
@@ -207,9 +208,9 @@ def read_body(data: bytes) -> None:
     read = []
     for actor in _actors():
         try:
-            step, _ = builtin_actor.decode_message(data)
+            step, _ = decode_message(data)
             step.pop("info", None)
-            read.append([actor._check_step(name, part) for name, part in actor._seat_steps(step).items()])
+            read.append(actor._check_steps(step))
         except Refused:
             continue
     if not read:
@@ -220,7 +221,7 @@ def read_raw(data: bytes) -> None:
     """A step as raw arrays."""
     for form, seat in _raw_forms():
         step = form.read(data)
-        builtin_actor._SeatStep(seat, None, builtin_actor._step_fields(step), False)
+        builtin_actor.BuiltinActor({"": seat})._check_step("", builtin_actor._step_fields(step))
 
 
 @functools.cache

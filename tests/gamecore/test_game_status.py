@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ludus.gamecore.server.catalogue import RestartPolicy
+from ludus.gamecore.server.catalogue import GameRestartPolicy
 from ludus.gamecore.server.game_status import EndDecision, GameStatus, State, decide_end
 
-AGAIN = RestartPolicy(times=3, backoff_s=2.0)
+AGAIN = GameRestartPolicy(times=3, backoff_s=2.0)
 
 
 def test_exit_code_0_is_finished_and_never_restarted() -> None:
@@ -20,13 +20,13 @@ def test_crashes_are_followed_by_growing_delays_up_to_the_limit_of_restarts() ->
     pauses = [decide_end(1, "It ended.", None, restarts, AGAIN).again_s for restarts in range(5)]
     assert pauses == [2.0, 4.0, 8.0, None, None]
     assert decide_end(1, "It ended.", None, 3, AGAIN) == EndDecision("crashed", "It ended.")
-    assert decide_end(1, "It ended.", None, 0, RestartPolicy(on="never")) == EndDecision("crashed", "It ended.")
-    assert decide_end(None, "It ended.", None, 0, RestartPolicy(on="never")).state == "crashed"
+    assert decide_end(1, "It ended.", None, 0, GameRestartPolicy(on="never")) == EndDecision("crashed", "It ended.")
+    assert decide_end(None, "It ended.", None, 0, GameRestartPolicy(on="never")).state == "crashed"
 
 
 def test_restart_delays_are_bounded() -> None:
-    assert decide_end(1, "", None, 900, RestartPolicy(times=1000, backoff_s=1.0)).again_s == 60.0
-    assert decide_end(1, "", None, 5, RestartPolicy(times=1000, backoff_s=100.0)).again_s == 100.0
+    assert decide_end(1, "", None, 900, GameRestartPolicy(times=1000, backoff_s=1.0)).again_s == 60.0
+    assert decide_end(1, "", None, 5, GameRestartPolicy(times=1000, backoff_s=100.0)).again_s == 100.0
 
 
 def test_a_requested_end_determines_the_state() -> None:

@@ -63,7 +63,7 @@ class Scenario:
         self.game = resolve_game("any", None, {}, GAME)
         slots, _ = make_slots([RULE] * matches, 1)
         self.matches = LiveMatches(self.game, slots)
-        self.scheduler = MatchScheduler(self.server, self.matches, self.game, OrderDefaults({}, "m", together=together), 1)
+        self.scheduler = MatchScheduler(self.server, self.matches, {}, OrderDefaults(together=together), 1)
         self.scheduler.start()
 
     @property

@@ -379,7 +379,7 @@ def test_the_number_of_kept_games_is_bounded(tmp_path: Path) -> None:
 def test_the_server_logs_its_actions(call: Caller, state_dir: Path) -> None:
     call.play("logged", "crash")
     text = (state_dir / "state" / "gamecore-server.log").read_text()
-    assert "logged: crash begins" in text
+    assert "logged: started crash" in text
     assert "logged: crashed: It ended with code 3." in text
     call("GET", "/no%0aline")
     assert "refused: 404 for GET '/no\\nline' from 127.0.0.1" in (state_dir / "state" / "gamecore-server.log").read_text()

@@ -134,11 +134,11 @@ def test_saved_states_are_bounded_by_number_and_size(tmp_path: Path) -> None:
             os.utime(directory / name, (1000 - age, 1000 - age))
         (directory / ".unfinished").write_text("")
         (directory / "link").symlink_to("/etc/hostname")
-        assert [path.name for path in state_dir.saved_states("g")] == ["a", "b", "c", "d", "e"]
+        assert [path.name for path in state_dir.list_states("g")] == ["a", "b", "c", "d", "e"]
         state_dir.prune_states("g", StatePolicy(keep=4))
-        assert [path.name for path in state_dir.saved_states("g")] == ["b", "c", "d", "e"]
+        assert [path.name for path in state_dir.list_states("g")] == ["b", "c", "d", "e"]
         state_dir.prune_states("g", StatePolicy(keep_mb=0.0025))
-        assert [path.name for path in state_dir.saved_states("g")] == ["d", "e"]
+        assert [path.name for path in state_dir.list_states("g")] == ["d", "e"]
         assert (directory / ".unfinished").exists()
         assert state_dir.choose_state(asked("g", "d")) == directory / "d"
         assert state_dir.choose_state(asked("g", "any")) in (directory / "d", directory / "e")
@@ -162,9 +162,9 @@ def test_a_match_starts_only_from_a_state_of_its_kind(tmp_path: Path) -> None:
         for mode in ("3v3", None):
             assert state_dir.choose_state(asked("g", "any", mode, heroes=heroes)) == tmp_path / "states" / "g" / "3v3" / "large"
         assert state_dir.choose_state(asked("g", "any", None)) is None
-        assert [path.name for path in state_dir.saved_states("g")] == ["small", "large"]
+        assert [path.name for path in state_dir.list_states("g")] == ["small", "large"]
         state_dir.prune_states("g", StatePolicy(keep=1))  # of all kinds together
-        assert [path.name for path in state_dir.saved_states("g")] == ["large"]
+        assert [path.name for path in state_dir.list_states("g")] == ["large"]
 
 
 def asked(game: str, start_from: str, mode: str | None = "1v1", **more: Any) -> GameRequest:

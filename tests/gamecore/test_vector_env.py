@@ -229,7 +229,7 @@ def processes(env: GamecoreVectorEnv, server: str, *states: str) -> dict[str, Ga
     """Running games of this environment by id."""
     backend = env._backend
     assert backend is not None
-    prefix = backend.scheduler._defaults.prefix
+    prefix = backend.scheduler._prefix
     with GamecoreClient(server) as client:
         found = [game for game in client.list() if game.runtime_id.startswith(prefix)]
     return {game.runtime_id: game for game in found if game.state in (states or ("starting", "running"))}

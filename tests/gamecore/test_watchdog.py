@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from ludus.gamecore.server.settings import Settings
-from ludus.gamecore.server.watchdog import backoff_s
 from ludus.process import identity
 from tests.gamecore.callers import Caller, catalogue_file
 from tests.waiting import wait_until
@@ -94,7 +93,3 @@ def test_a_server_with_invalid_settings_is_not_restarted(tmp_path: Path) -> None
         second = subprocess.run(words, capture_output=True, text=True, timeout=30)
         assert second.returncode == 2
         assert "Another gamecore server" in second.stderr
-
-
-def test_restart_delays_grow_to_a_bound() -> None:
-    assert [backoff_s(lives) for lives in (1, 2, 3, 50)] == [0.2, 0.4, 0.8, 30.0]

@@ -14,7 +14,7 @@ import torch
 from ludus.core.types import Segments
 from ludus.gateway.agent import Seat
 from ludus.models.inference.batched_policy import BatchedPolicy
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.local import LocalMemory

@@ -14,11 +14,12 @@ import torch
 
 from ludus.errors import EnvironmentFault, Refused
 from ludus.gateway.actor import Actor
-from ludus.gateway.agent import Agent, Seat
+from ludus.gateway.agent import Seat, SeatAgent
 from ludus.gateway.sessions import SessionLimits, SessionTable
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.protocol.spec import DEFAULT_OPTIONS, START, TICK
+from ludus.protocol.step_message import parse_reward
 from tests.gateway.scripted import ACTION, OBSERVATION, RecordedSeat, run, tiny_policy
 from tests.tools import network_of
 
@@ -38,7 +39,7 @@ def refused(error: str, call: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("given", [0, 1, -2.5, 10**15, np.float32(0.5), np.float64(-3), np.int64(7), np.uint8(1), Fraction(1, 4)])
 def test_a_reward_is_any_real_number(given: Any) -> None:
-    assert RecordedSeat(tiny_policy()).seat.check_reward(given) == float(given)
+    assert parse_reward(given) == float(given)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +52,13 @@ def test_a_reward_is_any_real_number(given: Any) -> None:
     ids=lambda given: repr(given)[:20],
 )
 def test_an_invalid_reward_is_refused_and_quoted(given: Any) -> None:
-    message = refused("reward", lambda: RecordedSeat(tiny_policy()).seat.check_reward(given))
+    message = refused("reward", lambda: parse_reward(given))
     assert len(message) < 120
 
 
 def test_an_error_message_does_not_quote_megabytes() -> None:
     seat = RecordedSeat(tiny_policy()).seat
-    assert len(refused("reward", lambda: seat.check_reward("x" * 1_000_000))) < 500
+    assert len(refused("reward", lambda: parse_reward("x" * 1_000_000))) < 500
     assert len(refused("observation", lambda: seat.observation({"k" * 1_000_000: 1}))) < 500
     assert len(refused("action_mask", lambda: seat.mask({"k" * 1_000_000: 1}))) < 500
 
@@ -116,7 +117,7 @@ def test_rewards_between_two_actions_add_up_and_belong_to_the_first() -> None:
     recorded_seat = RecordedSeat(tiny_policy())
 
     async def play() -> None:
-        agent = Agent(recorded_seat.seat)
+        agent = SeatAgent(recorded_seat.seat)
         await agent.act(SEEN)
         agent.reward(1)
         agent.reward(0.25)
@@ -132,7 +133,7 @@ def test_rewards_between_two_actions_add_up_and_belong_to_the_first() -> None:
 
 def test_a_reward_before_any_action_is_refused_unless_it_is_zero() -> None:
     async def play() -> None:
-        agent = Agent(RecordedSeat(tiny_policy()).seat)
+        agent = SeatAgent(RecordedSeat(tiny_policy()).seat)
         agent.reward(0)
         agent.reward(0.0)
         refused("reward", lambda: agent.reward(1))
@@ -162,7 +163,7 @@ def test_a_request_that_is_refused_changes_nothing_and_may_be_sent_again(
     recorded_seat = RecordedSeat(tiny_policy(core="lstm"), 8)
 
     async def play(wrong: bool) -> None:
-        agent = Agent(recorded_seat.seat)
+        agent = SeatAgent(recorded_seat.seat)
         for number in range(4):
             if wrong:
                 with pytest.raises(Refused) as caught:
@@ -190,7 +191,7 @@ def test_the_observation_may_be_changed_by_its_owner_after_acting() -> None:
     recorded_seat = RecordedSeat(tiny_policy())
 
     async def play() -> None:
-        agent, seen = Agent(recorded_seat.seat), np.zeros(3, np.float32)
+        agent, seen = SeatAgent(recorded_seat.seat), np.zeros(3, np.float32)
         for number in range(3):
             seen[:] = number
             waiting = asyncio.ensure_future(agent.act(seen))
@@ -206,7 +207,7 @@ def test_the_observation_may_be_changed_by_its_owner_after_acting() -> None:
 
 def test_without_a_memory_the_actions_are_the_same_and_nothing_is_recorded() -> None:
     async def actions(seat: Seat) -> list[int]:
-        agent, random = Agent(seat), np.random.default_rng(0)
+        agent, random = SeatAgent(seat), np.random.default_rng(0)
         taken = []
         for number in range(30):
             taken.append(int(await agent.act(random.normal(size=3), reward=float(number % 10 > 0))))
@@ -229,7 +230,7 @@ def test_breaking_off_after_finish_loses_nothing() -> None:
     recorded_seat = RecordedSeat(tiny_policy())
 
     async def play() -> None:
-        agent = Agent(recorded_seat.seat)
+        agent = SeatAgent(recorded_seat.seat)
         await agent.act(SEEN)
         agent.reward(1)
         finished = agent.finish(truncated=True, observation=SEEN)
@@ -259,7 +260,7 @@ def test_a_model_that_fails_at_the_last_observation_costs_the_last_step_only() -
     recorded_seat = RecordedSeat(Failing(OBSERVATION, ACTION))
 
     async def play() -> None:
-        agent = Agent(recorded_seat.seat)
+        agent = SeatAgent(recorded_seat.seat)
         await agent.act(SEEN)
         await agent.act(SEEN, reward=1)
         agent.finish(truncated=True, observation=[13, 0, 0])
@@ -277,7 +278,7 @@ def test_a_failing_model_raises_in_the_caller_and_records_nothing() -> None:
     recorded_seat = RecordedSeat(Failing(OBSERVATION, ACTION))
 
     async def play() -> None:
-        agent = Agent(recorded_seat.seat)
+        agent = SeatAgent(recorded_seat.seat)
         await agent.act(SEEN)
         with pytest.raises(ZeroDivisionError):
             await agent.act([13, 0, 0], reward=1)
@@ -297,7 +298,7 @@ def test_finite_observations_that_overflow_the_network_are_not_recorded(activati
 
     async def play() -> None:
         for seen in ([3e38, 3e38, -3e38], [3.4e38, 3.4e38, 3.4e38], [-3e38, 3e38, 3e38]):
-            agent = Agent(recorded_seat.seat)
+            agent = SeatAgent(recorded_seat.seat)
             await agent.act(SEEN)
             with contextlib.suppress(EnvironmentFault):
                 await agent.act(seen, reward=1)
@@ -316,7 +317,7 @@ def test_a_last_observation_that_overflows_the_network_costs_the_last_step() -> 
     recorded_seat = RecordedSeat(Policy(gym.spaces.Box(-np.inf, np.inf, (3,)), ACTION, NetworkConfig(fcnet_activation="relu")))
 
     async def play() -> None:
-        agent = Agent(recorded_seat.seat)
+        agent = SeatAgent(recorded_seat.seat)
         await agent.act(SEEN)
         await agent.act(SEEN, reward=1)
         await agent.finish(truncated=True, observation=[3e38, 3e38, 3e38])
@@ -335,7 +336,7 @@ class Truncating(Actor):
     """Every tick ends an episode, does not wait for that, and begins the next."""
 
     def __init__(self, seat: Seat) -> None:
-        self.agent = Agent(seat)
+        self.agent = SeatAgent(seat)
 
     async def tick(self, body: bytes) -> bytes:
         if self.agent.playing:

@@ -21,7 +21,7 @@ from ludus.errors import EnvironmentFault, Refused
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.models.inference.batched_policy import BatchedPolicy, Decision
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from tests.gateway import wire
 from tests.gateway.scripted import RecordedSeat, run, tiny_policy

@@ -231,8 +231,9 @@ async def test_a_session_above_its_rate_gets_429_and_continues() -> None:
         hasty = games.send("tick", seq=3)
         assert refusal(await hasty) == (429, "too_many_requests")
         assert hasty.retry_after_s == 0.5
-        session = games.sessions._live[b"a"]
-        session.request_at -= 0.6  # that much later …
+        limit = games.sessions._live[b"a"].rate_limit
+        assert limit is not None
+        limit._at -= 0.6  # that much later …
         assert (await games.ask("tick", seq=3))[0] == 200  # … its number has not been used up
 
 

@@ -245,8 +245,9 @@ def test_the_salloc_command_has_no_secret_and_a_short_time_limit() -> None:
     target = ClusterConfig(on="slurm").merge(nodes=2, time="02:00:00", partition="main", account="games")
     asked = ["--on", "slurm", "--json", "--time", "02:00:00", "--memory", "redis://:hunter22@host:1"]
     words, environ = allocation_command(target, asked, {"A": "b"})
-    assert words[:5] == ["salloc", "--quiet", "--immediate=120", "--nodes=2", "--time=10"]
-    assert {"--partition=main", "--account=games"} <= set(words)
+    assert words[:3] == ["salloc", "--quiet", "--immediate=120"]
+    assert {"--nodes=2", "--time=10", "--partition=main", "--account=games"} <= set(words)
+    assert "--time=02:00:00" not in words
     assert words[-7:] == ["--on", "slurm", "--time", "02:00:00", "--memory", "redis://host:1", "--json"]
     assert environ == {"A": "b", "LUDUS_MEMORY_PASSWORD": "hunter22", IN_ALLOCATION: "1"}
 

@@ -28,9 +28,8 @@ from ludus.launch.job_dir import (
     state_dir,
 )
 from ludus.launch.local import LocalOrchestrator
-from ludus.launch.supervisor import FIRST_BACKOFF_S, MAX_BACKOFF_S, backoff_s
 from ludus.process import identity
-from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main
+from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, is_still, job, main, wait_until_ended
 from tests.waiting import wait_until
 
 
@@ -52,30 +51,30 @@ class TestLocalOrchestrator(OrchestratorContract):
     def test_a_job_ends_with_its_killed_supervisor(self, orchestrator: LocalOrchestrator, tmp_path: Path) -> None:
         beats, job_id = start_beating(orchestrator, tmp_path)
         kill(record_of(orchestrator, job_id).supervisor)
-        status = ended(orchestrator, job_id)
+        status = wait_until_ended(orchestrator, job_id)
         assert (status.state, status.exit_code) == ("failed", 1)
         assert "supervisor ended with signal SIGKILL" in status.reason
         assert {process.state for process in status.processes} == {"ended"}
         assert all(is_still(beat) for beat in beats)
         assert not JobDirectory(orchestrator.directory / job_id).scratch.exists()
 
-    def test_a_job_ends_with_its_killed_keeper(self, orchestrator: LocalOrchestrator, tmp_path: Path) -> None:
+    def test_a_job_ends_with_its_killed_guard(self, orchestrator: LocalOrchestrator, tmp_path: Path) -> None:
         beats, job_id = start_beating(orchestrator, tmp_path)
-        kill(record_of(orchestrator, job_id).keeper)
-        status = ended(orchestrator, job_id)
+        kill(record_of(orchestrator, job_id).guard)
+        status = wait_until_ended(orchestrator, job_id)
         assert status.state == "cancelled"
-        assert status.reason == "its keeper was killed"
+        assert status.reason == "its guard process was killed"
         assert all(is_still(beat) for beat in beats)
 
-    def test_a_job_without_supervisor_and_keeper_has_failed(self, orchestrator: LocalOrchestrator, tmp_path: Path) -> None:
+    def test_a_job_without_supervisor_and_guard_has_failed(self, orchestrator: LocalOrchestrator, tmp_path: Path) -> None:
         beat = tmp_path / "beat"
         job_id = orchestrator.submit(job(Role("main", ("sh", "-c", BEATING, str(beat)))))
         wait_until(beat.exists)
         found = record_of(orchestrator, job_id)
         pid = found.status.processes[0].pid or orchestrator.status(job_id).processes[0].pid
-        for process in (found.keeper, found.supervisor):
+        for process in (found.guard, found.supervisor):
             kill(process)
-        status = ended(orchestrator, job_id)
+        status = wait_until_ended(orchestrator, job_id)
         assert (status.state, status.exit_code) == ("failed", 1)
         assert pid is None or until_gone(pid)
         assert is_still(beat)
@@ -92,7 +91,7 @@ class TestLocalOrchestrator(OrchestratorContract):
         words = [sys.executable, "-c", LATE, str(directory.path)]
         with open(tmp_path / "output", "wb") as output:  # not a pipe, which the supervisor would keep open
             subprocess.run(words, timeout=60, check=True, stdout=output, stderr=output, start_new_session=True)
-        status = ended(orchestrator, "late")
+        status = wait_until_ended(orchestrator, "late")
         assert (status.state, status.exit_code) == ("failed", 4), status.reason
 
     # -- the submitting process
@@ -118,7 +117,7 @@ sys.stdin.read()
             wait_until(beat.exists)
             submitter.kill()
         if attached:
-            status = ended(orchestrator, job_id)
+            status = wait_until_ended(orchestrator, job_id)
             assert (status.state, status.reason) == ("cancelled", "the process that started it is gone")
             assert is_still(beat)
         else:
@@ -129,25 +128,25 @@ sys.stdin.read()
         with LocalOrchestrator(tmp_path / "state", attached=True) as attached:
             job_id = attached.submit(job(main("sleep 600")))
             wait_until(lambda: orchestrator.status(job_id).state == "running")
-        assert ended(orchestrator, job_id).state == "cancelled"
+        assert wait_until_ended(orchestrator, job_id).state == "cancelled"
 
     # -- clean-up and records
 
     def test_a_child_in_another_session_is_killed(self, orchestrator: LocalOrchestrator, tmp_path: Path) -> None:
         beat = tmp_path / "beat"
         hides = f"setsid sh -c '{BEATING}' {beat} </dev/null >/dev/null 2>&1 & until [ -s {beat} ]; do sleep 0.05; done"
-        assert ended(orchestrator, orchestrator.submit(job(main(hides)))).state == "succeeded"
+        assert wait_until_ended(orchestrator, orchestrator.submit(job(main(hides)))).state == "succeeded"
         assert is_still(beat)
 
     def test_a_child_that_writes_for_ever_does_not_delay_the_end(self, orchestrator: LocalOrchestrator) -> None:
         job_id = orchestrator.submit(job(main("echo y; setsid yes & sleep 0.1; exit 3")))
-        status = ended(orchestrator, job_id)
+        status = wait_until_ended(orchestrator, job_id)
         assert (status.state, status.exit_code) == ("failed", 3)
         assert next(orchestrator.logs(job_id)) == "y"
 
     def test_only_the_owner_can_read_a_job_directory(self, orchestrator: LocalOrchestrator) -> None:
         job_id = orchestrator.submit(job(main('echo kept > "$LUDUS_JOB_SCRATCH/file"; stat -c %a "$LUDUS_JOB_SCRATCH"')))
-        assert ended(orchestrator, job_id).state == "succeeded"
+        assert wait_until_ended(orchestrator, job_id).state == "succeeded"
         assert list(orchestrator.logs(job_id)) == ["700"]
         directory = orchestrator.directory / job_id
         assert not (directory / "scratch").exists()
@@ -189,7 +188,7 @@ sys.stdin.read()
 
     def test_a_damaged_record_is_a_failed_job(self, orchestrator: LocalOrchestrator) -> None:
         job_id = orchestrator.submit(job(main("true")))
-        ended(orchestrator, job_id)
+        wait_until_ended(orchestrator, job_id)
         (orchestrator.directory / job_id / "status.json").write_text('{"status": {')
         status = orchestrator.status(job_id)
         assert (status.state, status.exit_code) == ("failed", 1)
@@ -203,14 +202,14 @@ sys.stdin.read()
         running = orchestrator.submit(job(main("sleep 600")))
         over = [orchestrator.submit(job(main("true"))) for _ in range(2)]
         for job_id in over:
-            ended(orchestrator, job_id)
+            wait_until_ended(orchestrator, job_id)
         last = orchestrator.submit(job(main("true")))
         assert {status.id for status in orchestrator.list()} == {running, over[1], last}
 
     def test_the_size_of_logs_is_bounded(self, orchestrator: LocalOrchestrator) -> None:
         lines = 3 * MAX_BYTES // 100
         job_id = orchestrator.submit(job(main(f"head -c {100 * lines} /dev/zero | tr '\\0' 'x' | fold -w 99; echo; echo last")))
-        assert ended(orchestrator, job_id).state == "succeeded"
+        assert wait_until_ended(orchestrator, job_id).state == "succeeded"
         sizes = [path.stat().st_size for path in (orchestrator.directory / job_id / "logs").glob("main-0.log*")]
         assert len(sizes) == 2
         assert sum(sizes) <= 2 * MAX_BYTES
@@ -259,12 +258,6 @@ def test_a_job_survives_a_round_trip_through_json() -> None:
         grace_s=3.0,
     )
     assert job_from_json(job_to_json(spec)) == spec
-
-
-def test_the_back_off_doubles_up_to_a_bound() -> None:
-    delays = [backoff_s(lives) for lives in range(1, 100)]
-    assert delays[:3] == [FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 4 * FIRST_BACKOFF_S]
-    assert max(delays) == delays[-1] == MAX_BACKOFF_S
 
 
 def test_an_orchestrator_is_found_by_name() -> None:

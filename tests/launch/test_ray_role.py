@@ -34,7 +34,7 @@ from ludus.launch.ray_role import (
 from ludus.process.host import usable_cores
 from ludus.process.job_env import PORTS, JobEnv, candidate_ports, find_free_ports
 from ludus.ray_cluster import dashboard_stub
-from ludus.ray_cluster.node_process import NodeSpec
+from ludus.ray_cluster.node import NodeSpec
 from tests.waiting import wait_until
 
 BUSY_S = 120.0
@@ -137,7 +137,7 @@ def test_arguments_are_parsed_and_auto_means_detected() -> None:
 
 def test_a_node_spec_survives_a_round_trip() -> None:
     orders = NodeSpec(True, "a:1", "a", "node-0", "/tmp/x", 1, None, 2, ports={"node_manager_port": 3}, labels={"x": "1"})
-    assert NodeSpec.read(orders.to_line()) == orders
+    assert NodeSpec.from_json(orders.to_json()) == orders
 
 
 def test_error_lines_of_a_ray_log_are_found() -> None:

@@ -162,7 +162,7 @@ def test_the_learner_job_has_ray_lifeline_and_training() -> None:
     assert (job.name, job.main, job.place, job.nodes, job.ray) == ("learner", "main", "10.0.0.2:9610", 1, 0)
     assert [(role.name, role.command[3:], role.restart, role.log) for role in job.roles] == [
         ("ray", ("ludus.launch.ray_role", "--cpus", "0"), "on-failure", "/home/me/logs/learner/ray.log"),
-        ("door", ("ludus.launch.ssh.lifeline", "serve"), "on-failure", "/home/me/logs/learner/door.log"),
+        ("lifeline", ("ludus.launch.ssh.lifeline", "serve"), "on-failure", "/home/me/logs/learner/lifeline.log"),
         ("main", ("ludus.cli.main", "train", "CartPole-v1", "-n", "6"), "when-killed", "/home/me/logs/learner/train.log"),
     ]
     for role in job.roles:

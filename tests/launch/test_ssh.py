@@ -16,11 +16,11 @@ import pytest
 from ludus.errors import LudusError, UnknownName, UsageError, WorkerFailed
 from ludus.launch.job import Job, JobStatus, ProcessStatus, Role, open_orchestrator
 from ludus.launch.ssh import backend
-from ludus.launch.ssh.backend import SshNode, SshOrchestrator, SshSettings, _settings_from_json, _settings_to_json
+from ludus.launch.ssh.backend import SshNode, SshOrchestrator, SshSettings
 from ludus.launch.ssh.connection import check_settings, explain_failure, ssh_words
 from ludus.launch.ssh.job_split import CLIENT_ROLE, SERVER_ROLE, KnownStatus, combine_statuses, split_job
 from ludus.launch.ssh.remote_agent import JobPartStatus
-from ludus.testing.orchestrator_contract import ended, job, main
+from ludus.testing.orchestrator_contract import job, main, wait_until_ended
 from tests.waiting import wait_until
 
 GOLDEN = Path(__file__).parent / "golden" / "ssh"
@@ -113,7 +113,7 @@ def test_each_machine_gets_its_own_part() -> None:
 def test_a_job_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(UsageError, match="needs 3 machines, and 1 are listed"):
         split_job(SPREAD, ONE, "x")
-    with pytest.raises(UsageError, match=r"'ludus\.door' is reserved"):
+    with pytest.raises(UsageError, match=r"'ludus\.lifeline' is reserved"):
         split_job(Job("trial", (main("true"), Role(SERVER_ROLE, ("true",))), "main"), ONE, "x")
 
 
@@ -245,7 +245,7 @@ def test_invalid_settings_are_refused(changes: dict[str, object], match: str, tm
 
 def test_settings_survive_a_round_trip_through_json() -> None:
     kept = replace(check_settings(THREE), copy=())
-    assert _settings_from_json(_settings_to_json(kept)) == kept
+    assert SshSettings.from_json(kept.to_json()) == kept
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshOrchest
 def test_an_orchestrator_without_settings_finds_submitted_jobs(here: SshOrchestrator) -> None:
     job_id = here.submit(job(main("echo done")))
     other = SshOrchestrator(here.directory.parent)
-    assert ended(other, job_id).state == "succeeded"
+    assert wait_until_ended(other, job_id).state == "succeeded"
     assert list(other.logs(job_id)) == ["done"]
     with pytest.raises(UsageError, match="No machines are given"):
         other.submit(job(main("true")))
@@ -310,7 +310,7 @@ def test_a_broken_connection_is_replaced(here: SshOrchestrator, tmp_path: Path) 
         connection._process.wait(30)
     assert here.status(job_id).state == "running"
     go.touch()
-    assert ended(here, job_id).state == "succeeded"
+    assert wait_until_ended(here, job_id).state == "succeeded"
 
 
 def test_a_silent_machine_is_contacted_again_after_a_pause(
@@ -333,7 +333,7 @@ def test_a_silent_machine_is_contacted_again_after_a_pause(
     program.write_text(works)
     wait_until(lambda: here.status(job_id).state == "running")
     here.cancel(job_id, at_once=True)
-    assert ended(here, job_id).state == "cancelled"
+    assert wait_until_ended(here, job_id).state == "cancelled"
 
 
 def test_a_damaged_record_is_a_failed_job_and_old_jobs_are_deleted(
@@ -342,7 +342,7 @@ def test_a_damaged_record_is_a_failed_job_and_old_jobs_are_deleted(
     monkeypatch.setattr(backend, "MAX_ENDED_JOBS", 1)
     first, second = (here.submit(job(main("true"))) for _ in range(2))
     for job_id in (first, second):
-        ended(here, job_id)
+        wait_until_ended(here, job_id)
     (here.directory / second / "known.json").write_text('{"status": {')
     damaged = here.status(second)
     assert (damaged.state, damaged.exit_code) == ("failed", 1)
@@ -357,7 +357,7 @@ def test_a_damaged_record_is_a_failed_job_and_old_jobs_are_deleted(
 def test_stored_files_are_private_and_contain_no_secret(here: SshOrchestrator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_SECRET", "correct-horse-battery")
     job_id = here.submit(Job("trial", (main("true"),), "main", ("TEST_SECRET",)))
-    ended(here, job_id)
+    wait_until_ended(here, job_id)
     files = sorted((here.directory / job_id).iterdir())
     assert [path.name for path in files] == ["job.json", "known.json", "port", "ssh.json"]
     assert all(path.stat().st_mode & 0o077 == 0 for path in (here.directory, here.directory / job_id, *files))

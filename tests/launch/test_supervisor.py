@@ -294,12 +294,12 @@ def test_the_end_of_stdin_ends_a_remote_process(queue: Queue) -> None:
 
 def test_a_killed_supervisor_leaves_no_process_and_a_failed_status(queue: Queue) -> None:
     directory = queue.prepare(Job("trial", (sh("main", "echo $$ > pid; exec sleep 600"),), "main"))
-    keeper = queue.start(directory)
+    guard = queue.start(directory)
     wait_until(lambda: (queue.path / "pid").exists() and bool((queue.path / "pid").read_text().strip()))
     supervisor = directory.read().supervisor
     assert supervisor is not None
     os.kill(supervisor.pid, signal.SIGKILL)
-    assert keeper.wait(_WAIT_S) == 137
+    assert guard.wait(_WAIT_S) == 137
     assert not Path(f"/proc/{(queue.path / 'pid').read_text().strip()}").exists()
     assert directory.read().status.state == "failed"
 

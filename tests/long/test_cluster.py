@@ -24,7 +24,7 @@ from ludus.errors import WorkerFailed
 from ludus.models.policy import Policy
 from ludus.ray_cluster.cluster import Cluster
 from ludus.transport.ring_buffer import Wakeup
-from tests.distributed.test_ray_nodes import FIRST, bell, cluster, next_block, plan, policy  # noqa: F401 - fixtures
+from tests.distributed.test_ray_nodes import FIRST, cluster, next_block, plan, policy, wakeup  # noqa: F401 - fixtures
 from tests.ray_cluster.test_cluster import an_owner
 from tests.system.hosts import SHARED
 from tests.system.ray_hosts import OPTIONS, RUN, RayHosts, end, ray_hosts
@@ -150,9 +150,9 @@ def test_an_agent_that_nobody_calls_ends_itself_and_its_workers(tmp_path: Path) 
         """
         import sys, threading
         from ludus.distributed import node_agent
-        from tests.distributed.test_ray_nodes import SETTINGS, look_at, make_plan, make_policy
+        from tests.distributed.test_ray_nodes import SETTINGS, make_plan, make_policy, probe_environment
         node_agent.ORPHAN_S = 15.0
-        shape = look_at("CartPole-v1", SETTINGS)
+        shape = probe_environment("CartPole-v1", SETTINGS)
         policy = make_policy(shape.observation_space, shape.action_space, SETTINGS)
         agent = node_agent.NodeAgent("alone")
         agent.open(make_plan("CartPole-v1", SETTINGS, shape, policy, 1, 0), node_agent.local_node, None, "")
@@ -172,44 +172,44 @@ def test_an_agent_that_nobody_calls_ends_itself_and_its_workers(tmp_path: Path) 
 
 
 def test_another_version_of_ludus_is_refused_by_name(
-    cluster: Cluster, plan: SamplingPlan, bell: Wakeup, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, plan: SamplingPlan, wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = ludus.__version__
     monkeypatch.setattr(ludus, "__version__", "99.0")
     with pytest.raises(WorkerFailed, match=f"has ludus {there}, and this machine 99.0"):
-        RayNodes(cluster, plan, bell.path, agent_here=True)
+        RayNodes(cluster, plan, wakeup.path, agent_here=True)
 
 
 def test_an_agent_that_stands_still_is_given_up_whatever_ray_says(
-    cluster: Cluster, plan: SamplingPlan, policy: Policy, bell: Wakeup
+    cluster: Cluster, plan: SamplingPlan, policy: Policy, wakeup: Wakeup
 ) -> None:
-    nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
+    nodes = RayNodes(cluster, plan, wakeup.path, agent_here=True)
     try:
         (node,) = nodes.current()
         node.publish(FIRST, policy.weights())
         node.start(0, 0)
-        next_block(node, 0, bell)
-        wait_until(lambda: bool(node.workers()), pause=bell.wait)
+        next_block(node, 0, wakeup)
+        wait_until(lambda: bool(node.workers()), pause=wakeup.wait)
         agent = next(p for p in psutil.Process(node.workers()[0].pid).parents() if "NodeAgent" in p.name())
         agent.suspend()
-        wait_until(lambda: node.lost, pause=bell.wait)
+        wait_until(lambda: node.lost, pause=wakeup.wait)
         assert "has not answered for" in node.lost
-        wait_until(lambda: nodes.current() and nodes.current()[0] is not node, pause=bell.wait)
+        wait_until(lambda: nodes.current() and nodes.current()[0] is not node, pause=wakeup.wait)
         assert psutil.wait_procs([agent], timeout=20)[1] == [], "it is ended, so that it does not wake up beside its successor"
     finally:
         nodes.close()
 
 
-def test_blocks_are_the_same_with_and_without_ray(cluster: Cluster, plan: SamplingPlan, policy: Policy, bell: Wakeup) -> None:
-    nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
-    here = LocalNode(plan, bell.path)
+def test_blocks_are_the_same_with_and_without_ray(cluster: Cluster, plan: SamplingPlan, policy: Policy, wakeup: Wakeup) -> None:
+    nodes = RayNodes(cluster, plan, wakeup.path, agent_here=True)
+    here = LocalNode(plan, wakeup.path)
     try:
         (there,) = nodes.current()
         for node in (here, there):
             node.publish(FIRST, policy.weights())
             node.start(1, 0)
         for update in range(3):
-            ours, theirs = next_block(here, 1, bell), next_block(there, 1, bell)
+            ours, theirs = next_block(here, 1, wakeup), next_block(there, 1, wakeup)
             for (path, a), (_, b) in zip(leaves(ours.arrays()), leaves(theirs.arrays()), strict=True):
                 assert np.array_equal(a, b, equal_nan=True), (update, path)
             here.release(1, ours)

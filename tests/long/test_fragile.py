@@ -9,9 +9,9 @@ import pytest
 
 from ludus.core.metrics import Numbers
 from ludus.envs.vector_env import make_environments
-from ludus.experiments.assembly.assemble import assemble_run
 from ludus.experiments.assembly.components import PreparedRun
 from ludus.experiments.resolve import resolve
+from ludus.experiments.training import assemble_run
 from ludus.sampling.episode_runner import EpisodePlan, play
 from tests.long.record import record
 

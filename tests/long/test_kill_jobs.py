@@ -15,7 +15,7 @@ import pytest
 from ludus.launch.job_dir import JobDirectory
 from ludus.launch.local import LocalOrchestrator
 from ludus.process import identity
-from ludus.testing.orchestrator_contract import ended
+from ludus.testing.orchestrator_contract import wait_until_ended
 from tests.long.record import record
 from tests.waiting import wait_until
 
@@ -64,8 +64,8 @@ def test_nothing_is_left_whoever_is_killed_and_whenever(tmp_path: Path) -> None:
             time.sleep(rng.choice([0.0, rng.uniform(0, 0.3)]))
             found = JobDirectory(orchestrator.directory / job_id).read()
             roles = [p.pid for p in orchestrator.status(job_id).processes if p.pid is not None]
-            watchers = {"supervisor": found.supervisor, "keeper": found.keeper}
-            who = rng.choice(["supervisor", "keeper", "submitter", "role", "nobody"])
+            watchers = {"supervisor": found.supervisor, "guard": found.guard}
+            who = rng.choice(["supervisor", "guard", "submitter", "role", "nobody"])
             counts[who] = counts.get(who, 0) + 1
             if who == "role" and roles:
                 os.kill(rng.choice(roles), signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_nothing_is_left_whoever_is_killed_and_whenever(tmp_path: Path) -> None:
             submitter.kill()
         if who == "nobody":
             orchestrator.cancel(job_id, at_once=True)
-        status = ended(orchestrator, job_id)
+        status = wait_until_ended(orchestrator, job_id)
         assert status.state in ("failed", "cancelled"), status
         wait_until(lambda mark=mark: not marked(mark), 30)  # type: ignore[misc]
         assert not (orchestrator.directory / job_id / "scratch").exists()

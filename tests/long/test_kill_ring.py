@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 def ring(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """Hardly larger than a record, and with room for a dozen."""
     create_ring(tmp_path / "ring", request.param)
-    Wakeup.create(tmp_path / "bell").close()
-    return tmp_path / "ring", tmp_path / "bell"
+    Wakeup.create(tmp_path / "wakeup").close()
+    return tmp_path / "ring", tmp_path / "wakeup"
 
 
 def test_hundreds_of_killed_writers_leave_nothing_torn_missing_or_doubled(ring: tuple[Path, Path]) -> None:

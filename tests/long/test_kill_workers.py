@@ -22,7 +22,7 @@ def sampled(made: Fleet, seconds: float) -> tuple[int, dict[int, int]]:
     over = time.monotonic() + seconds
     while (left := over - time.monotonic()) > 0:
         if not made.batches.ready():
-            made.sampling._bell.wait(min(left, 0.1))
+            made.sampling._wakeup.wait(min(left, 0.1))
             made.sampling.step()
             continue
         taken = made.batches.take()
@@ -76,7 +76,7 @@ def test_workers_are_killed_all_the_time_and_sampling_goes_on() -> None:
             restarts=made.sampling.restarts,
         )
         for worker in range(WORKERS):  # whatever was finished has arrived: only what was being written is lost
-            reader = made.sampling._at[worker]._readers[worker]  # type: ignore[attr-defined]
+            reader = made.sampling._node_of[worker]._readers[worker]  # type: ignore[attr-defined]
             assert reader.committed == made.sampling._taken_there[worker] + reader.waiting
         assert made.sampling.restarts == kills
         assert share >= 0.5

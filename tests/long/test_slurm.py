@@ -18,7 +18,7 @@ from ludus.launch.job import Job, Orchestrator, Role
 from ludus.launch.job_dir import JobDirectory
 from ludus.launch.slurm.backend import SlurmOrchestrator, SlurmSettings
 from ludus.process import identity
-from ludus.testing.orchestrator_contract import BEATING, ended, is_still, job, main
+from ludus.testing.orchestrator_contract import BEATING, is_still, job, main, wait_until_ended
 from tests.system import test_slurm
 from tests.system.slurm_rig import SlurmRig, as_user, processes_of, slurm_rig
 from tests.waiting import wait_until
@@ -67,7 +67,9 @@ class TestFar(test_slurm.SlurmContract):
         begun = shared / "begun"
         script = f"echo . >> {begun}; [ $(wc -l < {begun}) -ge 2 ] && exec sleep 600; kill -9 $$"
         first = main(f"touch {begun}; until [ $(wc -l < {begun}) -ge 2 ]; do sleep 0.05; done")
-        status = ended(orchestrator, orchestrator.submit(job(first, Role("worker", ("sh", "-c", script), restart="when-killed"))))
+        status = wait_until_ended(
+            orchestrator, orchestrator.submit(job(first, Role("worker", ("sh", "-c", script), restart="when-killed")))
+        )
         assert (status.state, status.of("worker")[0].restarts) == ("succeeded", 1)
 
 
@@ -135,7 +137,7 @@ def test_a_job_that_makes_room_for_another_goes_on_afterwards(tmp_path: Path) ->
     assert slurm.status(job_id).state == "pending"
     assert not processes_of(job_id)
     (tmp_path / "go").touch()
-    assert ended(urgent, first).state == "succeeded"
+    assert wait_until_ended(urgent, first).state == "succeeded"
     wait_until(lambda: slurm.status(job_id).over, 120)
     status = slurm.status(job_id)
     assert (status.state, status.of("main")[0].restarts) == ("succeeded", 1), status
@@ -182,7 +184,7 @@ def test_scancel_by_hand_leaves_no_process(orchestrator: SlurmOrchestrator, tmp_
     (number,) = rig.jobs()
     rig.ask("scancel", number)
     wait_until(lambda: not processes_of(job_id), GONE_S + 5)
-    status = ended(orchestrator, job_id)
+    status = wait_until_ended(orchestrator, job_id)
     assert (status.state, status.exit_code) == ("cancelled", 130), status
     assert all(is_still(beat) for beat in beats)
     assert not (orchestrator.directory / job_id / "token").exists()
@@ -193,11 +195,11 @@ def test_a_cancelled_job_is_gone_within_ten_seconds(orchestrator: SlurmOrchestra
     job_id, beats = running(orchestrator, tmp_path)
     orchestrator.cancel(job_id, at_once=at_once)
     wait_until(lambda: not processes_of(job_id), GONE_S)
-    assert ended(orchestrator, job_id).state == "cancelled"
+    assert wait_until_ended(orchestrator, job_id).state == "cancelled"
     assert all(is_still(beat) for beat in beats)
 
 
-@pytest.mark.parametrize("who", [("supervisor",), ("keeper",), ("keeper", "supervisor")], ids="+".join)
+@pytest.mark.parametrize("who", [("supervisor",), ("guard",), ("guard", "supervisor")], ids="+".join)
 def test_whoever_is_killed_nothing_is_left(
     orchestrator: SlurmOrchestrator, tmp_path: Path, who: tuple[str, ...], rig: SlurmRig
 ) -> None:
@@ -208,7 +210,7 @@ def test_whoever_is_killed_nothing_is_left(
         watcher = getattr(found, name)
         identity.send_signal(watcher.pid, watcher.started, signal.SIGKILL)
     wait_until(lambda: not processes_of(job_id), GONE_S + 5)
-    status = ended(orchestrator, job_id)
+    status = wait_until_ended(orchestrator, job_id)
     assert status.state in ("failed", "cancelled"), status
     assert status.exit_code != 0
     assert all(is_still(beat) for beat in beats)
@@ -240,7 +242,7 @@ def test_two_users_at_once_do_not_see_each_other(orchestrator: SlurmOrchestrator
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(source), "HOME": str(place), **rig.environment}
     done = as_user("nobody", [python, "-c", script], environment, place)
     assert done.stdout == "succeeded nobody\n", done.stderr
-    assert ended(orchestrator, mine).state == "succeeded"
+    assert wait_until_ended(orchestrator, mine).state == "succeeded"
     assert list(orchestrator.logs(mine, role="main")) == ["root"]
     assert [status.id for status in orchestrator.list()] == [mine]
 

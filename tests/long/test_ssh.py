@@ -17,8 +17,8 @@ import pytest
 from ludus.errors import UsageError, WorkerFailed
 from ludus.launch.job import Job, JobStatus, Role
 from ludus.launch.job_dir import job_to_json
-from ludus.launch.ssh.backend import SshOrchestrator, _settings_to_json
-from ludus.testing.orchestrator_contract import BEATING, ended, is_still
+from ludus.launch.ssh.backend import SshOrchestrator
+from ludus.testing.orchestrator_contract import BEATING, is_still, wait_until_ended
 from tests.cli.programs import program
 from tests.long.record import record
 from tests.system import ssh_rig
@@ -103,7 +103,7 @@ def test_a_worker_that_loses_power_is_reported_and_comes_back(
     assert orchestrator.status(job_id).reason == ""
     assert mended(job_id) == (0, f"ludus: {job_id} has no missing processes\n")
     (rig.shared / "over").touch()
-    status = ended(orchestrator, job_id)
+    status = wait_until_ended(orchestrator, job_id)
     assert (status.state, status.reason) == ("succeeded", "")
     assert all(is_still(beat) for beat in beats)
     assert nothing_runs(rig, orchestrator) == [[], [], []]
@@ -113,7 +113,7 @@ def test_a_job_ends_well_without_a_machine_that_stays_dead(rig: ssh_rig.SshRig, 
     job_id, _ = begun(orchestrator, rig)
     rig.power_off(1)
     (rig.shared / "over").touch()
-    status = ended(orchestrator, job_id)
+    status = wait_until_ended(orchestrator, job_id)
     assert (status.state, status.exit_code) == ("succeeded", 0)
     assert f"{rig.hosts.address(1)} does not answer since" in status.reason
     assert nothing_runs(rig, orchestrator) == [[], []]
@@ -137,7 +137,7 @@ def test_when_the_machine_of_main_loses_power_the_others_end_and_all_can_be_mend
     wait_until(lambda: not any(is_still(beat) for beat in beats))
     assert orchestrator.status(job_id).state == "running"
     (rig.shared / "over").touch()
-    assert ended(orchestrator, job_id).state == "succeeded"
+    assert wait_until_ended(orchestrator, job_id).state == "succeeded"
     assert nothing_runs(rig, orchestrator) == [[], [], []]
 
 
@@ -148,7 +148,7 @@ def test_a_cancelled_job_whose_first_machine_is_dead_is_over_when_the_others_are
     rig.power_off(0)
     with pytest.raises(WorkerFailed, match=f"{rig.hosts.address(0)} could not be notified"):
         orchestrator.cancel(job_id)
-    status = ended(orchestrator, job_id)
+    status = wait_until_ended(orchestrator, job_id)
     assert status.state == "cancelled"
     assert f"{rig.hosts.address(0)} does not answer" in status.reason
     assert is_still(beats[1])
@@ -168,7 +168,7 @@ def test_a_cable_that_is_pulled_for_long_ends_what_is_behind_it_and_a_short_whil
         looked(orchestrator, job_id, "")
         wait_until(lambda: orchestrator.status(job_id).reason == "")
         orchestrator.cancel(job_id)
-        assert ended(orchestrator, job_id).state == "cancelled"
+        assert wait_until_ended(orchestrator, job_id).state == "cancelled"
         assert is_still(beats[1]), "it was held again"
     with rig.orchestrator(tmp_path / "laptop", patience_s=PATIENCE_S) as orchestrator:
         job_id, beats = begun(orchestrator, rig)
@@ -180,25 +180,25 @@ def test_a_cable_that_is_pulled_for_long_ends_what_is_behind_it_and_a_short_whil
         assert orchestrator.mend(job_id) == [rig.hosts.address(1)]
         wait_until(lambda: not is_still(beats[1]))
         orchestrator.cancel(job_id)
-        assert ended(orchestrator, job_id).state == "cancelled"
+        assert wait_until_ended(orchestrator, job_id).state == "cancelled"
         assert nothing_runs(rig, orchestrator) == [[], [], []]
 
 
 @pytest.mark.parametrize("host", [0, 1])
-@pytest.mark.parametrize("whom", ["supervisor", "keeper"])
+@pytest.mark.parametrize("whom", ["supervisor", "guard"])
 def test_when_who_looks_after_a_part_is_killed_nothing_is_left(
     rig: ssh_rig.SshRig, orchestrator: SshOrchestrator, host: int, whom: str
 ) -> None:
     job_id, beats = begun(orchestrator, rig)
-    keeper, supervisor = sorted(
+    guard, supervisor = sorted(
         (process for process in rig.processes(host) if "ludus.launch.supervisor" in process.cmdline()),
         key=lambda process: process.create_time(),
     )
-    os.kill((keeper if whom == "keeper" else supervisor).pid, signal.SIGKILL)
+    os.kill((guard if whom == "guard" else supervisor).pid, signal.SIGKILL)
     wait_until(lambda: is_still(beats[host]))
     if host == 0:
-        status = ended(orchestrator, job_id)
-        assert status.state == ("cancelled" if whom == "keeper" else "failed")
+        status = wait_until_ended(orchestrator, job_id)
+        assert status.state == ("cancelled" if whom == "guard" else "failed")
         assert whom in status.reason
         assert all(is_still(beat) for beat in beats)
     else:
@@ -207,7 +207,7 @@ def test_when_who_looks_after_a_part_is_killed_nothing_is_left(
         assert orchestrator.mend(job_id) == [rig.hosts.address(1)]
         wait_until(lambda: not is_still(beats[1]))
         orchestrator.cancel(job_id)
-        assert ended(orchestrator, job_id).state == "cancelled"
+        assert wait_until_ended(orchestrator, job_id).state == "cancelled"
     assert nothing_runs(rig, orchestrator) == [[], [], []]
 
 
@@ -220,7 +220,7 @@ def test_a_job_needs_neither_the_laptop_nor_its_network(rig: ssh_rig.SshRig, orc
     assert "does not answer" in orchestrator.status(job_id).reason
     (rig.shared / "over").touch()
     rig.hosts.mend(3)
-    assert ended(orchestrator, job_id).state == "succeeded"
+    assert wait_until_ended(orchestrator, job_id).state == "succeeded"
     assert nothing_runs(rig, orchestrator) == [[], [], []]
 
 
@@ -228,9 +228,9 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from ludus.launch.job_dir import job_from_json
-from ludus.launch.ssh.backend import SshOrchestrator, _settings_from_json
+from ludus.launch.ssh.backend import SshOrchestrator, SshSettings
 settings, job = (Path(word).read_text() for word in sys.argv[2:])
-orchestrator = SshOrchestrator(Path(sys.argv[1]), _settings_from_json(settings))
+orchestrator = SshOrchestrator(Path(sys.argv[1]), SshSettings.from_json(settings))
 print("begin", flush=True)
 print(orchestrator.submit(job_from_json(job)), flush=True)
 """
@@ -240,7 +240,7 @@ def test_a_launcher_that_is_killed_leaves_a_whole_job_or_none(rig: ssh_rig.SshRi
     rng = random.Random(0)
     orchestrator = rig.orchestrator(tmp_path / "laptop", patience_s=PATIENCE_S)
     outcomes: dict[str, int] = {}
-    (tmp_path / "settings").write_text(_settings_to_json(replace(rig.settings(), patience_s=PATIENCE_S)))
+    (tmp_path / "settings").write_text(replace(rig.settings(), patience_s=PATIENCE_S).to_json())
     for number in range(KILLS):
         asked, beats = beating(rig, f"try-{number}")
         (tmp_path / "job").write_text(job_to_json(asked))
@@ -256,7 +256,7 @@ def test_a_launcher_that_is_killed_leaves_a_whole_job_or_none(rig: ssh_rig.SshRi
             wait_until(lambda: all(beat.exists() for beat in beats))  # noqa: B023
             outcome = "whole"
             orchestrator.cancel(job_id)
-            assert ended(orchestrator, job_id).state == "cancelled"
+            assert wait_until_ended(orchestrator, job_id).state == "cancelled"
         elif known:
             orchestrator.cancel(known[0].id)
             outcome = f"known as {ended_within(orchestrator, known[0].id)}"
@@ -276,7 +276,7 @@ def ended_within(orchestrator: SshOrchestrator, job_id: str, timeout_s: float = 
 
 def test_a_job_that_is_over_cannot_be_mended(orchestrator: SshOrchestrator) -> None:
     job_id = orchestrator.submit(Job("short", (Role("main", ("sh", "-c", "exit 3")),), "main", nodes=2))
-    status = ended(orchestrator, job_id)
+    status = wait_until_ended(orchestrator, job_id)
     assert (status.state, status.exit_code) == ("failed", 3)
     with pytest.raises(UsageError, match="is over"):
         orchestrator.mend(job_id)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ludus.core.tree import map_tree
 from ludus.errors import ConfigError
 from ludus.models.autoregressive_actions import AutoregressiveDistribution, Branch
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import VALUES, Policy
 
 SIZES = (4, 3, 2, 5)

@@ -126,7 +126,7 @@ def test_what_a_mask_forbids_is_never_chosen(data: st.DataObject) -> None:
 def allowed(chosen: Tree, mask: Any, action: Space) -> bool:
     """Actions as the policy keeps them count from 0."""
     at, fine = 0, True
-    for (_, space), (_, value) in zip(spaces.action_leaves(action), leaves(chosen), strict=True):
+    for (_, space), (_, value) in zip(spaces.space_leaves(action), leaves(chosen), strict=True):
         if isinstance(space, gs.Discrete):
             fine &= bool(mask[at + int(value)])
             at += int(space.n)

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from ludus.models import byte_scales
 from ludus.models.byte_scales import ByteScale, choose
 from ludus.models.centralized_critic import OWN, STATE, actor_policy, without_critic
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights.serialization import policy_from
 

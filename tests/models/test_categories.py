@@ -15,11 +15,10 @@ from gymnasium import spaces as gs
 import ludus
 from ludus.envs import registry
 from ludus.errors import ConfigError
-from ludus.experiments.assembly.policies import embedding_bound
 from ludus.experiments.runs import checkpoint
-from ludus.models.categories import EMBED_ABOVE, EMBEDDING_SIZE, MAX_CATEGORIES
 from ludus.models.export import onnx_export, parity
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
+from ludus.models.observation_encoder import EMBED_ABOVE, EMBEDDING_SIZE, MAX_CATEGORIES
 from ludus.models.policy import Policy
 from ludus.models.weights.serialization import policy_from
 from ludus.sampling.trained_agent import TrainedAgent
@@ -73,9 +72,9 @@ def test_a_run_of_an_earlier_release_goes_on_with_one_hot_categories(tmp_path: P
     small: Any = {"num_envs": 2, "train_batch_size": 8, "minibatch_size": 8, "num_epochs": 1, "model": {"fcnet_hiddens": [4]}}
     try:
         with monkeypatch.context() as earlier:
-            earlier.setattr("ludus.experiments.assembly.local_training.embedding_bound", lambda before: None)
+            earlier.setattr("ludus.experiments.assembly.policies.EMBED_ABOVE", None)
             first = ludus.train("rooms", stop={"timesteps": 8}, local_dir=tmp_path, **small)
-        assert embedding_bound(checkpoint.open_checkpoint(first.run_dir)[1]) is None
+        assert checkpoint.open_checkpoint(first.run_dir)[1].embed_above("model") is None
         later = ludus.resume(first.run_dir, {"timesteps": 16})
         assert later.agent.policy.network.vector.size == 1500
     finally:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ludus.algorithms.ppo import PPOConfig
 from ludus.experiments.assembly.policies import make_policy
 from ludus.models.centralized_critic import actor_policy
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 
 OWN = gym.spaces.Dict(

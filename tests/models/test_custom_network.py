@@ -26,7 +26,7 @@ from ludus.models.custom import loader
 from ludus.models.custom.custom_network import CustomNetwork
 from ludus.models.custom.loader import ModelFiles, find_class
 from ludus.models.custom.validation import check_custom
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import VALUES, Policy
 from ludus.models.weights import serialization
 from ludus.testing import check_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ludus.errors import ConfigError
-from ludus.models.devices import CPU, DevicePolicy, copy_for_acting, copy_for_learning, learner_device, named_device, to_device
+from ludus.models.devices import CPU, DevicePolicy, copy_for_acting, copy_for_learning, learner_device, parse_device, to_device
 from tests.algorithms.experience import policy_for
 
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without accelerators")
@@ -15,7 +15,7 @@ WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine 
 def test_the_default_device_is_the_cpu() -> None:
     assert learner_device("auto", 0) == CPU
     assert learner_device("cpu", 0) == CPU
-    assert named_device("cpu", "inference_device") == CPU
+    assert parse_device("cpu", "inference_device") == CPU
 
 
 @WITHOUT
@@ -34,12 +34,12 @@ def test_a_device_that_is_not_there_is_named() -> None:
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", ""])
 def test_a_word_that_names_no_device_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="inference_device"):
-        named_device(name, "inference_device")
+        parse_device(name, "inference_device")
 
 
 def test_devices_we_know_nothing_of_are_refused() -> None:
     with pytest.raises(ConfigError, match="only cuda"):
-        named_device("xpu", "learner_device")
+        parse_device("xpu", "learner_device")
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "hybrid"])

@@ -11,17 +11,13 @@ from torch import Tensor, nn
 
 from ludus.core.tree import Tree, map_tree, stack
 from ludus.errors import ConfigError
-from ludus.models import networks
 from ludus.models.entity_encoder import EntityEncoder, Pointer
-from ludus.models.layers import ACTIVATIONS, Dense
-from ludus.models.networks import (
-    ImageEncoder,
-    Network,
-    NetworkConfig,
-    RecurrentCore,
-    RunningNorm,
-    VectorPart,
-)
+from ludus.models.image_encoder import ImageEncoder
+from ludus.models.layers import ACTIVATIONS, Dense, RunningNorm
+from ludus.models.network_config import NetworkConfig
+from ludus.models.networks import Network
+from ludus.models.observation_encoder import VectorPart, plan_encoders
+from ludus.models.recurrent_core import RecurrentCore
 
 Space = gym.Space[Any]
 
@@ -218,7 +214,7 @@ def test_numbers_and_categories_become_one_vector_in_the_order_of_keys() -> None
     )
     value = {"a": [[[5.0, -6.0]]], "b": [1], "c": [[[2], [1]]], "d": [[255, 51]]}
     dtypes = {"a": torch.float32, "b": torch.int64, "c": torch.int64, "d": torch.uint8}
-    part = VectorPart(networks._plan(space))
+    part = VectorPart(plan_encoders(space))
     vector = part({key: torch.tensor(value[key], dtype=dtypes[key]) for key in value})
     torch.testing.assert_close(vector, torch.tensor([[5.0, -6.0, 0, 0, 1, 0, 1, 0, 1, 0, 1.0, 0.2]]))
     assert part.size == 12

@@ -27,7 +27,7 @@ from ludus.models.centralized_critic import actor_policy, without_critic
 from ludus.models.export import onnx_export, parity
 from ludus.models.export.quantize import quantize
 from ludus.models.inference.onnx_policy import OnnxModule, OnnxPolicy
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import module_spec as modules
 from tests.tools import network_of
@@ -387,7 +387,9 @@ def test_ranges_that_are_measured_over_a_batch_do_not_pass(tmp_path: Path) -> No
     (tmp_path / "it.onnx").write_bytes(traced("relu, boxes"))
     quantization = plugins.require("onnxruntime.quantization", "serve", "this test")
     quantization.quantize_dynamic(tmp_path / "it.onnx", tmp_path / "small.onnx")
-    model = onnx_export.with_facts((tmp_path / "small.onnx").read_bytes(), precision="int8")
+    small = onnx.load(tmp_path / "small.onnx")
+    onnx.helper.set_model_props(small, {onnx_export.META: json.dumps(onnx_export.facts_of(small) | {"precision": "int8"})})
+    model = small.SerializeToString()
     assert any("the others in its batch" in reason for reason in parity.independent(made("relu, boxes"), model))
     assert any("the others in its batch" in reason for reason in parity.verify(made("relu, boxes"), model).reasons)
 

@@ -14,7 +14,7 @@ from ludus.core import tree
 from ludus.core.spaces import mask_size
 from ludus.core.tree import Tree, map_tree, stack
 from ludus.errors import IncompatibleCheckpoint
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from tests.tools import network_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ludus.models.distributions import EpsilonGreedy, make_q_distribution
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import VALUES, Policy
 
 

@@ -19,9 +19,9 @@ from ludus.models.weights.version_store import (
     RESERVED_BLOCK,
     LocalVersionStore,
     claims_after,
+    list_versions,
     load_version,
     newest_claim,
-    stored_versions,
 )
 from ludus.storage.base import Bytes
 from ludus.storage.local import LocalStore
@@ -49,7 +49,7 @@ def test_an_owner_that_was_cut_off_cannot_write_over_its_successor(tmp_path: Pat
     with pytest.raises(Fenced):
         publish_a_block(old)
     assert new.keep("model") > RESERVED_BLOCK
-    assert stored_versions(LocalStore(tmp_path), "model") == [RESERVED_BLOCK + 1]
+    assert list_versions(LocalStore(tmp_path), "model") == [RESERVED_BLOCK + 1]
 
 
 def test_a_kept_version_is_a_policy_of_its_own(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_deleted_versions_are_gone(tmp_path: Path) -> None:
     second = pool.publish("model")
     pool.keep("model")
     pool.forget("model", first)
-    assert stored_versions(LocalStore(tmp_path), "model") == [second]
+    assert list_versions(LocalStore(tmp_path), "model") == [second]
 
 
 def test_a_checkpoint_cannot_name_a_class_of_its_own(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from ludus.distributed.frames import Header, encode_frame
 from ludus.distributed.gateway_workers import bind
-from ludus.distributed.hub.rpc import Header, Peer, RpcConnection, frame, listen_tcp
+from ludus.distributed.hub.rpc import Peer, RpcConnection, listen_tcp
 from ludus.errors import UsageError, WorkerFailed
 from ludus.io.addresses import host_and_port, tcp_address
 from ludus.process import auth
@@ -128,8 +129,8 @@ def test_a_peer_with_another_token_gets_an_error_and_is_counted_and_logged_once(
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         os.urandom(4096),
         bytes(100),
-        struct.pack("<II", 1 << 31, 1 << 31),
-        b"".join(bytes(part) for part in frame({"op": "x", "id": 1})),
+        struct.pack("<IQ", 1 << 31, 1 << 31),
+        b"".join(bytes(part) for part in encode_frame({"op": "x", "id": 1})),
         b"LUDUS-1\n" + bytes(64),
     ],
     ids=["http", "random", "zeros", "huge lengths", "a frame", "no proof"],

@@ -124,9 +124,7 @@ def test_open_files_and_threads_are_listed() -> None:
 
 
 def test_a_process_can_be_named() -> None:
-    script = (
-        "from ludus.process import identity, procfs; identity.set_name('a rather long name'); print(procfs.list_thread_names())"
-    )
+    script = "from ludus.process import children, identity, procfs; children.set_name('a rather long name'); print(procfs.list_thread_names())"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "['a rather long n']"
 
 

@@ -525,13 +525,13 @@ def asked_for_a_sign_of_life(connection: socket.socket) -> tuple[int, int]:
 def test_a_long_wait_detects_a_lost_host(served: Served) -> None:
     with Client(served.url, timeout_s=3600) as client:
         client.start("one")
-        ((connection, _),) = client._sockets.values()
+        ((connection, _),) = client._kept.values()
         assert asked_for_a_sign_of_life(connection) == (5, 10)
 
     async def asynchronously() -> tuple[int, int]:
         async with AsyncClient(served.url, timeout_s=3600) as client:
             await client.start("two")
-            (wire,) = client._connections.values()
+            (wire,) = client._kept.values()
             assert wire._transport is not None
             return asked_for_a_sign_of_life(wire._transport.get_extra_info("socket"))
 

@@ -151,17 +151,17 @@ def test_a_large_file_comes_whole_and_only_when_the_game_is_over(
 ) -> None:
     client.start_game("kept-1", camp_config={"mode": "1v1"}, options={"behave": "go on"})
     with pytest.raises(Refused, match="is still running and has no recording yet"):
-        client.kept("kept-1", "recording")
+        client.download("kept-1", "recording")
     client.stop_game("kept-1", grace_s=0)
     client.start_game("kept-2", camp_config={"mode": "1v1"})
     client.wait_game("kept-2", 30)
-    assert client.kept("kept-2", "recording") == b"none at all"
+    assert client.download("kept-2", "recording") == b"none at all"
     data = np.random.default_rng(0).bytes(3_000_001)
     (game,) = [path for path in games.parent.rglob("moves.txt") if path.parent.name == "kept-2"]
     game.write_bytes(data)
-    assert client.kept("kept-2", "recording") == data
+    assert client.download("kept-2", "recording") == data
     game.write_bytes(b"")
-    assert client.kept("kept-2", "recording") == b""
+    assert client.download("kept-2", "recording") == b""
     head = http.client.HTTPConnection(server.host, server.port, timeout=20)
     game.write_bytes(data)
     head.request("HEAD", "/v1/games/kept-2/recording")

@@ -20,19 +20,19 @@ import pytest
 
 import ludus
 from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
-from ludus.process import identity, reaper
+from ludus.process import identity
 from ludus.process.job_env import JobEnv
 from ludus.ray_cluster import cluster
 from ludus.ray_cluster.cluster import (
     Cluster,
-    Member,
     address_of,
     check_membership,
     missing_nodes,
     probe_cluster,
-    sweep,
     wait_for_nodes,
 )
+from ludus.ray_cluster.membership import Member
+from ludus.ray_cluster.ray_temp_dir import sweep
 
 ANSWER = {
     "address": "127.0.0.1:6379",
@@ -250,7 +250,7 @@ class Owner:
         self.popen.wait(30)
 
     def left(self) -> list[psutil.Process]:
-        """What still runs, after a moment for what is about to end. (The last to end, the reaper, is one of them.)"""
+        """What still runs, after a moment for what is about to end. (The last to end, the guard, is one of them.)"""
         _, alive = psutil.wait_procs(self.processes, timeout=20)
         return [*alive, *(process for process in psutil.process_iter(["cmdline"]) if self._is_ours(process))]
 
@@ -339,21 +339,3 @@ def test_a_head_that_falls_silent_at_once_is_left_again() -> None:
     with pytest.raises(Unreachable, match="does not reply any more"):
         Silent("127.0.0.1:6379")
     assert Silent.left
-
-
-def test_a_reaper_that_does_not_end_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deaf = tmp_path / "deaf.py"
-    deaf.write_text("import os, sys, time\nopen(sys.argv[1] + '/pid', 'w').write(str(os.getpid()) + '.')\ntime.sleep(600)\n")
-    monkeypatch.setattr(reaper, "__file__", str(deaf))
-    monkeypatch.setattr(cluster, "_END_S", 0.2)
-    pid = tmp_path / "pid"
-
-    def fail() -> None:
-        deadline = time.monotonic() + 20
-        while not (pid.exists() and pid.read_text().endswith(".")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        raise WorkerFailed("the real reason")
-
-    with pytest.raises(WorkerFailed, match="the real reason"), cluster.reaper_process(tmp_path):
-        fail()
-    assert not psutil.pid_exists(int(pid.read_text().strip(".")))

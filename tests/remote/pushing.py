@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def shared(buffer: ludus.RemoteBuffer) -> RingWriter:
     async def share() -> None:
         if box._connection is None:
             box._connection = await session.client.connect()
-        box._request_ring(box._connection, item(0).nbytes)
+        if box._ring_task is None:
+            box._ring_task = asyncio.get_running_loop().create_task(box._make_ring(box._connection, item(0).nbytes))
         assert box._ring_task is not None
         await box._ring_task
 

@@ -14,7 +14,7 @@ import torch
 
 import ludus
 from ludus.errors import Refused, UsageError
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.protocol.client import Client
 from ludus.remote.agent import STEPS
 from ludus.remote.context import RunContext

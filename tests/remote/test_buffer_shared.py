@@ -51,7 +51,7 @@ def when_pushed(buffer: ludus.RemoteBuffer, count: int) -> dict[str, int]:
 
 def rings(run: RunContext) -> list[Path]:
     assert run.hub is not None
-    return list((run.hub._shm.path / "rings").iterdir())
+    return list((Path(run.hub.location.staging).parent / "rings").iterdir())
 
 
 def on_hub(run: RunContext, look: Callable[[Hub], T]) -> T:
@@ -229,7 +229,7 @@ def test_nothing_is_left_of_it(tmp_path: Path) -> None:
         numbers(buffer, 1)
         assert rings(session)
         assert session.hub is not None
-        place = session.hub._shm.path
+        place = Path(session.hub.location.staging).parent
     assert not place.exists()
     with pytest.raises(WorkerFailed):
         buffer.push(item(3))

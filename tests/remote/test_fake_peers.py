@@ -25,7 +25,7 @@ from ludus.protocol.client import Client
 from ludus.protocol.codec import SeatSpaces, seats_to_spec
 from ludus.protocol.conformance import Conformance
 from ludus.protocol.spec import TICK
-from ludus.remote.fake_peers import FakeActor, FakeGamecore, LatencyHistogram, SpacesScript, Traffic
+from ludus.remote.fake_peers import FakeActor, FakeGamecore, LatencyQuantiles, SpacesScript, Traffic
 from tests.local_servers import gateway
 
 Box, Discrete = gym.spaces.Box, gym.spaces.Discrete
@@ -241,7 +241,7 @@ def test_the_check_refuses_what_the_built_in_actor_refuses_and_nothing_else(body
 
 
 def test_latencies_are_kept_within_two_per_cent() -> None:
-    latencies = LatencyHistogram()
+    latencies = LatencyQuantiles()
     assert np.isnan(latencies.quantile(0.5))
     for milliseconds in range(1, 1001):
         latencies.add(milliseconds / 1e3)

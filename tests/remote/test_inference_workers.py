@@ -15,7 +15,7 @@ import pytest
 
 import ludus
 from ludus.errors import UsageError, WorkerFailed
-from ludus.gateway.agent import Agent, Seat
+from ludus.gateway.agent import Seat, SeatAgent
 from ludus.models.policy import Policy
 from ludus.process.workers.supervisor import Process
 from ludus.remote import inference_workers
@@ -177,7 +177,7 @@ def test_a_policy_decides_through_its_workers(busy: RunContext) -> None:
     model = ludus.RemoteModel("policy", policy, num_workers=1)
 
     async def play() -> None:
-        agent = Agent(Seat(model))
+        agent = SeatAgent(Seat(model))
         assert await agent.act(np.zeros(3, np.float32), mask=[False, False, True]) == 2
         decision = await model.decide(np.zeros(3, np.float32))
         assert decision.version == 1

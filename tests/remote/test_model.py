@@ -17,10 +17,10 @@ from torch import nn
 
 import ludus
 from ludus.errors import IncompatibleCheckpoint, NotFound, UnknownName, UsageError
-from ludus.gateway.agent import Agent, Seat
+from ludus.gateway.agent import Seat, SeatAgent
 from ludus.models.policy import Policy
 from ludus.models.weights import model_registry
-from ludus.models.weights.version_store import stored_versions
+from ludus.models.weights.version_store import list_versions
 from ludus.remote.context import RunContext
 from ludus.storage.local import LocalStore
 from tests.remote.parts import Other, Scale, scaled
@@ -33,7 +33,7 @@ def made(name: str = "m", **kwargs: Any) -> ludus.RemoteModel:
 
 
 def stored(run: RunContext, name: str = "m") -> list[int]:
-    return stored_versions(LocalStore(run.directory), name)
+    return list_versions(LocalStore(run.directory), name)
 
 
 def opened(directory: Path) -> RunContext:
@@ -348,7 +348,7 @@ def test_a_policy_of_ours_is_a_remote_model_too(run: RunContext) -> None:
     assert found.policy.action_space == gym.spaces.Discrete(2)
 
     async def play() -> None:
-        agent = Agent(Seat(found))
+        agent = SeatAgent(Seat(found))
         assert await agent.act(np.zeros(3, np.float32), mask=[False, True]) == 1
         first = await found.decide(np.zeros(3, np.float32))
         model.publish_weights({name: w + 1 for name, w in policy.weights().items()})

@@ -17,7 +17,7 @@ import ludus
 from ludus.errors import IncompatibleCheckpoint, UsageError
 from ludus.models.inference.engine import Inference, Inputs
 from ludus.models.inference.onnx_hot_reload import FLOAT32, OnnxEngine, OnnxGraph, OnnxPolicySource
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import module_spec as modules
 from ludus.remote.context import RunContext

@@ -14,7 +14,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from ludus.envs.vector_env import Environments, LoopEnvironments, VectorEnvironments
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.sampling.episode_runner import (
     EPISODE_STEPS,

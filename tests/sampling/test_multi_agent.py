@@ -17,7 +17,7 @@ from ludus.envs.pettingzoo import CentralState, MultiAgentMatch, central_space, 
 from ludus.errors import EnvironmentFault
 from ludus.models.centralized_critic import CentralNetwork, actor_policy
 from ludus.models.distributions import EpsilonGreedy
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import PROBABILITIES, VALUES, Policy
 from ludus.sampling.multi_agent import (
     EnvCopies,

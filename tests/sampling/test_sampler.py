@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from ludus.core.types import Segments, SegmentSpec
 from ludus.envs.vector_env import Environments, LoopEnvironments, VectorEnvironments
 from ludus.errors import EnvironmentFault
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.sampling.sampler import EpisodeTally, Sampler, segment_spec
 from ludus.transport.local import LocalMemory

@@ -14,7 +14,7 @@ import torch
 
 from ludus.core.tree import Array
 from ludus.core.types import Bools, Segments
-from ludus.gateway.agent import Agent, EpisodeEnd
+from ludus.gateway.agent import EpisodeEnd, SeatAgent
 from ludus.models.inference.batched_policy import Decision
 from ludus.models.policy import Policy
 from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder, session_spec
@@ -64,7 +64,7 @@ def decided(policy: Policy, version: int, seen: Array, mask: Bools | None, befor
 
 async def play(recorded_seat: RecordedSeat, random: np.random.Generator, episodes: int) -> list[Episode]:
     """One session; what it did, as told by the one who played."""
-    agent, told = Agent(recorded_seat.seat), []
+    agent, told = SeatAgent(recorded_seat.seat), []
     fresh = tuple(part[0].numpy() for part in recorded_seat.versions.newest()[0].initial_state(1))
     closing = False  # the last observation of the episode before is still being valued
     for number in range(episodes):
@@ -91,7 +91,7 @@ async def play(recorded_seat: RecordedSeat, random: np.random.Generator, episode
     return told
 
 
-def _rewarded(agent: Agent, random: np.random.Generator) -> float:
+def _rewarded(agent: SeatAgent, random: np.random.Generator) -> float:
     """Between two actions rewards come in any number of parts."""
     parts = [float(np.float32(part)) for part in random.normal(size=random.integers(3))]
     for part in parts:
@@ -100,7 +100,7 @@ def _rewarded(agent: Agent, random: np.random.Generator) -> float:
 
 
 def _ended(
-    agent: Agent, recorded_seat: RecordedSeat, episode: Episode, state: tuple[Array, ...], random: np.random.Generator
+    agent: SeatAgent, recorded_seat: RecordedSeat, episode: Episode, state: tuple[Array, ...], random: np.random.Generator
 ) -> EpisodeEnd | None:
     if episode.end == BROKEN:
         agent.break_off()

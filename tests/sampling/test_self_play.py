@@ -17,7 +17,7 @@ from ludus.config.schema import SelfPlayConfig
 from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.vector_env import Environments, VectorEnvironments
 from ludus.errors import ConfigError
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import BatchDecision, Policy
 from ludus.models.weights.version_store import LocalVersionStore
 from ludus.sampling.sampler import Sampler, VersionClock, segment_spec

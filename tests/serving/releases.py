@@ -19,7 +19,7 @@ from ludus.algorithms.ppo import PPO, PPOConfig
 from ludus.core.tree import Array
 from ludus.experiments.runs import checkpoint
 from ludus.gateway.server import GatewaySettings
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.serving import release

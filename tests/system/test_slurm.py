@@ -15,7 +15,7 @@ import pytest
 from ludus.errors import UsageError, WorkerFailed
 from ludus.launch.job import Job, Orchestrator, Role
 from ludus.launch.slurm.backend import SlurmGroup, SlurmOrchestrator, SlurmSettings
-from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main
+from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, is_still, job, main, wait_until_ended
 from tests.system.slurm_rig import SlurmRig, processes_of, slurm_rig
 from tests.waiting import wait_until
 
@@ -89,7 +89,7 @@ def test_a_job_of_three_nodes_runs_on_them_and_knows_them(orchestrator: SlurmOrc
     settings = SlurmSettings(cpus=2)
     slurm = SlurmOrchestrator(orchestrator.directory.parent, settings)
     job_id = slurm.submit(Job("three", (far, first), "main", nodes=3))
-    status = ended(slurm, job_id)
+    status = wait_until_ended(slurm, job_id)
     assert (status.state, status.exit_code) == ("failed", 5), status
     assert [process.host for process in status.processes] == ["n2", "n3", "n1"]
     addresses = "127.0.0.2,127.0.0.3,127.0.0.4"
@@ -105,7 +105,7 @@ def test_nodes_of_several_kinds_are_one_job(orchestrator: SlurmOrchestrator, tmp
     groups = (SlurmGroup(1, cpus=1), SlurmGroup(2, cpus=3, gpus=1))
     slurm = SlurmOrchestrator(orchestrator.directory.parent, SlurmSettings(groups=groups))
     job_id = slurm.submit(Job("kinds", roles, "main", nodes=3))
-    status = ended(slurm, job_id)
+    status = wait_until_ended(slurm, job_id)
     assert status.state == "succeeded", (status, list(slurm.logs(job_id)))
     assert [line.split()[-1] for line in slurm.logs(job_id, role="main")] == ["none"]
     assert [(tmp_path / f"said-{i}").read_text() for i in (1, 2)] == ["3 0\n"] * 2
@@ -120,7 +120,7 @@ def test_a_far_process_saves_what_it_has_before_it_ends(orchestrator: SlurmOrche
     job_id = orchestrator.submit(replace(job(*roles), nodes=2, grace_s=2.0))
     wait_until(lambda: beat.exists() and (tmp_path / "ready").exists())
     orchestrator.cancel(job_id)
-    status = ended(orchestrator, job_id)
+    status = wait_until_ended(orchestrator, job_id)
     assert status.state == "cancelled"
     assert (tmp_path / "saved").read_text() == "saved\n"
     assert (status.of("far")[0].exit_code, status.of("deaf")[0].exit_code) == (3, 137)
@@ -138,7 +138,7 @@ def test_two_jobs_run_side_by_side_and_do_not_meet(orchestrator: SlurmOrchestrat
         )
 
     ids = [orchestrator.submit(one(name)) for name in ("a", "b")]
-    assert [ended(orchestrator, job_id).state for job_id in ids] == ["succeeded"] * 2
+    assert [wait_until_ended(orchestrator, job_id).state for job_id in ids] == ["succeeded"] * 2
     ports = {(tmp_path / f"pair-{name}").read_text() for name in ("a", "b")}
     assert len(ports) == 2
 
@@ -182,7 +182,7 @@ def test_what_waits_says_why_and_can_be_cancelled_by_its_number(orchestrator: Sl
     (number,) = rig.jobs()
     assert slurm.status(number).id == job_id
     slurm.cancel(number)
-    status = ended(slurm, job_id)
+    status = wait_until_ended(slurm, job_id)
     assert (status.state, status.exit_code) == ("cancelled", 130)
     assert {process.state for process in status.processes} == {"ended"}
 
@@ -217,7 +217,7 @@ def test_options_come_before_variables_of_ones_profile(
         monkeypatch.setenv(f"SBATCH_{name}", value)
     slurm = SlurmOrchestrator(orchestrator.directory.parent, SlurmSettings(partition="main", time="30"))
     job_id = slurm.submit(job(main('scontrol --oneliner show job "$SLURM_JOB_ID"')))
-    assert ended(slurm, job_id).state == "succeeded"
+    assert wait_until_ended(slurm, job_id).state == "succeeded"
     (told,) = slurm.logs(job_id)
     said = set(told.split())
     assert {"Partition=main", "TimeLimit=00:30:00", "Requeue=1"} <= said
@@ -227,7 +227,7 @@ def test_options_come_before_variables_of_ones_profile(
 def test_a_setup_that_fails_is_a_failed_job_that_says_where_to_look(orchestrator: SlurmOrchestrator) -> None:
     slurm = SlurmOrchestrator(orchestrator.directory.parent, SlurmSettings(setup=("echo no such module >&2; exit 9",)))
     job_id = slurm.submit(job(main("true")))
-    status = ended(slurm, job_id)
+    status = wait_until_ended(slurm, job_id)
     assert (status.state, status.exit_code) == ("failed", 9)
     assert "before any of its processes was started" in status.reason
     (said,) = (slurm.directory / job_id / "logs").glob("slurm-*.out")
@@ -276,4 +276,4 @@ def test_a_job_of_another_cluster_is_neither_judged_nor_ended_here(
     monkeypatch.setenv("SLURM_CONF", str(rig.conf))
     assert orchestrator.status(job_id).state == "running"
     orchestrator.cancel(job_id)
-    assert ended(orchestrator, job_id).state == "cancelled"
+    assert wait_until_ended(orchestrator, job_id).state == "cancelled"

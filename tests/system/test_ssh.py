@@ -15,7 +15,7 @@ import ludus
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.launch.job import Job, Orchestrator, Role
 from ludus.launch.ssh.backend import SshOrchestrator, SshSettings
-from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main
+from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, is_still, job, main, wait_until_ended
 from tests.system import ssh_rig
 from tests.waiting import wait_until
 
@@ -91,7 +91,7 @@ def test_processes_run_where_they_belong_and_know_it(rig: ssh_rig.SshRig, three:
         Role("main", ("sh", "-c", f"{says} until {ready}; do sleep 0.05; done")),
     )
     job_id = three.submit(Job("spread", roles, "main", nodes=3))
-    status = ended(three, job_id)
+    status = wait_until_ended(three, job_id)
     assert (status.state, status.exit_code, status.reason) == ("succeeded", 0, "")
     said = {path.name: path.read_text().splitlines() for path in shared.iterdir()}
     nodes = {"main-0": 0, "worker-0": 1, "worker-1": 2, "worker-2": 1, "worker-3": 0}
@@ -125,7 +125,7 @@ def test_the_others_serve_until_main_has_saved(three: SshOrchestrator, shared: P
     wait_until(beat.exists)
     assert three.status(job_id).state == "running"
     three.cancel(job_id)
-    status = ended(three, job_id)
+    status = wait_until_ended(three, job_id)
     assert (status.state, status.exit_code, saved.read_text()) == ("cancelled", 130, "saved\n")
     assert {process.state for process in status.processes} == {"ended"}
     assert is_still(beat)
@@ -154,7 +154,7 @@ def test_words_and_secrets_arrive_elsewhere_and_nobody_sees_them(
     assert secret.encode() not in visible
     assert token.encode() not in visible
     (shared / "over").touch()
-    assert ended(three, job_id).state == "succeeded"
+    assert wait_until_ended(three, job_id).state == "succeeded"
     assert (shared / "said").read_text() == "".join(f"<{word}>\n" for word in words)
     kept = [path for place in (three.directory, *map(rig.state, range(3))) for path in place.rglob("*") if path.is_file()]
     assert [path for path in kept if secret.encode() in path.read_bytes()] == []
@@ -170,7 +170,7 @@ def test_files_are_sent_and_setup_is_run_first_however_much_it_says(rig: ssh_rig
     changes = {"setup": setup, "copy": (program, program / "play.py"), "workdir": str(shared / "work")}
     with rig.orchestrator(tmp_path / "laptop", 1, **changes) as orchestrator:
         job_id = orchestrator.submit(job(Role("main", ("sh", "-c", '"$0" "pro gram/play.py" && "$0" play.py', sys.executable))))
-        assert ended(orchestrator, job_id).state == "succeeded"
+        assert wait_until_ended(orchestrator, job_id).state == "succeeded"
         assert list(orchestrator.logs(job_id)) == 2 * [f"played dark red {shared / 'work'}"]
         with pytest.raises(UsageError, match=r"setup lines failed on 10\.77\.0\.1.*no-such-module"):
             rig.orchestrator(tmp_path, 1, setup=("no-such-module load",)).submit(job(main("true")))

@@ -132,4 +132,4 @@ def test_an_orchestrator_that_is_wrong_does_not_pass(
         right = LocalOrchestrator(tmp_path / "state")
         for status in right.list():
             right.cancel(status.id, at_once=True)
-            orchestrator_contract.ended(right, status.id)
+            orchestrator_contract.wait_until_ended(right, status.id)

@@ -34,7 +34,7 @@ from ludus.gateway import threaded_server
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.models.inference.batched_policy import BatchedPolicy
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
 from ludus.sampling.trained_agent import TrainedAgent
@@ -529,7 +529,7 @@ def test_a_failed_download_does_not_fail_the_match(
     def refused(client: GamecoreClient, runtime_id: str, what: str) -> bytes:
         raise Refused(404, "no_file", "gone")
 
-    monkeypatch.setattr(GamecoreClient, "kept", refused)
+    monkeypatch.setattr(GamecoreClient, "download", refused)
     result = battle(
         ScriptedContestant(""),
         ScriptedContestant(""),
@@ -538,7 +538,7 @@ def test_a_failed_download_does_not_fail_the_match(
         GameLocation(server.url, "filmed"),
     )
     assert (result.total.games, result.notes) == (3, ("3 games have no recording: gone",))
-    monkeypatch.setattr(GamecoreClient, "kept", lambda client, runtime_id, what: b"nonsense")
+    monkeypatch.setattr(GamecoreClient, "download", lambda client, runtime_id, what: b"nonsense")
     pytest.importorskip("uvicorn")
     with running(Settings(port=0, state_dir=tmp_path / "state")) as arena:
         spoilt = battle(EASY, EASY, BattleSettings(2, seconds=5), RecordingSettings(tmp_path / "arena"), GameLocation(arena.url))
@@ -686,11 +686,13 @@ def test_games_connect_to_the_advertised_or_local_address(
 ) -> None:
     at: list[str] = []
 
+    original = threaded_server.listen_on
+
     def listen_on(host: str) -> socket.socket:
         at.append(host)
-        return threaded_server.listen_on(host)
+        return original(host)
 
-    monkeypatch.setattr(gamecore_matches, "listen_on", listen_on)
+    monkeypatch.setattr(threaded_server, "listen_on", listen_on)
     place = GameLocation(server.url, "nim", options={"stones": 7})
     if way == "variable":
         monkeypatch.setenv("LUDUS_ADVERTISE", "localhost")

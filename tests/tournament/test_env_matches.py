@@ -22,7 +22,7 @@ from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import GatewaySettings
 from ludus.models.inference.batched_policy import BatchedPolicy, State
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import BatchDecision, Policy
 from ludus.protocol.codec import SeatSpaces, decode, seats_to_spec
 from ludus.sampling.multi_agent import play_episode

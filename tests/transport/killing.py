@@ -50,8 +50,8 @@ def forked(work: Callable[[], None]) -> int:
     return pid
 
 
-def write_for_ever(ring: Path, bell: Path) -> None:
-    with RingWriter(ring, bell) as writer:
+def write_for_ever(ring: Path, wakeup: Path) -> None:
+    with RingWriter(ring, wakeup) as writer:
         while True:
             number = writer.committed
             data = writer.reserve(size_of(number), _WAIT_S)
@@ -60,9 +60,9 @@ def write_for_ever(ring: Path, bell: Path) -> None:
             writer.commit()
 
 
-def read_for_ever(ring: Path, bell: Path, heard: int) -> None:
+def read_for_ever(ring: Path, wakeup: Path, heard: int) -> None:
     """Tells `heard` of every record that it is about to release."""
-    with RingReader(ring) as reader, Wakeup(bell) as rung:
+    with RingReader(ring) as reader, Wakeup(wakeup) as rung:
         while True:
             record = reader.take()
             if record is None:
@@ -81,12 +81,12 @@ class Killed:
     """From a kill to the next record."""
 
 
-def kill_writers(ring: Path, bell: Path, kills: int, seed: int) -> Killed:
+def kill_writers(ring: Path, wakeup: Path, kills: int, seed: int) -> Killed:
     """Reads what writers write that are killed one after the other: nothing is torn, missing or doubled."""
     moments, tally = random.Random(seed), Killed()
-    with RingReader(ring) as reader, Wakeup(bell) as rung:
+    with RingReader(ring) as reader, Wakeup(wakeup) as rung:
         while tally.kills < kills:
-            pid = forked(lambda: write_for_ever(ring, bell))
+            pid = forked(lambda: write_for_ever(ring, wakeup))
             began, first = time.monotonic(), 0.0
             end = began + _WAIT_S
             while time.monotonic() < end:
@@ -115,15 +115,15 @@ def kill_writers(ring: Path, bell: Path, kills: int, seed: int) -> Killed:
     return tally
 
 
-def kill_readers(ring: Path, bell: Path, kills: int, seed: int) -> Killed:
+def kill_readers(ring: Path, wakeup: Path, kills: int, seed: int) -> Killed:
     """Readers are killed one after the other while a writer writes: what was not released comes again, and nothing else."""
     moments, tally = random.Random(seed), Killed()
-    writer = forked(lambda: write_for_ever(ring, bell))
+    writer = forked(lambda: write_for_ever(ring, wakeup))
     next_number = 0
     try:
         while tally.kills < kills:
             heard, hear = os.pipe()
-            pid = forked(lambda hear=hear: read_for_ever(ring, bell, hear))  # type: ignore[misc]
+            pid = forked(lambda hear=hear: read_for_ever(ring, wakeup, hear))  # type: ignore[misc]
             os.close(hear)
             assert select.select([heard], [], [], _WAIT_S)[0], "a new reader read nothing"
             time.sleep(moments.uniform(0.0, 0.01))

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from ludus.errors import ExchangeUnavailable, UnknownName, UsageError
-from ludus.testing.exchange_contract import Call, ExchangeContract, MakeExchange, contents, pull_all
+from ludus.testing.background_call import Call
+from ludus.testing.exchange_contract import ExchangeContract, MakeExchange, contents, pull_all
 from ludus.testing.memory_contract import ROWS, SPEC, sign, signature
 from ludus.transport.message_stream import PASSWORD, MessageStream, open_message_stream
 from ludus.transport.redis_stream import RedisMessageStream, _ConnectionLost, _ErrorReply

@@ -26,7 +26,7 @@ from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import encode, leaves
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import NotFound
-from ludus.gateway.agent import Agent, Seat
+from ludus.gateway.agent import Seat, SeatAgent
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
 from ludus.sampling.segment_recorder import session_spec
@@ -67,7 +67,7 @@ async def session(policy: Policy, room: SegmentWriter, seed: int) -> None:
     """Episodes of any length that end in every way, with masks and changing weights."""
     random = np.random.default_rng(seed)
     versions = Versions(deepcopy(policy))
-    agent = Agent(Seat(BatchedPolicy(versions, deterministic=True), room, first_origin=seed))
+    agent = SeatAgent(Seat(BatchedPolicy(versions, deterministic=True), room, first_origin=seed))
     space = deepcopy(policy.observation_space)
     space.seed(seed)
     for _ in range(8):

@@ -274,8 +274,8 @@ TestRingMachine.settings = settings(max_examples=40, stateful_step_count=40, dea
 # -- waiting ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_bell_that_was_rung_is_heard_once(tmp_path: Path) -> None:
-    with Wakeup.create(tmp_path / "bell") as listener, Wakeup(tmp_path / "bell") as ringer:
+def test_a_wakeup_that_was_rung_is_heard_once(tmp_path: Path) -> None:
+    with Wakeup.create(tmp_path / "wakeup") as listener, Wakeup(tmp_path / "wakeup") as ringer:
         assert not listener.wait(0.01)
         ringer.notify()
         ringer.notify()
@@ -283,25 +283,25 @@ def test_a_bell_that_was_rung_is_heard_once(tmp_path: Path) -> None:
         assert not listener.wait(0)
 
 
-def test_a_bell_is_found_through_a_link(tmp_path: Path) -> None:
+def test_a_wakeup_is_found_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    with Wakeup.create(tmp_path / "bell") as listener:
-        (tmp_path / "elsewhere" / "bell").symlink_to(tmp_path / "bell")
-        with Wakeup(tmp_path / "elsewhere" / "bell") as ringer:
+    with Wakeup.create(tmp_path / "wakeup") as listener:
+        (tmp_path / "elsewhere" / "wakeup").symlink_to(tmp_path / "wakeup")
+        with Wakeup(tmp_path / "elsewhere" / "wakeup") as ringer:
             ringer.notify()
         assert listener.wait(0)
 
 
 def test_a_notification_writes_nothing_while_no_process_waits(tmp_path: Path) -> None:
-    with Wakeup.create(tmp_path / "bell") as listener, Wakeup(tmp_path / "bell") as ringer:
+    with Wakeup.create(tmp_path / "wakeup") as listener, Wakeup(tmp_path / "wakeup") as ringer:
         for _ in range(100_000):  # more than a pipe holds: it would block, or fail
             ringer.notify()
         assert os.read(listener.fileno(), 100) == b"!"
 
 
 def test_a_ringer_that_was_killed_before_the_byte_is_heard_all_the_same(tmp_path: Path) -> None:
-    with Wakeup.create(tmp_path / "bell") as listener:
-        flag = tmp_path / "bell.flag"
+    with Wakeup.create(tmp_path / "wakeup") as listener:
+        flag = tmp_path / "wakeup.flag"
         flag.write_bytes(bytes(8) + flag.read_bytes()[8:])  # it took the flag down, and was no more
         assert listener.wait(0)
         assert not listener.wait(0)
@@ -319,19 +319,19 @@ def test_nothing_that_happens_between_looking_and_waiting_goes_unheard(tmp_path:
     rounds = 3000
     for name in ("there", "back"):
         create_ring(tmp_path / name, 64)
-        Wakeup.create(tmp_path / f"{name}.bell").close()
+        Wakeup.create(tmp_path / f"{name}.wakeup").close()
 
     def play(inwards: str, outwards: str, begins: bool) -> None:
-        reader, bell = RingReader(tmp_path / inwards), Wakeup(tmp_path / f"{inwards}.bell")
-        writer = RingWriter(tmp_path / outwards, tmp_path / f"{outwards}.bell")
-        with reader, bell, writer:
+        reader, wakeup = RingReader(tmp_path / inwards), Wakeup(tmp_path / f"{inwards}.wakeup")
+        writer = RingWriter(tmp_path / outwards, tmp_path / f"{outwards}.wakeup")
+        with reader, wakeup, writer:
             for turn in range(2 * rounds):
                 if (turn % 2 == 0) == begins:
                     assert writer.reserve(8, 10.0) is not None
                     writer.commit()
                 else:
                     while (record := reader.take()) is None:
-                        assert bell.wait(10.0), f"nothing was heard in turn {turn}"
+                        assert wakeup.wait(10.0), f"nothing was heard in turn {turn}"
                     reader.release(record)
 
     pid = forked(lambda: play("there", "back", False))
@@ -372,8 +372,8 @@ def test_a_ring_that_is_over_takes_nothing_more_and_gives_what_it_has(path: Path
 @pytest.fixture
 def shared(tmp_path: Path) -> tuple[Path, Path]:
     create_ring(tmp_path / "large", 200_000)
-    Wakeup.create(tmp_path / "bell").close()
-    return tmp_path / "large", tmp_path / "bell"
+    Wakeup.create(tmp_path / "wakeup").close()
+    return tmp_path / "large", tmp_path / "wakeup"
 
 
 def test_writers_that_are_killed_leave_nothing_torn_missing_or_doubled(shared: tuple[Path, Path]) -> None:

@@ -21,7 +21,7 @@ from ludus.core.tree import leaves
 from ludus.core.types import Segments, SegmentSpec
 from ludus.envs.vector_env import Environments, LoopEnvironments, VectorEnvironments
 from ludus.errors import Damaged, MemoryClosed, UsageError
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.testing.memory_contract import ROWS, SPEC, MakeMemory, MemoryContract, sign, signature
@@ -277,10 +277,10 @@ def test_it_is_a_queue_whatever_is_done(tmp_path_factory: pytest.TempPathFactory
 def test_two_processes_hand_over_blocks_of_everything(tmp_path: Path) -> None:
     layout, last = BlockLayout(SPEC, ROWS), 2000
     create_ring(tmp_path / "ring", ring_capacity(layout, 3))
-    bell = Wakeup.create(tmp_path / "bell")
+    wakeup = Wakeup.create(tmp_path / "wakeup")
 
     def write() -> None:
-        writer = SharedWriter(tmp_path / "ring", layout, tmp_path / "bell")
+        writer = SharedWriter(tmp_path / "ring", layout, tmp_path / "wakeup")
         for i in range(last):
             block = writer.reserve(30.0)
             assert block is not None
@@ -295,7 +295,7 @@ def test_two_processes_hand_over_blocks_of_everything(tmp_path: Path) -> None:
     while seen < last:
         block = reader.take()
         if block is None:
-            assert bell.wait(30.0)
+            assert wakeup.wait(30.0)
             continue
         assert (signature(block), block.finals, block.episode_return.tolist()) == (seen, seen % 3, [seen] * (seen % 5))
         reader.release(block)

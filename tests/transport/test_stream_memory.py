@@ -20,7 +20,7 @@ import pytest
 from ludus.core.tree import leaves, map_tree
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import Damaged, ExchangeUnavailable, MemoryClosed, UsageError
-from ludus.testing.exchange_contract import Call
+from ludus.testing.background_call import Call
 from ludus.testing.memory_contract import ROWS, SPEC, MakeMemory, MemoryContract, sign, signature
 from ludus.transport.base import Memory, MemoryStats
 from ludus.transport.redis_stream import RedisMessageStream

@@ -46,14 +46,13 @@ class Algorithm(Protocol):
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    algorithm: type[Algorithm] = plugins.resolve("algorithm", name, ALGORITHMS, _is_algorithm)
+    def is_algorithm(candidate: Any, _: bool) -> bool:
+        return isinstance(candidate, type) and hasattr(candidate, "Config") and callable(getattr(candidate, "learn", None))
+
+    algorithm: type[Algorithm] = plugins.resolve("algorithm", name, ALGORITHMS, is_algorithm)
     return algorithm
 
 
 def config_schemas() -> dict[str, type[AlgorithmConfig]]:
     """Return the schema of `config:` for each built-in algorithm, by name."""
     return {name: algorithm_class(name).Config for name in ALGORITHMS}
-
-
-def _is_algorithm(candidate: Any, _: bool) -> bool:
-    return isinstance(candidate, type) and hasattr(candidate, "Config") and callable(getattr(candidate, "learn", None))

@@ -7,7 +7,7 @@ Shapes: N transitions of a minibatch, A actions.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -142,21 +142,11 @@ class ReplayBatch:
 
     @classmethod
     def from_transitions(cls, transitions: TransitionBatch, device: torch.device) -> ReplayBatch:
-        def tensor(x: Array) -> Tensor:
-            return to_device(torch.from_numpy(x), device)
-
+        names = ("observation", "action", "reward", "discount", "next_observation", "next_mask", "weight")
+        arrays = {name: getattr(transitions, name) for name in names}
+        tensors = map_tree(lambda x: None if x is None else to_device(torch.from_numpy(x), device), arrays)
         count = len(transitions.reward)
-        return cls(
-            map_tree(tensor, transitions.observation),
-            tensor(transitions.action),
-            tensor(transitions.reward),
-            tensor(transitions.discount),
-            map_tree(tensor, transitions.next_observation),
-            None if transitions.next_mask is None else tensor(transitions.next_mask),
-            tensor(transitions.weight),
-            torch.arange(count, device=device),
-            torch.empty(count, device=device),
-        )
+        return cls(**tensors, position=torch.arange(count, device=device), td_error=torch.empty(count, device=device))
 
     @property
     def units(self) -> int:
@@ -168,21 +158,8 @@ class ReplayBatch:
 
     def select(self, index: Tensor) -> ReplayBatch:
         index = to_device(index, self.reward.device)
-
-        def pick(x: Tensor) -> Tensor:
-            return x[index]
-
-        return ReplayBatch(
-            map_tree(pick, self.observation),
-            pick(self.action),
-            pick(self.reward),
-            pick(self.discount),
-            map_tree(pick, self.next_observation),
-            None if self.next_mask is None else pick(self.next_mask),
-            pick(self.weight),
-            pick(self.position),
-            self.td_error,
-        )
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "td_error"}
+        return replace(self, **map_tree(lambda x: None if x is None else x[index], tensors))
 
     def describe(self) -> str:
         columns = [("reward", self.reward), ("discount", self.discount), ("weight", self.weight), ("error", self.td_error)]
@@ -243,17 +220,16 @@ class DQN(GradientLearner):
         return due
 
     def _update(self, beta: float, diagnose: bool) -> dict[str, Tensor]:
-        transitions = self.replay.sample(self.config.train_batch_size, self._uniform, beta)
+        def uniform(count: int) -> Doubles:
+            return torch.rand(count, generator=self.generator, dtype=torch.float64).numpy()
+
+        transitions = self.replay.sample(self.config.train_batch_size, uniform, beta)
         batch = ReplayBatch.from_transitions(transitions, self.optimizer.device)
         metrics = self.step(partial(self.loss, diagnose=diagnose), batch)
         if self.replay.priorities is not None:
             self._allreduce_td_errors(batch.td_error)
             self.replay.update_priorities(transitions.slot, batch.td_error.cpu().numpy())
         return metrics
-
-    def _uniform(self, count: int) -> Doubles:
-        numbers: Doubles = torch.rand(count, generator=self.generator, dtype=torch.float64).numpy()
-        return numbers
 
     def _allreduce_td_errors(self, td_error: Tensor) -> None:
         """Exchange the errors between learners: each computed its part, and all must keep the same priorities."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ludus.algorithms.minibatch import D, rank_part, split
 from ludus.algorithms.optim.flat_adam import FlatAdam
-from ludus.algorithms.reward_scaling import RewardScale
 from ludus.config.schema import AlgorithmConfig, Schedule
 from ludus.core.schedule import value_at
 from ludus.core.tree import Array, Tree, map_tree
@@ -20,6 +19,9 @@ from ludus.core.types import Bools, Floats, Segments
 from ludus.errors import TrainingDiverged
 from ludus.models.devices import to_device
 from ludus.models.policy import Policy
+
+if TYPE_CHECKING:
+    from ludus.algorithms.reward_scaling import RewardScale
 
 Loss = Callable[[Policy, D], tuple[Tensor, dict[str, Tensor]]]
 """(policy, shard) → mean loss over the shard's samples, and metrics that are means over the same samples."""
@@ -137,7 +139,11 @@ class ActorCritic(GradientLearner):
 
     def __init__(self, policy: Policy, config: ActorCriticConfig, seed: int) -> None:
         super().__init__(policy, config, seed)
-        self.reward_scale = RewardScale(config.gamma) if config.normalize_reward else None
+        self.reward_scale: RewardScale | None = None
+        if config.normalize_reward:
+            from ludus.algorithms.reward_scaling import RewardScale
+
+            self.reward_scale = RewardScale(config.gamma)
 
     def skip_warmup(self, segments: Segments, timestep: int) -> bool:
         """Return True for a block of the warm-up, after updating the running statistics from it."""

@@ -5,7 +5,6 @@ Shapes: T steps of a segment, B rows, N valid steps of a minibatch. π is the le
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -34,8 +33,7 @@ class IMPALAConfig(ActorCriticConfig):
     iteration_s: ClassVar[float] = 10.0
 
     sampling: Literal["sync", "pipelined", "async"] = Field(
-        "async",
-        description="async: workers never wait; sync: sample and learn in turn; pipelined: one version behind.",
+        "async", description="async: workers never wait; sync: sample and learn in turn; pipelined: one version behind."
     )
     max_lag: int | None = Field(
         32, ge=1, description="Drop (and count) experience older than this many updates; null = keep all."
@@ -117,7 +115,11 @@ class IMPALA(ActorCritic):
 
     def _update(self, segments: Segments, coefficients: LossCoefficients) -> list[dict[str, Tensor]]:
         batch, loss = self.batch(segments), partial(self.loss, coefficients=coefficients)
-        return [self.step(loss, part) for _ in range(self.config.num_epochs) for part in self._minibatches(batch)]
+        rows, steps = self.minibatch_rows(batch), list[dict[str, Tensor]]()
+        for _ in range(self.config.num_epochs):
+            parts = [batch] if rows >= batch.units else minibatches(batch, rows, self.generator)
+            steps += [self.step(loss, part) for part in parts]
+        return steps
 
     def _replay_batches(self, segments: Segments, entropy_coeff: float, steps: list[dict[str, Tensor]]) -> dict[str, float]:
         """Learn from `replay_proportion` earlier batches, appending to `steps`, then keep this one."""
@@ -142,10 +144,6 @@ class IMPALA(ActorCritic):
         """Return the number of rows per minibatch."""
         size = self.config.minibatch_size
         return batch.units if size is None else max(1, round(size / len(batch.valid)))
-
-    def _minibatches(self, batch: Trajectories) -> Iterable[Trajectories]:
-        rows = self.minibatch_rows(batch)
-        return [batch] if rows >= batch.units else minibatches(batch, rows, self.generator)
 
     # -- the loss
 

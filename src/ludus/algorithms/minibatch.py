@@ -6,7 +6,7 @@ Shapes: T steps of a segment, B rows, M samples, [L, S]: S sequences of L steps 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -104,26 +104,15 @@ class Batch:
         def pick(x: Tensor, dim: int = dim) -> Tensor:
             return x.narrow(dim, begin, count) if in_order else x.index_select(dim, index)
 
-        return self._map(pick, lambda x: pick(x, 0))
+        state = tuple(pick(x, 0) for x in self.state)
+        return replace(replace(self, state=())._map(pick), state=state)
 
     def to(self, device: torch.device) -> Batch:
-        if device.type == "cpu":
-            return self
-        return self._map(lambda x: to_device(x, device), lambda x: to_device(x, device))
+        return self if device.type == "cpu" else self._map(lambda x: to_device(x, device))
 
-    def _map(self, change: Callable[[Tensor], Tensor], change_state: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(
-            observation=map_tree(change, self.observation),
-            action=map_tree(change, self.action),
-            mask=None if self.mask is None else change(self.mask),
-            log_prob=change(self.log_prob),
-            value=change(self.value),
-            advantage=change(self.advantage),
-            target=change(self.target),
-            valid=None if self.valid is None else change(self.valid),
-            first=None if self.first is None else change(self.first),
-            state=tuple(map(change_state, self.state)),
-        )
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Batch(**map_tree(lambda x: None if x is None else change(x), tensors))
 
     @property
     def units(self) -> int:
@@ -166,7 +155,6 @@ def _samples(policy: Policy, segments: Segments, advantage: Floats, target: Floa
 def _sequences(policy: Policy, segments: Segments, advantage: Floats, target: Floats) -> Batch:
     """Segments cut into sequences of `state_every` steps, each with its initial recurrent state."""
     length, count, b = segments.spec.state_every, segments.spec.states, segments.rows
-
     t, missing = segments.spec.steps, length * count - segments.spec.steps
 
     def cut(x: Array) -> Tensor:

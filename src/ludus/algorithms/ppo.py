@@ -37,11 +37,7 @@ class PPOConfig(ActorCriticConfig):
 
     clip_param: float = Field(0.2, gt=0, description="Clip range of the probability ratio.")
     vf_clip_param: float | None = Field(None, gt=0, description="Clip of the squared value error; null = unlimited.")
-    kl_coeff: float = Field(
-        0.0,
-        ge=0,
-        description="Initial weight of the KL penalty; 0.2 if only kl_target is given.",
-    )
+    kl_coeff: float = Field(0.0, ge=0, description="Initial weight of the KL penalty; 0.2 if only kl_target is given.")
     kl_target: float = Field(0.01, gt=0, description="Target KL divergence; the penalty weight adapts towards it.")
     stop_kl: float | None = Field(None, gt=0, description="Stop the epochs of an update when the KL divergence exceeds this.")
     minibatch_size: int = Field(1024, ge=1, description="Samples per gradient step.")
@@ -100,8 +96,10 @@ class PPO(ActorCritic):
 
     def prepare(self, segments: Segments) -> tuple[Batch, dict[str, float]]:
         reward = self.scale_rewards(segments)
-        if self._is_off_policy(segments):
-            return self._prepare_off_policy(replace(segments, reward=reward, cache={}))
+        current = int(segments.version[segments.valid].max()) if self.version is None else self.version
+        is_pipelined = self.version is None and self.config.sampling == "pipelined"
+        if is_pipelined or (segments.version[segments.valid] < current).any():  # some steps are of an older policy
+            return self._prepare_off_policy(replace(segments, reward=reward, cache={}), current)
         value, n = segments.value[:-1], segments.finals
         next_value = next_values(segments.value, segments.final_at[:n], segments.final_value[:n])
         advantage = gae(reward, value, next_value, StepFlags.of(segments), self.config.gamma, self.config.lambda_)
@@ -116,16 +114,7 @@ class PPO(ActorCritic):
         normalized: Floats = (advantage - samples.mean()) / (samples.std() + 1e-8)
         return normalized
 
-    def _is_off_policy(self, segments: Segments) -> bool:
-        """Return whether any step was sampled with older weights than the current ones."""
-        if self.version is None and self.config.sampling == "pipelined":
-            return True
-        return bool((segments.version[segments.valid] < self._current_version(segments)).any())
-
-    def _current_version(self, segments: Segments) -> int:
-        return int(segments.version[segments.valid].max()) if self.version is None else self.version
-
-    def _prepare_off_policy(self, segments: Segments) -> tuple[Batch, dict[str, float]]:
+    def _prepare_off_policy(self, segments: Segments, current: int) -> tuple[Batch, dict[str, float]]:
         """Evaluate all steps once with the current (= proximal) policy to get its values and its ratio to μ."""
         proximal = Trajectories.from_segments(segments).evaluate_grids(self.policy, self.config.minibatch_size)
         valid, gamma, lambda_ = segments.valid, self.config.gamma, self.config.lambda_
@@ -141,7 +130,7 @@ class PPO(ActorCritic):
         }
         # CartPole, mean return over 70 updates: 181 without lag. One version of lag: 173 clipped around the proximal policy,
         # 163 around μ. Three versions: 132 and 143; there, clipping around the proximal policy oscillates.
-        recent = segments.version >= self._current_version(segments) - 1
+        recent = segments.version >= current - 1
         anchor = np.where(recent, proximal.log_prob, segments.log_prob)
         # The weight is positive, so it can be multiplied into the advantage inside the minimum of the surrogate.
         weight = np.where(recent, np.minimum(ratio, np.float32(1)), np.float32(1))

@@ -38,14 +38,7 @@ def next_values(value: Floats, final_at: Ints, final_value: Floats) -> Floats:
     return next_value
 
 
-def gae(
-    reward: Floats,
-    value: Floats,
-    next_value: Floats,
-    flags: StepFlags,
-    gamma: float,
-    lambda_: float,
-) -> Floats:
+def gae(reward: Floats, value: Floats, next_value: Floats, flags: StepFlags, gamma: float, lambda_: float) -> Floats:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16).
 
     δ_t = r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t);   A_t = δ_t + γλ·A_{t+1} until the episode ends.

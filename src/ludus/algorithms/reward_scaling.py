@@ -36,7 +36,9 @@ class RewardScale:
 
     def _returns(self, segments: Segments) -> Floats:
         out = np.zeros_like(segments.reward)
-        ended = self._ends_with_episode(segments)
+        rows = np.arange(segments.rows)
+        last = np.where(segments.valid.any(axis=0), segments.spec.steps - 1 - np.argmax(segments.valid[::-1], axis=0), 0)
+        ended = segments.valid[last, rows] & (segments.terminated | segments.truncated)[last, rows]  # [B] by their last step
         for rows in split_repeated_origins(segments.origin):
             out[:, rows] = self._running_returns(segments, rows, ended[rows])
         while len(self._carry) > _MAX_OPEN_RETURNS:
@@ -58,14 +60,6 @@ class RewardScale:
             if not over:  # the next episode starts at 0, and the origin of an ended session is not used again
                 self._carry[origin] = value
         return out
-
-    @staticmethod
-    def _ends_with_episode(segments: Segments) -> Bools:
-        """Return the rows [B] whose last step ended their episode."""
-        last = np.where(segments.valid.any(axis=0), segments.spec.steps - 1 - np.argmax(segments.valid[::-1], axis=0), 0)
-        rows = np.arange(segments.rows)
-        ended: Bools = segments.valid[last, rows] & (segments.terminated | segments.truncated)[last, rows]
-        return ended
 
     def state(self) -> dict[str, Any]:
         return {"count": self._count, "mean": self._mean, "m2": self._m2}

@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
+from ludus.algorithms.optim.flat_adam import share_buffers
 from ludus.core.tree import Array
 from ludus.models.policy import Policy
 
@@ -23,9 +24,7 @@ class TargetNetwork:
             size, stride = parameter.size(), parameter.stride()
             parameter.data = self._flat[offset : offset + parameter.numel()].as_strided(size, stride, offset)
             offset += parameter.numel()
-        for name, buffer in policy.named_buffers():
-            owner, _, last = name.rpartition(".")
-            self.policy.get_submodule(owner).register_buffer(last, buffer)
+        share_buffers(policy, self.policy)
         self.update(1.0)
 
     @torch.no_grad()
@@ -35,16 +34,13 @@ class TargetNetwork:
             self._flat.copy_(self._online)
         else:
             self._flat.lerp_(self._online, tau)
-        self._freeze()
-
-    def _freeze(self) -> None:
-        with torch.no_grad():
-            self.policy.network.freeze()
+        self.policy.network.freeze()
 
     def weights(self) -> Array:
         weights: Array = self._flat.cpu().numpy().copy()
         return weights
 
+    @torch.no_grad()
     def load_weights(self, weights: Array) -> None:
         self._flat.copy_(torch.from_numpy(weights.copy()))
-        self._freeze()
+        self.policy.network.freeze()

@@ -27,22 +27,15 @@ class _ResultWindow:
 
     def __init__(self, episodes: int) -> None:
         self._episodes = episodes
-        self._parts: deque[tuple[float, float]] = deque()
-        self._total = self._count = 0.0
+        self.parts: deque[tuple[float, float]] = deque()
+        self.total = self.count = 0.0
 
     def add(self, total: float, count: float) -> None:
-        self._parts.append((total, count))
-        self._total, self._count = self._total + total, self._count + count
-        while self._count - self._parts[0][1] >= self._episodes:
-            total, count = self._parts.popleft()
-            self._total, self._count = self._total - total, self._count - count
-
-    @property
-    def sum_and_count(self) -> tuple[float, float]:
-        return self._total, self._count
-
-    def to_json(self) -> list[list[float]]:
-        return [list(part) for part in self._parts]
+        self.parts.append((total, count))
+        self.total, self.count = self.total + total, self.count + count
+        while self.count - self.parts[0][1] >= self._episodes:
+            total, count = self.parts.popleft()
+            self.total, self.count = self.total - total, self.count - count
 
 
 @dataclass
@@ -84,17 +77,18 @@ class Progress:
             self.iteration_began = (self.timesteps, self.time_s)
 
     def to_json(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {
+        return {
             "timesteps": self.timesteps,
             "iterations": self.iterations,
             "training_iteration": self.training_iteration,
             "iteration_began": list(self.iteration_began),
             "episodes": self.episodes,
             "time_s": self.time_s,
+            "recent_returns": list(self.recent_returns),
+            "recent_lengths": list(self.recent_lengths),
+            "results": {name: [list(part) for part in window.parts] for name, window in self.results.items()},
+            "returns_of": {model: list(window) for model, window in self.returns_of.items()},
         }
-        plain |= {"recent_returns": list(self.recent_returns), "recent_lengths": list(self.recent_lengths)}
-        plain["results"] = {name: recent.to_json() for name, recent in self.results.items()}
-        return plain | {"returns_of": {model: list(window) for model, window in self.returns_of.items()}}
 
     def load_json(self, data: Mapping[str, Any]) -> None:
         self.timesteps, self.iterations = int(data["timesteps"]), int(data["iterations"])
@@ -148,13 +142,15 @@ class Trainer:
         algorithm.version = newest
         metrics = algorithm.learn(segments, self.progress.timesteps)
         self._count(segments)
-        lag = _lag(newest, segments)
+        versions = segments.version[segments.valid]  # policy lag: age of the behaviour weights in updates
+        lag = {"lag_mean": float(newest - versions.mean()), "lag_max": float(newest - versions.min())} if versions.size else {}
         self._memory.release(segments)
         version = self._pool.publish(segments.model)
         elapsed = self.clock.part_s
         self._learn_s += elapsed - started
         self.progress.time_s = self.clock.before_s + elapsed
-        self.metrics = self._report(segments.model, metrics | lag | {"version": float(version)}, elapsed)
+        metrics |= {"lag_mean": 0.0, "lag_max": 0.0} | lag | {"version": float(version)}
+        self.metrics = self._report(segments.model, metrics, elapsed)
         return True
 
     def load_progress(self, data: Mapping[str, Any]) -> None:
@@ -191,7 +187,7 @@ class Trainer:
         if means:
             report |= {f"{name}/episode_return_mean": mean for name, mean in means.items()}
             report["episode_return_mean"] = min(means.values())
-        sums = {name: window.sum_and_count for name, window in p.results.items()}
+        sums = {name: (window.total, window.count) for name, window in p.results.items()}
         report |= {f"match/{name}": value for name, value in summarize_results(sums).items()}
         report |= {
             "fps": p.timesteps / p.time_s if p.time_s else 0.0,
@@ -199,11 +195,3 @@ class Trainer:
         }
         prefix = "" if len(self.algorithms) == 1 else f"{model}/"
         return report | {f"{prefix}learner/{name}": value for name, value in metrics.items()}
-
-
-def _lag(newest: int, segments: Segments) -> dict[str, float]:
-    """Policy lag: age of the behaviour weights in updates, over the valid steps."""
-    versions = segments.version[segments.valid]
-    if not versions.size:
-        return {"lag_mean": 0.0, "lag_max": 0.0}
-    return {"lag_mean": float(newest - versions.mean()), "lag_max": float(newest - versions.min())}

@@ -173,7 +173,9 @@ class Trajectories:
 
     def evaluate(self, policy: Policy) -> Evaluation:
         """Evaluate all valid steps in one pass, with gradients if enabled, and the values of their successors."""
-        bootstraps = self._bootstrap_steps()
+        bootstraps: Bools = self.valid & ~self.terminated  # steps whose successor is in the next row, which is not a valid step
+        bootstraps[:-1] &= ~self.valid[1:]
+        bootstraps[self.final_at[:, 0], self.final_at[:, 1]] = False
         if policy.recurrent:
             return self._evaluate_sequences(policy, bootstraps)
         index = None if self.valid.all() else torch.from_numpy(np.flatnonzero(self.valid))
@@ -190,13 +192,6 @@ class Trajectories:
         next_value[:-1] = self.grid(value)[1:]
         self._fill_bootstrap_values(policy, bootstraps, next_value)
         return Evaluation(log_prob, entropy, value, next_value)
-
-    def _bootstrap_steps(self) -> Bools:
-        """Return the steps [T, B] whose successor is in the next row, where that row is not a valid step itself."""
-        bootstraps: Bools = self.valid & ~self.terminated
-        bootstraps[:-1] &= ~self.valid[1:]
-        bootstraps[self.final_at[:, 0], self.final_at[:, 1]] = False
-        return bootstraps
 
     def _fill_bootstrap_values(self, policy: Policy, bootstraps: Bools, next_value: Floats) -> None:
         """Fill in the values of successors that are not valid steps: bootstrap and final observations."""

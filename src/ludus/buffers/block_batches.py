@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ludus.buffers.collate import put_rows
+from ludus.buffers.collate import copy_rows
 from ludus.core.types import Floats, Ints, Segments
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class BlockBatches:
             self._batch = allocate_batch(block, self._blocks)
         if self._copied == 0:
             self._batch.finals = 0
-        put_rows(self._batch, block, self._copied * block.rows)
+        copy_rows(self._batch, block, self._copied * block.rows)
         self._episodes.append((block.episode_return, block.episode_length))
         self._copied += 1
         self._lanes.release_block(worker, block)

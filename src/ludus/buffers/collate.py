@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ludus.core.tree import Array, map_tree
+from ludus.core.tree import map_tree
 from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Ints, Segments
 from ludus.transport.base import MemoryStats, ReadableMemory
 
@@ -22,21 +22,13 @@ def join_segments(parts: Sequence[Segments]) -> Segments:
     parts = [part.trim() for part in parts]
     steps, finals = max(1, *(part.spec.steps for part in parts)), sum(part.finals for part in parts)
     batch = Segments.empty(replace(parts[0].spec, steps=steps, finals=finals), sum(part.rows for part in parts))
-    join_into(batch, parts)
-    return batch
-
-
-def join_into(batch: Segments, parts: Sequence[Segments]) -> None:
-    """Copy `parts` into a block with space for all of their rows and final observations.
-
-    Padding is not overwritten: reuse a block only for parts of its own length.
-    """
-    row, batch.finals = 0, 0
+    row = 0
     for part in parts:
-        put_rows(batch, part, row)
+        copy_rows(batch, part, row)
         row += part.rows
     batch.episode_return = np.concatenate([part.episode_return for part in parts])
     batch.episode_length = np.concatenate([part.episode_length for part in parts])
+    return batch
 
 
 def split_repeated_origins(origin: Ints) -> list[Ints]:
@@ -49,32 +41,87 @@ def split_repeated_origins(origin: Ints) -> list[Ints]:
     return [np.flatnonzero(repetition == number) for number in range(int(repetition.max(initial=-1)) + 1)]
 
 
-def put_rows(batch: Segments, part: Segments, row: int) -> None:
-    """Copy one part to columns `row` … of the batch, and append its final observations."""
-    columns = slice(row, row + part.rows)
+def copy_rows(batch: Segments, part: Segments, row: int) -> None:
+    """Copy one part to columns `row` … of the batch, and append its final observations. Padding is not overwritten."""
+    columns, n = slice(row, row + part.rows), part.finals
     for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER, "state"):
-        map_tree(lambda whole, own: _put(whole, own, columns), getattr(batch, name), getattr(part, name))
+        trees = getattr(batch, name), getattr(part, name)
+        map_tree(lambda whole, own: whole.__setitem__((slice(len(own)), columns), own), *trees)
     batch.origin[columns], batch.results[columns] = part.origin, part.results
-    _put_finals(batch, part, row)
+    if n:
+        at = slice(batch.finals, batch.finals + n)
+        map_tree(lambda whole, own: whole.__setitem__(at, own[:n]), batch.final_observation, part.final_observation)
+        batch.final_at[at] = np.add(part.final_at[:n], (0, row))
+        batch.final_value[at] = part.final_value[:n]
+        batch.finals += n
 
 
-def _put(whole: Array, own: Array, columns: slice) -> None:
-    whole[: len(own), columns] = own
+def packed_rows(steps: int, decisions: int, seats: int) -> int:
+    """Rows of `steps` steps that hold any segments of `seats` seats with `decisions` steps in all, as `pack_segments` places them.
+
+    In the worst case every second step is a gap, and every seat has one row that is nearly empty.
+    """
+    return -(-2 * decisions // steps) + seats
 
 
-def _put_finals(batch: Segments, part: Segments, row: int) -> None:
-    n = part.finals
-    if not n:
-        return
-    at = slice(batch.finals, batch.finals + n)
-    map_tree(lambda whole, own: _put_first(whole, own, at), batch.final_observation, part.final_observation)
-    batch.final_at[at] = np.add(part.final_at[:n], (0, row))
-    batch.final_value[at] = part.final_value[:n]
-    batch.finals += n
+def pack_segments(parts: Sequence[Segments], block: Segments) -> None:
+    """Copy one-row segments into a block of fixed size, those of one origin one after the other in as few rows as they need.
+
+    `parts` of one origin are in the order of time. Where a segment does not end with a terminated episode, the next one begins after the
+    index that holds its bootstrap observation. All other steps of the block become invalid. Raises ValueError if the block is too small.
+    """
+    for name in ("valid", "terminated", "truncated", "first"):
+        getattr(block, name).fill(False)
+    for name in ("reward", "value", "log_prob", "results"):
+        getattr(block, name).fill(0)
+    block.origin.fill(-1)
+    rows: dict[int, tuple[int, int]] = {}  # origin → its newest row, and the first free step there
+    used = 0
+    for part in parts:
+        length = int(np.count_nonzero(part.valid))
+        if not length:
+            continue
+        origin = int(part.origin[0])
+        row, start = rows.get(origin, (0, block.spec.steps))
+        if start + length > block.spec.steps:
+            row, start, used = used, 0, used + 1
+            if row == block.rows:
+                raise ValueError(f"{len(parts)} segments do not fit into {block.rows} rows of {block.spec.steps} steps.")
+        _put_at(block, part, row, start, length)
+        end = start + length + (not part.terminated[length - 1, 0])
+        every = block.spec.state_every
+        rows[origin] = row, -(-end // every) * every if every else end  # recurrent states are stored at multiples of it
+        block.origin[row] = origin
+    block.version[:] = np.where(block.valid, block.version, block.version.max(where=block.valid, initial=0))
 
 
-def _put_first(whole: Array, own: Array, at: slice) -> None:
-    whole[at] = own[: at.stop - at.start]
+def _put_at(block: Segments, part: Segments, row: int, start: int, length: int) -> None:
+    """Copy the valid steps of a segment, and the observation and value after them if there is an index for them."""
+    steps = slice(start, start + length)
+    for name in OVER_STEPS:
+        map_tree(lambda whole, own: whole.__setitem__((steps, row), own[:length, 0]), getattr(block, name), getattr(part, name))
+    after = slice(start, start + length + 1)
+    for name in OVER_STEPS_AND_AFTER:
+        map_tree(
+            lambda whole, own: whole.__setitem__((after, row), own[: length + 1, 0]), getattr(block, name), getattr(part, name)
+        )
+    if every := block.spec.state_every:
+        states = slice(start // every, start // every + -(-length // every))
+        map_tree(
+            lambda whole, own: whole.__setitem__((states, row), own[: states.stop - states.start, 0]), block.state, part.state
+        )
+    block.results[row] += part.results[0]
+
+
+def without_empty_rows(block: Segments) -> Segments:
+    """The rows with at least one valid step, as a copy; the block itself if all have one, or none. Final observations are not included."""
+    used = np.flatnonzero(block.valid.any(axis=0))
+    if len(used) in (0, block.rows):
+        return block
+    columns = {
+        name: map_tree(lambda x: x[:, used], getattr(block, name)) for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER, "state")
+    }
+    return replace(block, origin=block.origin[used], results=block.results[used], cache={}, **columns)
 
 
 class CollatedBatches:

@@ -74,18 +74,12 @@ class CompleteEpisodes:
             origin, begin = int(block.origin[row]), 0
             for end in (*np.flatnonzero(done[:, row]).tolist(), None):
                 stop = block.spec.steps if end is None else end + 1
-                begin = self._skip_resets(block, row, begin, stop)
+                while begin < stop and not block.valid[begin, row] and not done[begin, row]:
+                    begin += 1  # the environment only resets: no episode has this step
                 if begin < stop:
                     piece = _piece(block, row, begin, stop, finals.get((stop - 1, row)))
                     self._add(origin, piece, ended=end is not None)
                 begin = stop
-
-    @staticmethod
-    def _skip_resets(block: Segments, row: int, begin: int, stop: int) -> int:
-        """Skip rows in which the environment only resets; they belong to no episode."""
-        while begin < stop and not block.valid[begin, row] and not (block.terminated | block.truncated)[begin, row]:
-            begin += 1
-        return begin
 
     def _add(self, origin: int, piece: Segments, ended: bool) -> None:
         if piece.first[0, 0]:

@@ -78,7 +78,8 @@ class TransitionReplay:
         self._reward = np.zeros(capacity, np.float32)
         self._terminated = np.zeros(capacity, np.bool_)
         self._stepped = np.zeros(capacity, np.bool_)  # slots with a step
-        self._ready = np.zeros(capacity, np.bool_)  # slots whose n-step return is known
+        self.ready = np.zeros(capacity, np.bool_)
+        """Slots whose n-step return is known: those that can be sampled."""
         self._next = np.full(capacity, _NONE, np.int64)
         self._mask: Bools | None = None
         self._tree = None if priorities is None else SumTree(capacity)
@@ -156,7 +157,7 @@ class TransitionReplay:
     def _add(self, segments: Segments, rows: Ints, lanes: Ints) -> None:
         """Add rows with distinct origins."""
         block = _BlockRows.of(segments, rows)
-        continued = self._continued_rows(block, lanes)
+        continued = self._continuing_rows(block, lanes)
         self._close_episodes(lanes[~continued])
         number = self._store_observations(block, np.where(continued, self._tail[lanes], _NONE))
         slot = number % self.capacity
@@ -172,7 +173,7 @@ class TransitionReplay:
         self._tail[lanes] = _NONE
         self._tail[lanes[row]] = number[t, row]
 
-    def _continued_rows(self, block: _BlockRows, lanes: Ints) -> Bools:
+    def _continuing_rows(self, block: _BlockRows, lanes: Ints) -> Bools:
         """Return the rows [R] that continue the open episode of their lane, with the same observation."""
         tail = self._tail[lanes]
         evicted = self.written + block.max_slots - self.capacity
@@ -193,7 +194,11 @@ class TransitionReplay:
         first, finals = self.written, len(block.final_step)
         self.written += t.size + finals
         slots = np.arange(first, self.written) % self.capacity
-        self._evict(slots)
+        self._count -= int(np.count_nonzero(self.ready[slots]))
+        for flags in (self.ready, self._stepped, self._terminated):
+            flags[slots] = False
+        self._next[slots] = _NONE
+        self._evicted.append(slots)
         number[t, row] = np.arange(first, first + t.size)
         at, column, beyond = slots[: t.size], block.rows[row], slots[t.size :]
         map_tree(lambda stored, given: stored.__setitem__(at, given[t, column]), self._observation, block.observation)
@@ -206,13 +211,6 @@ class TransitionReplay:
             )
             self._next[number[block.final_step, block.final_row] % self.capacity] = beyond
         return number
-
-    def _evict(self, slots: Ints) -> None:
-        self._count -= int(np.count_nonzero(self._ready[slots]))
-        for column in (self._ready, self._stepped, self._terminated):
-            column[slots] = False
-        self._next[slots] = _NONE
-        self._evicted.append(slots)
 
     def _track_returns(self, block: _BlockRows, lanes: Ints, number: Ints) -> None:
         """Mark the steps whose n-step return is complete."""
@@ -237,7 +235,7 @@ class TransitionReplay:
 
     def _mark_ready(self, numbers: Ints) -> None:
         slots = numbers[numbers >= max(0, self.written - self.capacity)] % self.capacity
-        self._ready[slots] = True
+        self.ready[slots] = True
         self._count += slots.size
         self._fresh.append(slots)
 
@@ -248,7 +246,7 @@ class TransitionReplay:
         self._fresh.clear()
         if self._tree is not None:
             self._tree.set(evicted, 0.0)
-            self._tree.set(fresh[self._ready[fresh]], self.priority_max)
+            self._tree.set(fresh[self.ready[fresh]], self.priority_max)
 
     # -- sampling
 
@@ -262,10 +260,6 @@ class TransitionReplay:
             raw = (probability * self._count) ** -beta
             weight = (raw / raw.max()).astype(np.float32)
         return self.gather(slot, weight)
-
-    def sampleable_slots(self) -> Ints:
-        """Return the slots of all transitions that can be sampled."""
-        return np.flatnonzero(self._ready)
 
     def gather(self, slot: Ints, weight: Floats) -> TransitionBatch:
         """Return the transitions that start at these slots."""
@@ -289,7 +283,7 @@ class TransitionReplay:
         while sampled.size < count:
             tries = int(1.2 * (count - sampled.size) * filled / self._count) + 8
             slots = (uniform(tries) * filled).astype(np.int64)
-            sampled = np.concatenate([sampled, slots[self._ready[slots]]])
+            sampled = np.concatenate([sampled, slots[self.ready[slots]]])
         return sampled[:count]
 
     def _returns(self, slot: Ints) -> tuple[Floats, Floats, Ints]:
@@ -318,7 +312,15 @@ class TransitionReplay:
     # -- checkpoint state
 
     def _columns(self) -> dict[str, Tree]:
-        columns = {name: getattr(self, f"_{name}") for name in _COLUMNS}
+        columns = {
+            "observation": self._observation,
+            "action": self._action,
+            "reward": self._reward,
+            "terminated": self._terminated,
+            "stepped": self._stepped,
+            "ready": self.ready,
+            "next": self._next,
+        }
         return columns | ({} if self._mask is None else {"mask": self._mask})
 
     def state(self) -> dict[str, Array]:
@@ -343,11 +345,10 @@ class TransitionReplay:
         self.written, self.added, self._count = written, added, count
         self.priority_max = float(state["priority_max"])
         if self._tree is not None:
-            priority = state["priority"] if "priority" in state else np.where(self._ready[:filled], self.priority_max, 0.0)
+            priority = state["priority"] if "priority" in state else np.where(self.ready[:filled], self.priority_max, 0.0)
             self._tree.set(np.arange(filled), priority)
 
 
-_COLUMNS = ("observation", "action", "reward", "terminated", "stepped", "ready", "next")
 _NO_SLOTS = np.zeros(0, np.int64)
 _REFILL = "Use the replay_buffer_config of that run, or set store_buffer_in_checkpoints: false to start with an empty one."
 

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ludus.core.spaces import action_leaves, array_spec, categories, choices, mask_size
+from ludus.core.spaces import bits, categories, category_counts, choices, mask_size, space_leaves
 from ludus.core.tree import Array, Tree, leaves
 from ludus.core.types import Segments, SegmentSpec
 
@@ -37,10 +37,15 @@ class SegmentValidator:
 
     def __init__(self, observation_space: gym.Space[Any], action_space: gym.Space[Any], spec: SegmentSpec) -> None:
         self._spec = spec
-        self._ranges = {f"observation{_dotted(path)}": bounds for path, bounds in _ranges(observation_space).items()}
-        self._actions = {
-            f"action{_dotted(path)}": (np.zeros_like(low), high - low) for path, (low, high) in _ranges(action_space).items()
-        }  # stored as the policy chose them: from 0
+        self._ranges = {
+            ".".join(filter(None, ("observation", path))): bounds
+            for path, bounds in (categories(observation_space) | bits(observation_space)).items()
+        }
+        actions = {
+            ".".join(filter(None, ("action", path))): bounds
+            for path, bounds in (categories(action_space) | bits(action_space)).items()
+        }
+        self._actions = {path: (np.zeros_like(low), high - low) for path, (low, high) in actions.items()}  # stored from 0 on
         trees = {"observation": spec.observation, "action": spec.action, "state": spec.state}
         self._float_or_bool = [name for name, tree in trees.items() if any(leaf.dtype.kind in "fb" for _, leaf in leaves(tree))]
         masked = spec.mask_size and spec.mask_size == mask_size(action_space)
@@ -49,22 +54,17 @@ class SegmentValidator:
 
     def find_error(self, segments: Segments) -> str | None:
         """Return a description of the first error, from a small fixed set of texts, or None."""
+        for name in _FLAGS:  # bytes other than 0 and 1 break boolean logic: `valid` and `~valid` could both be true
+            if not _is_boolean(getattr(segments, name)):
+                return f"{name} contains values other than true and false"
         return (
-            self._check_flags(segments)
-            or self._check_numbers(segments)
+            self._check_numbers(segments)
             or self._check_ranges("observation", segments.observation, self._ranges)
             or self._check_ranges("action", segments.action, self._actions)
             or self._check_masks(segments)
             or self._check_finals(segments)
             or self._check_episodes(segments)
         )
-
-    def _check_flags(self, segments: Segments) -> str | None:
-        """Bytes other than 0 and 1 break boolean logic: `valid` and `~valid` could both be true."""
-        for name in _FLAGS:
-            if not _is_boolean(getattr(segments, name)):
-                return f"{name} contains values other than true and false"
-        return None
 
     def _check_numbers(self, segments: Segments) -> str | None:
         for name in ("reward", "log_prob", "value"):
@@ -141,10 +141,6 @@ class SegmentValidator:
         return None
 
 
-def _dotted(path: str) -> str:
-    return f".{path}" if path else ""
-
-
 def _find_invalid_number(name: str, tree: Tree) -> str | None:
     for path, leaf in leaves(tree, name):
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
@@ -160,21 +156,11 @@ def _is_boolean(flags: Array) -> bool:
     return bool(flags.view(np.uint8).max() <= 1)
 
 
-def _ranges(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
-    """Return path → (lowest, exclusive highest) of all categorical and binary leaves."""
-    ranges = dict(categories(space))
-    for (_, leaf), (path, _) in zip(action_leaves(space), leaves(array_spec(space)), strict=True):
-        if isinstance(leaf, gym.spaces.MultiBinary):
-            ranges[path] = np.asarray(0), np.asarray(2)
-    return ranges
-
-
 def _choices(space: gym.Space[Any]) -> list[_Choice]:
     result, start = list[_Choice](), 0
-    for part, (_, leaf) in enumerate(action_leaves(space)):
-        bits = isinstance(leaf, gym.spaces.MultiBinary)
-        sizes = [1] * mask_size(leaf) if bits else [options.stop - options.start for options in choices(leaf)]
-        for at, size in enumerate(sizes):
-            result.append(_Choice(part, at, slice(start, start + size), bits))
+    for part, (_, leaf) in enumerate(space_leaves(space)):
+        is_binary = isinstance(leaf, gym.spaces.MultiBinary)
+        for at, size in enumerate([1] * mask_size(leaf) if is_binary else category_counts(leaf)):
+            result.append(_Choice(part, at, slice(start, start + size), is_binary))
             start += size
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,29 +53,31 @@ class HelpApp(typer.Typer):
         return super().command(name, **keywords)
 
 
+def option_in(panel: str) -> Callable[..., Any]:
+    """`typer.Option` for the options of one panel of a help page."""
+    return functools.partial(typer.Option, rich_help_panel=panel)
+
+
 def _is_compatibility(param: Any) -> bool:
     return getattr(param, "rich_help_panel", None) == COMPATIBILITY
 
 
 def _compact(param: Any, keep_names: bool) -> Any:
-    """Return a copy of an option for display: a short name for its type, and without second names."""
-    if not isinstance(param, TyperOption):
-        return param
+    """Return a copy of a parameter for display: a short name for its type, no default `None`, and without second names."""
     compact = copy.copy(param)
+    if param.default is None:  # older versions of Typer show it
+        compact.show_default = False
+    if not isinstance(param, TyperOption):
+        return compact
     if param.is_flag or param.count:
-        compact.metavar = ""
-    elif param.metavar is None:
-        compact.metavar = _METAVARS.get(_type_name(param))
+        vars(compact).update(metavar="", show_default=param.show_default and not param.count)
+    elif param.metavar is None and hasattr(param, "bare_type"):  # not in every version of Typer
+        compact.metavar = _METAVARS.get(str(param.bare_type()))
     if hasattr(param, "min"):  # otherwise Typer prints the range next to the type
         vars(compact).update(min=None, max=None)
     names = param.opts if keep_names else [name for name in param.opts if not _is_second_name(name)]
     compact.opts = names if any(name.startswith("--") for name in names) else param.opts
     return compact
-
-
-def _type_name(param: Any) -> str:
-    """`int`, `float`, `str`, `Path`; '' if this version of Typer does not provide it."""
-    return str(param.bare_type()) if hasattr(param, "bare_type") else ""
 
 
 def _is_second_name(name: str) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from contextlib import suppress
+
+from ludus.errors import LudusError
 
 _MAX_BUFFERED = 100_000
 """Lines read ahead of the consumer, at most."""
@@ -26,7 +29,7 @@ def tail_lines(
     new: list[str] = []
     left, missing = Counter(existing), sum(existing.values())
     deadline = time.monotonic() + within_s
-    with LineReader(lines) as reader:
+    with BackgroundReader(lines) as reader:
         while missing > 0 and not reader.over and (wait_s := deadline - time.monotonic()) > 0:
             for line in reader.take(wait_s):
                 name = process_of(line)
@@ -40,60 +43,53 @@ def tail_lines(
         yield from new
         while not reader.over:
             yield from reader.take(_POLL_S)
-        reader.raise_error()
+        if reader.error is not None:
+            raise reader.error
 
 
-class LineReader:
+class BackgroundReader:
     """Reads a blocking iterator in a thread, so that the consumer can wait with a time limit."""
 
     def __init__(self, lines: Iterator[str]) -> None:
-        self._lines: list[str] = []
-        self._error: Exception | None = None
-        self._ended = self._closed = False
-        self._changed = threading.Condition()
+        self.over = False
+        """Whether the iterator has ended and all its lines were taken."""
+        self.error: Exception | None = None
+        """The error with which the iterator ended, if any."""
+        self._queue: queue.Queue[str | None] = queue.Queue(_MAX_BUFFERED)  # None: the end
+        self._closed = threading.Event()
         # A daemon thread: a blocked iterator cannot be interrupted and must not keep the command from exiting.
         threading.Thread(target=self._read, args=(lines,), name="ludus-lines", daemon=True).start()
 
-    def __enter__(self) -> LineReader:
+    def __enter__(self) -> BackgroundReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    @property
-    def over(self) -> bool:
-        """Whether the iterator has ended and all its lines were taken."""
-        with self._changed:
-            return self._ended and not self._lines
+    def __exit__(self, *exc: object) -> None:
+        self._closed.set()
 
     def take(self, timeout_s: float) -> list[str]:
         """Wait for the next lines and return them; an empty list after `timeout_s` or at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._lines or self._ended, timeout_s)
-            taken, self._lines = self._lines, []
-            self._changed.notify_all()
+        taken: list[str] = []
+        with suppress(queue.Empty):
+            line = self._queue.get(timeout=timeout_s)
+            while line is not None:
+                taken.append(line)
+                line = self._queue.get_nowait()
+            self.over = True
         return taken
-
-    def raise_error(self) -> None:
-        """Raise the exception with which the iterator ended, if any."""
-        if self._error is not None:
-            raise self._error
 
     def _read(self, lines: Iterator[str]) -> None:
         try:
             for line in lines:
-                with self._changed:
-                    while len(self._lines) >= _MAX_BUFFERED and not self._closed:
-                        self._changed.wait(_POLL_S)
-                    if self._closed:
-                        return
-                    self._lines.append(line)
-                    self._changed.notify_all()
-        except Exception as error:  # re-raised in the consumer's thread by `raise_error`
-            self._error = error
+                self._put(line)
+                if self._closed.is_set():
+                    return
+        except (LudusError, OSError, ValueError) as error:  # raised again in the thread of the consumer
+            self.error = error
         finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+            self._put(None)
+
+    def _put(self, line: str | None) -> None:
+        while not self._closed.is_set():
+            with suppress(queue.Full):
+                self._queue.put(line, timeout=_POLL_S)
+                return

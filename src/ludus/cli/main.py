@@ -7,7 +7,6 @@ import faulthandler
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -19,6 +18,7 @@ from ludus.cli.clusters import actor, cluster, doctor, fleet, jobs, learner, sub
 from ludus.cli.evaluation import battle, rollout, runs, status, tensorboard
 from ludus.cli.games import gamecore, games
 from ludus.cli.help import HelpApp
+from ludus.cli.output import is_debug, notify, print_error
 from ludus.cli.serving import check_game, export, fake, serve
 from ludus.cli.training import config, demo, new, presets, train, tune
 from ludus.core import trust
@@ -102,16 +102,13 @@ def main() -> None:
         faulthandler.enable()
     signal.signal(signal.SIGINT, _handle_signal)
     signal.signal(signal.SIGTERM, _handle_signal)
-    debug = "--debug" in sys.argv or bool(os.environ.get("LUDUS_DEBUG"))
     if "" not in sys.path and not _is_cwd_in_run():
         sys.path.insert(0, "")  # `module:function` is imported from here too, as with `python -m`
     trust.allow([word.rpartition("=")[2] for word in sys.argv[1:] if "://" in word])  # URLs that the user typed
     try:
         app()
     except LudusError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"ludus: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -119,9 +116,9 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:  # last resort: a one-line error instead of a traceback
-        if debug:
+        if is_debug():
             raise
-        print(f"ludus: unexpected {type(error).__name__}: {error} (set LUDUS_DEBUG=1 for the traceback)", file=sys.stderr)
+        notify(f"unexpected {type(error).__name__}: {error} (set LUDUS_DEBUG=1 for the traceback)")
         sys.exit(1)
 
 

@@ -16,7 +16,8 @@ LINE_EVERY_S = 10.0
 class ProgressBar:
     """A context manager: `with ProgressBar("rendering", 300, "frames") as progress: … progress.advance()`.
 
-    `total` is None while it is unknown; then the count and the time are shown. Writes to stderr, so that results on stdout
+    `total` is None while it is unknown; then the count and the time are shown. `deferred`: appears with its first update, for
+    operations that print other lines first. Writes to stderr, so that results on stdout
     stay parseable. `update` and `advance` are cheap and may be called for every item, from any thread.
     """
 
@@ -27,10 +28,11 @@ class ProgressBar:
         unit: str = "",
         *,
         quiet: bool = False,
+        deferred: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._action, self._total, self._unit, self._quiet = action, total, unit, quiet
+        self._action, self._total, self._unit, self._quiet, self._deferred = action, total, unit, quiet, deferred
         self._stream, self._clock = stream or sys.stderr, clock
         self._done = 0
         self._began = self._printed = clock()
@@ -38,12 +40,16 @@ class ProgressBar:
         self._task: Any = None
 
     def __enter__(self) -> ProgressBar:
+        if not self._deferred:
+            self._start()
+        return self
+
+    def _start(self) -> None:
         self._began = self._printed = self._clock()
         if not self._quiet and self._stream.isatty():
             self._rich = _rich_progress(self._stream, self._total is not None)
             self._rich.start()
-            self._task = self._rich.add_task(self._action, total=self._total, counted=self._counted())
-        return self
+            self._task = self._rich.add_task(self._action, total=self._total, counted=self._count_text())
 
     def __exit__(self, *exc: object) -> None:
         if self._rich is not None:
@@ -58,12 +64,15 @@ class ProgressBar:
         """Set the number of items done so far, and `total` once it is known or has changed."""
         self._done = done
         self._total = self._total if total is None else total
+        if self._deferred:
+            self._deferred = False
+            self._start()
         if self._rich is not None:
-            self._rich.update(self._task, completed=done, total=self._total, counted=self._counted())
+            self._rich.update(self._task, completed=done, total=self._total, counted=self._count_text())
         elif not self._quiet and (now := self._clock()) - self._printed >= LINE_EVERY_S:
             self._print_line(now)
 
-    def _counted(self) -> str:
+    def _count_text(self) -> str:
         if self._total is None and not self._done:
             return ""
         of = "" if self._total is None else f" of {self._total:,}"
@@ -72,27 +81,7 @@ class ProgressBar:
     def _print_line(self, now: float) -> None:
         self._printed = now
         took = now - self._began
-        print(progress_line(self._action, self._counted(), self._done, self._total, took), file=self._stream, flush=True)
-
-
-class DeferredProgressBar:
-    """A ProgressBar that appears with its first update, for operations that print other lines first."""
-
-    def __init__(self, action: str, unit: str = "", *, quiet: bool = False) -> None:
-        self._action, self._unit, self._quiet = action, unit, quiet
-        self._bar: ProgressBar | None = None
-
-    def __enter__(self) -> DeferredProgressBar:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(*exc)
-
-    def update(self, done: int, total: int | None = None) -> None:
-        if self._bar is None:
-            self._bar = ProgressBar(self._action, total, self._unit, quiet=self._quiet).__enter__()
-        self._bar.update(done, total)
+        print(progress_line(self._action, self._count_text(), self._done, self._total, took), file=self._stream, flush=True)
 
 
 def progress_line(action: str, counted: str, done: int, total: int | None, took_s: float) -> str:

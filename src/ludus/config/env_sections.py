@@ -23,11 +23,25 @@ _OTHER_SETTINGS = {
 
 
 class SelfPlayConfig(ConfigSection):
-    """The `self_play:` section: earlier versions of the policy as opponents, in environments with `past` opponents."""
+    """The `self_play:` section: who plays the other side of a game with two sides. Only the steps of the learning side train."""
 
-    every: int = Field(20, ge=1, description="Snapshot the policy as an opponent every N versions.")
-    keep: int = Field(50, ge=1, description="Number of newest snapshots to keep; all are equally likely opponents.")
-    period: int = Field(2_000, ge=1, description="Environment steps after which a worker draws another snapshot.")
+    opponents: Literal["latest", "past", "mix"] | None = Field(
+        None,
+        description="latest = the newest version plays the other side; past = snapshots do; mix = both, by `latest`. null = all agents "
+        "learn; environments with `past` opponents of their own decide by their `opponent`.",
+    )
+    latest: float = Field(0.8, ge=0, le=1, description="With mix: share of matches against the newest version.")
+    every: int = Field(
+        20, ge=1, alias="snapshot_every", description="Snapshot the policy as an opponent every N versions (`snapshot_every`)."
+    )
+    keep: int = Field(
+        50, ge=1, alias="window", description="Number of newest snapshots to keep; all are equally likely opponents (`window`)."
+    )
+    period: int = Field(2_000, ge=1, description="Environment steps after which a worker loads another snapshot for new matches.")
+    swap_sides: bool = Field(True, description="Draw the side that learns for every match; false = the first side learns.")
+    sides: list[list[str]] | None = Field(
+        None, description="The two sides as lists of agents; null = two agents play against each other."
+    )
 
 
 class PreprocessConfig(ConfigSection):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ludus.config.aliases import rllib_keys, rllib_values
+from ludus.config.aliases import coach_schedule, rllib_keys, rllib_values
 from ludus.config.aliases.sb3_cleanrl import TOTALS
 from ludus.config.schema import ExperimentConfig
 from ludus.errors import ConfigError
@@ -34,7 +34,7 @@ def set_value(data: dict[str, Any], path: str, value: Any, shown: str) -> None:
         if not isinstance(data, dict):
             raise ConfigError(f"{shown}: {key!r} is not a section.")
     translated: Mapping[str, Any] | None = None
-    if keys[:-1] == (["config"] if keys[-1] in rllib_keys.COACH_SCHEDULE else []):
+    if keys[:-1] == (["config"] if keys[-1] in coach_schedule.COACH_SCHEDULE else []):
         with contextlib.suppress(ValueError):  # validation reports it
             translated = translate_schedule(keys[-1], value)
     for key, each in (translated or {keys[-1]: value}).items():
@@ -48,11 +48,11 @@ def translate_schedule(key: str, value: Any) -> Mapping[str, Any] | None:
     Returns None for other keys. Raises ValueError for an invalid value.
     """
     if key == "improve_steps":
-        ((path, number),) = rllib_keys.translate_improve_steps(value, {}).items()
+        ((path, number),) = coach_schedule.translate_improve_steps(value, {}).items()
         return {"stop": {path.removeprefix("stop."): number}}
     if key in TOTALS:
         return {"stop": {"timesteps": value}}
-    return rllib_keys.COACH_SCHEDULE[key](value, {}) if key in rllib_keys.COACH_SCHEDULE else None
+    return coach_schedule.COACH_SCHEDULE[key](value, {}) if key in coach_schedule.COACH_SCHEDULE else None
 
 
 _SCHEDULES = ("improve_steps", *TOTALS)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ludus.config.aliases import rllib_keys
+from ludus.config.aliases.rllib_values import buffer_type
 from ludus.config.env_sections import (
     EXTERNAL,
     GAMECORE,
@@ -30,6 +30,7 @@ from ludus.config.tracking_sections import MlflowConfig, TrackConfig, WandbConfi
 from ludus.errors import ConfigError
 
 __all__ = [
+    "EMBEDDED",
     "EXTERNAL",
     "GAMECORE",
     "AlgorithmConfig",
@@ -51,6 +52,9 @@ __all__ = [
     "TuneConfig",
     "WandbConfig",
 ]
+
+EMBEDDED = "embedded"
+"""Value of `memory` without a server: memory of this process or of processes on this machine."""
 
 _REPLAY_DEFAULTS: Mapping[str, Sequence[Any]] = {
     "storage_unit": ("timesteps", "fragments"),
@@ -93,7 +97,7 @@ class ReplayBufferConfig(ConfigSection):
         for key, accepted in _REPLAY_DEFAULTS.items():
             if out.pop(key, accepted[0]) not in accepted:
                 raise ValueError(f"{key}: steps are stored and sampled one by one; leave it out")
-        kind = rllib_keys.buffer_type(out.get("type"))
+        kind = buffer_type(out.get("type"))
         if kind:
             out["type"] = kind
         prioritized = out.pop("prioritized_replay", None)
@@ -342,7 +346,7 @@ class ExperimentConfig(ConfigSection):
         None, ge=1, description="Number of newest checkpoints to keep besides the best; null = all."
     )
     memory: Annotated[str, AfterValidator(_reject_password)] = Field(
-        "embedded",
+        EMBEDDED,
         description="Transport of experience to the learner: embedded (its own worker processes), or redis://HOST:PORT/DB for `ludus fleet worker` on any machine. Set the password in LUDUS_MEMORY_PASSWORD or a file, not here.",
     )
     num_samples: int = Field(1, ge=1, description="Number of trials with different seeds.")

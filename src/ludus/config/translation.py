@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
-from ludus.config.aliases import rllib_keys, rllib_values
-from ludus.config.aliases.rllib_keys import KeyNotice, TranslatedSection
+from ludus.config.aliases import rllib_algorithms, rllib_keys
 from ludus.config.problem import ConfigErrors, ConfigProblem
 from ludus.config.schema import (
     AlgorithmConfig,
@@ -23,6 +22,7 @@ from ludus.config.schema import (
     TuneConfig,
 )
 from ludus.config.section import ConfigSection
+from ludus.config.section_translation import KeyNotice, TranslatedSection, translate_section
 
 SECTIONS: Mapping[str, type[ConfigSection]] = {
     rllib_keys.EXPERIMENT: ExperimentConfig,
@@ -47,7 +47,7 @@ def section_schemas(schema: type[AlgorithmConfig] = AlgorithmConfig) -> dict[str
 
 def translate_experiment(data: Mapping[str, Any]) -> TranslatedSection:
     """Translate all sections of an experiment but `config`; an `env` inside `config` moves to the top."""
-    out = rllib_keys.translate_section(rllib_keys.EXPERIMENT, data, ExperimentConfig.model_fields)
+    out = translate_section(rllib_keys.EXPERIMENT, data, ExperimentConfig.model_fields)
     _translate_subsections(out, "", {rllib_keys.STOP: StopConfig})
     inner = out.data.get("config")
     if isinstance(inner, Mapping) and "env" in inner:  # as in RLlib's `tune.run(…, config={"env": …})`
@@ -66,7 +66,7 @@ def translate_experiment(data: Mapping[str, Any]) -> TranslatedSection:
 def _translate_algorithm(out: TranslatedSection) -> None:
     """Replace an algorithm of RLlib that is a special case of ours (A2C, SimpleQ); keys that are given take precedence."""
     written, inner = out.data.get("run"), out.data.get("config", {})
-    special = rllib_values.find_special_case(written)
+    special = rllib_algorithms.find_special_case(written)
     if special is None or not isinstance(inner, Mapping):
         return
     given = {rllib_keys.canonical_name(rllib_keys.CONFIG, key): value for key, value in inner.items()}
@@ -79,7 +79,7 @@ def _translate_algorithm(out: TranslatedSection) -> None:
 
 def translate_config(data: Mapping[str, Any], schema: type[AlgorithmConfig] = AlgorithmConfig) -> TranslatedSection:
     """Translate the `config` section and the sections inside it."""
-    out = rllib_keys.translate_section(rllib_keys.CONFIG, data, key_names(schema))
+    out = translate_section(rllib_keys.CONFIG, data, key_names(schema))
     below = (rllib_keys.MODEL, rllib_keys.EVALUATION, rllib_keys.MULTIAGENT)
     _translate_subsections(out, "config.", {section.removeprefix("config."): SECTIONS[section] for section in below})
     for name in ("model", "evaluation_config", "env_config", "preprocess", "wrappers"):
@@ -123,7 +123,7 @@ def _translate_subsections(out: TranslatedSection, prefix: str, below: Mapping[s
     for name, schema in below.items():
         inner = out.data.get(name)
         if isinstance(inner, Mapping):
-            found = rllib_keys.translate_section(prefix + name, inner, key_names(schema))
+            found = translate_section(prefix + name, inner, key_names(schema))
             out.rejected += found.rejected
             out.redundant += found.redundant
             out.ignored += found.ignored

@@ -9,12 +9,12 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from ludus.config.aliases import rllib_keys
-from ludus.config.aliases.rllib_keys import TranslatedSection
 from ludus.config.batch_shape import batch_shape
 from ludus.config.problem import ConfigErrors, ConfigProblem
 from ludus.config.schema import AlgorithmConfig, ExperimentConfig, ExternalConfig
 from ludus.config.search_values import is_search
 from ludus.config.section import ConfigSection, SectionT
+from ludus.config.section_translation import TranslatedSection
 from ludus.config.translation import (
     SECTIONS,
     all_spellings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import reprlib
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from ludus.errors import ConfigError
 
 ACTION_MASK = "action_mask"
 
-
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, RecursionError, MemoryError)
+"""Errors of Gymnasium's constructors for unexpected values."""
 _MAX_ELEMENTS = 1 << 27
 """Numbers in one part of an observation or action: about 140 colour images of 640 × 480."""
 _MAX_PARTS = 10_000
@@ -56,7 +58,7 @@ def array_spec(space: gym.Space[Any], where: str = "observation") -> Tree:
     if isinstance(space, gym.spaces.MultiDiscrete):
         return ArraySpec(space.nvec.shape, np.dtype(np.int64))
     if isinstance(space, gym.spaces.MultiBinary):
-        return ArraySpec(_binary_shape(space), np.dtype(np.int8))
+        return ArraySpec(space.shape, np.dtype(np.int8))
     raise ConfigError(f"{where} is a {type(space).__name__} space, which has no fixed array shape.", _remedy(where))
 
 
@@ -103,10 +105,6 @@ def _check_keys(space: gym.Space[Any], where: str) -> None:
             _check_keys(item, f"{where}.{i}")
 
 
-def _binary_shape(space: gym.spaces.MultiBinary) -> tuple[int, ...]:
-    return tuple(int(n) for n in np.atleast_1d(np.asarray(space.shape)))
-
-
 def split_mask(space: gym.Space[Any]) -> tuple[gym.Space[Any], gym.Space[Any] | None]:
     """Split a Dict observation space into (space without `action_mask`, the mask's space or None)."""
     if not isinstance(space, gym.spaces.Dict) or ACTION_MASK not in space.spaces:
@@ -125,50 +123,46 @@ def without_mask(observation: Tree, unwrap: bool) -> Tree:
     return {key: item for key, item in observation.items() if key != ACTION_MASK}
 
 
-def action_leaves(space: gym.Space[Any], where: str = "action") -> list[tuple[str, gym.Space[Any]]]:
-    """Return (path, elementary space) of all parts of an action space, in the order of `tree.leaves`."""
+def space_leaves(space: gym.Space[Any], where: str = "") -> list[tuple[str, Any]]:
+    """Return (path below `where`, elementary space) of all parts, in the order of `tree.leaves`."""
+    return list(leaves(_space_tree(space), where))
+
+
+def _space_tree(space: gym.Space[Any]) -> Tree:
     if isinstance(space, gym.spaces.Dict):
-        return [pair for key in sorted(space.spaces) for pair in action_leaves(space.spaces[key], f"{where}.{key}")]
-    if isinstance(space, gym.spaces.Tuple):
-        return [pair for i, item in enumerate(space.spaces) for pair in action_leaves(item, f"{where}.{i}")]
-    return [(where, space)]
+        return {key: _space_tree(item) for key, item in space.spaces.items()}
+    return tuple(map(_space_tree, space.spaces)) if isinstance(space, gym.spaces.Tuple) else space
+
+
+def category_counts(leaf: gym.Space[Any]) -> list[int]:
+    """Return the number of options of each categorical choice of an elementary space; none for Box and MultiBinary."""
+    if isinstance(leaf, gym.spaces.Discrete):
+        return [int(leaf.n)]
+    return [int(n) for n in leaf.nvec.reshape(-1)] if isinstance(leaf, gym.spaces.MultiDiscrete) else []
 
 
 def mask_size(space: gym.Space[Any]) -> int:
     """Return the size of the flat action mask of an action space: one entry per discrete option and bit, none for Box."""
-    total = 0
-    for _, leaf in action_leaves(space):
-        if isinstance(leaf, gym.spaces.Discrete):
-            total += int(leaf.n)
-        elif isinstance(leaf, gym.spaces.MultiDiscrete):
-            total += int(leaf.nvec.sum())
-        elif isinstance(leaf, gym.spaces.MultiBinary):
-            total += math.prod(_binary_shape(leaf))
-    return total
+    parts = [leaf for _, leaf in space_leaves(space)]
+    bits = sum(math.prod(leaf.shape) for leaf in parts if isinstance(leaf, gym.spaces.MultiBinary))
+    return bits + sum(sum(category_counts(leaf)) for leaf in parts)
 
 
 def choices(space: gym.Space[Any]) -> list[slice]:
     """Return the slice of the flat action mask of each categorical choice; at least one option of each must be allowed."""
     parts: list[slice] = []
-    at = 0
-    for _, leaf in action_leaves(space):
-        sizes: list[int] = []
-        if isinstance(leaf, gym.spaces.Discrete):
-            sizes = [int(leaf.n)]
-        elif isinstance(leaf, gym.spaces.MultiDiscrete):
-            sizes = [int(n) for n in leaf.nvec.reshape(-1)]
-        for size in sizes:
-            parts.append(slice(at, at + size))
-            at += size
-        if isinstance(leaf, gym.spaces.MultiBinary):
-            at += math.prod(_binary_shape(leaf))
+    begin = 0
+    for _, leaf in space_leaves(space):
+        ends = itertools.accumulate(category_counts(leaf), initial=begin)
+        parts += itertools.starmap(slice, itertools.pairwise(ends))
+        begin += mask_size(leaf)
     return parts
 
 
 def categories(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
     """Return path → (lowest value, highest value + 1) of the categorical parts of an observation space."""
     found: dict[str, tuple[Array, Array]] = {}
-    for path, leaf in leaves(_space_tree(space)):
+    for path, leaf in space_leaves(space):
         if isinstance(leaf, gym.spaces.Discrete):
             found[path] = np.asarray(leaf.start), np.asarray(leaf.start + leaf.n)
         elif isinstance(leaf, gym.spaces.MultiDiscrete):
@@ -176,15 +170,10 @@ def categories(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
     return found
 
 
-def space_leaves(space: gym.Space[Any]) -> list[tuple[str, Any]]:
-    """Return (path, elementary space) of all parts, in the order of `tree.leaves`."""
-    return list(leaves(_space_tree(space)))
-
-
-def _space_tree(space: gym.Space[Any]) -> Tree:
-    if isinstance(space, gym.spaces.Dict):
-        return {key: _space_tree(item) for key, item in space.spaces.items()}
-    return tuple(map(_space_tree, space.spaces)) if isinstance(space, gym.spaces.Tuple) else space
+def bits(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
+    """Return the same as `categories` for MultiBinary parts."""
+    parts = [path for path, leaf in space_leaves(space) if isinstance(leaf, gym.spaces.MultiBinary)]
+    return {path: (np.asarray(0), np.asarray(2)) for path in parts}
 
 
 def flat_mask(mask: Tree, space: gym.Space[Any], batch: int | None = None) -> npt.NDArray[np.bool_]:
@@ -268,7 +257,8 @@ class SpaceParser:
                 array: Array = np.frombuffer(value, spec.dtype).reshape(spec.shape).copy()
             else:
                 given = np.asarray(value)
-                if given.dtype.kind not in "biuf" or not (spec.dtype.kind == "f" or _is_integral(given)):
+                fractions = given.dtype.kind == "f" and not (np.isfinite(given) & (given == np.floor(given))).all()
+                if given.dtype.kind not in "biuf" or (fractions and spec.dtype.kind != "f"):
                     raise ValueError(f"contains {_KINDS.get(given.dtype.kind, given.dtype.name)}")
                 with np.errstate(over="ignore", invalid="ignore"):  # checked below
                     array = given.astype(spec.dtype)
@@ -279,8 +269,12 @@ class SpaceParser:
         if array.shape != spec.shape:
             raise ValueError(f"{self._name(path)} has shape {list(array.shape)}, it takes {spec.dtype}{list(spec.shape)}")
         if spec.dtype.kind == "f":
-            if not np.isfinite(array).all():
-                raise ValueError(f"{self._name(path)} contains {_describe_non_finite(array, value)}")
+            bad = ~np.isfinite(array)
+            if bad.any():
+                raw = array if isinstance(value, (bytes, bytearray, memoryview)) else np.asarray(value)
+                found = raw[bad][0]  # as it was given: a finite number may be too large for the dtype
+                why = f", which is too large for {array.dtype}" if np.isfinite(found) else ""
+                raise ValueError(f"{self._name(path)} contains {found}{why}")
         elif path in self._categories:
             low, high = self._categories[path]
             if ((array < low) | (array >= high)).any():
@@ -289,19 +283,6 @@ class SpaceParser:
 
     def _name(self, path: str) -> str:
         return f"{self._where}.{path}" if path else self._where
-
-
-def _describe_non_finite(array: Array, value: Any) -> str:
-    """Return the first non-finite number of an array as it was given (a finite one may be too large for the dtype)."""
-    bad = ~np.isfinite(array)
-    given = array[bad][0] if isinstance(value, (bytes, bytearray, memoryview)) else np.asarray(value)[bad][0]
-    return f"{given}, which is too large for {array.dtype}" if np.isfinite(given) else str(given)
-
-
-def bits(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
-    """Return the same as `categories` for MultiBinary parts."""
-    parts = [path for path, leaf in leaves(_space_tree(space)) if isinstance(leaf, gym.spaces.MultiBinary)]
-    return {path: (np.asarray(0), np.asarray(2)) for path in parts}
 
 
 _FLOAT32, _EXACT = float(np.finfo(np.float32).max), 1 << 53
@@ -321,10 +302,6 @@ def _parse_short_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
 _KINDS = {"U": "text", "S": "text", "O": "something that is not a number", "f": "fractions"}
 
 
-def _is_integral(array: Array) -> bool:
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all() and (array == np.floor(array)).all())
-
-
 # -- JSON ---------------------------------------------------------------------------------------------------------------
 
 
@@ -335,7 +312,7 @@ def to_json(space: gym.Space[Any]) -> dict[str, Any]:
     if isinstance(space, gym.spaces.Tuple):
         return {"type": "Tuple", "spaces": [to_json(item) for item in space.spaces]}
     if isinstance(space, gym.spaces.Box):
-        bounds = {"low": _bound(space.low), "high": _bound(space.high)}
+        bounds = {"low": _bounds_to_json(space.low), "high": _bounds_to_json(space.high)}
         return {"type": "Box", "shape": list(space.shape), "dtype": str(space.dtype), **bounds}
     if isinstance(space, gym.spaces.Discrete):
         return {"type": "Discrete", "n": int(space.n), "start": int(space.start), **_dtype(space)}
@@ -343,7 +320,7 @@ def to_json(space: gym.Space[Any]) -> dict[str, Any]:
         starts = np.asarray(space.start).tolist()
         return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": starts, **_dtype(space)}
     if isinstance(space, gym.spaces.MultiBinary):
-        return {"type": "MultiBinary", "shape": list(_binary_shape(space))}
+        return {"type": "MultiBinary", "shape": list(space.shape)}
     raise ConfigError(f"A {type(space).__name__} space cannot be written as JSON.")
 
 
@@ -352,16 +329,7 @@ def from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
     try:
         _check_size(data)
         space: gym.Space[Any] = _BUILDERS[data["type"]](data)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        AssertionError,
-        RecursionError,
-        MemoryError,
-    ) as error:
+    except _MALFORMED as error:
         shown = "" if isinstance(error, RecursionError) else reprlib.repr(data)
         raise ConfigError(f"This is not the description of a space: {shown} ({error}).") from error
     return space
@@ -377,8 +345,10 @@ def _check_size(data: Mapping[str, Any]) -> None:
         raise ValueError(f"{len(inner):,} parts; the maximum is {_MAX_PARTS:,}")
 
 
-def _bound(values: Array) -> Any:
-    plain = [_number(v) for v in values.reshape(-1).tolist()]
+def _bounds_to_json(values: Array) -> Any:
+    # tolist() does not convert long doubles; JSON has no infinity.
+    numbers = [float(v) if isinstance(v, np.floating) else v for v in values.reshape(-1).tolist()]
+    plain = [str(v) if isinstance(v, float) and not math.isfinite(v) else v for v in numbers]
     return plain[0] if plain and all(v == plain[0] for v in plain) else plain
 
 
@@ -388,11 +358,6 @@ def _dtype(space: gym.Space[Any]) -> dict[str, str]:
 
 def _integers(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"dtype": np.dtype(data["dtype"]).type} if "dtype" in data else {}
-
-
-def _number(value: Any) -> Any:
-    plain = float(value) if isinstance(value, np.floating) else value  # tolist() does not convert long doubles
-    return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
 def _array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

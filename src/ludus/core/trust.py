@@ -108,25 +108,25 @@ def note_run(directory: Path) -> None:
 
 def is_allowed(name: str) -> bool:
     """Whether the user gave the name, or trusts all names."""
-    allowed = _allowed_names()
+    allowed = _names_in_variable()
     return name in allowed or EVERYTHING in allowed
 
 
-def trusted_names(*names: str) -> tuple[str, ...]:
+def names_to_trust(*names: str) -> tuple[str, ...]:
     """Return what a process of this run on another machine may import: names that the user gave, and those of `names` that are
     in the user's project here."""
     own = {name for name in names if ":" in name and is_in_project(name.partition(":")[0])}
-    return tuple(sorted(_allowed_names() | own))
+    return tuple(sorted(_names_in_variable() | own))
 
 
 def adopt(names: Iterable[str]) -> None:
-    """Trust names, as returned by `trusted_names` in the process that started this one."""
-    fresh = set(names) - _allowed_names()
+    """Trust names, as returned by `names_to_trust` in the process that started this one."""
+    fresh = set(names) - _names_in_variable()
     if fresh:
-        os.environ[VARIABLE] = ",".join(sorted(_allowed_names() | fresh))
+        os.environ[VARIABLE] = ",".join(sorted(_names_in_variable() | fresh))
 
 
-def _allowed_names() -> set[str]:
+def _names_in_variable() -> set[str]:
     return {entry.strip() for entry in re.split(r"[,\n]", os.environ.get(VARIABLE, "")) if entry.strip()}
 
 
@@ -174,13 +174,13 @@ def check(name: str, kind: str) -> ImportApproval:
     if is_allowed(name):
         return ImportApproval(by_user=True)
     top = module.partition(".")[0]
-    if _is_below(module, PLUGIN_MODULES.get(kind, ())) and attribute not in _WRITES_FILES:
+    if f"{module}.".startswith(tuple(f"{parent}." for parent in PLUGIN_MODULES.get(kind, ()))) and attribute not in _WRITES_FILES:
         return ImportApproval()
     if top == "__main__" and (_file_of_main() is None or _is_project_file(_file_of_main())):  # a notebook has no file
         return ImportApproval(project=True)
-    if top not in ("ludus", "__main__") and _is_project_file(_find_module(module, name)):
+    if top not in ("ludus", "__main__") and _is_project_file(find_module(module, name)):
         return ImportApproval(project=True)
-    raise untrusted(name, kind)
+    raise untrusted_error(name, kind)
 
 
 def reject_stdlib(name: str, module: str) -> None:
@@ -192,7 +192,7 @@ def reject_stdlib(name: str, module: str) -> None:
 def check_file(path: Path, name: str, kind: str) -> None:
     """Decide whether the Python file of `name` may be run. Raises Untrusted."""
     if not is_allowed(name) and not _is_project_file(path):
-        raise untrusted(name, kind, f"{path} is not in your project directory")
+        raise untrusted_error(name, kind, f"{path} is not in your project directory")
 
 
 def check_config_files(env_config: Any) -> None:
@@ -203,12 +203,13 @@ def check_config_files(env_config: Any) -> None:
     """
     for text in _strings(env_config):
         if text.endswith(".cfg") and Path(text).name != text and not is_allowed(text) and not _is_project_file(Path(text)):
-            raise untrusted(text, "settings file", f"{text} is not in your project directory")
+            raise untrusted_error(text, "settings file", f"{text} is not in your project directory")
 
 
-def untrusted(name: str, kind: str, why: str = "") -> Untrusted:
+def untrusted_error(name: str, kind: str, why: str = "") -> Untrusted:
     """Return the error for a name that may not be imported."""
-    why = why or f"{name.partition(':')[0]} is not in your project directory ({_format_roots()})"
+    roots = ", ".join(dict.fromkeys(map(str, _roots()))) or "there is none"
+    why = why or f"{name.partition(':')[0]} is not in your project directory ({roots})"
     option = f", name it yourself (--env {name})" if kind == "environment" else ""
     return Untrusted(
         f"The {kind} {name!r} comes from stored data and would run code that you did not name: {why}. Nothing was imported.",
@@ -219,18 +220,16 @@ def untrusted(name: str, kind: str, why: str = "") -> Untrusted:
 def is_in_project(module: str) -> bool:
     """Whether a module is a file of the user's project. Imports neither it nor its parent packages."""
     try:
-        file = _find_module(module, module)
+        return _is_project_file(find_module(module, module))
     except UnknownName:
         return False
-    return file is not None and _is_project_file(file)
 
 
-def _is_below(module: str, parents: tuple[str, ...]) -> bool:
-    return any(module == parent or module.startswith(f"{parent}.") for parent in parents)
+def find_module(module: str, name: str) -> Path | None:
+    """Return the file of a module, or the directory of a namespace package, without importing it or its parent packages.
 
-
-def _find_module(module: str, name: str) -> Path | None:
-    """Return the file of a module, or the directory of a namespace package. Raises UnknownName if it does not exist."""
+    `name`: what refers to it, for the message. Raises UnknownName if it does not exist.
+    """
     loaded = sys.modules.get(module)
     if loaded is not None:
         return _origin_of(getattr(loaded, "__spec__", None)) or _file_of(loaded)
@@ -339,7 +338,3 @@ def _roots() -> list[Path]:
 
 def _extra_projects() -> list[str]:
     return [entry for entry in os.environ.get(PROJECTS, "").split(os.pathsep) if entry]
-
-
-def _format_roots() -> str:
-    return ", ".join(dict.fromkeys(str(root) for root in _roots())) or "there is none"

@@ -5,14 +5,13 @@ Shapes: T steps, B rows (one row is one agent in one environment), K stored fina
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ludus.core.tree import Array, Tree, map_tree
+from ludus.core.tree import Tree, leaves, map_tree
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -139,7 +138,7 @@ class Segments:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(leaf.nbytes) for leaf in _leaves(self.arrays()))
+        return sum(int(leaf.nbytes) for _, leaf in leaves(self.arrays()))
 
 
 OVER_STEPS = ("action", "reward", "terminated", "truncated", "valid", "log_prob", "version")
@@ -148,14 +147,3 @@ OVER_STEPS_AND_AFTER = ("observation", "first", "value", "action_mask")
 """Arrays [T+1, B, …]."""
 
 _NOT_ARRAYS = frozenset({"spec", "finals", "model", "env_steps", "cache"})
-
-
-def _leaves(tree: Tree) -> Iterator[Array]:
-    if isinstance(tree, dict):
-        for item in tree.values():
-            yield from _leaves(item)
-    elif isinstance(tree, tuple):
-        for item in tree:
-            yield from _leaves(item)
-    else:
-        yield tree

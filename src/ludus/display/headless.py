@@ -11,17 +11,21 @@ import contextlib
 import ctypes.util
 import os
 import secrets
-import select
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ludus.display import opengl_probe, x11, xvfb_guard
+from ludus.display import opengl_probe, x11
 from ludus.errors import ConfigError, MissingExtra, WorkerFailed
+from ludus.io.atomic_file import open_new
+from ludus.io.json_lines import LineReader
+from ludus.process.commands.lifeline_guard import GuardedCommand
+from ludus.process.temp_dirs import TempDir
 
 SCREEN = "LUDUS_SCREEN"
 """`auto` (a private display if one is needed and there is none), `xvfb` (always a private one), `none` (never)."""
@@ -32,7 +36,9 @@ SIZE = "1280x1024x24"
 _LIBRARIES = {"egl": "EGL", "osmesa": "OSMesa"}
 _APT = "apt-get install libegl1 libgl1 libgles2 (for EGL) or libosmesa6 (for OSMesa)"
 _APT_XVFB = "apt-get install xvfb libgl1-mesa-dri libglx-mesa0"
-_END_S = 10.0
+_START_S = 20.0
+_END_S = 3.0
+"""Time between SIGTERM, after which an X server removes its socket, and SIGKILL."""
 
 _lock = threading.Lock()
 _process_screen: list[PrivateScreen] = []
@@ -100,50 +106,38 @@ class PrivateScreen:
         xvfb = find_xvfb()
         if xvfb is None:
             raise MissingExtra("A game needs a display; there is none, and Xvfb is not installed.", _APT_XVFB)
-        self._owner = os.getpid()
-        command = [sys.executable, "-I", "-S", xvfb_guard.__file__, str(self._owner), xvfb, size]
-        self._guard = subprocess.Popen(  # noqa: S603 - our own program
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
-        )
-        self.authority = Path()
+        self._directory = TempDir(Path(tempfile.gettempdir()))
+        self.authority, errors = self._directory.path / "authority", self._directory.path / "log"
+        with open_new(self.authority, 0o600) as file:
+            file.write(x11.wildcard_authority(secrets.token_bytes(16)))
+        # It writes its display number to the descriptor 1.
+        command = [xvfb, "-displayfd", "1", "-screen", "0", size, "-nolisten", "tcp", "-auth", str(self.authority), "-noreset"]
+        with open(errors, "wb") as log:
+            self._command = GuardedCommand(
+                command, grace_s=_END_S, remove=[self._directory.path], stdout=subprocess.PIPE, stderr=log
+            )
+        number = None
         try:
-            self.display, self.authority = self._read_display()
-        except BaseException:
-            self.close()
-            raise
+            with contextlib.suppress(TimeoutError):
+                assert self._command.guard.stdout is not None
+                number = LineReader(self._command.guard.stdout.fileno()).read_line(_START_S)
+            if number is None:
+                why = _last_error(errors) or "it did not report its display number"
+                raise WorkerFailed(f"Xvfb did not start: {why}.", f"Reinstall it: {_APT_XVFB}")
+        finally:
+            if number is None:
+                self.close()
+        self.display = f":{int(number)}"
 
     def variables(self) -> dict[str, str]:
         """Environment variables for a process that renders on it."""
         return {x11.DISPLAY: self.display, x11.AUTHORITY: str(self.authority)}
 
-    def _read_display(self) -> tuple[str, Path]:
-        assert self._guard.stdin is not None
-        assert self._guard.stdout is not None
-        line = b""
-        with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.write(x11.wildcard_authority(secrets.token_bytes(16)).hex().encode() + b"\n")
-            self._guard.stdin.flush()
-        if select.select([self._guard.stdout], [], [], xvfb_guard.START_S + _END_S)[0]:
-            line = self._guard.stdout.readline().strip()
-        number, _, rest = line.decode(errors="replace").partition(" ")
-        if not number.isdigit():
-            raise WorkerFailed(f"Xvfb did not start: {rest or 'no output'}.", f"Reinstall it: {_APT_XVFB}")
-        return f":{number}", Path(rest)
-
     def close(self) -> None:
-        if os.getpid() != self._owner:  # a forked copy does not own it
-            return
-        for pipe in (self._guard.stdin, self._guard.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        try:
-            self._guard.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()  # the kernel then ends the server
-            self._guard.wait(_END_S)
-        if self.authority.name:  # a killed guard could not remove it
-            shutil.rmtree(self.authority.parent, ignore_errors=True)
+        """Does nothing in a fork of the process that made it."""
+        if self._command.is_owner():
+            self._command.close()
+            self._directory.close()
 
     def __enter__(self) -> PrivateScreen:
         return self
@@ -192,6 +186,11 @@ def find_xvfb() -> str | None:
     if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
         return None
     return shutil.which("Xvfb") or shutil.which("Xvfb", path="/usr/bin:/usr/local/bin:/usr/X11R6/bin:/opt/X11/bin")
+
+
+def _last_error(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")[:300]
 
 
 def screen_choice(environ: Mapping[str, str]) -> str:

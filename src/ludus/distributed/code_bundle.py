@@ -41,7 +41,7 @@ class CodeBundle:
         spec = next((gym.registry[name] for name in names if name in gym.registry), None)
         made = {name: registered_envs()[name] for name in names if name in registered_envs()}
         files = tuple(loader.files_of(name) for name in sorted(custom) if ":" not in name)
-        trusted = trust.trusted_names(*names, *custom)
+        trusted = trust.names_to_trust(*names, *custom)
         return cls({name: getattr(main, name) for name in own if hasattr(main, name)}, spec, files, made, trusted)
 
     def check_can_be_sent(self) -> None:

@@ -5,6 +5,7 @@ Segments arrive through shared memory, one or two versions old; weights are sent
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -29,12 +30,12 @@ _START_S = 60.0
 _PAUSE_S = 0.002  # workers commit hundreds of segments per second; waking up for each one would waste CPU time
 
 
-class GatewayBoards:
-    """Shared memory of the workers: a board with the weights of each model, and the memory for segments. Removed by `close`."""
+class GatewaySharedMemory:
+    """Shared memory of the workers: the weights of each model, and the memory for segments. Removed by `close`."""
 
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
         self._scratch = TempDir(shared_memory_dir())
-        self.boards = {name: SharedWeights(self._scratch.path / name) for name in policies}
+        self.weights = {name: SharedWeights(self._scratch.path / name) for name in policies}
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
         segments = self._scratch.path / ".segments"  # not a valid name of a model
         segments.mkdir(mode=0o700)
@@ -42,8 +43,7 @@ class GatewayBoards:
         self.policies, self.steps = dict(policies), steps
 
     def publish(self, name: str, version: int) -> None:
-        board = self.boards[name]
-        board.publish(version, stage(self._scratch.path, self.policies[name].weights()))
+        self.weights[name].publish(version, stage(self._scratch.path, self.policies[name].weights()))
 
     def close(self) -> None:
         self.memory.close()
@@ -59,19 +59,21 @@ class GatewaySource:
         settings: GatewaySettings,
         seats: Mapping[str, str],
         workers: int,
-        boards: GatewayBoards,
+        shared: GatewaySharedMemory,
         memory: CollatedBatches,
         log_dir: Path,
         *,
         explore: bool = True,
     ) -> None:
-        self._boards, self._memory = boards, memory
+        self._shared, self._memory = shared, memory
         models = {
-            name: (_encode_description(boards.policies[name]), str(board.directory)) for name, board in boards.boards.items()
+            name: (json.dumps(shared.policies[name].description()).encode(), str(weights.directory))
+            for name, weights in shared.weights.items()
         }
-        played = WorkerActorFactory(dict(seats), models, boards.steps, boards.memory.add_lanes(workers), explore)
+        played = WorkerActorFactory(dict(seats), models, shared.steps, shared.memory.add_lanes(workers), explore)
         self._supervisor = Supervisor(log_dir=log_dir)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._supervisor.close)
             self._workers = GatewayWorkers(
                 self._supervisor,
                 GatewayProgram(played, settings, played.load, played.report),
@@ -80,16 +82,14 @@ class GatewaySource:
             )
             self.address = self._workers.address
             self._workers.wait_ready(_START_S)
-        except BaseException:
-            self._supervisor.close()
-            raise
+            undo.pop_all()
 
     def step(self) -> bool:
         deadline = time.monotonic() + _TURN_S
         while not self._memory.ready() and (left := deadline - time.monotonic()) > 0:
-            self._boards.memory.wait(left)
+            self._shared.memory.wait(left)
             time.sleep(_PAUSE_S)
-        for pid in self._boards.memory.cut_off():
+        for pid in self._shared.memory.cut_off():
             for worker in self._workers.workers:
                 if worker.pid == pid:
                     worker.kill()
@@ -99,13 +99,13 @@ class GatewaySource:
         return True
 
     def metrics(self) -> dict[str, float]:
-        memory = self._boards.memory
+        memory = self._shared.memory
         report = {f"games/{name}": memory.total(name) for name in (*COUNTER_METRICS, *GAUGE_METRICS)}
         report["games/dropped_segments"] = float(memory.stats().dropped)
         return report
 
     def has_sampled(self) -> bool:
-        return self._boards.memory.total("requests") > 0
+        return self._shared.memory.total("requests") > 0
 
     def waiting_for(self) -> str:
         return f"a game to connect to http://{self.address[0]}:{self.address[1]}/step"
@@ -122,7 +122,3 @@ class GatewaySource:
     def close(self) -> None:
         self._workers.close()
         self._supervisor.close()
-
-
-def _encode_description(policy: Policy) -> bytes:
-    return json.dumps(policy.description()).encode()

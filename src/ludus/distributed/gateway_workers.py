@@ -11,7 +11,6 @@ import math
 import os
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.gateway.server import Gateway, GatewayExtension, GatewaySettings
-from ludus.process.temp_dirs import TempDir
+from ludus.process.temp_dirs import TempDir, short_temp_dir
 from ludus.process.workers.supervisor import ALWAYS, Context, Process, Supervisor
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class GatewayProgram:
 
     make_actor: Callable[[], Any]
     settings: GatewaySettings = field(default_factory=GatewaySettings)
-    prepare: Callable[[], None] | None = None
+    prepare: Callable[[], object] | None = None
     """Called once in each worker, before it serves."""
     report: Callable[[str, Mapping[str, Any]], None] | None = None
     """Called every second with the name of the worker and its counters."""
@@ -62,10 +61,11 @@ class GatewayWorkers:
         settings = program.settings
         check_exposure(host if listening is None else listening.getsockname()[0], settings.token or settings.token_file)
         self._grace_s = settings.drain_s + _STOP_S
-        self._scratch = TempDir(_short_dir(Path(tempfile.gettempdir())))
+        self._scratch = TempDir(short_temp_dir())
         self._sockets: list[socket.socket] = []
         self.workers: list[Process] = []
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             if listening is not None:
                 host, port = listening.getsockname()[:2]
                 self._sockets.append(listening)
@@ -86,9 +86,7 @@ class GatewayWorkers:
                         hang_s=settings.sessions.tick_s + _GRACE_S,
                     )
                 )
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _bind(self, host: str, port: int) -> socket.socket:
         bound = bind(host, port)
@@ -123,11 +121,6 @@ class GatewayWorkers:
         for worker in self.workers:
             worker.stop(self._grace_s)
         self._scratch.close()
-
-
-def _short_dir(temp: Path) -> Path:
-    """A unix socket path may have about 100 bytes, of which about 60 are used below this directory."""
-    return temp if len(os.fsencode(temp)) <= 40 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from ludus.errors import Unreachable
-from ludus.ray_cluster.cluster import Cluster, Member
+from ludus.distributed.watched_thread import WatchedThread
+from ludus.errors import LudusError, Unreachable
+from ludus.ray_cluster.cluster import Cluster
+from ludus.ray_cluster.membership import Member
 
 log = logging.getLogger(__name__)
 
@@ -55,15 +57,15 @@ class GcsThread:
         now: Callable[[], float],
         closing: threading.Event,
         on_members: Callable[[list[Member]], None],
-        on_crash: Callable[[BaseException], None],
+        on_crash: Callable[[LudusError], None],
     ) -> None:
         self._cluster, self._now, self._closing = cluster, now, closing
-        self._on_members, self._on_crash = on_members, on_crash
+        self._on_members = on_members
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Callable[[Exception], None]]] = queue.SimpleQueue()
         self._finish, self._discard = threading.Event(), threading.Event()
         self._replied_at = self._active_at = now()
         self._unanswered = 0
-        self._thread = threading.Thread(target=self._run, name="ray-gcs", daemon=True)
+        self._thread = WatchedThread("ray-gcs", self._run, on_crash)
 
     def start(self) -> None:
         self._thread.start()
@@ -90,19 +92,16 @@ class GcsThread:
 
     def _run(self) -> None:
         due = 0.0
-        try:
-            while not self._finish.is_set():
-                with contextlib.suppress(queue.Empty):
-                    self._run_call(*self._calls.get(timeout=_TICK_S))
-                if time.monotonic() >= due and not self._closing.is_set():
-                    self._poll_members()
-                    due = time.monotonic() + _MEMBERS_S
-                self._active_at = self._now()
+        while not self._finish.is_set():
             with contextlib.suppress(queue.Empty):
-                while not self._discard.is_set():
-                    self._run_call(*self._calls.get_nowait())
-        except BaseException as error:  # the owner must notice that this thread has ended
-            self._on_crash(error)
+                self._run_call(*self._calls.get(timeout=_TICK_S))
+            if time.monotonic() >= due and not self._closing.is_set():
+                self._poll_members()
+                due = time.monotonic() + _MEMBERS_S
+            self._active_at = self._now()
+        with contextlib.suppress(queue.Empty):
+            while not self._discard.is_set():
+                self._run_call(*self._calls.get_nowait())
 
     def _run_call(self, call: Callable[[], None], on_error: Callable[[Exception], None]) -> None:
         self._active_at = self._now()

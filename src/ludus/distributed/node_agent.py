@@ -49,17 +49,17 @@ _EPISODES = ("episode_return", "episode_length")
 Bytes = npt.NDArray[np.uint8]
 
 
-class BellNode(SamplingNode, Protocol):
-    """A node whose workers ring a bell when they have made a block."""
+class WakeupNode(SamplingNode, Protocol):
+    """A node whose workers notify `wakeup` when they have made a block."""
 
-    bell: Path
+    wakeup: Path
 
 
-NodeFactory = Callable[[SamplingPlan, Path | None, str], BellNode]
+NodeFactory = Callable[[SamplingPlan, Path | None, str], WakeupNode]
 """(plan, log directory, name) → the node that an agent runs."""
 
 
-def local_node(plan: SamplingPlan, log_dir: Path | None, name: str) -> BellNode:
+def local_node(plan: SamplingPlan, log_dir: Path | None, name: str) -> WakeupNode:
     return LocalNode(plan, log_dir=log_dir, name=name, worker_name=worker_name)
 
 
@@ -105,7 +105,7 @@ class NodeAgent:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._node: BellNode | None = None
+        self._node: WakeupNode | None = None
         self._lives: dict[int, int] = {}
         self._turn = 0
         self._called_at = time.monotonic()
@@ -128,7 +128,7 @@ class NodeAgent:
         self._min_blocks = max(1, -(-BUNDLE_BYTES // self._layout.nbytes))
         self._max_blocks = max(1, MAX_BUNDLE_BYTES // self._layout.nbytes)
         node = make(plan, self._log_dir(log_dir, mark), self._name)
-        self._bell = Wakeup(node.bell)
+        self._wakeup = Wakeup(node.wakeup)
         self._node = node
 
     def _log_dir(self, log_dir: str | None, mark: str) -> Path:
@@ -193,18 +193,19 @@ class NodeAgent:
             if self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):  # not available while a worker is stopped
                 try:
                     self._take_blocks(room, blocks, most)
-                    complete = self._is_complete(blocks, most)
+                    workers = set(self._lives)
                 finally:
                     self._lock.release()
-                now = time.monotonic()
                 if blocks and not had:
-                    due = min(deadline, now + LINGER_S)
-                if complete:
+                    due = min(deadline, time.monotonic() + LINGER_S)
+                # Workers that alternate with the learner make one block and wait: once all have, waiting for more is useless.
+                all_waiting = self._alternates and workers and {index for index, _ in blocks} >= workers
+                if all_waiting or len(blocks) >= min(most, self._min_blocks):
                     break
             now = time.monotonic()
             if now >= due:
                 break
-            self._bell.wait(due - now)
+            self._wakeup.wait(due - now)
         return self._bundle(blocks), room[: len(blocks) * size]
 
     def _take_blocks(self, room: Bytes, blocks: list[tuple[int, int]], most: int) -> None:
@@ -225,12 +226,6 @@ class NodeAgent:
             pack(self._layout, block, room.data[at : at + size])
             self._node.release(index, block)
             blocks.append((index, self._lives[index]))
-
-    def _is_complete(self, blocks: list[tuple[int, int]], most: int) -> bool:
-        if len(blocks) >= min(most, self._min_blocks):
-            return True
-        # Workers that alternate with the learner make one block and wait: once all have, waiting for more is useless.
-        return self._alternates and bool(self._lives) and {index for index, _ in blocks} >= set(self._lives)
 
     def _bundle(self, blocks: list[tuple[int, int]]) -> Bundle:
         now = time.monotonic()
@@ -263,9 +258,10 @@ class NodeAgent:
             if self._closed.wait(1.0):
                 return
         log.error("no learner has called for %.0f s: the agent of %s ends", ORPHAN_S, self._name)
-        with contextlib.suppress(Exception):  # after any error: the workers die with this process
+        try:
             self.close()
-        os._exit(1)
+        finally:
+            os._exit(1)  # the workers die with this process
 
 
 def pack(layout: BlockLayout, block: Segments, buffer: memoryview) -> None:

@@ -29,8 +29,10 @@ from ludus.core.types import Segments
 from ludus.distributed.gcs_thread import GcsThread, StallAwareClock
 from ludus.distributed.node_agent import BUNDLE_BYTES, Bundle, Bytes, NodeAgent, NodeFactory, local_node, unpack
 from ludus.distributed.sampling_pool import COUNTERS, LocalNode, SamplingNode, SamplingPlan, WorkerReport
+from ludus.distributed.watched_thread import WatchedThread
 from ludus.errors import LudusError, UsageError, WorkerFailed
-from ludus.ray_cluster.cluster import Cluster, Member
+from ludus.ray_cluster.cluster import Cluster
+from ludus.ray_cluster.membership import Member
 from ludus.transport.ring_buffer import Wakeup
 
 log = logging.getLogger(__name__)
@@ -218,7 +220,7 @@ class RayNodes:
         self,
         cluster: Cluster,
         plan: SamplingPlan,
-        bell: Path,
+        wakeup: Path,
         *,
         log_dir: Path | None = None,
         announce: Callable[[str], None] | None = None,
@@ -245,9 +247,9 @@ class RayNodes:
         self._settled = threading.Condition()
         self._members: list[Member] = cluster.members()
         self._logs = _SharedLogDir(log_dir)
-        self._bell, self._bell_path = Wakeup(bell), bell
+        self._wakeup, self._wakeup_path = Wakeup(wakeup), wakeup
         self._own: LocalNode | None = None
-        self._thread = threading.Thread(target=self._run, name="ray-state", daemon=True)
+        self._thread = WatchedThread("ray-state", self._run, self._on_crash)
         self._gcs = GcsThread(
             cluster,
             self.now,
@@ -255,14 +257,13 @@ class RayNodes:
             on_members=lambda members: self.submit(functools.partial(self._update_members, members)),
             on_crash=self._on_crash,
         )
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self._update_own_node()
             self._thread.start()
             self._gcs.start()
             self._wait_for_agents()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _update_own_node(self) -> None:
         """Run workers on this machine, with the cores of its Ray nodes. Called by the learner's thread, which starts the workers."""
@@ -272,7 +273,7 @@ class RayNodes:
         cores = (me.cores if me.alive else 0) + sum(member.cores for member in self._members if self._shares_weights(member))
         if self._own is None:
             if cores:
-                self._own = LocalNode(self._plan, self._bell_path, log_dir=self._logs.path, name=me.host)
+                self._own = LocalNode(self._plan, self._wakeup_path, log_dir=self._logs.path, name=me.host)
                 self._own.cores = cores
             return
         if self._own.cores != cores:
@@ -297,7 +298,9 @@ class RayNodes:
     def current(self) -> list[SamplingNode]:
         self._check_head()
         if self._failure is not None:
-            raise WorkerFailed(*self._failure) if self._cluster.returns else _final_error(*self._failure)
+            error = WorkerFailed(*self._failure)
+            error.final = not self._cluster.returns  # else restarting the learner is useless
+            raise error
         self._update_own_node()
         own: list[SamplingNode] = [] if self._own is None else [self._own]
         return own + [node for node in list(self._nodes.values()) if node.ready and not node.lost]
@@ -309,7 +312,7 @@ class RayNodes:
             if self._thread.ident is not None:
                 self._thread.join(2 * _CLOSE_S)  # first: it submits calls to the GCS thread
             self._gcs.close(2 * _CLOSE_S)
-            self._bell.close()
+            self._wakeup.close()
             self._logs.close()
         if self._own is not None:
             self._own.close()
@@ -360,10 +363,12 @@ class RayNodes:
                     self._run_call(*self._calls.get(timeout=_TICK_S))
                     for _ in range(self._calls.qsize()):
                         self._run_call(*self._calls.get_nowait())
-                self._run_timers(self.now())
-        except BaseException as error:  # the learner must notice that this thread has ended
-            self._on_crash(error)
-        self._close_agents()
+                now = self.now()
+                for node in list(self._nodes.values()):
+                    self._run_call(functools.partial(self._check_node, node, now), node)
+                self._start_missing_agents(now)
+        finally:
+            self._close_agents()
 
     def _run_call(self, call: Callable[[], None], node: RayNode | None) -> None:
         try:
@@ -378,17 +383,11 @@ class RayNodes:
             log.error("unexpected error about %s", node.name, exc_info=error)
         self.give_up(node, _reason(error))
 
-    def _on_crash(self, error: BaseException) -> None:
-        log.error("%s ended with an error", threading.current_thread().name, exc_info=error)
-        self._fail(f"The learner's side of the cluster failed: {type(error).__name__}: {error}.", "See the log.")
+    def _on_crash(self, error: LudusError) -> None:
+        self._fail(f"The learner's side of the cluster failed: {error}.", "See the log.")
 
     def _submit_to_gcs(self, call: Callable[[], None], node: RayNode) -> None:
         self._gcs.submit(call, lambda error: self.submit(functools.partial(self._on_node_error, node, error), node))
-
-    def _run_timers(self, now: float) -> None:
-        for node in list(self._nodes.values()):
-            self._run_call(functools.partial(self._check_node, node, now), node)
-        self._start_missing_agents(now)
 
     def _check_node(self, node: RayNode, now: float) -> None:
         limit_s = self._timeouts.silent_s + 2 * _POLL_S
@@ -455,7 +454,7 @@ class RayNodes:
             self._settled.notify_all()
         log.info("%s has an agent, with %d cores", node.name, node.cores)
         self.request_bundles(node)
-        self._bell.notify()
+        self._wakeup.notify()
 
     # -- calls of agents
 
@@ -481,13 +480,15 @@ class RayNodes:
     ) -> None:
         if node.lost:
             return
+        from ray.exceptions import RayTaskError
+
         error = future.exception()
-        if error is not None and failed is not None and not _is_death(error):
-            failed(_reason(error))
-        elif error is not None:
-            self.give_up(node, _reason(error))
-        else:
+        if error is None:
             then(node, future.result())
+        elif failed is not None and isinstance(error, RayTaskError):  # other errors mean that the agent is gone
+            failed(_reason(error))
+        else:
+            self.give_up(node, _reason(error))
 
     def request_bundles(self, node: RayNode) -> None:
         """Keep requests for bundles in flight while there is room for blocks."""
@@ -509,7 +510,7 @@ class RayNodes:
         if bundle.blocks or bundle.reports is not None:
             node.deliver(bundle, unpack(self._layout, len(bundle.blocks), data))
         if bundle.blocks:
-            self._bell.notify()
+            self._wakeup.notify()
         for worker, tail in bundle.tails:
             log.warning("worker %d on %s failed; its last lines are in the run's logs", worker, node.name)
             self._logs.append(node.name, worker, tail)
@@ -549,7 +550,7 @@ class RayNodes:
             if not node.ready:
                 self._unusable[node.id] = f"{node.name}: {why}"
             self._settled.notify_all()
-        self._bell.notify()
+        self._wakeup.notify()
 
     def _fail(self, message: str, hint: str) -> None:
         if self._failure is None:
@@ -559,22 +560,24 @@ class RayNodes:
             with self._settled:
                 self._settled.notify_all()
             with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                self._bell.notify()
+                self._wakeup.notify()
 
     def _close_agents(self) -> None:
         """Let agents end their workers, then kill the agents; those that cannot be reached end by themselves."""
         import ray
 
+        if self._failure is not None:
+            return
         closing = []
-        if self._failure is None:
-            for node in self._nodes.values():
+        for node in self._nodes.values():
+            with contextlib.suppress(ray.exceptions.RayError):  # it has just died
                 if node.ready:
-                    with contextlib.suppress(Exception):  # Ray raises many types for an agent that has just died
-                        closing.append(node.agent.close.options(concurrency_group=CONTROL).remote())
-                self._submit_to_gcs(functools.partial(_kill, node.agent), node)
-        if closing:
-            with contextlib.suppress(Exception):  # as above
+                    closing.append(node.agent.close.options(concurrency_group=CONTROL).remote())
+        with contextlib.suppress(ray.exceptions.RayError):
+            if closing:
                 ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
+        for node in self._nodes.values():
+            self._submit_to_gcs(functools.partial(_kill, node.agent), node)
 
 
 # -- Ray --------------------------------------------------------------------------------------------------------------
@@ -593,16 +596,9 @@ def _agents() -> Callable[[str], Any]:
 def _kill(agent: Any) -> None:
     import ray
 
-    if agent is None:
-        return
-    with contextlib.suppress(Exception):  # Ray raises many types if it is dead or unreachable
-        ray.kill(agent)
-
-
-def _is_death(error: BaseException) -> bool:
-    from ray.exceptions import RayTaskError
-
-    return not isinstance(error, RayTaskError)
+    if agent is not None:
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it is dead or unreachable
+            ray.kill(agent)
 
 
 def _reason(error: BaseException) -> str:
@@ -625,10 +621,3 @@ def _reason(error: BaseException) -> str:
             return f"{why} ({raised})" if raised else why
     lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
     return f"{type(cause).__name__}: {lines[0] if lines else ''}"
-
-
-def _final_error(message: str, hint: str) -> WorkerFailed:
-    """An error after which restarting the learner is useless."""
-    error = WorkerFailed(message, hint)
-    error.final = True
-    return error

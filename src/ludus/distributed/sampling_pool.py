@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 COUNTERS = ("steps", "blocks", "environment_s", "policy_s", "blocked_s", "weights_wait_s", "env_restarts")
 """Counters that a worker keeps in its ring, in this order; its node can read them at any time."""
 
-BOARD, BELL = "board", "bell"
+_SHARES = {"env": "environment_s", "policy": "policy_s", "blocked": "blocked_s", "weights_wait": "weights_wait_s"}
+WEIGHTS, WAKEUP = "weights", "wakeup"
 _UPDATE_S = 0.1
 _WINDOW_S = 1.0
 _ROOM_S = 0.2
@@ -164,14 +165,14 @@ class SharedWeightsPolicy:
         return self._policy, self._version
 
 
-def _sample(context: Context, plan: SamplingPlan, index: int, begin: int, directory: Path, bell: Path) -> None:
+def _sample(context: Context, plan: SamplingPlan, index: int, begin: int, directory: Path, wakeup: Path) -> None:
     """Program of a worker. Ends by SIGTERM, which raises SystemExit."""
     torch.set_num_threads(1)
     keep_freed_memory()
     plan.code_bundle.unpack()
     with contextlib.ExitStack() as stack:
-        memory = stack.enter_context(contextlib.closing(SharedWriter(_ring_path(directory, index), plan.layout, bell)))
-        reader = SharedWeightsReader(directory / BOARD)
+        memory = stack.enter_context(contextlib.closing(SharedWriter(_ring_path(directory, index), plan.layout, wakeup)))
+        reader = SharedWeightsReader(directory / WEIGHTS)
         source = SharedWeightsPolicy(
             copy_for_acting(serialization.policy_from(dict(plan.description)), torch.device(plan.device)), reader
         )
@@ -248,7 +249,7 @@ class LocalNode:
     def __init__(
         self,
         plan: SamplingPlan,
-        bell: Path | None = None,
+        wakeup: Path | None = None,
         *,
         log_dir: Path | None = None,
         name: str = "here",
@@ -266,15 +267,14 @@ class LocalNode:
         self._begins: dict[int, int] = {}
         self._first: dict[int, int] = {}
         self._started: dict[int, float] = {}
-        try:
-            self.bell = bell or self._scratch.path / BELL
-            """Rung when a worker has made a block."""
-            if bell is None:
-                Wakeup.create(self.bell).close()
-            self._board = SharedWeights(self._scratch.path / BOARD)
-        except BaseException:
-            self.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self.wakeup = wakeup or self._scratch.path / WAKEUP
+            """Notified when a worker has made a block."""
+            if wakeup is None:
+                Wakeup.create(self.wakeup).close()
+            self._weights = SharedWeights(self._scratch.path / WEIGHTS)
+            undo.pop_all()
 
     def start(self, index: int, begin: int) -> None:
         ring = _ring_path(self._scratch.path, index)
@@ -292,7 +292,7 @@ class LocalNode:
             index,
             self._begins[index],
             self._scratch.path,
-            self.bell,
+            self.wakeup,
             restart=self._plan.restart,
             hang_s=self._plan.hang_s,
         )
@@ -306,11 +306,11 @@ class LocalNode:
         if reader is not None:
             self._issued = {block: own for block, own in self._issued.items() if own is not reader}
             reader.close()
-            for path in self._scratch.path.glob(f"{_ring_path(self._scratch.path, index).name}*"):  # includes its bells
+            for path in self._scratch.path.glob(f"{_ring_path(self._scratch.path, index).name}*"):  # includes its wake-ups
                 path.unlink(missing_ok=True)
 
     def publish(self, version: int, weights: Mapping[str, Array]) -> None:
-        self._board.publish(version, weights)
+        self._weights.publish(version, weights)
 
     def take(self, index: int) -> Segments | None:
         reader = self._readers.get(index)
@@ -401,22 +401,19 @@ class SamplingPool:
         self.lost_nodes = self.lost_blocks = 0
         self._status: dict[str, Any] = {"nodes": [], "workers": []}
         self.batches: BlockBatches | None = None
-        self._scratch = TempDir(shared_memory_dir())
-        try:
-            bell = self._scratch.path / BELL
-            self._bell = Wakeup.create(bell)
-            self._nodes = make_nodes(bell)
+        with contextlib.ExitStack() as stack:
+            scratch = stack.enter_context(contextlib.closing(TempDir(shared_memory_dir())))
+            self._wakeup = stack.enter_context(Wakeup.create(scratch.path / WAKEUP))
+            self._nodes = stack.enter_context(contextlib.closing(make_nodes(self._wakeup.path)))
             self._update()
-        except BaseException:
-            self.close()
-            raise
+            self._resources = stack.pop_all()
 
     # -- called by the training loop
 
     def step(self) -> bool:
         began = self._clock()
         if self.batches is not None and not self.batches.ready():
-            self._bell.wait(_UPDATE_S)
+            self._wakeup.wait(_UPDATE_S)
             self._waited_s += self._clock() - began
         if self._clock() - self._updated_at >= _UPDATE_S:
             self._update()
@@ -530,25 +527,13 @@ class SamplingPool:
 
     def metrics(self) -> dict[str, float]:
         """Rates and shares of the last second, or of the time since the last call if that is longer."""
-        seconds, new = self._window.since(self._clock(), self._totals() | {"waited_s": self._waited_s})
-        spent = sum(new[name] for name in ("environment_s", "policy_s", "blocked_s", "weights_wait_s"))
-        available_s = max(
-            max(seconds, 1e-9) * self._workers, spent
-        )  # counters arrive with whole segments: the sum of shares is <= 1
-        ready = sum(report.state == "ready" for report in self._reports.values())
         numbers = {
-            "sampler/workers": float(ready),
+            "sampler/workers": float(sum(report.state == "ready" for report in self._reports.values())),
             "sampler/nodes": float(len(self._nodes_in_use)),
-            "sampler/fps": new["steps"] / max(seconds, 1e-9),
-            "sampler/env_share": new["environment_s"] / available_s,
-            "sampler/policy_share": new["policy_s"] / available_s,
-            "sampler/blocked_share": new["blocked_s"] / available_s,
-            "sampler/weights_wait_share": new["weights_wait_s"] / available_s,
+            **self._window.metrics(self._clock(), self._totals() | {"waited_s": self._waited_s}, self._workers),
             "sampler/restarts": float(self.restarts),
-            "sampler/env_restarts": self._totals()["env_restarts"],
             "sampler/lost_nodes": float(self.lost_nodes),
             "sampler/lost_blocks": float(self.lost_blocks),
-            "learner/wait_share": min(1.0, new["waited_s"] / max(seconds, 1e-9)),
         }
         if self.batches is not None:
             dropped = float(self.batches.dropped)
@@ -597,10 +582,7 @@ class SamplingPool:
         pass
 
     def close(self) -> None:
-        nodes, bell = getattr(self, "_nodes", None), getattr(self, "_bell", None)
-        for part in (nodes, bell, self._scratch):
-            if part is not None:
-                part.close()
+        self._resources.close()
 
 
 def _last_line(text: str) -> str:
@@ -608,14 +590,27 @@ def _last_line(text: str) -> str:
 
 
 class RateWindow:
-    """Increase of totals during the last interval of a second or more."""
+    """Metrics of workers during the last interval of a second or more, from the totals of their COUNTERS."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._before: dict[str, float] = {}
         self._latest: tuple[float, dict[str, float]] | None = None
 
-    def since(self, now: float, totals: dict[str, float]) -> tuple[float, dict[str, float]]:
+    def metrics(self, now: float, totals: dict[str, float], workers: int) -> dict[str, float]:
+        """`totals`: of the COUNTERS, and of the seconds that the learner waited (`waited_s`)."""
+        seconds, new = self._increase(now, totals)
+        seconds = max(seconds, 1e-9)
+        # Counters arrive with whole segments: the sum of shares is limited to 1.
+        available_s = max(seconds * workers, sum(new[counter] for counter in _SHARES.values()))
+        return {
+            "sampler/fps": new["steps"] / seconds,
+            **{f"sampler/{name}_share": new[counter] / available_s for name, counter in _SHARES.items()},
+            "sampler/env_restarts": totals["env_restarts"],
+            "learner/wait_share": min(1.0, new["waited_s"] / seconds),
+        }
+
+    def _increase(self, now: float, totals: dict[str, float]) -> tuple[float, dict[str, float]]:
         if self._since is None:
             self._since, self._before = now, totals
             return 0.0, dict.fromkeys(totals, 0.0)

@@ -17,7 +17,7 @@ from gymnasium.envs.registration import EnvSpec
 from ludus.config.schema import PreprocessConfig
 from ludus.core import plugins
 from ludus.core.tree import Array
-from ludus.envs.preprocessing import Clip, ClipReward, EpisodicLife, reward_clip
+from ludus.envs.preprocessing import Clip, EpisodicLife, reward_clip
 from ludus.errors import ConfigError, UsageError
 
 _DEFAULTS: dict[str, Any] = {
@@ -55,7 +55,7 @@ def make_vector(spec: EnvSpec, num: int, env_config: Mapping[str, Any], preproce
     env: Any = AtariVectorEnv(game=spec.kwargs["game"], num_envs=num, **keywords | ({"reward_clipping": False} if clip else {}))
     if not keywords["grayscale"]:
         env = _ChannelsLastVector(env)
-    return env if clip is None else _ClipVectorReward(env, clip)
+    return env if clip is None else gym.wrappers.vector.TransformReward(env, clip)
 
 
 def make_single(
@@ -82,11 +82,15 @@ def make_single(
         env = FireReset(env)
     if c["life_loss_info"]:
         env = EpisodicLife(env, spec.id)
-    clip = _custom_clip(preprocess) or (np.sign if c["reward_clipping"] else None)
+    clip: Clip | None = _custom_clip(preprocess) or (np.sign if c["reward_clipping"] else None)
     if clip is not None:
-        env = ClipReward(env, clip)
+        env = gym.wrappers.TransformReward(env, clip)
     env = FrameStackObservation(env, c["stack_num"])
-    return env if c["grayscale"] else _ChannelsLast(env)
+    return (
+        env
+        if c["grayscale"]
+        else gym.wrappers.TransformObservation(env, _channels_last, _channels_last_space(env.observation_space))
+    )
 
 
 def _keywords(spec: EnvSpec, env_config: Mapping[str, Any], preprocess: PreprocessConfig) -> dict[str, Any]:
@@ -113,9 +117,9 @@ def _keywords(spec: EnvSpec, env_config: Mapping[str, Any], preprocess: Preproce
         "max_num_frames_per_episode": ("max_episode_steps", limit),
     }
     given = {key: value for key, (_, value) in translated.items() if value is not None}
-    twice = [
-        key for key in given if key in env_config and env_config[key] != given[key] and not _off_for_evaluation(key, given[key])
-    ]
+    # Evaluations switch these off regardless of env_config.
+    switched_off = {key for key in ("reward_clipping", "life_loss_info") if given.get(key) is False}
+    twice = [key for key in given if key in env_config and env_config[key] != given[key] and key not in switched_off]
     if twice:
         ours = translated[twice[0]][0]
         raise ConfigError(
@@ -128,11 +132,6 @@ def _keywords(spec: EnvSpec, env_config: Mapping[str, Any], preprocess: Preproce
         )
     own = {key: spec.kwargs[key] for key in _GAME_KEYWORDS if key in spec.kwargs}
     return _DEFAULTS | own | dict(env_config) | given
-
-
-def _off_for_evaluation(key: str, value: Any) -> bool:
-    """Evaluations switch these off regardless of env_config."""
-    return key in ("reward_clipping", "life_loss_info") and value is False
 
 
 def _custom_clip(preprocess: PreprocessConfig) -> Clip | None:
@@ -177,22 +176,3 @@ class _ChannelsLastVector(gym.vector.VectorWrapper):
         if "final_obs" in infos:
             infos = infos | {"final_obs": _channels_last(infos["final_obs"])}
         return _channels_last(observation), reward, terminated, truncated, infos
-
-
-class _ChannelsLast(gym.ObservationWrapper[Any, Any, Any]):
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
-        super().__init__(env)
-        self.observation_space = _channels_last_space(env.observation_space)
-
-    def observation(self, observation: Any) -> Any:
-        return _channels_last(observation)
-
-
-class _ClipVectorReward(gym.vector.VectorWrapper):
-    def __init__(self, env: Any, clip: Clip) -> None:
-        super().__init__(env)
-        self._clip = clip
-
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        observation, reward, terminated, truncated, infos = self.env.step(actions)
-        return observation, self._clip(reward), terminated, truncated, infos

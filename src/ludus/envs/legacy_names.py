@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 
@@ -36,7 +37,11 @@ def current_name(name: str) -> CurrentName:
     if ":" in name:
         return CurrentName(renamed.current_name(name))
     if _DOTTED.fullmatch(name):
-        return _as_import(name)
+        for before, since in _MOVED_MODULES.items():
+            if name.startswith(before):
+                name = since + name.removeprefix(before)
+        module, _, attribute = name.rpartition(".")
+        return CurrentName(renamed.current_name(f"{module}:{attribute}"))
     try:
         notice = version_notice(name)
         if not _is_removed(name):
@@ -44,19 +49,9 @@ def current_name(name: str) -> CurrentName:
     except (UnknownName, MissingExtra):
         pass
     successor = _successor(name)
-    return (
-        CurrentName(name)
-        if successor is None
-        else CurrentName(successor, f"env: {name} no longer exists; {successor} is used instead.")
-    )
-
-
-def _as_import(name: str) -> CurrentName:
-    for before, since in _MOVED_MODULES.items():
-        if name.startswith(before):
-            name = since + name.removeprefix(before)
-    module, _, attribute = name.rpartition(".")
-    return CurrentName(renamed.current_name(f"{module}:{attribute}"))
+    if successor is None:
+        return CurrentName(name)
+    return CurrentName(successor, f"env: {name} no longer exists; {successor} is used instead.")
 
 
 def _is_removed(name: str) -> bool:
@@ -67,19 +62,12 @@ def _is_removed(name: str) -> bool:
 def _successor(name: str) -> str | None:
     fixed = _FIXED_SKIP.fullmatch(name)
     if fixed is not None:  # a fixed frame skip of 4 is the standard preprocessing
-        candidate = f"{fixed['game']}NoFrameskip-v4"
-        return candidate if _exists(candidate) else None
+        with contextlib.suppress(UnknownName, MissingExtra):
+            return spec_of(f"{fixed['game']}NoFrameskip-v4").id
+        return None
     parts = _VERSIONED.fullmatch(name)
     if parts is None:
         return None
     same = [spec for spec in gym.registry.values() if spec.id.rpartition("-v")[0] == parts["stem"]]
     later = [spec for spec in same if (spec.version or 0) > int(parts["version"]) and not _is_removed(spec.id)]
     return max(later, key=lambda spec: spec.version or 0).id if later else None
-
-
-def _exists(name: str) -> bool:
-    try:
-        spec_of(name)
-    except (UnknownName, MissingExtra):
-        return False
-    return True

@@ -28,24 +28,22 @@ from ludus.core.spaces import ACTION_MASK, SpaceParser
 from ludus.core.tree import Tree
 from ludus.core.types import Bools
 from ludus.envs import registry
-from ludus.envs.vector_env import environment_errors
+from ludus.envs.faults import close_quietly, construction_errors, environment_errors
 from ludus.envs.wrappers import WrapperList, load_wrappers
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName, user_frame
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName
 
 log = logging.getLogger(__name__)
 
-FAMILIES = ("mpe2", "pettingzoo")
+OPENSPIEL = "openspiel"
+FAMILIES = ("mpe2", "pettingzoo", OPENSPIEL)
 """First parts of the names of such environments."""
 
 _PETTINGZOO_PACKAGES = ("classic", "butterfly", "sisl", "atari")  # of PettingZoo's environments
 _MAX_IDLE_STEPS = 10_000  # consecutive steps without an acting agent before an error is raised
 _MAX_REWARD = 1e15  # squared sums of such rewards still fit into float32, in which losses are computed
-
-
 _MAX_CACHED = 64
-_multi_agent_cache: OrderedDict[tuple[Callable[..., Any], str], bool] = (
-    OrderedDict()
-)  # (function, config) → whether it makes a multi-agent environment
+_multi_agent_cache: OrderedDict[tuple[Callable[..., Any], str], bool] = OrderedDict()
+"""(function, config) → whether it makes a multi-agent environment."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +140,7 @@ def is_multi_agent(name: str, env_config: Mapping[str, Any] | None = None) -> bo
     if declared is not None:
         return declared
     config = env_config or {}
-    if registry.makes_vector_env(made) or not isinstance(
-        config, Mapping
-    ):  # the validation rejects a config that is not a mapping
+    if registry.makes_vector_env(made) or not isinstance(config, Mapping):  # the validation rejects a config of another type
         return False
     cache_key = made, json.dumps(config, sort_keys=True, default=repr)
     if cache_key not in _multi_agent_cache:
@@ -152,7 +148,7 @@ def is_multi_agent(name: str, env_config: Mapping[str, Any] | None = None) -> bo
         try:
             multi_agent = hasattr(env, "possible_agents")
         finally:
-            _close_quietly(env)
+            close_quietly(env)
         while len(_multi_agent_cache) >= _MAX_CACHED:
             _multi_agent_cache.popitem(last=False)
         _multi_agent_cache[cache_key] = multi_agent
@@ -161,7 +157,10 @@ def is_multi_agent(name: str, env_config: Mapping[str, Any] | None = None) -> bo
 
 def check_exists(name: str) -> None:
     """Raises UnknownName, MissingExtra."""
-    _load_factory(name)
+    if name.startswith(f"{OPENSPIEL}/"):
+        make_match(name)
+    else:
+        _load_factory(name)
 
 
 def make_match(
@@ -170,10 +169,18 @@ def make_match(
     render_mode: str | None = None,
     wrappers: WrapperList = (),
 ) -> MultiAgentMatch:
-    """Make `mpe2/<name>`, `pettingzoo/<name>`, `module:function` or a registered name, with `env_config` as keywords.
+    """Make `mpe2/<name>`, `pettingzoo/<name>`, `openspiel/<name>`, `module:function` or a registered name, with `env_config` as keywords.
 
-    The parallel version is preferred if both exist. Raises UnknownName, MissingExtra, EnvironmentFault.
+    PettingZoo's parallel version is preferred if both exist. Raises UnknownName, MissingExtra, EnvironmentFault.
     """
+    if name.startswith(f"{OPENSPIEL}/"):
+        from ludus.envs.openspiel import OpenSpielMatch
+
+        if wrappers:
+            raise ConfigError(
+                f"config.wrappers are for Gymnasium and PettingZoo; {name} is a game of OpenSpiel.", "Leave them out."
+            )
+        return OpenSpielMatch(name, env_config)
     factory, config = _load_factory(name), dict(env_config or {})
     if not os.environ.get("DISPLAY") and sys.platform.startswith("linux"):
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a display and complain
@@ -183,21 +190,11 @@ def make_match(
 
 
 def _build_env(name: str, factory: Callable[..., Any], config: Mapping[str, Any], wrappers: WrapperList = ()) -> Any:
-    try:
+    with construction_errors(name, "pettingzoo"):
         env = registry.call_factory(factory, config)
         for wrapper in load_wrappers(wrappers)[0]:
             env = wrapper.wrap(env, multi_agent=True)
-    except LudusError:
-        raise
-    except ModuleNotFoundError as error:
-        raise MissingExtra(f"{name} needs more packages: {error}.", "pip install 'ludus[pettingzoo]'") from error
-    except TypeError as error:
-        raise EnvironmentFault(
-            f"{name} could not be constructed: {error}{user_frame(error)}.", "Check config.env_config."
-        ) from error
-    except Exception as error:  # user code may raise anything
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} in its constructor: {error}{user_frame(error)}.") from error
-    return env
+        return env
 
 
 def match_of(env: Any, name: str) -> MultiAgentMatch:
@@ -217,7 +214,8 @@ def _load_factory(name: str) -> Callable[..., Any]:
         found = registry.factory_of(name)
         if found is None:
             raise UnknownName(
-                f"{name!r} is not an environment with several agents.", "Use mpe2/…, pettingzoo/… or module:function."
+                f"{name!r} is not an environment with several agents.",
+                "Use mpe2/…, pettingzoo/…, openspiel/… or module:function.",
             )
         return found
     try:
@@ -252,11 +250,8 @@ def _declares_multi_agent(made: Any) -> bool | None:
     """Return what a class or the return annotation of a function declares; None if nothing."""
     kind = made
     if not isinstance(made, type):
-        try:
-            kind = typing.get_type_hints(made).get("return")
-        except Exception:  # unresolvable annotations raise any error
-            return None
-        kind = typing.get_origin(kind) or kind
+        declared = registry.return_annotation(made)
+        kind = typing.get_origin(declared) or declared
     if not isinstance(kind, type) or kind is object:
         return None
     if issubclass(kind, (gym.Env, gym.vector.VectorEnv)):
@@ -264,13 +259,6 @@ def _declares_multi_agent(made: Any) -> bool | None:
     pettingzoo = sys.modules.get("pettingzoo")
     bases = () if pettingzoo is None else (pettingzoo.ParallelEnv, pettingzoo.AECEnv)
     return True if issubclass(kind, bases) or hasattr(kind, "possible_agents") else None
-
-
-def _close_quietly(env: Any) -> None:
-    try:
-        env.close()
-    except Exception:  # user code may raise anything; the environment was only made for inspection
-        log.debug("closing an environment failed", exc_info=True)
 
 
 # -- random actions ------------------------------------------------------------------------------------
@@ -355,6 +343,10 @@ class _AgentTable:
                 "List there all agents that may ever appear: each needs a policy before the run starts.",
             )
         return named
+
+    def present(self) -> list[str]:
+        """Names of the agents that are in the match now."""
+        return [self.check_known(agent) for agent in self.env.agents]
 
     def read_observation(self, agent: str, observation: Any, info: Any, *, acts: bool = True) -> tuple[Tree, Bools | None]:
         """Raises EnvironmentFault when it does not fit the space that was declared."""
@@ -445,17 +437,15 @@ class _MatchBase:
         self._playing.setdefault(agent, False)
         return Turn(agent, *observed, self._pending_rewards.pop(agent, 0.0))
 
-    def _record_departure(self, departures: Departure) -> Departure:
-        """An agent that never acted has nothing to learn from: what it was given belongs to no action."""
-        if not self._playing.pop(departures.agent, False) and departures.reward:
+    def _leave(
+        self, agent: str, terminated: bool = False, truncated: bool = False, observation: Any = None, info: Any = None
+    ) -> Departure:
+        reward, last = self._pending_rewards.pop(agent, 0.0), None
+        if observation is not None and not terminated:
+            last = self._agents.read_observation(agent, observation, info, acts=False)[0]
+        if not self._playing.pop(agent, False) and reward:  # it never acted: the reward belongs to no action
             self._agents.late_rewards += 1
-        return departures
-
-    def _add_reward(self, agent: str, reward: float) -> None:
-        if agent in self._playing:
-            self._pending_rewards[agent] = self._pending_rewards.get(agent, 0.0) + reward
-        elif reward:
-            self._agents.late_rewards += 1
+        return Departure(agent, reward, bool(terminated), bool(truncated and not terminated), last)
 
     def _register_actions(self, actions: Mapping[str, Any]) -> dict[Any, Any]:
         self._agents.steps += 1
@@ -479,18 +469,22 @@ class ParallelMatch(_MatchBase):
     def reset(self, seed: int) -> MatchStep:
         self._begin()
         with environment_errors(self.name, "reset", self._agents.steps):
-            found = self._env.reset(seed=seed)
-            observations, infos = found
-        present = [self._agents.check_known(agent) for agent in self._env.agents]
+            observations, infos = self._env.reset(seed=seed)
+        present = self._agents.present()
         return self._check_idle(MatchStep(self._turns(present, observations, infos), over=not present))
 
     def step(self, actions: Mapping[str, Any]) -> MatchStep:
         taken = self._register_actions(actions)
         with environment_errors(self.name, "step", self._agents.steps):
             observations, rewards, terminations, truncations, infos = self._env.step(taken)
-        present = [self._agents.check_known(agent) for agent in self._env.agents]
-        for agent, reward in rewards.items():
-            self._add_reward(self._agents.check_known(agent), self._agents.reward(str(agent), reward))
+        present = self._agents.present()
+        for own, given in rewards.items():
+            agent = self._agents.check_known(own)
+            reward = self._agents.reward(agent, given)
+            if agent in self._playing:
+                self._pending_rewards[agent] = self._pending_rewards.get(agent, 0.0) + reward
+            elif reward:
+                self._agents.late_rewards += 1
         departures = []
         for agent in list(self._playing):
             own = self._agents.originals[agent]
@@ -508,14 +502,6 @@ class ParallelMatch(_MatchBase):
             if own in observations and observations[own] is not None:
                 turns.append(self._turn(agent, self._agents.read_observation(agent, observations[own], infos.get(own))))
         return turns
-
-    def _leave(self, agent: str, terminated: bool, truncated: bool, observation: Any, info: Any) -> Departure:
-        last = None
-        if observation is not None and not terminated:
-            last = self._agents.read_observation(agent, observation, info, acts=False)[0]
-        return self._record_departure(
-            Departure(agent, self._pending_rewards.pop(agent, 0.0), terminated, truncated and not terminated, last)
-        )
 
 
 # -- turn-based ------------------------------------------------------------------------------------------------
@@ -539,8 +525,10 @@ class AECMatch(_MatchBase):
     def _next(self) -> MatchStep:
         departures: list[Departure] = []
         for _ in range(_MAX_IDLE_STEPS):
-            departures += self._vanished_agents()
-            if not self._env.agents:
+            present = self._agents.present()
+            # Agents that disappeared without ending their episode: the outcome of their last action is unknown.
+            departures += [self._leave(agent) for agent in list(self._playing) if agent not in present]
+            if not present:
                 return MatchStep((), departures, over=True)
             with environment_errors(self.name, "last", self._agents.steps):
                 own = self._env.agent_selection
@@ -549,22 +537,10 @@ class AECMatch(_MatchBase):
             self._pending_rewards[agent] = self._agents.reward(agent, reward)  # AEC accumulates since the last action itself
             if not (terminated or truncated):
                 return MatchStep([self._turn(agent, self._agents.read_observation(agent, observation, info))], departures)
-            last = None
-            if observation is not None and not terminated:
-                last = self._agents.read_observation(agent, observation, info, acts=False)[0]
-            earned = self._pending_rewards.pop(agent)
-            departures.append(
-                self._record_departure(Departure(agent, earned, bool(terminated), bool(truncated and not terminated), last))
-            )
+            departures.append(self._leave(agent, terminated, truncated, observation, info))
             with environment_errors(self.name, "step", self._agents.steps):
                 self._env.step(None)
         raise EnvironmentFault(f"{self.name} has dead agents that are never removed: {self._env.agents}.")
-
-    def _vanished_agents(self) -> list[Departure]:
-        """Return agents that disappeared without ending their episode; the outcome of their last action is unknown."""
-        present = {self._agents.check_known(agent) for agent in self._env.agents}
-        gone = [agent for agent in self._playing if agent not in present]
-        return [self._record_departure(Departure(agent, self._pending_rewards.pop(agent, 0.0), False, False)) for agent in gone]
 
 
 # -- the state of a centralised critic ------------------------------------------------------------------------------------------------------
@@ -586,13 +562,8 @@ class CentralState:
             self._slices[agent] = slice(at, at + size), own.observation
             at += size
         self._all = np.zeros(at, np.float32)
-        everything: gym.Space[Any] = gym.spaces.Box(-np.inf, np.inf, (at,), np.float32)
-        self.space = gym.spaces.Dict(
-            {
-                "agent": gym.spaces.Box(0.0, 1.0, (len(agents),), np.float32),
-                "seen": everything if state_space is None else state_space,
-            }
-        )
+        seen = gym.spaces.Box(-np.inf, np.inf, (at,), np.float32) if state_space is None else state_space
+        self.space = gym.spaces.Dict({"agent": gym.spaces.Box(0.0, 1.0, (len(agents),), np.float32), "seen": seen})
         self._marks = dict(zip(agents, np.eye(len(agents), dtype=np.float32), strict=True))
 
     def reset(self) -> None:
@@ -602,11 +573,11 @@ class CentralState:
         """Add the current observations; departing agents are included, so that their last observation can be valued."""
         if self._own:
             return
-        for left in step.departures:
-            if left.observation is not None:
-                self._put(left.agent, left.observation)
-        for turn in step.turns:
-            self._put(turn.agent, turn.observation)
+        present: list[Departure | Turn] = [*step.departures, *step.turns]
+        for one in present:
+            if one.observation is not None:
+                place, space = self._slices[one.agent]
+                self._all[place] = np.asarray(gym.spaces.utils.flatten(space, one.observation), np.float32)
 
     def remove_departed(self, step: MatchStep) -> None:
         """Zero the observations of agents that have left."""
@@ -614,10 +585,6 @@ class CentralState:
         for left in step.departures:
             if left.agent not in present:
                 self._all[self._slices[left.agent][0]] = 0.0
-
-    def _put(self, agent: str, observation: Tree) -> None:
-        place, space = self._slices[agent]
-        self._all[place] = np.asarray(gym.spaces.utils.flatten(space, observation), np.float32)
 
     def shared_state(self, match: MultiAgentMatch) -> Tree:
         """The part that is the same for all agents at this moment."""

@@ -31,7 +31,7 @@ def for_evaluation(config: PreprocessConfig) -> PreprocessConfig:
     return config.model_copy(update={"clip_reward": False, "episodic_life": False})
 
 
-def saved_preprocess(config: Mapping[str, Any]) -> PreprocessConfig:
+def preprocess_of(config: Mapping[str, Any]) -> PreprocessConfig:
     """Return the section of a saved `config:`; older runs have none."""
     return PreprocessConfig.model_validate(config.get("preprocess") or {})
 
@@ -56,7 +56,7 @@ def preprocess_env(env: Env, config: PreprocessConfig, name: str) -> Env:
         env = EpisodicLife(env, name)
     clip = reward_clip(config)
     if clip is not None:
-        env = ClipReward(env, clip)
+        env = gym.wrappers.TransformReward(env, clip)
     return _preprocess_observations(env, config, name)
 
 
@@ -167,16 +167,6 @@ def reward_clip(config: PreprocessConfig) -> Clip | None:
     return np.sign
 
 
-class ClipReward(gym.Wrapper[Any, Any, Any, Any]):
-    def __init__(self, env: Env, clip: Clip) -> None:
-        super().__init__(env)
-        self._clip = clip
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        return observation, self._clip(reward), terminated, truncated, info
-
-
 # -- observations -------------------------------------------------------------------------------------------------------
 
 Leaf = tuple[gym.Space[Any], Callable[[Any], Any]]
@@ -239,7 +229,7 @@ def _drop_parts(space: gym.Space[Any], names: frozenset[str], path: str = "") ->
     return space, lambda value: value
 
 
-class MapObservations(gym.Wrapper[Any, Any, Any, Any]):
+class MapObservations(gym.ObservationWrapper[Any, Any, Any]):
     """Maps observations leaf by leaf; `of` returns None for a leaf that is not changed."""
 
     def __init__(self, env: Env, of: Callable[[gym.Space[Any]], Leaf | None]) -> None:
@@ -261,23 +251,16 @@ class MapObservations(gym.Wrapper[Any, Any, Any, Any]):
         self.changed |= found is not None
         return (space, lambda value: value) if found is None else found
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        observation, info = self.env.reset(seed=seed, options=options)
-        return self._map(observation), info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._map(observation), reward, terminated, truncated, info
+    def observation(self, observation: Any) -> Any:
+        return self._map(observation)
 
 
 def _map_image(space: gym.Space[Any], grey: bool, size: tuple[int, int] | None) -> Leaf | None:
     """[H, W], [H, W, C] or [C, H, W] of bytes → [h, w, c]."""
     if not isinstance(space, Box) or space.dtype != np.uint8 or len(space.shape) not in (2, 3):
         return None
-    flat, first = (
-        len(space.shape) == 2,
-        len(space.shape) == 3 and space.shape[-1] not in (1, 3, 4) and space.shape[0] in (1, 3, 4),
-    )
+    flat = len(space.shape) == 2
+    first = not flat and space.shape[-1] not in (1, 3, 4) and space.shape[0] in (1, 3, 4)
     h, w, c = (*space.shape, 1) if flat else (space.shape[1], space.shape[2], space.shape[0]) if first else space.shape
     to_grey = grey and c in (3, 4)
     resized = AreaResize((h, w), size) if size is not None and size != (h, w) else None
@@ -327,7 +310,7 @@ def _map_scaled(space: gym.Space[Any], name: str) -> Leaf | None:
     return Box(0, 1, space.shape, np.float32), lambda value: ((np.asarray(value) - low) / (high - low)).astype(np.float32)
 
 
-class FlattenObservation(gym.Wrapper[Any, Any, Any, Any]):
+class FlattenObservation(gym.ObservationWrapper[Any, Any, Any]):
     """Flattens all parts into one float32 vector; an action mask is kept separately."""
 
     def __init__(self, env: Env) -> None:
@@ -343,18 +326,10 @@ class FlattenObservation(gym.Wrapper[Any, Any, Any, Any]):
         flat = Box(-np.inf, np.inf, (size,), np.float32)
         self.observation_space = Dict({"observation": flat, ACTION_MASK: whole[ACTION_MASK]}) if self._mask else flat  # type: ignore[index]
 
-    def _flat(self, value: Any) -> Any:
-        rest = {key: item for key, item in value.items() if key != ACTION_MASK} if self._mask else value
+    def observation(self, observation: Any) -> Any:
+        rest = {key: item for key, item in observation.items() if key != ACTION_MASK} if self._mask else observation
         flat = np.asarray(gym.spaces.flatten(self._space, rest), np.float32)
-        return {"observation": flat, ACTION_MASK: value[ACTION_MASK]} if self._mask else flat
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        observation, info = self.env.reset(seed=seed, options=options)
-        return self._flat(observation), info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._flat(observation), reward, terminated, truncated, info
+        return {"observation": flat, ACTION_MASK: observation[ACTION_MASK]} if self._mask else flat
 
 
 class StackObservations(MapObservations):

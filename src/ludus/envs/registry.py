@@ -77,15 +77,11 @@ def env_name(env: EnvLike) -> str:
     module, name = getattr(env, "__module__", None), getattr(env, "__qualname__", "")
     if module in sys.modules and name.isidentifier() and getattr(sys.modules[module], name, None) is env:
         return f"{module}:{name}"
-    return _register_local(env, name)
-
-
-def _register_local(env: Factory, qualname: str) -> str:
-    stem = "local/" + (re.sub(r"\W", "", qualname.rpartition(".")[2]) or type(env).__name__)
+    stem = "local/" + (re.sub(r"\W", "", name.rpartition(".")[2]) or type(env).__name__)
     names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
-    name = next(name for name in names if _registered.get(name, env) is env)
-    register_env(name, env)
-    return name
+    local = next(name for name in names if _registered.get(name, env) is env)
+    register_env(local, env)
+    return local
 
 
 def registered_envs() -> Mapping[str, Factory]:
@@ -113,7 +109,7 @@ def spec_of(name: str) -> gym.envs.registration.EnvSpec:
     if module:
         _import_package(module, name)
     if gym_id.startswith(_IMPORTS_CONFIG_PREFIX) and not trust.is_allowed(gym_id):
-        raise trust.untrusted(gym_id, "environment", "it imports what env_config names")
+        raise trust.untrusted_error(gym_id, "environment", "it imports what env_config names")
     for prefix, plugin in _PLUGIN_MODULES.items():
         if gym_id.startswith(prefix):
             with contextlib.suppress(ModuleNotFoundError):
@@ -124,7 +120,11 @@ def spec_of(name: str) -> gym.envs.registration.EnvSpec:
         found = None if module else _spec_of_atari(name) or _spec_of_known_package(name)
         if found is not None:
             return found
-        raise _not_in_module_error(module, gym_id) if module else _unknown_env_error(name) from error
+        if not module:
+            raise _unknown_env_error(name) from error
+        theirs = [i for i, spec in gym.registry.items() if str(spec.entry_point).startswith(module.partition(".")[0])]
+        hint = did_you_mean(gym_id, theirs) if theirs else "It registers no environments when it is imported."
+        raise UnknownName(f"Importing {module!r} registers no environment {gym_id!r}.", hint) from error
 
 
 def _import_package(module: str, name: str) -> None:
@@ -137,12 +137,6 @@ def _import_package(module: str, name: str) -> None:
         if package is None:
             raise
         raise MissingExtra(error.message, f"pip install {package.install}") from error
-
-
-def _not_in_module_error(module: str, gym_id: str) -> UnknownName:
-    theirs = [i for i, spec in gym.registry.items() if str(spec.entry_point).startswith(module.partition(".")[0])]
-    hint = did_you_mean(gym_id, theirs) if theirs else "It registers no environments when it is imported."
-    return UnknownName(f"Importing {module!r} registers no environment {gym_id!r}.", hint)
 
 
 def _spec_of_known_package(name: str) -> gym.envs.registration.EnvSpec | None:
@@ -173,11 +167,11 @@ def _unknown_env_error(name: str) -> UnknownName | MissingExtra:
     extra = _EXTRAS.get(family) or ("doom" if name.startswith("Vizdoom") else None)
     if extra and not any(i.startswith(family) for i in known):
         return MissingExtra(f"{name!r} is not installed.", f"pip install 'ludus[{extra}]'")
-    package = package_of_id(name)
-    newer = _other_versions(name, known)
-    if newer:
+    stem, dash, version = name.rpartition("-v")
+    if dash and version.isdigit() and (same := [i for i in known if i.rpartition("-v")[0] == stem]):
+        newer = sorted(same, key=lambda i: int(i.rpartition("-v")[2]))[-2:]
         return UnknownName(f"There is no {name!r} in Gymnasium {gym.__version__}.", f"It has {' and '.join(newer)}.")
-    if package is not None:
+    if (package := package_of_id(name)) is not None:
         return _not_installed_error(name, package)
     hint = did_you_mean(name, [*known, *_BUILTIN_MULTI_AGENT, *_BUILTIN_EXTERNAL, *_registered, "external"])
     if not _GYM_ID.match(name) and ":" not in name:
@@ -195,14 +189,6 @@ def _not_installed_error(name: str, package: Package) -> UnknownName | MissingEx
     return MissingExtra(
         f"{name!r} is an environment of {package.install}, which is not installed.", f"pip install {package.install}"
     )
-
-
-def _other_versions(name: str, known: list[str]) -> list[str]:
-    stem, dash, version = name.rpartition("-v")
-    if not dash or not version.isdigit():
-        return []
-    same = [i for i in known if i.rpartition("-v")[0] == stem]
-    return sorted(same, key=lambda i: int(i.rpartition("-v")[2]))[-2:]
 
 
 def version_notice(name: str) -> str:
@@ -229,14 +215,19 @@ def makes_environment(found: Any, project: bool) -> bool:
         return makes_environment(found.func, project)
     if not callable(found):
         return project  # the caller reports what it is instead
-    try:
-        returned = typing.get_type_hints(found).get("return", Any)
-    except Exception:  # unresolvable annotations raise any error
-        returned = Any
-    if returned in (Any, object):
+    returned = return_annotation(found)
+    if returned in (None, Any, object):
         own = getattr(found, "__module__", None) or type(found).__module__
         return project and (own == "__main__" or trust.is_in_project(own))
     return any(_is_environment(typing.get_origin(each) or each) for each in (returned, *typing.get_args(returned)))
+
+
+def return_annotation(function: Any) -> Any:
+    """The type that a function declares as its result; None if there is none or it cannot be resolved."""
+    try:
+        return typing.get_type_hints(function).get("return")
+    except Exception:  # unresolvable annotations raise any error
+        return None
 
 
 def _is_environment(kind: Any) -> bool:
@@ -274,10 +265,6 @@ def _parameters(factory: Factory) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _register_builtin() -> None:
-    for name, (one, many) in _BUILTIN.items():
-        if name not in gym.registry:
-            gym.register(name, entry_point=one, vector_entry_point=many)
-
-
-_register_builtin()
+for _name, (_one, _many) in _BUILTIN.items():
+    if _name not in gym.registry:
+        gym.register(_name, entry_point=_one, vector_entry_point=_many)

@@ -7,17 +7,19 @@ the caller sees `Environments`: arrays in, arrays out, with the action mask sepa
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.envs.registration import EnvSpec, load_env_creator
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode
 
 from ludus.config.schema import PreprocessConfig
@@ -25,13 +27,16 @@ from ludus.core import spaces, trust
 from ludus.core.spaces import ACTION_MASK
 from ludus.core.tree import Array, Tree, copy_into, leaves, map_tree
 from ludus.core.types import Bools, Floats, Ints
-from ludus.envs.opponents.opponent_rows import OpponentRows
-from ludus.envs.preprocessing import for_evaluation, is_plain, preprocess_env, saved_preprocess
+from ludus.envs import atari, vizdoom
+from ludus.envs.faults import close_quietly, construction_errors, environment_errors
+from ludus.envs.preprocessing import for_evaluation, is_plain, preprocess_env, preprocess_of
 from ludus.envs.registry import accepts, call_factory, factory_of, makes_vector_env, spec_of, takes_mapping, version_notice
-from ludus.envs.wrappers import Wrapper, WrapperList, load_wrappers
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, user_frame
+from ludus.envs.wrappers import WrapperList, load_wrappers
+from ludus.errors import ConfigError, EnvironmentFault
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -129,34 +134,28 @@ def make_environments(
     `beat` is called before every call of an environment, including its constructor.
     Raises UnknownName, MissingExtra, ConfigError.
     """
-    builder = _EnvBuilder(name, dict(env_config or {}), preprocess, *load_wrappers(wrappers))
+    builder = _EnvBuilder(name, env_config, preprocess, wrappers)
     if builder.is_vector:
-
-        def vector() -> Any:
-            return builder.vector(num)
-
-        made = vector()
-        environments = VectorEnvironments(name, made, vector if forgiving else None)
+        make = functools.partial(builder.vector, num)
+        made = make()
+        environments = VectorEnvironments(name, made, make if forgiving else None)
         environments.beat = beat
         opponents = _opponent_rows(made)
-        return environments if opponents is None else OpponentRows(environments, opponents)
-    copies = LoopEnvironments(name, _copies(builder, num, beat), builder.single if forgiving else None)
-    copies.beat = beat
-    return copies
+        if opponents is None:
+            return environments
+        from ludus.envs.opponents.opponent_rows import OpponentRows
 
-
-def _copies(builder: _EnvBuilder, num: int, beat: Callable[[], None]) -> list[gym.Env[Any, Any]]:
-    """Make N copies; on an error or interruption, close those already made."""
-    made: list[gym.Env[Any, Any]] = []
-    try:
+        return OpponentRows(environments, opponents)
+    envs = []
+    with contextlib.ExitStack() as made_so_far:
         for _ in range(num):
             beat()
-            made.append(builder.single())
-    except BaseException:
-        for env in made:
-            _close_quietly(env)
-        raise
-    return made
+            envs.append(builder.single())
+            made_so_far.callback(close_quietly, envs[-1])
+        made_so_far.pop_all()
+    copies = LoopEnvironments(name, envs, builder.single if forgiving else None)
+    copies.beat = beat
+    return copies
 
 
 def _opponent_rows(made: gym.vector.VectorEnv[Any, Any, Any]) -> Bools | None:
@@ -185,7 +184,7 @@ def row_info(
     wrappers: WrapperList = (),
 ) -> RowInfo:
     """Make the environment if it can have such properties, and return them."""
-    builder = _EnvBuilder(name, dict(env_config), preprocess, *load_wrappers(wrappers))
+    builder = _EnvBuilder(name, env_config, preprocess, wrappers)
     if builder.atari or not (builder.makes_vectors or builder.native) or not builder.is_vector:
         return RowInfo()
     made = builder.vector(num)
@@ -209,12 +208,9 @@ def make_one(
 
     An environment with only a vector implementation is used with one row; it cannot be rendered.
     """
-    builder = _EnvBuilder(name, dict(env_config or {}), for_evaluation(preprocess), *load_wrappers(wrappers))
-    if builder.makes_vectors or (
-        builder.atari and render_mode is None and builder.is_vector
-    ):  # the same implementation as in training
-        return SingleRow(builder.vector(1, render_mode))
-    if builder.vector_wrappers:
+    builder = _EnvBuilder(name, env_config, for_evaluation(preprocess), wrappers)
+    as_in_training = builder.atari and render_mode is None and builder.is_vector
+    if builder.makes_vectors or as_in_training or builder.vector_wrappers:
         return SingleRow(builder.vector(1, render_mode))
     one = builder.single(render_mode)
     if not isinstance(one, gym.Env):
@@ -234,7 +230,7 @@ def make_as_trained(
     left_out = _only_training(env or state["env"])
     taken_over = {key: value for key, value in config.get("env_config", {}).items() if key not in left_out}
     keywords = {**taken_over, **(env_config or {})}
-    preprocess, wrappers = saved_preprocess(config), config.get("wrappers") or ()
+    preprocess, wrappers = preprocess_of(config), config.get("wrappers") or ()
     one = make_one(env or state["env"], keywords, render_mode, preprocess=preprocess, wrappers=wrappers)
     return without_central_state(one) if (config.get("model") or {}).get("centralized_value") else one
 
@@ -254,29 +250,31 @@ class _EnvBuilder:
     def __init__(
         self,
         name: str,
-        config: dict[str, Any],
+        config: Mapping[str, Any] | None,
         preprocess: PreprocessConfig,
-        wrappers: list[Wrapper],
-        vector_wrappers: list[Wrapper],
+        wrappers: WrapperList,
     ) -> None:
-        self.name, self.config, self.preprocess = name, config, preprocess
-        self.wrappers, self.vector_wrappers = wrappers, vector_wrappers
+        self.name, self.config, self.preprocess = name, dict(config or {}), preprocess
+        self.wrappers, self.vector_wrappers = load_wrappers(wrappers)
         if os.environ.get("LUDUS_SCREEN"):
             from ludus.display import headless
 
             headless.provide_screen()
         self.factory = factory_of(name)
         self.spec = spec_of(name) if self.factory is None else None
-        self.atari = self.spec is not None and _is_atari(self.spec, config, preprocess)
+        from_ale = self.spec is not None and str(self.spec.entry_point).startswith("ale_py")
+        self.atari = self.spec is not None and atari.is_atari(self.spec, self.config, preprocess)
+        # The vector implementation of ale-py always preprocesses.
+        self.native = self.spec is not None and self.spec.vector_entry_point is not None and from_ale == self.atari
         self.makes_vectors = self.factory is not None and makes_vector_env(self.factory)
-        doom = self.spec is not None and _is_doom(self.spec, preprocess)
-        if preprocess.standard and not self.atari and not doom:
+        self._doom = self.spec is not None and vizdoom.is_doom(self.spec, preprocess)
+        if preprocess.standard and not self.atari and not self._doom:
             raise ConfigError(
                 f"preprocess.standard: {name} has no standard preprocessing; it exists for images of Atari games and for ViZDoom.",
                 "Set the steps explicitly: frame_skip, grey, resize, stack …",
             )
-        if self.makes_vectors and (wrappers or not is_plain(preprocess)):
-            what = wrappers[0].name if wrappers else "preprocess"
+        if self.makes_vectors and (self.wrappers or not is_plain(preprocess)):
+            what = self.wrappers[0].name if self.wrappers else "preprocess"
             raise ConfigError(
                 f"{name} makes whole vector environments; {what} applies to single ones.",
                 "Use a vector wrapper, or do it inside the environment.",
@@ -289,21 +287,13 @@ class _EnvBuilder:
         return bool(self.vector_wrappers) or (native and not self.wrappers)
 
     @property
-    def native(self) -> bool:
-        return self.spec is not None and self.spec.vector_entry_point is not None and not self._is_raw_atari
-
-    @property
-    def _is_raw_atari(self) -> bool:
-        """ale-py's vector implementation always preprocesses."""
-        return self.spec is not None and str(self.spec.entry_point).startswith("ale_py") and not self.atari
-
-    @property
     def _limits_steps_only(self) -> bool:
         """Gymnasium's vector implementations support a step limit, and no other preprocessing."""
         return is_plain(self.preprocess.model_copy(update={"max_episode_steps": None}))
 
     def vector(self, num: int, render_mode: str | None = None) -> Any:
-        env = _build_env(self.name, lambda: self._vector(num, render_mode))
+        with construction_errors(self.name):
+            env = self._vector(num, render_mode)
         if not isinstance(env, gym.vector.VectorEnv):
             raise EnvironmentFault(
                 f"{self.name} takes num_envs and made a {type(env).__name__}, not a gymnasium.vector.VectorEnv.",
@@ -322,16 +312,12 @@ class _EnvBuilder:
             return gym.vector.SyncVectorEnv([lambda: self.single(render_mode)] * num)
         if self.atari:
             assert self.spec is not None
-            from ludus.envs.atari import make_vector
-
-            return make_vector(self.spec, num, self.config, self.preprocess)
-        limit = self._limit()
-        return gym.make_vec(self.name, num, vectorization_mode="vector_entry_point", **self.config | limit)
-
-    def _limit(self) -> dict[str, int]:
-        ours = self.preprocess.max_episode_steps
-        theirs = self.config.get("max_episode_steps") or (self.spec.max_episode_steps if self.spec is not None else None)
-        return {} if ours is None else {"max_episode_steps": min(ours, theirs or ours)}
+            return atari.make_vector(self.spec, num, self.config, self.preprocess)
+        config, limit = self.config, self.preprocess.max_episode_steps
+        if limit is not None:
+            own_limit = config.get("max_episode_steps") or (self.spec.max_episode_steps if self.spec is not None else None)
+            config = config | {"max_episode_steps": min(limit, own_limit or limit)}
+        return gym.make_vec(self.name, num, vectorization_mode="vector_entry_point", **config)
 
     def single(self, render_mode: str | None = None) -> Any:
         if render_mode is not None:
@@ -340,7 +326,8 @@ class _EnvBuilder:
             headless.prepare_rendering(str(self.spec.entry_point) if self.spec is not None else self.name)
         if self.factory is None:
             trust.check_config_files(self.config)
-        env = _build_env(self.name, lambda: self._single(render_mode))
+        with construction_errors(self.name):
+            env = self._single(render_mode)
         for wrapper in self.wrappers:
             env = wrapper.wrap(env)
         return env
@@ -354,31 +341,11 @@ class _EnvBuilder:
             )
         assert self.spec is not None
         if self.atari:
-            from ludus.envs.atari import make_single
-
-            return make_single(self.spec, self.config, self.preprocess, render_mode)
+            return atari.make_single(self.spec, self.config, self.preprocess, render_mode)
         shown = self.config if render_mode is None else self.config | {"render_mode": render_mode}
-        if _is_doom(self.spec, self.preprocess):
-            from ludus.envs.vizdoom import make_doom
-
-            return preprocess_env(*make_doom(self.spec, shown, self.preprocess), self.name)
+        if self._doom:
+            return preprocess_env(*vizdoom.make_doom(self.spec, shown, self.preprocess), self.name)
         return preprocess_env(gym.make(self.name, **shown), self.preprocess, self.name)
-
-
-def _is_atari(spec: EnvSpec, config: Mapping[str, Any], preprocess: PreprocessConfig) -> bool:
-    if not str(spec.entry_point).startswith("ale_py"):
-        return False
-    from ludus.envs.atari import is_atari
-
-    return is_atari(spec, config, preprocess)
-
-
-def _is_doom(spec: EnvSpec, preprocess: PreprocessConfig) -> bool:
-    if not spec.id.startswith("Vizdoom"):
-        return False
-    from ludus.envs.vizdoom import is_doom
-
-    return is_doom(spec, preprocess)
 
 
 def reward_threshold(name: str) -> float | None:
@@ -392,23 +359,7 @@ def check_exists(name: str) -> None:
         warnings.filterwarnings("ignore", r".*is out of date", DeprecationWarning)  # Gymnasium repeats it for every copy
 
 
-def _build_env(name: str, make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except LudusError:
-        raise
-    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
-        family = "mujoco" if "mujoco" in str(error).lower() else "box2d" if "box2d" in str(error).lower() else "all"
-        raise MissingExtra(f"{name} needs more packages: {error}.", f"pip install 'ludus[{family}]'") from error
-    except TypeError as error:
-        raise EnvironmentFault(
-            f"{name} could not be constructed: {error}{user_frame(error)}.", "Check config.env_config."
-        ) from error
-    except gym.error.Error as error:
-        raise EnvironmentFault(f"{name} could not be constructed: {error}.") from error
-    except Exception as error:  # user code may raise anything
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} in its constructor: {error}{user_frame(error)}.") from error
-
+# -- stepping -----------------------------------------------------------------------------------------------------------
 
 _GYMNASIUM_STEP = (
     "Gymnasium expects (observation, reward, terminated, truncated, info); Gym before 0.26 had `done` for the third and fourth."
@@ -416,20 +367,41 @@ _GYMNASIUM_STEP = (
 _MAX_CONSECUTIVE_FAULTS = 5  # without a successful step, before the fault is raised
 
 
-def _nothing() -> None:
-    pass
-
-
 def _set_timesteps(env: Any, timesteps: int | None) -> None:
     if timesteps is not None and hasattr(env.unwrapped, "set_timesteps"):
         env.unwrapped.set_timesteps(timesteps)
 
 
-def _close_quietly(env: Any) -> None:
-    try:
-        env.close()
-    except Exception:  # user code may raise anything, and it has failed already
-        log.debug("closing a failed environment failed", exc_info=True)
+class _RestartingEnvironments:
+    """Spaces, action mask and restarts, which both kinds of environments have in common."""
+
+    def __init__(self, name: str, num: int, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
+        self.name, self.num, self.action_space = name, num, action_space
+        self.observation_space, mask_space = spaces.split_mask(observation_space)
+        self._mask_inside = mask_space is not None
+        self._unwrap = self._mask_inside and not isinstance(self.observation_space, gym.spaces.Dict)
+        self.masked = self._mask_inside
+        self._steps = 0
+        self._timesteps: int | None = None
+        self._restarts = 0
+        self._consecutive_faults: Counter[int] = Counter()
+
+    @property
+    def restarts(self) -> int:
+        return self._restarts
+
+    def _restart(self, part: int, fault: EnvironmentFault, recreate: Callable[[], T] | None) -> T:
+        """Call `recreate`, which makes and resets the environment, until it succeeds. Raises the fault if `recreate` is None or has
+        failed repeatedly. `part`: the environment whose faults are counted."""
+        while recreate is not None and self._consecutive_faults[part] < _MAX_CONSECUTIVE_FAULTS:
+            self._consecutive_faults[part] += 1
+            self._restarts += 1
+            log.warning("%s It is recreated.", fault)
+            try:
+                return recreate()
+            except EnvironmentFault as another:
+                fault = another
+        raise fault
 
 
 # -- an environment's own vector implementation -------------------------------------------------------------------------
@@ -441,7 +413,7 @@ attributes `beat`, which it calls while it waits, and `restarts`, the number of 
 """
 
 
-class VectorEnvironments:
+class VectorEnvironments(_RestartingEnvironments):
     """A Gymnasium vector environment, in next-step or same-step autoreset mode."""
 
     def __init__(
@@ -450,21 +422,13 @@ class VectorEnvironments:
         env: gym.vector.VectorEnv[Any, Any, Any],
         recreate: Callable[[], gym.vector.VectorEnv[Any, Any, Any]] | None = None,
     ) -> None:
-        self.name, self.num, self._env, self._recreate = name, env.num_envs, env, recreate
-        self._beat: Callable[[], None] = _nothing
-        self._restarts, self._consecutive_faults = 0, 0
-        self._timesteps: int | None = None
-        mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
-        mode = AutoresetMode(mode)
+        super().__init__(name, env.num_envs, env.single_observation_space, env.single_action_space)
+        self._env, self._make = env, recreate
+        self._beat: Callable[[], None] = lambda: None
+        mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         if mode is AutoresetMode.DISABLED:
             raise EnvironmentFault(f"{name} does not reset by itself.", "Make it with autoreset_mode NEXT_STEP or SAME_STEP.")
         self.same_step_autoreset = mode is AutoresetMode.SAME_STEP
-        self.action_space = env.single_action_space
-        self.observation_space, mask_space = spaces.split_mask(env.single_observation_space)
-        self._mask_inside = mask_space is not None
-        self._unwrap = self._mask_inside and not isinstance(self.observation_space, gym.spaces.Dict)
-        self.masked = self._mask_inside
-        self._steps = 0
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -483,6 +447,7 @@ class VectorEnvironments:
 
     @property
     def restarts(self) -> int:
+        """With those that the environment has done itself."""
         return self._restarts + int(getattr(self._env.unwrapped, "restarts", 0))
 
     def reset(self, seed: int | None) -> Observations:
@@ -497,8 +462,12 @@ class VectorEnvironments:
             with environment_errors(self.name, "step", self._steps):
                 observation, reward, terminated, truncated, infos = self._env.step(action)
         except EnvironmentFault as fault:
-            return self._restart_all(fault)
-        self._consecutive_faults = 0
+            observations = self._restart(0, fault, None if self._make is None else self._recreate)
+            nothing = np.zeros(self.num, np.bool_)
+            return StepResult(
+                observations, np.zeros(self.num, np.float32), nothing, nothing, np.zeros(0, np.int64), None, ~nothing
+            )
+        self._consecutive_faults.clear()
         observations = self._observe(observation, infos)
         lost = infos.get(LOST)
         results = self._results(infos) if self.results and (terminated | truncated).any() else None
@@ -522,26 +491,14 @@ class VectorEnvironments:
                 values[present, k, 0], values[present, k, 1] = numbers[present], 1
         return values
 
-    def _restart_all(self, fault: EnvironmentFault) -> StepResult:
-        """Recreate the environment; all rows are lost. Raises the fault if restarts are disabled or have failed repeatedly."""
-        while True:
-            if self._recreate is None or self._consecutive_faults >= _MAX_CONSECUTIVE_FAULTS:
-                raise fault
-            self._consecutive_faults += 1
-            self._restarts = self.restarts + 1
-            log.warning("%s It is recreated.", fault)
-            _close_quietly(self._env)
-            try:
-                self._env = self._recreate()
-                self.beat = self._beat
-                _set_timesteps(self._env, self._timesteps)
-                observations = self.reset(None)
-            except EnvironmentFault as another:
-                fault = another
-            else:
-                break
-        nothing = np.zeros(self.num, np.bool_)
-        return StepResult(observations, np.zeros(self.num, np.float32), nothing, nothing, np.zeros(0, np.int64), None, ~nothing)
+    def _recreate(self) -> Observations:
+        assert self._make is not None
+        self._restarts = self.restarts  # also those that the previous environment has counted
+        close_quietly(self._env)
+        self._env = self._make()
+        self.beat = self._beat
+        _set_timesteps(self._env, self._timesteps)
+        return self.reset(None)
 
     def _finals(self, infos: Mapping[str, Any], rows: Ints) -> Tree:
         if not rows.size:
@@ -574,18 +531,6 @@ def _plain(value: Any) -> Tree:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return tuple(_plain(item) for item in value) if isinstance(value, tuple) else np.asarray(value)
-
-
-@contextlib.contextmanager
-def environment_errors(name: str, call: str, step: int, row: int | None = None) -> Any:
-    """Raise an exception of the user's environment as an EnvironmentFault with its location."""
-    try:
-        yield
-    except Exception as error:  # user code may raise anything
-        who = name if row is None else f"environment {row} of {name}"
-        raise EnvironmentFault(
-            f"{who} raised {type(error).__name__} in {call} (step {step}): {error}{user_frame(error)}."
-        ) from error
 
 
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -675,65 +620,45 @@ def _first_row(value: Any) -> Any:
 # -- copies in a loop ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class _RowBuffers:
     """Preallocated arrays [N, …] into which LoopEnvironments writes the result of a step."""
 
-    observation: Tree
-    rows: list[Tree]
-    """Views of `observation`, one per row."""
-    raw: list[Any]
-    """Observations as returned by the environments."""
-    has_scalars: bool
-    """Whether a leaf of the observation is a scalar, which a view per row cannot be written to."""
-    mask: Bools
-    reward: Floats
-    terminated: Bools
-    truncated: Bools
-    over: Bools
-    """Rows that only reset in the next step."""
-    lost: Bools
+    def __init__(self, spec: Tree, num: int, mask_size: int) -> None:
+        self.observation: Tree = map_tree(lambda leaf: leaf.zeros(num), spec)
+        self.rows = [map_tree(lambda x, i=i: x[i], self.observation) for i in range(num)]
+        """Views of `observation`, one per row."""
+        self.raw: list[Any] = [None] * num
+        """Observations as returned by the environments."""
+        self.has_scalars = any(leaf.shape == () for _, leaf in leaves(spec))
+        """Whether a leaf of the observation is a scalar, which a view per row cannot be written to."""
+        self.mask: Bools = np.ones((num, mask_size), np.bool_)
+        self.reward: Floats = np.zeros(num, np.float32)
+        self.terminated: Bools = np.zeros(num, np.bool_)
+        self.truncated: Bools = np.zeros(num, np.bool_)
+        self.over: Bools = np.zeros(num, np.bool_)
+        """Rows that only reset in the next step."""
+        self.lost: Bools = np.zeros(num, np.bool_)
 
-    @classmethod
-    def allocate(cls, spec: Tree, num: int, mask_size: int) -> _RowBuffers:
-        observation = map_tree(lambda leaf: leaf.zeros(num), spec)
-        return cls(
-            observation=observation,
-            rows=[map_tree(lambda x, i=i: x[i], observation) for i in range(num)],
-            raw=[None] * num,
-            has_scalars=any(leaf.shape == () for _, leaf in leaves(spec)),
-            mask=np.ones((num, mask_size), np.bool_),
-            reward=np.zeros(num, np.float32),
-            terminated=np.zeros(num, np.bool_),
-            truncated=np.zeros(num, np.bool_),
-            over=np.zeros(num, np.bool_),
-            lost=np.zeros(num, np.bool_),
-        )
+    def set_outcome(self, i: int, reward: Any, terminated: Any, truncated: Any) -> None:
+        self.reward[i], self.terminated[i], self.truncated[i] = reward, terminated, truncated
 
 
-class LoopEnvironments:
+class LoopEnvironments(_RestartingEnvironments):
     """Copies of a single environment, stepped one after the other into preallocated arrays; next-step autoreset."""
 
     same_step_autoreset = False
 
     def __init__(self, name: str, envs: list[gym.Env[Any, Any]], recreate: Callable[[], gym.Env[Any, Any]] | None = None) -> None:
-        self.name, self.num, self._envs, self._recreate = name, len(envs), envs, recreate
-        self.beat: Callable[[], None] = _nothing
-        self.restarts, self._consecutive_faults = 0, [0] * len(envs)
-        self.results: tuple[str, ...] = ()
         env = envs[0]
         if not isinstance(env, gym.Env):
             raise EnvironmentFault(f"{name} made a {type(env).__name__}, not a gymnasium.Env.")
-        self.action_space = env.action_space
+        super().__init__(name, len(envs), env.observation_space, env.action_space)
+        self._envs, self._make = envs, recreate
+        self.beat: Callable[[], None] = lambda: None
+        self.results: tuple[str, ...] = ()
         self._spaces = env.observation_space, env.action_space
-        self.observation_space, mask_space = spaces.split_mask(env.observation_space)
-        self._mask_inside = mask_space is not None
-        self._unwrap = self._mask_inside and not isinstance(self.observation_space, gym.spaces.Dict)
-        self.masked = self._mask_inside
         self._spec = spaces.array_spec(self.observation_space)
-        self._buffers = _RowBuffers.allocate(self._spec, self.num, spaces.mask_size(self.action_space))
-        self._steps = 0
-        self._timesteps: int | None = None
+        self._buffers = _RowBuffers(self._spec, self.num, spaces.mask_size(self.action_space))
 
     def reset(self, seed: int | None) -> Observations:
         for i in range(self.num):
@@ -751,14 +676,15 @@ class LoopEnvironments:
             try:
                 if self._buffers.over[i]:
                     self._reset(i, None)
-                    self._buffers.reward[i], self._buffers.terminated[i], self._buffers.truncated[i] = 0.0, False, False
+                    self._buffers.set_outcome(i, 0.0, False, False)
                     continue
                 one = plain[i] if plain is not None else map_tree(lambda x, i=i: x[i], action)
                 self._step(i, env, one)
                 self._consecutive_faults[i] = 0
             except EnvironmentFault as fault:
-                self._restart_row(i, fault)
-                lost = True
+                self._restart(i, fault, None if self._make is None else functools.partial(self._recreate, i))
+                self._buffers.set_outcome(i, 0.0, False, False)
+                self._buffers.lost[i] = lost = True
         np.logical_or(self._buffers.terminated, self._buffers.truncated, out=self._buffers.over)
         outcome = StepResult(self._observe(), self._buffers.reward, self._buffers.terminated, self._buffers.truncated)
         if lost:
@@ -774,7 +700,7 @@ class LoopEnvironments:
             raise EnvironmentFault(self._wrong_return(i, "step", made), _GYMNASIUM_STEP) from error
         self._store(i, observation, info, ended=bool(terminated or truncated))
         try:
-            self._buffers.reward[i], self._buffers.terminated[i], self._buffers.truncated[i] = reward, terminated, truncated
+            self._buffers.set_outcome(i, reward, terminated, truncated)
         except (TypeError, ValueError, OverflowError) as error:
             raise EnvironmentFault(
                 f"{self._where(i)} returned the reward {reward}, terminated {terminated}, truncated {truncated}."
@@ -782,25 +708,12 @@ class LoopEnvironments:
         if math.isinf(self._buffers.reward[i]) and too_large_for_float32(reward):
             raise EnvironmentFault(f"{self._where(i)} returned the reward {reward}, which is too large for float32.", "Scale it.")
 
-    def _restart_row(self, i: int, fault: EnvironmentFault) -> None:
-        """Recreate the environment of a row, which is lost. Raises the fault if restarts are disabled or have failed repeatedly."""
-        while True:
-            if self._recreate is None or self._consecutive_faults[i] >= _MAX_CONSECUTIVE_FAULTS:
-                raise fault
-            self._consecutive_faults[i] += 1
-            self.restarts += 1
-            log.warning("%s It is recreated.", fault)
-            _close_quietly(self._envs[i])
-            try:
-                self._envs[i] = self._recreate()
-                _set_timesteps(self._envs[i], self._timesteps)
-                self._reset(i, None)
-            except EnvironmentFault as another:
-                fault = another
-            else:
-                break
-        self._buffers.lost[i] = True
-        self._buffers.reward[i], self._buffers.terminated[i], self._buffers.truncated[i] = 0.0, False, False
+    def _recreate(self, i: int) -> None:
+        assert self._make is not None
+        close_quietly(self._envs[i])
+        self._envs[i] = self._make()
+        _set_timesteps(self._envs[i], self._timesteps)
+        self._reset(i, None)
 
     def _reset(self, i: int, seed: int | None) -> None:
         with environment_errors(self.name, "reset", self._steps, i):
@@ -876,7 +789,7 @@ class LoopEnvironments:
         where = self._where(i)
         try:
             given = dict(leaves(_plain(seen)))
-        except Exception:  # np.asarray of an arbitrary object may raise anything
+        except (TypeError, ValueError):
             return f"{where} returned a {type(seen).__name__} that does not fit its observation space."
         for path, spec in leaves(self._spec):
             if path not in given:

@@ -13,8 +13,9 @@ from typing import Any
 import gymnasium as gym
 
 from ludus.core.plugins import import_object
+from ludus.envs.faults import construction_errors
 from ludus.envs.registry import makes_environment
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, user_frame
+from ludus.errors import ConfigError, user_frame
 
 WrapperList = Sequence[str | Mapping[str, Any]]
 
@@ -28,18 +29,13 @@ class Wrapper:
 
     def wrap(self, env: Any, *, multi_agent: bool = False) -> Any:
         """`multi_agent`: the wrapper is one of PettingZoo's. Raises ConfigError, EnvironmentFault."""
-        try:
-            wrapped = self.make(env, **self.keywords)
-        except LudusError:
-            raise
-        except TypeError as error:
-            raise ConfigError(
-                f"config.wrappers: {self.name} could not be constructed: {error}{user_frame(error)}.", "Check its keywords."
-            ) from error
-        except Exception as error:  # user code may raise anything
-            raise EnvironmentFault(
-                f"The wrapper {self.name} raised {type(error).__name__} in its constructor: {error}{user_frame(error)}."
-            ) from error
+        with construction_errors(f"The wrapper {self.name}"):
+            try:
+                wrapped = self.make(env, **self.keywords)
+            except TypeError as error:
+                raise ConfigError(
+                    f"config.wrappers: {self.name} could not be constructed: {error}{user_frame(error)}.", "Check its keywords."
+                ) from error
         if multi_agent:
             if not hasattr(wrapped, "possible_agents"):
                 raise ConfigError(f"config.wrappers: {self.name} made a {type(wrapped).__name__} without possible_agents.")
@@ -68,22 +64,18 @@ def load_wrappers(named: WrapperList) -> tuple[list[Wrapper], list[Wrapper]]:
 
 
 def _load_wrapper(item: str | Mapping[str, Any]) -> Wrapper:
-    name, keywords = (item, {}) if isinstance(item, str) else _parse_entry(item)
+    entry = {item: None} if isinstance(item, str) else item
+    if len(entry) != 1:
+        raise ConfigError(
+            f"config.wrappers: {dict(entry)!r} names {len(entry)} wrappers.", "One per entry: {module:Wrapper: {keywords}}."
+        )
+    ((name, keywords),) = entry.items()
+    if keywords is not None and not isinstance(keywords, Mapping):
+        raise ConfigError(f"config.wrappers: the keywords of {name} are {keywords!r}.", "Write {module:Wrapper: {key: value}}.")
     made: Any = import_object(name, "wrapper", makes_environment)
     if not callable(made):
         raise ConfigError(f"config.wrappers: {name} is a {type(made).__name__}, not a wrapper.")
-    return Wrapper(name, made, keywords, _is_vector_wrapper(made))
-
-
-def _parse_entry(item: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    if len(item) != 1:
-        raise ConfigError(
-            f"config.wrappers: {dict(item)!r} names {len(item)} wrappers.", "One per entry: {module:Wrapper: {keywords}}."
-        )
-    ((name, keywords),) = item.items()
-    if keywords is not None and not isinstance(keywords, Mapping):
-        raise ConfigError(f"config.wrappers: the keywords of {name} are {keywords!r}.", "Write {module:Wrapper: {key: value}}.")
-    return name, keywords or {}
+    return Wrapper(name, made, keywords or {}, _is_vector_wrapper(made))
 
 
 def _is_vector_wrapper(made: Any) -> bool:

@@ -23,11 +23,11 @@ from ludus.core.tree import Array, Tree, leaves
 from ludus.envs.vector_env import make_as_trained
 from ludus.errors import EnvironmentFault, LudusError, UsageError
 from ludus.experiments.evaluation import rollout
-from ludus.experiments.model_choice import agents_playing, choose_model
 from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs.checkpoint import agents_playing, choose_model
 from ludus.experiments.runs.remote_runs import upload
 from ludus.models.export import onnx_export, parity
-from ludus.models.export.onnx_export import named, unflatten_tree
+from ludus.models.export.onnx_export import named_leaves, unflatten_tree
 from ludus.models.export.parity import RECORDED_ROWS, ParityReport
 from ludus.models.policy import Policy
 from ludus.sampling.trained_agent import TrainedAgent
@@ -146,7 +146,7 @@ def observations_of(where: str | Path, policy: Policy, *, play: bool, within_s: 
         experiment = stored.state["config"]
         agents = agents_playing(experiment, model) if model is not None else ()
         return _observations_of_run(run, experiment, policy, agents, play, within_s)[0]
-    except Exception as error:  # runs the environment's code; the observations are optional
+    except (LudusError, *_UNREADABLE) as error:  # the observations are optional
         log.info("no observations of %s: %r", where, error)
         return None
 
@@ -175,10 +175,10 @@ def _play_observations(experiment: Mapping[str, Any], policy: Policy, file: Path
     environment = make_as_trained(experiment)
     hurried, count = _TimeLimited(environment, within_s), PLAY_STEPS
     try:
-        agent = TrainedAgent(policy)
+        files = rollout.RolloutFiles(steps=file)
         rollout.play(
-            agent, hurried, experiment["env"], episodes=count, max_steps=count, deterministic=False, steps_file=file
-        )  # fmt: skip
+            TrainedAgent(policy), hurried, experiment["env"], episodes=count, max_steps=count, deterministic=False, files=files
+        )
     finally:
         environment.close()
     return recorded_observations(file, policy)
@@ -216,7 +216,7 @@ def recorded_observations(path: Path, policy: Policy, agents: Sequence[str] = ()
 def _read_columns(archive: zipfile.ZipFile, columns: Set[str], owner: str, specs: Tree) -> list[Array]:
     """The leaves of an observation in the order of `specs`. `owner`: prefix of the agent's columns."""
     flat = []
-    for name, spec in named("observation", specs):
+    for name, spec in named_leaves("observation", specs):
         # With an action mask, the only other entry is also called `observation`.
         column = next((c for c in (f"{owner}{name}.npy", f"{owner}observation.{name}.npy") if c in columns), None)
         if column is None:

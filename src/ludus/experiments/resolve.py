@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ludus.algorithms.base import Algorithm
-from ludus.config.schema import EXTERNAL, AlgorithmConfig, ExperimentConfig, StopConfig
-from ludus.config.translation import canonical_config
+from ludus.config.schema import EMBEDDED, EXTERNAL, AlgorithmConfig, ExperimentConfig, StopConfig
 from ludus.config.validation import check_experiment, dump_config, parse_algorithm_config, parse_external_config
 from ludus.envs.legacy_names import current_name
 from ludus.envs.vector_env import check_exists, reward_threshold
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
-from ludus.experiments.validation import agent_mapping, iteration_units, validate
+from ludus.experiments.validation import validate
 from ludus.experiments.validation.validate import ParsedExperiment
-from ludus.models.devices import learner_device, named_device
-from ludus.process.host import usable_cores
+from ludus.models.devices import learner_device, parse_device
 from ludus.process.job_env import JobEnv
-from ludus.transport.message_stream import EMBEDDED, check_url
-
-log = logging.getLogger(__name__)
 
 DEFAULT_TIMESTEPS = 1_000_000
 
@@ -99,12 +93,14 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
         seats_of(parse_external_config(config.env_config))
     _check_mode(config, cluster, external=external)
     if multi_agent:
-        config = agent_mapping.resolve_agents(experiment.env, algorithm.Config, config)
+        from ludus.experiments.validation.agent_mapping import resolve_agents
+
+        config = resolve_agents(experiment.env, algorithm.Config, config)
     elif config.multiagent is not None:
         raise ConfigError(
             f"config.multiagent is for environments with several agents; {experiment.env} has one.", "Leave it out."
         )
-    stop, config = iteration_units.resolve_iterations(experiment.stop, config)
+    stop, config = resolve_iterations(experiment.stop, config)
     if not stop.model_dump(exclude_none=True):
         solved = None if external or multi_agent else reward_threshold(experiment.env)
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)
@@ -123,6 +119,8 @@ def _with_fleet_worker(parsed: ParsedExperiment) -> ParsedExperiment:
 def _check_fleet(
     memory: str, config: AlgorithmConfig, cluster: ClusterOptions | None, *, external: bool, multi_agent: bool
 ) -> None:
+    from ludus.transport.message_stream import check_url
+
     check_url(memory)
     for conflict, reason in (
         (external, "games call the learner itself"),
@@ -164,7 +162,7 @@ def _check_mode(config: AlgorithmConfig, cluster: ClusterOptions | None, *, exte
         raise ConfigError(f"config.{key} is for environments that we call, and here games call us.", "Do it in the game.")
     learner_device(config.learner_device, config.num_gpus)
     if cluster is None or external or not config.workers:  # else other machines, with other devices, compute the actions
-        named_device(config.inference_device, "inference_device")
+        parse_device(config.inference_device, "inference_device")
 
 
 def cluster_of(option: str | None, num_cpus: int | None = None, object_store_memory: int | None = None) -> ClusterOptions | None:
@@ -181,58 +179,62 @@ def cluster_of(option: str | None, num_cpus: int | None = None, object_store_mem
     return ClusterOptions(address, num_cpus, object_store_memory, asked_for=bool(option))
 
 
-# -- num_workers: auto --------------------------------------------------------------------------------------------------
-
-
-def choose_num_workers(
-    parsed: ParsedExperiment, announce: Announce | None = None, cluster: ClusterOptions | None = None
-) -> ParsedExperiment:
-    """Replace `num_workers: auto` by a number, which is saved with the run. May measure the environment."""
-    if not isinstance(parsed.config, Mapping) or not isinstance(parsed.run, str):
-        return parsed  # `resolve` reports what is wrong with it
-    if parsed.config_reading.data.get("num_workers") != "auto":
-        return parsed
-    config = canonical_config(parsed.config, validate.algorithm_of(parsed.run).Config)
-    if cluster is not None and cluster.asked_for:
-        raise ConfigError(
-            "config.num_workers is auto, which looks at this machine alone, and a cluster is named.",
-            "Give a number: one worker for every core of the cluster is a good start.",
-        )
-    number, reason = _choose_number(parsed, config, announce)
-    if number == 0 and config.get("sampling") == "pipelined":
-        number = 1
-    message = f"num_workers: {number} ({reason})"
-    log.info("%s", message)
-    if announce is not None:
-        announce(message)
-    return ParsedExperiment(_with_config(parsed, {**config, "num_workers": number}))
-
-
-def _with_config(parsed: ParsedExperiment, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The experiment with another `config:`, from which `env` has been taken out."""
-    env = {} if parsed.env is None else {"env": parsed.env}
-    return {**parsed.data, **env, "config": dict(config)}
-
-
-def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce: Announce | None) -> tuple[int, str]:
-    cores = usable_cores()
-    if parsed.memory != EMBEDDED:
-        return 1, "workers of a fleet come by themselves"
-    if parsed.env == EXTERNAL:
-        return max(0, cores - 1), f"one for every core but that of the learner, of {cores}"
-    if parsed.is_multi_agent:
-        return 0, "several agents are sampled by this process"
-    from ludus.experiments.assembly.auto_workers import choose_workers
-
-    any_batch = {key: value for key, value in config.items() if key != "train_batch_size"}
-    alone = resolve(_with_config(parsed, any_batch | {"num_workers": 0, "sampling": "sync"}))
-    measured = parse_algorithm_config(alone.algorithm.Config, any_batch)
-    if announce is not None:
-        announce("measuring the environment …")
-    return choose_workers(alone.experiment.env, alone.algorithm, measured, config, cores * job_nodes())
-
-
 def job_nodes() -> int:
     """Number of machines in the Ray cluster of this process's job, which are assumed to be alike; 1 without such a job."""
     job = JobEnv.from_environ(os.environ)
     return len(job.nodes) if job is not None and job.ray else 1
+
+
+# -- iterations: `iterations` counts updates, `training_iteration` counts iterations as RLlib does --------------------------
+
+_RLLIB_ITERATION: Mapping[str, str] = {"DQN": "1,000 steps or more", "APPO": "10 seconds or more", "IMPALA": "10 seconds or more"}
+"""From RLlib's default min_sample_timesteps_per_iteration and min_time_s_per_iteration; an iteration of PPO is one batch, as here."""
+
+
+def resolve_iterations(stop: StopConfig, config: AlgorithmConfig) -> tuple[StopConfig, AlgorithmConfig]:
+    """Replace `training_iteration` by `iterations` where both count updates, and set the time between reports."""
+    if stop.training_iteration is not None and config.least_iteration == (0, 0.0):
+        fewer = min(stop.training_iteration, stop.iterations or stop.training_iteration)
+        stop = stop.model_copy(update={"iterations": fewer, "training_iteration": None})
+    if stop.training_iteration is None:
+        config = config.model_copy(update={"min_time_s_per_iteration": config.report_every_s})
+    return stop, config
+
+
+def iteration_keys(experiment: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Keys that count updates in this experiment but iterations in RLlib."""
+    keys = ["checkpoint_freq"] if experiment.get("checkpoint_freq") else []
+    unit = config.get("evaluation_interval_unit", "iterations")
+    if unit == "iterations" and config.get("evaluation_interval") not in (None, 0, "checkpoint"):
+        keys.append("evaluation_interval")
+    return keys
+
+
+def iteration_notice(run: str, config: AlgorithmConfig, keys: list[str]) -> str | None:
+    """A notice for users of RLlib; None if the keys mean the same."""
+    if run not in _RLLIB_ITERATION or not keys:
+        return None
+    count = "counts" if len(keys) == 1 else "count"
+    return (
+        f"{' and '.join(keys)} {count} updates ({steps_of_update(config):,} steps sampled for each); "
+        f"an iteration of RLlib's {run} is {_RLLIB_ITERATION[run]}."
+    )
+
+
+def iteration_notice_of_file(
+    run: str, schema: type[AlgorithmConfig], experiment: Mapping[str, Any], config: Mapping[str, Any]
+) -> str | None:
+    """As `iteration_notice`, for an unresolved experiment. `config`: as written, without search values."""
+    keys = iteration_keys(experiment, config)
+    if run not in _RLLIB_ITERATION or not keys:
+        return None
+    checked = parse_algorithm_config(schema, config, collated=True)  # whether a batch fits is no matter here
+    return iteration_notice(run, checked, keys)
+
+
+def steps_of_update(config: AlgorithmConfig) -> int:
+    """Environment steps that are sampled for one update."""
+    if not config.replays:
+        return config.train_batch_size
+    workers = 0 if config.num_workers == "auto" else config.num_workers
+    return config.num_envs_per_worker * config.steps * (1 if config.sampling == "async" else max(1, workers))

@@ -24,7 +24,8 @@ from ludus.experiments.resolve import (
     Announce,
     ClusterOptions,
     ResolvedExperiment,
-    choose_num_workers,
+    iteration_keys,
+    iteration_notice,
     job_nodes,
     resolve,
     resolve_parsed,
@@ -36,7 +37,7 @@ from ludus.experiments.runs.remote_runs import directory_of, display_path
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import Run, holds_run, run_directory
 from ludus.experiments.training import prepare_new_run, prepare_resumed_run, train_in_process
-from ludus.experiments.validation import iteration_units, validate
+from ludus.experiments.validation import validate
 from ludus.experiments.validation.validate import ParsedExperiment
 
 if TYPE_CHECKING:
@@ -71,7 +72,10 @@ def train(
     notices = validate.find_notices(data) if has_search(data) else validate.find_parsed_notices(parsed)
     if idle := validate.keys_without_effect(parsed):
         raise ConfigErrors(idle)
-    parsed = choose_num_workers(parsed, announce, cluster)
+    if parsed.wants_auto_workers:
+        from ludus.experiments.assembly.auto_workers import choose_num_workers
+
+        parsed = choose_num_workers(parsed, announce, cluster)
     resolved = resolve_parsed(parsed, cluster)
     e = resolved.experiment
     for notice in notices:
@@ -142,8 +146,8 @@ def _check_tracking(resolved: ResolvedExperiment, announce: Announce | None) -> 
 
 def _announce_iterations(resolved: ResolvedExperiment, announce: Announce) -> None:
     e = resolved.experiment
-    keys = iteration_units.iteration_keys(e.model_dump(include={"stop", "checkpoint_freq"}), e.config)
-    notice = iteration_units.iteration_notice(e.run, resolved.config, keys)
+    keys = iteration_keys(e.model_dump(include={"stop", "checkpoint_freq"}), e.config)
+    notice = iteration_notice(e.run, resolved.config, keys)
     if notice is not None:
         announce(notice)
 

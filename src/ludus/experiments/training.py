@@ -1,36 +1,47 @@
-"""One training in this process: prepare its run, assemble it, advance it, and conclude it with a result."""
+"""One training in this process: prepare its run, choose its training mode and assemble it, advance it, and conclude it with a result.
+
+A training mode is imported only when it is used.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ludus.config.schema import EMBEDDED
 from ludus.core.metrics import Sink
 from ludus.errors import EnvironmentFault, Interrupted, LudusError
-from ludus.experiments.assembly.assemble import assemble_run
-from ludus.experiments.assembly.components import PreparedRun, RunHooks, TrainingComponents
+from ludus.experiments.assembly.components import ComponentStack, PreparedRun, RunHooks, TrainingComponents
 from ludus.experiments.assembly.learners import without_remote_learners
 from ludus.experiments.control.callbacks import find_stop_request
+from ludus.experiments.evaluation.gap_warning import gap_sinks
 from ludus.experiments.resolve import Announce, ResolvedExperiment
 from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.checkpoint import Checkpoint
-from ludus.experiments.runs.remote_runs import fetch
+from ludus.experiments.runs.remote_runs import fetch, is_remote
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import Run
 from ludus.experiments.runs.run_status import StatusWriter, status_fields
-from ludus.experiments.runs.run_sync import RunSync
-from ludus.models.centralized_critic import actor_policy
-from ludus.process.host import stop_on_signals
+from ludus.process.host import keep_freed_memory
+from ludus.process.signals import stop_on_signals
+
+if TYPE_CHECKING:
+    from ludus.experiments.runs.run_sync import RunSync
 
 log = logging.getLogger(__name__)
 
 _ANNOUNCE_EVERY_S = 10.0
+
+Assemble = Callable[[PreparedRun, RunHooks, ComponentStack], TrainingComponents]
 
 
 def prepare_new_run(resolved: ResolvedExperiment, directory: Path, before: Checkpoint | None = None) -> PreparedRun:
@@ -96,8 +107,12 @@ def open_training(
         assemble_run(prepared, hooks) as parts,
     ):
         run, controller = parts.run, parts.controller
-        carrier = last.enter_context(RunSync(run.directory, guard=run.guard, mark=lambda: controller.last_checkpoint))
-        status = functools.partial(run_status, parts, resolved, carrier)
+        sync = None
+        if is_remote(run.directory):
+            from ludus.experiments.runs.run_sync import RunSync
+
+            sync = last.enter_context(RunSync(run.directory, guard=run.guard, mark=lambda: controller.last_checkpoint))
+        status = functools.partial(run_status, parts, resolved, sync)
         with StatusWriter(run.directory, status, guard=parts.pool.check_recently) as writer:
             if before is not None:
                 log.info("continuing from checkpoint %s; environments start from their reset", before.name)
@@ -112,13 +127,57 @@ def open_training(
             yield training
 
 
-def run_status(parts: TrainingComponents, resolved: ResolvedExperiment, carrier: RunSync | None = None) -> dict[str, Any]:
+@contextlib.contextmanager
+def assemble_run(prepared: PreparedRun, hooks: RunHooks | None = None) -> Iterator[TrainingComponents]:
+    """Make the components of a run in this process, restored from its checkpoint; close all of them at the end."""
+    hooks = hooks or RunHooks()
+    resolved = prepared.resolved
+    keep_freed_memory()
+    threads = torch.get_num_threads()
+    warnings = gap_sinks(resolved.experiment.env, resolved.config, hooks.announce)
+    hooks = dataclasses.replace(hooks, sinks=[*hooks.sinks, *warnings])
+    try:
+        with ComponentStack() as stack:
+            components = assemble_of(resolved)(prepared, hooks, stack)
+            try:
+                yield components
+            except LudusError as error:
+                log.error("%s", error)
+                raise
+    finally:
+        torch.set_num_threads(threads)  # the process may belong to a caller
+
+
+def assemble_of(resolved: ResolvedExperiment) -> Assemble:
+    """The function that assembles runs of this training mode."""
+    if resolved.is_external:
+        from ludus.experiments.assembly.http_training import assemble_http
+
+        return assemble_http
+    if resolved.config.multiagent is not None:
+        from ludus.experiments.assembly.multi_agent_training import assemble_multi_agent
+
+        return assemble_multi_agent
+    if resolved.experiment.memory != EMBEDDED:
+        from ludus.experiments.assembly.fleet_training import assemble_fleet
+
+        return assemble_fleet
+    if resolved.config.workers:
+        from ludus.experiments.assembly.worker_training import assemble_workers
+
+        return assemble_workers
+    from ludus.experiments.assembly.local_training import assemble_local
+
+    return assemble_local
+
+
+def run_status(parts: TrainingComponents, resolved: ResolvedExperiment, sync: RunSync | None = None) -> dict[str, Any]:
     """The contents of `status.json`. Called in the thread of the status writer: reads only."""
     sampling = getattr(parts.source, "status", None)
     e = resolved.experiment
     names = {"env": e.env, "algorithm": e.run, "checkpoint": parts.controller.last_checkpoint}
     numbers = status_fields(parts.controller.numbers(), sampling() if sampling is not None else None)
-    return {"state": "running", **names, **numbers, **(carrier.stats() if carrier is not None else {})}
+    return {"state": "running", **names, **numbers, **(sync.stats() if sync is not None else {})}
 
 
 class Training:
@@ -151,9 +210,13 @@ class Training:
         metrics, name = controller.numbers(), controller.last_checkpoint
         model = parts.pool.names()[0]
         policy, version = parts.pool.newest(model)
+        if policy.config.central:
+            from ludus.models.centralized_critic import actor_policy
+
+            policy = actor_policy(policy)
         where = run.directory / checkpoint.FOLDER / name if name else None
         log.info("%s: %s after %s timesteps", run.status, stopped_by, metrics.get("timesteps"))
-        agent = RunAgent(actor_policy(policy), self._resolved.config.seed, version, run_dir=run.directory, model=model)
+        agent = RunAgent(policy, self._resolved.config.seed, version, run_dir=run.directory, model=model)
         return Result(run.directory, where, stopped_by, metrics, agent, self._resolved.experiment.env)
 
 

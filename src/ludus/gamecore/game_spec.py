@@ -126,7 +126,7 @@ def resolve_game(game: str, mode: Any, options: Mapping[str, Any], keywords: Map
     """Build the specification from env_config. Raises ConfigError."""
     if game == ARENA and "observation_space" not in keywords:
         return _arena_spec(mode, options, keywords)
-    return _declared_spec(game, mode, options, dict(keywords))
+    return _custom_spec(game, mode, options, dict(keywords))
 
 
 # -- the Arena ------------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def resolve_game(game: str, mode: Any, options: Mapping[str, Any], keywords: Map
 
 def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> GameSpec:
     """`keywords`: of the Arena's environments."""
-    from ludus.games.arena.engine.layout import RULES, TICKS_PER_SECOND
+    from ludus.games.arena.engine import layout
     from ludus.games.arena.env import seats
     from ludus.games.arena.host.match_host import HERO_TABLE
 
@@ -147,7 +147,11 @@ def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, An
     if arena.states is not None:
         raise ConfigError(f"states is {arena.states!r}.", "Remove it: a gamecore server uses its own saved states with `repeat`.")
     size, settings = arena.size, arena.settings()
-    rewards = settings.rewards
+
+    def reward_options(timesteps: int) -> dict[str, Any]:
+        rewards = settings.rewards.at(timesteps)
+        return {"team_spirit": rewards.team_spirit} | {f"weight_{part}": weight for part, weight in rewards.weights.items()}
+
     game_options = {
         "every": arena.every,
         "sparse": arena.sparse,
@@ -163,7 +167,7 @@ def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, An
     }
     expected_start = {
         "game": ARENA,
-        "rules": RULES,
+        "rules": layout.RULES,
         "hero_table": HERO_TABLE,
         "mode": f"{size}v{size}",
         "ticks_per_decision": settings.every,
@@ -175,7 +179,7 @@ def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, An
         action_space=seats.action_space(size),
         masked=True,
         seats=tuple(f"hero_{i}" for i in range(size)),
-        joint_seats=tuple(f"{camp}_{i}" for camp in seats.CAMPS for i in range(size)),
+        joint_seats=tuple(f"{camp}_{i}" for camp in layout.CAMP_NAMES for i in range(size)),
         opponent_shares=_shares_by_kind(arena.shares),
         opponent_sampler=arena.opponents(),
         lineups=arena.lineups(),
@@ -184,18 +188,14 @@ def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, An
         repeat=arena.repeat,
         lane=arena.from_lane(),
         options=game_options,
-        scheduled_options=lambda timesteps: _reward_options(rewards.at(timesteps)),
+        scheduled_options=reward_options,
         matches_per_process=0 if game_options.get("record") else _ARENA_MATCHES,
         max_frames=arena.limit(),
         expected_start=expected_start,
-        mask_splits=tuple(np.cumsum(seats.options_of(size))[:-1].tolist()),
-        statistics=tuple(seats.STATISTICS),
-        ticks_per_second=TICKS_PER_SECOND,
+        mask_splits=tuple(np.cumsum(layout.options_of(size))[:-1].tolist()),
+        statistics=seats.STATISTICS,
+        ticks_per_second=layout.TICKS_PER_SECOND,
     )
-
-
-def _reward_options(rewards: Any) -> dict[str, Any]:
-    return {"team_spirit": rewards.team_spirit} | {f"weight_{part}": weight for part, weight in rewards.weights.items()}
 
 
 def _shares_by_kind(opponent_shares: Mapping[str, float]) -> dict[str, float]:
@@ -207,21 +207,12 @@ def _shares_by_kind(opponent_shares: Mapping[str, float]) -> dict[str, float]:
 # -- any other game -------------------------------------------------------------------------------------------------------
 
 KEYS: Final = (
-    "observation_space",
-    "action_space",
-    "seats",
-    "masked",
-    "opponent",
-    "side",
-    "matchmaking",
-    "lineup",
-    "heroes",
-    "max_frames",
-    "expects",
+    *("observation_space", "action_space", "seats", "masked"),
+    *("opponent", "side", "matchmaking", "lineup", "heroes", "max_frames", "expects"),
 )
 
 
-def _declared_spec(game: str, mode: Any, options: Mapping[str, Any], given: dict[str, Any]) -> GameSpec:
+def _custom_spec(game: str, mode: Any, options: Mapping[str, Any], given: dict[str, Any]) -> GameSpec:
     for name in given:
         if name not in KEYS:
             raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, KEYS))
@@ -233,7 +224,10 @@ def _declared_spec(game: str, mode: Any, options: Mapping[str, Any], given: dict
     if side not in _SIDES:
         raise ConfigError(f"side is {side!r}.", f"One of {', '.join(_SIDES)}.")
     opponent = given.get("opponent", SELF)
-    shares = parse_opponent_mix(opponent, [ANY_RULE, *_rule_names(opponent)])
+    # The rules of a declared game are not known: accept every name after `rule:`.
+    named = list(opponent) if isinstance(opponent, (Mapping, list, tuple)) else [opponent]
+    accepted = [name.removeprefix(RULE) for name in named if isinstance(name, str) and name.startswith(RULE)]
+    shares = parse_opponent_mix(opponent, [ANY_RULE, *accepted])
     rules = {kind.removeprefix(RULE): share for kind, share in shares.items() if kind.startswith(RULE)} or {ANY_RULE: 1.0}
     lineups = Lineups(given.get("lineup"), len(seats), given.get("heroes", ()))
     return GameSpec(
@@ -262,13 +256,6 @@ def _space(given: Any, key: str, game: str) -> gym.Space[Any]:
     if isinstance(given, gym.Space):
         return given
     if not isinstance(given, Mapping):
-        raise ConfigError(
-            f"The {key} of {game!r} is not declared.", f"Declare it: {key}: {{type: Box, shape: [3], low: -1, high: 1}}."
-        )
+        hint = f"Declare it: {key}: {{type: Box, shape: [3], low: -1, high: 1}}."
+        raise ConfigError(f"The {key} of {game!r} is not declared.", hint)
     return spaces.from_json(given)
-
-
-def _rule_names(opponent: Any) -> list[str]:
-    """Return every name after `rule:`; the rules of a declared game cannot be checked."""
-    names = list(opponent) if isinstance(opponent, (Mapping, list, tuple)) else [opponent]
-    return [name.removeprefix(RULE) for name in names if isinstance(name, str) and name.startswith(RULE)]

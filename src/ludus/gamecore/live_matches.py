@@ -16,29 +16,24 @@ import reprlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from ludus.core import spaces
-from ludus.core.plugins import did_you_mean
 from ludus.core.tree import Array, Tree, leaves
 from ludus.core.types import Bools
 from ludus.errors import ConfigError, Refused
 from ludus.gamecore.game_spec import GameSpec
 from ludus.gateway.actor import Actor
-from ludus.gateway.builtin_actor import decode_message, encode_message
 from ludus.models.inference.micro_batcher import BatchFuture
 from ludus.protocol.codec import ONLY_SEAT
+from ludus.protocol.step_message import decode_message, encode_message, misfit, parse_step, split_seats
 
 log = logging.getLogger(__name__)
 
-_KEYS: Final = frozenset({"observation", "reward", "terminated", "truncated", "action_mask"})
-_MAX_REWARD: Final = 1e15
-_MAX_QUOTE: Final = 300
-"""Characters of an error message that quotes the game."""
 _LOG_FIRST, _LOG_EVERY = 20, 100
 """The first losses are logged one by one, later ones once per hundred."""
 
@@ -231,7 +226,7 @@ class LiveMatches:
         self._count_lost(match, why)
         self._by_id.pop(match.id, None)
         for answer in match.parked.values():
-            self._cancel(answer)
+            answer.get_loop().call_soon_threadsafe(_refuse, answer)
         if match is slot.upcoming:
             slot.upcoming = None
         self.on_match_end(slot, match)
@@ -242,11 +237,6 @@ class LiveMatches:
         number = self.counts["lost"]
         if number <= _LOG_FIRST or number % _LOG_EVERY == 0:
             log.warning("match %s was lost: %s (%d so far)", match.id, why, number)
-
-    @staticmethod
-    def _cancel(answer: BatchFuture) -> None:
-        """Refuse a pending tick. Thread-safe."""
-        answer.get_loop().call_soon_threadsafe(_refuse, answer)
 
     # -- called by sessions, on the event loop
 
@@ -282,7 +272,8 @@ class LiveMatches:
     def park(self, match: LiveMatch, camps: tuple[int, ...], updates: Mapping[int, SeatUpdate], answer: BatchFuture) -> None:
         """Store a tick until `answer` is called. Raises Refused when the match was lost."""
         with self.condition:
-            self._check_open(match)
+            if match.lost:
+                raise Refused(410, "session_lost", f"This match was given up: {match.lost}", "End it.")
             match.parked[camps] = answer
             self._receive(match, camps, updates)
 
@@ -300,10 +291,6 @@ class LiveMatches:
                 self._by_id.pop(match.id, None)
                 self.counts["finished"] += 1
                 self.on_match_end(self.slots[match.slot], match)
-
-    def _check_open(self, match: LiveMatch) -> None:
-        if match.lost:
-            raise Refused(410, "session_lost", f"This match was given up: {match.lost}", "End it.")
 
     def _receive(self, match: LiveMatch, camps: tuple[int, ...], updates: Mapping[int, SeatUpdate]) -> None:
         slot = self.slots[match.slot]
@@ -346,7 +333,8 @@ class LiveMatches:
             return False
         absent = beginning = 0
         for slot in self.slots:
-            if not _has_next_observation(slot):
+            has_match = slot.current is not None and not slot.current.lost
+            if not has_match and (slot.upcoming is None or not slot.upcoming.ready):  # no observation after this step
                 absent += len(slot.rows)
                 beginning += len(slot.rows) if slot.upcoming is None or slot.upcoming.announced else 0
         if beginning == 0:
@@ -406,13 +394,6 @@ class LiveMatches:
         return lost
 
 
-def _has_next_observation(slot: MatchSlot) -> bool:
-    """Whether the rows of a slot have an observation after this step."""
-    if slot.current is not None and not slot.current.lost:
-        return True
-    return slot.upcoming is not None and slot.upcoming.ready
-
-
 def _send_actions(answers: Sequence[tuple[BatchFuture, dict[int, Any]]]) -> None:
     for answer, actions in answers:
         if not answer.done():
@@ -445,36 +426,16 @@ class StepParser:
         self._action_space, self._masked = game.action_space, game.masked
         self._mask_size = spaces.mask_size(game.action_space)
 
-    def split_seats(self, message: dict[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-        """Return the parts of a message by seat. Raises Refused (422)."""
-        if self.single:
-            return {ONLY_SEAT: message}
-        seats = message.get("seats")
-        if not isinstance(seats, dict) or message.keys() - {"seats"}:
-            raise Refused(422, "seats", "This game has several seats.", f"Send {{seats: {{name: …}}}}: {', '.join(names)}.")
-        if unknown := [name for name in seats if name not in names]:
-            name = str(unknown[0])[:80]
-            raise Refused(422, "seats", f"There is no seat {name!r}.", did_you_mean(name, names))
-        return seats
-
     def parse_step(self, part: Any, *, began: bool, last: bool) -> SeatUpdate:
         """Parse the part of one seat. `began`: it has acted before. Raises Refused (422)."""
-        if not isinstance(part, dict):
-            raise Refused(422, "malformed", "A step is not an object.", 'Send {"observation": …, "reward": …}.')
-        if part.keys() - _KEYS:
-            key = str(min(part.keys() - _KEYS, key=str))[:80]
-            raise Refused(422, "unknown_key", f"A step has an unknown key {key!r}.", did_you_mean(key, _KEYS))
-        terminated, truncated = _flag(part, "terminated"), _flag(part, "truncated")
-        if last:
-            terminated = terminated or not truncated
-        reward = _reward(part.get("reward", 0.0))
-        if reward and not began:
-            raise Refused(422, "reward", f"A reward of {reward:g} came before any action.", "Send rewards after an action.")
-        given, over = part.get("observation"), terminated or truncated
-        if given is None and not terminated:
-            raise Refused(422, "observation", "The observation is missing.", 'Send it as "observation".')
-        seen = None if given is None else self._leaves(given) or self._fit_leaves(given)
-        return SeatUpdate(seen, None if over else self._mask(part.get("action_mask")), reward, terminated, truncated)
+        step = parse_step(part, playing=began, last=last)
+        given = step.observation
+        try:
+            seen = None if given is None else self._leaves(given) or tuple(x.tobytes() for _, x in leaves(self._fit(given)))
+        except ValueError as error:
+            raise misfit("observation", error) from None
+        mask = None if step.over else self._mask(step.action_mask)
+        return SeatUpdate(seen, mask, step.reward, step.terminated, step.truncated)
 
     def _leaves(self, given: Any) -> LeafBytes | None:
         """Fast path for observations of raw bytes; None: use the slow path."""
@@ -492,13 +453,6 @@ class StepParser:
             return None
         return tuple(found)
 
-    def _fit_leaves(self, given: Any) -> LeafBytes:
-        try:
-            return tuple(leaf.tobytes() for _, leaf in leaves(self._fit(given)))
-        except ValueError as error:
-            what = str(error)[:_MAX_QUOTE]
-            raise Refused(422, "observation", f"The observation does not fit: {what}.", "GET /spec shows the space.") from None
-
     def _mask(self, given: Any) -> bytes | None:
         if given is None:
             return None
@@ -513,8 +467,7 @@ class StepParser:
         try:
             return spaces.flat_mask(given, self._action_space).tobytes()
         except (ConfigError, ValueError, TypeError) as error:
-            what = str(error)[:_MAX_QUOTE]
-            raise Refused(422, "action_mask", f"The action mask does not fit: {what}", "One 0 or 1 per option.") from None
+            raise misfit("action_mask", error) from None
 
 
 class ObservationBatcher:
@@ -551,17 +504,13 @@ class ObservationBatcher:
     def allow(self, rows: Sequence[bytes]) -> tuple[Bools, dict[int, str]]:
         """Return the masks [rows, options], and the errors by row."""
         given = np.frombuffer(bytearray().join(rows), np.uint8).reshape(len(rows), -1)
-        wrong = {}
         bad: Bools = np.any(given > 1, axis=1)
-        mask: Bools = given.view(np.bool_)
         closed = np.zeros(len(rows), np.bool_)
         for part in self._choices:
             closed |= ~given[:, part].any(axis=1)
-        for row in np.flatnonzero(bad | closed).tolist():
-            wrong[row] = (
-                "its action mask contains values other than 0 and 1" if bad[row] else "its action mask forbids every action"
-            )
-        return mask, wrong
+        wrong = dict.fromkeys(np.flatnonzero(closed).tolist(), "its action mask forbids every action")
+        wrong |= dict.fromkeys(np.flatnonzero(bad).tolist(), "its action mask contains values other than 0 and 1")
+        return given.view(np.bool_), wrong
 
     def tree(self, arrays: Sequence[Array]) -> Tree:
         """Arrange leaf arrays in the structure of the observation."""
@@ -593,20 +542,6 @@ def _branches(spec: Tree, path: str = "") -> Iterator[tuple[str, int]]:
 
 def _size(spec: spaces.ArraySpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
-
-
-def _flag(part: Mapping[str, Any], key: str) -> bool:
-    value = part.get(key, False)
-    if not isinstance(value, bool):
-        raise Refused(422, key, f"{key} is {reprlib.repr(value)}.", "It is true or false.")
-    return value
-
-
-def _reward(given: Any) -> float:
-    plain = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not plain or not (abs(given) <= _MAX_REWARD and math.isfinite(given)):
-        raise Refused(422, "reward", f"The reward is {reprlib.repr(given)}.", f"It is a number up to {_MAX_REWARD:g}.")
-    return float(given)
 
 
 class MatchActor(Actor):
@@ -662,7 +597,7 @@ class MatchActor(Actor):
 
     def _parse_updates(self, message: dict[str, Any], *, last: bool = False) -> dict[int, SeatUpdate]:
         updates = {}
-        for seat, part in self._parser.split_seats(message, self._rows).items():
+        for seat, part in split_seats(message, self._rows, allow_none=True).items():
             row = self._rows[seat]
             updates[row] = self._parser.parse_step(part, began=row in self._acted, last=last)
         return updates

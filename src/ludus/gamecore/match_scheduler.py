@@ -9,6 +9,7 @@ import heapq
 import itertools
 import logging
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from gymnasium.utils.seeding import np_random
 from ludus.core.backoff import exponential_delay
 from ludus.envs.opponents.opponent_mix import PAST, RULE, SELF
 from ludus.errors import EnvironmentFault, LudusError, Refused, Unreachable
-from ludus.gamecore.game_spec import ANY_RULE, CAMPS, GameSpec
+from ludus.gamecore.game_spec import ANY_RULE, CAMPS
 from ludus.gamecore.live_matches import LiveMatch, LiveMatches, MatchProcess, MatchSlot
 from ludus.protocol.gamecore_client import GameState
 
@@ -72,10 +73,6 @@ class GamecoreApi(Protocol):
 class OrderDefaults:
     """Settings shared by all orders."""
 
-    actor: Mapping[str, Any]
-    """URL, token and time-out of this gateway, as one camp of an order."""
-    prefix: str
-    """Prefix of match ids."""
     start_from: str | None = None
     eval_mode: bool = False
     together: int = 0
@@ -86,9 +83,12 @@ class MatchScheduler:
     """Keeps one match per slot running until `close`."""
 
     def __init__(
-        self, client: GamecoreApi, matches: LiveMatches, game: GameSpec, defaults: OrderDefaults, seed: int | None
+        self, client: GamecoreApi, matches: LiveMatches, actor: Mapping[str, Any], defaults: OrderDefaults, seed: int | None
     ) -> None:
-        self._client, self._matches, self._game, self._defaults = client, matches, game, defaults
+        """`actor`: URL, token and time-out of this gateway, as one camp of an order."""
+        self._client, self._matches, self._actor, self._defaults = client, matches, actor, defaults
+        self._game = matches.game
+        self._prefix = f"ludus-{secrets.token_hex(4)}"  # of match ids
         self._random: list[np.random.Generator] = [
             np_random(None if seed is None else seed + slot.index)[0] for slot in matches.slots
         ]
@@ -101,7 +101,9 @@ class MatchScheduler:
         """Why the server is unreachable; empty: it is not."""
         self._ever_started = False  # the server has accepted an order, so the settings are valid
         self._processes: list[MatchProcess] = []  # processes with matches; guarded by matches.condition
-        self._capacity = _matches_per_process(len(matches.slots), defaults.together)
+        most = defaults.together
+        # Matches per process, so that all processes have about as many.
+        self._capacity = -(-len(matches.slots) // -(-len(matches.slots) // most)) if most else 0
         self._condition = threading.Condition()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence, self._match_numbers = itertools.count(), itertools.count()
@@ -151,7 +153,7 @@ class MatchScheduler:
                 action = heapq.heappop(self._due)[2]
             try:
                 action()
-            except Exception as error:  # a bug: raise it in the thread that waits for the rows
+            except Exception as error:  # last resort of this thread: a bug is raised in the thread that waits for the rows
                 self._on_bug(error)
                 return
 
@@ -173,7 +175,10 @@ class MatchScheduler:
         assert process is not None
         process.leave(match)
         if match.lost:
-            self._abandon(process, match)
+            if process in self._processes:  # stop it once, and lose its other matches
+                self._processes.remove(process)
+                self._schedule(lambda: self._stop(process.id))
+                self._lose(process, f"match {match.id} of the same process was lost")
             self._schedule(lambda: self._begin_match(slot), _retry_delay_s(slot.failures))
             return
         try:
@@ -184,13 +189,6 @@ class MatchScheduler:
             self._on_bug(error)
         if not process.matches and process in self._processes:
             self._processes.remove(process)
-
-    def _abandon(self, process: MatchProcess, lost: LiveMatch) -> None:
-        """Stop the process of a lost match, and lose its other matches."""
-        if process in self._processes:  # not yet abandoned
-            self._processes.remove(process)
-            self._schedule(lambda: self._stop(process.id))
-            self._lose(process, f"match {lost.id} of the same process was lost")
 
     def _lose(self, process: MatchProcess, why: str) -> None:
         with self._matches.condition:
@@ -205,7 +203,7 @@ class MatchScheduler:
             rows = {draw.camp: own} | ({1 - draw.camp: others[0]} if others else {})
             against = slot.kind if slot.kind != RULE else draw.rule or ANY_RULE
             now = time.monotonic()
-            match = LiveMatch(f"{self._defaults.prefix}-{next(self._match_numbers)}", slot.index, rows, against, now)
+            match = LiveMatch(f"{self._prefix}-{next(self._match_numbers)}", slot.index, rows, against, now)
             match.lineup = draw.lineup
             drawn = ({"rule": draw.rule} if draw.rule else {}) | ({"start": "lane"} if draw.lane else {})
             options = {**self._game.options, **self._game.scheduled_options(self.timesteps), **drawn}
@@ -229,7 +227,7 @@ class MatchScheduler:
             self._processes.append(process)
         together = {"together": process.capacity} if process.capacity else {}
         order = {
-            "server_config": [self._defaults.actor if camp in rows else None for camp in range(CAMPS)],
+            "server_config": [self._actor if camp in rows else None for camp in range(CAMPS)],
             "camp_config": {"mode": self._game.mode, "heroes": heroes},
             "eval_mode": self._defaults.eval_mode,
             "game": self._game.game,
@@ -241,10 +239,8 @@ class MatchScheduler:
 
     def _find_process(self, since: float) -> MatchProcess | None:
         """Return a process with free capacity that began after `since`."""
-        for process in self._processes:
-            if len(process.matches) < process.capacity and process.began > since:
-                return process
-        return None
+        free = (one for one in self._processes if len(one.matches) < one.capacity and one.began > since)
+        return next(free, None)
 
     def _move_matches(self, process: MatchProcess) -> None:
         """Move the matches of a process that the server cannot start to existing processes with free capacity, of any age."""
@@ -272,7 +268,10 @@ class MatchScheduler:
             self._mark_unreachable(error)
         except Refused as refused:
             if refused.status not in _RETRY_STATUSES:
-                self._on_refused(process, refused)
+                if not self._ever_started:  # the first order is invalid; a later refusal loses only these matches
+                    message = f"{self._client.server} refused to start {self._game.game!r}: {refused.message}"
+                    self._give_up(EnvironmentFault(message, refused.hint))
+                self._lose(process, str(refused))
                 return
             if attempts == 0:
                 log.warning("%s cannot start a match now: %s", self._client.server, refused)
@@ -293,14 +292,6 @@ class MatchScheduler:
         with self._matches.condition:
             for match in process.matches:
                 match.last_activity = time.monotonic()
-
-    def _on_refused(self, process: MatchProcess, refused: Refused) -> None:
-        """Fail if the first order is invalid; a later refusal (of a restarted server) loses only these matches."""
-        if not self._ever_started:
-            self._give_up(
-                EnvironmentFault(f"{self._client.server} refused to start {self._game.game!r}: {refused.message}", refused.hint)
-            )
-        self._lose(process, str(refused))
 
     def _check(self, match: LiveMatch) -> None:
         process = match.process
@@ -336,15 +327,9 @@ class MatchScheduler:
 
     def _mark_reachable(self) -> None:
         if self.away and self.away_since is not None:
-            log.warning(
-                "gamecore server %s reachable again after %.1f s", self._client.server, time.monotonic() - self.away_since
-            )
+            away_s = time.monotonic() - self.away_since
+            log.warning("gamecore server %s reachable again after %.1f s", self._client.server, away_s)
         self.away, self.away_since = "", None
-
-
-def _matches_per_process(matches: int, most: int) -> int:
-    """Matches per process, so that all processes have about as many."""
-    return -(-matches // -(-matches // most)) if most else 0
 
 
 def _retry_delay_s(attempts: int) -> float:

@@ -13,7 +13,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -105,9 +104,10 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         if together is not None and (type(together) is not int or not 0 <= together <= MAX_MATCHES_PER_PROCESS):
             hint = f"Matches that one game process plays concurrently, up to {MAX_MATCHES_PER_PROCESS}; 0: one process per match."
             raise ConfigError(f"together is {together!r}.", hint)
-        self._orders = _OrderOptions(start_from, eval_mode, self.game.matches_per_process if together is None else together)
-        self._endpoint = _Endpoint(server, token_file, advertise or os.environ.get(ADVERTISE) or None)
-        self._timeouts = _Timeouts(timeout_s, start_s, away_s)
+        self._orders = OrderDefaults(start_from, eval_mode, self.game.matches_per_process if together is None else together)
+        self._server, self._token_file = server, token_file
+        self._advertise = advertise or os.environ.get(ADVERTISE) or None
+        self._silent_s, self._start_s, self._away_s = timeout_s, start_s, away_s
         seats = len(self.game.seats)
         kinds = assign_opponents(max(1, num_envs // seats), self.game.opponent_shares, stand_in=RULE)
         self.slots, rows = make_slots(kinds, seats)
@@ -215,11 +215,8 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
                 won = 0 if type(winner) is not int else 1 if winner == camp else -1
                 for seat, row in enumerate(rows):
                     over[row], against[row] = True, match.opponent
-                    numbers["won"][row], numbers["camp"][row], numbers["ticks"][row] = (
-                        won,
-                        camp,
-                        _int_or_zero(result.get("ticks")),
-                    )
+                    numbers["won"][row], numbers["camp"][row] = won, camp
+                    numbers["ticks"][row] = _int_or_zero(result.get("ticks"))
                     place = camp * len(rows) + seat
                     hero = heroes[place] if isinstance(heroes, list) and place < len(heroes) else None
                     if isinstance(hero, dict):
@@ -233,10 +230,8 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
                 results[f"{how}/{who}"] = (numbers["won"] == won).astype(np.float32)
                 results[f"_{how}/{who}"] = over & self._reports_result & (against == who)
         if PAST_VERSION in self.result_names:
-            results |= {
-                PAST_VERSION: np.zeros(self.num_envs),
-                f"_{PAST_VERSION}": over & self._reports_result & (against == PAST),
-            }
+            results[PAST_VERSION] = np.zeros(self.num_envs)
+            results[f"_{PAST_VERSION}"] = over & self._reports_result & (against == PAST)
         return results
 
     def set_timesteps(self, timesteps: int) -> None:
@@ -269,10 +264,9 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
                     f"Run `ludus gamecore list` and `ludus gamecore logs ID` against {backend.client.server}.",
                 )
             since = backend.scheduler.away_since
-            if since is not None and time.monotonic() - since > self._timeouts.away_s:
-                raise EnvironmentFault(
-                    f"The gamecore server has been unreachable for {self._timeouts.away_s:g} s: {backend.scheduler.away}"
-                )
+            if since is not None and time.monotonic() - since > self._away_s:
+                away = f"The gamecore server has been unreachable for {self._away_s:g} s: {backend.scheduler.away}"
+                raise EnvironmentFault(away)
 
     def _check_silent(self, backend: _Backend, silent: Sequence[LiveMatch]) -> None:
         now = time.monotonic()
@@ -281,11 +275,10 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
             begun = match.decisions > 0 or bool(match.updates)
             if not begun and match.process is not None and not match.process.accepted:
                 continue  # the time limit begins when the server accepts the order
-            if silent_s > (self._timeouts.silent_s if begun else self._timeouts.start_s):
+            if silent_s > (self._silent_s if begun else self._start_s):
                 problem = "its game has been silent for" if begun else "its game has not begun within"
-                turns = (
-                    "; a game must send the ticks of all seats at the same time, and some are missing" if match.updates else ""
-                )
+                missing = "; a game must send the ticks of all seats at the same time, and some are missing"
+                turns = missing if match.updates else ""
                 backend.matches.lose(match, f"{problem} {silent_s:.1f} s{turns}")
             elif silent_s > _CHECK_S and now - match.checked_at > _CHECK_S:
                 match.checked_at = now
@@ -300,13 +293,14 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
                 f"There are {learning_rows} environments, but {self.game.mode} has {seats} seats per side.",
                 f"Set num_envs_per_worker to a multiple of {seats}.",
             )
-        endpoint = self._endpoint
-        client = GamecoreClient(endpoint.server, max_frame_num=self.game.max_frames or -1, token_file=endpoint.token_file)
+        client = GamecoreClient(self._server, max_frame_num=self.game.max_frames or -1, token_file=self._token_file)
         slots = [MatchSlot(slot.index, slot.kind, slot.groups) for slot in self.slots]
+        at = urlsplit(client.server)
+        host = self._advertise or own_address(at.hostname or "", at.port or 80)
         # The match of a silent session is lost before the session ends.
-        silent_s = max(self._timeouts.silent_s, self._timeouts.start_s) + _SESSION_GRACE_S
-        self._backend = _Backend(client, self.game, slots, endpoint.advertise, silent_s)
-        self._backend.begin(self._orders, self._seed, self._timesteps)
+        silent_s = max(self._silent_s, self._start_s) + _SESSION_GRACE_S
+        self._backend = _Backend(client, self.game, slots, host, silent_s)
+        self._backend.start(self._orders, self._seed, self._timesteps)
         self._first_step = True
         return self._backend
 
@@ -316,42 +310,13 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
             backend.close()
 
 
-@dataclass(frozen=True)
-class _Endpoint:
-    """How the server and its games are reached."""
-
-    server: str | None
-    token_file: str | None
-    advertise: str | None
-
-
-@dataclass(frozen=True)
-class _OrderOptions:
-    """Options of all ordered matches."""
-
-    start_from: str | None
-    eval_mode: bool
-    together: int
-
-
-@dataclass(frozen=True)
-class _Timeouts:
-    silent_s: float
-    start_s: float
-    away_s: float
-
-
 class _Backend:
     """The running matches, their gateway and their scheduler."""
 
-    def __init__(
-        self, client: GamecoreClient, game: GameSpec, slots: Sequence[MatchSlot], advertise: str | None, silent_s: float
-    ) -> None:
-        """`silent_s`: seconds without a request after which a session ends."""
+    def __init__(self, client: GamecoreClient, game: GameSpec, slots: Sequence[MatchSlot], host: str, silent_s: float) -> None:
+        """`host`: of the gateway; `silent_s`: seconds without a request after which a session ends."""
         self.client, self._game = client, game
         self.matches, parser = LiveMatches(game, slots), StepParser(game)
-        at = urlsplit(client.server)
-        host = advertise or own_address(at.hostname or "", at.port or 80)
         self.token = secrets.token_urlsafe(24)
         settings = GatewaySettings(
             token=self.token,
@@ -360,12 +325,10 @@ class _Backend:
         )
         self.gateway = ThreadedGateway(host, lambda: MatchActor(self.matches, parser), settings)
 
-    def begin(self, orders: _OrderOptions, seed: int | None, timesteps: int) -> None:
+    def start(self, orders: OrderDefaults, seed: int | None, timesteps: int) -> None:
         actor = {"url": self.gateway.url, "token": self.token, "timeout_s": CAMP_S}
-        prefix = f"ludus-{secrets.token_hex(4)}"
-        defaults = OrderDefaults(actor, prefix, orders.start_from, orders.eval_mode, orders.together)
         self._game.lineups.begin(seed or 0)
-        self.scheduler = MatchScheduler(self.client, self.matches, self._game, defaults, seed)
+        self.scheduler = MatchScheduler(self.client, self.matches, actor, orders, seed)
         self.scheduler.timesteps = timesteps
         self.scheduler.start()
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
-import numbers
-import reprlib
 from collections.abc import Generator
 from typing import Any, Protocol
 
-from ludus.core import spaces
 from ludus.core.tree import Tree
 from ludus.core.types import Bools
-from ludus.errors import ConfigError, EnvironmentFault, Refused
+from ludus.errors import EnvironmentFault
 from ludus.gateway.raw_codec import RawCodec
 from ludus.models.inference.batched_policy import ActingPolicy, Decision, State
+from ludus.protocol.step_message import MAX_MAGNITUDE, SeatParser, parse_reward, reward_before_action
 from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder
 from ludus.transport.base import SegmentWriter
-
-_MAX_MAGNITUDE = 1e15
-"""Limit of a reward or value: squares of sums of such numbers still fit into the float32 in which losses are computed."""
-_MAX_QUOTE = 300  # characters of an error message that quotes the game
 
 
 class Decider(Protocol):
@@ -40,61 +33,23 @@ class Decider(Protocol):
     ) -> asyncio.Future[Decision]: ...
 
 
-class Seat:
+class Seat(SeatParser):
     """Shared by all agents of one seat: the model, the memory for segments and the checks of observations."""
 
     def __init__(self, model: Decider, memory: SegmentWriter | None = None, *, first_origin: int = 0) -> None:
         policy = model.policy
+        super().__init__(policy.observation_space, policy.action_space)
         self.model, self.memory = model, memory
-        self.observation_space, self.action_space = policy.observation_space, policy.action_space
-        self.fit = spaces.SpaceParser(policy.observation_space)
-        self.choices = spaces.choices(policy.action_space)
         self.state_spec = policy.state_spec()
         self.raw = RawCodec(policy.observation_space, policy.action_space)
         self.origins = itertools.count(first_origin)
         self.stats = RecorderStats()
 
-    def observation(self, given: Any) -> Tree:
-        """Raises Refused (422)."""
-        try:
-            return self.fit(given)
-        except ValueError as error:
-            what = str(error)[:_MAX_QUOTE]
-            raise Refused(422, "observation", f"The observation does not fit: {what}.", "GET /spec shows the space.") from None
 
-    def mask(self, given: Any) -> Bools | None:
-        if given is None:
-            return None
-        try:
-            flat = spaces.flat_mask(given, self.action_space)
-        except (ConfigError, ValueError, TypeError) as error:
-            what = str(error)[:_MAX_QUOTE]
-            raise Refused(422, "action_mask", f"The action mask does not fit: {what}", "One 0 or 1 per option.") from None
-        for part in self.choices:
-            if not flat[part].any():
-                raise Refused(
-                    422,
-                    "action_mask",
-                    f"The action mask forbids every action (options {part.start} to {part.stop - 1}).",
-                    "Leave at least one option of every choice allowed.",
-                )
-        return flat
-
-    def check_reward(self, given: Any) -> float:
-        """Return the reward as a float. Raises Refused (422)."""
-        if not isinstance(given, bool) and isinstance(given, numbers.Real):
-            with contextlib.suppress(OverflowError):  # an integer of hundreds of digits
-                reward = float(given)
-                if abs(reward) <= _MAX_MAGNITUDE:
-                    return reward
-        hint = f"It is a number up to {_MAX_MAGNITUDE:g}, better around 1."
-        raise Refused(422, "reward", f"The reward is {reprlib.repr(given)}.", hint)
-
-
-class Agent:
+class SeatAgent:
     """Plays one seat of one session.
 
-        agent = Agent(seat)
+        agent = SeatAgent(seat)
         action = await agent.act(observation, mask, reward=0.5)     # reward of the previous action
         agent.reward(1.0)                                           # adds to it; may be called several times between actions
         agent.finish(terminated=True, reward=1.0)                   # or truncated=True, observation=last_observation
@@ -163,18 +118,20 @@ class Agent:
                 "Check the observation for extremely large numbers.",
             )
         if self._recorder is not None:
-            self._recorder.step(checked, allowed, decision, self._reward, self._state_or_zeros(self._state))
+            before = self._state
+            if before is None:
+                before = tuple(spec.zeros() for spec in self._seat.state_spec)
+            self._recorder.step(checked, allowed, decision, self._reward, before)
         self._state, self._reward, self._acted = decision.state, 0.0, True
         return decision.action
 
     def reward(self, reward: float) -> None:
         """Add to the reward of the last action. Raises Refused (422) if it is not a finite number."""
-        reward = self._seat.check_reward(reward)
-        if not self._acted:
-            if reward:
-                raise Refused(422, "reward", f"A reward of {reward} came before any action.", "Send rewards after an action.")
-            return
-        self._reward += reward
+        reward = parse_reward(reward)
+        if self._acted:
+            self._reward += reward
+        elif reward:
+            raise reward_before_action(reward)
 
     def finish(
         self, terminated: bool = False, truncated: bool = False, observation: Any = None, reward: float = 0.0
@@ -214,15 +171,10 @@ class Agent:
             self._recorder.discard_pending()
         self._state, self._reward, self._acted = None, 0.0, False
 
-    def _state_or_zeros(self, state: State | None) -> State:
-        if state is None and self._seat.state_spec:
-            return tuple(spec.zeros() for spec in self._seat.state_spec)
-        return state or ()
-
 
 def is_finite_decision(decision: Decision) -> bool:
     """Check a decision: large but finite observations can make a network overflow."""
-    return abs(decision.value) <= _MAX_MAGNITUDE and math.isfinite(decision.log_prob)
+    return abs(decision.value) <= MAX_MAGNITUDE and math.isfinite(decision.log_prob)
 
 
 class EpisodeEnd:

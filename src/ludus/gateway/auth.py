@@ -12,17 +12,17 @@ from ludus.protocol.spec import warn_about_token_file
 DEFAULT_NAME = "default"
 
 
-class Caller:
-    """The owner of one token, with its rate limit (0 = unlimited; a burst of one second's worth is allowed)."""
+class RateLimit:
+    """Token bucket of `rate` requests per second; a burst of one second's worth is allowed."""
 
-    __slots__ = ("_allowance", "_at", "name", "rate")
+    __slots__ = ("_allowance", "_at", "rate")
 
-    def __init__(self, name: str, rate: float = 0.0) -> None:
-        self.name, self.rate = name, rate
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
         self._allowance, self._at = max(rate, 1.0), 0.0
 
     def allow(self, now: float) -> bool:
-        """Count one request and return whether the rate limit allows it. `now` is a monotonic clock in seconds."""
+        """Count one request and return whether the limit allows it. `now` is a monotonic clock in seconds."""
         most = max(self.rate, 1.0)
         self._allowance = min(most, self._allowance + (now - self._at) * self.rate) if self._at else most
         self._at = now
@@ -30,6 +30,16 @@ class Caller:
             return False
         self._allowance -= 1
         return True
+
+
+class Caller(RateLimit):
+    """The owner of one token, with its rate limit (0 = unlimited)."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str, rate: float = 0.0) -> None:
+        super().__init__(rate)
+        self.name = name
 
 
 class Tokens:

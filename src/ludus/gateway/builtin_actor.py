@@ -18,26 +18,23 @@ from typing import Any
 
 import numpy as np
 
-from ludus.core.plugins import did_you_mean
 from ludus.core.tree import map_tree
 from ludus.errors import Refused
 from ludus.gateway.actor import Actor
-from ludus.gateway.agent import Agent, Seat
+from ludus.gateway.agent import Seat, SeatAgent
 from ludus.gateway.raw_codec import MASKED, TERMINATED, TRUNCATED, RawCodec, RawStep
-from ludus.protocol import codec
 from ludus.protocol.codec import ONLY_SEAT
+from ludus.protocol.step_message import StepFields, decode_message, encode_message, parse_step, split_seats
 
-_KEYS = frozenset({"observation", "reward", "terminated", "truncated", "action_mask"})
 _INFO = "info"
 """Top-level key for additional data of the game; ignored here."""
-_MAX_QUOTE = 80  # characters of a quoted name
 
 
 class BuiltinActor(Actor):
     """Plays every seat of a session with the seat's model, and records segments if the seat has a memory."""
 
     def __init__(self, seats: Mapping[str, Seat]) -> None:
-        self._agents: dict[str, Agent] = {}
+        self._agents: dict[str, SeatAgent] = {}
         self.set_seats(seats)
         self._raw: RawCodec | None = None
         self._temperature: float | None = None
@@ -59,29 +56,26 @@ class BuiltinActor(Actor):
         except Refused:  # the body of start is free-form
             form = ""
         if form == "raw":
-            self._raw = self._raw_codec()
+            if not self._single:
+                raise Refused(422, "format", "A game with several seats cannot send raw arrays.", "Send JSON or msgpack.")
+            self._raw = self._seats[ONLY_SEAT].raw
             self.tick = self._raw_tick  # type: ignore[method-assign]  # saves a call per tick: measured
         elif form not in ("", "json", "msgpack"):
             raise Refused(422, "format", f"The format is {reprlib.repr(form)}.", "It is json, msgpack or raw.")
         return b""
 
-    def _raw_codec(self) -> RawCodec:
-        if not self._single:
-            raise Refused(422, "format", "A game with several seats cannot send raw arrays.", "Send JSON or msgpack.")
-        return self._seats[ONLY_SEAT].raw
-
     async def tick(self, body: bytes) -> bytes:
         message, packed = decode_message(body)
         message.pop(_INFO, None)
-        parts = {name: self._check_step(name, part) for name, part in self._seat_steps(message).items()}
+        steps = self._check_steps(message)
         # All steps are valid: nothing can be refused from here on.
         if self._single:
-            return encode_message({"action": await parts[ONLY_SEAT].play(self._agent(ONLY_SEAT))}, packed)
-        played = (part.play(self._agent(name)) for name, part in parts.items())
+            return encode_message({"action": to_plain(await steps[ONLY_SEAT].play(self._agent(ONLY_SEAT)))}, packed)
+        played = (step.play(self._agent(name)) for name, step in steps.items())
         actions = await asyncio.gather(*played, return_exceptions=True)  # wait for all seats even if one fails
         for failed in (action for action in actions if isinstance(action, BaseException)):
             raise failed
-        return encode_message({"actions": dict(zip(parts, actions, strict=True))}, packed)
+        return encode_message({"actions": dict(zip(steps, map(to_plain, actions), strict=True))}, packed)
 
     async def _raw_tick(self, body: bytes) -> bytes:
         raw = self._raw
@@ -92,94 +86,58 @@ class BuiltinActor(Actor):
             if step.reward:
                 agent.reward(step.reward)
             return raw.write(agent.take(step.observation, None, await agent.ask(step.observation, None)))
-        part = _SeatStep(self._seats[ONLY_SEAT], agent, _step_fields(step), False)
-        action = await part.play(agent, as_array=True)
+        action = await self._check_step(ONLY_SEAT, _step_fields(step)).play(agent)
         return b"" if action is None else raw.write(action)
 
     async def end(self, body: bytes) -> bytes:
         vars(self).pop("tick", None)  # breaks the reference cycle, so that the actor is freed at once
+        packed, steps = False, dict[str, _CheckedStep]()
         if self.ended_by != "game":
-            for agent in self._agents.values():
-                agent.break_off()
-            return b""
-        if self._raw is not None:
+            pass
+        elif self._raw is not None:
             if body:
-                part = _SeatStep(self._seats[ONLY_SEAT], self._agents.get(ONLY_SEAT), _step_fields(self._raw.read(body)), True)
-                await part.conclude(self._agent(ONLY_SEAT))
-            for agent in self._agents.values():
-                agent.break_off()
-            return b""
-        message, packed = decode_message(body) if body.strip() else ({}, False)
-        message.pop(_INFO, None)
-        parts = (
-            {name: self._check_step(name, part, last=True) for name, part in self._seat_steps(message).items()} if message else {}
-        )
-        for name, part in parts.items():
-            await part.conclude(self._agent(name))
+                steps = {ONLY_SEAT: self._check_step(ONLY_SEAT, _step_fields(self._raw.read(body)), last=True)}
+        elif body.strip():
+            message, packed = decode_message(body)
+            message.pop(_INFO, None)
+            steps = self._check_steps(message, last=True) if message else {}
+        for name, step in steps.items():
+            await step.play(self._agent(name))
         for agent in self._agents.values():
             agent.break_off()  # seats that the body does not mention
-        return encode_message({}, packed)
+        return b"" if self._raw is not None or self.ended_by != "game" else encode_message({}, packed)
 
-    def _agent(self, name: str) -> Agent:
+    def _agent(self, name: str) -> SeatAgent:
         if name not in self._agents:
-            self._agents[name] = Agent(self._seats[name], self._temperature)
+            self._agents[name] = SeatAgent(self._seats[name], self._temperature)
         return self._agents[name]
 
-    def _seat_steps(self, message: dict[str, Any]) -> dict[str, Any]:
-        if self._single:
-            return {ONLY_SEAT: message}
-        seats = message.get("seats")
-        if not isinstance(seats, dict) or message.keys() - {"seats"} or not seats:
-            names = ", ".join(sorted(self._seats))
-            raise Refused(422, "seats", "This game has several seats.", f'Send {{"seats": {{name: …}}}}; the names are {names}.')
-        return seats
+    def _check_steps(self, message: dict[str, Any], *, last: bool = False) -> dict[str, _CheckedStep]:
+        return {name: self._check_step(name, part, last=last) for name, part in split_seats(message, self._seats).items()}
 
-    def _check_step(self, name: str, part: Any, *, last: bool = False) -> _SeatStep:
-        if name not in self._seats:
-            quoted = str(name)[:_MAX_QUOTE]
-            raise Refused(422, "seats", f"There is no seat {quoted!r}.", did_you_mean(quoted, self._seats))
-        where = f" of seat {name!r}" if name else ""
-        if not isinstance(part, dict):
-            raise Refused(422, "malformed", f"The step{where} is not an object.", 'Send {"observation": …, "reward": …}.')
-        unknown = part.keys() - _KEYS
-        if unknown:
-            key = str(min(unknown, key=str))[:_MAX_QUOTE]
-            raise Refused(422, "unknown_key", f"The step{where} has an unknown key {key!r}.", did_you_mean(key, _KEYS))
-        return _SeatStep(self._seats[name], self._agents.get(name), part, last)
+    def _check_step(self, name: str, part: Any, *, last: bool = False) -> _CheckedStep:
+        agent = self._agents.get(name)
+        step = parse_step(part, name, playing=agent is not None and agent.playing, last=last)
+        return _CheckedStep(self._seats[name], step)
 
 
-class _SeatStep:
-    """The validated part of a request for one seat."""
+class _CheckedStep:
+    """The step of one seat, with a valid observation and mask."""
 
-    def __init__(self, seat: Seat, agent: Agent | None, given: dict[str, Any], last: bool) -> None:
-        playing = agent is not None and agent.playing
-        self.terminated, self.truncated = _flag(given, "terminated"), _flag(given, "truncated")
-        self.reward = seat.check_reward(given.get("reward", 0.0))
-        if self.reward and not playing:
-            raise Refused(422, "reward", f"A reward of {self.reward:g} came before any action.", "Send rewards after an action.")
-        if last:
-            self.terminated = self.terminated or not self.truncated
-        over = self.terminated or self.truncated
-        self._raw = given.get("observation")
-        if self._raw is None and not self.terminated:
-            hint = "A truncated episode needs its last" if over else "Send it as"
-            raise Refused(422, "observation", "The observation is missing.", f'{hint} "observation".')
-        self.observation = None if self._raw is None else seat.observation(self._raw)
-        self.allowed = None if over else seat.mask(given.get("action_mask"))
+    def __init__(self, seat: Seat, step: StepFields) -> None:
+        self._step = step
+        self._observation = None if step.observation is None else seat.observation(step.observation)
+        self._allowed = None if step.over else seat.mask(step.action_mask)
 
-    async def play(self, agent: Agent, *, as_array: bool = False) -> Any:
-        if self.reward:
-            agent.reward(self.reward)
-        if self.terminated or self.truncated:
-            await agent.finish(self.terminated, self.truncated, None if self.terminated else self._raw)
-            return None
-        action = await agent.act_on(self.observation, self.allowed)
-        return action if as_array else to_plain(action)
-
-    async def conclude(self, agent: Agent) -> None:
-        if self.reward:
-            agent.reward(self.reward)
-        await agent.finish(self.terminated, self.truncated, None if self.terminated else self._raw)
+    async def play(self, agent: SeatAgent) -> Any:
+        """Return the next action, or None at the end of an episode."""
+        step = self._step
+        if step.reward:
+            agent.reward(step.reward)
+        if not step.over:
+            return await agent.act_on(self._observation, self._allowed)
+        await agent.finish(step.terminated, step.truncated, None if step.terminated else step.observation)
+        return None
 
 
 def _step_fields(step: RawStep) -> dict[str, Any]:
@@ -189,35 +147,8 @@ def _step_fields(step: RawStep) -> dict[str, Any]:
     return {"observation": step.observation, "reward": step.reward, **flags, **mask}
 
 
-def _flag(given: dict[str, Any], key: str) -> bool:
-    value = given.get(key, False)
-    if not isinstance(value, bool):
-        raise Refused(422, key, f"{key} is {reprlib.repr(value)}.", "It is true or false.")
-    return value
-
-
-# -- formats
-
-
-def decode_message(body: bytes) -> tuple[dict[str, Any], bool]:
-    """Return the message and whether it is msgpack. Raises Refused (422)."""
-    packed = codec.is_msgpack(body)
-    try:
-        message = codec.decode(body)
-    except ValueError as error:
-        kind = "msgpack" if packed else "JSON"
-        raise Refused(422, "malformed", f"The body is not {kind}: {error}.", 'Send {"observation": …}.') from None
-    if not isinstance(message, dict):
-        raise Refused(422, "malformed", "The body is not an object.", 'Send {"observation": …}.')
-    return message, packed
-
-
-def encode_message(message: dict[str, Any], packed: bool) -> bytes:
-    return codec.encode(message, "msgpack" if packed else "json")
-
-
 def to_plain(action: Any) -> Any:
     """Convert an action to plain lists and numbers."""
-    if isinstance(action, (np.ndarray, np.generic)):
-        return action.tolist()
+    if action is None or isinstance(action, (np.ndarray, np.generic)):
+        return action if action is None else action.tolist()
     return map_tree(lambda x: np.asarray(x).tolist(), action)

@@ -160,26 +160,21 @@ _UPGRADE = Refused(
 _TOO_MANY_HEADERS = Refused(431, "headers_too_large", "The headers of this request are too many or too large.", "Send fewer.")
 
 
+@dataclass(slots=True, eq=False)
 class HttpExchange:
     """One request on one connection, waiting for its reply."""
 
-    __slots__ = ("_connection", "began", "caller", "close", "kind", "media", "raw", "request_id", "seq", "session")
-
-    def __init__(
-        self,
-        connection: HttpConnection,
-        kind: str,
-        close: bool,
-        session: bytes = b"",
-        seq: int = -1,
-        request_id: str = "",
-        caller: Caller | None = None,
-    ) -> None:
-        self._connection, self.kind, self.close = connection, kind, close
-        self.raw: bytes | None = None  # the reply, while it waits for earlier ones
-        self.session, self.seq, self.request_id, self.caller = session, seq, request_id, caller
-        self.media = ""
-        self.began = _clock()
+    _connection: HttpConnection
+    kind: str
+    close: bool
+    session: bytes = b""
+    seq: int = -1
+    request_id: str = ""
+    caller: Caller | None = None
+    raw: bytes | None = None
+    """The reply, while it waits for earlier ones."""
+    media: str = ""
+    began: float = field(default_factory=_clock)
 
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
         """Send the reply. `port`: direct port of the worker that answered, if it is another one."""
@@ -213,6 +208,9 @@ class HttpExchange:
         else:
             self.raw = head + body
             connection.write_ready()
+
+    def refuse(self, refused: Refused) -> None:
+        self.reply(refused.status, error_body(refused), refused.retry_after_s)
 
     def _head(self, status: int, length: int, retry_after_s: float | None, port: int) -> bytes:
         lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}", f"Content-Length: {length}"]
@@ -320,33 +318,28 @@ def _is_plain(text: bytes) -> bool:
     return bool(text) and not text.translate(None, _PLAIN)
 
 
+@dataclass(slots=True)
 class _Request:
     """The request being parsed."""
 
-    __slots__ = (
-        "authorization", "body", "body_bytes", "error", "expects_continue", "head_bytes", "headers", "headers_done",
-        "is_plain_tick", "kind", "length", "options", "request_id", "seq", "session", "stalled_bytes", "started", "url",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.started = False  # begun and not complete
-        self.headers_done = False
-        self.stalled_bytes = 0  # received without progress of the parser, which checks exact bounds only after the headers
-        self.head_bytes = 0
-        self.headers = 0
-        self.expects_continue = False
-        self.url = b""
-        self.session = b""
-        self.kind = b""
-        self.seq = -1
-        self.options = DEFAULT_OPTIONS
-        self.request_id = ""
-        self.length = -1
-        self.authorization = b""
-        self.body: list[bytes] = []
-        self.body_bytes = 0
-        self.error: Refused | None = None  # rejects this request; the connection stays open
-        self.is_plain_tick = False  # its header block can serve as a template
+    started: bool = False  # begun and not complete
+    headers_done: bool = False
+    stalled_bytes: int = 0  # received without progress of the parser, which checks exact bounds only after the headers
+    head_bytes: int = 0
+    headers: int = 0
+    expects_continue: bool = False
+    url: bytes = b""
+    session: bytes = b""
+    kind: bytes = b""
+    seq: int = -1
+    options: StartOptions = DEFAULT_OPTIONS
+    request_id: str = ""
+    length: int = -1
+    authorization: bytes = b""
+    body: list[bytes] = field(default_factory=list)
+    body_bytes: int = 0
+    error: Refused | None = None  # rejects this request; the connection stays open
+    is_plain_tick: bool = False  # its header block can serve as a template
 
 
 @dataclass(slots=True)
@@ -469,16 +462,15 @@ class HttpConnection(asyncio.Protocol):
         elif self._begun_requests == 0 or (fresh and self._begun_requests == 1):  # all bytes belong to one request
             in_body = request.headers_done and request.body_bytes > body_bytes
             request.stalled_bytes = 0 if in_body else request.stalled_bytes + len(data)
-            if (
-                request.stalled_bytes > 2 * self._handler.limits.header_bytes
-            ):  # the parser buffers an incomplete header or trailer
+            if request.stalled_bytes > 2 * self._handler.limits.header_bytes:  # an incomplete header or trailer is buffered
                 self._refuse(_TOO_MANY_HEADERS)
         if fresh and request.is_plain_tick and not self.began:
-            self._learn_template(data)
+            end = data.find(b"\r\n\r\n") + 4
+            if len(data) == end + request.length:  # exactly one plain tick
+                self._template = HeaderTemplate.learn(data[:end], request.options, self._caller)
 
     def on_message_begin(self) -> None:
-        self._request = _Request()
-        self._request.started = True
+        self._request = _Request(started=True)
         self.began = self._received_at
         self._begun_requests += 1
 
@@ -518,7 +510,8 @@ class HttpConnection(asyncio.Protocol):
         elif code in (_MATCH, _MODEL, _VERSION, _TEMPERATURE):
             self._set_option(code, value)
         elif code == _ID:
-            request.request_id = _printable_id(value)
+            text = value[:_MAX_ID].decode("latin-1")
+            request.request_id = text if text.isascii() and text.isprintable() else ""  # safe in a header and a log line
         elif code == _AUTH:
             if request.authorization:
                 self._refused = _TWO_TOKENS
@@ -540,20 +533,20 @@ class HttpConnection(asyncio.Protocol):
                 request.error = Refused(400, "version", f"The version is {_quote(value)}.", "It is a whole number.")
             request.options = request.options._replace(version=number)
         elif code == _TEMPERATURE:
-            temperature = _parse_decimal(value)
+            try:
+                temperature = float(value) if len(value) < 40 and b"_" not in value else math.nan  # Python also reads 1_0
+            except ValueError:
+                temperature = math.nan
             if not 0 <= temperature <= MAX_TEMPERATURE:
                 hint = "It is a number from 0 (the most probable action) to 100; 1 draws as in training."
                 request.error = Refused(400, "temperature", f"The temperature is {_quote(value)}.", hint)
             request.options = request.options._replace(temperature=temperature)
         elif len(value) > MAX_NAME_BYTES:
-            match, message = code == _MATCH, f"The name of a match or model is longer than {MAX_NAME_BYTES} bytes."
-            hint = "Use a shorter one."
-            request.error = Refused(400, "session", message, hint) if match else Refused(400, "model", message, hint)
+            message, hint = f"The name of a match or model is longer than {MAX_NAME_BYTES} bytes.", "Use a shorter one."
+            request.error = Refused(400, "session", message, hint) if code == _MATCH else Refused(400, "model", message, hint)
         elif not _is_utf8(value):
-            what = "session" if code == _MATCH else "model"
-            request.error = Refused(
-                400, what, f"The name {_quote(value)} of a match or model is not UTF-8.", "Use ASCII or UTF-8."
-            )
+            message = f"The name {_quote(value)} of a match or model is not UTF-8."
+            request.error = Refused(400, "session" if code == _MATCH else "model", message, "Use ASCII or UTF-8.")
         else:
             text = value.decode()
             request.options = request.options._replace(match=text) if code == _MATCH else request.options._replace(model=text)
@@ -566,8 +559,8 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._parser.should_upgrade():  # the parser would not parse the body
             self._refused = _UPGRADE
-        else:
-            self._refused = _TOO_MANY_HEADERS if self._has_too_many_headers() else self._body_limit_error()
+            return
+        self._refused = _TOO_MANY_HEADERS if self._has_too_many_headers() else self._body_limit_error()
         if self._refused is not None:
             return
         if handover.possible:
@@ -615,9 +608,7 @@ class HttpConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         request = self._request
         request.started = False
-        if self._refused is not None or self._handover.slot >= 0 or self.transport is None:
-            return
-        if self._is_closing():
+        if self._refused is not None or self._handover.slot >= 0 or self.transport is None or self._is_closing():
             return
         self.requests += 1
         url = request.url.partition(b"?")[0]
@@ -661,10 +652,10 @@ class HttpConnection(asyncio.Protocol):
             error = Refused(400, "session", f"The session id is longer than {MAX_NAME_BYTES} bytes.", "A UUID will do.")
         elif not _is_utf8(request.session):
             error = Refused(400, "session", f"The session id {_quote(request.session)} is not UTF-8.", "A UUID will do.")
-        if error is not None or kind is None:
-            assert error is not None
+        if error is not None:
             self._reject(error, close)
             return
+        assert kind is not None
         repeatable = kind is TICK and not close and not request.expects_continue
         request.is_plain_tick = repeatable and request.length == len(body) and not self.pending
         caller = self._caller
@@ -679,7 +670,7 @@ class HttpConnection(asyncio.Protocol):
             return True
         refused = Refused(429, "too_many_requests", "This token sends too many requests.", "Slow down.", 1 / caller.rate)
         self._handler.count_refusal(refused)
-        exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
+        exchange.refuse(refused)
         return False
 
     def _get_page(self, close: bool) -> None:
@@ -692,9 +683,8 @@ class HttpConnection(asyncio.Protocol):
             return
         authorized = self._is_authorized()
         caller = self._caller if authorized else None
-        exchange = HttpExchange(
-            self, _HEAD if method == b"HEAD" else "", close, request_id=self._request.request_id, caller=caller
-        )
+        kind = _HEAD if method == b"HEAD" else ""
+        exchange = HttpExchange(self, kind, close, request_id=self._request.request_id, caller=caller)
         self.pending.append(exchange)
         if caller is None or not caller.rate or self._allow_request(caller, exchange):
             page = self._handler.get(self.path, authorized)
@@ -708,7 +698,7 @@ class HttpConnection(asyncio.Protocol):
         caller = None if refused is _UNAUTHORIZED else self._caller
         exchange = HttpExchange(self, kind, close, request.session[:MAX_NAME_BYTES], request.seq, request.request_id, caller)
         self.pending.append(exchange)
-        exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
+        exchange.refuse(refused)
 
     def _is_authorized(self) -> bool:
         request = self._request
@@ -742,13 +732,6 @@ class HttpConnection(asyncio.Protocol):
         path = STEP if exchange.session else self.path[:MAX_NAME_BYTES]
         rest = (exchange.session, exchange.seq, took, exchange.request_id, caller, self._peer, error)
         access_log(AccessRecord(exchange.kind, path, status, *rest))
-
-    def _learn_template(self, data: bytes) -> None:
-        """Keep the header block of `data` as a template, if `data` is exactly one plain tick."""
-        request = self._request
-        end = data.find(b"\r\n\r\n") + 4
-        if len(data) == end + request.length:
-            self._template = HeaderTemplate.learn(data[:end], request.options, self._caller)
 
     # -- handover to another worker
 
@@ -809,7 +792,7 @@ class HttpConnection(asyncio.Protocol):
         exchange = HttpExchange(self, "", True)
         self.pending.append(exchange)
         self.closing_at = self._handler.loop.time() + _LINGER_S
-        exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
+        exchange.refuse(refused)
 
     def finish(self) -> None:
         """Close the write side; abort a little later, because the client may still be sending."""
@@ -850,11 +833,11 @@ class HttpConnection(asyncio.Protocol):
                 self._refuse(Refused(408, "too_slow", message, "Send headers and body at once."))
         elif self.pending or self.requests != self._idle_since[0]:
             self._idle_since = (self.requests, now)
-        elif now - self._idle_since[1] > self._idle_s(limits):
-            self.finish()
-
-    def _idle_s(self, limits: HttpLimits) -> float:
-        return limits.idle_s if self._handler.is_authorized(self) else min(limits.idle_s, limits.unauthorized_idle_s)
+        else:
+            authorized = self._handler.is_authorized(self)
+            idle_s = limits.idle_s if authorized else min(limits.idle_s, limits.unauthorized_idle_s)
+            if now - self._idle_since[1] > idle_s:
+                self.finish()
 
 
 def _parse_number(value: bytes) -> int:
@@ -862,19 +845,6 @@ def _parse_number(value: bytes) -> int:
         number = int(value)
         return number if number <= MAX_SEQ else -1
     return -1
-
-
-def _parse_decimal(value: bytes) -> float:
-    try:
-        return float(value) if len(value) < 40 and b"_" not in value else math.nan  # Python also reads 1_0 as a number
-    except ValueError:
-        return math.nan
-
-
-def _printable_id(value: bytes) -> str:
-    """Return a request id that is safe in a header and a log line, or an empty string."""
-    text = value[:_MAX_ID].decode("latin-1")
-    return text if text.isascii() and text.isprintable() else ""
 
 
 def _quote(value: bytes) -> str:

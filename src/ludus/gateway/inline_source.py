@@ -65,10 +65,10 @@ class InlineGatewaySource:
         self._batch_ready = asyncio.Event()
         for notifying in memories.values():
             notifying.on_commit = self._on_commit
-        self._gateway = self._loop.run_until_complete(self._open(listening, settings))
+        self._gateway = self._loop.run_until_complete(self._start_gateway(listening, settings))
         self.address: tuple[str, int] = listening.getsockname()[:2]
 
-    async def _open(self, listening: socket.socket, settings: GatewaySettings) -> Gateway:
+    async def _start_gateway(self, listening: socket.socket, settings: GatewaySettings) -> Gateway:
         gateway = Gateway(lambda: BuiltinActor(self._seats), settings)
         await gateway.start([listening])
         return gateway
@@ -79,33 +79,20 @@ class InlineGatewaySource:
 
     def step(self) -> bool:
         if not self._memory.ready():
-            with contextlib.ExitStack() as acting:
-                for policy in self._policies():
-                    acting.enter_context(policy.acting())
-                self._loop.run_until_complete(self._serve())
+            self._batch_ready.clear()
+            with contextlib.ExitStack() as acting, contextlib.suppress(TimeoutError):
+                for deciding in self._deciding.values():
+                    acting.enter_context(deciding.policy.acting())
+                self._loop.run_until_complete(asyncio.wait_for(self._batch_ready.wait(), _SERVE_S))
         return True  # waiting for games is work
 
-    async def _serve(self) -> None:
-        self._batch_ready.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._batch_ready.wait(), _SERVE_S)
-
-    def _policies(self) -> list[Policy]:
-        return [deciding.policy for deciding in self._deciding.values()]
-
     def metrics(self) -> dict[str, float]:
-        sessions = self._gateway.sessions
-        stats = [seat.stats for seat in self._seats.values()]
-        return {
-            "games/sessions": float(len(sessions)),
-            "games/requests": float(sessions.requests),
-            "games/failed": float(sessions.stats.failed),
-            "games/timed_out": float(sessions.stats.timed_out),
-            "games/silent": float(sessions.stats.silent),
-            "games/refused": float(sessions.stats.refused),
-            "games/discarded_steps": float(sum(s.discarded for s in stats)),
-            "games/unrecorded_steps": float(sum(s.unrecorded for s in stats)),
-        }
+        sessions, stats = self._gateway.sessions, [seat.stats for seat in self._seats.values()]
+        counts = {"sessions": len(sessions), "requests": sessions.requests}
+        counts |= {name: getattr(sessions.stats, name) for name in ("failed", "timed_out", "silent", "refused")}
+        counts["discarded_steps"] = sum(one.discarded for one in stats)
+        counts["unrecorded_steps"] = sum(one.unrecorded for one in stats)
+        return {f"games/{name}": float(count) for name, count in counts.items()}
 
     def has_sampled(self) -> bool:
         return self._gateway.sessions.requests > 0

@@ -43,9 +43,10 @@ class RawCodec:
         self._mask_size = mask_size(action_space)
         self._action = array_spec(action_space, "action")
         self._single_action = _little(self._action.dtype) if isinstance(self._action, ArraySpec) else None
-        box = isinstance(observation_space, gym.spaces.Box)
-        self._sum_vector = np.ones(self._spec.shape[0], np.float32) if box and _is_vector(self._spec) else None
-        self._bytes = box and self._spec.dtype == np.uint8  # every byte value is valid
+        box = self._spec if isinstance(observation_space, gym.spaces.Box) else None
+        is_vector = box is not None and box.dtype == np.float32 and len(box.shape) == 1
+        self._sum_vector = np.ones(box.shape[0], np.float32) if box is not None and is_vector else None
+        self._bytes = box is not None and box.dtype == np.uint8  # every byte value is valid
 
     def read(self, body: bytes) -> RawStep:
         """Raises Refused (422)."""
@@ -53,9 +54,7 @@ class RawCodec:
         if size < HEAD.size:
             raise self._size_error(size, self._size)
         reward, flags = HEAD.unpack_from(body)
-        if (
-            size == self._size and flags == 0 and self._sum_vector is not None
-        ):  # fast path: a plain step with a vector observation
+        if size == self._size and flags == 0 and self._sum_vector is not None:  # fast path: a plain step with a vector
             seen = np.frombuffer(body, _FLOAT32, -1, HEAD.size)
             return RawStep(reward, flags, seen, None, _is_finite(seen, self._sum_vector))
         if flags & ~(TERMINATED | TRUNCATED | MASKED):
@@ -107,10 +106,6 @@ def _read_leaves(spec: Tree, body: bytes, at: int) -> tuple[Tree, int]:
     for key in sorted(spec) if isinstance(spec, dict) else range(len(spec)):
         parts[key], at = _read_leaves(spec[key], body, at)
     return (parts if isinstance(spec, dict) else tuple(parts.values())), at
-
-
-def _is_vector(spec: Tree) -> bool:
-    return isinstance(spec, ArraySpec) and spec.dtype == np.float32 and len(spec.shape) == 1
 
 
 def _bytes(spec: ArraySpec) -> int:

@@ -27,6 +27,7 @@ from ludus.gateway.connection_slots import ConnectionSlots
 from ludus.gateway.http_connection import AccessRecord, HttpConnection, HttpExchange, HttpLimits, Page
 from ludus.gateway.sessions import SessionLimits, SessionTable
 from ludus.gateway.worker_routing import WorkerRouter
+from ludus.io.file_watcher import FileWatcher
 from ludus.process.commands.thread_limits import open_file_limit, raise_open_file_limit
 from ludus.protocol import spec
 from ludus.protocol.spec import StartOptions
@@ -78,27 +79,6 @@ class GatewayExtension(Protocol):
     async def on_stop(self) -> None:
         """Called after the last session has ended."""
         ...
-
-
-class FileWatcher:
-    """Detects by `stat` that files were changed or replaced."""
-
-    def __init__(self, *paths: Path) -> None:
-        self._paths = [path.expanduser() for path in paths]
-        self._last_state = self._stat_files()
-
-    def _stat_files(self) -> list[tuple[int, int, int]]:
-        state = []
-        for path in self._paths:
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                state.append((status.st_mtime_ns, status.st_ino, status.st_size))
-        return state
-
-    def changed(self) -> bool:
-        """Return whether the files differ from the previous call."""
-        before, self._last_state = self._last_state, self._stat_files()
-        return before != self._last_state
 
 
 def owner_of(session: bytes, slots: int) -> int:
@@ -194,15 +174,13 @@ class Gateway:
 
     async def _close_connections(self, deadline: float) -> None:
         """Close after clients have read their replies; abort at the deadline."""
-        for connection in list(self._connections):
-            if connection.transport is not None:
-                connection.transport.close()
+        for transport in [connection.transport for connection in self._connections if connection.transport is not None]:
+            transport.close()
         await asyncio.sleep(0)
         while self._connections and self.loop.time() < deadline:
             await asyncio.sleep(_SWEEP_S / 10)
-        for connection in list(self._connections):
-            if connection.transport is not None:
-                connection.transport.abort()
+        for transport in [connection.transport for connection in self._connections if connection.transport is not None]:
+            transport.abort()
         await asyncio.sleep(0)
 
     async def _sweep(self) -> None:
@@ -228,7 +206,7 @@ class Gateway:
             self._extension.sweep(now)
         if self._file_watcher is not None and now >= self._watch_at:
             self._watch_at = now + _WATCH_S
-            if self._file_watcher.changed():
+            if self._file_watcher.has_changed():
                 self._reload_credentials()
 
     def _reload_credentials(self) -> None:
@@ -361,14 +339,13 @@ def tls_context(files: tuple[Path, Path]) -> ssl.SSLContext:
 
 
 def _load_certificate(context: ssl.SSLContext, files: tuple[Path, Path]) -> None:
+    def refuse_password() -> str:
+        raise ValueError("the key has a password")
+
     certificate, key = files
     try:
-        context.load_cert_chain(certificate, key, password=_no_password)
+        context.load_cert_chain(certificate, key, password=refuse_password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         hint = "Both are PEM files: the chain, starting with the server's certificate, and its key, without a password."
         raise UsageError(f"Cannot use the certificate {certificate} with the key {key}: {reason}.", hint) from error
-
-
-def _no_password() -> str:
-    raise ValueError("the key has a password")

@@ -1,6 +1,6 @@
 """Sessions: the state of each game's conversation with its actor, one call at a time, with safe retries.
 
-Independent of the transport: requests arrive through `SessionTable.handle`, replies leave through `PendingReply`.
+Independent of the transport: requests arrive through `SessionTable.handle`, replies leave through `ReplyChannel`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ludus.errors import Refused
+from ludus.gateway.auth import RateLimit
 from ludus.gateway.inline_task import InlineTask
 from ludus.gateway.latency_histogram import LatencyHistogram
 from ludus.protocol.spec import END, START, TICK, StartOptions, error_body
@@ -25,13 +26,13 @@ log = logging.getLogger(__name__)
 _clock = time.perf_counter
 
 
-class PendingReply(Protocol):
-    """A request that waits for its reply. `reply` is called exactly once; the client may have disconnected before."""
+class ReplyChannel(Protocol):
+    """Where the reply to one request goes. `reply` is called exactly once; the client may have disconnected before."""
 
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None) -> None: ...
 
 
-def refuse(exchange: PendingReply, refused: Refused) -> None:
+def refuse(exchange: ReplyChannel, refused: Refused) -> None:
     exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
 
 
@@ -72,8 +73,8 @@ class Session(InlineTask):
     """
 
     __slots__ = (
-        "_table", "actor", "allowance", "began", "body_hash", "busy", "checked_at", "end_reason", "exchange", "id", "kind",
-        "last_body_hash", "last_kind", "last_reply", "latency", "options", "pool_call", "request_at", "retries", "seq", "started",
+        "_table", "actor", "began", "body_hash", "busy", "checked_at", "end_reason", "exchange", "id", "kind",
+        "last_body_hash", "last_kind", "last_reply", "latency", "options", "pool_call", "rate_limit", "request_at", "retries", "seq", "started",
         "task", "tick", "tick_ended",
     )  # fmt: skip
 
@@ -91,14 +92,14 @@ class Session(InlineTask):
         self.busy = False
         self.end_reason = ""
         self.tick_ended: asyncio.Future[None] | None = None  # done when an aborted tick has returned
-        self.exchange: PendingReply | None = None
-        self.retries: list[PendingReply] | None = None
+        self.exchange: ReplyChannel | None = None
+        self.retries: list[ReplyChannel] | None = None
         self.kind, self.seq = START, -1  # of the last accepted request; seq -1: this game does not number requests
         self.body_hash = self.last_body_hash = 0
         self.last_reply: tuple[int, bytes] = (200, b"")
         self.last_kind = START
         self.request_at = self.checked_at = now  # arrival of the last request; last sweep that found the session busy
-        self.allowance = max(table.limits.requests_per_s, 1.0)
+        self.rate_limit = RateLimit(table.limits.requests_per_s) if table.limits.requests_per_s else None
 
     def begin(self, kind: str, body: bytes) -> None:
         """Call the actor for an accepted request."""
@@ -134,8 +135,11 @@ class Session(InlineTask):
             elif kind is START:
                 self._on_started(_as_bytes(reply, kind))
             else:
-                self._on_ended(_as_bytes(reply, kind))
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
+                reply = _as_bytes(reply, kind)
+                self.end_reason = "game"
+                self._table.stats.ended += 1
+                self._finish(reply)
+        except (Exception, asyncio.CancelledError, SystemExit) as error:  # user code may raise anything
             self._on_error(error)
 
     async def _call(self, method: str, *args: Any) -> Any:
@@ -155,11 +159,6 @@ class Session(InlineTask):
         self.latency = getattr(self.actor, "latency", self.latency)
         self._table.stats.started += 1
         self._on_result(reply)
-
-    def _on_ended(self, reply: bytes) -> None:
-        self.end_reason = "game"
-        self._table.stats.ended += 1
-        self._finish(reply)
 
     def _on_result(self, reply: Any) -> None:
         if reply.__class__ is not bytes:
@@ -190,9 +189,8 @@ class Session(InlineTask):
     def _on_error(self, error: BaseException) -> None:
         if self.end_reason:  # the session was aborted: nothing is left to report
             if not isinstance(error, asyncio.CancelledError):
-                log.warning(
-                    "session %s: the actor raised while the session was ended (%s)", self.name, self.end_reason, exc_info=error
-                )
+                why = self.end_reason
+                log.warning("session %s: the actor raised while the session was ended (%s)", self.name, why, exc_info=error)
             self._mark_tick_ended()
         elif isinstance(error, Refused) and 400 <= error.status < 600:
             self._reject(error)
@@ -272,7 +270,7 @@ class Session(InlineTask):
             log.warning("session %s: end() took longer than %s s", self.name, limit)
             if self.pool_call is not None:
                 await self._wait_for_thread(self.pool_call)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # user code may raise anything
             log.warning("session %s: end() raised after the session was %s", self.name, self.end_reason, exc_info=error)
 
     async def _wait_for_thread(self, call: Future[Any]) -> None:
@@ -342,7 +340,7 @@ class SessionTable:
         """Whether abandoned calls occupy every thread of the pool, so that no plain method can run any more."""
         return self.abandoned >= self.limits.threads
 
-    def handle(self, kind: str, id_: bytes, seq: int, options: StartOptions, body: bytes, exchange: PendingReply) -> None:
+    def handle(self, kind: str, id_: bytes, seq: int, options: StartOptions, body: bytes, exchange: ReplyChannel) -> None:
         """Accept one request. It is answered now or when the actor returns; never blocks and never raises."""
         self.requests += 1
         session = self._live.get(id_)
@@ -355,18 +353,20 @@ class SessionTable:
         if session.busy or kind is START or (seq != session.seq + 1 if session.seq >= 0 else seq >= 0):
             self._handle_out_of_order(session, kind, seq, body, exchange)
             return
-        if self.limits.requests_per_s and not self._within_rate(session):
-            wait = 1 / self.limits.requests_per_s
-            self._refuse(exchange, Refused(429, "too_many_requests", "This session sends too many requests.", "Slow down.", wait))
+        session.request_at = self.loop.time()
+        if session.rate_limit is not None and not session.rate_limit.allow(session.request_at):
+            wait_s = 1 / session.rate_limit.rate
+            self._refuse(
+                exchange, Refused(429, "too_many_requests", "This session sends too many requests.", "Slow down.", wait_s)
+            )
             return
         session.kind, session.seq, session.body_hash = kind, seq, hash(body) if seq >= 0 else 0
         session.busy = True
         session.exchange = exchange
-        session.request_at = self.loop.time()
         session.began = _clock()
         session.begin(kind, body)
 
-    def _handle_out_of_order(self, session: Session, kind: str, seq: int, body: bytes, exchange: PendingReply) -> None:
+    def _handle_out_of_order(self, session: Session, kind: str, seq: int, body: bytes, exchange: ReplyChannel) -> None:
         """Answer anything but the next request of an idle session: a retry, or an error of the game.
 
         The body is compared as well: a request that the game gave up on may arrive after another one with the same number.
@@ -380,20 +380,11 @@ class SessionTable:
             return
         self._refuse(exchange, _order_error(session, kind, seq))
 
-    def _within_rate(self, session: Session) -> bool:
-        now, rate = self.loop.time(), self.limits.requests_per_s
-        session.allowance = min(max(rate, 1.0), session.allowance + (now - session.request_at) * rate)
-        session.request_at = now
-        if session.allowance < 1:
-            return False
-        session.allowance -= 1
-        return True
-
-    def _refuse(self, exchange: PendingReply, refused: Refused) -> None:
+    def _refuse(self, exchange: ReplyChannel, refused: Refused) -> None:
         self.refusals[refused.error] += 1
         refuse(exchange, refused)
 
-    def _start(self, id_: bytes, seq: int, options: StartOptions, body: bytes, exchange: PendingReply) -> None:
+    def _start(self, id_: bytes, seq: int, options: StartOptions, body: bytes, exchange: ReplyChannel) -> None:
         if self.closing:
             self._refuse(exchange, Refused(503, "stopping", "This server is stopping.", "Try another one.", 1))
             return
@@ -415,7 +406,7 @@ class SessionTable:
         session.seq, session.body_hash, session.busy, session.exchange = seq, hash(body), True, exchange
         session.begin(START, body)
 
-    def _handle_unknown(self, id_: bytes, kind: str, seq: int, body: bytes, exchange: PendingReply) -> None:
+    def _handle_unknown(self, id_: bytes, kind: str, seq: int, body: bytes, exchange: ReplyChannel) -> None:
         ended = self._ended.get(id_)
         if ended is not None:
             if 0 <= seq == ended.seq and kind is ended.kind and hash(body) == ended.body_hash:
@@ -444,9 +435,8 @@ class SessionTable:
         del self._live[session.id]
         self._ended.pop(session.id, None)
         reply = session.last_reply if session.seq >= 0 else (0, b"")  # requests without numbers cannot be retried
-        self._ended[session.id] = _EndedSession(
-            session.kind, session.seq, session.body_hash, reply, session.end_reason, self.loop.time()
-        )
+        ended = _EndedSession(session.kind, session.seq, session.body_hash, reply, session.end_reason, self.loop.time())
+        self._ended[session.id] = ended
         while len(self._ended) > 2 * self.limits.sessions:
             del self._ended[next(iter(self._ended))]
 
@@ -487,12 +477,11 @@ class SessionTable:
         for session in list(self._live.values()):
             self.stats.shut_down += 1
             session.abort("shutdown", Refused(503, "stopping", "This server is stopping.", "Start again elsewhere.", 1))
-        if self._end_tasks:
-            await asyncio.wait(set(self._end_tasks), timeout=grace_s)
-        for task in self._end_tasks:
-            task.cancel()
-        if self._end_tasks:
-            await asyncio.wait(set(self._end_tasks), timeout=grace_s)
+        for _ in range(2):
+            if self._end_tasks:
+                await asyncio.wait(set(self._end_tasks), timeout=grace_s)
+            for task in self._end_tasks:
+                task.cancel()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -12,6 +12,7 @@ import logging
 import socket
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 _MAX_HANDOVER = 64 << 10  # bytes sent along with a socket; more would not fit into one datagram
 _MAX_BACKLOG = 64 << 20  # bytes that may wait for one worker
 _COUNT = "count"  # requests the number of open sessions
-_KIND_CODES = {START: 0, TICK: 1, END: 2, _COUNT: 3}
 _KINDS = (START, TICK, END, _COUNT)
 _COUNT_S = 1.0
 _SIZE = struct.Struct("!I")
@@ -156,19 +156,15 @@ class _FrameProtocol(asyncio.Protocol):
         if at:
             del buffer[:at]
 
-    def handle_frame(self, message: list[object]) -> None:
+    def handle_frame(self, message: list[Any]) -> None:
         raise NotImplementedError
-
-    def write(self, message: list[object]) -> None:
-        if self.transport is not None:
-            self.transport.write(_encode_frame(message))
 
     def close(self) -> None:
         if self.transport is not None:
             self.transport.close()
 
 
-def _encode_frame(message: list[object]) -> bytes:
+def _encode_frame(message: list[Any]) -> bytes:
     packed: bytes = msgpack.packb(message)
     return _SIZE.pack(len(packed)) + packed
 
@@ -205,17 +201,16 @@ class _OutgoingLink(_FrameProtocol):
             return
         self._number += 1
         self._waiting[self._number] = (kind, exchange)
-        encoded = _encode_frame([self._number, _KIND_CODES[kind], session, seq, options, body])
+        encoded = _encode_frame([self._number, _KINDS.index(kind), session, seq, options, body])
         if transport is None:
             self._early += encoded
         else:
             transport.write(encoded)
 
-    def handle_frame(self, message: list[object]) -> None:
-        number, status, body, retry_after_s, port = message
-        waiting = self._waiting.pop(cast(int, number), None)
-        if waiting is not None:
-            waiting[1].reply(cast(int, status), cast(bytes, body), cast("float | None", retry_after_s), cast(int, port))
+    def handle_frame(self, message: list[Any]) -> None:
+        number, *reply = message
+        if number in self._waiting:
+            self._waiting.pop(number)[1].reply(*reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost, self.transport = True, None
@@ -245,21 +240,13 @@ class _IncomingLink(_FrameProtocol):
         self.transport = None
         self._all.discard(self)
 
-    def handle_frame(self, message: list[object]) -> None:
+    def handle_frame(self, message: list[Any]) -> None:
         number, kind, session, seq, options, body = message
-        exchange = _ForwardedReply(self, cast(int, number))
-        if kind == _KIND_CODES[_COUNT]:
+        exchange = _ForwardedReply(self, number)
+        if _KINDS[kind] is _COUNT:
             exchange.reply(200, b"%d" % len(self._gateway.sessions))
-            return
-        handle = self._gateway.sessions.handle
-        handle(
-            _KINDS[cast(int, kind)],
-            cast(bytes, session),
-            cast(int, seq),
-            StartOptions(*cast("list[Any]", options)),
-            cast(bytes, body),
-            exchange,
-        )
+        else:
+            self._gateway.sessions.handle(_KINDS[kind], session, seq, StartOptions(*options), body, exchange)
 
 
 class _SessionCount:
@@ -273,11 +260,12 @@ class _SessionCount:
             self.result.set_result(int(body) if status == 200 else 0)
 
 
+@dataclass(slots=True)
 class _ForwardedReply:
-    __slots__ = ("_incoming", "_number")
-
-    def __init__(self, incoming: _IncomingLink, number: int) -> None:
-        self._incoming, self._number = incoming, number
+    incoming: _IncomingLink
+    number: int
 
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None) -> None:
-        self._incoming.write([self._number, status, body, retry_after_s, self._incoming.port])
+        if self.incoming.transport is not None:
+            message = [self.number, status, body, retry_after_s, self.incoming.port]
+            self.incoming.transport.write(_encode_frame(message))

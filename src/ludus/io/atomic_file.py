@@ -45,12 +45,11 @@ def create_once(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 @contextlib.contextmanager
 def open_for_replace(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
     """Yield a file that replaces the one at `path` when the block ends; an exception in the block discards it."""
-    with _discard_on_error(temporary_path(path)) as temporary:
-        with open_new(temporary, mode) as file:
-            yield file
-            if durable:
-                sync_file(file)
-        os.replace(temporary, path)
+    temporary = temporary_path(path)
+    with _rename_or_discard(temporary, path), open_new(temporary, mode) as file:
+        yield file
+        if durable:
+            sync_file(file)
     if durable:
         sync_directory(path.parent)
 
@@ -58,9 +57,19 @@ def open_for_replace(path: Path, *, mode: int = 0o666, durable: bool = False) ->
 @contextlib.contextmanager
 def path_for_replace(path: Path) -> Iterator[Path]:
     """Like `open_for_replace`, where the block creates the file itself. The yielded path has the suffix of `path`."""
-    with _discard_on_error(temporary_path(path, path.suffix)) as temporary:
+    temporary = temporary_path(path, path.suffix)
+    with _rename_or_discard(temporary, path):
         yield temporary
+
+
+@contextlib.contextmanager
+def _rename_or_discard(temporary: Path, path: Path) -> Iterator[None]:
+    try:
+        yield
         os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):  # it does not exist after the rename
+            temporary.unlink()
 
 
 def temporary_path(path: Path, suffix: str = "") -> Path:
@@ -98,13 +107,3 @@ def _allow_unsupported() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _SYNC_UNSUPPORTED:
             raise
-
-
-@contextlib.contextmanager
-def _discard_on_error(temporary: Path) -> Iterator[Path]:
-    try:
-        yield temporary
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise

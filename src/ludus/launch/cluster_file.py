@@ -211,9 +211,12 @@ def open_backend(config: ClusterConfig) -> Orchestrator:
 
 def _validate(data: Mapping[str, Any], source: str) -> ClusterConfig:
     try:
-        config = ClusterConfig.model_validate_json(_json(data, source))
+        # In JSON mode, strict pydantic accepts a list for a tuple and a string for a path, but not 1 for a string.
+        config = ClusterConfig.model_validate_json(json.dumps(data, default=str))
     except pydantic.ValidationError as error:
         raise _config_error(error, source) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source} holds an invalid value: {error}.") from error
     known = (*ORCHESTRATORS, *PLANNED)
     if config.on not in known and ":" not in config.on:
         raise ConfigError(f"{source}: on: {config.on} is unknown.", did_you_mean(config.on, known))
@@ -222,14 +225,6 @@ def _validate(data: Mapping[str, Any], source: str) -> ClusterConfig:
     if config.min_nodes is not None and config.nodes is not None and config.min_nodes > config.nodes:
         raise ConfigError(f"{source}: min_nodes {config.min_nodes} is more than nodes {config.nodes}.")
     return config
-
-
-def _json(data: Mapping[str, Any], source: str) -> str:
-    """Serialize the data: in JSON mode, strict pydantic accepts a list for a tuple and a string for a path, but not 1 for a string."""
-    try:
-        return json.dumps(data, default=str)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{source} holds an invalid value: {error}.") from error
 
 
 def _config_error(error: pydantic.ValidationError, source: str) -> ConfigError:

@@ -55,10 +55,10 @@ class JobRecord:
     status: JobStatus
     machine: str = ""
     supervisor: ProcessIdentity | None = None
-    keeper: ProcessIdentity | None = None
+    guard: ProcessIdentity | None = None
 
     def is_supervised(self) -> bool:
-        return any(process is not None and process.alive() for process in (self.supervisor, self.keeper))
+        return any(process is not None and process.alive() for process in (self.supervisor, self.guard))
 
 
 class JobDirectory:
@@ -69,8 +69,7 @@ class JobDirectory:
         self.scratch = path / SCRATCH
 
     def create(self, files: Mapping[str, str], status: JobStatus) -> None:
-        """Raises FileExistsError."""
-        self.path.mkdir(mode=PRIVATE)
+        self.path.mkdir(mode=PRIVATE, exist_ok=True)
         for directory in (self.logs, self.scratch):
             directory.mkdir(mode=PRIVATE)
         for name, text in files.items():
@@ -241,5 +240,6 @@ def job_from_json(text: str) -> Job:
 def _record_from_json(data: Mapping[str, Any]) -> JobRecord:
     status = dict(data["status"])
     processes = tuple(ProcessStatus(**process) for process in status.pop("processes"))
-    owners = {key: ProcessIdentity(**data[key]) if data[key] else None for key in ("supervisor", "keeper")}
-    return JobRecord(JobStatus(**status, processes=processes), data["machine"], **owners)
+    guard = data["guard"] if "guard" in data else data["keeper"]  # its name in earlier releases
+    owners = [ProcessIdentity(**owner) if owner else None for owner in (data["supervisor"], guard)]
+    return JobRecord(JobStatus(**status, processes=processes), data["machine"], *owners)

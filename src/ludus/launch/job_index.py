@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from ludus.core.plugins import did_you_mean
 from ludus.errors import Damaged, UnknownName, UsageError, WorkerFailed
 from ludus.io.rotating_log import LogReader
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, ProcessStatus
-from ludus.launch.job_dir import JobDirectory
+from ludus.launch.job_dir import JobDirectory, JobRecord
+from ludus.launch.supervisor import TICK_S
+from ludus.process import identity
+
+T = TypeVar("T")
 
 MAX_ENDED_JOBS = 50
 """Ended jobs whose directories are kept."""
@@ -60,36 +66,68 @@ class JobIndex(ABC):
     @abstractmethod
     def _status(self, directory: JobDirectory) -> JobStatus: ...
 
+    # -- supervisor
+
+    def _signal_supervisor(self, directory: JobDirectory, *, at_once: bool) -> None:
+        """Cancel a job whose supervisor runs on this machine. Raises UsageError if it runs on another one."""
+        record = directory.read()
+        if not job_dir.is_this_machine(record.machine):
+            raise UsageError(f"The job {directory.id} runs on {record.machine.split()[0]}, not here.", "Cancel it there.")
+        if record.supervisor is not None:  # if it has just died, its guard ends the job
+            identity.send_signal(record.supervisor.pid, record.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
+
+    def _read_status(self, directory: JobDirectory) -> JobStatus:
+        try:
+            return directory.read().status
+        except (Damaged, OSError) as error:
+            why = f"its record cannot be read: {error}"
+            return JobStatus(directory.id, directory.id, "failed", 1, (), why, str(directory.logs))
+
+    def _supervised_status(self, directory: JobDirectory, start_s: float) -> JobStatus:
+        """Return the status of a job whose supervisor runs on this machine, and starts within `start_s`."""
+        try:
+            record = directory.read()
+        except Damaged:  # a running supervisor rewrites it
+            time.sleep(1.5 * TICK_S)
+            record = JobRecord(self._read_status(directory))
+        except OSError:
+            record = JobRecord(self._read_status(directory))
+        status = record.status
+        if status.over or not job_dir.is_this_machine(record.machine) or record.is_supervised():
+            return status
+        if record.supervisor is None and time.time() - status.submitted_at < start_s:
+            return status
+        again = self._read_status(directory)  # it may have ended in the meantime
+        if again.over:
+            return again
+        with contextlib.suppress(OSError):
+            directory.clear()
+        return job_dir.as_failed(status, "its supervisor is gone")
+
     # -- directories
 
-    def _create(self, job: Job, files: Mapping[str, str]) -> JobDirectory:
+    @contextlib.contextmanager
+    def _new_directory(self, job: Job, files: Mapping[str, str]) -> Iterator[JobDirectory]:
+        """Create the directory of a job. If the block fails or is interrupted, the directory is removed."""
         job_dir.make_private(self.directory)
         self._delete_old()
-        now = time.time()
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-        for _ in range(_ATTEMPTS):
-            directory = JobDirectory(self.directory / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
-            status = JobStatus(
-                directory.id, job.name, "pending", None, tuple(pending_processes(job)), "", str(directory.logs), now, job.place
-            )
+        with contextlib.ExitStack() as undo:
             try:
+                directory = JobDirectory(new_job_path(self.directory, job.name))
+                undo.callback(shutil.rmtree, directory.path, ignore_errors=True)
+                processes, logs = tuple(pending_processes(job)), str(directory.logs)
+                status = JobStatus(directory.id, job.name, "pending", None, processes, "", logs, time.time(), job.place)
                 directory.create(files, status)
-            except FileExistsError:
-                continue
             except OSError as error:
-                shutil.rmtree(directory.path, ignore_errors=True)
                 raise UsageError(
-                    f"{directory.path} cannot be written: {error.strerror}.",
+                    f"{self.directory} cannot be written: {error.strerror}.",
                     "Make room there, or set LUDUS_STATE_DIR to another directory.",
                 ) from error
-            return directory
-        raise WorkerFailed(f"There is no free id for the job {job.name} in {self.directory}.")
+            yield directory
+            undo.pop_all()
 
     def _find(self, job_id: str) -> JobDirectory:
-        known = {directory.id: directory for directory in self._directories()}
-        if job_id not in known:
-            raise UnknownName(f"There is no job {job_id!r} of {self.kind}.", did_you_mean(job_id, known))
-        return known[job_id]
+        return find_by_id(job_id, {directory.id: directory for directory in self._directories()}, self.kind)
 
     def _directories(self) -> Sequence[JobDirectory]:
         try:
@@ -103,7 +141,7 @@ class JobIndex(ABC):
         A job with an unreadable record is kept while it may still run.
         """
         over = [status for status in self.list() if status.over and not self._may_run(self.directory / status.id)]
-        for status in over[: max(0, len(over) - MAX_ENDED_JOBS)]:
+        for status in over[:-MAX_ENDED_JOBS]:
             shutil.rmtree(self.directory / status.id, ignore_errors=True)
         for path in self.directory.iterdir():
             if not (path / job_dir.STATUS).exists() and path.is_dir() and _age_s(path) > _INCOMPLETE_S:
@@ -140,6 +178,24 @@ class JobIndex(ABC):
                     time.sleep(_POLL_S)
             for name, reader in readers.items():
                 yield from (f"{name}: {line}" if label else line for line in reader.rest())
+
+
+def new_job_path(parent: Path, name: str) -> Path:
+    """Create a private directory named by the job, the time and a random suffix. Raises OSError, WorkerFailed."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for _ in range(_ATTEMPTS):
+        path = parent / f"{name}-{stamp}-{secrets.token_hex(2)}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=job_dir.PRIVATE)
+            return path
+    raise WorkerFailed(f"There is no free id for the job {name} in {parent}.")
+
+
+def find_by_id(job_id: str, known: Mapping[str, T], kind: str) -> T:
+    """Raises UnknownName."""
+    if job_id not in known:
+        raise UnknownName(f"There is no job {job_id!r} of {kind} here.", did_you_mean(job_id, known))
+    return known[job_id]
 
 
 def _age_s(path: Path) -> float:

@@ -1,8 +1,8 @@
 """Runs one node of a job's Ray cluster, as a role of the job: `python -P -m ludus.launch.ray_role`. Node 0 is the head.
 
-The environment has the addresses and ports (`JobEnv`). This process does not import Ray: it starts `ray_cluster/node_process.py` and
-adopts the orphans of Ray. On SIGTERM it kills all its descendants, because Ray itself takes half a minute to stop, and deletes its
-directory. When Ray ends by itself, this process exits with code 1, and the supervisor restarts it.
+The environment has the addresses and ports (`JobEnv`). This process does not import Ray: it starts a `RayNode`, which is
+guarded. On SIGTERM the guard kills all processes of Ray, which itself takes half a minute to stop, and deletes its directory. When Ray
+ends by itself, this process exits with code 1, and the supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from ludus.errors import LudusError, UsageError, WorkerFailed
-from ludus.io import json_lines
-from ludus.io.json_lines import LineReader
-from ludus.process import identity, job_env
+from ludus.io.atomic_file import open_new
+from ludus.process import job_env
 from ludus.process.host import usable_cores
 from ludus.process.job_env import JobEnv
 from ludus.process.signals import SignalQueue
 from ludus.ray_cluster import cluster
-from ludus.ray_cluster.node_process import NodeSpec
+from ludus.ray_cluster.membership import SHARES
+from ludus.ray_cluster.node import NodeSpec, RayNode
+from ludus.ray_cluster.ray_temp_dir import ray_temp_dir, sweep_leftovers
 
 GAMECORE = "GAMECORE_SERVER_ADDR"
 AUTO = "auto"
@@ -53,7 +53,6 @@ _UNWANTED = ("LD_PRELOAD", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "ip_head", job_env.R
 """Variables that are meant for the main role only, or would mislead Ray and its workers."""
 
 _ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_END_S = 3.0
 _LINES = 6
 
 
@@ -210,40 +209,23 @@ class RayNodeRunner:
             gpus=node_gpus(options, os.environ),
             memory=options.memory,
             ports=dict(ports),
-            labels={cluster.SHARES: "1"} if options.share_weights else {},
+            labels={SHARES: "1"} if options.share_weights else {},
         )
 
     def _run_process(self, spec: NodeSpec, signals: SignalQueue) -> int:
-        parent = os.getpid()
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ludus.ray_cluster.node_process"],
-            env=self._environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGKILL),  # there are no threads here
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which is handled below
-            process.stdin.write(spec.to_line())
-            process.stdin.close()
-        with selectors.DefaultSelector() as selector, process.stdout:
+        with RayNode(spec, self._environ, self._directory) as node, selectors.DefaultSelector() as selector:
             selector.register(signals, selectors.EVENT_READ)
-            selector.register(process.stdout, selectors.EVENT_READ)
-            reader = LineReader(process.stdout.fileno())
-            while True:
+            selector.register(node, selectors.EVENT_READ)
+            while not node.has_ended:
                 for key, _ in selector.select():
-                    if key.fileobj is signals:
-                        if set(signals.take()) & set(_ENDS):
-                            return 0
-                        continue
-                    for line in reader.read():
-                        self._handle_message(json_lines.decode(line), spec)
-                    if reader.at_end:
-                        return self._report_end()
+                    if key.fileobj is node:
+                        for message in node.read_reports():
+                            self._handle_message(message)
+                    elif set(signals.take()) & set(_ENDS):
+                        return 0
+            return self._report_end()
 
-    def _handle_message(self, message: Mapping[str, Any], spec: NodeSpec) -> None:
+    def _handle_message(self, message: Mapping[str, Any]) -> None:
         if "waiting" in message:
             say(f"waiting for the head at {message['waiting']} …")
         elif "ready" in message:
@@ -276,17 +258,13 @@ def say(sentence: str) -> None:
 def run_node(job: JobEnv, options: RayNodeOptions) -> int:
     """Run a Ray node until it ends or SIGTERM, then kill all its processes and delete its files. Raises LudusError."""
     token = job.token()
-    identity.adopt_orphans()
-    with SignalQueue(*_ENDS) as signals, cluster.ray_temp_dir() as directory, cluster.reaper_process(directory):
-        with open(os.open(directory / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with SignalQueue(*_ENDS) as signals, ray_temp_dir() as directory:
+        with open_new(directory / "token", 0o600) as file:
             file.write(token)
         try:
             return RayNodeRunner(job, options, directory).run(signals)
         finally:
-            left = identity.end_descendants(_END_S)
-            if left:
-                say(f"could not be killed: {left}")
-            cluster.sweep_leftovers()
+            sweep_leftovers()
 
 
 def parse_options(words: Sequence[str]) -> RayNodeOptions:

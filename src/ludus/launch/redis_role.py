@@ -6,29 +6,23 @@ The files are in the job's scratch directory, which is deleted with the job.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.errors import MissingExtra, UsageError
+from ludus.errors import MissingExtra
+from ludus.process.cgroups import Cgroups, find_cgroups
+from ludus.process.job_env import find_free_ports
 from ludus.transport.message_stream import PASSWORD
 
 PROGRAM = "redis-server"
 SCRATCH = "LUDUS_JOB_SCRATCH"
 HOST = "127.0.0.1"
 
-_PORTS = range(20_000, 32_000)
-"""Below Linux' range for outgoing connections, so that none takes the port while the server restarts."""
-
 _MEMORY_SHARE = 0.25
-_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Memory limit files of cgroups, versions 2 and 1, as a container sees them."""
-_ATTEMPTS = 100
 
 
 def command(port: int) -> tuple[str, ...]:
@@ -53,16 +47,8 @@ def new_password() -> str:
 
 
 def free_port() -> int:
-    for _ in range(_ATTEMPTS):
-        port = secrets.choice(_PORTS)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    raise UsageError(f"No free port between {_PORTS.start} and {_PORTS.stop} on {HOST}.")
+    """Return a port below Linux' range for outgoing connections, so that none takes it while the server restarts."""
+    return find_free_ports(secrets.token_hex(8), 1, address=HOST)
 
 
 def configuration(port: int, password: str, directory: Path, max_bytes: int) -> str:
@@ -83,13 +69,10 @@ maxmemory-policy noeviction
 """
 
 
-def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+def memory_bytes(groups: Cgroups) -> int:
     """Return the memory of this machine or container."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in _LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # no limit, or "max"
-            limits.append(int((groups / name).read_text()))
-    return min(limits)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([total, *(limit for limit, _ in groups.numbers("memory", "memory.limit_in_bytes", "memory.max"))])
 
 
 def main(words: Sequence[str]) -> None:
@@ -99,7 +82,7 @@ def main(words: Sequence[str]) -> None:
         sys.exit(f"{PASSWORD} and {SCRATCH} must be set.")
     directory = Path(scratch) / "redis"
     directory.mkdir(mode=0o700, exist_ok=True)
-    max_bytes = int(memory_bytes() * _MEMORY_SHARE)
+    max_bytes = int(memory_bytes(find_cgroups()) * _MEMORY_SHARE)
     path = directory / "redis.conf"
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(configuration(port, password, directory, max_bytes))

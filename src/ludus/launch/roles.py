@@ -5,8 +5,7 @@ Each is a local job on its machine, in any order. They share only the head's add
 
 from __future__ import annotations
 
-import os
-import secrets
+import contextlib
 import shlex
 import stat
 import sys
@@ -20,6 +19,7 @@ from ludus.launch.job import Job, Role
 from ludus.launch.job_dir import make_private, state_dir
 from ludus.launch.local_address import LocalAddress
 from ludus.launch.planner import SECRETS
+from ludus.process.auth import write_token
 from ludus.process.job_env import JobEnv
 
 PORT = 9610
@@ -35,7 +35,7 @@ ANY_ACTOR = "any-actor"
 """Stands for the address of an actor, which need not be in the hostfile. Messages about missing nodes show it."""
 
 GRACE_S = 120.0
-MAIN, RAY, DOOR, HEAD, NODE = "main", "ray", "door", "head", "node"
+MAIN, RAY, LIFELINE, HEAD, NODE = "main", "ray", "lifeline", "head", "node"
 LEARNER, ACTOR = "learner", "actor"
 TOKEN_FILE = "LUDUS_TOKEN_FILE"  # noqa: S105 - the name of a variable
 TOKEN = "token"  # noqa: S105
@@ -48,7 +48,7 @@ EXPERIMENTS = "LUDUS_LEARNER_TRAINS"
 _MIN_TOKEN, _MAX_TOKEN = 16, 4096
 _PYTHON = (sys.executable, "-P", "-m")
 _ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_RAY_ROLE, _LIFELINE = "ludus.launch.ray_role", "ludus.launch.ssh.lifeline"
+_RAY_ROLE, _LIFELINE_MODULE = "ludus.launch.ray_role", "ludus.launch.ssh.lifeline"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def learner_job(
         LEARNER,
         (
             Role(RAY, (*_PYTHON, _RAY_ROLE, "--cpus", str(cpus)), 1, "on-failure", variables, log=str(logs / "ray.log")),
-            Role(DOOR, (*_PYTHON, _LIFELINE, "serve"), 1, "on-failure", variables, log=str(logs / "door.log")),
+            Role(LIFELINE, (*_PYTHON, _LIFELINE_MODULE, "serve"), 1, "on-failure", variables, log=str(logs / "lifeline.log")),
             Role(MAIN, (*_PYTHON, "ludus.cli.main", "train", *words), 1, "when-killed", main, log=str(logs / "train.log")),
         ),
         MAIN,
@@ -188,7 +188,9 @@ def joining_job(
         command, log = (*_PYTHON, "ludus.distributed.learners.remote_rank"), str(logs / "rank_{index}.log")
         roles.append(Role(LEARNER, command, share.learners, "always", variables, log=log))
     # It ends with the learner and is restarted, to wait for the next one.
-    roles.append(Role(MAIN, (*_PYTHON, _LIFELINE, "hold", "--stay"), 1, "always", variables, log=str(logs / "monitor.log")))
+    roles.append(
+        Role(MAIN, (*_PYTHON, _LIFELINE_MODULE, "hold", "--stay"), 1, "always", variables, log=str(logs / "monitor.log"))
+    )
     return Job(
         part,
         tuple(roles),
@@ -278,29 +280,18 @@ def ensure_token(path: Path, hosts: Hostfile, *, create: bool) -> bool:
     """Check that the run's token exists and is private. With `create`, create it if missing, and return whether it was. Raises UsageError."""
     created = False
     if create and not path.exists():
-        _make_folder(path)
         try:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-                file.write(secrets.token_hex(32))
-            created = True
-        except FileExistsError:
-            pass
+            if path.parent == state_dir():
+                make_private(path.parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # created by another process meanwhile
+                write_token(path)
+                created = True
         except OSError as error:
-            raise UsageError(
-                f"The token {path} cannot be written: {error.strerror}.", "Name another file: --token-file."
-            ) from error
+            hint = "Name another file: --token-file."
+            raise UsageError(f"The token {path} cannot be written: {error.strerror}.", hint) from error
     _check_token(path, hosts)
     return created
-
-
-def _make_folder(path: Path) -> None:
-    if path.parent == state_dir():
-        make_private(path.parent)
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"The token {path} cannot be written: {error.strerror}.", "Name another file: --token-file.") from error
 
 
 def _check_token(path: Path, hosts: Hostfile) -> None:

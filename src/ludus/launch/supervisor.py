@@ -1,8 +1,8 @@
 """Starts, restarts and stops the processes of one job: `python -m ludus.launch.supervisor DIRECTORY`.
 
 A job has two processes of this module. The *supervisor* starts each role in its own session, writes its output to logs and its
-state to status.json, and stops it. The *keeper*, its parent, only waits for it. If the supervisor is killed, the kernel kills its
-children; their orphans are reparented to the keeper, which kills them and records the failure. If the keeper is killed, the
+state to status.json, and stops it. The *guard*, its parent, only waits for it. If the supervisor is killed, the kernel kills its
+children; their orphans are reparented to the guard, which kills them and records the failure. If the guard is killed, the
 supervisor gets a parent death signal and ends the job. So no process outlives its job. Both need the standard library only.
 
 They run detached from their caller. With `--stay` they stay attached and exit with the job's exit code, as a batch queue needs it.
@@ -28,14 +28,17 @@ from pathlib import Path
 from types import FrameType
 
 from ludus.core import plugins
+from ludus.core.backoff import exponential_delay
 from ludus.io.rotating_log import LogWriter, previous_path
 from ludus.launch.job import OVER, JobState, ProcessState, ProcessStatus, Role, exit_code, should_restart
 from ludus.launch.job_dir import PRIVATE, JobDirectory, JobRecord, ProcessIdentity, hostname, machine_id
 from ludus.launch.job_dir import RUN as RUN_FILE
 from ludus.launch.remote_starter import StarterFactory
-from ludus.process import identity, procfs
+from ludus.process import children, procfs
+from ludus.process.children import describe_exit, shell_exit_code, start_child
 from ludus.process.job_env import NODE, PORTS, RUN, JobEnv, find_free_ports
 from ludus.process.signals import SignalQueue
+from ludus.ray_cluster.ray_temp_dir import sweep_leftovers
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.5, 30.0, 60.0
 """A process that ran for STEADY_S was healthy: its back-off starts over."""
@@ -67,11 +70,6 @@ INTERRUPTED = 75
 """Exit code of a supervisor whose job is not over, but will be started again."""
 
 
-def backoff_s(short_runs: int) -> float:
-    """Return the seconds until the next start, after `short_runs` >= 1 consecutive short runs."""
-    return min(FIRST_BACKOFF_S * 2.0 ** min(short_runs - 1, 16), MAX_BACKOFF_S)
-
-
 class RoleProcess:
     """One process of a role, over its restarts. `words`: the command started on this machine. `host`: where the process runs."""
 
@@ -87,27 +85,19 @@ class RoleProcess:
 
     def start(self, environment: Mapping[str, str], now: float) -> None:
         """Start it. If that fails, it has ended with a shell's exit code 126 or 127."""
-        parent = os.getpid()
         self.started_at = now
+        names = {"LUDUS_JOB_ROLE": self.role.name, "LUDUS_JOB_INDEX": str(self.index)}
         try:
-            self.popen = subprocess.Popen(  # noqa: S603 # running the user's commands is its purpose
+            self.popen = start_child(
                 self.words,
-                env={
-                    **environment,
-                    **self.role.environment,
-                    "LUDUS_JOB_ROLE": self.role.name,
-                    "LUDUS_JOB_INDEX": str(self.index),
-                },
+                env={**environment, **self.role.environment, **names},
                 stdin=subprocess.PIPE if self.is_remote else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGKILL),  # there are no threads here
             )
         except (OSError, subprocess.SubprocessError) as error:
             self.log.line(f"{self.words[0]} cannot be started: {error}")
-            self.returncode = 126 if isinstance(error, PermissionError) else 127
-            self.state = "ended"
+            self.returncode, self.state = shell_exit_code(error), "ended"
             return
         assert self.popen.stdout is not None
         os.set_blocking(self.popen.stdout.fileno(), False)
@@ -135,14 +125,12 @@ class RoleProcess:
     def send_signal(self, number: signal.Signals) -> None:
         """Signal the process itself, not its children."""
         if self.popen is not None and self.state == "running":
-            # Not Popen.send_signal, which reaps an ended process: its id stays reserved until it is reaped.
-            os.kill(self.popen.pid, number)
-            os.kill(self.popen.pid, signal.SIGCONT)  # a stopped process could not end
+            children.send_signal(self.popen.pid, number)
 
     def kill(self) -> None:
         """Kill it. The first call closes the stdin of a remote process, which ends it there; the next kills its local command."""
         if self.popen is not None and self.state == "running" and not self._close_stdin():
-            _kill_group(self.popen.pid)
+            children.kill_group(self.popen.pid)
 
     def _close_stdin(self) -> bool:
         if self.popen is None or self.popen.stdin is None or self.popen.stdin.closed:
@@ -157,7 +145,7 @@ class RoleProcess:
         """Reap the exited process, kill the rest of its session, and copy and close its output."""
         assert self.popen is not None
         self._close_stdin()
-        _kill_group(self.popen.pid)  # before the process id can be reused
+        children.kill_group(self.popen.pid)  # before the process id can be reused
         self.returncode = self.popen.wait()
         for _ in range(_LAST_READS):  # bounded: children in other sessions may write for ever
             if not self.copy_output() or self.popen.stdout is None or not _is_readable(self.popen.stdout.fileno()):
@@ -176,9 +164,9 @@ class JobSupervisor:
     """Runs one job to its end. `lifeline`: read end of a pipe; the job is cancelled when its write end is closed."""
 
     def __init__(
-        self, directory: JobDirectory, keeper: ProcessIdentity, lifeline: int | None = None, starter: StarterFactory | None = None
+        self, directory: JobDirectory, guard: ProcessIdentity, lifeline: int | None = None, starter: StarterFactory | None = None
     ) -> None:
-        self.directory, self._keeper = directory, keeper
+        self.directory, self._guard = directory, guard
         self.job = directory.job()
         directory.scratch.mkdir(mode=PRIVATE, exist_ok=True)  # missing when the job is restarted
         self._log = LogWriter(directory.log("supervisor"), 1_000_000)
@@ -223,7 +211,7 @@ class JobSupervisor:
             self._restart(now)
             self._advance_shutdown(now)
             self.publish()
-        left = identity.end_descendants()
+        left = children.end_descendants()
         if left:
             self._write_log(f"could not be killed: {left}")
         if self._starter is not None and not self._stop_requested() and self._main.returncode in _TERMINATED:
@@ -293,21 +281,20 @@ class JobSupervisor:
             process.reap()
             self._kill_strays(process)
             self._handle_end(process)
-        _reap_orphans(
-            {process.popen.pid for process in self.processes if process.popen is not None and process.state == "running"}
-        )
+        children.reap_orphans(self._running_pids())
+
+    def _running_pids(self) -> set[int]:
+        return {process.popen.pid for process in self.processes if process.popen is not None and process.state == "running"}
 
     def _kill_strays(self, process: RoleProcess) -> None:
         """Kill its children in other sessions, which would survive a restart. `remote_process` does so for remote processes."""
         if process.is_remote:
             return
-        known = {other.popen.pid for other in self.processes if other.popen is not None and other.state == "running"}
+        known = self._running_pids()
         marks = {f"LUDUS_JOB_ID={self.directory.id}", f"LUDUS_JOB_ROLE={process.role.name}", f"LUDUS_JOB_INDEX={process.index}"}
         for pid in procfs.list_children(os.getpid()):
             if pid not in known and marks <= procfs.read_environment(pid):
-                for stray in (pid, *procfs.list_descendants(pid)):
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(stray, signal.SIGKILL)
+                children.kill(pid, *procfs.list_descendants(pid))
 
     def _handle_end(self, process: RoleProcess) -> None:
         """Schedule the restart of a process that ended, or end the job with its main process."""
@@ -317,14 +304,14 @@ class JobSupervisor:
         again = self._stages is None and should_restart(process.role.restart, process.returncode)
         if process is self._main and process.short_runs > MAX_SHORT_RUNS:
             again = False
-        self._write_log(f"{process.name} ended with {_describe_end(process.returncode)}")
+        self._write_log(f"{process.name} ended with {describe_exit(process.returncode)}")
         if again:
-            delay = backoff_s(process.short_runs)
+            delay = exponential_delay(process.short_runs, FIRST_BACKOFF_S, MAX_BACKOFF_S)
             process.state, process.restart_at = "waiting", now + delay
             self._write_log(f"{process.name} is started again in {delay:g} s")
         elif process is self._main:
             self._begin_shutdown(
-                "" if process.returncode == 0 else f"{process.name} ended with {_describe_end(process.returncode)}"
+                "" if process.returncode == 0 else f"{process.name} ended with {describe_exit(process.returncode)}"
             )
 
     def _handle_signals(self) -> None:
@@ -333,8 +320,8 @@ class JobSupervisor:
                 self._interrupted = True
                 self._begin_shutdown("its time limit was nearly reached")
             elif number in _STOP_SIGNALS:
-                orphaned = os.getppid() != self._keeper.pid
-                self._cancel("its keeper was killed" if orphaned else "", at_once=_STOP_SIGNALS[signal.Signals(number)])
+                orphaned = os.getppid() != self._guard.pid
+                self._cancel("its guard process was killed" if orphaned else "", at_once=_STOP_SIGNALS[signal.Signals(number)])
 
     def _stop_requested(self) -> bool:
         return self._cancelled or self._interrupted
@@ -467,7 +454,7 @@ class JobSupervisor:
             reason=self._reason if self._state != "running" else "",
             processes=tuple(process.status(hostname()) for process in self.processes),
         )
-        record = JobRecord(status, self._machine, self._identity, self._keeper)
+        record = JobRecord(status, self._machine, self._identity, self._guard)
         if record == self._record and self.directory.stamp() == self._stamp:
             return
         try:
@@ -495,31 +482,10 @@ def _has_exited(process: subprocess.Popen[bytes]) -> bool:
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _reap_orphans(ours: set[int]) -> None:
-    if not hasattr(os, "waitid"):
-        return
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None and found.si_pid not in ours:
-            os.waitpid(found.si_pid, os.WNOHANG)
-
-
-def _kill_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
 def _is_readable(fd: int, within_s: float = 0.0) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
         return bool(selector.select(within_s))
-
-
-def _describe_end(returncode: int) -> str:
-    if returncode >= 0:
-        return f"code {returncode}"
-    with contextlib.suppress(ValueError):
-        return f"signal {signal.Signals(-returncode).name}"
-    return f"signal {-returncode}"
 
 
 # -- processes ----------------------------------------------------------------------------------------------------------
@@ -535,29 +501,29 @@ def _link_log(inside: Path, log: Path) -> Path:
     return log
 
 
-def run_keeper(directory: JobDirectory, lifeline: int | None, started: int | None, starter: StarterFactory | None = None) -> int:
+def run_guard(directory: JobDirectory, lifeline: int | None, started: int | None, starter: StarterFactory | None = None) -> int:
     """Fork the supervisor, wait for it, kill what it leaves and return the job's exit code.
 
     `started`: write end of a pipe that gets a byte once the job can be cancelled.
     """
-    identity.adopt_orphans()
-    keeper = ProcessIdentity.this()
+    children.adopt_orphans()
+    guard = ProcessIdentity.this()
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_STOP_SIGNALS, _INTERRUPT))  # until the handlers are installed
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            identity.adopt_orphans()
-            supervisor = JobSupervisor(directory, keeper, lifeline, starter)
+            children.adopt_orphans()
+            supervisor = JobSupervisor(directory, guard, lifeline, starter)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOP_SIGNALS, _INTERRUPT))
-            identity.die_with_parent(keeper.pid, signal.SIGTERM)
+            children.die_with_parent(guard.pid, signal.SIGTERM)
             supervisor.publish()
             if started is not None:
                 os.write(started, b"1")
                 os.close(started)
             supervisor.run()
             code = INTERRUPTED if supervisor.is_interrupted else supervisor.exit_code if started is None else 0
-        except BaseException:  # the child must not return into the caller's code; the keeper cleans up
+        except BaseException:  # the child must not return into the caller's code; the guard cleans up
             traceback.print_exc()
         finally:
             os._exit(code)
@@ -567,22 +533,14 @@ def run_keeper(directory: JobDirectory, lifeline: int | None, started: int | Non
         os.close(lifeline)
     with _forwarding(child):
         _, ended = os.waitpid(child, 0)
-    identity.end_descendants()
-    _sweep_ray_files()
+    children.end_descendants()
+    sweep_leftovers()
     returncode = os.waitstatus_to_exitcode(ended)
     if returncode == INTERRUPTED and not directory.read().status.over:
         return 0
     directory.clear()
-    directory.record_failure(f"its supervisor ended with {_describe_end(returncode)}; its processes were ended")
+    directory.record_failure(f"its supervisor ended with {describe_exit(returncode)}; its processes were ended")
     return exit_code(returncode)
-
-
-def _sweep_ray_files() -> None:
-    """Delete shared memory and directories that killed workers and Ray processes have left."""
-    from ludus.ray_cluster.cluster import sweep_leftovers
-
-    with contextlib.suppress(OSError):
-        sweep_leftovers()
 
 
 @contextlib.contextmanager
@@ -598,26 +556,26 @@ def _forwarding(child: int) -> Iterator[None]:
 
 
 def main(words: list[str]) -> int:
-    """Run the keeper in a detached process; return 0 as soon as the job is set up. With --stay: run it here to the end."""
+    """Run the guard in a detached process; return 0 as soon as the job is set up. With --stay: run it here to the end."""
     parser = argparse.ArgumentParser(prog="ludus.launch.supervisor")
     parser.add_argument("directory", type=Path)
     parser.add_argument("lifeline", type=int, nargs="?")
     parser.add_argument("--stay", action="store_true")
-    parser.add_argument("--starter", "--reach", metavar="MODULE:CLASS")  # --reach: in scripts of queued jobs
+    parser.add_argument("--starter", metavar="MODULE:CLASS")
     args = parser.parse_args(words)
     directory, lifeline = JobDirectory(args.directory), args.lifeline
     starter = None if args.starter is None else plugins.load_object(args.starter)
     if lifeline is not None:
         os.set_inheritable(lifeline, False)
     if args.stay:
-        return run_keeper(directory, lifeline, None, starter)
+        return run_guard(directory, lifeline, None, starter)
     ready, started = os.pipe()
     if os.fork() > 0:
         os.close(started)
         return 0 if os.read(ready, 1) else 1
     os.close(ready)
     try:
-        run_keeper(directory, lifeline, started, starter)
+        run_guard(directory, lifeline, started, starter)
     except BaseException:  # a forked child must end here; its traceback goes to supervisor.log
         traceback.print_exc()
         os._exit(1)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ludus.core.tree import Tree
 from ludus.errors import ConfigError
-from ludus.models.distributions import categorical, gumbel, masked
+from ludus.models.distributions import CategoricalBase, apply_mask, entropy_of, log_prob_of, sample_category
 
 
 @dataclass(frozen=True)
@@ -35,42 +35,34 @@ class Branch:
     """Key of the observation, [len(after), options]: allowed choices after each option."""
 
 
-class AutoregressiveDistribution:
+class AutoregressiveDistribution(CategoricalBase):
     """Outputs: the unconditional parts, then for every branch one row of logits per option in `after`."""
 
     def __init__(self, space: gym.Space[Any], branches: Sequence[Branch]) -> None:
         sizes = sizes_of(space)
         check(sizes, branches)
         assert isinstance(space, gym.spaces.MultiDiscrete)
-        self._start: np.ndarray[Any, Any] = np.asarray(space.start)
+        super().__init__(sum(sizes), np.asarray(space.start))
         self._sizes = sizes
         branching = {branch.part for branch in branches}
         self._always = [part for part in range(len(sizes)) if part not in branching]
         self._branches = sorted(branches, key=lambda branch: branch.points_at is not None)
         """In the order of the outputs: pointers come last."""
-        self._rows = [self._row_of(branch) for branch in self._branches]
+        self._rows = [[b.after.index(k) if k in b.after else -1 for k in range(sizes[0])] for b in self._branches]
+        """By branch and option of part 0: the row of logits; -1 where the part does not apply."""
         self.blocks = [sizes[part] for part in self._always] + [len(b.after) * sizes[b.part] for b in self._branches]
         self.num_outputs = sum(self.blocks)
-        self.noise_size = self.mask_size = sum(sizes)
-        self.free_outputs: list[int] = []
-
-    def _row_of(self, branch: Branch) -> list[int]:
-        """By option of part 0: the row of logits; -1 where the part does not apply."""
-        return [branch.after.index(option) if option in branch.after else -1 for option in range(self._sizes[0])]
-
-    def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return gumbel((*lead, self.noise_size), generator)
 
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
         allowed, drawn = self._split(mask), self._split(noise)
         always, branches = self._parts(outputs)
-        samples = [categorical(masked(logits, allowed[part]), drawn[part]) for part, logits in always.items()]
+        samples = [sample_category(apply_mask(logits, allowed[part]), drawn[part]) for part, logits in always.items()]
         picks = {part: choice for part, (choice, _) in zip(always, samples, strict=True)}
         log_prob = _sum([lp for _, lp in samples])
         for branch, rows, logits in zip(self._branches, self._rows, branches, strict=True):
             row = _lookup(rows, picks[0])
-            chosen = _chosen_row(logits, row.clamp(min=0))
-            picks[branch.part], taken = categorical(masked(chosen, allowed[branch.part]), drawn[branch.part])
+            chosen = _select_row(logits, row.clamp(min=0))
+            picks[branch.part], taken = sample_category(apply_mask(chosen, allowed[branch.part]), drawn[branch.part])
             log_prob = log_prob + torch.where(row >= 0, taken, 0.0)
         return torch.stack([picks[part] for part in range(len(self._sizes))], dim=-1), log_prob
 
@@ -78,21 +70,18 @@ class AutoregressiveDistribution:
         """The entropy is that of the whole action: each branch is weighted by the probability that it applies."""
         allowed = self._split(mask)
         always, branches = self._parts(outputs)
-        log_ps = {part: F.log_softmax(masked(logits, allowed[part]), dim=-1) for part, logits in always.items()}
-        log_prob = _sum([_log_prob_of(log_p, action[..., part]) for part, log_p in log_ps.items()])
-        entropy = _sum([_entropy(log_p) for log_p in log_ps.values()])
+        log_ps = {part: F.log_softmax(apply_mask(logits, allowed[part]), dim=-1) for part, logits in always.items()}
+        log_prob = _sum([log_prob_of(log_p, action[..., part]) for part, log_p in log_ps.items()])
+        entropy = _sum([entropy_of(log_p) for log_p in log_ps.values()])
         probabilities = log_ps[0].exp()
         for branch, rows, logits in zip(self._branches, self._rows, branches, strict=True):
             allowed_here = allowed[branch.part]
-            log_p = F.log_softmax(masked(logits, None if allowed_here is None else allowed_here.unsqueeze(-2)), dim=-1)
+            log_p = F.log_softmax(apply_mask(logits, None if allowed_here is None else allowed_here.unsqueeze(-2)), dim=-1)
             row = _lookup(rows, action[..., 0])
-            taken = _log_prob_of(_chosen_row(log_p, row.clamp(min=0)), action[..., branch.part])
+            taken = log_prob_of(_select_row(log_p, row.clamp(min=0)), action[..., branch.part])
             log_prob = log_prob + torch.where(row >= 0, taken, 0.0)
-            entropy = entropy + (probabilities[..., list(branch.after)] * _entropy(log_p)).sum(dim=-1)
+            entropy = entropy + (probabilities[..., list(branch.after)] * entropy_of(log_p)).sum(dim=-1)
         return log_prob, entropy
-
-    def to_environment(self, action: Tree) -> Tree:
-        return (action + self._start if self._start.any() else action).astype(self._start.dtype, copy=False)
 
     def _split(self, whole: Tensor | None) -> Sequence[Tensor | None]:
         return [None] * len(self._sizes) if whole is None else whole.split(self._sizes, dim=-1)
@@ -116,20 +105,12 @@ def _lookup(table: list[int], index: Tensor) -> Tensor:
     return torch.tensor(table, device=index.device)[index]
 
 
-def _chosen_row(rows: Tensor, index: Tensor) -> Tensor:
+def _select_row(rows: Tensor, index: Tensor) -> Tensor:
     """[*, R, N], [*] → [*, N]"""
     if rows.shape[-2] == 1:
         return rows.squeeze(-2)
     row_index = index.unsqueeze(-1).unsqueeze(-1).expand(*index.shape, 1, rows.shape[-1])
     return rows.gather(-2, row_index).squeeze(-2)
-
-
-def _log_prob_of(log_p: Tensor, choice: Tensor) -> Tensor:
-    return log_p.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
-
-
-def _entropy(log_p: Tensor) -> Tensor:
-    return -(log_p.exp() * log_p).sum(dim=-1)
 
 
 # -- validation ------------------------------------------------------------------------------------------

@@ -17,17 +17,9 @@ from ludus.core.tree import Tree
 from ludus.errors import ConfigError
 from ludus.models.byte_scales import below
 from ludus.models.layers import Dense
-from ludus.models.networks import (
-    Network,
-    NetworkConfig,
-    PolicyNetwork,
-    RunningNorm,
-    Trunk,
-    VectorPart,
-    _pick,
-    _plan,
-    _replace,
-)
+from ludus.models.network_config import NetworkConfig
+from ludus.models.networks import EncodedNetwork, Network, PolicyNetwork
+from ludus.models.observation_encoder import pick_leaf, plan_encoders, replace_leaf
 from ludus.models.policy import Policy, Weights
 
 OWN, STATE = "observation", "state"
@@ -35,7 +27,7 @@ OWN, STATE = "observation", "state"
 _ACTOR = "network.actor."
 
 
-class CentralNetwork(PolicyNetwork):
+class CentralNetwork(EncodedNetwork):
     """An ordinary network for the policy, and separate layers for the critic.
 
     With `central_shares` the critic takes the agent's view from the policy's layers, including their recurrent state, and trains them.
@@ -45,7 +37,7 @@ class CentralNetwork(PolicyNetwork):
     def __init__(
         self, observation_space: gym.Space[Any], num_outputs: int, config: NetworkConfig, free_outputs: Sequence[int] = ()
     ) -> None:
-        super().__init__()
+        PolicyNetwork.__init__(self)  # the actor is the first module; it checks the configuration
         if not isinstance(observation_space, gym.spaces.Dict) or set(observation_space.spaces) != {OWN, STATE}:
             raise ConfigError(
                 f"A centralised critic takes {OWN!r} and {STATE!r}, not {observation_space}.",
@@ -55,11 +47,10 @@ class CentralNetwork(PolicyNetwork):
         nn.init.zeros_(self.actor.value_head.weight)  # never trained: the actor alone returns value 0
         self.recurrent = self.actor.recurrent
         self._share = config.central_shares
-        plan = [leaf for leaf in _plan(observation_space, config) if not self._share or leaf.path[0] == STATE]
-        self.vector = VectorPart(plan)
-        self.trunk = Trunk(plan, self.vector.size + (self.actor.features if self._share else 0), config)
+        plan = [leaf for leaf in plan_encoders(observation_space, config) if not self._share or leaf.path[0] == STATE]
+        self.make_encoders(plan, config, self.actor.features if self._share else 0)
+        self.pixels += self.actor.pixels
         self.value_head = Dense(self.trunk.size, 1, gain=1.0)
-        self.pixels = self.actor.pixels + sum(encoder.pixels for encoder in self.trunk.image_encoders)
         self._values = True
 
     def initial_state(self, rows: int) -> tuple[Tensor, ...]:
@@ -68,9 +59,8 @@ class CentralNetwork(PolicyNetwork):
     def to_network_layout(self, observation: Tree) -> Tree:
         observation = {**observation, OWN: self.actor.to_network_layout(observation[OWN])}
         for encoder, path in zip(self.trunk.image_encoders, self.trunk.image_paths, strict=True):
-            if path[0] == OWN:  # already converted by the actor
-                continue
-            observation = _replace(observation, path, encoder.to_network_layout(_pick(observation, path)))
+            if path[0] == STATE:  # the actor has converted the others
+                observation = replace_leaf(observation, path, encoder.to_network_layout(pick_leaf(observation, path)))
         return observation
 
     def freeze(self, *, values: bool = True) -> None:
@@ -83,14 +73,12 @@ class CentralNetwork(PolicyNetwork):
 
     def normalise_observations(self) -> None:
         self.actor.normalise_observations()
-        if self.vector.plain_size:
-            self.norm = RunningNorm(self.vector.plain_size)
+        super().normalise_observations()
 
     @torch.no_grad()
     def observe(self, observation: Tree) -> None:
         self.actor.observe(observation[OWN])
-        if self.norm is not None:
-            self.norm.update(self.vector.plain(observation))
+        super().observe(observation)
 
     def forward(
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
@@ -113,16 +101,13 @@ class CentralNetwork(PolicyNetwork):
     def _value(self, observation: Tree, outputs: Tensor, features: Tensor | None = None) -> Tensor:
         if not self._values:
             return outputs.new_zeros(outputs.shape[:-1])
-        vector = self.vector.normalize(self.vector(observation), self.norm)
-        value: Tensor = self.value_head(self.trunk(vector, observation, features)).squeeze(-1)
+        value: Tensor = self.value_head(self.trunk(self.vector_input(observation), observation, features)).squeeze(-1)
         return value.float()
 
 
 def _actor_config(config: NetworkConfig) -> NetworkConfig:
-    scales = below(config.byte_scales, OWN)
-    return replace(
-        config, central=False, central_shares=False, vf_share_layers=True, byte_scales=scales
-    )  # the actor has no separate value layers
+    scales = below(config.byte_scales, OWN)  # the actor has no separate value layers
+    return replace(config, central=False, central_shares=False, vf_share_layers=True, byte_scales=scales)
 
 
 def actor_policy(policy: Policy) -> Policy:

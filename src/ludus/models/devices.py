@@ -21,10 +21,10 @@ def learner_device(name: str, num_gpus: float) -> torch.device:
         )
     if name == "auto":
         return torch.device("cuda", 0) if num_gpus else CPU
-    return named_device(name, "learner_device")
+    return parse_device(name, "learner_device")
 
 
-def named_device(name: str, key: str) -> torch.device:
+def parse_device(name: str, key: str) -> torch.device:
     """Return the device of a config value. Raises ConfigError."""
     try:
         device = torch.device(name)

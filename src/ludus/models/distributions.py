@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ludus.core.spaces import ArraySpec, array_spec
-from ludus.core.tree import Tree
+from ludus.core.tree import Array, Tree
 from ludus.errors import ConfigError
 
 MASKED = -1e9  # finite, so that probability·log-probability of a masked option is 0 and never NaN
 _LOG_STD_RANGE = (-20.0, 2.0)
-_INT64 = np.dtype(np.int64)
+_ZERO = np.zeros((), np.int64)
 _MIN_PROBABILITY = 1e-12  # clamp with a finite logarithm
 
 
@@ -53,7 +53,7 @@ class Distribution(Protocol):
 
 def make_distribution(space: gym.Space[Any], where: str = "action") -> Distribution:
     if isinstance(space, gym.spaces.Discrete):
-        return Categorical(int(space.n), int(space.start), np.dtype(space.dtype))
+        return Categorical(int(space.n), np.asarray(space.start, space.dtype))
     if isinstance(space, gym.spaces.MultiDiscrete):
         return MultiCategorical(space.nvec, np.asarray(space.start))
     if isinstance(space, gym.spaces.MultiBinary):
@@ -79,42 +79,50 @@ def make_q_distribution(space: gym.Space[Any]) -> EpsilonGreedy:
             f"DQN learns the value of each action and needs Discrete actions; these are {space}.",
             "Use PPO, APPO or IMPALA, or a wrapper that makes the actions discrete.",
         )
-    return EpsilonGreedy(int(space.n), int(space.start), np.dtype(space.dtype))
+    return EpsilonGreedy(int(space.n), np.asarray(space.start, space.dtype))
 
 
-def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.empty(shape).exponential_(generator=generator).log_().neg_()
-
-
-def categorical(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    log_p = F.log_softmax(logits, dim=-1)
-    choice = (log_p if noise is None else log_p + noise).argmax(dim=-1)  # the Gumbel-max trick
-    return choice, log_p.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
-
-
-def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+def apply_mask(logits: Tensor, mask: Tensor | None) -> Tensor:
     return logits if mask is None else torch.where(mask, logits, MASKED)
 
 
-class Categorical:
-    def __init__(self, n: int, start: int = 0, dtype: np.dtype[Any] = _INT64) -> None:
-        self.num_outputs = self.noise_size = self.mask_size = n
+def sample_category(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (choice, log-probability), with Gumbel noise (the Gumbel-max trick) or without."""
+    log_p = F.log_softmax(logits, dim=-1)
+    choice = (log_p if noise is None else log_p + noise).argmax(dim=-1)
+    return choice, log_prob_of(log_p, choice)
+
+
+def log_prob_of(log_p: Tensor, choice: Tensor) -> Tensor:
+    return log_p.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_of(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(dim=-1)
+
+
+class CategoricalBase:
+    """What distributions over categories share: Gumbel noise, masks, and actions that count from the start of the space."""
+
+    def __init__(self, options: int, start: Array) -> None:
+        self.noise_size = self.mask_size = self.num_outputs = options
         self.free_outputs: list[int] = []
-        self._start, self._dtype = start, dtype
+        self._start = start
 
     def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return gumbel((*lead, self.noise_size), generator)
-
-    def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
-        return categorical(masked(outputs, mask), noise)
-
-    def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        log_p = F.log_softmax(masked(outputs, mask), dim=-1)
-        log_prob = log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-        return log_prob, -(log_p.exp() * log_p).sum(dim=-1)
+        return torch.empty((*lead, self.noise_size)).exponential_(generator=generator).log_().neg_()
 
     def to_environment(self, action: Tree) -> Tree:
-        return (action + self._start if self._start else action).astype(self._dtype, copy=False)
+        return (action + self._start if self._start.any() else action).astype(self._start.dtype, copy=False)
+
+
+class Categorical(CategoricalBase):
+    def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
+        return sample_category(apply_mask(outputs, mask), noise)
+
+    def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        log_p = F.log_softmax(apply_mask(outputs, mask), dim=-1)
+        return log_prob_of(log_p, action), entropy_of(log_p)
 
 
 class EpsilonGreedy(nn.Module):
@@ -126,28 +134,28 @@ class EpsilonGreedy(nn.Module):
 
     epsilon: Tensor
 
-    def __init__(self, n: int, start: int = 0, dtype: np.dtype[Any] = _INT64) -> None:
+    def __init__(self, n: int, start: Array = _ZERO) -> None:
         super().__init__()
         self.num_outputs = self.mask_size = n
         self.noise_size = 1 + n
         self.free_outputs: list[int] = []
-        self._start, self._dtype = start, dtype
+        self._start = start
         self.register_buffer("epsilon", torch.ones(()))
 
     def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return torch.empty((*lead, self.noise_size)).uniform_(generator=generator)
 
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
-        best = masked(outputs, mask).argmax(dim=-1)
+        best = apply_mask(outputs, mask).argmax(dim=-1)
         chosen = best
         if noise is not None:
             explores = noise[..., 0] > 1 - self.epsilon
-            chosen = torch.where(explores, masked(noise[..., 1:], mask).argmax(dim=-1), best)
+            chosen = torch.where(explores, apply_mask(noise[..., 1:], mask).argmax(dim=-1), best)
         return chosen, self._log_prob(chosen == best, self._exploration_probability(mask))
 
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         each = self._exploration_probability(mask)
-        best = masked(outputs, mask).argmax(dim=-1)
+        best = apply_mask(outputs, mask).argmax(dim=-1)
         count = self.num_outputs if mask is None else mask.sum(dim=-1)
         greedy, other = 1 - self.epsilon + each, each
         entropy = -(
@@ -157,7 +165,7 @@ class EpsilonGreedy(nn.Module):
 
     def best(self, outputs: Tensor, mask: Tensor | None) -> Tensor:
         """The Q-value of the best allowed action."""
-        return masked(outputs, mask).amax(dim=-1)
+        return apply_mask(outputs, mask).amax(dim=-1)
 
     def _exploration_probability(self, mask: Tensor | None) -> Tensor:
         """Probability that exploration takes one given action."""
@@ -167,24 +175,18 @@ class EpsilonGreedy(nn.Module):
         return torch.where(greedy, 1 - self.epsilon + each, each).clamp(min=_MIN_PROBABILITY).log()
 
     def to_environment(self, action: Tree) -> Tree:
-        return (action + self._start if self._start else action).astype(self._dtype, copy=False)
+        return (action + self._start if self._start.any() else action).astype(self._start.dtype, copy=False)
 
 
-class MultiCategorical:
-    def __init__(self, nvec: np.ndarray[Any, Any], start: np.ndarray[Any, Any]) -> None:
-        self._shape = nvec.shape
-        self._sizes = [int(n) for n in nvec.reshape(-1)]
-        self._start = start
-        self.num_outputs = self.noise_size = self.mask_size = sum(self._sizes)
-        self.free_outputs: list[int] = []
-
-    def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return gumbel((*lead, self.noise_size), generator)
+class MultiCategorical(CategoricalBase):
+    def __init__(self, nvec: Array, start: Array) -> None:
+        super().__init__(int(nvec.sum()), start)
+        self._shape, self._sizes = nvec.shape, [int(n) for n in nvec.reshape(-1)]
 
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
-        logits = masked(outputs, mask).split(self._sizes, dim=-1)
+        logits = apply_mask(outputs, mask).split(self._sizes, dim=-1)
         noises = noise.split(self._sizes, dim=-1) if noise is not None else [None] * len(logits)
-        picks = [categorical(part, n) for part, n in zip(logits, noises, strict=True)]
+        picks = [sample_category(part, n) for part, n in zip(logits, noises, strict=True)]
         action = torch.stack([choice for choice, _ in picks], dim=-1)
         log_prob = torch.stack([lp for _, lp in picks], dim=-1).sum(dim=-1)
         return action.unflatten(-1, self._shape), log_prob
@@ -192,14 +194,11 @@ class MultiCategorical:
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         flat = action.flatten(-len(self._shape))
         log_probs, entropies = [], []
-        for i, part in enumerate(masked(outputs, mask).split(self._sizes, dim=-1)):
+        for i, part in enumerate(apply_mask(outputs, mask).split(self._sizes, dim=-1)):
             log_p = F.log_softmax(part, dim=-1)
-            log_probs.append(log_p.gather(-1, flat[..., i : i + 1]).squeeze(-1))
-            entropies.append(-(log_p.exp() * log_p).sum(dim=-1))
+            log_probs.append(log_prob_of(log_p, flat[..., i]))
+            entropies.append(entropy_of(log_p))
         return torch.stack(log_probs, dim=-1).sum(dim=-1), torch.stack(entropies, dim=-1).sum(dim=-1)
-
-    def to_environment(self, action: Tree) -> Tree:
-        return (action + self._start if self._start.any() else action).astype(self._start.dtype, copy=False)
 
 
 class Bernoulli:
@@ -215,12 +214,12 @@ class Bernoulli:
         return torch.logit(uniform)
 
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
-        logits = masked(outputs, mask)
+        logits = apply_mask(outputs, mask)
         bits = (logits if noise is None else logits + noise) > 0
         return bits.to(torch.int8).unflatten(-1, self._shape), self._log_prob(logits, bits)
 
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = masked(outputs, mask)
+        logits = apply_mask(outputs, mask)
         p = torch.sigmoid(logits)
         entropy = -(p * F.logsigmoid(logits) + (1 - p) * F.logsigmoid(-logits))
         return self._log_prob(logits, action.flatten(-len(self._shape)) > 0), entropy.sum(dim=-1)

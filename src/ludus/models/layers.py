@@ -110,3 +110,40 @@ def _concat(parts: Sequence[Tensor]) -> Tensor:
 def is_tracing() -> bool:
     """Return whether a graph is being exported or compiled, which must have the plain form."""
     return torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
+
+
+class RunningNorm(nn.Module):
+    """Running mean and variance of the vector part, as buffers: part of the weights, updated by the learner only."""
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("variance", torch.ones(size))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.mean) * self._inverse_std()).clamp(-10, 10)
+
+    def _inverse_std(self) -> Tensor:
+        if is_tracing():  # torch.onnx drops the addition of 1e-8, which makes a constant feature NaN
+            return torch.rsqrt(self.variance * 1e4 + 1e-4) * 1e2
+        return torch.rsqrt(self.variance + 1e-8)
+
+    @torch.no_grad()
+    def update(self, x_ND: Tensor) -> None:
+        """Merge the statistics of a batch (Chan, Golub, LeVeque 1979)."""
+        n = x_ND.shape[0]
+        if n == 0:
+            return
+        batch = x_ND.double()
+        mean, variance = batch.mean(dim=0), batch.var(dim=0, correction=0)
+        total = self.count + n
+        delta = mean - self.mean.double()
+        old = self.variance.double() * self.count
+        self.variance.copy_((old + variance * n + delta.square() * self.count * n / total) / total)
+        self.mean.copy_(self.mean.double() + delta * n / total)
+        self.count.copy_(total)

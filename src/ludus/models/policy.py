@@ -21,7 +21,9 @@ from ludus.core.tree import Array, Tree, map_tree
 from ludus.errors import ConfigError, IncompatibleCheckpoint
 from ludus.models.autoregressive_actions import AutoregressiveDistribution, check_pointers
 from ludus.models.distributions import Distribution, EpsilonGreedy, make_distribution, make_q_distribution
-from ludus.models.networks import Network, NetworkConfig, PolicyNetwork, entities_of
+from ludus.models.network_config import NetworkConfig
+from ludus.models.networks import Network, PolicyNetwork
+from ludus.models.observation_encoder import entities_of
 from ludus.models.q_network import QNetwork
 
 Weights = dict[str, Array]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ludus.core.tree import Tree
 from ludus.errors import ConfigError
+from ludus.models.frozen_layers import FrozenTower, FrozenTwoTowers, fold_activations
 from ludus.models.layers import Dense, mlp
-from ludus.models.networks import EncodedNetwork, FrozenMLP, NetworkConfig, fold_activations
+from ludus.models.network_config import NetworkConfig
+from ludus.models.networks import EncodedNetwork
 
 
 class QNetwork(EncodedNetwork):
@@ -32,7 +33,7 @@ class QNetwork(EncodedNetwork):
         self.head = _stream(self.trunk.size, config, num_actions)
         self.value_head = _stream(self.trunk.size, config, 1) if config.dueling else None
         separate = config.dueling and config.vf_share_layers is False
-        self.value_trunk = self._make_trunk(config) if separate else None
+        self.value_trunk = self.make_trunk(config) if separate else None
         self._frozen: Callable[[Tensor], Tensor] | None = None
         self._values = True
 
@@ -80,32 +81,10 @@ class QNetwork(EncodedNetwork):
             last = _dueling(value_weight, weight, dim=0), _dueling(value_bias, bias, dim=0)
             self._frozen = FrozenTower([*below, last], activation)
         else:
-            self._frozen = FrozenDueling(FrozenMLP(advantage, value, activation))
+            self._frozen = partial(_dueling_towers, FrozenTwoTowers(advantage, value, activation))
 
     def thaw(self) -> None:
         self._frozen, self._values = None, True
-
-
-class FrozenTower:
-    """A snapshot of dense layers for acting: a hidden layer is one matrix product and one in-place activation."""
-
-    def __init__(self, layers: list[tuple[Tensor, Tensor]], activation: str) -> None:
-        self._activation = torch.sigmoid_ if activation == "tanh" else torch.relu_
-        *self._hidden, self._last = layers
-
-    def __call__(self, x: Tensor) -> Tensor:
-        for weight, bias in self._hidden:
-            x = self._activation(F.linear(x, weight, bias))
-        return F.linear(x, *self._last)
-
-
-class FrozenDueling:
-    def __init__(self, towers: FrozenMLP) -> None:
-        self._towers = towers
-
-    def __call__(self, x: Tensor) -> Tensor:
-        advantage, value = self._towers(x)
-        return _dueling(value.unsqueeze(-1), advantage)
 
 
 def _stream(features: int, config: NetworkConfig, outputs: int) -> nn.Sequential:
@@ -119,3 +98,8 @@ def _layers(tower: nn.Module) -> list[Dense]:
 
 def _dueling(value: Tensor, advantage: Tensor, dim: int = -1) -> Tensor:
     return value + (advantage - advantage.mean(dim=dim, keepdim=True))
+
+
+def _dueling_towers(towers: FrozenTwoTowers, x: Tensor) -> Tensor:
+    advantage, value = towers(x)
+    return _dueling(value.unsqueeze(-1), advantage)

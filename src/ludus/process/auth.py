@@ -1,4 +1,4 @@
-"""Mutual authentication by the token of a run, for ports that other machines can reach.
+"""Authenticated TCP connections between the machines of a run: connecting, listening, mutual authentication and keep-alive.
 
 The token is never sent. Each side sends a nonce and proves by an HMAC over both nonces that it has the token. A recorded handshake is
 useless later, and a process that took over the port does not learn the token. Nothing that a peer sends is parsed before its
@@ -8,15 +8,18 @@ proof is verified; unauthenticated connections are limited in time and number.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
 import socket
 import struct
+import time
 import weakref
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.io import tcp
@@ -25,7 +28,7 @@ from ludus.io.atomic_file import create_once
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-"""Time limit of the handshake."""
+"""Time limit of the listening side of a handshake."""
 MAX_UNAUTHENTICATED = 64
 """Connections whose handshake is not complete; beyond this the oldest is closed."""
 PEER_TIMEOUT_S = 8.0
@@ -114,6 +117,47 @@ class Handshake:
         return hmac.digest(self.token, self.context + role + opening[nonces] + answer[nonces], "sha256")
 
 
+class _Reader(Protocol):
+    async def readexactly(self, n: int, /) -> bytes: ...
+
+
+class _Writer(Protocol):
+    def write(self, data: bytes, /) -> object: ...
+
+
+async def _run_listening_side(handshake: Handshake, reader: _Reader, writer: _Writer) -> None:
+    """Raises HandshakeFailed, OSError, IncompleteReadError."""
+    opening = handshake.opening()
+    writer.write(opening)
+    answer = await reader.readexactly(len(handshake.magic))
+    if answer == handshake.magic:  # another protocol may send fewer bytes than a whole answer: do not wait for them
+        answer += await reader.readexactly(handshake.answer_bytes - len(answer))
+    writer.write(handshake.confirmation(opening, answer))
+
+
+async def _run_calling_side(handshake: Handshake, reader: _Reader, writer: _Writer, what: str) -> None:
+    """Raises UsageError when the tokens differ, WorkerFailed when the listener is not part of this run."""
+    answer = b""
+    try:
+        opening = await reader.readexactly(handshake.opening_bytes)
+        answer = handshake.answer(opening)
+        writer.write(answer)
+        handshake.check(opening, answer, await reader.readexactly(handshake.confirmation_bytes))
+    except HandshakeFailed as error:
+        why = "another process does, without the token of this run" if answer else str(error)
+        raise WorkerFailed(f"{what} does not listen there: {why}.", "Check the address.") from error
+    except asyncio.IncompleteReadError as error:
+        if answer and not error.partial:
+            raise UsageError(f"{what} refused the token.", "Set LUDUS_TOKEN_FILE to the token file of this run.") from error
+        raise WorkerFailed(f"{what} closed the connection during the handshake.", "Check that it is still running.") from error
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise WorkerFailed(
+            f"{what} closed the connection during the handshake: {error}.", "It may have another token, or be shutting down."
+        ) from error
+
+
 class Authenticator:
     """Listening side of the handshake, one per port. Runs on the event loop of its port."""
 
@@ -132,66 +176,127 @@ class Authenticator:
         self._unauthenticated[writer] = None
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                why = await self._run_handshake(reader, writer)
+                await _run_listening_side(self._handshake, reader, writer)
+        except HandshakeFailed as error:
+            self._refuse(writer, str(error))
         except TimeoutError:
-            why = f"it sent nothing for {HANDSHAKE_S:g} s"
+            self._refuse(writer, f"it sent nothing for {HANDSHAKE_S:g} s")
         except (asyncio.IncompleteReadError, OSError):
-            why = "it closed the connection during the handshake"
+            self._refuse(writer, "it closed the connection during the handshake")
+        else:
+            return True
         finally:
             self._unauthenticated.pop(writer, None)
-        if why:
-            self._refuse(writer, why)
-        return not why
-
-    async def _run_handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Run the handshake; return why it failed, or an empty string."""
-        handshake, opening = self._handshake, self._handshake.opening()
-        writer.write(opening)
-        answer = await reader.readexactly(len(handshake.magic))
-        if answer == handshake.magic:  # another protocol may send fewer bytes than a whole answer: do not wait for them
-            answer += await reader.readexactly(handshake.answer_bytes - len(answer))
-        try:
-            writer.write(handshake.confirmation(opening, answer))
-        except HandshakeFailed as error:
-            return str(error)
-        return ""
+        return False
 
     def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
         self.refused += 1
         host = str((writer.get_extra_info("peername") or ("?",))[0])
         writer.transport.abort()
-        if (
-            host not in self._logged_hosts and len(self._logged_hosts) < _MAX_LOGGED_HOSTS
-        ):  # once per host: a port scan must not fill the disk
+        # Once per host: a port scan must not fill the disk.
+        if host not in self._logged_hosts and len(self._logged_hosts) < _MAX_LOGGED_HOSTS:
             self._logged_hosts.add(host)
             log.warning("refused a connection from %s: %s; further ones from this host are only counted", host, why)
 
 
-async def client_handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, what: str) -> None:
-    """Run the calling side of the handshake. Has no time-out.
+# -- connections with asyncio -------------------------------------------------------------------------------------------
 
-    Raises UsageError when the tokens differ, WorkerFailed when the listener is not part of this run.
+
+async def open_connection(
+    host: str, port: int, token: bytes, what: str, *, timeout_s: float, limit: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect and authenticate. `what`: name of the listener in errors; `limit`: of the reader's buffer.
+
+    Raises OSError or TimeoutError when it cannot be reached, UsageError when the tokens differ, WorkerFailed when the listener is
+    not part of this run.
     """
-    handshake, answer = Handshake(token), b""
-    try:
-        opening = await reader.readexactly(handshake.opening_bytes)
-        answer = handshake.answer(opening)
-        writer.write(answer)
-        handshake.check(opening, answer, await reader.readexactly(handshake.confirmation_bytes))
-    except HandshakeFailed as error:
-        if not answer:
-            raise WorkerFailed(f"{what} does not listen there: {error}.", "Check the address.") from error
-        raise WorkerFailed(
-            f"{what} does not listen there: another process does, without the token of this run.", "Check the address."
-        ) from error
-    except asyncio.IncompleteReadError as error:
-        if answer and not error.partial:
-            raise UsageError(f"{what} refused the token.", "Set LUDUS_TOKEN_FILE to the token file of this run.") from error
-        raise WorkerFailed(f"{what} closed the connection during the handshake.", "Check that it is still running.") from error
-    except OSError as error:
-        raise WorkerFailed(
-            f"{what} closed the connection during the handshake: {error}.", "It may have another token, or be shutting down."
-        ) from error
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(host, port, limit=limit)
+        with contextlib.ExitStack() as undo:
+            undo.callback(writer.transport.abort)
+            enable_keepalive(writer.get_extra_info("socket"))
+            await _run_calling_side(Handshake(token), reader, writer, what)
+            undo.pop_all()
+    return reader, writer
+
+
+async def start_server(
+    bound: socket.socket,
+    authenticator: Authenticator,
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    limit: int,
+) -> asyncio.Server:
+    """Accept connections on a bound socket; `serve` gets those that are authenticated. They are closed when it returns."""
+
+    async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        enable_keepalive(writer.get_extra_info("socket"))
+        watching = asyncio.get_running_loop().create_task(abort_when_unresponsive(weakref.ref(writer)))
+        try:
+            if await authenticator.authenticate(reader, writer):
+                await serve(reader, writer)
+        except asyncio.CancelledError:
+            pass  # the loop ends; asyncio would log a traceback
+        finally:
+            watching.cancel()
+            writer.close()
+
+    return await asyncio.start_server(run, sock=bound, limit=limit)
+
+
+# -- connections with blocking sockets ----------------------------------------------------------------------------------
+
+
+class _BlockingStream:
+    """A connected socket with the methods of asyncio's streams that a handshake uses. They block, until the deadline."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._connection, self._deadline = connection, deadline
+
+    def write(self, data: bytes) -> None:
+        self._limit_wait()
+        self._connection.sendall(data)
+
+    async def readexactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            self._limit_wait()
+            part = self._connection.recv(size - len(data))
+            if not part:
+                raise asyncio.IncompleteReadError(data, size)
+            data += part
+        return data
+
+    def _limit_wait(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it took too long")
+        self._connection.settimeout(left)
+
+
+def _run_blocking(handshake: Coroutine[Any, Any, None]) -> None:
+    """Run a handshake over a `_BlockingStream`: since that never suspends, one step completes it."""
+    with contextlib.suppress(StopIteration):
+        handshake.send(None)
+
+
+def authenticate_blocking(connection: socket.socket, handshake: Handshake) -> None:
+    """Listening side on an accepted socket, within HANDSHAKE_S. Raises OSError, EOFError; the caller closes the socket."""
+    enable_keepalive(connection)
+    stream = _BlockingStream(connection, time.monotonic() + HANDSHAKE_S)
+    _run_blocking(_run_listening_side(handshake, stream, stream))
+
+
+def connect_blocking(host: str, port: int, handshake: Handshake, what: str, timeout_s: float) -> socket.socket:
+    """Connect and authenticate. Raises as `open_connection` does."""
+    deadline = time.monotonic() + timeout_s  # the listener may serve others first
+    connection = socket.create_connection((host, port), timeout_s)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(connection)
+        enable_keepalive(connection)
+        stream = _BlockingStream(connection, deadline)
+        _run_blocking(_run_calling_side(handshake, stream, stream, what))
+        undo.pop_all()
+    return connection
 
 
 # -- detection of unreachable peers -------------------------------------------------------------------------------------

@@ -55,10 +55,10 @@ def shared_memory_dir() -> Path:
     return Path(tempfile.gettempdir())
 
 
-def short_temp_dir() -> Path:
-    """The temporary directory, or /tmp if the path would be too long for a unix socket."""
+def short_temp_dir(max_bytes: int = 32) -> Path:
+    """The temporary directory, or /tmp if its path would be too long for a unix socket."""
     temp = Path(tempfile.gettempdir())
-    return temp if len(os.fsencode(str(temp))) <= 32 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
+    return temp if len(os.fsencode(temp)) <= max_bytes or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
 
 
 def sweep_all() -> int:

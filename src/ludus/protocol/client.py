@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import ssl
 import time
 from collections.abc import Generator, Mapping
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args
 from urllib.parse import urlsplit
 
 from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError
@@ -61,22 +62,11 @@ _CONFLICT = 409
 
 Address = tuple[str, int]
 Fallback = Literal["error", "repeat", "default"]
+_Kept = TypeVar("_Kept")
 
 
-class Client:
-    """Blocking client on one kept connection; use one per thread. `timeout_s` limits each attempt, including connecting.
-
-    Raises Refused for every reply that is not 200 (429 and 503: after the retries), and Unreachable when there is no reply or only
-    one of a proxy (500, 502, 504 without a Ludus body). After Unreachable it is unknown whether the server processed the request:
-    repeat it with the same body, or end the session.
-
-    `deadline_s` limits a tick with all its retries. When it is missed, `tick` returns the fallback: `repeat` returns the last reply
-    to a tick of this session (before the first one `default`), `default` returns those bytes, `error` raises DeadlineMissed.
-    `missed` is incremented in every case. The next tick may have a different body: the client finds out which ones were processed.
-
-    `direct`: after `start`, connect to the worker that owns the session (`Ludus-Endpoint`) instead of the shared port.
-    `cafile`: with https, the certificates to trust instead of the system's.
-    """
+class _ClientBase(Generic[_Kept]):
+    """Options, counters and kept connections of both clients."""
 
     def __init__(
         self,
@@ -93,7 +83,33 @@ class Client:
     ) -> None:
         self._protocol = _ClientProtocol(url, token, timeout_s, retries, direct, cafile)
         self._protocol.set_fallback(deadline_s, fallback, default)
-        self._sockets: dict[Address, tuple[socket.socket, _Reader]] = {}
+        self._kept: dict[Address, _Kept] = {}
+
+    @property
+    def missed(self) -> int:
+        """How many ticks were not answered by their deadline."""
+        return self._protocol.missed
+
+    def missed_of(self, session: str) -> int:
+        """Those of one session, while it is open; 0 for any other."""
+        state = self._protocol.sessions.get(session)
+        return 0 if state is None else state.missed
+
+
+class Client(_ClientBase[tuple[socket.socket, "_Reader"]]):
+    """Blocking client on one kept connection; use one per thread. `timeout_s` limits each attempt, including connecting.
+
+    Raises Refused for every reply that is not 200 (429 and 503: after the retries), and Unreachable when there is no reply or only
+    one of a proxy (500, 502, 504 without a Ludus body). After Unreachable it is unknown whether the server processed the request:
+    repeat it with the same body, or end the session.
+
+    `deadline_s` limits a tick with all its retries. When it is missed, `tick` returns the fallback: `repeat` returns the last reply
+    to a tick of this session (before the first one `default`), `default` returns those bytes, `error` raises DeadlineMissed.
+    `missed` is incremented in every case. The next tick may have a different body: the client finds out which ones were processed.
+
+    `direct`: after `start`, connect to the worker that owns the session (`Ludus-Endpoint`) instead of the shared port.
+    `cafile`: with https, the certificates to trust instead of the system's.
+    """
 
     def __enter__(self) -> Client:
         return self
@@ -103,17 +119,8 @@ class Client:
 
     def close(self) -> None:
         """Open sessions stay open on the server; the next call connects again."""
-        while self._sockets:
-            self._sockets.popitem()[1][0].close()
-
-    @property
-    def missed(self) -> int:
-        """How many ticks were not answered by their deadline."""
-        return self._protocol.missed
-
-    def missed_of(self, session: str) -> int:
-        """Those of one session, while it is open; 0 for any other."""
-        return self._protocol.missed_of(session)
+        while self._kept:
+            self._kept.popitem()[1][0].close()
 
     def spec(self) -> dict[str, Any]:
         """Fetch the protocol version and, if declared, the observation and action spaces."""
@@ -158,7 +165,7 @@ class Client:
 
     def _send_attempt(self, attempt: _Attempt) -> _Reply:
         address, deadline = attempt.address, _Deadline(attempt.timeout_s)
-        kept = self._sockets.pop(address) if address in self._sockets else None
+        kept = self._kept.pop(address) if address in self._kept else None
         connected, reader = kept or (self._connect(address, deadline), _Reader())
         try:
             connected.settimeout(max(deadline.left_s, 1e-3))
@@ -167,53 +174,34 @@ class Client:
                 if deadline.left_s <= 0:
                     raise TimeoutError("timed out")
                 connected.settimeout(deadline.left_s)
-        except BaseException:  # also when interrupted: a late reply must not be taken for the next one
-            connected.close()
-            raise
-        if reply.close:
-            connected.close()
-        else:
-            self._sockets[address] = connected, reader
+            if not reply.close:
+                self._kept[address] = connected, reader
+        finally:
+            if address not in self._kept:  # also when interrupted: a late reply must not be taken for the next one
+                connected.close()
         return reply
 
     def _connect(self, address: Address, deadline: _Deadline) -> socket.socket:
-        connected = _open_socket(address, deadline)
-        try:
+        with contextlib.ExitStack() as undo:
+            connected = undo.enter_context(_open_socket(address, deadline))
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            tls = self._protocol.tls
-            if tls is None:
-                return connected
-            connected.settimeout(max(deadline.left_s, 1e-3))
-            return tls.wrap_socket(
-                connected, server_hostname=self._protocol.address[0]
-            )  # workers share the service's certificate
-        except BaseException:
-            connected.close()
-            raise
+            if self._protocol.tls is not None:
+                connected.settimeout(max(deadline.left_s, 1e-3))
+                named = self._protocol.address[0]  # workers share the service's certificate
+                connected = self._protocol.tls.wrap_socket(connected, server_hostname=named)
+            undo.pop_all()
+        return connected
 
 
-class AsyncClient:
+class AsyncClient(_ClientBase["_AsyncConnection"]):
     """`Client` for one event loop. Concurrent calls share one connection and wait for each other."""
 
-    def __init__(
-        self,
-        url: str = "http://127.0.0.1:8000",
-        token: str | None = None,
-        timeout_s: float = 10.0,
-        retries: int = 2,
-        direct: bool = False,
-        *,
-        deadline_s: float | None = None,
-        fallback: Fallback = "error",
-        default: bytes | None = None,
-        cafile: str | None = None,
-    ) -> None:
-        self._protocol = _ClientProtocol(url, token, timeout_s, retries, direct, cafile)
-        self._protocol.set_fallback(deadline_s, fallback, default)
-        self._connections: dict[Address, _AsyncConnection] = {}
-        self._lock = asyncio.Lock()
-        self._queued = 0
-        """Requests that wait for the connection."""
+    _queued = 0
+    """Requests that wait for the connection."""
+
+    @functools.cached_property
+    def _lock(self) -> asyncio.Lock:
+        return asyncio.Lock()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -223,18 +211,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Open sessions stay open on the server; the next call connects again."""
-        while self._connections:
-            self._connections.popitem()[1].close()
+        while self._kept:
+            self._kept.popitem()[1].close()
         await asyncio.sleep(0)  # the sockets close in the next iteration of the loop
-
-    @property
-    def missed(self) -> int:
-        """How many ticks were not answered by their deadline."""
-        return self._protocol.missed
-
-    def missed_of(self, session: str) -> int:
-        """Those of one session, while it is open; 0 for any other."""
-        return self._protocol.missed_of(session)
 
     async def spec(self) -> dict[str, Any]:
         """Fetch the protocol version and, if declared, the observation and action spaces."""
@@ -261,10 +240,9 @@ class AsyncClient:
             return await self._drive(self._protocol.step(TICK, session, body))
         if not self._lock.locked() and not self._queued:
             await self._lock.acquire()  # saves the cost of a timer
-        elif not await self._acquire_by(deadline):
-            return self._protocol.miss(
-                session, DeadlineMissed(f"The connection was not free within {deadline.limit_s:g} s.", _SESSION_CONTINUES)
-            )
+        elif not await self._acquire(deadline):
+            message = f"The connection was not free within {deadline.limit_s:g} s."
+            return self._protocol.miss(session, DeadlineMissed(message, _SESSION_CONTINUES))
         try:
             return await self._run(self._protocol.tick(session, body, deadline))
         finally:
@@ -273,24 +251,19 @@ class AsyncClient:
     async def end(self, session: str, body: bytes = b"") -> bytes:
         return await self._drive(self._protocol.step(END, session, body))
 
-    async def _acquire_by(self, deadline: _Deadline) -> bool:
+    async def _acquire(self, deadline: _Deadline | None = None) -> bool:
         """Acquire the connection, or return False at the deadline."""
         self._queued += 1
         try:
-            async with asyncio.timeout(max(0.0, deadline.left_s)):
-                await self._lock.acquire()
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline.left_s)):
+                return await self._lock.acquire()
         except TimeoutError:
             return False
         finally:
             self._queued -= 1
-        return True
 
     async def _drive(self, steps: _Steps) -> bytes:
-        self._queued += 1
-        try:
-            await self._lock.acquire()
-        finally:
-            self._queued -= 1
+        await self._acquire()
         try:
             return await self._run(steps)
         finally:
@@ -311,16 +284,14 @@ class AsyncClient:
 
     async def _send_attempt(self, attempt: _Attempt) -> _Reply:
         deadline = _Deadline(attempt.timeout_s)
-        connection = self._connections.pop(attempt.address, None) or await self._connect(attempt.address, deadline)
+        connection = self._kept.pop(attempt.address, None) or await self._connect(attempt.address, deadline)
         try:
             reply = await connection.send(attempt.request, deadline)
-        except BaseException:  # also when cancelled: a late reply must not be taken for the next one
-            connection.close()
-            raise
-        if reply.close:
-            connection.close()
-        else:
-            self._connections[attempt.address] = connection
+            if not reply.close:
+                self._kept[attempt.address] = connection
+        finally:
+            if attempt.address not in self._kept:  # also when cancelled: a late reply must not be taken for the next one
+                connection.close()
         return reply
 
     async def _connect(self, address: Address, deadline: _Deadline) -> _AsyncConnection:
@@ -335,16 +306,18 @@ def _open_socket(address: Address, deadline: _Deadline) -> socket.socket:
     """Try each address of the host with a share of the remaining time, because the first may not respond at all."""
     found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     for left, (family, kind, protocol, _, where) in zip(range(len(found), 0, -1), found, strict=True):
-        connected = socket.socket(family, kind, protocol)
-        try:
+        with contextlib.ExitStack() as undo:
+            connected = undo.enter_context(socket.socket(family, kind, protocol))
             connected.settimeout(max(min(deadline.left_s, _CONNECT_S) / left, 1e-3))
-            connected.connect(where)
-            keep_alive(connected, _IDLE_S, _LOST_S)
+            try:
+                connected.connect(where)
+                keep_alive(connected, _IDLE_S, _LOST_S)
+            except OSError:
+                if left == 1 or deadline.left_s <= 0:
+                    raise
+                continue
+            undo.pop_all()
             return connected
-        except BaseException as error:
-            connected.close()
-            if left == 1 or deadline.left_s <= 0 or not isinstance(error, OSError):
-                raise
     raise OSError(f"the host {address[0]!r} has no address")
 
 
@@ -425,7 +398,7 @@ class _ClientProtocol:
         if token is not None:
             self._common += f"Authorization: Bearer {_header('token', token)}\r\n"
         self._timeout_s, self._retries, self._direct = timeout_s, retries, direct
-        self._sessions: dict[str, _Session] = {}
+        self.sessions: dict[str, _Session] = {}
         self._starts = 0
         self.missed = 0
         self.set_fallback(None, "error", None)
@@ -442,9 +415,6 @@ class _ClientProtocol:
         """Deadline of a tick that begins now; None: no deadline."""
         limit_s = self._deadline_s if deadline_s is None else _check_deadline_s(deadline_s)
         return None if limit_s is None else _Deadline(limit_s)
-
-    def missed_of(self, session: str) -> int:
-        return self._sessions[session].missed if session in self._sessions else 0
 
     def get(self, path: str) -> _Steps:
         request = f"GET {self._path}{path} HTTP/1.1\r\n{self._common}\r\n".encode("latin-1")
@@ -506,14 +476,16 @@ class _ClientProtocol:
             refused = _to_refused(reply)
             lost = refused.error == "unknown_session" or (reply.status in _SESSION_ENDED and refused.error != "http")
             if kind is START or lost:
-                self._sessions.pop(session, None)
+                self.sessions.pop(session, None)
             raise refused
         if kind is END:
-            del self._sessions[session]
+            del self.sessions[session]
         elif kind is TICK:
             state.last_action = reply.body
         elif self._direct and reply.endpoint:
-            state.endpoint = _address(reply.endpoint)
+            with contextlib.suppress(ValueError):
+                parts = urlsplit(f"//{reply.endpoint}")
+                state.endpoint = (parts.hostname, parts.port) if parts.hostname and parts.port else None
         return reply.body
 
     def _send_by_deadline(
@@ -556,18 +528,18 @@ class _ClientProtocol:
                 return outcome
 
     def _begin_session(self, session: str, body: bytes, headers: bytes) -> _Session:
-        state = self._sessions.get(session)
+        state = self.sessions.get(session)
         if state is not None and state.unanswered == (START, body, headers):
             return state  # the same start again
         head = f"POST {self._path}{STEP} HTTP/1.1\r\n{self._common}Ludus-Session: {_header('session', session)}\r\n"
         # Every start has its own number, so that a new one is never taken for a retry of a failed one.
-        fresh = self._sessions[session] = _Session(head.encode(), self._starts)
+        fresh = self.sessions[session] = _Session(head.encode(), self._starts)
         self._starts += 1
         return fresh
 
     def _find_session(self, session: str) -> _Session:
         try:
-            return self._sessions[session]
+            return self.sessions[session]
         except KeyError:
             message = f"This client has no open session {session!r}."
             raise Refused(404, "unknown_session", message, "Call start first.") from None
@@ -688,9 +660,8 @@ def _unreachable(address: Address, error: _Reply | OSError, timeout_s: float, re
     tries = f"{retries + 1} attempts" if retries else "1 attempt"
     if isinstance(error, _Reply):
         reason = f"{error.status} {REASONS.get(error.status, '')}".rstrip()
-        return Unreachable(
-            f"{where} answered {reason}, which is not a reply of a Ludus server ({tries}).", "Check that it is running."
-        )
+        message = f"{where} answered {reason}, which is not a reply of a Ludus server ({tries})."
+        return Unreachable(message, "Check that it is running.")
     if isinstance(error, TimeoutError):
         hint = "Check whether the server is overloaded or its actor blocks, or raise timeout_s."
         return Unreachable(f"{where} did not answer within {timeout_s:g} s ({tries}).", hint)
@@ -703,14 +674,6 @@ def _unreachable(address: Address, error: _Reply | OSError, timeout_s: float, re
         return Unreachable(f"The certificate of {where} is not trusted: {error.verify_message}.", hint)
     hint = "Check that it is a running Ludus server; a server with a certificate needs https://."
     return Unreachable(f"The connection to {where} broke ({tries}): {error.strerror or error}.", hint)
-
-
-def _address(endpoint: str) -> Address | None:
-    try:
-        parts = urlsplit(f"//{endpoint}")
-        return (parts.hostname, parts.port) if parts.hostname and parts.port else None
-    except ValueError:
-        return None
 
 
 def _parse_spec(body: bytes) -> dict[str, Any]:
@@ -776,7 +739,7 @@ class _Reader:
     def _after_interim(self, rest: bytes) -> _Reply | None:
         self._interim += 1
         if self._interim > _MAX_INTERIM or self._head.status == 101:
-            raise ConnectionError("it never comes to an answer")
+            raise ConnectionError("the server sends interim replies only")
         self._buffer = b""
         reply = self.feed(rest) if rest else None
         if reply is not None:
@@ -789,7 +752,10 @@ class _Reader:
             end = buffer.find(b"\r\n", at)
             if end < 0 and len(buffer) - at > _MAX_CHUNK_LINE:
                 raise ConnectionError("the size of a chunk does not end")
-            size = _chunk_size(buffer[at:end]) if end >= 0 else 0
+            digits = buffer[at:end].partition(b";")[0].rstrip() if end >= 0 else b"0"
+            if not digits or len(digits) > 16 or digits.strip(b"0123456789abcdefABCDEF"):
+                raise ConnectionError("a chunk has no size")
+            size = int(digits, 16)
             self._chunked += size
             if self._chunked > _MAX_BODY:
                 raise ConnectionError("the reply is too large")
@@ -819,20 +785,12 @@ class _Reader:
         return _Reply(self._head.status, body, self._head.retry_after_s, self._head.endpoint, self._head.close)
 
 
-def _chunk_size(line: bytes) -> int:
-    digits = line.partition(b";")[0].rstrip()
-    if not digits or len(digits) > 16 or digits.strip(b"0123456789abcdefABCDEF"):
-        raise ConnectionError("a chunk has no size")
-    return int(digits, 16)
-
-
 def _parse_head(raw: bytes) -> _Head:
     first, *lines = raw.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     code, after = rest[:3], rest[3:4]
-    if version not in ("HTTP/1.1", "HTTP/1.0") or not (
-        code.isascii() and code.isdigit() and len(code) == 3 and after in ("", " ")
-    ):
+    is_status = code.isascii() and code.isdigit() and len(code) == 3 and after in ("", " ")
+    if version not in ("HTTP/1.1", "HTTP/1.0") or not is_status:
         raise ConnectionError(f"what came back is not HTTP/1.1 ({first[:40]!r})")
     fields: dict[str, str] = {}
     for name, _, value in (line.partition(":") for line in lines if line):

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ludus.core import spaces
-from ludus.core.plugins import did_you_mean
 from ludus.core.types import Bools
-from ludus.errors import ConfigError, Refused
-from ludus.protocol.codec import ONLY_SEAT, Format, SeatSpaces, bounds_error, decode, is_msgpack
+from ludus.errors import Refused
+from ludus.protocol.codec import Format, SeatSpaces, bounds_error, is_msgpack
 from ludus.protocol.spec import END, START
+from ludus.protocol.step_message import SeatParser, decode_message, parse_step, split_seats
 
 LARGE_BODY = 1 << 20
 SLOW_S = 0.5
@@ -215,8 +214,8 @@ class Conformance:
     """Collects findings over a whole run. `seats`: the spaces, if bodies are to be checked."""
 
     def __init__(self, form: Format | None = None, seats: Mapping[str, SeatSpaces] | None = None) -> None:
-        self._form, self._seats = form, seats or {}
-        self._fits = {name: spaces.SpaceParser(seat.observation) for name, seat in self._seats.items()}
+        self._form = form
+        self._seats = {name: SeatParser(seat.observation, seat.action) for name, seat in (seats or {}).items()}
         self._findings: dict[str, CheckFinding] = {}
         self._open: dict[bytes, _OpenSession] = {}
         self._past: dict[bytes, tuple[str, int, int]] = {}
@@ -353,150 +352,72 @@ class Conformance:
         """Check the body of an accepted tick or end, before it is answered."""
         name, known = f"session {_quote(session)}", self._open.get(session)
         playing = known.playing if known else set[str]()
-        check = _BodyCheck(self._form, self._seats, self._fits, playing, last=kind is END)
+        check = _BodyCheck(self._form, self._seats, playing, last=kind is END)
         try:
             acting = check.run(body)
-        except _BodyError as wrong:
-            new = self._count(iter([(wrong.kind, f"{name}: {wrong}")]))
-            return BodyResult(new, Refused(422, wrong.word, str(wrong), CHECKS[wrong.kind].remedy), {})
+        except Refused as refused:
+            wrong = _check_of_refusal(refused)
+            new = self._count(iter([(wrong, f"{name}: {refused.message} {refused.hint}".rstrip())]))
+            return BodyResult(new, refused, {})
         new = self._count((kind, f"{name}: {what}") for kind, what in check.warnings)
         playing.difference_update(check.over)
         playing.update(acting)
         return BodyResult(new, None, acting)
 
 
-class _BodyError(Exception):
-    def __init__(self, kind: str, message: str, word: str = "") -> None:
-        super().__init__(message)
-        self.kind, self.word = kind, word or kind  # name of the check, error word of the reply
+_CHECK_OF_REFUSAL = {
+    "malformed": "body", "unknown_key": "keys", "terminated": "flags", "truncated": "flags", "action_mask": "mask",
+}  # fmt: skip
+"""Check by error word of `step_message`; other words are names of checks."""
+
+
+def _check_of_refusal(refused: Refused) -> str:
+    if refused.error in ("observation", "reward") and re.search(r"(is|contains) -?(nan|inf)", refused.message):
+        return "not_finite"
+    return _CHECK_OF_REFUSAL.get(refused.error, refused.error)
 
 
 class _BodyCheck:
-    """Checks one body: raises _BodyError for what the built-in actor refuses, and collects warnings."""
+    """Checks one body: raises Refused as the built-in actor does, and collects warnings."""
 
-    def __init__(
-        self,
-        form: Format | None,
-        seats: Mapping[str, SeatSpaces],
-        fits: Mapping[str, spaces.SpaceParser],
-        playing: set[str],
-        *,
-        last: bool,
-    ) -> None:
-        self._form, self._seats, self._fits, self._playing, self._last = form, seats, fits, playing, last
+    def __init__(self, form: Format | None, seats: Mapping[str, SeatParser], playing: set[str], *, last: bool) -> None:
+        self._form, self._seats, self._playing, self._last = form, seats, playing, last
         self.warnings: list[tuple[str, str]] = []
         self.over: set[str] = set()
 
     def run(self, body: bytes) -> dict[str, Bools | None]:
-        """Return the seats that need an action. Raises _BodyError."""
+        """Return the seats that need an action, with their masks. Raises Refused."""
         if self._form is None:
             return {}
         if self._last and not body.strip():
             if self._playing:
                 self.warnings.append(("no_outcome", "end was empty: the outcome of the last action is unknown."))
             return {}
-        parts = self._parts(self._message(body))
-        masks = {name: self._part(name, part) for name, part in parts.items()}
+        if is_msgpack(body) != (self._form == "msgpack"):
+            begins = f"begins with {body[:8]!r}" if body else "is empty"
+            raise Refused(422, "malformed", f"The body {begins}; expected {self._form}.", CHECKS["body"].remedy)
+        message, _ = decode_message(body)
+        parts = split_seats(message, self._seats)
+        masks = {name: self._check_part(name, part) for name, part in parts.items()}
         missing = sorted(self._playing - parts.keys())
         if self._last and missing:
             self.warnings.append(("no_outcome", f"end lacks seat {missing[0]!r}: the outcome of its last action is unknown."))
         return {name: mask for name, mask in masks.items() if name not in self.over}
 
-    def _message(self, body: bytes) -> dict[str, Any]:
-        found: Format = "msgpack" if is_msgpack(body) else "json"
-        if found != self._form:
-            begins = f"begins with {body[:8]!r}" if body else "is empty"
-            raise _BodyError("body", f"The body {begins}; expected {self._form}.", "malformed")
-        try:
-            message = decode(body)
-        except ValueError as error:
-            raise _BodyError("body", f"The body is not {found}: {error}.", "malformed") from None
-        if not isinstance(message, dict):
-            raise _BodyError("body", f"The body is {type(message).__name__}, not an object with keys.", "malformed")
-        return message
-
-    def _parts(self, message: dict[str, Any]) -> dict[str, Any]:
-        if set(self._seats) == {ONLY_SEAT}:
-            return {ONLY_SEAT: message}
-        seats = message.get("seats")
-        if not isinstance(seats, dict) or message.keys() - {"seats"} or not seats:
-            raise _BodyError("seats", f"A game with several seats sends only seats; found {sorted(map(str, message))}.")
-        for name in seats:
-            if name not in self._seats:
-                raise _BodyError("seats", f"There is no seat {name!r}. {did_you_mean(str(name), self._seats)}")
-        return seats
-
-    def _part(self, name: str, part: Any) -> Bools | None:
-        where = f" of seat {name!r}" if name else ""
-        if not isinstance(part, dict):
-            raise _BodyError("body", f"The step{where} is {type(part).__name__}, not an object with keys.", "malformed")
-        unknown = sorted(map(str, part.keys() - _KEYS))
-        if unknown:
-            raise _BodyError(
-                "keys", f"The key {unknown[0]!r}{where} is unknown. {did_you_mean(unknown[0], _KEYS)}", "unknown_key"
-            )
-        terminated, truncated = _flag(part, "terminated", where), _flag(part, "truncated", where)
-        self._reward(name, part, where)
-        if self._last:
-            terminated = terminated or not truncated
-        over = terminated or truncated
-        if over:
+    def _check_part(self, name: str, part: Any) -> Bools | None:
+        where, seat = f" of seat {name!r}" if name else "", self._seats[name]
+        step = parse_step(part, name, playing=name in self._playing, last=self._last)
+        if name in self._playing and "reward" not in part:
+            self.warnings.append(("no_reward", f"the step{where} has no reward."))
+        if step.over:
             self.over.add(name)
             if not self._last and not name:
                 self.warnings.append(("over_in_tick", "a tick ended the episode."))
-        self._observation(name, part.get("observation"), where, needed=not terminated)
-        return None if over else self._mask(name, part.get("action_mask"), where)
-
-    def _reward(self, name: str, part: dict[str, Any], where: str) -> None:
-        reward, playing = part.get("reward"), name in self._playing
-        if reward is None and "reward" not in part:
-            if playing:
-                self.warnings.append(("no_reward", f"the step{where} has no reward."))
-            return
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)):
-            raise _BodyError("reward", f"The reward{where} is {reward!r}.")
-        if reward - reward != 0:
-            raise _BodyError("not_finite", f"The reward{where} is {reward!r}.", "reward")
-        if reward and not playing:
-            raise _BodyError("reward", f"A reward{where} of {reward:g} came before any action.")
-
-    def _observation(self, name: str, given: Any, where: str, *, needed: bool) -> None:
-        if given is None:
-            if needed:
-                raise _BodyError("observation", f"The observation{where} is missing.")
-            return
-        try:
-            seen = self._fits[name](given)
-        except ValueError as error:
-            kind = "not_finite" if re.search(r"contains -?(nan|inf)", str(error)) else "observation"
-            raise _BodyError(kind, f"The observation{where} does not fit: {error}.", "observation") from None
-        problem = bounds_error(self._seats[name].observation, seen, "observation")
-        if problem:
-            self.warnings.append(("bounds", f"{problem}{where}."))
-
-    def _mask(self, name: str, given: Any, where: str) -> Bools | None:
-        if given is None:
-            return None
-        space = self._seats[name].action
-        try:
-            flat = spaces.flat_mask(given, space)
-        except (ConfigError, ValueError, TypeError) as error:
-            raise _BodyError("mask", f"The action mask{where} does not fit: {error}", "action_mask") from None
-        for options in spaces.choices(space):
-            if not flat[options].any():
-                which = f"from {options.start} to {options.stop - 1}"
-                raise _BodyError("mask", f"The action mask{where} forbids every option {which}.", "action_mask")
-        return flat
-
-
-_KEYS = frozenset({"observation", "reward", "terminated", "truncated", "action_mask"})
-
-
-def _flag(part: dict[str, Any], key: str, where: str) -> bool:
-    value = part.get(key, False)
-    if not isinstance(value, bool):
-        raise _BodyError("flags", f"{key}{where} is {value!r}.", key)
-    return value
+        if step.observation is not None:
+            problem = bounds_error(seat.observation_space, seat.observation(step.observation), "observation")
+            if problem:
+                self.warnings.append(("bounds", f"{problem}{where}."))
+        return None if step.over else seat.mask(step.action_mask)
 
 
 def _quote(session: bytes) -> str:

@@ -10,6 +10,7 @@ Uses the standard library only. Uses /v1 if the server has it, else the older /v
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import json
@@ -41,12 +42,7 @@ OVER: Final = frozenset({"finished", "crashed", "stopped", "timed-out", "lost", 
 """An older server reports only `over`, not how a game ended."""
 BROKEN: Final = frozenset({"crashed", "timed-out", "lost"})
 
-START_FROM: Final[Mapping[str, str | None]] = {
-    "remote": None,
-    "repeat": "any",
-    "remote_repeat": "any",
-    "repeat_only": "any",
-}
+START_FROM: Final[Mapping[str, str | None]] = {"remote": None, "repeat": "any", "remote_repeat": "any", "repeat_only": "any"}
 """simulator_type → saved state that a match starts from."""
 
 _POLL_S = 20.0
@@ -135,7 +131,7 @@ class GameState:
     def from_json(cls, data: Any) -> GameState:
         """Parse a state, ignoring unknown or mistyped fields of newer servers. Raises Refused."""
         if not (isinstance(data, dict) and isinstance(data.get("runtime_id"), str) and isinstance(data.get("state"), str)):
-            raise _unexpected_reply("a state of a game")
+            raise _reply_error("a state of a game")
         known = {field.name: data[field.name] for field in fields(cls) if data.get(field.name) is not None}
         sane: dict[str, Any] = {name: value for name, value in known.items() if isinstance(value, _KINDS.get(name, object))}
         sane["last_lines"] = tuple(str(line) for line in sane.get("last_lines", ()))
@@ -263,30 +259,37 @@ class GamecoreClient:
         the server's catalogue; default: the first with this mode. `start_from` names a saved state, or is "any". `timeout_s` is the
         time limit of the game.
         """
-        is_evaluation, task = _eval_and_task(eval_mode, task_id)
+        if isinstance(task_id, bool) or not isinstance(eval_mode, (bool, type(None))):  # older callers pass the task first
+            eval_mode, task_id = task_id, eval_mode
+        task = None if task_id is None else str(task_id)
         mode, heroes = _parse_camp_config(camp_config, self._defaults)
-        request = _StartRequest(
-            runtime_id=_check_id(runtime_id),
-            game=game,
-            mode=mode,
-            heroes=heroes,
-            camps=_parse_actors(server_config, heroes, self._actor_s),
-            eval_mode=is_evaluation,
-            seed=seed,
-            max_frames=self._max_frames,
-            timeout_s=timeout_s,
-            start_from=start_from,
-            simulator="remote" if is_evaluation else self._simulator,
-            task_id=task,
-            options=dict(options or {}),
-            extra=dict(extra_abs_key_info or {}),
-        )
-        if self._uses_v1():
-            if request.extra:
-                log.warning("ignoring extra_abs_key_info, which %s does not support", self.server)
-            return GameState.from_json(self._request("POST", "/v1/games", request.to_v1(), self._http.timeout_s + _START_S))
-        self._request_v2("newGame", request.to_v2())
-        return GameState(request.runtime_id, "starting", mode=mode, eval_mode=is_evaluation, task_id=task)
+        actors = _parse_actors(server_config, heroes, self._actor_s)
+        simulator = "remote" if eval_mode else self._simulator
+        request = {
+            "runtime_id": _check_id(runtime_id),
+            "game": game,
+            "mode": mode,
+            "heroes": heroes,
+            "camps": None if actors is None else [actor and actor.to_json() for actor in actors],
+            "eval_mode": True if eval_mode else None,
+            "seed": seed,
+            "max_frames": self._max_frames,
+            "timeout_s": timeout_s,
+            "start_from": start_from,
+            "task_id": task,
+            "options": dict(options) if options else None,
+        }
+        request = {key: value for key, value in request.items() if value is not None}
+        if not self._uses_v1():
+            self._request_v2("newGame", _to_v2(request, actors or (), simulator, extra_abs_key_info or {}))
+            return GameState(runtime_id, "starting", mode=mode, eval_mode=bool(eval_mode), task_id=task)
+        if extra_abs_key_info:
+            log.warning("ignoring extra_abs_key_info, which %s does not support", self.server)
+        if not start_from and START_FROM[simulator]:
+            request["start_from"] = START_FROM[simulator]
+        if simulator == "repeat_only":
+            request["must_resume"] = True
+        return GameState.from_json(self._request("POST", "/v1/games", request, self._http.timeout_s + _START_S))
 
     def wait_game(self, runtime_id: str, max_timeout_second: float = 0) -> GameState:
         """Wait for the end of a game and return its state: finished or stopped. 0 seconds: no time limit.
@@ -344,7 +347,7 @@ class GamecoreClient:
         found = self._request("GET", "/v1/games" + (f"?{urlencode({'state': state})}" if state else ""))
         games = found.get("games")
         if not isinstance(games, list):
-            raise _unexpected_reply("a list of games")
+            raise _reply_error("a list of games")
         return [GameState.from_json(item) for item in games]
 
     def logs(self, runtime_id: str, lines: int = 100) -> str:
@@ -353,11 +356,13 @@ class GamecoreClient:
         self._require_v1("show logs")
         return self._http.request("GET", path).body.decode("utf-8", "replace")
 
-    def kept(self, runtime_id: str, what: Literal["recording", "video"]) -> bytes:
+    def download(self, runtime_id: str, what: Literal["recording", "video"]) -> bytes:
         """Download the recording or video that the game's result names. Raises Refused if there is none."""
         path = _path(runtime_id, f"/{what}")
         self._require_v1("send files of games")
         return self._http.request("GET", path, timeout_s=self._http.timeout_s + _DOWNLOAD_S).body
+
+    kept = download  # its name in earlier releases
 
     def forget(self, runtime_id: str) -> None:
         """Remove the record and files of a finished game."""
@@ -479,92 +484,46 @@ class _Actor(NamedTuple):
         return {key: value for key, value in self._asdict().items() if value is not None}
 
 
-@dataclass(frozen=True)
-class _StartRequest:
-    """A request to start a game."""
+def _to_v2(
+    request: Mapping[str, Any], actors: Sequence[_Actor | None], simulator: str, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Translate a start request of /v1. Raises UsageError for values that /v2 does not support."""
+    given = [name for name in ("game", "seed", "timeout_s", "options") if name in request]
+    start_from = request.get("start_from")
+    if start_from not in (None, "any"):
+        given.append("start_from")
+    if given:
+        hint = "Leave it out, or use a Ludus server: ludus gamecore serve."
+        raise UsageError(f"The server supports only /v2, which has no {', '.join(given)}.", hint)
+    if "heroes" not in request:
+        raise UsageError("The server supports only /v2, which needs the heroes of both camps.", "Give camp_config.")
+    config: dict[str, Any] = {"game_mode": request["mode"], "hero_conf": _hero_conf(request["heroes"], actors)}
+    renamed = {"max_frame_num": request.get("max_frames"), "task_id": request.get("task_id"), "extra_abs_key_info": extra or None}
+    config |= {key: value for key, value in renamed.items() if value is not None}
+    simulator = "repeat" if start_from and simulator == "remote" else simulator
+    return {"simulator_type": simulator, "runtime_id": request["runtime_id"], "simulator_config": config}
 
-    runtime_id: str
-    game: str | None
-    mode: str | None
-    heroes: list[list[dict[str, Any]]] | None
-    camps: list[_Actor | None] | None
-    eval_mode: bool
-    seed: int | None
-    max_frames: int | None
-    timeout_s: float | None
-    start_from: str | None
-    simulator: str
-    task_id: str | None
-    options: dict[str, Any]
-    extra: dict[str, Any]
 
-    def to_v1(self) -> dict[str, Any]:
-        fields = {
-            "runtime_id": self.runtime_id,
-            "game": self.game,
-            "mode": self.mode,
-            "heroes": self.heroes,
-            "camps": None if self.camps is None else [actor and actor.to_json() for actor in self.camps],
-            "eval_mode": self.eval_mode or None,
-            "seed": self.seed,
-            "max_frames": self.max_frames,
-            "timeout_s": self.timeout_s,
-            "start_from": self.start_from or START_FROM[self.simulator],
-            "must_resume": True if self.simulator == "repeat_only" else None,
-            "task_id": self.task_id,
-            "options": self.options or None,
-        }
-        return {key: value for key, value in fields.items() if value is not None}
-
-    def to_v2(self) -> dict[str, Any]:
-        """Raises UsageError for values that /v2 does not support."""
-        unsupported = {
-            "game": self.game,
-            "seed": self.seed,
-            "start_from": None if self.start_from == "any" else self.start_from,
-            "timeout_s": self.timeout_s,
-            "options": self.options or None,
-        }
-        if given := [name for name, value in unsupported.items() if value is not None]:
-            hint = "Leave it out, or use a Ludus server: ludus gamecore serve."
-            raise UsageError(f"The server supports only /v2, which has no {', '.join(given)}.", hint)
-        if self.heroes is None:
-            raise UsageError("The server supports only /v2, which needs the heroes of both camps.", "Give camp_config.")
-        config: dict[str, Any] = {"game_mode": self.mode, "hero_conf": self._hero_conf(self.heroes)}
-        fields = {"max_frame_num": self.max_frames, "task_id": self.task_id, "extra_abs_key_info": self.extra or None}
-        config |= {key: value for key, value in fields.items() if value is not None}
-        simulator = "repeat" if self.start_from and self.simulator == "remote" else self.simulator
-        return {"simulator_type": simulator, "runtime_id": self.runtime_id, "simulator_config": config}
-
-    def _hero_conf(self, heroes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """All heroes in one list; the first of a camp has the address of its actor, the others refer to it."""
-        entries: list[dict[str, Any]] = []
-        for camp, actor in zip(heroes, self.camps or [None] * len(heroes), strict=True):
-            first = len(entries)
-            for hero in camp:
-                request_info: dict[str, Any] = {} if actor is None else {"request_id": first}
-                if actor is not None and len(entries) == first:
-                    host, port = _v2_address(actor)
-                    request_info = {"ip": host, "port": port, "timeout": round(actor.timeout_s * 1000)}
-                entries.append(hero | {"request_info": request_info})
-        return entries
+def _hero_conf(heroes: list[list[dict[str, Any]]], actors: Sequence[_Actor | None]) -> list[dict[str, Any]]:
+    """All heroes in one list; the first of a camp has the address of its actor, the others refer to it."""
+    entries: list[dict[str, Any]] = []
+    for camp, actor in zip(heroes, actors or [None] * len(heroes), strict=True):
+        first = len(entries)
+        for hero in camp:
+            request_info: dict[str, Any] = {} if actor is None else {"request_id": first}
+            if actor is not None and len(entries) == first:
+                host, port = _v2_address(actor)
+                request_info = {"ip": host, "port": port, "timeout": round(actor.timeout_s * 1000)}
+            entries.append(hero | {"request_info": request_info})
+    return entries
 
 
 def _v2_address(actor: _Actor) -> Address:
     parts = urlsplit(actor.url)
     if parts.scheme != "http" or parts.path.strip("/") or actor.token is not None or parts.hostname is None:
-        message = (
-            f"The server supports only /v2, which takes an actor as address and port: {actor.url!r} has a path, token or https."
-        )
-        raise UsageError(message, "Use a Ludus server: ludus gamecore serve.")
+        message = f"The server supports only /v2, which takes an actor as address and port; {actor.url!r} is not one."
+        raise UsageError(message, "Use a Ludus server for paths, tokens and https: ludus gamecore serve.")
     return parts.hostname, parts.port or 80
-
-
-def _eval_and_task(eval_mode: object, task_id: object) -> tuple[bool, str | None]:
-    """Return (is evaluation, task id); older callers pass the task first."""
-    if isinstance(task_id, bool) or not isinstance(eval_mode, (bool, type(None))):
-        eval_mode, task_id = task_id, eval_mode
-    return bool(eval_mode), None if task_id is None else str(task_id)
 
 
 def _check_id(runtime_id: str) -> str:
@@ -679,9 +638,8 @@ class _HttpPool:
     def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
         url = _url(address, PORT)
         if url is None:
-            raise UsageError(
-                f"The address {address!r} does not name a server.", f"It looks like node1:{PORT} or http://node1:{PORT}."
-            )
+            hint = f"It looks like node1:{PORT} or http://node1:{PORT}."
+            raise UsageError(f"The address {address!r} does not name a server.", hint)
         self.url, self.timeout_s = url, timeout_s
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port
@@ -725,20 +683,20 @@ class _HttpPool:
         """Connect within `timeout_s`, with TCP keep-alive to detect a lost host during long requests."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self.timeout_s)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(connection.close)
             connection.connect()
             lost_s = math.ceil(min(self.timeout_s, _LOST_S)) + 1
             keep_alive(connection.sock, math.ceil(lost_s / 2), lost_s, unheard=True)
-        except BaseException:
-            connection.close()
-            raise
+            undo.pop_all()
         return connection
 
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, limit_s: float
     ) -> _HttpReply:
         until = time.monotonic() + limit_s
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(connection.close)  # also when interrupted: a late reply must not be taken for the next one
             connection.sock.settimeout(limit_s)
             headers = self._headers if body is None else self._headers | {"Content-Type": "application/json"}
             connection.request(method, self._prefix + path, body, headers)
@@ -752,16 +710,13 @@ class _HttpPool:
             if response.length:
                 raise http.client.IncompleteRead(b"", response.length)
             response.close()  # read1 leaves it open, which would block the connection
-            reply = _HttpReply(response.status, b"".join(parts), _seconds(response.getheader("Retry-After")))
-        except BaseException:  # also when interrupted: a late reply must not be taken for the next one
-            connection.close()
-            raise
-        with self._lock:
-            if not response.will_close and len(self._idle) < _MAX_IDLE:
-                self._idle.append(connection)
-                return reply
-        connection.close()
-        return reply
+            retry_after = response.getheader("Retry-After") or ""
+            with self._lock:
+                if not response.will_close and len(self._idle) < _MAX_IDLE:
+                    undo.pop_all()
+                    self._idle.append(connection)
+        retry_after_s = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
+        return _HttpReply(response.status, b"".join(parts), retry_after_s)
 
 
 def _check_reply(reply: _HttpReply, url: str) -> _HttpReply:
@@ -773,23 +728,17 @@ def _check_reply(reply: _HttpReply, url: str) -> _HttpReply:
         hint = "Check that it is a gamecore server."
     if refused.status == 401 and not hint:
         hint = f"Give the server's token: token_file=, --token-file, or {TOKEN_VARIABLE}."
-    message = (
-        f"{url} answered {reply.status}, not in the words of a gamecore server." if refused.error == "http" else refused.message
-    )
+    foreign = f"{url} answered {reply.status}, not in the words of a gamecore server."
+    message = foreign if refused.error == "http" else refused.message
     raise Refused(refused.status, refused.error, message, hint, reply.retry_after_s)
-
-
-def _seconds(header: str | None) -> float | None:
-    return float(header) if header is not None and header.isascii() and header.isdigit() else None
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"Cannot encode the request: {error}.", "Use plain values: numbers, strings, lists, mappings."
-        ) from error
+        hint = "Use plain values: numbers, strings, lists, mappings."
+        raise UsageError(f"Cannot encode the request: {error}.", hint) from error
 
 
 def _parse_object(reply: _HttpReply) -> dict[str, Any]:
@@ -798,7 +747,7 @@ def _parse_object(reply: _HttpReply) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise _unexpected_reply("a JSON object")
+        raise _reply_error("a JSON object")
     return found
 
 
@@ -808,7 +757,7 @@ def _data(found: dict[str, Any]) -> dict[str, Any]:
     return data if isinstance(data, dict) else found
 
 
-def _unexpected_reply(expected: str) -> Refused:
+def _reply_error(expected: str) -> Refused:
     return Refused(200, "http", f"The reply is not {expected}.", "Check that it is a gamecore server.")
 
 
@@ -817,17 +766,14 @@ def _unreachable(url: str, error: OSError | http.client.HTTPException, timeout_s
     correct = f"or correct the address (server_addr, --server, {ADDRESS_VARIABLE})."
     if isinstance(error, ConnectionRefusedError):
         port = urlsplit(url).port or PORT
-        return Unreachable(
-            f"No gamecore server listens on {where}.", f"Start one there: `ludus gamecore serve --port {port}`, {correct}"
-        )
+        hint = f"Start one there: `ludus gamecore serve --port {port}`, {correct}"
+        return Unreachable(f"No gamecore server listens on {where}.", hint)
     if isinstance(error, socket.gaierror):
         return Unreachable(f"The host of {where} is unknown.", f"Check the name, use its IP address, {correct}")
     if isinstance(error, OSError) and error.errno in _HOST_LOST:
         return Unreachable(f"The host of {where} does not respond.", f"Check that it is running and reachable, {correct}")
     if isinstance(error, TimeoutError):
-        return Unreachable(
-            f"{where} did not answer within {timeout_s:g} s.",
-            f"Check whether it is overloaded or behind a firewall, {correct}",
-        )
+        hint = f"Check whether it is overloaded or behind a firewall, {correct}"
+        return Unreachable(f"{where} did not answer within {timeout_s:g} s.", hint)
     message = str(error) or type(error).__name__
     return Unreachable(f"The connection to {where} broke: {message}.", "Check that it is a running gamecore server.")

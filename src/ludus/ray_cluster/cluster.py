@@ -15,13 +15,10 @@ import importlib.util
 import json
 import logging
 import os
-import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -32,18 +29,24 @@ from pathlib import Path
 from typing import Any
 
 from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
-from ludus.process import identity, reaper, temp_dirs
-from ludus.process.job_env import JobEnv
+from ludus.process.auth import write_token
+from ludus.process.job_env import JobEnv, find_free_ports
+from ludus.ray_cluster.membership import AUTO, Member, query_members, run_query
+from ludus.ray_cluster.node import NodeSpec, RayNode
+from ludus.ray_cluster.ray_temp_dir import ray_temp_dir
 
 log = logging.getLogger(__name__)
 
-LOCAL, AUTO = "local", "auto"
+LOCAL = "local"
 PORT = 6379
 CONNECT_S = 10.0
 """Time limit for a TCP connection to the head."""
 
 JOIN_S = 30.0
 """Time limit for its reply after that: a busy machine takes a while to import Ray."""
+
+START_S = 120.0
+"""Time limit for the start of a Ray here."""
 
 STORE_BYTES = 512 << 20
 """Size of the object store of a Ray that is started here: room for a few bundles of blocks and two versions of the weights."""
@@ -56,25 +59,19 @@ HEALTH = {
 }
 """With these settings the head declares an unreachable node dead after about 8 seconds; the default is more than a minute."""
 
-SHARES = "ludus-shares-weights"
-"""Label of Ray nodes; see `Member.shares`."""
-
 NODE_LOG_DIR = "LUDUS_NODE_LOG_DIR"
 """Environment variable of a Ray node: log directory of the workers that run there (actor_N.log)."""
 
 _QUERY_S, _PAUSE_S = 3.0, 0.1
 _SHUTDOWN_S = 15.0
-_END_S = 5.0
-_OWNER_FILE = "owner"
-_PREFIX = "ludus-ray-"
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
     "RAY_ENABLE_AUTO_CONNECT": "0",  # else a late call would start another Ray
 }
 _LOCALHOST = ("127.0.0.1", "localhost", "::1")
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""With 0 Ray assumes that there are no other machines and listens on 127.0.0.1 only."""
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""With this Ray assumes that there are no other machines and listens on 127.0.0.1 only."""
 
 Announce = Callable[[str], None]
 
@@ -110,26 +107,8 @@ def _parse_address(address: str) -> str:
     return f"{host}:{port}"
 
 
-@dataclass(frozen=True)
-class Member:
-    """A Ray node, as the head reports it."""
-
-    id: str
-    host: str
-    address: str
-    cores: int
-    alive: bool
-    head: bool
-    name: str = ""
-    shares: bool = False
-    """Its cores are used by the learner on the same machine, if there is one."""
-    directory: str = ""
-
-
 class Cluster:
-    """A connection to Ray, and Ray itself if it was started here. A context manager, for use in the main thread: the kernel ends what
-    was started when the starting thread ends.
-    """
+    """A connection to Ray, and Ray itself if it was started here. A context manager."""
 
     def __init__(
         self,
@@ -143,6 +122,8 @@ class Cluster:
         """Connect. Raises MissingExtra; UsageError when there is no such cluster or it cannot be joined."""
         self._announce = announce or (lambda sentence: None)
         self.started = address == LOCAL
+        self.home: Path | None = None
+        """Directory of a Ray that was started here."""
         self.returns = False
         """Whether it is restarted when it is lost."""
         self._undo = contextlib.ExitStack()
@@ -152,7 +133,7 @@ class Cluster:
                 "The number of cores and the size of the object store can be set only when Ray is started.",
                 f"Leave --ray-num-cpus and --ray-object-store-memory out, or give them to `ray start`. Address: {address}.",
             )
-        try:
+        with self._undo:  # undone unless all of it succeeds
             job = JobEnv.from_environ(os.environ)
             if self.started:
                 self._start(num_cpus, object_store_memory or STORE_BYTES)
@@ -161,11 +142,9 @@ class Cluster:
             else:
                 self._join(address, join_s)
             members = [member for member in self.members() if member.alive]
-        except BaseException:
-            self._undo.close()
-            raise
-        cores = sum(member.cores for member in members)
-        self._announce(f"Ray: {_count(len(members), 'node')}, {_count(cores, 'core')}")
+            self._undo = self._undo.pop_all()
+        nodes, cores = len(members), sum(member.cores for member in members)
+        self._announce(f"Ray: {nodes} node{'s' * (nodes != 1)}, {cores} core{'s' * (cores != 1)}")
 
     def __enter__(self) -> Cluster:
         return self
@@ -180,33 +159,39 @@ class Cluster:
     def members(self, timeout_s: float = 3.0) -> list[Member]:
         """All nodes that are or were part of the cluster. Raises Unreachable when the head does not reply in time."""
         try:
-            reply = _worker().gcs_client.get_all_node_info(timeout=timeout_s)
-        except Exception as error:  # the C++ part of Ray raises RpcError, RaySystemError, ValueError …
+            reply = _ray()._private.worker.global_worker.gcs_client.get_all_node_info(timeout=timeout_s)
+        except ray_errors() as error:
             raise Unreachable(f"The head of the cluster at {self.address} does not answer: {error}") from error
-        return [_member(info) for info in reply.values()]
+        return [Member.from_info(info) for info in reply.values()]
 
     # -- started here
 
     def _start(self, num_cpus: int | None, store_bytes: int) -> None:
         self._announce("starting Ray …")
-        directory = self._undo.enter_context(ray_temp_dir())
-        token = directory / "token"
-        with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        self._undo.enter_context(reaper_process(directory))
-        settings = SETTINGS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _LOOPBACK: "0"}
-        self._undo.enter_context(environment_variables(settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
+        directory = self.home = self._undo.enter_context(ray_temp_dir())
+        write_token(directory / "token")
+        self._use_token(directory / "token", **_LOOPBACK)
+        head = f"{_LOCALHOST[0]}:{find_free_ports(directory.name, 1)}"
+        spec = NodeSpec(
+            first=True,
+            head=head,
+            address=_LOCALHOST[0],
+            name=node_name(0),
+            directory=str(directory / "r"),
+            store_bytes=store_bytes,
+            wait_s=None,
+            cpus=num_cpus,
+        )
+        with open(directory / "log", "wb") as errors:
+            node = self._undo.enter_context(RayNode(spec, os.environ, directory, errors))
+        _ray()  # the import takes as long as the start of the node
+        node.wait_until_ready(START_S)
         with _loopback(), _keep_signal_handlers():
-            self._connect(
-                address=LOCAL,
-                num_cpus=num_cpus,
-                object_store_memory=store_bytes,
-                include_dashboard=False,
-                _temp_dir=str(directory / "r"),
-                _system_config=HEALTH,
-            )
-        self.home: Path | None = directory
-        _kill_unused_processes()
+            self._connect(address=head, _temp_dir=spec.directory)
+
+    def _use_token(self, token: Path | None, **settings: str) -> None:
+        settings |= SETTINGS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        self._undo.enter_context(environment_variables(settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
 
     # -- an existing cluster
 
@@ -215,7 +200,6 @@ class Cluster:
             f"joining the Ray cluster at {address} …" if address != AUTO else "joining the Ray cluster of this machine …"
         )
         found = probe_cluster(address, os.environ, join_s)
-        self.home = None
         self._undo.enter_context(environment_variables(SETTINGS | found.authentication, remove=found.remove))
         with _keep_signal_handlers():
             self._connect(address=found.address)
@@ -225,10 +209,9 @@ class Cluster:
     def _join_job(self, job: JobEnv) -> None:
         """The settings are known from the job; wait for the nodes that are missing."""
         self._announce(f"joining the Ray of this job at {job.head} …")
-        self.home, self.returns = None, True
+        self.returns = True
         job.token()
-        settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.token_file)}
-        self._undo.enter_context(environment_variables(SETTINGS | settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
+        self._use_token(job.token_file)
         here = wait_for_nodes(job, RayHead(job.head), time.monotonic() + job.wait_s, self._announce)
         # Given 127.0.0.1, Ray uses another address of this machine, unless it assumes that there are no others.
         here_only = _loopback() if job.nodes[0] in _LOCALHOST else contextlib.nullcontext()
@@ -243,8 +226,9 @@ class Cluster:
         self._undo.callback(self._leave)
         try:
             context = ray.init(log_to_driver=False, configure_logging=False, **options)
-        except Exception as error:  # as in members()
-            raise WorkerFailed(f"Ray could not be started or joined: {error}", _log_hint(options.get("_temp_dir"))) from error
+        except ray_errors() as error:
+            hint = f"Its logs were in {options['_temp_dir']}/session_latest/logs." if "_temp_dir" in options else ""
+            raise WorkerFailed(f"Ray could not be started or joined: {error}", hint) from error
         logging.getLogger("ray").setLevel(logging.ERROR)
         ray._private.worker.print_to_stdstream = _log_output  # else output of the raylets would break progress displays
         self.address: str = context.address_info["address"]
@@ -253,8 +237,6 @@ class Cluster:
 
     def _leave(self) -> None:
         ray = _ray()
-        node = getattr(ray._private.worker, "_global_node", None)
-        infos = [info for infos in getattr(node, "all_processes", {}).values() for info in infos] if self.started else []
         thread = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
         thread.start()
         thread.join(_SHUTDOWN_S)
@@ -263,7 +245,6 @@ class Cluster:
             import atexit
 
             atexit.unregister(ray._private.worker.shutdown)  # it would wait once more
-        _wait_or_kill([info.process for info in infos])
 
 
 # -- the cluster of a job -------------------------------------------------------------------------------------------------
@@ -280,14 +261,14 @@ class RayHead:
         self._client: Any = None
 
     def query(self, timeout_s: float) -> dict[str, Any]:
-        """Members and versions, like `_print_query`; {} while the head does not reply."""
+        """Members and versions, see `query_members`; {} while the head does not reply."""
         try:
             if self._client is None:
                 self._client = self.ray._raylet.GcsClient(address=self.address)
-            return _query_members(self._client, self.address, timeout_s)
+            return query_members(self._client, self.address, timeout_s)
         except self.ray.exceptions.AuthenticationError:
             return {"refused": "token"}
-        except Exception as error:  # as in Cluster.members
+        except ray_errors() as error:
             log.debug("the head at %s does not reply: %s", self.address, error)
             self._client = None
             return {}
@@ -308,12 +289,13 @@ def wait_for_nodes(job: JobEnv, head: RayHead, deadline: float, announce: Announ
 
     Raises UsageError (token, versions), WorkerFailed at the deadline.
     """
-    announced = False
+    address, announced = job.nodes[job.node], False
     while True:
         reply = head.query(_QUERY_S) if is_listening(job.head, _QUERY_S) else {}
         head.check(reply)
         members = [member for member in (Member(**output) for output in reply.get("members", ())) if member.alive]
-        here = _own_member(job, members)
+        mine = [member for member in members if member.address in (address, resolve_host(address))]
+        here = next((member for member in mine if member.name == node_name(job.node)), mine[0] if len(mine) == 1 else None)
         if here is not None and len(members) >= job.ray:
             return here
         if time.monotonic() > deadline:
@@ -330,19 +312,16 @@ def node_name(node: int) -> str:
 
 
 def is_listening(address: str, within_s: float) -> bool:
+    return _connection_error(address, within_s) is None
+
+
+def _connection_error(address: str, within_s: float) -> OSError | None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), within_s).close()
-    except OSError:
-        return False
-    return True
-
-
-def _own_member(job: JobEnv, members: list[Member]) -> Member | None:
-    """The node on which this process runs."""
-    address = job.nodes[job.node]
-    mine = [member for member in members if member.address in (address, resolve_host(address))]
-    return next((member for member in mine if member.name == node_name(job.node)), mine[0] if len(mine) == 1 else None)
+    except OSError as error:
+        return error
+    return None
 
 
 def missing_nodes(nodes: tuple[str, ...], came: list[str]) -> list[str]:
@@ -358,9 +337,8 @@ def missing_nodes(nodes: tuple[str, ...], came: list[str]) -> list[str]:
 
 
 def _incomplete_error(job: JobEnv, members: list[Member], reply: Mapping[str, Any]) -> WorkerFailed:
-    logs = (
-        f"See `ludus jobs logs {os.environ['LUDUS_JOB_ID']} --role ray`." if os.environ.get("LUDUS_JOB_ID") else "See their logs."
-    )
+    job_id = os.environ.get("LUDUS_JOB_ID")
+    logs = f"See `ludus jobs logs {job_id} --role ray`." if job_id else "See their logs."
     if not reply:
         error = WorkerFailed(f"The head of this job's Ray at {job.head} did not reply within {job.wait_s:g} s.", logs)
     else:
@@ -392,8 +370,13 @@ class ClusterAccess:
 
 def probe_cluster(address: str, environ: Mapping[str, str], within_s: float) -> ClusterAccess:
     """Contact the head and determine how to authenticate. Raises UsageError: unreachable, token, versions, not a member."""
-    if address != AUTO:
-        _check_reachable(address, min(CONNECT_S, within_s))
+    # Bounded even if a firewall drops packets.
+    if address != AUTO and (error := _connection_error(address, min(CONNECT_S, within_s))) is not None:
+        why = "it does not respond" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise UsageError(
+            f"There is no Ray cluster at {address}: {why}.",
+            "Check that its head is running (`ray start --head --port=6379`) and that this machine can reach the port.",
+        ) from error
     authentication, remove, source = _find_token(environ)
     # A token is harmful with a cluster that has none (its calls back fail), so both variants are tried.
     ways = [{"RAY_AUTH_MODE": "disabled"}] + ([authentication] if source else [])
@@ -447,35 +430,16 @@ def check_membership(reply: Mapping[str, Any], address: str) -> str:
 
 
 def _check_versions(reply: Mapping[str, Any], address: str) -> None:
-    ours = {"Ray": _version(), "Python": ".".join(map(str, sys.version_info[:2]))}
+    ours = {"Ray": importlib.metadata.version("ray"), "Python": ".".join(map(str, sys.version_info[:2]))}
     theirs = {"Ray": reply["ray"], "Python": ".".join(reply["python"].split(".")[:2])}
     if theirs["Ray"] and ours != theirs:
         differ = ", ".join(f"{name} {theirs[name]} (here {ours[name]})" for name in ours if ours[name] != theirs[name])
         raise UsageError(f"The Ray cluster at {address} runs {differ}.", "Use the same versions on all machines.")
 
 
-def _check_reachable(address: str, within_s: float) -> None:
-    """Raises UsageError if nothing listens there. Bounded even if a firewall drops packets."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), within_s).close()
-    except OSError as error:
-        why = "it does not respond" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        raise UsageError(
-            f"There is no Ray cluster at {address}: {why}.",
-            "Check that its head is running (`ray start --head --port=6379`) and that this machine can reach the port.",
-        ) from error
-
-
 def _probe(address: str, environ: Mapping[str, str], within_s: float) -> dict[str, Any]:
-    """Query the head in a separate process: Ray reads its settings only once per process."""
-    script = (
-        f"import sys; sys.path[:] = {sys.path!r}; from ludus.ray_cluster.cluster import _print_query; _print_query({address!r})"
-    )
     try:
-        done = subprocess.run(  # noqa: S603 - this interpreter, with a script of ours
-            [sys.executable, "-c", script], env=dict(environ), capture_output=True, timeout=within_s
-        )
+        done = run_query(address, environ, within_s)
     except subprocess.TimeoutExpired:
         raise UsageError(f"The head of the Ray cluster at {address} did not reply within {within_s:.0f} s.") from None
     try:
@@ -484,47 +448,6 @@ def _probe(address: str, environ: Mapping[str, str], within_s: float) -> dict[st
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise UsageError(f"The Ray cluster at {address} cannot be joined: {' '.join(last) or 'no reply'}") from None
     return reply
-
-
-def _print_query(address: str) -> None:
-    """Program of the probe process: print one line of JSON, which the reader treats as data only."""
-    ray = _ray()
-    try:
-        if address == AUTO:
-            found = ray._private.services.canonicalize_bootstrap_address(AUTO)
-            if not found:
-                raise ConnectionError("no Ray started by `ray start` runs on this machine")
-            address = str(found)
-        reply = _query_members(ray._raylet.GcsClient(address=address), address, 5)
-    except ray.exceptions.AuthenticationError:
-        reply = {"refused": "token"}
-    except Exception as error:  # any error is the result
-        reply = {"refused": f"{error}"}
-    sys.stdout.write(json.dumps(reply) + "\n")
-    sys.stdout.flush()
-    os._exit(0)  # Ray's threads need no cleanup, and may wait for a head that is gone
-
-
-def _query_members(client: Any, address: str, timeout_s: float) -> dict[str, Any]:
-    """Members and versions of the cluster. Raises the errors of Ray."""
-    metadata = json.loads(client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster", timeout=timeout_s) or b"{}")
-    members = [vars(_member(info)) for info in client.get_all_node_info(timeout=timeout_s).values()]
-    versions = {"ray": metadata.get("ray_version", ""), "python": metadata.get("python_version", "")}
-    return {"address": address, "members": members, **versions}
-
-
-def _member(info: Any) -> Member:
-    return Member(
-        info.node_id.hex(),
-        info.node_manager_hostname,
-        info.node_manager_address,
-        int(dict(info.resources_total).get("CPU", 0)),
-        info.state == 0,
-        info.is_head_node,
-        info.node_name,
-        SHARES in dict(info.labels),
-        info.temp_dir,
-    )
 
 
 def _is_local_address(ip: str) -> bool:
@@ -544,10 +467,6 @@ def _require_ray() -> None:
         raise MissingExtra("Runs on a cluster need Ray, which is not installed.", "pip install 'ludus[cluster]'")
 
 
-def _version() -> str:
-    return importlib.metadata.version("ray")
-
-
 def _ray() -> Any:
     """Ray, including undocumented parts: all uses of those are in this file."""
     import ray
@@ -555,75 +474,14 @@ def _ray() -> Any:
     return ray
 
 
-def _worker() -> Any:
-    return _ray()._private.worker.global_worker
+def ray_errors() -> tuple[type[Exception], ...]:
+    """What calls of Ray raise when a cluster cannot be started, joined or reached; there is no common base."""
+    return _ray().exceptions.RayError, RuntimeError, OSError, ValueError, LookupError, AttributeError, AssertionError
 
 
 def _log_output(output: Mapping[str, Any], **_: Any) -> None:
     """Log what Ray would print: lost nodes and workers with the end of their logs."""
     log.info("Ray: %s", "\n".join(output["lines"]))
-
-
-def _log_hint(temp_dir: str | None) -> str:
-    return f"Its logs were in {temp_dir}/session_latest/logs." if temp_dir else ""
-
-
-@contextlib.contextmanager
-def ray_temp_dir() -> Iterator[Path]:
-    """A private directory for Ray, with a short name: a unix socket path may have about 100 bytes, of which Ray uses 64."""
-    base = _short_temp_dir()
-    sweep(base)
-    made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-    try:
-        (made / _OWNER_FILE).write_text(f"{os.getpid()} {identity.start_ticks(os.getpid()) or 0}")
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def _short_temp_dir() -> Path:
-    temp = Path(tempfile.gettempdir())
-    return temp if len(os.fsencode(temp)) <= 15 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
-
-
-def sweep_leftovers() -> None:
-    """Remove leftovers of killed Ray processes and workers of this user: directories, rings, weights, logs."""
-    sweep(_short_temp_dir())
-    temp_dirs.sweep_all()
-
-
-def sweep(base: Path) -> int:
-    """Remove the directories of Ray clusters whose owners were killed; their processes died with the owners."""
-    swept = 0
-    for home in base.glob(f"{_PREFIX}*"):
-        try:
-            if home.is_symlink() or home.stat().st_uid != os.getuid():
-                continue
-            pid, started = map(int, (home / _OWNER_FILE).read_text().split())
-        except (OSError, ValueError):  # of another user, or being created or removed
-            continue
-        if not identity.is_alive_since(pid, started):
-            shutil.rmtree(home, ignore_errors=True)
-            swept += 1
-    return swept
-
-
-@contextlib.contextmanager
-def reaper_process(home: Path) -> Iterator[None]:
-    """If this process is killed inside the block, a reaper process ends what was started with `home` as its directory."""
-    if not Path("/proc/self/environ").exists():  # not Linux: rely on Ray's own cleanup
-        yield
-        return
-    command = [sys.executable, "-I", "-S", reaper.__file__, str(home), *map(str, temp_dirs.base_dirs())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True, cwd="/") as process:  # noqa: S603 - ours
-        assert process.stdin is not None
-        try:
-            yield
-        finally:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(b"!")
-                process.stdin.close()
-            _wait_or_kill([process])
 
 
 @contextlib.contextmanager
@@ -681,27 +539,3 @@ def _forget_cached_settings() -> None:
     _raylet = ray._raylet
     _raylet.Config.initialize("")
     _raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _kill_unused_processes() -> None:
-    """End processes that a Ray of one machine does not need: the autoscaler's monitor listens on all interfaces; each takes 100 MB."""
-    node = _ray()._private.worker._global_node
-    for part in ("monitor", "log_monitor", "dashboard"):
-        if part in getattr(node, "all_processes", {}):
-            getattr(node, f"kill_{part}")(check_alive=False)
-
-
-def _wait_or_kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Wait for processes that were asked to end, and kill those that do not. Never raises."""
-    deadline = time.monotonic() + _END_S
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the error that leads here is more important
-                process.wait(_END_S)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

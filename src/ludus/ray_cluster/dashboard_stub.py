@@ -13,14 +13,14 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file, without installed packages
     sys.path.append(str(Path(__file__).parents[2]))
 
-from ludus.process import identity
+from ludus.process import children
 
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 
 
 def main(words: list[str]) -> None:
     parent = os.getppid()
-    identity.die_with_parent(parent, signal.SIGKILL)
+    children.die_with_parent(parent, signal.SIGKILL)
     options = dict(word.removeprefix("--").partition("=")[::2] for word in words if word.startswith("--"))
     for name in PORTS:
         path = Path(options["session-dir"]) / f"{name}_{options['node-id']}"

@@ -1,4 +1,4 @@
-"""Process that runs a Ray node: `python -P -m ludus.ray_cluster.node_process`, with a `NodeSpec` as one line of JSON on its input.
+"""Process that runs a Ray node: `python -P -m ludus.ray_cluster.node_process SPEC`, with a `NodeSpec` as JSON.
 
 It does what `ray start` does, without dashboard, autoscaler, log monitor and client server; the latter listens and cannot be disabled
 in `ray start`. It reports as lines of JSON on its output: waiting, ready, failed. It ends when Ray does; the kernel ends Ray with it.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.io import json_lines
 from ludus.ray_cluster import dashboard_stub
-from ludus.ray_cluster.cluster import HEALTH, RayHead, is_listening
+from ludus.ray_cluster.cluster import HEALTH, RayHead, is_listening, ray_errors
+from ludus.ray_cluster.node import NodeSpec
 
 _QUERY_S, _PAUSE_S = 3.0, 0.1
 _SETTINGS = HEALTH | {
@@ -24,35 +24,10 @@ _SETTINGS = HEALTH | {
 }
 
 
-@dataclass(frozen=True)
-class NodeSpec:
-    """`head`: HOST:PORT. `wait_s`: how long a joining node waits for the head; None: without limit. `ports`: by Ray's names for them."""
-
-    first: bool
-    head: str
-    address: str
-    name: str
-    directory: str
-    store_bytes: int
-    wait_s: float | None
-    cpus: int
-    gpus: int | None = None
-    memory: int | None = None
-    ports: Mapping[str, int] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    def to_line(self) -> bytes:
-        return json_lines.encode(asdict(self))
-
-    @staticmethod
-    def read(line: bytes | str) -> NodeSpec:
-        return NodeSpec(**json_lines.decode(line))
-
-
-def main() -> int:
+def main(words: Sequence[str]) -> int:
     out = os.dup(1)  # output of Ray goes to standard error
     os.dup2(2, 1)
-    spec = NodeSpec.read(sys.stdin.readline())
+    spec = NodeSpec.from_json(words[0])
     began = time.monotonic()
 
     def report(**message: Any) -> None:
@@ -66,14 +41,15 @@ def main() -> int:
     except LudusError as error:
         report(failed=error.message, hint=error.hint)
         return error.exit_code
-    except Exception as error:  # Ray raises many types; any of them is reported
+    except ray_errors() as error:
         report(failed=f"Ray could not be started: {' '.join(str(error).split()) or type(error).__name__}", hint="")
         return 1
     report(ready=round(time.monotonic() - began, 2), logs=node.get_logs_dir_path())
-    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    ended = os.waitid(os.P_ALL, 0, os.WEXITED)  # only Ray's processes are children; the guard adopts their orphans
+    assert ended is not None
     names = {info.process.pid: name for name, infos in node.all_processes.items() for info in infos}
-    pid = -1 if ended is None else ended.si_pid
-    report(failed=f"{names.get(pid, 'a process of Ray')} ended with {_describe_exit(ended)}", hint="")
+    how = f"{'code' if ended.si_code == os.CLD_EXITED else 'signal'} {ended.si_status}"
+    report(failed=f"{names.get(ended.si_pid, 'a process of Ray')} ended with {how}", hint="")
     return 1
 
 
@@ -143,14 +119,8 @@ def _replace_dashboard_agent() -> None:
     services._build_python_executable_command_memory_profileable = build_or_replace
 
 
-def _describe_exit(ended: Any) -> str:
-    if ended is None:
-        return "no code"
-    return f"code {ended.si_status}" if ended.si_code == os.CLD_EXITED else f"signal {ended.si_status}"
-
-
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(main(sys.argv[1:]))
     except UsageError as error:
         sys.exit(str(error))

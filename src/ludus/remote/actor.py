@@ -9,7 +9,7 @@ from typing import Any
 from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
 from ludus.errors import UsageError
 from ludus.gateway.server import GatewaySettings
-from ludus.remote.context import JoinTicket, adopt, current
+from ludus.remote.context import adopt, current
 
 READY_S = 60.0
 
@@ -70,7 +70,7 @@ class RemoteActor:
             GatewayProgram(
                 functools.partial(Actor, *args, **kwargs),
                 self._settings,
-                prepare=functools.partial(_prepare, run.ticket(threads=1)),
+                prepare=functools.partial(adopt, run.ticket(threads=1)),
             ),
             host=self._host,
             port=self._port,
@@ -93,7 +93,3 @@ class RemoteActor:
         """End every session, with a call of its actor, and free the port."""
         if self._gateway_workers is not None:
             self._gateway_workers.close()
-
-
-def _prepare(ticket: JoinTicket) -> None:
-    adopt(ticket)

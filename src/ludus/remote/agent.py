@@ -9,8 +9,7 @@ import numpy as np
 
 from ludus.core.tree import Tree, map_tree
 from ludus.core.types import Segments, SegmentSpec
-from ludus.gateway import agent
-from ludus.gateway.agent import Seat
+from ludus.gateway.agent import Seat, SeatAgent
 from ludus.remote.buffer import RemoteBuffer
 from ludus.remote.context import current
 from ludus.remote.model import RemoteModel
@@ -19,7 +18,7 @@ from ludus.sampling.segment_recorder import session_spec
 STEPS = 64
 
 
-class Agent(agent.Agent):
+class Agent(SeatAgent):
     """One seat of one session, played by a model that is a `ludus.Policy`.
 
         class Bot(ludus.Actor):
@@ -58,11 +57,9 @@ def _seat(model: RemoteModel | str, buffer: RemoteBuffer | str | None, steps: in
         if found is None:
             remote_model = RemoteModel(model) if isinstance(model, str) else model
             remote_buffer = RemoteBuffer(buffer) if isinstance(buffer, str) else buffer
-            memory = (
-                None
-                if remote_buffer is None
-                else BufferMemory(remote_buffer, session_spec(remote_model.policy, steps, remote_model.name))
-            )
+            memory = None
+            if remote_buffer is not None:
+                memory = BufferMemory(remote_buffer, session_spec(remote_model.policy, steps, remote_model.name))
             found = run.shared[key] = Seat(remote_model, memory)
         return found
 

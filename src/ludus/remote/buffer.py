@@ -8,22 +8,24 @@ through the hub's socket.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ludus.core import tree
 from ludus.core.tree import Tree, TreeEncoder
-from ludus.distributed.hub.rpc import MAX_BODY, Header, Reply, RpcConnection, split
+from ludus.distributed.frames import MAX_BODY, Header
+from ludus.distributed.hub.rpc import Reply, RpcConnection, split
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.remote.context import RunContext, current
 from ludus.transport.ring_buffer import RingWriter, create_ring, record_bytes
@@ -70,22 +72,25 @@ class Pushed:
         return self._future.done()
 
 
+@dataclass(slots=True, eq=False)
 class _Push:
     """Items of one push: numbers of records in the ring of this process, or encoded bytes."""
 
-    __slots__ = ("drop", "future", "items", "largest", "size", "upto")
+    items: list[int | bytearray]
+    drop: bool
+    upto: int
+    """All records before this one belong to this push or to an earlier one."""
+    largest: int
+    size: int = field(init=False)
+    """Bytes to be sent."""
+    future: Future[None] = field(default_factory=Future)
 
-    def __init__(self, items: list[int | bytearray], drop: bool, upto: int, largest: int) -> None:
-        self.items, self.drop = items, drop
-        self.upto = upto
-        """All records before this one belong to this push or to an earlier one."""
-        self.largest = largest
-        self.size = sum(len(item) for item in items if not isinstance(item, int))
-        self.future: Future[None] = Future()
+    def __post_init__(self) -> None:
+        self.size = sum(len(item) for item in self.items if not isinstance(item, int))
 
 
 class Outbox:
-    """Pushes of this process to one buffer, sent in order by the client's loop. `put` never blocks."""
+    """Pushes of this process to one buffer, sent in order by the client's loop. `add` never blocks."""
 
     def __init__(self, run: RunContext, name: str, size: int) -> None:
         self._run, self._name, self._size = run, name, size
@@ -101,10 +106,14 @@ class Outbox:
         self._closed = False
         run.on_close(self.close)
 
-    def put(self, items: list[TreeEncoder], drop: bool) -> Pushed:
+    def add(self, items: list[TreeEncoder], drop: bool) -> Pushed:
         with self._writing:
             with self._lock:
-                self._check(drop)
+                if self._error is not None:
+                    raise self._error
+                if not drop and self._offered >= OFFERS:
+                    message = f"{self._offered} pushes to {self._name!r} with drop=False wait for room."
+                    raise UsageError(message, "Await each before the next.")
             written = [self._write_item(item) for item in items]
             upto = 0 if self._ring is None else self._ring.committed
             push = _Push(written, drop, upto, max((item.size for item in items), default=0))
@@ -127,25 +136,16 @@ class Outbox:
                 raise
         return Pushed(push.future)
 
-    def _check(self, drop: bool) -> None:
-        if self._error is not None:
-            raise self._error
-        if not drop and self._offered >= OFFERS:
-            raise UsageError(
-                f"{self._offered} pushes to {self._name!r} with drop=False wait for room.", "Await each before the next."
-            )
-
     def _write_item(self, item: TreeEncoder) -> int | bytearray:
         """Write the item to the ring if there is room, and return its number; else return its bytes."""
         ring = self._ring
         if ring is not None and SHARED_BYTES <= item.size <= ring.capacity:
             room = ring.reserve(item.size)
             if room is not None:
-                try:
+                with contextlib.ExitStack() as undo:
+                    undo.callback(ring.abandon)  # after Ctrl-C, or when another thread changed the array
                     item.write_into(room)
-                except BaseException:  # also Ctrl-C, or an array changed by another thread: the ring stays usable
-                    ring.abandon()
-                    raise
+                    undo.pop_all()
                 ring.commit()
                 return ring.committed - 1
         return item.bytes()
@@ -168,6 +168,7 @@ class Outbox:
         return len(self._waiting) > OUTBOX_PUSHES or self._bytes > OUTBOX_BYTES
 
     async def _send_all(self) -> None:
+        pushes: list[_Push] = []
         try:
             if self._connection is None:
                 self._connection = await self._run.client.connect()
@@ -178,10 +179,12 @@ class Outbox:
                         return
                     pushes = self._next_pushes()
                     lost, self._lost = self._lost, 0
-                self._request_ring(self._connection, max(push.largest for push in pushes))
+                size = max(push.largest for push in pushes)
+                if self._ring_task is None and size >= SHARED_BYTES and self._run.location.is_local:
+                    self._ring_task = asyncio.get_running_loop().create_task(self._make_ring(self._connection, size))
                 await self._send(self._connection, pushes, lost)
-        except Exception as error:  # any error ends sending; pending and later pushes raise it
-            self._fail(error)
+        except Exception as error:  # last resort of this task: pending and later pushes raise the error
+            self._fail(error, pushes)
 
     def _next_pushes(self) -> list[_Push]:
         """The next push, and later ones that are sent in the same frame."""
@@ -194,13 +197,14 @@ class Outbox:
         self._bytes -= sum(push.size for push in pushes)
         return pushes
 
-    def _fail(self, error: Exception) -> None:
-        """Raise the error in pending and later pushes."""
+    def _fail(self, error: Exception, sending: Iterable[_Push] = ()) -> None:
+        """Raise the error in pushes that are being sent, pending and later ones."""
         with self._lock:
             self._error, self._sending = error, False
             failed, self._waiting = self._waiting, deque()
-        for push in failed:
-            push.future.set_exception(error)
+        for push in (*sending, *failed):
+            if not push.future.done():
+                push.future.set_exception(error)
 
     async def _send(self, connection: RpcConnection, pushes: list[_Push], lost: int) -> None:
         items = [item for push in pushes for item in push.items]
@@ -209,30 +213,20 @@ class Outbox:
         header |= {"sizes": [len(item) for item in inline], "lost": lost}
         if pushes[-1].upto:
             header |= {"records": [item if isinstance(item, int) else -1 for item in items], "upto": pushes[-1].upto}
-        try:
-            if pushes[0].drop:
-                await connection.send(header, *inline)
-                for push in pushes:
-                    push.future.set_result(None)
-            else:
-                (push,) = pushes
-                reply = connection.start(header, *inline)
-                reply.add_done_callback(lambda done: _resolve_offer(done, push.future))
-                await connection.drain()
-        except Exception as error:  # also set on the futures of these pushes
+        if pushes[0].drop:
+            await connection.send(header, *inline)
             for push in pushes:
-                if not push.future.done():
-                    push.future.set_exception(error)
-            raise
+                push.future.set_result(None)
+        else:
+            (push,) = pushes
+            reply = connection.start(header, *inline)
+            reply.add_done_callback(lambda done: _resolve_offer(done, push.future))
+            await connection.drain()
 
     # -- the ring
 
-    def _request_ring(self, connection: RpcConnection, size: int) -> None:
-        """Request a ring in the background when the first large item is sent."""
-        if self._ring_task is None and size >= SHARED_BYTES and self._run.location.is_local:
-            self._ring_task = asyncio.get_running_loop().create_task(self._make_ring(connection, size))
-
     async def _make_ring(self, connection: RpcConnection, size: int) -> None:
+        """Request a ring, in the background, after the first large item."""
         wanted = min(RING_BYTES, max(_MIN_RING_BYTES, record_bytes(size) * (self._size + _IN_FLIGHT_ITEMS)))
         try:
             reply = await connection.request({"op": "buffer.ring", "bytes": wanted}, timeout_s=_RING_S)
@@ -293,13 +287,15 @@ class RemoteBuffer:
         self._attached: tuple[RunContext, Outbox] | None = None
         held = self._open(size)
         if batch_size is not None and batch_size > held:
-            raise UsageError(
-                f"batch_size={batch_size} does not fit into the buffer {name!r} of size {held}.", "Make the buffer larger."
-            )
+            message = f"batch_size={batch_size} does not fit into the buffer {name!r} of size {held}."
+            raise UsageError(message, "Make the buffer larger.")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         """Pickle as the name; it is opened on first use in the other process of the run."""
-        return _make_unattached, (self.name, self.batch_size)
+        return {"name": self.name, "batch_size": self.batch_size, "_consumer": None, "_attached": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def __repr__(self) -> str:
         return f"RemoteBuffer({self.name!r}, batch_size={self.batch_size})"
@@ -330,7 +326,7 @@ class RemoteBuffer:
         With `drop=False` await the result (or call its `wait`): a producer that never does is refused after OFFERS pushes.
         """
         _, outbox = self._attach()
-        return outbox.put([_encode_item(item, self.name) for item in items], drop)
+        return outbox.add([_encode_item(item, self.name) for item in items], drop)
 
     def stats(self) -> dict[str, int]:
         """size, waiting (items inside), pushed, taken, dropped; shared: items that came through shared memory."""
@@ -345,10 +341,8 @@ class RemoteBuffer:
 
     def __next__(self) -> Tree:
         while True:
-            try:
+            with contextlib.suppress(TimeoutError):
                 return self.take(60.0)
-            except TimeoutError:
-                continue
 
     def take(self, timeout_s: float) -> Tree:
         """The next batch (or item). Raises TimeoutError; StopIteration when the run ends; WorkerFailed when it is lost."""
@@ -386,7 +380,6 @@ class _Consumer:
         except TimeoutError:
             raise TimeoutError(f"Nothing to take from the buffer {self._name!r} within {timeout_s:g} s.") from None
         except (WorkerFailed, CancelledError):
-            self._next = None
             if self._run.ended:  # the run was closed meanwhile
                 raise StopIteration from None
             raise
@@ -402,15 +395,13 @@ class _Consumer:
         while not (self._over or self._run.ended):
             if self._next is None:
                 self._next = self._run.client.submit(self._request())
-            try:
-                # In short intervals, because the end of the run is only a flag, which a signal handler may set.
-                return self._next.result(max(0.0, min(_POLL_S, deadline - time.monotonic())))
-            except FutureTimeout:
-                if time.monotonic() >= deadline:
-                    raise
-            except Exception:  # any error of the request: a later call starts a new one
-                self._next = None
-                raise
+            # In short intervals, because the end of the run is only a flag, which a signal handler may set.
+            wait([self._next], max(0.0, min(_POLL_S, deadline - time.monotonic())))
+            if self._next.done():
+                done, self._next = self._next, None  # after an error, a later call starts a new request
+                return done.result()
+            if time.monotonic() >= deadline:
+                raise TimeoutError
         raise StopIteration
 
     async def _request(self) -> _FormedBatch | None:
@@ -422,10 +413,7 @@ class _Consumer:
         if reply[-1][0].get("closed"):
             return None
         size = sum(sum(part["sizes"]) + sum(place[2] for place in part.get("places", ()) if place) for part, _ in reply)
-        if size < _THREAD_BYTES:
-            formed = self._form_batch(reply)
-        else:
-            formed = await asyncio.to_thread(self._form_batch, reply)
+        formed = self._form_batch(reply) if size < _THREAD_BYTES else await asyncio.to_thread(self._form_batch, reply)
         if any("places" in part for part, _ in reply):
             await self._connection.send({"op": "buffer.release", "take": reply[-1][0]["id"]})
         return formed
@@ -433,7 +421,7 @@ class _Consumer:
     def _form_batch(self, reply: Reply) -> _FormedBatch:
         try:
             return _FormedBatch(self._form([tree.decode(item)[0] for part, body in reply for item in self._items(part, body)]))
-        except Exception as error:  # any error, even MemoryError, concerns these items only; the next batch may succeed
+        except Exception as error:  # items of users: raised by `take`; the next batch may succeed, even after a MemoryError
             return _FormedBatch(None, error)
 
     def _items(self, header: Header, body: bytes) -> list[memoryview]:
@@ -449,13 +437,11 @@ class _Consumer:
             self._run.client.wait(self._connection.close(), 5.0)
 
 
-class _FormedBatch:
+class _FormedBatch(NamedTuple):
     """A batch, or the error of forming it."""
 
-    __slots__ = ("batch", "error")
-
-    def __init__(self, batch: Tree, error: Exception | None = None) -> None:
-        self.batch, self.error = batch, error
+    batch: Tree
+    error: Exception | None = None
 
 
 class _RingMaps:
@@ -479,31 +465,21 @@ class _RingMaps:
             with open(path, "rb") as file:
                 whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
-            raise WorkerFailed(
-                f"The items of a producer cannot be read: {path}: {error}.", "Its ring may have been removed."
-            ) from error
+            message = f"The items of a producer cannot be read: {path}: {error}."
+            raise WorkerFailed(message, "Its ring may have been removed.") from error
         self._maps[path] = whole
         return whole
-
-
-def _make_unattached(name: str, batch_size: int | None) -> RemoteBuffer:
-    handle = RemoteBuffer.__new__(RemoteBuffer)
-    handle.name, handle.batch_size, handle._consumer, handle._attached = name, batch_size, None, None
-    handle._lock = threading.Lock()
-    return handle
 
 
 def _encode_item(item: Tree, name: str) -> TreeEncoder:
     try:
         data = TreeEncoder(item)
     except (TypeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"This cannot be pushed to the buffer {name!r}: {error}", "Items are arrays and numbers, in dicts and tuples."
-        ) from error
+        message = f"This cannot be pushed to the buffer {name!r}: {error}"
+        raise UsageError(message, "Items are arrays and numbers, in dicts and tuples.") from error
     if data.size > MAX_BODY:
-        raise UsageError(
-            f"An item of {data.size} bytes for the buffer {name!r} is larger than {MAX_BODY}.", "Push smaller items."
-        )
+        message = f"An item of {data.size} bytes for the buffer {name!r} is larger than {MAX_BODY}."
+        raise UsageError(message, "Push smaller items.")
     return data
 
 
@@ -511,11 +487,8 @@ def _stack_items(items: list[Tree], name: str) -> Tree:
     try:
         return tree.stack(items)
     except (ValueError, KeyError, IndexError, TypeError) as error:
+        first = {path or "item": f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in tree.leaves(items[0])}
         raise LudusError(
-            f"The items of a batch from the buffer {name!r} differ: {_shapes(items[0])} and others.",
+            f"The items of a batch from the buffer {name!r} differ: {first} and others.",
             "Push items of one structure and shape, or take single items (batch_size=None).",
         ) from error
-
-
-def _shapes(item: Tree) -> dict[str, str]:
-    return {path or "item": f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in tree.leaves(item)}

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ludus.distributed.hub.rpc import Body, Header, RpcConnection
+from ludus.distributed.frames import Body, Header
+from ludus.distributed.hub.rpc import RpcConnection
 from ludus.distributed.hub.server import HubLocation
-from ludus.distributed.hub.weight_cache import upload
-from ludus.errors import WorkerFailed
+from ludus.distributed.hub.weight_transfer import upload
+from ludus.errors import LudusError, WorkerFailed
 
 T = TypeVar("T")
 
@@ -36,12 +38,11 @@ class HubConnection:
         self._control: RpcConnection | None = None
         self._metrics = MetricSums()
         self._flusher: Future[None] | None = None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self._control = self.wait(self.connect(), CALL_S)
             self.call({"op": "hello", "node": location.node}, timeout_s=10.0)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -63,26 +64,20 @@ class HubConnection:
         future = self.submit(work)
         try:
             return future.result(timeout_s)
-        except BaseException:
-            future.cancel()
-            raise
+        finally:
+            future.cancel()  # after a time-out or an interrupt; else it is done
 
     def call(self, header: Header, *parts: Body, timeout_s: float = CALL_S) -> Header:
         """Send a request to the hub. Raises the hub's error; WorkerFailed when it is gone or does not reply."""
         return self.wait(self._request(header, *parts, timeout_s=timeout_s), timeout_s + 5.0)
-
-    async def acall(self, header: Header, *parts: Body, timeout_s: float = CALL_S) -> Header:
-        """Like `call`, from any event loop."""
-        return await asyncio.wrap_future(self.submit(self._request(header, *parts, timeout_s=timeout_s)))
 
     async def _request(self, header: Header, *parts: Body, timeout_s: float) -> Header:
         assert self._control is not None
         try:
             reply = await self._control.request(header, *parts, timeout_s=timeout_s)
         except TimeoutError as error:
-            raise WorkerFailed(
-                f"{HUB} did not reply to {header['op']} within {timeout_s:g} s.", "Its process may be suspended or overloaded."
-            ) from error
+            message = f"{HUB} did not reply to {header['op']} within {timeout_s:g} s."
+            raise WorkerFailed(message, "Its process may be suspended or overloaded.") from error
         return reply[-1][0]
 
     @property
@@ -97,11 +92,7 @@ class HubConnection:
 
     def upload(self, data: bytes) -> str:
         """Stage bytes at the hub from another machine; returns the name of the file. Raises StoreFull, WorkerFailed."""
-
-        async def request(header: Header, *parts: Body) -> Header:
-            return await self._request(header, *parts, timeout_s=CALL_S)
-
-        return self.wait(upload(request, data), None)
+        return self.wait(upload(functools.partial(self._request, timeout_s=CALL_S), data), None)
 
     # -- metrics
 
@@ -131,7 +122,7 @@ class HubConnection:
         """Send the remaining metrics; pending requests then raise WorkerFailed. Idempotent."""
         if self._closed:
             return
-        with contextlib.suppress(Exception):  # the hub may be gone; closing must go on after any error
+        with contextlib.suppress(LudusError, OSError):  # the hub may be gone, or not reply in time
             self.flush(2.0)
         self._closed = True
         with contextlib.suppress(TimeoutError):

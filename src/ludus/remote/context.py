@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +36,7 @@ from ludus.errors import AlreadyExists, LudusError, StoreFull, UsageError, Worke
 from ludus.models.weights.module_spec import forbid_while_loading, main_script
 from ludus.models.weights.serialization import encode_weights
 from ludus.models.weights.shared_weights import SharedWeightsReader, stage
-from ludus.process.host import stop_on_signals
+from ludus.process.signals import stop_on_signals
 from ludus.process.workers.supervisor import Process, Supervisor
 from ludus.remote.client import HubConnection
 from ludus.storage.local import LocalStore
@@ -86,7 +88,7 @@ class RunContext:
         self._close_callbacks: list[Callable[[], None]] = []
         self._watched_processes: list[Process] = []
         self._closed = False
-        self._counts: dict[str, int] = {}
+        self._counts: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
     def __enter__(self) -> RunContext:
         return self
@@ -102,7 +104,7 @@ class RunContext:
         """False in a fork of its process, which must join anew."""
         return self._pid == os.getpid()
 
-    def closed_error(self) -> WorkerFailed:
+    def exit_error(self) -> WorkerFailed:
         return WorkerFailed(f"This process has left the run {self.directory}.", "Call ludus.init to open it, or another.")
 
     @property
@@ -111,7 +113,7 @@ class RunContext:
         if client is None or self._closed:
             with self.lock:
                 if self._closed:
-                    raise self.closed_error()
+                    raise self.exit_error()
                 client = self._client = self._client or HubConnection(self.location)
         return client
 
@@ -119,14 +121,14 @@ class RunContext:
     def lost(self) -> Exception | None:
         """Set when the hub is gone or this process has left the run."""
         if self._closed:
-            return self.closed_error()
+            return self.exit_error()
         return self._client.lost if self._client is not None else None
 
     @property
     def supervisor(self) -> Supervisor:
         with self.lock:
             if self._closed:
-                raise self.closed_error()
+                raise self.exit_error()
             if self._supervisor is None:
                 self._supervisor = Supervisor(log_dir=self.log_dir, preload=self.preload)
             return self._supervisor
@@ -165,13 +167,14 @@ class RunContext:
             finally:
                 file.unlink(missing_ok=True)  # unless the hub has taken it
             return
-        name = self.client.upload(encode_weights(weights))
+        name, used = self.client.upload(encode_weights(weights)), False
         try:
             yield name
-        except BaseException:
-            with contextlib.suppress(LudusError):
-                self.client.call({"op": "stage.drop", "file": name})
-            raise
+            used = True
+        finally:
+            if not used:
+                with contextlib.suppress(LudusError):
+                    self.client.call({"op": "stage.drop", "file": name})
 
     def ticket(self, threads: int | None = None) -> JoinTicket:
         return JoinTicket(self.location, self.main_file, dict(self.classes), threads)
@@ -179,9 +182,7 @@ class RunContext:
     def number(self, kind: str) -> int:
         """Count things of one kind started here (0, 1, 2, …), to name them."""
         with self.lock:
-            count = self._counts.get(kind, 0)
-            self._counts[kind] = count + 1
-            return count
+            return next(self._counts[kind])
 
     def watch(self, process: Process) -> None:
         """Fail the run if this process fails for good."""
@@ -190,11 +191,9 @@ class RunContext:
     def failure(self) -> WorkerFailed | None:
         for process in list(self._watched_processes):
             if process.state == "failed":
-                return WorkerFailed(f"{process.name} failed: {process.error.rstrip() or 'it died'}", self._log_hint(process))
+                message = f"{process.name} failed: {process.error.rstrip() or 'it died'}"
+                return WorkerFailed(message, f"Its log: {self.log_dir / process.name}.log")
         return None
-
-    def _log_hint(self, process: Process) -> str:
-        return f"Its log: {self.log_dir / process.name}.log"
 
     def on_close(self, closer: Callable[[], None]) -> None:
         """Call `closer` when this process leaves the run, in reverse order of registration."""
@@ -218,21 +217,18 @@ class RunContext:
                 return
             self._closed = True
         self.end_iterations()
-        problems: list[BaseException] = []
-        parts = [*reversed(self._close_callbacks)]
-        parts += [part.close for part in (self._supervisor, self._client, self.hub, self._joined) if part is not None]
-        for close in parts:
-            try:
-                close()
-            except Exception as error:  # any error is logged and raised below; the other parts must be closed
-                log.exception("closing %s failed", close)
-                problems.append(error)
-        atexit.unregister(self.close)
-        with _lock:
-            if _current is self:
-                _current, _former = None, self
-        if problems:
-            raise problems[0]
+        try:
+            with contextlib.ExitStack() as parts:  # closes all of them, even if one fails
+                for part in (self._joined, self.hub, self._client, self._supervisor):
+                    if part is not None:
+                        parts.callback(part.close)
+                for closer in self._close_callbacks:
+                    parts.callback(closer)
+        finally:
+            atexit.unregister(self.close)
+            with _lock:
+                if _current is self:
+                    _current, _former = None, self
 
 
 # -- the context of this process ----------------------------------------------------------------------------------------
@@ -270,10 +266,8 @@ def init(
         here = _find_context()
         if here is not None:
             if (project is not None or trial is not None) and _directory(project, trial, here.directory.name) != here.directory:
-                raise UsageError(
-                    f"This process takes part in the run {here.directory} already.",
-                    "A process has one run; start another process.",
-                )
+                message = f"This process takes part in the run {here.directory} already."
+                raise UsageError(message, "A process has one run; start another process.")
             return here
         if address is not None and trial is None:
             raise UsageError(f"address={address!r}: without a trial, other machines cannot find this run.", "Set trial=….")
@@ -295,7 +289,7 @@ def current(what: str) -> RunContext:
     forbid_while_loading(what)
     context = _find_context()
     if context is None and _former is not None:  # a late call must not silently open another run
-        raise _former.closed_error()
+        raise _former.exit_error()
     return context or init()
 
 
@@ -344,10 +338,8 @@ def _directory(project: str | Path | None, trial: str | None, default: str) -> P
     if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
         raise UsageError(f"trial={name!r} is not a plain name.", "Use letters, digits, and . _ + - inside.")
     if re.match(r"\w{2,}:/", str(project)):
-        raise UsageError(
-            f"project={str(project)!r} is not a directory.",
-            "The trial of a script needs a directory; a training may use a store URL.",
-        )
+        hint = "The trial of a script needs a directory; a training may use a store URL."
+        raise UsageError(f"project={str(project)!r} is not a directory.", hint)
     return (Path("runs" if project is None else project).expanduser() / name).resolve()
 
 

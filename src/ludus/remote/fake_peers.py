@@ -7,7 +7,6 @@ stats = FakeGamecore("http://127.0.0.1:8000", games=64, ticks=100).run(seconds=1
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import math
 import mmap
@@ -17,10 +16,10 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -102,7 +101,7 @@ class FakeActors:
 # -- the game -----------------------------------------------------------------------------------------------------------
 
 
-class LatencyHistogram:
+class LatencyQuantiles:
     """A histogram from 1 µs to about 20 minutes in steps of 2 %, of constant size."""
 
     _STEP = math.log(1.02)
@@ -135,15 +134,12 @@ class GamecoreStats:
     """By error code; `unreachable`, and `action` for invalid replies."""
     example: str = ""
     """The first error message."""
-    latencies: LatencyHistogram = field(default_factory=LatencyHistogram, repr=False)
+    latencies: LatencyQuantiles = field(default_factory=LatencyQuantiles, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         p50, p99 = (self.latencies.quantile(q) for q in (0.5, 0.99))
         return {
-            "requests": self.requests,
-            "matches": self.matches,
-            "bytes_out": self.bytes_out,
-            "bytes_in": self.bytes_in,
+            **{name: getattr(self, name) for name in ("requests", "matches", "bytes_out", "bytes_in")},
             "seconds": round(self.seconds, 3),
             "requests_per_s": round(self.requests / self.seconds, 1) if self.seconds else None,
             "p50_ms": None if math.isnan(p50) else round(p50 * 1e3, 3),
@@ -153,19 +149,9 @@ class GamecoreStats:
         }
 
 
-class GameScript(Protocol):
-    """Bodies that the fake games send."""
+class GameScript:
+    """Bodies that the fake games send: the same bytes for every tick, or a function of its number."""
 
-    def tick(self, number: int) -> bytes: ...
-
-    def end(self) -> bytes: ...
-
-    def find_error(self, reply: bytes) -> str:
-        """Describe what is wrong with the reply to a tick; empty if it is valid."""
-        ...
-
-
-class RawScript:
     def __init__(self, body: bytes | Callable[[int], bytes]) -> None:
         self._body = body
 
@@ -176,10 +162,11 @@ class RawScript:
         return b""
 
     def find_error(self, reply: bytes) -> str:
+        """Describe what is wrong with the reply to a tick; empty if it is valid."""
         return ""
 
 
-class SpacesScript:
+class SpacesScript(GameScript):
     """Random observations of the declared spaces, for the built-in actor; checks that its actions are in theirs."""
 
     _VARIETY = 64
@@ -188,27 +175,18 @@ class SpacesScript:
         self._seats, self._form = parse_seats(spec), form
         self._parsers = {name: SpaceParser(seat.action, "action") for name, seat in self._seats.items()}
         rng = np.random.default_rng(seed)
-        self._first = self._body(rng, 0.0)  # no reward before the first action
-        self._later = [self._body(rng, float(rng.normal())) for _ in range(self._VARIETY)]
+        first = self._encode_step(rng, 0.0)  # no reward before the first action
+        later = [self._encode_step(rng, float(rng.normal())) for _ in range(self._VARIETY)]
+        super().__init__(lambda number: later[number % self._VARIETY] if number else first)
         self._last = encode(self._message({name: {"reward": 1.0, "terminated": True} for name in self._seats}), form)
 
     def _message(self, parts: dict[str, Any]) -> dict[str, Any]:
         return parts[ONLY_SEAT] if set(parts) == {ONLY_SEAT} else {"seats": parts}
 
-    def _body(self, rng: np.random.Generator, reward: float) -> bytes:
-        parts = {
-            name: {
-                "observation": random_observation(seat.observation, rng),
-                "reward": reward,
-                "terminated": False,
-                "truncated": False,
-            }
-            for name, seat in self._seats.items()
-        }
+    def _encode_step(self, rng: np.random.Generator, reward: float) -> bytes:
+        fields = {"reward": reward, "terminated": False, "truncated": False}
+        parts = {name: {"observation": random_observation(seat.observation, rng), **fields} for name, seat in self._seats.items()}
         return encode(self._message(parts), self._form)
-
-    def tick(self, number: int) -> bytes:
-        return self._later[number % self._VARIETY] if number else self._first
 
     def end(self) -> bytes:
         return self._last
@@ -225,14 +203,14 @@ class SpacesScript:
         actions = {ONLY_SEAT: message[key]} if single else message[key]
         if not isinstance(actions, dict) or actions.keys() != self._seats.keys():
             return f"Actions came back for {actions!r:.80}, the seats are {sorted(self._seats)}."
-        return next(filter(None, (self._action_error(name, action) for name, action in actions.items())), "")
-
-    def _action_error(self, name: str, action: Any) -> str:
-        try:
-            fitted = self._parsers[name](action)
-        except ValueError as error:
-            return f"The action does not fit its space: {error}."
-        return bounds_error(self._seats[name].action, fitted, "action")
+        for name, action in actions.items():
+            try:
+                fitted = self._parsers[name](action)
+            except ValueError as error:
+                return f"The action does not fit its space: {error}."
+            if problem := bounds_error(self._seats[name].action, fitted, "action"):
+                return problem
+        return ""
 
 
 class FakeGamecore:
@@ -258,9 +236,8 @@ class FakeGamecore:
         seed: int = 0,
     ) -> None:
         if games < 1 or ticks < 0 or (connections is not None and connections < 1):
-            raise UsageError(
-                f"games is {games}, ticks {ticks}, connections {connections}.", "games and connections must be at least 1."
-            )
+            message = f"games is {games}, ticks {ticks}, connections {connections}."
+            raise UsageError(message, "games and connections must be at least 1.")
         self._games, self._ticks, self._think_s, self._seed = games, ticks, think_s, seed
         self._body, self._form = body, form
         self._connections = min(connections or games, games)
@@ -282,7 +259,10 @@ class FakeGamecore:
         games: list[asyncio.Task[None]] = []
         began = time.monotonic()
         try:
-            script = await self._script(clients[0])
+            if self._form is None:
+                script = GameScript(self._body)
+            else:
+                script = SpacesScript(await clients[0].spec(), self._form, self._seed)
             games = [asyncio.create_task(self._game(clients[i % len(clients)], i, matches, script)) for i in range(self._games)]
             _, rest = await asyncio.wait(games, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
             self.stop()
@@ -303,31 +283,22 @@ class FakeGamecore:
         """End every match at its next tick and start no others."""
         self._stopping = True
 
-    async def _script(self, client: AsyncClient) -> GameScript:
-        return RawScript(self._body) if self._form is None else SpacesScript(await client.spec(), self._form, self._seed)
-
     async def _game(self, client: AsyncClient, number: int, matches: int | None, script: GameScript) -> None:
         match = 0
         while not self._stopping and (matches is None or match < matches):
-            with self._count_as_playing():
-                try:
-                    await self._match(client, f"fake-{self._id}-{number}-{match}", script)
-                    self.stats.matches += 1
-                    failed = False
-                except LudusError as error:
-                    self._count_error(error.error if isinstance(error, Refused) else "unreachable", str(error))
-                    failed = True
-            if failed:
+            failed: LudusError | None = None
+            self.playing += 1
+            try:
+                await self._match(client, f"fake-{self._id}-{number}-{match}", script)
+                self.stats.matches += 1
+            except LudusError as error:
+                failed = error
+            finally:
+                self.playing -= 1
+            if failed is not None:
+                self._count_error(failed.error if isinstance(failed, Refused) else "unreachable", str(failed))
                 await asyncio.sleep(_PAUSE_S)
             match += 1
-
-    @contextlib.contextmanager
-    def _count_as_playing(self) -> Iterator[None]:
-        self.playing += 1
-        try:
-            yield
-        finally:
-            self.playing -= 1
 
     async def _match(self, client: AsyncClient, session: str, script: GameScript) -> None:
         stats = self.stats

@@ -6,6 +6,7 @@ ludus.fake.FakeBuffer("replay", example={"observation": image})     # learners t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -156,12 +157,9 @@ class FakeBuffer:
         try:
             while not self._stopping:
                 pushed = self._buffer.push(*self._items, drop=False)
-                while not self._stopping:
-                    try:
+                while not self._stopping and not pushed.done:
+                    with contextlib.suppress(TimeoutError):
                         pushed.wait(_WAIT_S)
-                        break
-                    except TimeoutError:
-                        continue
         except LudusError as error:
             if not self._stopping:
                 log.error("the fake buffer %s stops: %s", self.name, error)
@@ -203,8 +201,13 @@ def segments_of(model: RemoteModel, steps: int, generator: np.random.Generator) 
     kwargs = {key: modules.example_of(spec, steps + 1) for key, spec in inputs["kwargs"].items()}
     examples = ({"observation": args[0] if len(args) == 1 else tuple(args)} if args else {}) | kwargs
 
+    def random_like(array: Array) -> Array:
+        if array.dtype.kind == "f":
+            return generator.standard_normal(array.shape).astype(array.dtype)
+        return generator.integers(0, 2, array.shape).astype(array.dtype)
+
     def make() -> Tree:
-        observed = map_tree(lambda array: _random_like(array, generator), examples)
+        observed = map_tree(random_like, examples)
         action = generator.integers(0, choices, steps)
         rest = _segment(observed.pop("observation", np.zeros(steps + 1, np.float32)), action, steps, model.version, generator)
         return rest | observed
@@ -239,12 +242,6 @@ def _to_float32(value: Any) -> Tree:
         return array.astype(np.float32) if array.dtype.kind == "f" else array
 
     return map_tree(leaf, value)
-
-
-def _random_like(array: Array, generator: np.random.Generator) -> Array:
-    if array.dtype.kind == "f":
-        return generator.standard_normal(array.shape).astype(array.dtype)
-    return generator.integers(0, 2, array.shape).astype(array.dtype)
 
 
 def _choices(network: nn.Module, inputs: Mapping[str, Any]) -> int:

@@ -17,6 +17,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.tree import Array, Tree, decode, encode, map_tree
+from ludus.distributed.frames import Header
 from ludus.distributed.gateway_workers import bind
-from ludus.distributed.hub.rpc import Header, Peer, Reply, RpcConnection, error_fields, listen_tcp, listen_unix
+from ludus.distributed.hub.rpc import Peer, Reply, RpcConnection, error_fields, listen_tcp, listen_unix
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.io.addresses import tcp_address
 from ludus.models.inference.engine import InferenceEngine, Inputs, WeightsSource, split_rows, stack_rows
 from ludus.models.inference.micro_batcher import MicroBatcher
 from ludus.models.weights.serialization import model_from
-from ludus.models.weights.shared_weights import SharedWeightsReader
 from ludus.process.auth import Authenticator, read_token
 from ludus.process.workers.supervisor import ALWAYS, Context
 from ludus.remote.context import JoinTicket, RunContext, adopt
@@ -63,7 +64,8 @@ class InferenceWorkers:
         self.paths = [str(Path(location.scratch) / f"i{number}-{index}-{os.getpid()}") for index in range(len(gpus))]
         # Bound here, so that the replacement of a worker has the same address.
         self._tcp_sockets = [bind(location.host, 0) for _ in gpus] if location.host else []
-        run.on_close(self._close)
+        for bound in self._tcp_sockets:
+            run.on_close(bound.close)
         safe = name.replace("/", "-")
         self.processes: list[Process] = [
             run.supervisor.start(
@@ -82,23 +84,13 @@ class InferenceWorkers:
         addresses = [tcp_address(location.host, bound.getsockname()[1]) for bound in self._tcp_sockets]
         run.client.call({"op": "model.workers", "name": name, "workers": self.paths, "addresses": addresses})
 
-    def _close(self) -> None:
-        for bound in self._tcp_sockets:
-            bound.close()
-
 
 def gpus_of_workers(workers: int, each: float) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each worker; empty without GPUs. Raises UsageError."""
-    if (
-        not isinstance(each, (int, float))
-        or not 0 <= each < math.inf
-        or (each > 1 and each != int(each))
-        or (each and not workers)
-    ):
-        raise UsageError(
-            f"gpus_per_worker={each} for {workers} workers is invalid.",
-            "Use whole GPUs, or a fraction of one, together with num_workers=….",
-        )
+    valid = isinstance(each, (int, float)) and 0 <= each < math.inf and (each <= 1 or each == int(each))
+    if not valid or (each and not workers):
+        hint = "Use whole GPUs, or a fraction of one, together with num_workers=…."
+        raise UsageError(f"gpus_per_worker={each} for {workers} workers is invalid.", hint)
     if not each:
         return [""] * workers
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -129,12 +121,15 @@ def run_worker(context: Context, ticket: JoinTicket, name: str, path: str, gpus:
     info = run.client.call({"op": "model.find", "name": name})
     module = model_from(info["description"], run.classes.get(name.split("/")[0]))
     reader, graph = run.reader(info), info["settings"].get("graph")
-    engine = _onnx_engine(module, reader, run.graph(graph)) if graph else InferenceEngine(module, reader)
-    if gpus and not graph:
-        engine = DeviceEngine(torch.device("cuda"), module, reader)
-    asyncio.run(
-        _serve(context, engine, Path(path), int(info["settings"].get("max_batch_size") or 256), ticket.location.token_file)
-    )
+    engine: InferenceEngine
+    if graph:
+        from ludus.models.inference.onnx_hot_reload import OnnxEngine, read_graph  # onnxruntime is an extra
+
+        engine = OnnxEngine(module, reader, read_graph(run.graph(graph)))
+    else:
+        engine = DeviceEngine(torch.device("cuda"), module, reader) if gpus else InferenceEngine(module, reader)
+    max_rows = int(info["settings"].get("max_batch_size") or 256)
+    asyncio.run(_serve(context, engine, Path(path), max_rows, ticket.location.token_file))
 
 
 class DeviceEngine(InferenceEngine):
@@ -155,12 +150,6 @@ class DeviceEngine(InferenceEngine):
         self._function = compute_on_device
 
 
-def _onnx_engine(module: nn.Module, reader: SharedWeightsReader, graph: str) -> InferenceEngine:
-    from ludus.models.inference.onnx_hot_reload import OnnxEngine, read_graph  # onnxruntime is an extra
-
-    return OnnxEngine(module, reader, read_graph(graph))
-
-
 async def _serve(context: Context, engine: InferenceEngine, path: Path, max_rows: int, token_file: str) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     worker = _BatchServer(engine, max_rows)
@@ -168,7 +157,7 @@ async def _serve(context: Context, engine: InferenceEngine, path: Path, max_rows
     for fd in context.fds:
         bound = socket.socket(fileno=os.dup(fd))
         servers.append(await listen_tcp(bound, Authenticator(read_token(token_file)), worker.on_frame))
-    context.on_stop(lambda: _set(loop, stopped))
+    context.on_stop(lambda: loop.call_soon_threadsafe(stopped.set))
     context.ready()
     while not stopped.is_set():
         context.beat()
@@ -176,10 +165,6 @@ async def _serve(context: Context, engine: InferenceEngine, path: Path, max_rows
             await asyncio.wait_for(stopped.wait(), _BEAT_S)
     for server in servers:
         server.close()
-
-
-def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    loop.call_soon_threadsafe(event.set)
 
 
 class _BatchServer:
@@ -247,7 +232,7 @@ def _reply(peer: Peer, number: int, done: asyncio.Future[tuple[Any, int]]) -> No
     try:
         outputs, version = done.result()
         peer.send({"id": number, "version": version}, encode(outputs))
-    except Exception as error:  # any error of the model, or an output that cannot be encoded, is sent to the callers
+    except Exception as error:  # user code: any error of the model, or of encoding its output, is sent to the callers
         peer.send({"id": number, **error_fields(error)})
 
 
@@ -317,17 +302,17 @@ class RemoteInference:
         return await self._forward(args, kwargs, versioned)
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """A batch: rows of one structure, and the futures of their callers."""
 
-    __slots__ = ("attempts", "queued_at", "rows", "structure", "waiting")
+    structure: Hashable
+    queued_at: float
+    attempts: int = 0
+    rows: list[list[Array]] = field(default_factory=list)
+    waiting: list[tuple[asyncio.Future[Any], bool]] = field(default_factory=list)
 
-    def __init__(self, structure: Hashable, now: float) -> None:
-        self.structure, self.queued_at, self.attempts = structure, now, 0
-        self.rows: list[list[Array]] = []
-        self.waiting: list[tuple[asyncio.Future[Any], bool]] = []
-
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         for future, _ in self.waiting:
             if not future.done():
                 future.set_exception(error)
@@ -338,14 +323,15 @@ class _Batch:
                 future.set_result((result, version) if versioned else result)
 
 
+@dataclass(eq=False)
 class _WorkerConnection:
     """Connection of one event loop to one worker."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.connection: RpcConnection | None = None
-        self.opening: asyncio.Task[None] | None = None
-        self.batches = self.rows = 0
+    path: str
+    connection: RpcConnection | None = None
+    opening: asyncio.Task[None] | None = None
+    batches: int = 0
+    rows: int = 0
 
     @property
     def open(self) -> bool:
@@ -355,11 +341,10 @@ class _WorkerConnection:
 async def _open_connection(path: str, token_file: str) -> RpcConnection:
     """Open a connection and wait for a reply: the socket of a dying process may still accept connections."""
     connection = await RpcConnection.open(path, "An inference worker", token_file=token_file)
-    try:
+    async with contextlib.AsyncExitStack() as undo:
+        undo.push_async_callback(connection.close)
         await connection.request({"op": "hello"}, timeout_s=HANDSHAKE_S)
-    except BaseException:
-        await connection.close()
-        raise
+        undo.pop_all()
     return connection
 
 
@@ -394,15 +379,18 @@ class _LoopBatcher:
         self._scheduled = False
         while self._queue:
             for worker in self._workers:
-                if not worker.open:
-                    self._reopen(worker)
+                if not worker.open and worker.opening is None:
+                    worker.opening = self._loop.create_task(self._open_worker(worker))
             ready = [worker for worker in self._workers if worker.open and worker.batches < MAX_IN_FLIGHT]
             if not ready:
                 return
-            batch = self._queue.popleft()
-            if self._filling.get(batch.structure) is batch:
-                del self._filling[batch.structure]
-            self._send(min(ready, key=lambda worker: worker.rows), batch)
+            self._send(min(ready, key=lambda worker: worker.rows), self._pop_batch())
+
+    def _pop_batch(self) -> _Batch:
+        batch = self._queue.popleft()
+        if self._filling.get(batch.structure) is batch:
+            del self._filling[batch.structure]
+        return batch
 
     def _send(self, worker: _WorkerConnection, batch: _Batch) -> None:
         assert worker.connection is not None
@@ -412,29 +400,31 @@ class _LoopBatcher:
         except WorkerFailed:
             self._retry(batch)
             return
-        except Exception as error:  # any error of encoding the inputs concerns only their callers
+        except (LudusError, TypeError, ValueError, AttributeError, MemoryError) as error:  # of the inputs: raised by the callers
             batch.fail(error)
             return
         batch.attempts += 1
         worker.batches += 1
         worker.rows += len(batch.rows)
-        reply.add_done_callback(functools.partial(self._done, worker, batch))
+        reply.add_done_callback(functools.partial(self._on_reply, worker, batch))
 
-    def _done(self, worker: _WorkerConnection, batch: _Batch, reply: asyncio.Future[Reply]) -> None:
+    def _on_reply(self, worker: _WorkerConnection, batch: _Batch, reply: asyncio.Future[Reply]) -> None:
         worker.batches -= 1
         worker.rows -= len(batch.rows)
         self._schedule()
-        try:
-            header, body = reply.result()[-1]
-            outputs, _ = decode(body)
-            batch.answer(outputs, int(header["version"]))
-        except asyncio.CancelledError:
+        if reply.cancelled():
             batch.fail(WorkerFailed("The request for inference was cancelled."))
-        except Exception as error:
+        elif error := reply.exception():
             if not worker.open and isinstance(error, WorkerFailed):
                 self._retry(batch)
             else:
                 batch.fail(error)
+        else:
+            try:
+                header, body = reply.result()[-1]
+                batch.answer(decode(body)[0], int(header["version"]))
+            except (LudusError, ValueError, KeyError, TypeError) as malformed:
+                batch.fail(malformed)
 
     def _retry(self, batch: _Batch) -> None:
         """Send the batch of a dead worker once more."""
@@ -444,10 +434,6 @@ class _LoopBatcher:
             self._schedule()
         else:
             batch.fail(WorkerFailed("Two inference workers died during this request.", "See their logs."))
-
-    def _reopen(self, worker: _WorkerConnection) -> None:
-        if worker.opening is None:
-            worker.opening = self._loop.create_task(self._open_worker(worker))
 
     async def _open_worker(self, worker: _WorkerConnection) -> None:
         try:
@@ -467,9 +453,5 @@ class _LoopBatcher:
             return
         lost = self._run.lost  # without the hub no worker is replaced
         while self._queue and (lost or time.monotonic() - self._queue[0].queued_at > UNREACHABLE_S):
-            batch = self._queue.popleft()
-            if self._filling.get(batch.structure) is batch:
-                del self._filling[batch.structure]
-            batch.fail(
-                lost or WorkerFailed(f"No inference worker could be reached within {UNREACHABLE_S:g} s.", "See their logs.")
-            )
+            message = f"No inference worker could be reached within {UNREACHABLE_S:g} s."
+            self._pop_batch().fail(lost or WorkerFailed(message, "See their logs."))

@@ -186,7 +186,11 @@ class RemoteModel:
         override_model: bool = False,
         use_onnx: bool | str | None = None,
     ) -> None:
-        _check_numbers(max_batch_size, num_workers, checkpoint_interval, keep)
+        minimums = {"max_batch_size": (max_batch_size, 1), "num_workers": (num_workers, 0)}
+        minimums |= {"checkpoint_interval": (checkpoint_interval, 1), "keep": (keep, 1)}
+        for what, (value, least) in minimums.items():
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise UsageError(f"{what}={value!r} is not an integer of at least {least}.")
         precision = _precision(use_onnx)
         if local_mode and num_workers:
             raise UsageError(f"local_mode=True and num_workers={num_workers} contradict each other.", "Give one of them.")
@@ -201,7 +205,9 @@ class RemoteModel:
             given: dict[str, Any] = {"model_args": model_args, "model_kwargs": model_kwargs, "override_model": override_model}
             given |= {"forward_args": forward_args, "forward_kwargs": forward_kwargs}
             given |= {"checkpoint_interval": checkpoint_interval, "keep": keep, "use_onnx": use_onnx}
-            _refuse_for_attaching(name, given)
+            if ineffective := [key for key, value in given.items() if value]:
+                message = f"RemoteModel({name!r}, {', '.join(ineffective)}) has no model=, so it attaches to an existing one."
+                raise UsageError(message, "Set these where the model is created.")
             info = run.client.call({"op": "model.find", "name": name}) if num_workers or local_mode else None
         else:
             inputs = modules.inputs_of(forward_args, forward_kwargs or {}) if forward_args or forward_kwargs else None
@@ -211,15 +217,18 @@ class RemoteModel:
                 settings |= _trace_model(run, described, forward_args, forward_kwargs or {}, precision)
             elif override_model or use_onnx is False:
                 settings |= {"graph": "", "precision": ""}
-            info = _create_model(run, name, described, override_model, checkpoint_interval, keep, settings)
+            with run.stage_weights(modules.weights_of(described.module)) as file:
+                create: dict[str, Any] = {"op": "model.create", "name": name, "description": described.description, "file": file}
+                create |= {"override": override_model, "interval": checkpoint_interval, "keep": keep, "settings": settings}
+                info = run.client.call(create)
             run.classes[name] = type(described.module)
         if info is not None:
             _choose_backend(run, info, max_batch_size, gpus, local_mode, override_model)
         _ = self._shared
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         """Pickle as the name; it attaches on first use in the other process of the run."""
-        return _make_unattached, (self.name,)
+        return {"name": self.name, "_max_batch_size": None, "_cached": None}
 
     def __repr__(self) -> str:
         return f"RemoteModel({self.name!r})"
@@ -268,11 +277,7 @@ class RemoteModel:
         return self._shared.policy
 
     def decide(
-        self,
-        observation: Tree,
-        state: State | None = None,
-        mask: Bools | None = None,
-        temperature: float | None = None,
+        self, observation: Tree, state: State | None = None, mask: Bools | None = None, temperature: float | None = None
     ) -> asyncio.Future[Decision]:
         """Decision of an agent with this policy; exploration noise is drawn here, times `temperature` (1). On an event loop only."""
         return self._shared.decide(observation, state, mask, 1.0 if temperature is None else temperature)
@@ -321,29 +326,8 @@ class RemoteModel:
         return RemoteModel(str(info["name"]))
 
 
-def _make_unattached(name: str) -> RemoteModel:
-    handle = RemoteModel.__new__(RemoteModel)
-    handle.name, handle._max_batch_size, handle._cached = name, None, None
-    return handle
-
-
-def _refuse_for_attaching(name: str, given: Mapping[str, Any]) -> None:
-    """Raise UsageError for arguments that would have no effect."""
-    ineffective = [key for key, value in given.items() if value]
-    if ineffective:
-        raise UsageError(
-            f"RemoteModel({name!r}, {', '.join(ineffective)}) has no model=, so it attaches to an existing one.",
-            "Set these where the model is created.",
-        )
-
-
 def _choose_backend(
-    run: RunContext,
-    info: Mapping[str, Any],
-    max_batch_size: int | None,
-    gpus: Sequence[str],
-    local_mode: bool,
-    is_new: bool,
+    run: RunContext, info: Mapping[str, Any], max_batch_size: int | None, gpus: Sequence[str], local_mode: bool, is_new: bool
 ) -> None:
     """Choose the backend of the model in this process: workers, started now if needed, or a module here."""
     name = str(info["name"])
@@ -389,29 +373,6 @@ def _trace_model(
         file = run.client.upload(graph.encode())
         path = str(run.client.call({"op": "graph.keep", "file": file})["path"])
     return {"graph": path, "precision": precision}
-
-
-def _create_model(
-    run: RunContext,
-    name: str,
-    described: modules.DescribedModule,
-    override: bool,
-    interval: int | None,
-    keep: int | None,
-    settings: Mapping[str, Any],
-) -> dict[str, Any]:
-    with run.stage_weights(modules.weights_of(described.module)) as file:
-        what = {"name": name, "description": described.description, "file": file, "override": override}
-        how = {"interval": interval, "keep": keep, "settings": dict(settings)}
-        return run.client.call({"op": "model.create", **what, **how})
-
-
-def _check_numbers(max_batch_size: int | None, num_workers: int | None, interval: int | None, keep: int | None) -> None:
-    minimums = {"max_batch_size": (max_batch_size, 1), "num_workers": (num_workers, 0)}
-    minimums |= {"checkpoint_interval": (interval, 1), "keep": (keep, 1)}
-    for what, (value, least) in minimums.items():
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise UsageError(f"{what}={value!r} is not an integer of at least {least}.")
 
 
 def only_model(run: RunContext) -> RemoteModel:

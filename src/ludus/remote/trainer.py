@@ -47,15 +47,16 @@ class RemoteTrainer:
         if not isinstance(num_workers, int) or num_workers < 1:
             raise UsageError(f"num_workers={num_workers!r}: a trainer has at least one learner.", "It is the total number.")
         if use_gpu and not torch.cuda.is_available():
-            raise UsageError(
-                "use_gpu=True, but PyTorch finds no GPU here.", "Pass use_gpu=False, or None to use one if available."
-            )
+            hint = "Pass use_gpu=False, or None to use one if available."
+            raise UsageError("use_gpu=True, but PyTorch finds no GPU here.", hint)
         self._use_gpu = bool(use_gpu) or (use_gpu is None and torch.cuda.is_available())
         self._num_workers = num_workers
         self._run = current("RemoteTrainer")
         # Optimizers import torch._dynamo, which takes as long as torch itself: preload it once for all learners.
         self._run.preload += ["ludus.remote.trainer", "torch._dynamo"]
         self._learners: list[Process] = []
+        self._first_failure: Process | None = None
+        """The learner that failed first: the others fail because it is missing."""
 
     def train(self, train: Callable[..., Any], **kwargs: Any) -> None:
         """Start the learners; returns at once. Raises UsageError when they are running."""
@@ -83,26 +84,20 @@ class RemoteTrainer:
         deadline = time.monotonic() + timeout_s
         for learner in self._learners:
             learner.wait(max(0.0, deadline - time.monotonic()))
-            if self._first_failure():
-                break
-        if failed := self._first_failure():
-            raise WorkerFailed(f"{failed.name} failed: {failed.error.rstrip() or 'it died'}", "The other learners were stopped.")
+            failed = self._first_failure
+            if failed is not None and failed.state == "failed":
+                message = f"{failed.name} failed: {failed.error.rstrip() or 'it died'}"
+                raise WorkerFailed(message, "The other learners were stopped.")
         return all(learner.wait(0) for learner in self._learners)
 
     def stop(self) -> None:
         for learner in self._learners:
             learner.stop()
 
-    def _first_failure(self) -> Process | None:
-        """The learner that failed first: the others fail because it is missing."""
-        return self._first if self._first is not None and self._first.state == "failed" else None
-
-    _first: Process | None = None
-
     def _on_change(self, process: Process) -> None:
         """Runs in the supervisor's thread and must not wait."""
-        if process.state == "failed" and self._first is None:
-            self._first = process
+        if process.state == "failed" and self._first_failure is None:
+            self._first_failure = process
             log.error("%s failed:\n%s", process.name, process.error.rstrip() or "it died")
             for other in self._learners:
                 if other is not process:
@@ -155,12 +150,9 @@ class Learner:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # learners of one machine use loopback only
         self._store = FileStore(self._rendezvous, self.world_size)
         self._store.set_timeout(datetime.timedelta(seconds=JOIN_S))
+        timeout = datetime.timedelta(seconds=GRADIENT_S)
         torch.distributed.init_process_group(
-            "gloo",
-            store=self._store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=datetime.timedelta(seconds=GRADIENT_S),
+            "gloo", store=self._store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
 
     def leave(self) -> None:
@@ -187,7 +179,7 @@ def learn(context: Context, ticket: JoinTicket, learner_role: Learner, train: Ca
     context.ready()
     try:
         train(**kwargs)
-    except Exception:
+    except Exception:  # user code may raise anything
         if not context.stopping:
             raise
         log.info("ended by an error while stopping", exc_info=True)  # caused by learners that ended first

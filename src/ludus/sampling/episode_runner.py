@@ -131,7 +131,7 @@ def play(
     results = np.zeros((len(environments.results), 2))
     cut = 0
     while quota.any() and not interrupted():
-        observation = map_tree(torch.from_numpy, map_tree(_to_stored_dtype, observations.observation))
+        observation = map_tree(_to_tensor, observations.observation)
         mask = None if observations.mask is None else torch.from_numpy(observations.mask | over[:, None])
         drawn = None if noise is None else noise.next()
         action, _, _, state = policy.step(observation, state, torch.from_numpy(first), mask, drawn)
@@ -183,5 +183,5 @@ class _Noise:
             return next(self._steps)
 
 
-def _to_stored_dtype(x: Array) -> Array:
-    return x.astype(np.float32) if x.dtype == np.float64 else np.ascontiguousarray(x)
+def _to_tensor(x: Array) -> Tensor:
+    return torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else np.ascontiguousarray(x))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +19,19 @@ import numpy as np
 import torch
 
 from ludus.buffers.collate import join_segments
-from ludus.core.tree import Array, Tree, map_tree, stack
+from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Bools, Segments
 from ludus.envs.pettingzoo import CentralState, Departure, MatchStep, MultiAgentMatch, Turn, sample_action
 from ludus.errors import EnvironmentFault, Interrupted
-from ludus.models.inference.batched_policy import ActingPolicy, ActingPolicySource, Decision, State
+from ludus.models.inference.batched_policy import (
+    ActingPolicy,
+    ActingPolicySource,
+    Decision,
+    State,
+    decide_rows,
+    stack_rows,
+    stack_states,
+)
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import FixedSource, PolicySource
 from ludus.sampling.episode_runner import EPISODE_STEPS, Score
@@ -58,13 +67,12 @@ class EnvCopies(list[MultiAgentMatch]):
         super().__init__()
         self._make, self.forgiving, self.beat = make, forgiving, beat
         self.restarts = 0
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             for _ in range(count):
                 beat()
                 self.append(make())
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def recreate(self, number: int) -> None:
         self.restarts += 1
@@ -77,16 +85,38 @@ class EnvCopies(list[MultiAgentMatch]):
             match.close()
 
 
+@dataclass(frozen=True)
+class Seating:
+    """Who plays the agents of one match. Fixed for the whole match."""
+
+    models: Mapping[str, str | None]
+    """Agent → model; None: random actions."""
+    recorded: frozenset[str] | None = None
+    """Agents whose steps are recorded; None: all whose model is."""
+    opponent: str = ""
+    """Name of the opponent, for results."""
+
+
+SeatAgents = Callable[[int], Seating]
+"""Number of a copy → who plays its next match. Called between two matches of that copy."""
+
+
 @dataclass
 class _Seat:
     """One agent of one copy."""
 
     agent: str
-    recorder: SegmentRecorder | None
+    own_recorder: SegmentRecorder | None
+    learns: bool = True
+    """False while an opponent plays this seat: its steps are not recorded, and its episodes not counted."""
     state: State | None = None
     acted: bool = False
     total_reward: float = 0.0
     length: int = 0
+
+    @property
+    def recorder(self) -> SegmentRecorder | None:
+        return self.own_recorder if self.learns else None
 
     def reset(self) -> None:
         self.state, self.acted, self.total_reward, self.length = None, False, 0.0, 0
@@ -99,10 +129,27 @@ class FinishedMatch:
     returns: Mapping[str, float]
     """By agent."""
     steps: int
+    seating: Seating | None = None
 
     @property
     def total(self) -> float:
         return sum(self.returns.values())
+
+    @property
+    def score(self) -> float:
+        """Score of the side that learned: 1 if its best return is above those of all others, 0 if below, 0.5 if equal."""
+        assert self.seating is not None
+        own_side = self.seating.recorded or frozenset()
+        own = max(gained for agent, gained in self.returns.items() if agent in own_side)
+        other = max(gained for agent, gained in self.returns.items() if agent not in own_side)
+        return 0.5 + 0.5 * ((own > other) - (own < other))
+
+    def result(self, name: str) -> float | None:
+        """`win/<opponent>` or `draw/<opponent>`: whether that is how the match ended; None for another opponent."""
+        kind, _, opponent = name.partition("/")
+        if self.seating is None or self.seating.opponent != opponent:
+            return None
+        return float(self.score == {"win": 1.0, "draw": 0.5}[kind])
 
 
 class _MatchSlot:
@@ -113,6 +160,7 @@ class _MatchSlot:
         self._seeds = np.random.default_rng([seed, number])
         self.central = CentralState(self.match.agents, self.match.state_space) if central else None
         self.returns = dict.fromkeys(seats, 0.0)
+        self.seating = Seating({})
         self.steps = 0
         self._faults = 0
         self.current = MatchStep(over=True)
@@ -121,8 +169,11 @@ class _MatchSlot:
     def match(self) -> MultiAgentMatch:
         return self._copies[self._number]
 
-    def begin(self) -> None:
+    def begin(self, seating: Seating) -> None:
         """Start the next match, up to the first turn. Raises EnvironmentFault."""
+        self.seating = seating
+        for agent, seat in self.seats.items():
+            seat.learns = seating.recorded is None or agent in seating.recorded
         for _ in range(_MAX_EMPTY_MATCHES):
             self._reset()
             if not self.current.over:
@@ -149,6 +200,14 @@ class _MatchSlot:
         self.current = self.match.step(actions)
         self.steps, self._faults = self.steps + 1, 0
         self._add_central_state()
+
+    def abandon(self) -> None:
+        """End the match where it is; the outcome of the last actions is unknown and not recorded."""
+        for seat in self.seats.values():
+            if seat.recorder is not None:
+                seat.recorder.discard_pending()
+            seat.reset()
+        self.current = MatchStep(over=True)
 
     def add_reward(self, agent: str, reward: float) -> _Seat:
         seat = self.seats[agent]
@@ -199,7 +258,14 @@ class PolicySet:
     def __init__(
         self, sources: Mapping[str, ActingPolicySource[ActingPolicy]], generator: torch.Generator, explore: bool
     ) -> None:
-        self._sources, self._generator, self._explore = sources, generator, explore
+        self._sources, self._generator, self._explore = dict(sources), generator, explore
+
+    def add_fixed(self, model: str, policy: Policy) -> None:
+        """Add a policy whose weights do not change."""
+        self._sources[model] = FixedSource(policy)
+
+    def remove(self, model: str) -> None:
+        del self._sources[model]
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
@@ -219,58 +285,28 @@ class PolicySet:
     ) -> list[Decision]:
         """Decide for all rows. `noise`: one row each; by default drawn here if exploring."""
         policy, version = self._sources[model].newest()
-        observation, states, masks = zip(*requests, strict=True)
-        mask = _join_masks(masks)
+        observations, states, masks = zip(*requests, strict=True)
         if noise is None and self._explore:
             noise = policy.draw_noise(len(requests), self._generator)
-        acted = policy.act(stack(list(observation)), self._states(model, policy, states), mask, noise)
-        if not (np.isfinite(acted.value).all() and np.isfinite(acted.log_prob).all()):
+        decisions = decide_rows(policy, version, observations, states, masks, noise)
+        if not all(math.isfinite(decision.value) and math.isfinite(decision.log_prob) for decision in decisions):
             raise EnvironmentFault(
                 f"The model {model!r} returned a value that is not finite.",
                 "Check the observations for extremely large numbers.",
             )
-        n = len(requests)
-        after = list(zip(*([row.copy() for row in part] for part in acted.state), strict=True)) if acted.state else [()] * n
-        rows = (_split_rows(acted.action, n), _split_rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
-        return [Decision(*parts, version) for parts in zip(*rows, strict=True)]
+        return decisions
 
     def values(self, model: str, requests: Sequence[tuple[Tree, State | None]]) -> list[float]:
         policy = self._sources[model].newest()[0]
-        observation, states = zip(*requests, strict=True)
-        values: list[float] = policy.act(stack(list(observation)), self._states(model, policy, states)).value.tolist()
+        observations, states = zip(*requests, strict=True)
+        values: list[float] = policy.act(stack_rows(observations), stack_states(policy, states)).value.tolist()
         return values
-
-    def _states(self, model: str, policy: ActingPolicy, states: Sequence[State | None]) -> State:
-        if not policy.recurrent:
-            return ()
-        fresh = self.initial_state(model)
-        columns = zip(*(fresh if state is None else state for state in states), strict=True)
-        return tuple(np.array(column) for column in columns)
-
-
-def _join_masks(masks: Sequence[Bools | None]) -> Bools | None:
-    given = [mask for mask in masks if mask is not None]
-    if not given:
-        return None
-    whole = np.ones((len(masks), len(given[0])), np.bool_)
-    for row, mask in enumerate(masks):
-        if mask is not None:
-            whole[row] = mask
-    return whole
-
-
-def _split_rows(batch: Tree, n: int) -> list[Any]:
-    return [map_tree(lambda x, row=row: x[row], batch) for row in range(n)]
 
 
 def plain_action(action: Tree) -> Any:
     """Convert an action to what an environment takes: a Python int for a scalar integer."""
-    return map_tree(_plain_leaf, action)
-
-
-def _plain_leaf(x: Any) -> Any:
-    array = np.asarray(x)
-    return array.item() if array.ndim == 0 and array.dtype.kind in "iu" else array
+    arrays = map_tree(np.asarray, action)
+    return map_tree(lambda array: array.item() if array.ndim == 0 and array.dtype.kind in "iu" else array, arrays)
 
 
 # -- batches ------------------------------------------------------------------------------------------------------------
@@ -303,19 +339,31 @@ class MatchBatches:
         if not self._complete:
             return None
         model, env_steps = self._complete.popleft()
-        memory = self.memories[model]
-        parts = []
+        with self.take_parts(model) as parts:
+            batch = join_segments(parts)
+        self.describe_matches(batch, env_steps)
+        self._taken.add(id(batch))
+        return batch
+
+    @contextlib.contextmanager
+    def take_parts(self, model: str) -> Iterator[list[Segments]]:
+        """All segments that a model has recorded since its last batch, inside the block."""
+        memory, parts = self.memories[model], []
         while (part := memory.take(0)) is not None:
             parts.append(part)
-        batch = join_segments(parts)
+        yield parts
         for part in parts:
             memory.release(part)
+
+    def describe_matches(self, batch: Segments, env_steps: int | None) -> None:
+        """Add the matches that have ended since the previous batch of any model."""
         batch.episode_return = np.array([match.total for match in self._finished], np.float32)
         batch.episode_length = np.array([match.steps for match in self._finished], np.int64)
         batch.env_steps = env_steps
+        for column, name in enumerate(batch.spec.results):
+            scores = [value for match in self._finished if (value := match.result(name)) is not None]
+            batch.results[0, column] = sum(scores), len(scores)
         self._finished.clear()
-        self._taken.add(id(batch))
-        return batch
 
     def release(self, segments: Segments) -> None:
         if id(segments) not in self._taken:
@@ -355,8 +403,11 @@ class MatchBatch:
         *,
         central: bool = False,
         smoothing: int = 100,
+        seat_agents: SeatAgents | None = None,
     ) -> None:
-        """`policy_mapping`: agent → model. Models without a writer are not recorded."""
+        """`policy_mapping`: agent → model. Models without a writer are not recorded. `seat_agents`: by default every agent is played by
+        its model.
+        """
         self.policy_mapping, self._policies = dict(policy_mapping), policies
         self.stats = RecorderStats()
         self.finished: list[tuple[int, FinishedMatch]] = []
@@ -366,10 +417,8 @@ class MatchBatch:
         self.steps_since_batch = dict.fromkeys(writers, 0)
         """By model: environment steps since its last batch."""
         self.recent = {model: _EpisodeWindow(smoothing) for model in dict.fromkeys(policy_mapping.values())}
-        self.replaced: list[frozenset[str]] = [frozenset()] * len(copies)
-        """By copy: agents that are not played by their model in the current match, but by the opponent."""
-        self.opponents: Mapping[str, str] = {}
-        """Replaced agent → the model that plays it; others act at random."""
+        everybody = Seating(self.policy_mapping)
+        self.seat_agents: SeatAgents = seat_agents or (lambda copy: everybody)
         self._random = np.random.default_rng(seed)
         self.matches = 0
         self.env_steps = 0
@@ -390,9 +439,9 @@ class MatchBatch:
     def tick(self, playing: Callable[[int], bool] = lambda number: True) -> None:
         """Step every copy for which `playing` is true; a copy whose match is over starts the next one. Inside `acting`."""
         active = [(number, slot) for number, slot in enumerate(self._slots) if playing(number)]
-        for _, slot in active:
+        for number, slot in active:
             if slot.current.over:
-                slot.begin()
+                slot.begin(self.seat_agents(number))
                 self._add_turn_rewards(slot)
         actions = self._decide(active)
         active = [(number, slot) for number, slot in active if self._advance(slot, actions[number])]
@@ -402,16 +451,16 @@ class MatchBatch:
             self.steps_since_batch[model] += len(active)
         left: dict[str, list[tuple[_Seat, Departure]]] = {}
         for _, slot in active:
-            for departures in slot.current.departures:
-                seat = slot.add_reward(departures.agent, departures.reward)
-                left.setdefault(self.policy_mapping[departures.agent], []).append((seat, departures))
+            for departure in slot.current.departures:
+                seat = slot.add_reward(departure.agent, departure.reward)
+                left.setdefault(self.policy_mapping[departure.agent], []).append((seat, departure))
         for model, leavings in left.items():
             self._end_episodes(model, leavings)
         for number, slot in active:
             self._add_turn_rewards(slot)
             if slot.current.over:
                 self.matches += 1
-                self.finished.append((number, FinishedMatch(dict(slot.returns), slot.steps)))
+                self.finished.append((number, FinishedMatch(dict(slot.returns), slot.steps, slot.seating)))
 
     def _advance(self, slot: _MatchSlot, actions: Mapping[str, Any]) -> bool:
         try:
@@ -425,7 +474,7 @@ class MatchBatch:
         """Add the rewards of the agents that act next; the outcome of their previous action is now known."""
         for turn in slot.current.turns:
             seat, model = slot.add_reward(turn.agent, turn.reward), self.policy_mapping[turn.agent]
-            if seat.acted and model in self.complete_steps:
+            if seat.acted and seat.learns and model in self.complete_steps:
                 self.complete_steps[model] += 1
 
     def _decide(self, active: Sequence[tuple[int, _MatchSlot]]) -> dict[int, dict[str, Any]]:
@@ -434,17 +483,12 @@ class MatchBatch:
         for number, slot in active:
             actions[number] = {}
             for turn in slot.current.turns:
-                replaced = turn.agent in self.replaced[number]
-                seat, model = (
-                    slot.seats[turn.agent],
-                    self.opponents.get(turn.agent) if replaced else self.policy_mapping[turn.agent],
-                )
+                model = slot.seating.models[turn.agent]
                 if model is None:
-                    actions[number][turn.agent] = plain_action(
-                        sample_action(slot.match.agents[turn.agent].action, turn.mask, self._random)
-                    )
+                    action = sample_action(slot.match.agents[turn.agent].action, turn.mask, self._random)
+                    actions[number][turn.agent] = plain_action(action)
                 else:
-                    requests.setdefault(model, []).append((number, seat, turn))
+                    requests.setdefault(model, []).append((number, slot.seats[turn.agent], turn))
         for model, rows in requests.items():
             decisions = self._policies.decide(model, [(turn.observation, seat.state, turn.mask) for _, seat, turn in rows])
             fresh = self._policies.initial_state(model)
@@ -462,7 +506,7 @@ class MatchBatch:
         estimates = self._policies.values(model, [(left.observation, seat.state) for seat, left in valued]) if valued else []
         values = {id(seat): value for (seat, _), value in zip(valued, estimates, strict=True)}
         for seat, left in leavings:
-            if seat.acted:
+            if seat.acted and seat.learns:
                 self._end_episode(model, seat, left, values.get(id(seat)))
             seat.reset()
 
@@ -482,11 +526,7 @@ class MatchBatch:
     def _discard_match(self, slot: _MatchSlot, fault: EnvironmentFault) -> None:
         """The environment failed: the outcome of the last actions is unknown, and the match does not count."""
         slot.recreate(fault)
-        for seat in slot.seats.values():
-            if seat.recorder is not None:
-                seat.recorder.discard_pending()
-            seat.reset()
-        slot.current = MatchStep(over=True)
+        slot.abandon()
 
     def cut(self, model: str) -> None:
         """Commit everything that the agents of a model have recorded for its batch. Inside `acting`, with the version that acted."""
@@ -511,23 +551,22 @@ class MatchBatch:
     def reset(self) -> None:
         """Discard what was recorded since the last batch after an interrupted tick; every match starts anew."""
         for slot in self._slots:
-            for seat in slot.seats.values():
-                if seat.recorder is not None:
-                    seat.recorder.discard_pending()
-                seat.reset()
-            slot.current = MatchStep(over=True)
+            slot.abandon()
 
     def steps_of(self, number: int) -> int:
         """Return the number of steps of the current match of a copy."""
         return self._slots[number].steps
 
+    def models_in_use(self) -> frozenset[str]:
+        """Models that play in matches which are not over."""
+        playing = [slot for slot in self._slots if not slot.current.over]
+        return frozenset(model for slot in playing for model in slot.seating.models.values() if model is not None)
+
     def stop_match(self, number: int) -> FinishedMatch:
         """Stop the match of a copy and return its result so far."""
         slot = self._slots[number]
-        for seat in slot.seats.values():
-            seat.reset()
-        slot.current = MatchStep(over=True)
-        return FinishedMatch(dict(slot.returns), slot.steps)
+        slot.abandon()
+        return FinishedMatch(dict(slot.returns), slot.steps, slot.seating)
 
 
 @dataclass(frozen=True)
@@ -542,6 +581,10 @@ class MultiAgentSettings:
     explore: bool = True
     smoothing: int = 100
     """Number of episodes over which returns are averaged."""
+    joint: bool = False
+    """Complete the batches of all models at the same time, when they have `batch_steps` steps on average. For samplers of workers: a
+    learner waits for all of them, so they must agree on which batch comes next.
+    """
 
 
 class MultiAgentSampler:
@@ -557,6 +600,7 @@ class MultiAgentSampler:
         seed: int,
         *,
         interruption: Interruption | None = None,
+        make_seating: Callable[[MatchBatch, PolicySet], SeatAgents] | None = None,
     ) -> None:
         """`policy_mapping`: agent → model. An interruption discards what was sampled since the last batch."""
         self._batches, self._settings = batches, settings
@@ -578,6 +622,8 @@ class MultiAgentSampler:
             central=settings.central,
             smoothing=settings.smoothing,
         )
+        if make_seating is not None:
+            self._matches.seat_agents = make_seating(self._matches, self._policies)
 
     def step(self) -> bool:
         """Play until a model has its batch, or for a short time; return False while there are batches to learn from."""
@@ -596,12 +642,19 @@ class MultiAgentSampler:
                     self._batches.add_finished(match)
                     self.zero_sum.add(match.returns)
                 matches.finished.clear()
-                for model in matches.complete_steps:
-                    if self._batch_is_complete(model):
-                        matches.cut(model)
-                        self._batched_steps = matches.env_steps
-                        self._batches.complete(model, self._take_unreported_steps() if self._settings.by_env_steps else None)
+                for model in self._complete_models():
+                    matches.cut(model)
+                    self._batched_steps = matches.env_steps
+                    self._batches.complete(model, self._take_unreported_steps() if self._settings.by_env_steps else None)
         return True
+
+    def _complete_models(self) -> list[str]:
+        """Models whose batch is complete."""
+        steps, settings = self._matches.complete_steps, self._settings
+        if not settings.joint:
+            return [model for model in steps if self._batch_is_complete(model)]
+        counted = max(self._matches.steps_since_batch.values()) if settings.by_env_steps else sum(steps.values()) / len(steps)
+        return list(steps) if counted >= settings.batch_steps else []
 
     def _take_unreported_steps(self) -> int:
         since = self._matches.env_steps - self._reported_steps
@@ -675,18 +728,24 @@ def play_matches(
     opponents = {} if opponent is None else {f"opponent {agent}": policy for agent, policy in opponent.policies.items()}
     all_sources = {**sources, **{name: FixedSource(policy) for name, policy in opponents.items()}}
     policies = PolicySet(all_sources, torch.Generator().manual_seed(seed), explore=not deterministic)
-    matches = MatchBatch(copies, policy_mapping, policies, {}, seed)
-    matches.opponents = {name.removeprefix("opponent "): name for name in opponents}
     played = list(range(n))  # the number of the current match of each copy, over all copies
-    chosen = [agents[number % len(agents)] for number in played]
+
+    def chosen(number: int) -> str:
+        return agents[played[number] % len(agents)]
+
+    def seat_agents(number: int) -> Seating:
+        if opponent is None:
+            return Seating(policy_mapping)
+        others = {agent: f"opponent {agent}" if agent in opponent.policies else None for agent in agents}
+        return Seating({**others, chosen(number): policy_mapping[chosen(number)]})
+
+    matches = MatchBatch(copies, policy_mapping, policies, {}, seed, seat_agents=seat_agents)
     returns: list[float] = []
     lengths: list[int] = []
     outcomes: list[MatchOutcome] = []
     cut = 0
     with policies.acting():
         while any(quota) and not interrupted():
-            if opponent is not None:
-                matches.replaced = [frozenset(agents) - {agent} for agent in chosen]
             matches.tick(lambda number: quota[number] > 0)
             too_long = [number for number in range(n) if quota[number] and matches.steps_of(number) >= max_steps]
             over = {number for number, _ in matches.finished}
@@ -694,11 +753,10 @@ def play_matches(
             cut += len(left)
             for number, match in [*matches.finished, *left]:
                 quota[number] = quota[number] - 1 if number in over else 0
-                returns.append(match.total if opponent is None else match.returns[chosen[number]])
-                outcomes.append((chosen[number], match.returns))
+                returns.append(match.total if opponent is None else match.returns[chosen(number)])
+                outcomes.append((chosen(number), match.returns))
                 lengths.append(match.steps)
                 played[number] += n
-                chosen[number] = agents[played[number] % len(agents)]
             matches.finished.clear()
     shares = {} if opponent is None else win_shares(opponent.name, outcomes)
     return Score(tuple(returns), tuple(lengths), complete=not any(quota), cut=cut, results=shares)

@@ -152,15 +152,20 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
         self._seed = seed
         self._origin = np.arange(first_row, first_row + environments.num)
-        self._observations: Observations | None = None
-        self._first = np.ones(environments.num, np.bool_)
-        self._over = np.zeros(environments.num, np.bool_)  # rows that only reset in the next step
         self._state: tuple[Tensor, ...] = ()
-        self._tally = EpisodeTally(environments.num)
         self._choices = spaces.choices(environments.action_space)
         self._categories = spaces.categories(environments.observation_space)
         self._steps_before = 0  # steps of earlier segments
         self._discarded = 0  # steps of interrupted blocks
+        self._forget_episodes()
+
+    def _forget_episodes(self) -> None:
+        """Before the first step, and when environments were interrupted during a step: they have to be reset."""
+        rows = self._envs.num
+        self._observations: Observations | None = None
+        self._first = np.ones(rows, np.bool_)
+        self._over = np.zeros(rows, np.bool_)  # rows that only reset in the next step
+        self._tally = EpisodeTally(rows)
 
     def step(self, timeout_s: float = 0.0) -> bool:
         """Sample one block, or until an interruption; return False if the memory has no free block within `timeout_s`."""
@@ -171,26 +176,25 @@ class Sampler:
         if self._timesteps is not None:
             self._envs.progress(self._timesteps(version))
         before = self.times.steps
-        try:
-            with policy.acting(), self._interruption.interruptible():
-                self.fill(block, policy, version)
-        except Interrupted:
-            self._memory.abandon(block)
-            self._discarded += self.times.steps - before
-            self._discard_episodes()
-            return True
-        except BaseException:
-            self._memory.abandon(block)
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._memory.abandon, block)
+            try:
+                with policy.acting(), self._interruption.interruptible():
+                    self.fill(block, policy, version)
+            except Interrupted:
+                self._discarded += self.times.steps - before
+                self._forget_episodes()
+                return True
+            undo.pop_all()
         self._memory.commit(block)
         return True
 
     def fill(self, block: Segments, policy: Policy, version: int) -> None:
         """Sample one segment of every row with one policy, inside `policy.acting()`."""
         if self._observations is None:
-            self._reset_environments(policy)
+            self._observations = self._envs.reset(self._seed)
+            self._state = policy.initial_state(self._envs.num)
         observations, rows, steps = self._observations, _step_views(block), block.spec.steps
-        assert observations is not None
         noise: Sequence[Tensor | None] = [None] * steps
         if self._explore:
             noise = policy.distribution.noise((steps, self._envs.num), self._generator).unbind(0)
@@ -200,11 +204,13 @@ class Sampler:
         lost: list[tuple[int, Bools]] = []
         block.finals = 0
         block.results.fill(0)
-        clock, times, rows_num, last = time.perf_counter, self.times, self._envs.num, time.perf_counter()
+        clock, times, every, last = time.perf_counter, self.times, block.spec.state_every, time.perf_counter()
         for t in range(steps):
             self._interruption.beat()
             self._store_observation(block, t, observations)
-            self._store_state(block, t)
+            if every and t % every == 0:
+                for stored, now in zip(block.state, self._state, strict=True):
+                    stored[t // every] = now.numpy()
             mask = rows.mask[t] if rows.mask is not None else None
             action, log_prob, value, self._state = policy.step(rows.observation[t], self._state, rows.first[t], mask, noise[t])
             actions.append(action)
@@ -216,7 +222,7 @@ class Sampler:
             outcome = self._envs.step(env_action)
             last = clock()
             times.environment_s += last - before
-            times.steps += rows_num
+            times.steps += self._envs.num
             self._record(block, t, outcome, policy)
             if outcome.lost is not None:
                 lost.append((t, outcome.lost.copy()))
@@ -231,20 +237,12 @@ class Sampler:
         block.version[:] = version
         block.origin[:] = self._origin
         self._observations = observations
-        self._check_rewards(block)
+        if not np.isfinite(block.reward).all():
+            t, row = np.argwhere(~np.isfinite(block.reward))[0].tolist()
+            self._raise_for_reward(row, block.reward[t, row], t)
         self._steps_before += steps
         block.episode_return, block.episode_length = self._tally.take(block, lost)
         times.policy_s += clock() - last
-
-    def _reset_environments(self, policy: Policy) -> None:
-        self._observations = self._envs.reset(self._seed)
-        self._state = policy.initial_state(self._envs.num)
-
-    def _discard_episodes(self) -> None:
-        """Environments were interrupted during a step and have to be reset."""
-        self._observations = None
-        self._first, self._over = np.ones(self._envs.num, np.bool_), np.zeros(self._envs.num, np.bool_)
-        self._tally = EpisodeTally(self._envs.num)
 
     def _store_observation(self, block: Segments, t: int, observations: Observations) -> None:
         try:
@@ -257,15 +255,7 @@ class Sampler:
         block.first[t] = self._first
         if observations.mask is not None:
             np.copyto(block.action_mask[t], observations.mask)
-            if self._over.any():
-                self._allow_at_end(block.action_mask[t])
             self._check_choices(block.action_mask[t], t)
-
-    def _allow_at_end(self, mask: Bools) -> None:
-        """At the end of an episode the last mask is kept, but it may forbid everything: then allow all options."""
-        for part in self._choices:
-            closed = self._over & ~mask[:, part].any(axis=1)
-            mask[closed, part] = True
 
     def _check_observation(self, observation: Tree, t: int, observations: Observations) -> None:
         """Reject non-finite numbers and invalid categories. `observations`: the source of `observation`."""
@@ -289,11 +279,6 @@ class Sampler:
                     )
                 raise EnvironmentFault(f"Environment {row} of {self._envs.name} returned {value} {where}.")
 
-    def _check_rewards(self, block: Segments) -> None:
-        if not np.isfinite(block.reward).all():
-            t, row = np.argwhere(~np.isfinite(block.reward))[0].tolist()
-            self._raise_for_reward(row, block.reward[t, row], t)
-
     def _raise_for_reward(self, row: int, reward: float, t: int) -> NoReturn:
         why = ", which is too large for float32" if too_large_for_float32(reward) else ""
         raise EnvironmentFault(
@@ -303,18 +288,15 @@ class Sampler:
     def _check_choices(self, mask: Bools, t: int) -> None:
         for part in self._choices:
             possible = mask[:, part].any(axis=1)
+            if not possible.all():  # at the end of an episode the last mask is kept, which may forbid everything: allow all
+                mask[self._over & ~possible, part] = True
+                possible |= self._over
             if not possible.all():
                 raise EnvironmentFault(
                     f"Environment {int(np.argmin(possible))} of {self._envs.name} forbids every action in its action_mask "
                     f"(options {part.start} to {part.stop - 1}) at step {self._steps_before + t}.",
                     "Leave at least one option of every choice allowed.",
                 )
-
-    def _store_state(self, block: Segments, t: int) -> None:
-        every = block.spec.state_every
-        if every and t % every == 0:
-            for kept, now in zip(block.state, self._state, strict=True):
-                kept[t // every] = now.numpy()
 
     def _record(self, block: Segments, t: int, outcome: StepResult, policy: Policy) -> None:
         try:

@@ -22,7 +22,7 @@ from ludus.errors import LudusError
 from ludus.models.centralized_critic import OWN, CentralNetwork, actor_policy
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights.serialization import policy_from
-from ludus.models.weights.version_store import PolicySource, stored_weights
+from ludus.models.weights.version_store import PolicySource, read_weights
 from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 class PolicyHistory:
     """Weights of the newest kept versions."""
 
-    def __init__(self, settings: SelfPlayConfig) -> None:
-        self._settings = settings
+    def __init__(self, settings: SelfPlayConfig, model: str = DEFAULT_MODEL) -> None:
+        self._settings, self._model = settings, model
         self._kept: dict[int, Weights] = {}
         self._stored: dict[int, Path] = {}
         """Version → directory of the run that stores it."""
@@ -51,7 +51,7 @@ class PolicyHistory:
         If the directory cannot be read, as on another machine, none are registered.
         """
         try:
-            stored = [int(path.stem) for path in (run / "models" / DEFAULT_MODEL).glob("*.safetensors") if path.stem.isdecimal()]
+            stored = [int(path.stem) for path in (run / "models" / self._model).glob("*.safetensors") if path.stem.isdecimal()]
         except OSError as error:
             log.warning("earlier versions are not available as opponents: %s", error)
             return
@@ -68,7 +68,7 @@ class PolicyHistory:
             if version in self._kept:
                 return version, self._kept[version]
             try:
-                return version, stored_weights(LocalStore(self._stored[version]), DEFAULT_MODEL, version)
+                return version, read_weights(LocalStore(self._stored[version]), self._model, version)
             except (OSError, LudusError) as error:  # for example deleted in the meantime
                 log.warning("version %d is no longer used as an opponent: %s", version, error)
                 del self._stored[version]
@@ -105,14 +105,10 @@ class PastPlayer:
         copy_into(self._observation, observation[OWN] if self._central else observation)
         if self._policy.recurrent:
             pairs = zip(self._initial, self._state, strict=True)
-            self._state = tuple(np.where(_broadcast_rows(first, now), begin, now) for begin, now in pairs)
+            self._state = tuple(np.where(first.reshape(-1, *(1 for _ in now.shape[1:])), begin, now) for begin, now in pairs)
         acted = self._policy.act(self._observation, self._state, mask, self._policy.draw_noise(rows, self._generator))
         self._state = acted.state
         return acted.action
-
-
-def _broadcast_rows(first: Bools, part: Array) -> Bools:
-    return first.reshape(-1, *(1 for _ in part.shape[1:]))
 
 
 class RecordedSource:

@@ -123,23 +123,19 @@ def _rows(spec: Tree, observation: Any) -> int | None:
         same = isinstance(observation, (list, tuple)) and len(observation) == len(spec)
         parts = list(zip(spec, observation, strict=True)) if same else []
     else:
-        return _leading_dimension(spec, observation)
+        return _batch_size(spec, observation)
     counts = {_rows(*part) for part in parts}
     return counts.pop() if len(counts) == 1 else None
 
 
-def _leading_dimension(spec: spaces.ArraySpec, value: Any) -> int | None:
+def _batch_size(spec: spaces.ArraySpec, value: Any) -> int | None:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return None
-    shape = value.shape if isinstance(value, (np.ndarray, np.generic)) else _shape_of(value)
-    return int(shape[0]) if len(shape) == len(spec.shape) + 1 and shape[0] else None
-
-
-def _shape_of(value: Any) -> tuple[int, ...]:
     try:
-        return np.asarray(value).shape
+        shape = np.shape(value)
     except ValueError:  # lists of different lengths; reported later
-        return ()
+        return None
+    return int(shape[0]) if len(shape) == len(spec.shape) + 1 and shape[0] else None
 
 
 def _first(episode_start: Any, rows: int) -> Tensor | None:

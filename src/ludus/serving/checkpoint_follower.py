@@ -95,11 +95,11 @@ class CheckpointSource:
                 return _release(run, checkpoint.read(store, name))
         read = checkpoint.read(store, newest)
         found = _release(run, read)
-        kept = {name: version_store.stored_versions(store, name) for name in found.parts}
+        kept = {name: version_store.list_versions(store, name) for name in found.parts}
         if len(found.parts) == 1 and number in next(iter(kept.values())):
             (name, part) = next(iter(found.parts.items()))
             described = read.state["models"][name]["description"]
-            _, weights = centralized_critic.without_critic(described, version_store.stored_weights(store, name, number))
+            _, weights = centralized_critic.without_critic(described, version_store.read_weights(store, name, number))
             parts = {name: replace(part, weights=serialization.encode_weights(weights), version=number)}
             return Release(number, found.seats, parts, f"a kept version of {display_path(run)}")
         numbers = {_release_number(name, v) for name in checkpoint.names(store) if (v := checkpoint.versions_of(store, name))}

@@ -6,12 +6,14 @@ import logging
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
+from ludus.errors import LudusError
 from ludus.gateway.server import GatewaySettings, read_tokens, tls_context
 from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import Supervisor
@@ -50,24 +52,16 @@ class RunningService:
         self._plain = gateway.tls is None
         self._closing = threading.Event()
         self._follow_thread: threading.Thread | None = None
-        self._scratch = TempDir(Path(tempfile.gettempdir()))
-        self._supervisor = Supervisor()
-        try:
-            self.follower = CheckpointFollower(sources, self._scratch.path, updates or UpdateSettings())
+        with ExitStack() as stack:
+            scratch = stack.enter_context(closing(TempDir(Path(tempfile.gettempdir()))))
+            stack.callback(self._join_follower)
+            supervisor = stack.enter_context(closing(Supervisor()))
+            self.follower = CheckpointFollower(sources, scratch.path, updates or UpdateSettings())
             self.follower.open()
-            gateway_settings = replace(gateway, spec=service_spec(sources))
-            worker = ServingWorker(self._scratch.path, settings or ServiceSettings())
-            self.fleet = GatewayWorkers(
-                self._supervisor,
-                GatewayProgram(worker, gateway_settings, prepare=worker.load, extension=worker),
-                host=host,
-                port=port,
-                workers=workers,
-            )
-        except BaseException:
-            self._supervisor.close()
-            self._scratch.close()
-            raise
+            worker = ServingWorker(scratch.path, settings or ServiceSettings())
+            program = GatewayProgram(worker, replace(gateway, spec=service_spec(sources)), prepare=worker.load, extension=worker)
+            self.fleet = GatewayWorkers(supervisor, program, host=host, port=port, workers=workers)
+            self._resources = stack.pop_all()
 
     @property
     def url(self) -> str:
@@ -75,26 +69,26 @@ class RunningService:
         return f"{'http' if self._plain else 'https'}://{host}:{port}"
 
     def __enter__(self) -> RunningService:
-        try:
+        with ExitStack() as stack:
+            stack.push(self)
             self.fleet.wait_ready(_READY_S)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._closing.set()  # the follower may be busy: it is joined last
-        try:
-            self.fleet.close()
-        except KeyboardInterrupt:  # a second Ctrl-C stops at once
-            for worker in self.fleet.workers:
-                worker.kill()
-            raise
-        finally:
-            self._supervisor.close()
-            if self._follow_thread is not None:
-                self._follow_thread.join(_READY_S)
-            self._scratch.close()
+        self._closing.set()
+        with self._resources:
+            try:
+                self.fleet.close()
+            except KeyboardInterrupt:  # a second Ctrl-C stops at once
+                for worker in self.fleet.workers:
+                    worker.kill()
+                raise
+
+    def _join_follower(self) -> None:
+        """Wait for the follower, which may be busy; called after the workers have ended."""
+        if self._follow_thread is not None:
+            self._follow_thread.join(_READY_S)
 
     def follow(self) -> None:
         """Poll in a background thread until the service stops."""
@@ -105,7 +99,7 @@ class RunningService:
         while not self._closing.wait(_POLL_S):
             try:
                 self.poll()
-            except Exception:  # the games continue; the next poll may succeed
+            except (LudusError, OSError, LookupError, TypeError, ValueError):  # of a store or a file; the games continue
                 log.exception("polling the checkpoint follower failed")
                 self._closing.wait(_RETRY_S)
 

@@ -26,7 +26,8 @@ from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.http_connection import AccessRecord, Page
 from ludus.gateway.latency_histogram import LatencyHistogram
-from ludus.gateway.server import FileWatcher, Gateway
+from ludus.gateway.server import Gateway
+from ludus.io.file_watcher import FileWatcher
 from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy
 from ludus.protocol import spec
 from ludus.sampling.segment_recorder import acting_policy_spec
@@ -320,7 +321,7 @@ class ServingWorker:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def sweep(self, now: float) -> None:
-        if self._loading is None and (self._watcher.changed() or now >= self._retry_at):
+        if self._loading is None and (self._watcher.has_changed() or now >= self._retry_at):
             self._retry_at = math.inf
             self._load_new_releases()
         self._move_sessions()

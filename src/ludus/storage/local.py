@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import shutil
 import time
@@ -46,19 +45,21 @@ class LocalStore:
             if overwrite:
                 _replace_file(target, data)
             else:
-                _put_once(target, data)
+                _create_once(target, data)
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
         with self._translate_errors(path):
-            attempts = itertools.count()
-            while True:
+            for tries_left in range(_TRIES, -1, -1):
+                with contextlib.suppress(FileNotFoundError):
+                    return _read(path)
                 try:
-                    return _read_value(path)
+                    return _read(_claim_path(path) / _VALUE)  # claimed, not published yet
                 except FileNotFoundError:
-                    if next(attempts) >= _TRIES or not _has_hidden_file(path.parent):
+                    if not tries_left or not _has_hidden_file(path.parent):
                         raise
                 time.sleep(_PAUSE_S)
+            raise AssertionError("the last attempt returns or raises")
 
     def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         target = self._path(key)
@@ -165,7 +166,7 @@ def _replace_file(target: Path, data: Bytes) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _put_once(target: Path, data: Bytes) -> None:
+def _create_once(target: Path, data: Bytes) -> None:
     """Create the target. The writer that renames its directory to the claim wins; it or a later writer publishes the value."""
     if target.exists():
         raise AlreadyExists(f"{target} exists already.")
@@ -258,13 +259,6 @@ def _read_part(path: Path, name: str, expected: tuple[int, int]) -> bytes:
             raise
         raise Damaged(f"{path / name} is missing.", "Use an older checkpoint.") from error
     return check_file(str(path), name, data, expected)
-
-
-def _read_value(path: Path) -> bytes:
-    try:
-        return _read(path)
-    except FileNotFoundError:
-        return _read(_claim_path(path) / _VALUE)  # claimed, not published yet
 
 
 def _has_hidden_file(directory: Path) -> bool:

@@ -54,6 +54,9 @@ _FOLDER = re.compile(r"\.parts-[0-9a-f]{32}")
 _WRITER = "ludus-writer"  # attribute of an exclusively created object with the id of the attempt
 _PAGE = 1000  # objects per page of a listing
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
+_BACKOFF: obstore.store.BackoffConfig = {
+    "init_backoff": timedelta(seconds=_PAUSE_S), "max_backoff": timedelta(seconds=_MAX_PAUSE_S), "base": 2,
+}  # fmt: skip
 
 _writing: list[str] = []  # paths that this process is writing: a sweep skips them
 _conditional: set[tuple[str, str]] = set()  # (endpoint, bucket) known to support conditional writes
@@ -88,7 +91,8 @@ class S3Store:
         self._policy = RetryPolicy.from_environment(os.environ)
         self._credentials = s3_credentials.find_credentials(os.environ)
         self._endpoint = self._url.endpoint or default_endpoint(os.environ)
-        self._region = self._find_region()
+        of_file = self._credentials.region if self._credentials else None
+        self._region = self._url.region or of_file or s3_credentials.find_region(os.environ)
         if self._credentials is None and self._endpoint and not s3_credentials.client_finds_credentials(os.environ):
             raise UsageError(f"There are no credentials for {self.url}.", s3_credentials.REMEDY)
         self._client = self._connect(self._policy.retries)
@@ -115,30 +119,32 @@ class S3Store:
 
     def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         target, folder = self._url.path(key), f".parts-{uuid.uuid4().hex}"
-        manifest = _add_folder(make_manifest(files), folder)
-        if self._exists(f"{target}/{MANIFEST}"):  # saves the upload; the conditional write decides
+        manifest = json.dumps({**json.loads(make_manifest(files)), "parts": folder}, indent=1).encode()
+        if self._writer(f"{target}/{MANIFEST}") is not None:  # saves the upload; the conditional write decides
             raise AlreadyExists(f"{self._format(target)} exists already.")
         self._check_conditions(target)
-        committing = False
+        with _mark_written(f"{target}/{folder}/"), contextlib.ExitStack() as undo:
+            undo.callback(self._discard_parts, f"{target}/{folder}")
 
-        def last_check() -> None:
-            nonlocal committing
-            if guard is not None:
-                guard()
-            committing = True
+            def last_check() -> None:
+                if guard is not None:
+                    guard()
+                undo.pop_all()  # from now on the manifest may exist: its parts stay, and a later sweep removes them if it does not
 
-        with _mark_written(f"{target}/{folder}/"):
             try:
                 items = [(f"{target}/{folder}/{name}", memoryview(data).cast("B")) for name, data in files.items()]
                 _run_parallel(lambda item: self._upload(*item), items)
                 self._create(f"{target}/{MANIFEST}", memoryview(manifest), called=target, guard=last_check)
-            except BaseException as error:
-                # If the manifest may have been written, its parts stay; if it was not, a later sweep removes them.
-                rejected = isinstance(error, AlreadyExists | StoreFull)
-                if rejected or not (committing or isinstance(error, StoreUnavailable)):
-                    with contextlib.suppress(StoreError):
-                        self._remove_below(f"{target}/{folder}")
+            except StoreUnavailable:
+                undo.pop_all()
                 raise
+            except (AlreadyExists, StoreFull):  # the manifest was rejected
+                self._discard_parts(f"{target}/{folder}")
+                raise
+
+    def _discard_parts(self, folder: str) -> None:
+        with contextlib.suppress(StoreError):
+            self._remove_below(folder)
 
     def get_bundle(self, key: str) -> dict[str, bytes]:
         check_key(key)
@@ -160,21 +166,18 @@ class S3Store:
     def _read_bundle(self, key: str, read: Callable[[str, Mapping[str, tuple[int, int]]], T]) -> T:
         """Call `read(folder, manifest)`. Raises NotFound rather than Damaged if the bundle is deleted meanwhile."""
         before = b""
+        target = self._url.path(key)
         while True:
-            text = self._manifest(key)
+            try:
+                text = self._download(f"{target}/{MANIFEST}")
+            except NotFound as error:
+                raise NotFound(f"There is no {self._format(target)}.", error.hint) from error
             try:
                 return read(*_parse_manifest(key, text))
             except Damaged:
                 if text == before:
                     raise
                 before = text
-
-    def _manifest(self, key: str) -> bytes:
-        target = self._url.path(key)
-        try:
-            return self._download(f"{target}/{MANIFEST}")
-        except NotFound as error:
-            raise NotFound(f"There is no {self._format(target)}.", error.hint) from error
 
     def _file(self, key: str, folder: str, name: str, manifest: Mapping[str, tuple[int, int]]) -> bytes:
         target = self._url.path(key)
@@ -200,14 +203,14 @@ class S3Store:
     def sweep(self, prefix: str) -> int:
         folder = self._url.path(prefix) if prefix else self._url.prefix
         keys = [f"{folder}/{name}" if folder else name for name in self._entries(folder)[1]]
-        found = zip(keys, _run_parallel(self._unfinished, keys), strict=True)
+        found = zip(keys, _run_parallel(self._find_unfinished, keys), strict=True)
         folders = [f"{key}/{name}" for key, names in found for name in names]
         removed = _run_parallel(self._remove_below, folders)
         # Some servers list a folder for a while after it became empty: do not count it.
         left = {name for name, objects in zip(folders, removed, strict=True) if objects}
         return len(left | self._abort_uploads(folder))
 
-    def _unfinished(self, target: str) -> Names:
+    def _find_unfinished(self, target: str) -> Names:
         """Return folders of parts that the manifest of a bundle does not name and that this process is not writing."""
         folders = [name for name in self._entries(target, hidden=True)[1] if _FOLDER.fullmatch(name)]
         if not folders:
@@ -280,14 +283,8 @@ class S3Store:
 
     def _upload(self, path: str, view: memoryview) -> None:
         with self._translate_errors(path, "write"), _mark_written(path):
-            obstore.put(
-                self._client,
-                path,
-                view,
-                use_multipart=len(view) > PART_BYTES,
-                chunk_size=PART_BYTES,
-                max_concurrency=AT_ONCE,
-            )
+            multipart = len(view) > PART_BYTES
+            obstore.put(self._client, path, view, use_multipart=multipart, chunk_size=PART_BYTES, max_concurrency=AT_ONCE)
 
     def _create(self, path: str, view: memoryview, *, called: str | None = None, guard: WriteGuard | None = None) -> None:
         """Create an object exclusively. Raises AlreadyExists. The guard is called before every attempt.
@@ -322,9 +319,6 @@ class S3Store:
                 return str(obstore.get(self._client, path, options={"head": True}).attributes.get(_WRITER, ""))
         except NotFound:
             return None
-
-    def _exists(self, path: str) -> bool:
-        return self._writer(path) is not None
 
     def _download(self, path: str) -> bytes:
         # The client retries and resumes broken downloads by itself, but only for a while and with the same ETag.
@@ -382,9 +376,8 @@ class S3Store:
     # -- the client
 
     def _connect(self, retries: int) -> obstore.store.S3Store:
-        config: obstore.store.S3Config = {
-            "disable_bulk_delete": True
-        }  # not supported by every server, and we delete few objects at a time
+        # Bulk deletion is not supported by every server, and we delete few objects at a time.
+        config: obstore.store.S3Config = {"disable_bulk_delete": True}
         if self._endpoint:
             config["endpoint"] = config["aws_endpoint_url_s3"] = self._endpoint
         if self._region:
@@ -400,20 +393,16 @@ class S3Store:
             "user_agent": "ludus",
         }
         if authorities := os.environ.get(multipart_cleanup.AUTHORITIES):
-            options["root_certificate"] = _read_authorities(authorities)
+            try:
+                options["root_certificate"] = Path(authorities).expanduser().read_bytes()
+            except OSError as error:
+                what = f"{authorities} (named by {multipart_cleanup.AUTHORITIES})"
+                raise UsageError(f"{what} cannot be read: {error.strerror}.") from error
         return obstore.store.S3Store(
             self._url.bucket,
             config=config,
             client_options=options,
-            retry_config={
-                "max_retries": retries,
-                "retry_timeout": timedelta(seconds=policy.total_s),
-                "backoff": {
-                    "init_backoff": timedelta(seconds=_PAUSE_S),
-                    "max_backoff": timedelta(seconds=_MAX_PAUSE_S),
-                    "base": 2,
-                },
-            },
+            retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=policy.total_s), "backoff": _BACKOFF},
             credential_provider=None if self._credentials is None else self._provide_credentials,
         )
 
@@ -436,10 +425,6 @@ class S3Store:
                 log.warning("could not reload credentials: %s", error)
         return self._credentials
 
-    def _find_region(self) -> str | None:
-        of_file = self._credentials.region if self._credentials else None
-        return self._url.region or of_file or s3_credentials.find_region(os.environ)
-
     def _format(self, path: str) -> str:
         return f"s3://{self._url.bucket}/{path}"
 
@@ -453,10 +438,6 @@ class S3Store:
 
 
 # -- parts of bundles ---------------------------------------------------------------------------------------------------
-
-
-def _add_folder(manifest: bytes, folder: str) -> bytes:
-    return json.dumps({**json.loads(manifest), "parts": folder}, indent=1).encode()
 
 
 def _parse_manifest(key: str, text: bytes) -> tuple[str, dict[str, tuple[int, int]]]:
@@ -493,12 +474,7 @@ def _run_parallel(act: Callable[[S], T], items: Iterable[S]) -> list[T]:
     if len(todo) < 2:
         return [act(item) for item in todo]
     with ThreadPoolExecutor(min(AT_ONCE, len(todo))) as pool:
-        futures = [pool.submit(act, item) for item in todo]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        return list(pool.map(act, todo))
 
 
 def _retry_delays(policy: RetryPolicy, retries: int) -> Iterator[float | None]:
@@ -510,13 +486,6 @@ def _retry_delays(policy: RetryPolicy, retries: int) -> Iterator[float | None]:
         if time.monotonic() > deadline:
             break
     yield None
-
-
-def _read_authorities(file: str) -> bytes:
-    try:
-        return Path(file).expanduser().read_bytes()
-    except OSError as error:
-        raise UsageError(f"{file} (named by {multipart_cleanup.AUTHORITIES}) cannot be read: {error.strerror}.") from error
 
 
 def _read_number(environment: Mapping[str, str], name: str, default: float) -> float:

@@ -16,10 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 
+from ludus.testing.background_call import Call
 from ludus.transport.message_stream import Delivery, MessageStream
 
 MakeExchange = Callable[[str, int], MessageStream]
@@ -364,30 +364,3 @@ def pull_all(exchange: MessageStream, count: int) -> list[Delivery]:
         found += exchange.pull(count - len(found), _SHORT_S)
     assert len({delivery.id for delivery in found}) == count, "a message came twice"
     return found
-
-
-class Call:
-    """A call in a separate thread, with its result or exception."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
-        self._thread.start()
-
-    def _run(self, call: Callable[[], Any]) -> None:
-        try:
-            self._value = call()
-        except BaseException as error:
-            self._error = error
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def result(self) -> Any:
-        self._thread.join(_WAIT_S)
-        assert not self._thread.is_alive(), "the call hangs"
-        if self._error is not None:
-            raise self._error
-        return self._value

@@ -8,10 +8,8 @@ class TestMyMemory(MemoryContract):
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from ludus.core.spaces import ArraySpec
 from ludus.core.tree import leaves, map_tree
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import MemoryClosed
+from ludus.testing.background_call import Call
 from ludus.transport.base import Memory
 
 MakeMemory = Callable[[SegmentSpec, int, int], Memory]
@@ -113,13 +112,13 @@ class MemoryContract:
         write(memory, 1)
         taken = memory.take(0)
         assert taken is not None
-        waiting = _Call(lambda: memory.reserve(_WAIT_S))
+        waiting = Call(lambda: memory.reserve(_WAIT_S))
         memory.release(taken)
         assert waiting.result() is not None
 
     def test_a_waiting_reader_gets_a_block_when_it_is_committed(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
-        waiting = _Call(lambda: read(memory, _WAIT_S))
+        waiting = Call(lambda: read(memory, _WAIT_S))
         write(memory, 5)
         assert waiting.result() == 5
 
@@ -206,9 +205,9 @@ class MemoryContract:
 
     def test_closing_wakes_waiting_threads(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 1)
-        takers = [_Call(lambda: memory.take(_WAIT_S)) for _ in range(2)]
+        takers = [Call(lambda: memory.take(_WAIT_S)) for _ in range(2)]
         reserve_block(memory)
-        reservers = [_Call(lambda: memory.reserve(_WAIT_S)) for _ in range(2)]
+        reservers = [Call(lambda: memory.reserve(_WAIT_S)) for _ in range(2)]
         memory.close()
         for call in (*takers, *reservers):
             with pytest.raises(MemoryClosed):
@@ -271,8 +270,8 @@ class MemoryContract:
                 except MemoryClosed:
                     return
 
-        readers = [_Call(lambda c=c: consume(c)) for c in range(consumers)]  # type: ignore[misc]
-        writers = [_Call(lambda p=p: produce(p)) for p in range(producers)]  # type: ignore[misc]
+        readers = [Call(lambda c=c: consume(c)) for c in range(consumers)]  # type: ignore[misc]
+        writers = [Call(lambda p=p: produce(p)) for p in range(producers)]  # type: ignore[misc]
         for writer in writers:
             writer.result()
         memory.close()
@@ -338,26 +337,3 @@ def _fill(block: Segments, seed: int) -> None:
 def _counts(memory: Memory) -> dict[str, int]:
     stats = memory.stats()
     return {name: getattr(stats, name) for name in ("committed", "taken", "released", "dropped", "waiting")}
-
-
-class _Call:
-    """A call in a separate thread, with its result or exception."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
-        self._thread.start()
-
-    def _run(self, call: Callable[[], Any]) -> None:
-        try:
-            self._value = call()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> Any:
-        self._thread.join(_WAIT_S)
-        assert not self._thread.is_alive(), "the call hangs"
-        if self._error is not None:
-            raise self._error
-        return self._value

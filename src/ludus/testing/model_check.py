@@ -11,7 +11,7 @@ from torch import nn
 from ludus.core import spaces, trust
 from ludus.envs.vector_env import make_one
 from ludus.models.custom.validation import check_custom
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import PROBABILITIES, VALUES, Policy
 
 Spaces = tuple[gym.Space[Any], gym.Space[Any]]

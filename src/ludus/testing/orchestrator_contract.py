@@ -39,11 +39,11 @@ class OrchestratorContract:
         return tmp_path
 
     @pytest.fixture(autouse=True)
-    def _nothing_stays(self, orchestrator: Orchestrator) -> Iterator[None]:
+    def _cancel_remaining_jobs(self, orchestrator: Orchestrator) -> Iterator[None]:
         yield
         for status in orchestrator.list():
             orchestrator.cancel(status.id, at_once=True)
-            ended(orchestrator, status.id)
+            wait_until_ended(orchestrator, status.id)
 
     def again(self, orchestrator: Orchestrator) -> Orchestrator:
         """Return the same orchestrator as opened by another process."""
@@ -57,7 +57,7 @@ class OrchestratorContract:
 
     def test_a_job_that_ends_well_has_succeeded(self, orchestrator: Orchestrator) -> None:
         job_id = orchestrator.submit(job(main("echo one; echo two >&2")))
-        status = ended(orchestrator, job_id)
+        status = wait_until_ended(orchestrator, job_id)
         assert (status.id, status.name, status.state, status.exit_code) == (job_id, "trial", "succeeded", 0)
         assert status.reason == ""
         assert [(p.role, p.index, p.state, p.exit_code) for p in status.processes] == [("main", 0, "ended", 0)]
@@ -65,20 +65,22 @@ class OrchestratorContract:
 
     @pytest.mark.parametrize(("script", "code"), [("exit 7", 7), ("kill -9 $$", 137), ("exec /no/such/program", 127)])
     def test_the_exit_code_is_that_of_the_main_role(self, orchestrator: Orchestrator, script: str, code: int) -> None:
-        status = ended(orchestrator, orchestrator.submit(job(main(script))))
+        status = wait_until_ended(orchestrator, orchestrator.submit(job(main(script))))
         assert (status.state, status.exit_code) == ("failed", code)
         assert status.reason
 
     def test_what_cannot_be_started_has_failed(self, orchestrator: Orchestrator) -> None:
         job_id = orchestrator.submit(job(Role("main", ("/no/such/program", "--at-all"))))
-        status = ended(orchestrator, job_id)
+        status = wait_until_ended(orchestrator, job_id)
         assert (status.state, status.exit_code) == ("failed", 127)
         assert any("/no/such/program" in line for line in orchestrator.logs(job_id))
 
     def test_when_the_main_role_ends_so_does_everything(self, orchestrator: Orchestrator, shared: Path) -> None:
         beat = shared / "beat"
         worker = Role("worker", ("sh", "-c", f"({BEATING}) & wait", str(beat)), count=2)
-        status = ended(orchestrator, orchestrator.submit(job(main(f"until [ -s {beat} ]; do sleep 0.05; done"), worker)))
+        status = wait_until_ended(
+            orchestrator, orchestrator.submit(job(main(f"until [ -s {beat} ]; do sleep 0.05; done"), worker))
+        )
         assert (status.state, status.exit_code) == ("succeeded", 0)
         assert {process.state for process in status.processes} == {"ended"}
         assert is_still(beat)
@@ -86,7 +88,9 @@ class OrchestratorContract:
     def test_roles_other_than_main_may_end_before_it(self, orchestrator: Orchestrator, shared: Path) -> None:
         done = shared / "done"
         short = Role("short", ("sh", "-c", f"touch {done}; exit 4"))
-        status = ended(orchestrator, orchestrator.submit(job(main(f"until [ -e {done} ]; do sleep 0.05; done"), short)))
+        status = wait_until_ended(
+            orchestrator, orchestrator.submit(job(main(f"until [ -e {done} ]; do sleep 0.05; done"), short))
+        )
         assert (status.state, status.exit_code) == ("succeeded", 0)
         assert status.of("short")[0].restarts == 0
 
@@ -95,7 +99,7 @@ class OrchestratorContract:
     def test_words_arrive_as_they_are(self, orchestrator: Orchestrator) -> None:
         words = ("a b", "$HOME", "`id`", "it's", 'say "no"', "back\\slash", "*", "", "ö—语", "two\nlines", "{0}%s", "-n")
         job_id = orchestrator.submit(job(Role("main", ("printf", "<%s>\n", *words))))
-        assert ended(orchestrator, job_id).state == "succeeded"
+        assert wait_until_ended(orchestrator, job_id).state == "succeeded"
         assert "\n".join(orchestrator.logs(job_id)) == "\n".join(f"<{word}>" for word in words)
 
     def test_a_process_has_the_environment_of_its_role_and_knows_who_it_is(
@@ -113,7 +117,7 @@ class OrchestratorContract:
             environment={"COLOUR": "dark $red"},
         )
         job_id = orchestrator.submit(job(main(f"until [ -e {shared}/said-0 ] && [ -e {shared}/said-1 ]; do sleep 0.05; done; {say}"), worker))  # fmt: skip
-        assert ended(orchestrator, job_id).state == "succeeded"
+        assert wait_until_ended(orchestrator, job_id).state == "succeeded"
         assert [(shared / f"said-{i}").read_text() for i in range(2)] == ["worker 0 dark $red\n", "worker 1 dark $red\n"]
         assert [line.rstrip() for line in orchestrator.logs(job_id, role="main")] == ["main 0"]
 
@@ -122,7 +126,7 @@ class OrchestratorContract:
         hidden = Job("trial", (main('[ "${#TEST_SECRET}" = 20 ] && echo it is here'),), "main", ("TEST_SECRET",))
         assert _SECRET not in "".join(orchestrator.render(hidden).values())
         job_id = orchestrator.submit(hidden)
-        assert ended(orchestrator, job_id).state == "succeeded"
+        assert wait_until_ended(orchestrator, job_id).state == "succeeded"
         assert list(orchestrator.logs(job_id)) == ["it is here"]
         for path in self.traces(orchestrator, job_id):
             assert _SECRET.encode() not in path.read_bytes(), path
@@ -130,17 +134,17 @@ class OrchestratorContract:
     def test_a_job_whose_secrets_would_be_seen_is_refused(
         self, orchestrator: Orchestrator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refused(role: Role, match: str) -> None:
+        def expect_refusal(role: Role, match: str) -> None:
             with pytest.raises(UsageError, match=match) as caught:
                 orchestrator.submit(Job("trial", (role,), "main", ("TEST_SECRET",)))
             assert _SECRET not in str(caught.value)
 
         monkeypatch.delenv("TEST_SECRET", raising=False)
-        refused(main("true"), "not in the environment")
+        expect_refusal(main("true"), "not in the environment")
         monkeypatch.setenv("TEST_SECRET", _SECRET)
-        refused(main(f"login --password={_SECRET}"), "command")
-        refused(dataclasses.replace(main("true"), environment={"TEST_SECRET": "x"}), "written")
-        refused(dataclasses.replace(main("true"), environment={"URL": f"redis://:{_SECRET}@host"}), "written")
+        expect_refusal(main(f"login --password={_SECRET}"), "command")
+        expect_refusal(dataclasses.replace(main("true"), environment={"TEST_SECRET": "x"}), "written")
+        expect_refusal(dataclasses.replace(main("true"), environment={"URL": f"redis://:{_SECRET}@host"}), "written")
         assert orchestrator.list() == []
 
     # -- starting again
@@ -161,13 +165,13 @@ class OrchestratorContract:
         expected += [(f"worker-{i}", "running" if lives > 1 else "ended", lives - 1) for i, (*_, lives) in enumerate(cases)]
         until(lambda: [(p.role, p.state, p.restarts) for p in orchestrator.status(job_id).processes] == expected)
         over.touch()
-        assert ended(orchestrator, job_id).state == "succeeded"
+        assert wait_until_ended(orchestrator, job_id).state == "succeeded"
         assert [here.read_text().count(".") for here in begun] == [lives for *_, lives in cases]
 
     def test_a_main_role_that_was_killed_may_be_started_again_too(self, orchestrator: Orchestrator, shared: Path) -> None:
         first = shared / "first"
         again = Role("main", ("sh", "-c", f"[ -e {first} ] && exit 5; touch {first}; kill -9 $$"), restart="when-killed")
-        status = ended(orchestrator, orchestrator.submit(job(again)))
+        status = wait_until_ended(orchestrator, orchestrator.submit(job(again)))
         assert (status.state, status.exit_code, status.of("main")[0].restarts) == ("failed", 5, 1)
 
     # -- cancelling
@@ -180,7 +184,7 @@ class OrchestratorContract:
         until(lambda: beat.exists() and (shared / "ready").exists())
         assert orchestrator.status(job_id).state == "running"
         self.again(orchestrator).cancel(job_id)
-        status = ended(orchestrator, job_id)
+        status = wait_until_ended(orchestrator, job_id)
         assert (status.state, status.exit_code) == ("cancelled", 130)
         assert {process.state for process in status.processes} == {"ended"}
         assert saved.read_text() == "saved\n"
@@ -192,7 +196,7 @@ class OrchestratorContract:
         until(beat.exists)
         orchestrator.cancel(job_id)
         orchestrator.cancel(job_id, at_once=True)
-        status = ended(orchestrator, job_id)
+        status = wait_until_ended(orchestrator, job_id)
         assert (status.state, status.exit_code) == ("cancelled", 137)
         assert is_still(beat)
 
@@ -200,20 +204,20 @@ class OrchestratorContract:
         beat = shared / "beat"
         deaf = Role("deaf", ("sh", "-c", f"trap '' TERM; {BEATING}", str(beat)))
         short = dataclasses.replace(job(main(f"until [ -s {beat} ]; do sleep 0.05; done; exit 3"), deaf), grace_s=0.2)
-        status = ended(orchestrator, orchestrator.submit(short))
+        status = wait_until_ended(orchestrator, orchestrator.submit(short))
         assert (status.state, status.exit_code, status.of("deaf")[0].exit_code) == ("failed", 3, 137)
         assert is_still(beat)
 
     def test_a_job_can_be_cancelled_as_soon_as_it_is_submitted(self, orchestrator: Orchestrator) -> None:
         job_id = orchestrator.submit(job(main("exec sleep 600"), Role("worker", ("sleep", "600"), 20)))
         orchestrator.cancel(job_id)
-        status = ended(orchestrator, job_id)
+        status = wait_until_ended(orchestrator, job_id)
         assert status.state == "cancelled"
         assert {process.state for process in status.processes} == {"ended"}
 
     def test_cancelling_what_is_over_changes_nothing(self, orchestrator: Orchestrator) -> None:
         job_id = orchestrator.submit(job(main("exit 3")))
-        before = ended(orchestrator, job_id)
+        before = wait_until_ended(orchestrator, job_id)
         orchestrator.cancel(job_id)
         orchestrator.cancel(job_id, at_once=True)
         assert orchestrator.status(job_id) == before
@@ -235,7 +239,7 @@ class OrchestratorContract:
         job_id = orchestrator.submit(
             job(main(f"echo begin; until [ -e {shared}/0 ] && [ -e {shared}/1 ]; do sleep 0.05; done"), Role("worker", ("sh", "-c", said), 2))
         )  # fmt: skip
-        assert ended(orchestrator, job_id).state == "succeeded"
+        assert wait_until_ended(orchestrator, job_id).state == "succeeded"
         assert sorted(orchestrator.logs(job_id)) == ["main-0: begin", "worker-0: hello", "worker-1: hello"]
         assert sorted(orchestrator.logs(job_id, role="worker")) == ["worker-0: hello", "worker-1: hello"]
         with pytest.raises(UnknownName, match=r"wroker.*worker"):
@@ -245,14 +249,14 @@ class OrchestratorContract:
         assert orchestrator.list() == []
         ids = [orchestrator.submit(job(main("true"), name=name)) for name in ("one", "two", "one")]
         assert len(set(ids)) == 3
-        over = [ended(orchestrator, job_id) for job_id in ids]
+        over = [wait_until_ended(orchestrator, job_id) for job_id in ids]
         assert self.again(orchestrator).list() == over
         assert [status.name for status in over] == ["one", "two", "one"]
 
     def test_what_a_job_works_on_can_be_seen_by_others(self, orchestrator: Orchestrator) -> None:
         job_id = orchestrator.submit(dataclasses.replace(job(main("true")), place="s3://games/run"))
         assert [status.place for status in self.again(orchestrator).list()] == ["s3://games/run"]
-        assert ended(orchestrator, job_id).place == "s3://games/run"
+        assert wait_until_ended(orchestrator, job_id).place == "s3://games/run"
 
     def test_a_job_that_does_not_exist_is_unknown(self, orchestrator: Orchestrator) -> None:
         asked: list[Callable[[str], object]] = [orchestrator.status, orchestrator.logs, orchestrator.cancel]
@@ -312,7 +316,7 @@ def main(script: str) -> Role:
     return Role("main", ("sh", "-c", script))
 
 
-def ended(orchestrator: Orchestrator, job_id: str) -> JobStatus:
+def wait_until_ended(orchestrator: Orchestrator, job_id: str) -> JobStatus:
     return wait_for(orchestrator, job_id, _WAIT_S, every_s=0.03)
 
 

@@ -13,6 +13,7 @@ class TestMyStore(StoreContract):
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 
 from ludus.errors import AlreadyExists, Damaged, Fenced, NotFound, StoreError, UsageError
 from ludus.storage.base import MANIFEST, Store, make_manifest
+from ludus.testing.background_call import Call
 
 FILES: Mapping[str, bytes] = {"a.bin": bytes(range(256)) * 5, "b.json": b'{"n": 1}', "empty": b""}
 WRITERS = 16
@@ -102,7 +104,7 @@ class StoreContract:
                 else:
                     store.put("value", values[turn % len(values)])
 
-        assert len(_race(self.writers, write_or_read)) == self.writers  # nobody failed
+        assert len(_race(self.writers, write_or_read)) == self.writers  # none failed
         assert seen
         assert seen <= set(values)
 
@@ -407,25 +409,14 @@ class StoreContract:
 def _race(writers: int, act: Callable[[int], None]) -> list[int]:
     """Run many threads at once; return the numbers of those without AlreadyExists. Other errors are raised."""
     ready = threading.Barrier(writers)
-    won: list[int] = []
-    failed: list[BaseException] = []
 
-    def run(i: int) -> None:
+    def run(number: int) -> bool:
+        ready.wait(_WAIT_S)
         try:
-            ready.wait(_WAIT_S)
-            act(i)
-            won.append(i)
+            act(number)
         except AlreadyExists:
-            pass
-        except BaseException as error:
-            failed.append(error)
+            return False
+        return True
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(writers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(_WAIT_S)
-        assert not thread.is_alive(), "a writer hangs"
-    if failed:
-        raise failed[0]
-    return won
+    calls = [Call(functools.partial(run, number)) for number in range(writers)]
+    return [number for number, call in enumerate(calls) if call.result()]

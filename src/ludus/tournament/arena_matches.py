@@ -24,54 +24,24 @@ from ludus.envs.video_writer import FrameProgress
 from ludus.errors import IncompatibleCheckpoint, UsageError
 from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.bots.round_robin import draw_lineup
+from ludus.games.arena.engine import layout
 from ludus.games.arena.engine.heroes import HEROES
-from ludus.games.arena.engine.layout import (
-    ALIVE,
-    ASSISTS,
-    DAMAGE,
-    DAMAGE_BUILDINGS,
-    DEATHS,
-    EARNED,
-    HP,
-    ILLEGAL,
-    KILLS,
-    LAST_HITS,
-    LEVEL,
-    LIMIT,
-    MAX_HP,
-    STRUCTURES,
-    TAKEN,
-    TICKS_PER_SECOND,
-    structure_slot,
-)
 from ludus.games.arena.engine.recording import Recorder, Recording, write_recording
 from ludus.games.arena.engine.settings import MAX_SIZE, SECONDS, rows_of, size_of
-from ludus.games.arena.engine.vector import Arena
+from ludus.games.arena.engine.vector import Arena, building_health
 from ludus.games.arena.env.seats import ArenaOptions, Seats, action_space, observation_space
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
 from ludus.tournament.contestants import RULE, Contestant, ScriptedContestant, TrainedContestant
 from ludus.tournament.result import HeroStats, MatchResult, contestant_in_camp, lopsidedness
 from ludus.tournament.settings import RANDOM, BattleSettings, Heroes, Pairing, noise_seed, schedule
-from ludus.tournament.stage import MatchEnd, OnMatchEnd
+from ludus.tournament.stage import MatchEnd, OnMatchEnd, Stage, single_torch_thread
 
 DEFAULT_DECISION_TICKS: Final = 3
 MAX_PARALLEL: Final = 64
 RECORDING_SUFFIX: Final = ".arena"
 VIDEO_SPEED: Final = 4.0
 _NOISE_STEPS: Final = 64  # drawn at a time
-_STAT_ROWS: Final = {
-    "kills": KILLS,
-    "deaths": DEATHS,
-    "assists": ASSISTS,
-    "gold": EARNED,
-    "level": LEVEL,
-    "last_hits": LAST_HITS,
-    "damage": DAMAGE,
-    "damage_buildings": DAMAGE_BUILDINGS,
-    "taken": TAKEN,
-    "illegal": ILLEGAL,
-}
 
 
 # -- settings of the matches ------------------------------------------------------------------------------------------
@@ -124,9 +94,13 @@ def check_contestant(one: Contestant, size: int) -> None:
     if isinstance(one, TrainedContestant) and one.several:
         raise UsageError(f"{one.label} has the models {', '.join(one.several)}.", "Choose one: --model-a, --model-b.")
     if isinstance(one, TrainedContestant) and (mismatch := find_mismatch(one.policy, size)):
-        raise IncompatibleCheckpoint(
-            f"{one.label} cannot play the Arena {size}v{size}: {mismatch}.", _mismatch_hint(one.policy, size)
+        others = [other for other in range(1, MAX_SIZE + 1) if other != size and not find_mismatch(one.policy, other)]
+        hint = (
+            f"It plays --mode {others[0]}v{others[0]}."
+            if others
+            else "Other games are played with --env, or --server and --game."
         )
+        raise IncompatibleCheckpoint(f"{one.label} cannot play the Arena {size}v{size}: {mismatch}.", hint)
 
 
 def fits_arena(policy: ActingPolicy) -> bool:
@@ -144,11 +118,6 @@ def find_mismatch(policy: ActingPolicy, size: int) -> str:
         if _network_shape(mine) != _network_shape(there):
             return f"it {verb} {_format_space(mine)}, and the match has {_format_space(there)}"
     return ""
-
-
-def _mismatch_hint(policy: ActingPolicy, size: int) -> str:
-    others = [other for other in range(1, MAX_SIZE + 1) if other != size and not find_mismatch(policy, other)]
-    return f"It plays --mode {others[0]}v{others[0]}." if others else "Other games are played with --env, or --server and --game."
 
 
 def _network_shape(space: gym.Space[Any]) -> Any:
@@ -228,7 +197,7 @@ class ArenaRecording:
         """Nothing to delete."""
 
 
-class ArenaStage:
+class ArenaStage(Stage):
     """Plays Arena matches of two contestants, `max_parallel` at a time."""
 
     def __init__(
@@ -242,9 +211,9 @@ class ArenaStage:
         max_parallel: int = MAX_PARALLEL,
     ) -> None:
         """`size`: heroes per camp; `every`: ticks between decisions. Raises UsageError, IncompatibleCheckpoint."""
+        super().__init__()
         for one in contestants:
             check_contestant(one, size)
-        self.notes: list[str] = []
         self._contestants, self._size, self._every, self._settings = contestants, size, every, settings
         self._records = records
         self._matches = min(max_parallel, settings.games)
@@ -262,12 +231,6 @@ class ArenaStage:
         self._playing: list[Pairing | None] = [None] * self._matches
         self._recorders: list[Recorder | None] = [None] * self._matches
 
-    def __enter__(self) -> ArenaStage:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Holds nothing that must be closed."""
-
     @property
     def pairings(self) -> list[Pairing]:
         return schedule_matches(self._settings, self._size)
@@ -279,8 +242,7 @@ class ArenaStage:
     def play(self, pairings: Sequence[Pairing], on_end: OnMatchEnd) -> None:
         waiting = iter(pairings)
         with contextlib.ExitStack() as stack:
-            stack.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(1)  # batches are small: threads would only wait for each other
+            stack.enter_context(single_torch_thread())
             for seated in self._policies.values():
                 if isinstance(seated.policy, Policy):
                     stack.enter_context(seated.policy.acting())
@@ -302,7 +264,7 @@ class ArenaStage:
         ids = tuple(HEROES[row].id for row in rows_of(None, size))
         self._arena.reset([pairing.seed], [m], [pairing.heroes or (ids[:size], ids[size:])])
         for who, one in enumerate(self._contestants):
-            first = _camp(who, pairing) * size
+            first = (pairing.a_camp if who == 0 else 1 - pairing.a_camp) * size
             if who in self._policies:
                 seated = self._policies[who]
                 self._seats.hero_of[seated.rows[m]] = np.arange(first, first + size)
@@ -332,17 +294,19 @@ class ArenaStage:
         assert pairing is not None
         units, tick = arena.units[m], int(arena.tick[m])
         winner = int(arena.winner[m])
-        reason = "base destroyed" if winner >= 0 else "time is up" if tick >= arena.match[m, LIMIT] else "both bases destroyed"
+        reason = (
+            "base destroyed" if winner >= 0 else "time is up" if tick >= arena.match[m, layout.LIMIT] else "both bases destroyed"
+        )
         heroes = tuple(
             HeroStats(
                 contestant_in_camp(hero // self._size, pairing.a_camp),
                 HEROES[int(arena.lineup[m, hero])].name,
-                _hero_stats(units, hero),
+                {name: int(units[row, hero]) for name, row in layout.STATISTICS.items()},
             )
             for hero in range(arena.heroes)
         )
-        buildings = [_building_health(units, self._size, camp) for camp in (0, 1)]
-        gold = [float(units[EARNED, camp * self._size : (camp + 1) * self._size].sum()) for camp in (0, 1)]
+        buildings = [float(building_health(units, self._size, camp).mean()) for camp in (0, 1)]
+        gold = [float(units[layout.EARNED, camp * self._size : (camp + 1) * self._size].sum()) for camp in (0, 1)]
         result = MatchResult(
             pairing.number,
             pairing.a_camp,
@@ -350,27 +314,11 @@ class ArenaStage:
             winner=None if winner < 0 else contestant_in_camp(winner, pairing.a_camp),
             reason=reason,
             ticks=tick,
-            seconds=tick / TICKS_PER_SECOND,
+            seconds=tick / layout.TICKS_PER_SECOND,
             heroes=heroes,
             lopsided=lopsidedness(buildings, gold),
         )
-        return MatchEnd(result, None if recorder is None else _finish_recording(recorder, pairing))
-
-
-def _finish_recording(recorder: Recorder, pairing: Pairing) -> ArenaRecording:
-    recording = recorder.recording()
-    return ArenaRecording(replace(recording, result=recording.result | {"game": pairing.number}))
-
-
-def _camp(who: int, pairing: Pairing) -> int:
-    return pairing.a_camp if who == 0 else 1 - pairing.a_camp
-
-
-def _hero_stats(units: npt.NDArray[np.int32], hero: int) -> dict[str, float]:
-    return {name: int(units[row, hero]) for name, row in _STAT_ROWS.items()}
-
-
-def _building_health(units: npt.NDArray[np.int32], size: int, camp: int) -> float:
-    """Remaining health of a camp's buildings as a share of their full health."""
-    slots = [structure_slot(size, camp, which) for which in range(STRUCTURES)]
-    return float(np.mean(units[HP, slots] * units[ALIVE, slots] / np.maximum(1, units[MAX_HP, slots])))
+        if recorder is None:
+            return MatchEnd(result)
+        recording = recorder.recording()
+        return MatchEnd(result, ArenaRecording(replace(recording, result=recording.result | {"game": pairing.number})))

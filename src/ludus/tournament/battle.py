@@ -58,7 +58,7 @@ def battle(
         with _open_stage((a, b), settings, location, env, store) as stage:
 
             def on_end(match: MatchEnd) -> None:
-                results.append(match.result if match.recording is None else store.put(match.result, match.recording))
+                results.append(match.result if match.recording is None else store.add(match.result, match.recording))
                 on_result(results[-1])
 
             stage.play(stage.pairings, on_end)
@@ -95,37 +95,31 @@ def _fits_arena(contestant: Contestant) -> bool:
 def _open_stage(
     pair: Pair, settings: BattleSettings, location: GameLocation, env: BattleEnv | None, store: _RecordingStore
 ) -> Stage:
-    if env is not None:
-        return _open_env_stage(pair, settings, location, env, store)
-    if location.needs_server or any(isinstance(contestant, ServedContestant) for contestant in pair):
+    served = any(isinstance(contestant, ServedContestant) for contestant in pair)
+    if env is None and (location.needs_server or served):
         return GamecoreStage(pair, settings, location, scratch_dir=store.scratch_dir, videos=bool(store.videos))
-    _refuse_server_options(location)
-    from ludus.tournament.arena_matches import MAX_PARALLEL, ArenaStage, decision_interval, team_size
-
-    size = team_size(settings, pair)
-    every, notes = decision_interval(settings, pair)
-    stage = ArenaStage(pair, size, every, settings, records=store.enabled, max_parallel=location.parallel or MAX_PARALLEL)
-    stage.notes += notes
-    return stage
-
-
-def _open_env_stage(
-    pair: Pair, settings: BattleSettings, location: GameLocation, env: BattleEnv, store: _RecordingStore
-) -> Stage:
-    from ludus.tournament.env_matches import MAX_PARALLEL, EnvStage
-
-    _refuse_server_options(location)
-    if store.videos:
-        env.check_renders()
-    max_parallel = location.parallel or MAX_PARALLEL
-    return EnvStage(pair, env, settings, camps=location.camps, scratch_dir=store.scratch_dir, max_parallel=max_parallel)
-
-
-def _refuse_server_options(location: GameLocation) -> None:
-    given = {"--limit": location.limit_s, "--advertise": location.advertise, "--token-file": location.token_file}
-    for name, value in given.items():
+    server_options = {"--limit": location.limit_s, "--advertise": location.advertise, "--token-file": location.token_file}
+    for name, value in server_options.items():
         if value is not None:
             raise UsageError(f"{name} is for games of a server.", "Leave it out: this is played in this process.")
+    if env is not None:
+        from ludus.tournament import env_matches
+
+        if store.videos:
+            env.check_renders()
+        parallel = location.parallel or env_matches.MAX_PARALLEL
+        return env_matches.EnvStage(
+            pair, env, settings, camps=location.camps, scratch_dir=store.scratch_dir, max_parallel=parallel
+        )
+    from ludus.tournament import arena_matches
+
+    size = arena_matches.team_size(settings, pair)
+    every, notes = arena_matches.decision_interval(settings, pair)
+    parallel = location.parallel or arena_matches.MAX_PARALLEL
+    records = store.scratch_dir is not None
+    stage = arena_matches.ArenaStage(pair, size, every, settings, records=records, max_parallel=parallel)
+    stage.notes += notes
+    return stage
 
 
 class _RecordingStore:
@@ -136,6 +130,7 @@ class _RecordingStore:
 
     def __init__(self, settings: RecordingSettings, video_progress: FrameProgress | None = None) -> None:
         self._settings, self._video_progress = settings, video_progress
+        self.videos = settings.videos
         self._held: list[tuple[tuple[float, ...], MatchResult, MatchRecording]] = []  # a heap: the least lopsided first
         self._stack = contextlib.ExitStack()
         self.notes: list[str] = []
@@ -153,15 +148,7 @@ class _RecordingStore:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    @property
-    def enabled(self) -> bool:
-        return self._settings.directory is not None
-
-    @property
-    def videos(self) -> int:
-        return self._settings.videos
-
-    def put(self, result: MatchResult, recording: MatchRecording) -> MatchResult:
+    def add(self, result: MatchResult, recording: MatchRecording) -> MatchResult:
         """Write or hold a recording; returns the result with the path of what was written."""
         settings = self._settings
         if settings.most is None:

@@ -21,9 +21,9 @@ from ludus.core import trust
 from ludus.core.plugins import did_you_mean
 from ludus.core.types import DEFAULT_MODEL
 from ludus.errors import IncompatibleCheckpoint, NotFound, UsageError
-from ludus.experiments.model_choice import agents_of
 from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs.checkpoint import agents_of
 from ludus.experiments.runs.remote_runs import directory_of, display_path, is_remote, store_of
 from ludus.experiments.validation.game_seats import seats_of, single_model_seats
 from ludus.models.centralized_critic import actor_policy
@@ -177,7 +177,7 @@ def _load_version(run: Path, number: int, model: str | None) -> TrainedContestan
             chosen = model or next(key for key, version in versions.items() if version == number)
             return _load_checkpoint(run, checkpoint.read(store, name), chosen, required=model is not None)
     for name in [model] if model is not None else store.list("models"):
-        kept = version_store.stored_versions(store, name)
+        kept = version_store.list_versions(store, name)
         available |= set(kept)
         if number in kept:
             policy = actor_policy(version_store.load_version(store, name, number)[0])

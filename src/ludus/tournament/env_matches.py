@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 
 from ludus.core import spaces
 from ludus.core.tree import Tree, leaves
+from ludus.envs.faults import close_quietly
 from ludus.envs.pettingzoo import AgentSpaces, MatchStep, MultiAgentMatch, make_match
 from ludus.envs.video_writer import FrameProgress, VideoWriter
 from ludus.envs.wrappers import WrapperList
 from ludus.errors import EnvironmentFault, UsageError
 from ludus.experiments.evaluation.rollout_file import AgentStepWriter, EpisodeSteps, RolloutFile
 from ludus.experiments.evaluation.video import check_rgb, frame_rate
-from ludus.experiments.model_choice import agents_of
+from ludus.experiments.runs.checkpoint import agents_of
 from ludus.io.atomic_file import path_for_replace
 from ludus.sampling.episode_runner import episode_step_limit
 from ludus.sampling.multi_agent import EnvCopies, Step, step_of
@@ -38,7 +38,7 @@ from ludus.tournament.contestants import Contestant, TrainedContestant
 from ludus.tournament.players import ActionRequest, MatchPlayer, NoAction, make_player
 from ludus.tournament.result import SIDES, WHO, HeroStats, MatchResult, Who, contestant_in_camp, failure_text
 from ludus.tournament.settings import BattleSettings, Pairing, noise_seed, schedule
-from ludus.tournament.stage import MatchEnd, OnMatchEnd
+from ludus.tournament.stage import MatchEnd, OnMatchEnd, Stage, single_torch_thread
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class BattleEnv:
             match.reset(0)
             check_rgb(match.render(), self.name)
         finally:
-            _close_quietly(match)
+            close_quietly(match)
 
 
 def choose_env(pair: Sequence[Contestant], name: str | None, options: Mapping[str, Any]) -> tuple[BattleEnv | None, list[str]]:
@@ -96,11 +96,6 @@ def _env_settings(one: TrainedContestant | None) -> tuple[dict[str, Any], Wrappe
     """env_config and wrappers of a contestant's training."""
     settings: Mapping[str, Any] = {} if one is None else one.settings
     return dict(settings.get("env_config") or {}), settings.get("wrappers") or ()
-
-
-def _close_quietly(match: MultiAgentMatch) -> None:
-    with contextlib.suppress(Exception):  # user code; a broken environment may also fail to close
-        match.close()
 
 
 def split_camps(agents: Sequence[str], patterns: str | None, env: str) -> Camps:
@@ -199,7 +194,7 @@ class EnvMatchRecording:
                     f"{path.name} shows another course than the match: {self.env.name} is not reproducible with the same seed"
                 )
         finally:
-            _close_quietly(match)
+            close_quietly(match)
         return path
 
     def discard(self) -> None:
@@ -263,7 +258,7 @@ class _LiveMatch:
         self.pairing, self.ledger = None, None
 
 
-class EnvStage:
+class EnvStage(Stage):
     """Plays matches of two contestants in a multi-agent environment."""
 
     def __init__(
@@ -277,40 +272,43 @@ class EnvStage:
         max_parallel: int = MAX_PARALLEL,
     ) -> None:
         """`scratch_dir`: receives the steps of the matches; None: no recording. Raises UsageError, IncompatibleCheckpoint, Unreachable."""
-        _refuse_arena_options(settings)
+        super().__init__()
+        arena_options = {
+            "--mode": settings.mode,
+            "--lineup": settings.lineups,
+            "--every": settings.every,
+            "--seconds": settings.seconds,
+        }
+        for name, value in arena_options.items():
+            if value is not None:
+                raise UsageError(f"{name} is for the Arena.", "Leave it out; options of an environment are -o KEY=VALUE.")
         self._env, self._scratch_dir = env, scratch_dir
         self._step_limit = episode_step_limit(env.name)
-        self.notes: list[str] = []
-        self._stack = contextlib.ExitStack()
-        self.pairings = schedule(settings, 0)
-        try:
+        self._pairings = schedule(settings, 0)
+        with contextlib.ExitStack() as stack:
             self._copies = EnvCopies(env.make, 1, forgiving=True)
-            self._stack.callback(self._close_copies)
+            stack.callback(self._close_copies)
             agents = self._copies[0].agents
             slots = _parallel_matches(min(max_parallel, settings.games), agents, writes=scratch_dir is not None)
             self._copies.extend(env.make() for _ in range(slots - 1))
             self.camps = split_camps(list(agents), camps, env.name)
             self._players: dict[Who, MatchPlayer] = {}
             for who, one in zip(WHO, pair, strict=True):
-                sides = {camp for camp in (0, 1) for pairing in self.pairings if contestant_in_camp(camp, pairing.a_camp) == who}
+                sides = {camp for camp in (0, 1) for pairing in self._pairings if contestant_in_camp(camp, pairing.a_camp) == who}
                 own = {agent: agents[agent] for side in sorted(sides) for agent in self.camps[side]}
                 player = make_player(one, own, env.name, slots, settings.deterministic)
-                self._stack.callback(player.close)
+                stack.callback(player.close)
                 self._players[who] = player
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = stack.pop_all()
         self._agents = list(agents)
         self._traces: Counter[bytes] = Counter()
         self._late_rewards, self._last_fault = 0, ""
         self._camp = {agent: camp for camp, members in enumerate(self.camps) for agent in members}
         self._matches = [_LiveMatch(number) for number in range(slots)]
 
-    def __enter__(self) -> EnvStage:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+    @property
+    def pairings(self) -> list[Pairing]:
+        return self._pairings
 
     @property
     def description(self) -> dict[str, object]:
@@ -319,19 +317,15 @@ class EnvStage:
 
     def play(self, pairings: Sequence[Pairing], on_end: OnMatchEnd) -> None:
         waiting = iter(pairings)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # batches are small: threads would only wait for each other
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(single_torch_thread())
             for match in self._matches:
+                stack.callback(match.open_files.close)
                 self._begin(match, waiting, on_end)
             while live := [match for match in self._matches if match.pairing is not None]:
                 actions = self._choose_actions(live)
                 for match in live:
                     self._advance(match, actions[match.number], waiting, on_end)
-        finally:
-            torch.set_num_threads(threads)
-            for match in self._matches:
-                match.open_files.close()
         for pairing in waiting:  # no environment is left to play them
             on_end(MatchEnd(MatchResult(pairing.number, pairing.a_camp, pairing.seed, failed=self._last_fault)))
         self._add_notes()
@@ -367,7 +361,7 @@ class EnvStage:
 
     def _close_copies(self) -> None:
         for match in self._copies:
-            _close_quietly(match)
+            close_quietly(match)
 
     def _begin(self, match: _LiveMatch, waiting: Iterator[Pairing], on_end: OnMatchEnd) -> None:
         for pairing in waiting:
@@ -476,10 +470,3 @@ def _parallel_matches(wanted: int, agents: Mapping[str, AgentSpaces], *, writes:
     columns = 2 * observed + acted + len(agents) + 8  # final observations and their index have their own columns
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(wanted, soft_limit // 2 // columns))
-
-
-def _refuse_arena_options(settings: BattleSettings) -> None:
-    given = {"--mode": settings.mode, "--lineup": settings.lineups, "--every": settings.every, "--seconds": settings.seconds}
-    for name, value in given.items():
-        if value is not None:
-            raise UsageError(f"{name} is for the Arena.", "Leave it out; options of an environment are -o KEY=VALUE.")

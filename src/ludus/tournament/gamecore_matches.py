@@ -5,7 +5,6 @@ For each local policy, a gateway runs on a background thread of this process unt
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -14,7 +13,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,10 +24,11 @@ from ludus.core.plugins import did_you_mean
 from ludus.envs.video_writer import FrameProgress
 from ludus.errors import LudusError, Refused, Unreachable, UsageError, WorkerFailed
 from ludus.gamecore.vector_env import ADVERTISE
+from ludus.games.arena.engine.layout import TICKS_PER_SECOND
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
-from ludus.gateway.server import Gateway, GatewaySettings
-from ludus.gateway.threaded_server import listen_on, own_address
+from ludus.gateway.server import GatewaySettings
+from ludus.gateway.threaded_server import ThreadedGateway, own_address
 from ludus.io.atomic_file import path_for_replace
 from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy
 from ludus.process.host import usable_cores
@@ -46,7 +46,7 @@ from ludus.tournament.result import (
     lopsidedness,
 )
 from ludus.tournament.settings import BattleSettings, Pairing, schedule
-from ludus.tournament.stage import MatchEnd, OnMatchEnd
+from ludus.tournament.stage import MatchEnd, OnMatchEnd, Stage
 
 ARENA: Final = "arena"
 LOOPBACK: Final = "127.0.0.1"
@@ -55,7 +55,6 @@ _BUSY_STATUSES: Final = frozenset({408, 429, 503})
 """HTTP statuses of a server that is full or limits the request rate."""
 _BUSY_TIMEOUT_S: Final = 60.0
 _BUSY_RETRY_S: Final = 0.5
-_LOOP_TIMEOUT_S: Final = 30.0
 _FIRST_SEAT: Final = "hero_0"
 """Seat of the first hero if the Arena has one session per camp."""
 _MAX_NUMBER: Final = 1e100
@@ -128,58 +127,10 @@ def _copy_file(file: Path, path: Path) -> Path:
     return path
 
 
-# -- serving local policies ---------------------------------------------------------------------------------------------
-
-
-class PolicyServers:
-    """Gateways that serve local policies, on an event loop in a background thread."""
-
-    def __init__(self, host: str = LOOPBACK, *, deterministic: bool = True, seed: int = 0) -> None:
-        self.token = secrets.token_urlsafe(24)
-        self._host, self._deterministic, self._seed = host, deterministic, seed
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="battle-gateways", daemon=True)
-        self._gateways: list[Gateway] = []
-        self._thread.start()
-
-    def serve(self, seats: Mapping[str, ActingPolicy], version: int) -> int:
-        """Start a gateway; returns its port."""
-        listening = listen_on(self._host)
-        number = len(self._gateways)
-
-        async def start() -> Gateway:
-            by_policy: dict[int, Seat] = {}
-            for policy in seats.values():
-                batched = BatchedPolicy(
-                    FixedPolicySource(policy, version), seed=self._seed + number, deterministic=self._deterministic
-                )
-                by_policy.setdefault(id(policy), Seat(batched))
-            by_seat = {seat: by_policy[id(policy)] for seat, policy in seats.items()}
-            gateway = Gateway(lambda: BuiltinActor(by_seat), GatewaySettings(token=self.token))
-            await gateway.start([listening])
-            return gateway
-
-        self._gateways.append(self._run(start()))
-        port: int = listening.getsockname()[1]
-        return port
-
-    def close(self) -> None:
-        try:
-            for gateway in self._gateways:
-                self._run(gateway.close())
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_LOOP_TIMEOUT_S)
-            self._loop.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_LOOP_TIMEOUT_S)
-
-
 # -- the matches ----------------------------------------------------------------------------------------------------------
 
 
-class GamecoreStage:
+class GamecoreStage(Stage):
     """Plays matches of two contestants on a gamecore server. Entering it connects, or starts a private server; leaving it stops the
     running matches and the private server."""
 
@@ -193,32 +144,25 @@ class GamecoreStage:
         videos: bool = False,
     ) -> None:
         """`scratch_dir`: receives files of the games; None: no recording. `videos`: download videos too."""
-        self._contestants, self._settings, self._location, self._scratch_dir, self._videos = (
-            contestants,
-            settings,
-            location,
-            scratch_dir,
-            videos,
-        )
+        super().__init__()
+        self._contestants, self._settings, self._location = contestants, settings, location
+        self._scratch_dir, self._videos = scratch_dir, videos
+        self._max_parallel = location.parallel or usable_cores()
         self._recordings: dict[int, MatchRecording] = {}
         self._missing_recordings: dict[int, str] = {}  # reasons by match
-        self._stack = contextlib.ExitStack()
         self._stopping = threading.Event()
         self._running_ids: set[str] = set()
-        self._id = f"battle-{secrets.token_hex(4)}"
-        self.notes: list[str] = []
+        self._id, self._token = f"battle-{secrets.token_hex(4)}", secrets.token_urlsafe(24)
 
     def __enter__(self) -> GamecoreStage:
-        try:
+        with self._stack as stack:  # closes what was opened if a later part fails
             self._open()
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stopping.set()
-        self._stack.close()
+        super().__exit__(*exc)
 
     @property
     def description(self) -> dict[str, object]:
@@ -228,11 +172,8 @@ class GamecoreStage:
     def _open(self) -> None:
         location, settings = self._location, self._settings
         server = location.server or self._start_private_server()
-        self._client = self._stack.enter_context(
-            GamecoreClient(
-                server, token_file=location.token_file, max_frame_num=-1 if settings.seconds is None else self._ticks()
-            )
-        )
+        max_ticks = -1 if settings.seconds is None else settings.seconds * TICKS_PER_SECOND
+        self._client = self._stack.enter_context(GamecoreClient(server, token_file=location.token_file, max_frame_num=max_ticks))
         self._game, entry = _find_game(self._client, location.game, settings.mode)
         self._game_options = entry.get("options") or {}
         self._size = self._choose_size()
@@ -250,16 +191,8 @@ class GamecoreStage:
         from ludus.gamecore.server.http.app import Settings, running
 
         state_dir = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ludus-battle-")))
-        settings = Settings(port=0, state_dir=state_dir, max_games=max(1, self._max_parallel()))
+        settings = Settings(port=0, state_dir=state_dir, max_games=max(1, self._max_parallel))
         return self._stack.enter_context(running(settings)).url
-
-    def _max_parallel(self) -> int:
-        return self._location.parallel or usable_cores()
-
-    def _ticks(self) -> int:
-        from ludus.games.arena.engine.layout import TICKS_PER_SECOND
-
-        return (self._settings.seconds or 0) * TICKS_PER_SECOND
 
     # -- settings of the matches
 
@@ -323,32 +256,39 @@ class GamecoreStage:
 
     def _serve_contestants(self, per_hero: bool) -> list[Any]:
         """The actor of each contestant in the form of a start request; local policies are served first."""
-        trained = [one for one in self._contestants if isinstance(one, TrainedContestant)]
-        if not trained:
-            return [_camp_actor(one) for one in self._contestants]
-        host = _advertised_host(self._location)
-        servers = PolicyServers(host, deterministic=self._settings.deterministic, seed=self._settings.seed)
-        self._stack.callback(servers.close)
-        url_host = f"[{host}]" if ":" in host else host
-        addresses: list[Any] = []
-        for one in self._contestants:
-            if isinstance(one, TrainedContestant):
-                port = servers.serve(self._seats_of(one, per_hero), one.version)
-                addresses.append({"url": f"http://{url_host}:{port}", "token": servers.token})
+        actors: list[Any] = []
+        for number, one in enumerate(self._contestants):
+            if isinstance(one, ScriptedContestant):
+                actors.append(None)
+            elif isinstance(one, ServedContestant):
+                actors.append({"url": one.url} | ({"token": one.token} if one.token else {}))
             else:
-                addresses.append(_camp_actor(one))
-        return addresses
+                seats = one.seats
+                if self._is_arena and per_hero:
+                    seats = {ONLY_SEAT: one.policy}
+                elif self._is_arena and _FIRST_SEAT not in seats:
+                    seats = {f"hero_{i}": one.policy for i in range(self._size)}
+                url = self._serve_policy(seats, one.version, self._settings.seed + number)
+                actors.append({"url": url, "token": self._token})
+        return actors
 
-    def _seats_of(self, one: TrainedContestant, per_hero: bool) -> Mapping[str, ActingPolicy]:
-        if not self._is_arena or (not per_hero and _FIRST_SEAT in one.seats):
-            return one.seats
-        return {ONLY_SEAT: one.policy} if per_hero else {f"hero_{i}": one.policy for i in range(self._size)}
+    def _serve_policy(self, seats: Mapping[str, ActingPolicy], version: int, seed: int) -> str:
+        """Start a gateway on a background thread; returns its URL. Raises UsageError."""
+        by_policy: dict[int, Seat] = {}
+        for policy in seats.values():
+            batched = BatchedPolicy(FixedPolicySource(policy, version), seed=seed, deterministic=self._settings.deterministic)
+            by_policy.setdefault(id(policy), Seat(batched))
+        by_seat = {seat: by_policy[id(policy)] for seat, policy in seats.items()}
+        settings = GatewaySettings(token=self._token)
+        gateway = ThreadedGateway(_reachable_host(self._location), lambda: BuiltinActor(by_seat), settings)
+        self._stack.callback(gateway.close)
+        return gateway.url
 
     # -- playing
 
     def play(self, pairings: Sequence[Pairing], on_end: OnMatchEnd) -> None:
         """A match that crashes has `failed` set; when the server becomes unreachable, all remaining matches do."""
-        pool = ThreadPoolExecutor(self._max_parallel(), thread_name_prefix="battle")
+        pool = ThreadPoolExecutor(self._max_parallel, thread_name_prefix="battle")
         try:
             waiting: list[Future[MatchResult]] = [pool.submit(self._play_match, pairing) for pairing in pairings]
             for done in as_completed(waiting):
@@ -372,14 +312,11 @@ class GamecoreStage:
             raise UsageError("Random line-ups are for the Arena.", "Name the heroes: --lineup A,B/C,D.")
         return schedule(self._settings, 0)
 
-    def _game_id(self, pairing: Pairing) -> str:
-        return f"{self._id}-{pairing.number:04d}"
-
     def _play_match(self, pairing: Pairing) -> MatchResult:
         unplayed = MatchResult(pairing.number, pairing.a_camp, pairing.seed)
         if self._stopping.is_set():
             return replace(unplayed, failed="not started: the server is gone")
-        name = self._game_id(pairing)
+        name = f"{self._id}-{pairing.number:04d}"
         self._running_ids.add(name)
         try:
             self._start(name, pairing)
@@ -455,7 +392,7 @@ class GamecoreStage:
         assert self._scratch_dir is not None
         if not isinstance(file_name, str):
             raise UsageError(f"{self._game} names no {kind} in its result")
-        data = self._retry_while_busy(lambda: self._client.kept(name, kind))
+        data = self._retry_while_busy(lambda: self._client.download(name, kind))
         suffix = re.sub(r"[^.A-Za-z0-9]", "", Path(file_name).suffix)[:_MAX_SUFFIX_CHARS]
         path = self._scratch_dir / f"{result.number}-{kind}{suffix}"
         path.write_bytes(data)
@@ -489,14 +426,7 @@ def _find_game(client: GamecoreClient, game: str | None, mode: str | None) -> tu
     return name, games[name]
 
 
-def _camp_actor(one: Contestant) -> Any:
-    if isinstance(one, ScriptedContestant):
-        return None
-    assert isinstance(one, ServedContestant)
-    return {"url": one.url} | ({"token": one.token} if one.token else {})
-
-
-def _advertised_host(location: GameLocation) -> str:
+def _reachable_host(location: GameLocation) -> str:
     """Host name or address under which games reach this process. Raises UsageError."""
     if location.server is None:
         return LOOPBACK
@@ -528,16 +458,10 @@ def parse_match_result(unplayed: MatchResult, state: GameState, arena: bool = Fa
         winner=None if winner is None else contestant_in_camp(winner, unplayed.a_camp),
         reason=str(result.get("reason", ""))[:MAX_REASON_CHARS],
         ticks=ticks,
-        seconds=_game_seconds(ticks) if arena and ticks is not None else state.seconds,
+        seconds=ticks / TICKS_PER_SECOND if arena and ticks is not None else state.seconds,
         heroes=_heroes(result.get("heroes"), unplayed.a_camp),
         lopsided=_result_lopsidedness(result),
     )
-
-
-def _game_seconds(ticks: int) -> float:
-    from ludus.games.arena.engine.layout import TICKS_PER_SECOND
-
-    return ticks / TICKS_PER_SECOND
 
 
 def _heroes(given: Any, a_camp: int) -> tuple[HeroStats, ...]:

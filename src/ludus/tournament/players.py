@@ -3,13 +3,14 @@ in one call."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -36,6 +37,8 @@ _ANSWER_TIMEOUT_S: Final = 30.0
 _RESTART_TIMEOUT_S: Final = 60.0
 _RETRY_INTERVAL_S: Final = 0.5
 
+T = TypeVar("T")
+
 
 class ActionRequest(NamedTuple):
     """An agent that must act now in the match with this slot number."""
@@ -54,27 +57,43 @@ class NoAction:
     reason: str
 
 
-class MatchPlayer(Protocol):
+class MatchPlayer(abc.ABC):
     """A contestant in all matches that are played at the same time."""
 
+    @abc.abstractmethod
     def begin(self, match: int, seed: int) -> None: ...
 
+    @abc.abstractmethod
     def act(self, requests: Sequence[ActionRequest]) -> list[Any]:
         """Actions in the form that the environment takes, or `NoAction`."""
-        ...
 
-    def leave(self, match: int, left: Departure) -> None:
+    def leave(self, match: int, left: Departure) -> None:  # noqa: B027 - optional
         """An agent has left the match. If it returns, it starts with a new state."""
-        ...
 
-    def end(self, match: int) -> None:
+    def end(self, match: int) -> None:  # noqa: B027 - optional
         """The match is over or failed. `leave` was called for the agents that left before."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027 - optional
+        """No match will follow."""
 
 
-class RandomPlayer:
+def _act_in_groups(
+    requests: Sequence[ActionRequest],
+    group_of: Callable[[ActionRequest], T],
+    act: Callable[[T, Sequence[ActionRequest]], Sequence[Any]],
+) -> list[Any]:
+    """Call `act` once per group of requests; returns the actions in the order of the requests."""
+    groups: dict[T, list[int]] = {}
+    for row, request in enumerate(requests):
+        groups.setdefault(group_of(request), []).append(row)
+    actions: list[Any] = [None] * len(requests)
+    for group, rows in groups.items():
+        for row, action in zip(rows, act(group, [requests[row] for row in rows]), strict=True):
+            actions[row] = action
+    return actions
+
+
+class RandomPlayer(MatchPlayer):
     """Samples uniformly from the allowed actions."""
 
     def __init__(self, agents: Mapping[str, AgentSpaces], max_matches: int) -> None:
@@ -90,17 +109,8 @@ class RandomPlayer:
             for request in requests
         ]
 
-    def leave(self, match: int, left: Departure) -> None:
-        """No state to drop."""
 
-    def end(self, match: int) -> None:
-        """No state to drop."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-class PolicyPlayer:
+class PolicyPlayer(MatchPlayer):
     """Local policies by agent, with a recurrent state per agent and match and a noise stream per match."""
 
     def __init__(self, policies: Mapping[str, ActingPolicy], max_matches: int, deterministic: bool) -> None:
@@ -117,39 +127,28 @@ class PolicyPlayer:
         self._generators[match].manual_seed(seed)
 
     def act(self, requests: Sequence[ActionRequest]) -> list[Any]:
-        noise = [self._draw_noise(request) for request in requests]
-        by_model: dict[str, list[int]] = {}
-        for row, request in enumerate(requests):
-            by_model.setdefault(self._models[request.agent], []).append(row)
-        actions: list[Any] = [None] * len(requests)
+        noise: dict[tuple[int, str], Array] = {}
+        if self._draws:  # from the stream of the match in the order of its turns, so that other matches have no influence
+            for match, agent, *_ in requests:
+                noise[match, agent] = self._by_agent[agent].draw_noise(1, self._generators[match])
         with self._policies.acting():
-            for rows in by_model.values():
-                for row, action in zip(
-                    rows, self._decide_batch([requests[r] for r in rows], [noise[r] for r in rows]), strict=True
-                ):
-                    actions[row] = action
-        return actions
+            return _act_in_groups(
+                requests, lambda request: self._models[request.agent], lambda model, rows: self._decide_batch(model, rows, noise)
+            )
 
-    def _decide_batch(self, requests: Sequence[ActionRequest], noise: Sequence[Array | None]) -> list[Any]:
-        """Actions of one model."""
+    def _decide_batch(self, model: str, requests: Sequence[ActionRequest], noise: Mapping[tuple[int, str], Array]) -> list[Any]:
         inputs = [(request.observation, self._states.get((request.match, request.agent)), request.mask) for request in requests]
-        drawn = [part for part in noise if part is not None]
+        drawn = np.concatenate([noise[request.match, request.agent] for request in requests]) if noise else None
         try:
-            decisions = self._policies.decide(self._models[requests[0].agent], inputs, np.concatenate(drawn) if drawn else None)
+            decisions = self._policies.decide(model, inputs, drawn)
         except EnvironmentFault as fault:  # an output is not finite
             if len(requests) == 1:
                 return [NoAction(failure_text(fault))]
             # Only the matches concerned may fail: decide row by row.
-            return [
-                action for request, own in zip(requests, noise, strict=True) for action in self._decide_batch([request], [own])
-            ]
+            return [action for request in requests for action in self._decide_batch(model, [request], noise)]
         for request, decision in zip(requests, decisions, strict=True):
             self._states[request.match, request.agent] = decision.state
         return [plain_action(decision.action) for decision in decisions]
-
-    def _draw_noise(self, request: ActionRequest) -> Array | None:
-        """From the stream of the match in the order of its turns, so that other matches have no influence."""
-        return self._by_agent[request.agent].draw_noise(1, self._generators[request.match]) if self._draws else None
 
     def leave(self, match: int, left: Departure) -> None:
         self._states.pop((match, left.agent), None)
@@ -158,11 +157,8 @@ class PolicyPlayer:
         for key in [key for key in self._states if key[0] == match]:
             del self._states[key]
 
-    def close(self) -> None:
-        """The caller owns the policies."""
 
-
-class RemotePlayer:
+class RemotePlayer(MatchPlayer):
     """An agent served over HTTP: one session per match, or one per agent if the server has no seats."""
 
     def __init__(self, contestant: ServedContestant, agents: Mapping[str, AgentSpaces]) -> None:
@@ -213,18 +209,9 @@ class RemotePlayer:
         self._gave_up = True
 
     def act(self, requests: Sequence[ActionRequest]) -> list[Any]:
-        groups: dict[tuple[int, str], list[int]] = {}
-        for row, request in enumerate(requests):
-            groups.setdefault(self._key(request.match, request.agent), []).append(row)
-        actions: list[Any] = [None] * len(requests)
-        for key, rows in groups.items():
-            for row, action in zip(rows, self._request_actions(key, [requests[row] for row in rows]), strict=True):
-                actions[row] = action
-        return actions
-
-    def _key(self, match: int, agent: str) -> tuple[int, str]:
-        """Key of the session of an agent."""
-        return match, "" if self._seated else agent
+        return _act_in_groups(
+            requests, lambda request: (request.match, "" if self._seated else request.agent), self._request_actions
+        )
 
     def _request_actions(self, key: tuple[int, str], requests: Sequence[ActionRequest]) -> list[Any]:
         if self._outage:
@@ -233,10 +220,7 @@ class RemotePlayer:
             session = self._session(key)
             if departures := self._take_departures(key[0]):
                 self._client.tick(session, encode({"seats": departures}, "msgpack"))
-            messages = {
-                request.agent: _encode_request(request, rewarded=(request.match, request.agent) in self._agents_acted)
-                for request in requests
-            }
+            messages = {request.agent: self._message(request) for request in requests}
             body = {"seats": messages} if self._seated else messages[requests[0].agent]
             reply = decode(self._client.tick(session, encode(body, "msgpack")))
             actions = reply["actions"] if self._seated else {requests[0].agent: reply["action"]}
@@ -249,6 +233,12 @@ class RemotePlayer:
             return [NoAction(failure_text(error))] * len(requests)
         except (ValueError, KeyError, TypeError) as error:
             return [NoAction(f"{self._url} did not answer with a valid action: {error}"[:MAX_REASON_CHARS])] * len(requests)
+
+    def _message(self, request: ActionRequest) -> dict[str, Any]:
+        message: dict[str, Any] = {"observation": map_tree(_to_list, request.observation)}
+        if (request.match, request.agent) in self._agents_acted:  # a reward before its first action belongs to no action
+            message["reward"] = request.reward
+        return message if request.mask is None else message | {"action_mask": request.mask.tolist()}
 
     def _take_departures(self, match: int) -> dict[str, Any]:
         """Remove and return the final messages of the seats that left a match since its last request."""
@@ -295,13 +285,6 @@ class RemotePlayer:
         for key in list(self._sessions):
             self._close(key, {})
         self._client.close()
-
-
-def _encode_request(request: ActionRequest, *, rewarded: bool) -> dict[str, Any]:
-    """`rewarded`: send the reward; a reward before the agent's first action belongs to no action."""
-    message: dict[str, Any] = {"observation": map_tree(_to_list, request.observation)}
-    message |= {"reward": request.reward} if rewarded else {}
-    return message if request.mask is None else message | {"action_mask": request.mask.tolist()}
 
 
 def _to_list(part: Any) -> Any:

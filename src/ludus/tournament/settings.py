@@ -117,15 +117,13 @@ def _is_list(value: Any) -> bool:
 
 
 def _camps(camps: Any, given: Any) -> Heroes:
-    clean = [[_hero(hero) for hero in camp] for camp in camps] if _is_list(camps) and all(map(_is_list, camps)) else []
+    clean: list[list[int | str]] = []
+    if _is_list(camps) and all(map(_is_list, camps)):
+        texts = [[str(hero).strip() for hero in camp] for camp in camps]
+        clean = [[int(text) if text.isdecimal() else text for text in camp] for camp in texts]
     if len(clean) != 2 or not all(clean) or not all(hero != "" for camp in clean for hero in camp):
         raise UsageError(
             f"The line-up {given!r} is not valid.",
             "Write the heroes of blue, a slash, the heroes of red: 190,173,117/141,111,107; or random.",
         )
     return tuple(clean[0]), tuple(clean[1])
-
-
-def _hero(hero: Any) -> int | str:
-    text = str(hero).strip()
-    return int(text) if text.isdecimal() else text

@@ -14,9 +14,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 from ludus.core import plugins
 from ludus.errors import UnknownName, UsageError
 
-EMBEDDED = "embedded"
-"""Value of `memory` without a server: memory of this process or of processes on this machine."""
-
 MESSAGE_STREAMS: Mapping[str, str] = {
     "redis": "ludus.transport.redis_stream:RedisMessageStream",
     "rediss": "ludus.transport.redis_stream:RedisMessageStream",

@@ -39,7 +39,7 @@ class Lane:
     rings: Mapping[str, str]
     """Model → path. The counters are the notes of the first ring."""
     lock: str
-    bell: str
+    wakeup: str
     counted: tuple[str, ...]
     """Counters that continue those of the previous writer."""
     current: tuple[str, ...]
@@ -56,7 +56,7 @@ class LaneWriter:
         """Raises WorkerFailed if every lane has a writer."""
         self.lane, self._claimed = _claim_lane(lanes)
         self.writers = {
-            name: SessionWriter(Path(ring), BlockLayout(specs[name], 1), Path(self.lane.bell))
+            name: SessionWriter(Path(ring), BlockLayout(specs[name], 1), Path(self.lane.wakeup))
             for name, ring in self.lane.rings.items()
         }
         notes = self._notes = next(iter(self.writers.values())).notes
@@ -97,8 +97,8 @@ def _claim_lane(lanes: Sequence[Lane]) -> tuple[Lane, int]:
 class SessionWriter:
     """SegmentWriter of one model, for any number of concurrently filled blocks."""
 
-    def __init__(self, ring: Path, layout: BlockLayout, bell: Path) -> None:
-        self._ring, self._layout = RingWriter(ring, bell), layout
+    def __init__(self, ring: Path, layout: BlockLayout, wakeup: Path) -> None:
+        self._ring, self._layout = RingWriter(ring, wakeup), layout
         self.notes = self._ring.notes
         self._free: list[tuple[Segments, bytearray]] = []
         self._open: dict[int, tuple[Segments, bytearray]] = {}
@@ -168,7 +168,7 @@ class MultiProducerMemory:
         self._layouts = {name: BlockLayout(spec, 1) for name, spec in specs.items()}
         self._directory, self._capacity = directory, capacity
         self._names = tuple(counted), tuple(current)
-        self._bell = Wakeup.create(directory / "bell")
+        self._wakeup = Wakeup.create(directory / "wakeup")
         self._lanes: list[Lane] = []
         self._readers: dict[str, dict[int, SharedReader]] = {name: {} for name in specs}  # by model and lane
         self._ready: dict[str, deque[tuple[Segments, SharedReader]]] = {name: deque() for name in specs}
@@ -189,7 +189,7 @@ class MultiProducerMemory:
             for name, ring in rings.items():
                 size = self._size(self._layouts[name], count * len(rings))
                 self._readers[name][number] = _create_reader(Path(ring), size, self._layouts[name])
-            self._lanes.append(Lane(rings, str(lock), str(self._bell.path), *self._names))
+            self._lanes.append(Lane(rings, str(lock), str(self._wakeup.path), *self._names))
         return list(self._lanes)
 
     def _size(self, layout: BlockLayout, rings: int) -> int:
@@ -208,7 +208,7 @@ class MultiProducerMemory:
     def wait(self, timeout_s: float) -> None:
         """Wait until segments may have arrived since the last call. Call `take` first, then wait."""
         if not self._closed:
-            self._bell.wait(timeout_s)
+            self._wakeup.wait(timeout_s)
 
     def take(self, model: str) -> Segments | None:
         """Return the oldest waiting segment, or None; never waits. Raises MemoryClosed."""
@@ -329,7 +329,7 @@ class MultiProducerMemory:
             for reader in lanes.values():
                 self._retire(reader)
             lanes.clear()  # the memory is unmapped with the last array that refers to it
-        self._bell.close()
+        self._wakeup.close()
 
 
 def _create_reader(path: Path, capacity: int, layout: BlockLayout) -> SharedReader:

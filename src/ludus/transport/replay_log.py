@@ -28,11 +28,11 @@ from weakref import WeakValueDictionary
 import msgpack
 import numpy as np
 
-from ludus.core.spaces import ArraySpec
 from ludus.core.tree import Tree, decode, encode, leaves, map_tree
 from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
 from ludus.errors import Damaged, NotFound, UsageError
 from ludus.transport.base import SegmentWriter
+from ludus.transport.segment_codec import spec_from_plain, spec_to_plain
 
 log = logging.getLogger(__name__)
 
@@ -374,54 +374,6 @@ def _lock_directory(directory: Path) -> Iterator[None]:
 def _frame(data: bytes) -> bytes:
     head = _HEAD.pack(len(data), zlib.crc32(data))
     return head + _CHECK.pack(zlib.crc32(head)) + data
-
-
-# -- the spec in a file --------------------------------------------------------------------------------------------------
-
-
-def spec_to_plain(spec: SegmentSpec) -> dict[str, object]:
-    """Return a spec as plain values for `spec_from_plain`."""
-    trees = {name: _tree_to_plain(getattr(spec, name)) for name in ("observation", "action", "state")}
-    numbers = {name: getattr(spec, name) for name in ("steps", "mask_size", "state_every", "finals")}
-    return {**trees, **numbers, "model": spec.model, "results": list(spec.results)}
-
-
-def spec_from_plain(plain: dict[str, object]) -> SegmentSpec:
-    """Raises Damaged."""
-    try:
-        trees = {name: _tree_from_plain(plain[name]) for name in ("observation", "action", "state")}
-        numbers = {name: int(str(plain[name])) for name in ("steps", "mask_size", "state_every", "finals")}
-        if min(numbers.values()) < 0:
-            raise ValueError(f"negative: {numbers}")
-        results = plain.get("results", [])  # files of earlier versions have none
-        if not isinstance(results, list):
-            raise ValueError(f"results: {results!r}")
-        steps, masks, every, finals = (numbers[name] for name in ("steps", "mask_size", "state_every", "finals"))
-        return SegmentSpec(
-            steps, trees["observation"], trees["action"], masks, trees["state"], every, finals, str(plain["model"]),
-            tuple(map(str, results)),
-        )  # fmt: skip
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, SyntaxError) as error:
-        raise Damaged(f"This does not describe segments: {error}.") from error
-
-
-def _tree_to_plain(tree: Tree) -> Tree:
-    if isinstance(tree, dict):
-        return {"d": {key: _tree_to_plain(item) for key, item in tree.items()}}
-    if isinstance(tree, tuple):
-        return {"t": [_tree_to_plain(item) for item in tree]}
-    return [list(tree.shape), tree.dtype.str]
-
-
-def _tree_from_plain(plain: Tree) -> Tree:
-    if isinstance(plain, dict):
-        return (
-            {key: _tree_from_plain(item) for key, item in plain["d"].items()}
-            if "d" in plain
-            else tuple(map(_tree_from_plain, plain["t"]))
-        )
-    shape, dtype = plain
-    return ArraySpec(tuple(map(int, shape)), np.dtype(dtype))
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------

@@ -227,13 +227,13 @@ class _RingEnd:
 class RingWriter(_RingEnd):
     """The single writer of a ring, for one thread. A new writer continues after the last commit of the previous one."""
 
-    def __init__(self, path: Path, bell: Path | None = None) -> None:
-        """`bell`: path of the reader's Wakeup, which is notified at every commit. Raises UsageError, Damaged."""
+    def __init__(self, path: Path, wakeup: Path | None = None) -> None:
+        """`wakeup`: path of the reader's Wakeup, which is notified at every commit. Raises UsageError, Damaged."""
         with contextlib.ExitStack() as undo:
             super().__init__(path)
             undo.callback(super().close)
             self._room = undo.enter_context(Wakeup(_room_path(path)))
-            self._bell = undo.enter_context(Wakeup(bell)) if bell is not None else None
+            self._wakeup = undo.enter_context(Wakeup(wakeup)) if wakeup is not None else None
             self._claimed = _lock_writer(path)
             undo.callback(os.close, self._claimed)
             self._count = self._cells[_COMMITTED]  # after the lock: the previous writer has ended
@@ -298,8 +298,8 @@ class RingWriter(_RingEnd):
         self._cells[_COMMITTED] = self._count
         self._head = start + record_bytes(size)
         self._reserved = None
-        if self._bell is not None:
-            self._bell.notify()
+        if self._wakeup is not None:
+            self._wakeup.notify()
 
     def abandon(self) -> None:
         """Cancel the reservation."""
@@ -314,8 +314,8 @@ class RingWriter(_RingEnd):
             return
         self._reserved = None
         self._room.close()
-        if self._bell is not None:
-            self._bell.close()
+        if self._wakeup is not None:
+            self._wakeup.close()
         super().close()
         os.close(self._claimed)
 
@@ -390,7 +390,7 @@ class RingReader(_RingEnd):
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
-def create_file(path: Path, size: int, content: bytes) -> None:
+def create_file(path: Path, size: int, content: bytes = b"", hint: str = "Enlarge the shared memory, or set LUDUS_SHM.") -> None:
     """Create a private file with `size` allocated bytes that begins with `content`. Raises StoreFull, AlreadyExists."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -403,9 +403,7 @@ def create_file(path: Path, size: int, content: bytes) -> None:
         os.pwrite(file, content, 0)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise StoreFull(
-            f"Cannot allocate {size} bytes for {path}: {error.strerror}.", "Enlarge the shared memory, or set LUDUS_SHM."
-        ) from error
+        raise StoreFull(f"Cannot allocate {size} bytes for {path}: {error.strerror}.", hint) from error
     finally:
         os.close(file)
 

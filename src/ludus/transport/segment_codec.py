@@ -1,4 +1,4 @@
-"""Segments as messages: a short msgpack header and the raw bytes of the block, optionally compressed.
+"""Segments as messages: a short msgpack header and the raw bytes of the block, optionally compressed; specs as plain values.
 
 Messages are untrusted: every field is validated, sizes in a message never cause allocations, and decoding runs no code.
 """
@@ -6,14 +6,17 @@ Messages are untrusted: every field is validated, sizes in a message never cause
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgpack
+import numpy as np
 
 from ludus.core import plugins
-from ludus.core.types import Segments
+from ludus.core.spaces import ArraySpec
+from ludus.core.tree import Tree
+from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import Damaged, MissingExtra, UsageError
 from ludus.transport.message_stream import Buffer
 from ludus.transport.shared_memory import BlockLayout
@@ -197,3 +200,45 @@ def _decompressor(codec: Compression) -> Callable[[memoryview, int], Buffer]:
         return unpacked
 
     return unpack_zstd
+
+
+# -- specs as plain values ----------------------------------------------------------------------------------------------
+
+_TREES = ("observation", "action", "state")
+
+
+def spec_to_plain(spec: SegmentSpec) -> dict[str, Any]:
+    """Return a spec as plain values for `spec_from_plain`."""
+    return {**vars(spec), **{name: _tree_to_plain(getattr(spec, name)) for name in _TREES}, "results": list(spec.results)}
+
+
+def spec_from_plain(plain: Mapping[str, Any]) -> SegmentSpec:
+    """Raises Damaged."""
+    try:
+        trees = {name: _tree_from_plain(plain[name]) for name in _TREES}
+        numbers = {name: int(str(plain[name])) for name in ("steps", "mask_size", "state_every", "finals")}
+        if min(numbers.values()) < 0:
+            raise ValueError(f"negative: {numbers}")
+        results = plain.get("results", [])  # files of earlier versions have none
+        if not isinstance(results, list):
+            raise ValueError(f"results: {results!r}")
+        return SegmentSpec(**trees, **numbers, model=str(plain["model"]), results=tuple(map(str, results)))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, SyntaxError) as error:
+        raise Damaged(f"This does not describe segments: {error}.") from error
+
+
+def _tree_to_plain(tree: Tree) -> Tree:
+    if isinstance(tree, Mapping):
+        return {"d": {key: _tree_to_plain(item) for key, item in tree.items()}}
+    if isinstance(tree, tuple):
+        return {"t": [_tree_to_plain(item) for item in tree]}
+    return [list(tree.shape), tree.dtype.str]
+
+
+def _tree_from_plain(plain: Tree) -> Tree:
+    if not isinstance(plain, dict):
+        shape, dtype = plain
+        return ArraySpec(tuple(map(int, shape)), np.dtype(dtype))
+    if "d" in plain:
+        return {key: _tree_from_plain(item) for key, item in plain["d"].items()}
+    return tuple(map(_tree_from_plain, plain["t"]))

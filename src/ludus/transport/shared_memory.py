@@ -109,8 +109,8 @@ def ring_capacity(layout: BlockLayout, blocks: int) -> int:
 class SharedWriter:
     """SegmentWriter of a ring, for one thread. Blocks are cached by their position in the ring."""
 
-    def __init__(self, ring: Path, layout: BlockLayout, bell: Path | None = None) -> None:
-        self.ring = RingWriter(ring, bell)
+    def __init__(self, ring: Path, layout: BlockLayout, wakeup: Path | None = None) -> None:
+        self.ring = RingWriter(ring, wakeup)
         self._layout = layout
         self._blocks: dict[int, tuple[Segments, memoryview]] = {}
         self._held: tuple[Segments, memoryview] | None = None

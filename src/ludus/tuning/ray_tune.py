@@ -73,10 +73,10 @@ class TuneTrial(tune.Trainable):  # type: ignore[misc,unused-ignore]
         self.surroundings.enter()
 
     def step(self) -> dict[str, Any]:
-        return dict(self._begun().advance())
+        return dict(self._ensure_started().advance())
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        (Path(checkpoint_dir) / POINTER).write_text(json.dumps(self._begun().checkpoint()))
+        (Path(checkpoint_dir) / POINTER).write_text(json.dumps(self._ensure_started().checkpoint()))
 
     def load_checkpoint(self, checkpoint_dir: str | dict[str, Any] | None) -> None:
         assert isinstance(checkpoint_dir, str)
@@ -86,21 +86,15 @@ class TuneTrial(tune.Trainable):  # type: ignore[misc,unused-ignore]
         if self._attempt is not None:
             self._attempt.close()
 
-    def _begun(self) -> TrialTraining:
+    def _ensure_started(self) -> TrialTraining:
         """Not before the first step: only then it is known whether there is a checkpoint to begin with."""
         if self._attempt is None:
-            self._attempt = type(self).begin(
-                TrialRequest(str(self.trial_name), _trial_directory(self), dict(self.config), self._pointer)
-            )
+            directory: Path | None = Path(self.logdir)
+            if (storage := self._storage) is not None:
+                local = getattr(storage.storage_filesystem, "type_name", "") == "local"
+                directory = Path(storage.trial_fs_path) if local else None
+            self._attempt = type(self).begin(TrialRequest(str(self.trial_name), directory, dict(self.config), self._pointer))
         return self._attempt
-
-
-def _trial_directory(trial: TuneTrial) -> Path | None:
-    storage = trial._storage
-    if storage is None:
-        return Path(trial.logdir)
-    local = getattr(storage.storage_filesystem, "type_name", "") == "local"
-    return Path(storage.trial_fs_path) if local else None
 
 
 def trainable(

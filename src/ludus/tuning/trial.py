@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,28 +74,27 @@ class TrialRun:
         self._latest = _LatestMetrics()
         self._over: float | None = None
         self._stack = contextlib.ExitStack()
-        try:
-            self._stack.callback(_lock_directory(directory).close)
-            self._begin(data, values, pointer)
-        except Exception as error:
-            self._stack.close()
-            if not self._given_up(error):
-                raise
-        except BaseException:
-            self._stack.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._stack.close)
+            with self._end_on_error():
+                self._stack.callback(_lock_directory(directory).close)
+                self._begin(data, values, pointer)
+            undo.pop_all()
 
     def _begin(self, data: Mapping[str, Any], values: Any, pointer: Mapping[str, Any] | None) -> None:
         run = Run(self.directory) if (self.directory / CONFIG).exists() else None
         if run is not None and run.meta().get("status") == "finished":
-            self._recall(run)
+            for row in read_jsonl(run.metrics_path):
+                self._latest.numbers |= {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+            self._over = FINISHED
+            self._stack.close()
             return
         if run is not None:  # a trial keeps its seed when it copies another one
             seed = run.config().get("config", {}).get("seed", 0)
             data = {**data, "config": {**canonical_config(data.get("config") or {}), "seed": seed}}
-            values = _with_seed(values, seed)
+            values = values and [[path, seed if tuple(path) == SEED else value] for path, value in values]
         resolved = resolve(data)
-        prepared, exploited = self._prepared(resolved, run, pointer)
+        prepared, exploited = self._prepare_run(resolved, run, pointer)
         self._training = self._stack.enter_context(open_training(prepared, RunHooks([self._latest])))
         opened = self._training.components.run
         if values is not None:
@@ -105,7 +104,7 @@ class TrialRun:
             self._training.components.controller.checkpoint()
             opened.write_meta({"exploited": [*earlier, exploited][-_MAX_EXPLOITS:]})
 
-    def _prepared(
+    def _prepare_run(
         self, resolved: ResolvedExperiment, run: Run | None, pointer: Mapping[str, Any] | None
     ) -> tuple[PreparedRun, dict[str, Any] | None]:
         """The prepared run, and the pointer to the other run whose checkpoint it copies, if any."""
@@ -136,16 +135,12 @@ class TrialRun:
             now = time.monotonic()
             return now >= deadline and (self._latest.reports > before or now >= deadline + _MAX_SILENCE_S)
 
-        try:
+        with self._end_on_error():
             if self._training.advance(enough):
                 result = self._training.conclude("")
                 self._latest.numbers |= result.metrics
                 self._over = FINISHED
                 self._stack.close()
-        except Exception as error:
-            self._stack.__exit__(*sys.exc_info())
-            if not self._given_up(error):
-                raise
         return self._numbers()
 
     def checkpoint(self) -> dict[str, Any]:
@@ -163,8 +158,18 @@ class TrialRun:
 
     # -- end
 
-    def _given_up(self, error: Exception) -> bool:
-        """Record an error in the run's metadata. Returns whether a retry would fail again."""
+    @contextlib.contextmanager
+    def _end_on_error(self) -> Iterator[None]:
+        """End the training after an error, and record it in the run's metadata. Errors that a retry would not repeat are raised."""
+        try:
+            yield
+        except Exception as error:  # the code of environments and models may raise anything
+            self._stack.__exit__(*sys.exc_info())
+            if not self._record_failure(error):
+                raise
+
+    def _record_failure(self, error: Exception) -> bool:
+        """Returns whether a retry would fail again."""
         final = isinstance(error, UsageError) or (isinstance(error, LudusError) and error.final)
         log.error("the trial %s ends: %s", self.directory.name, error)
         if (self.directory / CONFIG).exists() and not isinstance(error, Fenced):  # another process owns the run then
@@ -174,28 +179,15 @@ class TrialRun:
             self._over = FAILED
         return final
 
-    def _recall(self, run: Run) -> None:
-        """Load the metrics of a run that has already finished."""
-        for row in read_jsonl(run.metrics_path):
-            self._latest.numbers |= {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
-        self._over = FINISHED
-        self._stack.close()
-
     def _numbers(self) -> dict[str, Any]:
         numbers: dict[str, Any] = dict(self._latest.numbers)
         value = numbers.get(self._metric, math.nan)
-        numbers.setdefault("timesteps", 0.0)
-        numbers.setdefault("iterations", 0.0)
-        numbers.setdefault("time_s", 0.0)
+        for name in ("timesteps", "iterations", "time_s"):
+            numbers.setdefault(name, 0.0)
         numbers[SCORE] = self._sign * value if math.isfinite(value) else WORST_SCORE
         if self._over is not None:
             numbers |= {OVER: self._over, "done": True}
         return numbers
-
-
-def _with_seed(values: Any, seed: int) -> Any:
-    """Replace the seed among the values of a trial."""
-    return values and [[path, seed if tuple(path) == SEED else value] for path, value in values]
 
 
 def _read_source_checkpoint(pointer: Mapping[str, Any]) -> Checkpoint:
@@ -211,10 +203,8 @@ def _merge_checkpoints(own: Checkpoint | None, theirs: Checkpoint) -> Checkpoint
     """The weights and returns of another trial's checkpoint with our own counters and random state: counters never decrease."""
     if own is None:
         return theirs
-    counted, before = (
-        ("timesteps", "iterations", "training_iteration", "iteration_began", "episodes", "time_s"),
-        own.state["progress"],
-    )
+    counted = ("timesteps", "iterations", "training_iteration", "iteration_began", "episodes", "time_s")
+    before = own.state["progress"]
     progress = dict(theirs.state["progress"]) | {name: before[name] for name in counted if name in before}
     models = {
         name: {**described, "version": max(described["version"], own.state["models"].get(name, {}).get("version", 0))}

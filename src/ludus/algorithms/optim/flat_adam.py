@@ -1,6 +1,6 @@
 """Adam over one flat vector: all parameters of a model live in a single buffer, their gradients in another.
 
-Clipping, the finite check, the update, an all-reduce and a weight broadcast are then one operation each for any metric of
+Clipping, the finite check, the update, an all-reduce and a weight broadcast are then one operation each for any number of
 layers. Several threads can compute the gradient of a minibatch, each from one shard into its own buffer; on CPUs that is
 faster than splitting every operation over the cores. Several learners can share a minibatch too: gradient and metrics are
 then summed over their group.
@@ -14,12 +14,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ludus.algorithms.optim.gradient_allreduce import SINGLE_LEARNER, GradientAllReduce
 from ludus.core.tree import Array
 from ludus.errors import ConfigError, TrainingDiverged
 
@@ -32,9 +31,37 @@ Metrics = dict[str, Tensor]
 Precision = Literal["bf16", "fp16"]
 
 MAX_METRICS = 64
-"""Maximum metric of metrics of a loss; they are all-reduced together with the gradient."""
+"""Maximum number of metrics of a loss; they are all-reduced together with the gradient."""
 
 _HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class GradientAllReduce(Protocol):
+    """Sums gradients over a group of learners: `gradient_allreduce`."""
+
+    rank: int
+    size: int
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Replace a contiguous float32 vector by its sum over all members, the same bits on each. Raises WorkerFailed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SingleLearner:
+    """The group of a single learner: sums are no-ops."""
+
+    rank, size = 0, 1
+
+    def sum_(self, tensor: Tensor) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+SINGLE_LEARNER: GradientAllReduce = SingleLearner()
 
 
 class FlatAdam(Generic[M]):
@@ -67,7 +94,9 @@ class FlatAdam(Generic[M]):
         self._variance = torch.zeros_like(self.flat)
         self._count = torch.zeros((), device=self.device)
         self._half = None if precision is None else _HALF_PRECISION[precision]
-        self.scale = _loss_scale_for(precision, self.device)
+        if precision == "fp16" and self.device.type == "cpu":
+            raise ConfigError("config.mixed_precision is fp16, but the learner runs on a CPU.", "Use bf16, or leave it out.")
+        self.scale = LossScale() if precision == "fp16" else None
         self._models, self._grads = [model], [self.grad]
         for _ in range(threads - 1):
             replica, grad = _replica(model, self.flat)
@@ -142,34 +171,18 @@ class FlatAdam(Generic[M]):
         if self.grad_clip and norm > self.grad_clip:
             self.grad.mul_(self.grad_clip / (norm + 1e-6))
         self.updates += 1
-        if _FUSED is not None:  # one pass over memory instead of seven, half the time
-            self._fused_update()
-            return
         beta1, beta2 = self.betas
+        if _FUSED is not None:  # one pass over memory instead of seven, half the time
+            vectors = [self.flat], [self.grad], [self._mean], [self._variance]
+            rates = {"lr": self.lr, "beta1": beta1, "beta2": beta2, "eps": self.eps}
+            count = self._count.fill_(self.updates)
+            _FUSED(*vectors, [], [count], **rates, weight_decay=0.0, amsgrad=False, maximize=False)
+            return
         self._mean.lerp_(self.grad, 1 - beta1)
         self._variance.mul_(beta2).addcmul_(self.grad, self.grad, value=1 - beta2)
         correction1, correction2 = 1 - beta1**self.updates, math.sqrt(1 - beta2**self.updates)
         denominator = self._variance.sqrt().mul_(1 / correction2).add_(self.eps)
         self.flat.addcdiv_(self._mean, denominator, value=-self.lr / correction1)
-
-    def _fused_update(self) -> None:
-        assert _FUSED is not None
-        beta1, beta2 = self.betas
-        _FUSED(
-            [self.flat],
-            [self.grad],
-            [self._mean],
-            [self._variance],
-            [],
-            [self._count.fill_(self.updates)],
-            lr=self.lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=0.0,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=False,
-        )
 
     def state(self) -> dict[str, Array]:
         moments = {"mean": self._mean, "variance": self._variance, "updates": torch.tensor(self.updates)}
@@ -209,14 +222,6 @@ class LossScale:
         if self.good >= self._patience:
             self.value, self.good = self.value * 2, 0
         return True
-
-
-def _loss_scale_for(precision: Precision | None, device: torch.device) -> LossScale | None:
-    if precision != "fp16":
-        return None
-    if device.type == "cpu":
-        raise ConfigError("config.mixed_precision is fp16, but the learner runs on a CPU.", "Use bf16, or leave it out.")
-    return LossScale()
 
 
 def _gradient(
@@ -264,10 +269,15 @@ def _replica(model: M, flat: Tensor) -> tuple[M, Tensor]:
         copied.data = original.data
         copied.grad = grad[offset : offset + copied.numel()].as_strided(original.size(), original.stride())
         offset += copied.numel()
-    for name, buffer in model.named_buffers():
+    share_buffers(model, replica)
+    return replica, grad
+
+
+def share_buffers(source: nn.Module, replica: nn.Module) -> None:
+    """Replace the buffers of a replica by those of its source."""
+    for name, buffer in source.named_buffers():
         owner, _, last = name.rpartition(".")
         replica.get_submodule(owner).register_buffer(last, buffer)
-    return replica, grad
 
 
 def _flatten(parameters: list[nn.Parameter], device: torch.device) -> tuple[Tensor, Tensor]:

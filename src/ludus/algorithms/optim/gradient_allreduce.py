@@ -12,16 +12,16 @@ import mmap
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ludus.errors import StoreFull, UsageError, WorkerFailed
+from ludus.transport.ring_buffer import MemoryFence
 
 COLLECTIVE_S = 60.0
 """Time-out of an all-reduce. Members do the same work, so a longer wait means that one of them hangs."""
@@ -35,32 +35,6 @@ _SLEEP_S = 0.0005
 _CHECK_S = 0.02
 _CACHE_LINE = 64
 _PAGE = 4096
-
-
-class GradientAllReduce(Protocol):
-    rank: int
-    size: int
-
-    def sum_(self, tensor: Tensor) -> None:
-        """Replace a contiguous float32 vector by its sum over all members, the same bits on each. Raises WorkerFailed."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class SingleLearner:
-    """The group of a single learner: sums are no-ops."""
-
-    rank, size = 0, 1
-
-    def sum_(self, tensor: Tensor) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-SINGLE_LEARNER: GradientAllReduce = SingleLearner()
 
 
 class SharedMemoryAllReduce:
@@ -91,6 +65,7 @@ class SharedMemoryAllReduce:
         self._slots = floats.view(2, size, self._capacity)
         self._counts = memoryview(self._map)[:head].cast("q")
         self._turn = 0
+        self._fence = MemoryFence()
 
     @staticmethod
     def create(path: Path, size: int, numbers: int) -> None:
@@ -116,12 +91,12 @@ class SharedMemoryAllReduce:
         slots, mine = self._slots[self._turn & 1], self.rank * 8
         slots[self.rank, :n].copy_(tensor)
         self._counts[mine + 1 + (self._turn & 1)] = n
-        _fence()
+        self._fence()
         self._counts[mine] = self._turn
         for other in range(self.size):
             if other != self.rank:
                 self._wait_for(other, n)
-        _fence()
+        self._fence()
         torch.add(slots[0, :n], slots[1, :n], out=tensor)  # in the order of ranks: the same rounding on every member
         for other in range(2, self.size):
             tensor.add_(slots[other, :n])
@@ -132,19 +107,16 @@ class SharedMemoryAllReduce:
             if counts[at] >= turn:
                 break
         else:
-            self._wait_longer_for(other)
+            if not _wait_until(lambda: counts[at] >= turn, self._timeout_s, self._check):
+                raise WorkerFailed(
+                    f"Learner {other} did not join an all-reduce within {self._timeout_s:g} s; learner {self.rank} gave up.",
+                    "It hangs or its machine is overloaded: see its log, and use fewer learners than cores.",
+                )
         if counts[at + 1 + (turn & 1)] != n:
             raise WorkerFailed(
                 f"Learner {other} sums {counts[at + 1 + (turn & 1)]} numbers where learner {self.rank} sums {n}: "
                 "they have diverged.",
                 "An algorithm with several learners must take its random numbers from its own seeded generator.",
-            )
-
-    def _wait_longer_for(self, other: int) -> None:
-        if not _wait_until(lambda: self._counts[other * 8] >= self._turn, self._timeout_s, self._check):
-            raise WorkerFailed(
-                f"Learner {other} did not join an all-reduce within {self._timeout_s:g} s; learner {self.rank} gave up.",
-                "It hangs or its machine is overloaded: see its log, and use fewer learners than cores.",
             )
 
     def close(self) -> None:
@@ -177,9 +149,7 @@ class TorchAllReduce:
         self._timeout_s, self._check = timeout_s, check
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         try:
-            self._backend = (_nccl if backend == "nccl" else _gloo)(
-                store, rank, size, datetime.timedelta(seconds=timeout_s), address
-            )
+            self._backend = _process_group(backend, store, rank, size, datetime.timedelta(seconds=timeout_s), address)
         except RuntimeError as error:
             raise WorkerFailed(
                 f"Learner {rank} of {size} could not join the others: {_error_line(error)}",
@@ -204,33 +174,22 @@ class TorchAllReduce:
         self._backend = None
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta, address: str) -> Any:
-    kind: Any = torch.distributed.ProcessGroupGloo  # absent where torch is built without it
-    options = kind._Options()
-    options._timeout = timeout
-    options._threads = 1
-    card = os.environ.get(NET_CARD)
-    if card:
-        _check_card(card)
-    options._devices = [kind.create_device(interface=card) if card else kind.create_device(hostname=address)]
-    return kind(store, rank, size, options)
-
-
-def _nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta, address: str) -> Any:
-    card = os.environ.get(NET_CARD)
-    if card:
-        _check_card(card)
-        os.environ["NCCL_SOCKET_IFNAME"] = card
-    kind: Any = torch.distributed.ProcessGroupNCCL  # only in builds for accelerators
-    options = kind.Options()
+def _process_group(backend: str, store: Any, rank: int, size: int, timeout: datetime.timedelta, address: str) -> Any:
+    card, cards = os.environ.get(NET_CARD), [name for _, name in socket.if_nameindex()]
+    if card and card not in cards:
+        raise UsageError(f"{NET_CARD} is {card!r}, which is not a network interface.", f"Available: {', '.join(cards)}.")
+    if backend == "nccl":
+        if card:
+            os.environ["NCCL_SOCKET_IFNAME"] = card
+        kind: Any = torch.distributed.ProcessGroupNCCL  # only in builds for accelerators
+        options = kind.Options()
+    else:
+        kind = torch.distributed.ProcessGroupGloo  # absent where torch is built without it
+        options = kind._Options()
+        options._threads = 1
+        options._devices = [kind.create_device(interface=card) if card else kind.create_device(hostname=address)]
     options._timeout = timeout
     return kind(store, rank, size, options)
-
-
-def _check_card(card: str) -> None:
-    names = [name for _, name in socket.if_nameindex()]
-    if card not in names:
-        raise UsageError(f"{NET_CARD} is {card!r}, which is not a network interface.", f"Available: {', '.join(names)}.")
 
 
 def _wait_until(over: Callable[[], bool], timeout_s: float, check: Callable[[], None]) -> bool:
@@ -258,14 +217,3 @@ def _error_line(error: Exception) -> str:
     """The message of a C++ error without source location and advice."""
     line = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line)
-
-
-_lock = threading.Lock()
-
-
-def _fence() -> None:
-    """Memory fence: two lock operations, so that earlier writes become visible before later ones on any processor."""
-    with _lock:
-        pass
-    with _lock:
-        pass

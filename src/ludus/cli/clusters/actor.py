@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ludus.cli.clusters import roles as r
+from ludus.cli.common_options import AsJson
 from ludus.cli.help import HelpApp
 from ludus.errors import UsageError
 
@@ -21,37 +22,36 @@ NUMBERS = ("ACTOR_NUM", "CPU_NUM")
 NO_POOL = ("NO_MODEL_POOL", "NO_ACTOR_MODEL_POOL")
 _MAX_WORKERS = 4096
 
-_NumWorkers = Annotated[
-    int | None,
-    typer.Option(
-        "--num", min=1, max=_MAX_WORKERS, help="Number of workers on this machine, usually one per core. [ACTOR_NUM, CPU_NUM]"
-    ),
-]
-_Gamecore = Annotated[
-    str | None,
-    typer.Option("--gamecore", metavar="HOST:PORT", help=f"Address of the gamecore server that starts their games. [{GAMECORE}]"),
-]
-_Advertise = Annotated[
-    str | None,
-    typer.Option(
-        "--advertise",
-        metavar="HOST",
-        help=f"Name or address at which games reach these workers. Default: this machine's address towards the gamecore server. [{ADVERTISE}]",
-    ),
-]
-_NoPool = Annotated[
-    bool,
-    typer.Option("--no-model-pool", help="Read weights from the shared memory of a learner on this machine. [NO_MODEL_POOL=1]"),
-]
-
 
 @app.command()
 def start(
     iplist: r.IpList,
-    num: _NumWorkers = None,
-    gamecore: _Gamecore = None,
-    advertise: _Advertise = None,
-    no_model_pool: _NoPool = False,
+    num: Annotated[
+        int | None,
+        typer.Option(
+            "--num", min=1, max=_MAX_WORKERS, help="Number of workers on this machine, usually one per core. [ACTOR_NUM, CPU_NUM]"
+        ),
+    ] = None,
+    gamecore: Annotated[
+        str | None,
+        typer.Option(
+            "--gamecore", metavar="HOST:PORT", help=f"Address of the gamecore server that starts their games. [{GAMECORE}]"
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            "--advertise",
+            metavar="HOST",
+            help=f"Name or address at which games reach these workers. Default: this machine's address towards the gamecore server. [{ADVERTISE}]",
+        ),
+    ] = None,
+    no_model_pool: Annotated[
+        bool,
+        typer.Option(
+            "--no-model-pool", help="Read weights from the shared memory of a learner on this machine. [NO_MODEL_POOL=1]"
+        ),
+    ] = False,
     node: r.Node = None,
     port: r.Port = r.PORT,
     token_file: r.TokenFile = None,
@@ -111,7 +111,7 @@ def stop(
 
 
 @app.command()
-def status(iplist: r.RunList = None, node: r.Node = None, port: r.OnlyPort = None, as_json: r.AsJson = False) -> None:
+def status(iplist: r.RunList = None, node: r.Node = None, port: r.OnlyPort = None, as_json: AsJson = False) -> None:
     """Show the state of the workers of this machine. Exit code 1 if there are none."""
     r.show_status("actor", r.select_runs(iplist, node, port), as_json)
 

@@ -8,16 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ludus.cli.clusters.roles import AsJson, IpList, say
+from ludus.cli.clusters.roles import IpList, say
 from ludus.cli.clusters.submit import absolute
-from ludus.cli.help import HelpApp
+from ludus.cli.common_options import AsJson
+from ludus.cli.help import HelpApp, option_in
 from ludus.errors import LudusError, UnknownName, Unreachable, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 app = HelpApp(help="Start, show and stop a Ray cluster over SSH.", no_args_is_help=True)
 
-_SSH, _RAY = "SSH and machines", "Ray"
+_ssh, _ray = option_in("SSH and machines"), option_in("Ray")
 
 NAME = "cluster"
 FOLDER, JOB, TOKEN = "clusters", "job", "token"
@@ -38,92 +39,32 @@ _DOWN_S = 180.0
 _ASK_S = 60.0
 _PAUSE_S = 1.0
 
-_Name = Annotated[str, typer.Option("--name", help="Name of the cluster; several can exist.")]
-_ClusterName = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="Name of the cluster, if there are several.", show_default=False)
-]
-_Identity = Annotated[
-    Path | None,
-    typer.Option("--identity", metavar="FILE", help="Private SSH key.", show_default=False, rich_help_panel=_SSH),
-]
-_KnownHosts = Annotated[
-    Path | None,
-    typer.Option(
-        "--known-hosts",
-        metavar="FILE",
-        help="Known-hosts file to use instead of your own.",
-        show_default=False,
-        rich_help_panel=_SSH,
-    ),
-]
-_Python = Annotated[
-    str,
-    typer.Option(
-        "--python",
-        metavar="PATH",
-        help="Python interpreter with Ludus on the machines. Default: the path of this one.",
-        show_default=False,
-        rich_help_panel=_SSH,
-    ),
-]
-_Setup = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--setup",
-        metavar="LINE",
-        help="Shell line to run first, such as `module load …`; repeatable.",
-        show_default=False,
-        rich_help_panel=_SSH,
-    ),
-]
-_Workdir = Annotated[
-    str,
-    typer.Option(
-        "--workdir",
-        metavar="DIR",
-        help="Working directory on the machines. Default: the home directory.",
-        show_default=False,
-        rich_help_panel=_SSH,
-    ),
-]
-_Cpus = Annotated[
-    int | None,
-    typer.Option(
-        "--cpus", min=0, help="Cores of each machine for workers. Default: all.", show_default=False, rich_help_panel=_RAY
-    ),
-]
-_Port = Annotated[
-    int | None,
-    typer.Option(
-        "--port",
-        min=1024,
-        max=65533,
-        help="Port of the head. Default: a free one.",
-        show_default=False,
-        rich_help_panel=_RAY,
-    ),
-]
-_Forget = Annotated[bool, typer.Option("--forget", help="Succeed even if the head does not answer because it is gone for good.")]
-_Wait = Annotated[
-    float,
-    typer.Option(
-        "--wait", min=0, metavar="SECONDS", help="Seconds to wait until all machines have joined.", rich_help_panel=_RAY
-    ),
-]
+_ClusterName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name of the cluster, if there are several.")]
 
 
 @app.command()
 def up(
     iplist: IpList,
-    name: _Name = NAME,
-    identity: _Identity = None,
-    known_hosts: _KnownHosts = None,
-    python: _Python = "",
-    setup: _Setup = None,
-    workdir: _Workdir = "",
-    cpus: _Cpus = None,
-    port: _Port = None,
-    wait: _Wait = _WAIT_S,
+    name: Annotated[str, typer.Option("--name", help="Name of the cluster; several can exist.")] = NAME,
+    identity: Annotated[Path | None, _ssh("--identity", metavar="FILE", help="Private SSH key.")] = None,
+    known_hosts: Annotated[
+        Path | None, _ssh("--known-hosts", metavar="FILE", help="Known-hosts file to use instead of your own.")
+    ] = None,
+    python: Annotated[
+        str,
+        _ssh("--python", metavar="PATH", help="Python interpreter with Ludus on the machines. Default: the path of this one."),
+    ] = "",
+    setup: Annotated[
+        list[str] | None, _ssh("--setup", metavar="LINE", help="Shell line to run first, such as `module load …`; repeatable.")
+    ] = None,
+    workdir: Annotated[
+        str, _ssh("--workdir", metavar="DIR", help="Working directory on the machines. Default: the home directory.")
+    ] = "",
+    cpus: Annotated[int | None, _ray("--cpus", min=0, help="Cores of each machine for workers. Default: all.")] = None,
+    port: Annotated[int | None, _ray("--port", min=1024, max=65533, help="Port of the head. Default: a free one.")] = None,
+    wait: Annotated[
+        float, _ray("--wait", min=0, metavar="SECONDS", help="Seconds to wait until all machines have joined.")
+    ] = _WAIT_S,
 ) -> None:
     """Start Ray on all machines of the list, with the first as head. Run it again to restart Ray where it is missing."""
     from ludus.launch.hostfile import load_hostfile
@@ -138,7 +79,10 @@ def up(
         if record is None or not _restart_missing(orchestrator, record, listed):
             say(f"starting Ray on {len(listed.nodes)} machines: {', '.join(node.host for node in listed.nodes)}")
             record = ClusterRecord(name, orchestrator.submit(job))
-            _write_record(orchestrator, record)
+            with ExitStack() as undo:  # without a record, `down` could not find the job
+                undo.callback(_cancel, orchestrator, record.id)
+                record.write(JOB, record.id)
+                undo.pop_all()
         if not record.token.exists():
             record.write(TOKEN, _fetch_token(_settings(orchestrator, record), record.id))
         missing = _wait_for_nodes(orchestrator, record, time.monotonic() + wait)
@@ -164,7 +108,12 @@ def status(name: _ClusterName = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def down(name: _ClusterName = None, forget: _Forget = False) -> None:
+def down(
+    name: _ClusterName = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Succeed even if the head does not answer because it is gone for good.")
+    ] = False,
+) -> None:
     """Stop what `up` started on all machines, and nothing else. Exit code 1 if the head could not be reached."""
     from ludus.launch.job import wait
     from ludus.launch.ssh.backend import SshOrchestrator
@@ -259,14 +208,9 @@ def _records_dir() -> Path:
 # -- starting -------------------------------------------------------------------------------------------------------------
 
 
-def _write_record(orchestrator: SshOrchestrator, record: ClusterRecord) -> None:
-    """Write the record right after the submission; cancel the job if that fails, because `down` could not find it."""
-    try:
-        record.write(JOB, record.id)
-    except BaseException:  # including KeyboardInterrupt
-        with suppress(LudusError):
-            orchestrator.cancel(record.id)
-        raise
+def _cancel(orchestrator: SshOrchestrator, job_id: str) -> None:
+    with suppress(LudusError):
+        orchestrator.cancel(job_id)
 
 
 def _unreachable_head(orchestrator: SshOrchestrator, record: ClusterRecord) -> str:
@@ -314,7 +258,8 @@ def _fetch_token(settings: SshSettings, job_id: str) -> str:
     deadline = time.monotonic() + _ASK_S
     with closing(AgentConnection(settings, 0)) as connection:
         connection.await_hello()
-        return str(connection.request({"verb": "token", "job": job_id, "node": 0}, deadline)["token"])
+        connection.send({"verb": "token", "job": job_id, "node": 0})
+        return str(connection.receive_result(deadline)["token"])
 
 
 def _wait_for_nodes(orchestrator: SshOrchestrator, record: ClusterRecord, deadline: float) -> list[str]:
@@ -379,9 +324,8 @@ def _query_nodes(orchestrator: SshOrchestrator, record: ClusterRecord, status: J
     settings, address = _settings(orchestrator, record), _address(orchestrator, record)
     if not status.logs:
         raise Unreachable(f"{settings.nodes[0].host} has not reported its job directory yet.")
-    arguments = membership.arguments(address, _remote_token_path(status, settings.nodes[0]))
     try:
-        words = ssh_words(settings, 0, "ludus.ray_cluster.membership", *arguments)
+        words = ssh_words(settings, 0, "ludus.ray_cluster.membership", address, _remote_token_path(status, settings.nodes[0]))
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unreachable(f"{settings.nodes[0].host} did not answer: {error}.") from error

@@ -11,52 +11,48 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.help import option_in
+
 if TYPE_CHECKING:
     from ludus.launch.cluster_file import ClusterConfig
     from ludus.launch.doctor.finding import DoctorFinding
 
-_MACHINES, _RUN = "Machines", "Run"
+_machines, _run, _output = map(option_in, ("Machines", "Run", "Output"))
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
-
-
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 def doctor(
     on: Annotated[
-        str | None,
-        _option(_MACHINES, "Launcher with which the run will be started. [default: local]", metavar="local|ssh|slurm"),
+        str | None, _machines(help="Launcher with which the run will be started. [default: local]", metavar="local|ssh|slurm")
     ] = None,
-    file: Annotated[Path | None, _option(_MACHINES, "Cluster file, as for `ludus submit`.", "--file", "-f")] = None,
+    file: Annotated[Path | None, _machines("--file", "-f", help="Cluster file, as for `ludus submit`.")] = None,
     iplist: Annotated[
-        Path | None, _option(_MACHINES, "List of machines to check over SSH, one `ip user port slots` per line.")
+        Path | None, _machines(help="List of machines to check over SSH, one `ip user port slots` per line.")
     ] = None,
-    memory: Annotated[str | None, _option(_RUN, "Redis server that must be reachable and writable.", metavar="URL")] = None,
+    memory: Annotated[str | None, _run(help="Redis server that must be reachable and writable.", metavar="URL")] = None,
     store: Annotated[
-        str | None,
-        _option(_RUN, "Store (a directory, s3://…) that must be reachable and writable.", metavar="PLACE"),
+        str | None, _run(help="Store (a directory, s3://…) that must be reachable and writable.", metavar="PLACE")
     ] = None,
     num_workers: Annotated[
-        int | None, _option(_RUN, "Workers of the run, on all machines together. [default: one per core]", min=0)
+        int | None, _run(help="Workers of the run, on all machines together. [default: one per core]", min=0)
     ] = None,
     env: Annotated[
-        str | None, _option(_RUN, "Environment to create, reset and step; its threads are counted.", metavar="NAME")
+        str | None, _run(help="Environment to create, reset and step; its threads are counted.", metavar="NAME")
     ] = None,
-    game: Annotated[str | None, _option(_RUN, "Game executable that must be able to run; it is not run.", metavar="PATH")] = None,
-    local_dir: Annotated[Path, _option(_RUN, "Directory for runs.")] = Path("runs"),
-    port: Annotated[list[int] | None, _option(_RUN, "Port that must be free; repeatable.", min=1, max=65535)] = None,
-    nodes: Annotated[int | None, _option(_MACHINES, "Nodes of a Slurm job, or number of listed machines to use.", min=1)] = None,
-    partition: Annotated[str | None, _option(_MACHINES, "Slurm partition.")] = None,
+    game: Annotated[str | None, _run(help="Game executable that must be able to run; it is not run.", metavar="PATH")] = None,
+    local_dir: Annotated[Path, _run(help="Directory for runs.")] = Path("runs"),
+    port: Annotated[list[int] | None, _run(help="Port that must be free; repeatable.", min=1, max=65535)] = None,
+    nodes: Annotated[int | None, _machines(help="Nodes of a Slurm job, or number of listed machines to use.", min=1)] = None,
+    partition: Annotated[str | None, _machines(help="Slurm partition.")] = None,
     time: Annotated[
         str | None,
-        _option(_MACHINES, "Slurm time limit of the run; outside an allocation, one of this length is requested for the check."),
+        _machines(help="Slurm time limit of the run; outside an allocation, one of this length is requested for the check."),
     ] = None,
-    identity: Annotated[Path | None, _option(_MACHINES, "Private SSH key.")] = None,
-    known_hosts: Annotated[Path | None, _option(_MACHINES, "SSH known-hosts file.")] = None,
-    timeout: Annotated[float, _option(_MACHINES, "Time limit for each remote machine, in seconds.", min=1.0)] = 90.0,
-    quick: Annotated[bool, _option(_RUN, "Run only checks that need no other program and no server.", "--quick")] = False,
-    as_json: Annotated[bool, _option("Output", "Print a JSON list of {node, check, status, found, fix}.", "--json")] = False,
+    identity: Annotated[Path | None, _machines(help="Private SSH key.")] = None,
+    known_hosts: Annotated[Path | None, _machines(help="SSH known-hosts file.")] = None,
+    timeout: Annotated[float, _machines(help="Time limit for each remote machine, in seconds.", min=1.0)] = 90.0,
+    quick: Annotated[bool, _run("--quick", help="Run only checks that need no other program and no server.")] = False,
+    as_json: Annotated[bool, _output("--json", help="Print a JSON list of {node, check, status, found, fix}.")] = False,
 ) -> None:
     """Check this machine or all machines of a cluster; print one line per check, with the fix."""
     from ludus.errors import UsageError

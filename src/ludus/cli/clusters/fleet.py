@@ -6,18 +6,16 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated
 
 import typer
 
 from ludus.cli.help import HelpApp
+from ludus.cli.output import Printer
 from ludus.cli.training import options as o
 from ludus.core import trust
 from ludus.errors import NotFound, UsageError
 from ludus.transport.message_stream import PASSWORD, split_password
-
-if TYPE_CHECKING:
-    from ludus.experiments.result import Result
 
 app = HelpApp(
     help="Train on machines that share only Redis and a store (S3, NFS); workers may join and leave at any time.",
@@ -27,30 +25,11 @@ app = HelpApp(
 _Memory = Annotated[
     str,
     typer.Option(
-        metavar="URL",
-        help=f"Redis server: redis://[USER@]HOST:PORT/DB, rediss://…, or module:Class. Password: {PASSWORD}.",
-        show_default=False,
+        metavar="URL", help=f"Redis server: redis://[USER@]HOST:PORT/DB, rediss://…, or module:Class. Password: {PASSWORD}."
     ),
 ]
-_Store = Annotated[
-    str, typer.Option(metavar="PLACE", help="Location of the run: s3://BUCKET/PREFIX, or a shared directory.", show_default=False)
-]
-_PasswordFile = Annotated[
-    Path | None, typer.Option("--memory-password-file", help="File with the Redis password.", show_default=False)
-]
-_Workers = Annotated[
-    int | None,
-    typer.Option(
-        "-n", "--num-workers", min=1, help="Number of workers; a training batch has one segment from each.", show_default=False
-    ),
-]
-_Num = Annotated[int, typer.Option("-n", "--num", min=1, help="Number of worker processes on this machine.")]
-_OnlyEnv = Annotated[
-    str | None,
-    typer.Option("--env", help="Environment to accept; a run in the store with another one is refused.", show_default=False),
-]
-_Compression = Annotated[str, typer.Option(help="Compression of segments: none, lz4 or zstd.")]
-_WhenFull = Annotated[str, typer.Option(help="Action when the learner falls behind: wait, or drop segments.")]
+_Store = Annotated[str, typer.Option(metavar="PLACE", help="Location of the run: s3://BUCKET/PREFIX, or a shared directory.")]
+_PasswordFile = Annotated[Path | None, typer.Option("--memory-password-file", help="File with the Redis password.")]
 
 
 @app.command()
@@ -65,7 +44,10 @@ def learner(
     env_option: o.EnvOption = None,
     run: o.Algorithm = None,
     stop: o.Stop = None,
-    num_workers: _Workers = None,
+    num_workers: Annotated[
+        int | None,
+        typer.Option("-n", "--num-workers", min=1, help="Number of workers; a training batch has one segment from each."),
+    ] = None,
     num_envs: o.NumEnvs = None,
     num_gpus: o.NumGpus = None,
     seed: o.Seed = None,
@@ -85,11 +67,12 @@ def learner(
     """Train on the experience that workers send. An existing run at PLACE is resumed; rerunning the same command is safe."""
     from ludus.cli.training import train
     from ludus.config.overrides import parse_stop_values
+    from ludus.config.search_space import is_sweep
     from ludus.experiments.runs import remote_runs
     from ludus.experiments.runs.run_dir import CONFIG
 
     train.log_at(2 if debug else verbose)
-    printer = train.Printer(quiet, json_)
+    printer = Printer(quiet, json_)
     memory = _export_password(memory, password_file, printer)
     source = train.read_source(file, preset, level)
     if source is not None:
@@ -124,7 +107,7 @@ def learner(
         if len(found) > 1:
             raise UsageError(f"{source} holds {len(found)} experiments, and a fleet trains one.", "Add --experiment.")
         ((name, data),) = found.items()
-    if train.is_sweep(data):
+    if is_sweep(data):
         raise UsageError("This experiment is a sweep, and a fleet trains one run.", "Give every key one value.")
     if began:
         result = runner.continue_run(directory, {"name": name, **data})
@@ -133,7 +116,7 @@ def learner(
 
             remote_runs.store_of(directory).put(END, b"")
             if json_:
-                print(json.dumps(stored_result(directory).to_json()), flush=True)
+                print(json.dumps(train.read_result(directory).to_json()), flush=True)
     else:
         result = runner.run_with_display(
             lambda experiment, common: experiment.train({"name": name, **data}, place=store, **common)
@@ -145,10 +128,12 @@ def learner(
 def worker(
     memory: _Memory,
     store: _Store,
-    num: _Num = 1,
-    env: _OnlyEnv = None,
-    compression: _Compression = "none",
-    when_full: _WhenFull = "wait",
+    num: Annotated[int, typer.Option("-n", "--num", min=1, help="Number of worker processes on this machine.")] = 1,
+    env: Annotated[
+        str | None, typer.Option("--env", help="Environment to accept; a run in the store with another one is refused.")
+    ] = None,
+    compression: Annotated[str, typer.Option(help="Compression of segments: none, lz4 or zstd.")] = "none",
+    when_full: Annotated[str, typer.Option(help="Action when the learner falls behind: wait, or drop segments.")] = "wait",
     password_file: _PasswordFile = None,
     trust_: o.Trust = False,
     quiet: o.Quiet = False,
@@ -159,7 +144,7 @@ def worker(
     from ludus.cli.training import train
 
     train.log_at(2 if debug else verbose)
-    printer = train.Printer(quiet, False)
+    printer = Printer(quiet)
     memory = _export_password(memory, password_file, printer)
     if compression not in ("none", "lz4", "zstd"):
         raise UsageError(f"--compression {compression} is not none, lz4 or zstd.")
@@ -176,12 +161,11 @@ def worker(
 @app.command()
 def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -> None:
     """Delete the data of a run from Redis: unused segments and status messages."""
-    from ludus.cli.training import train
     from ludus.distributed.redis.learner import channel_of
     from ludus.storage.base import open_store
     from ludus.transport.message_stream import open_message_stream
 
-    memory = _export_password(memory, password_file, train.Printer(False, False))
+    memory = _export_password(memory, password_file, Printer())
     try:
         channel = channel_of(open_store(store))
     except NotFound:
@@ -193,20 +177,6 @@ def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -
     finally:
         exchange.close()
     print(f"deleted {left} segments and the status messages of {store}")
-
-
-def stored_result(directory: Path) -> Result:
-    """The result of a finished run, read from its directory; without an agent."""
-    from ludus.core.metrics import read_jsonl
-    from ludus.experiments.result import Result
-    from ludus.experiments.runs import checkpoint, remote_runs, run_status
-
-    rows = read_jsonl(directory / "metrics.jsonl")
-    metrics = {name: float(value) for name, value in (rows[-1] if rows else {}).items() if isinstance(value, (int, float))}
-    name = checkpoint.newest_name(remote_runs.store_of(directory))
-    why = run_status.read_status(directory, fetched=True).status.get("stopped_by", "finished")
-    no_agent = cast(Any, None)
-    return Result(directory, directory / checkpoint.FOLDER / name if name else None, why, metrics, no_agent)
 
 
 def _export_password(memory: str, file: Path | None, say: Callable[[str], None]) -> str:

@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.common_options import AsJson
 from ludus.cli.help import HelpApp
+from ludus.cli.interrupts import detach_on_interrupt
 from ludus.cli.job_argument import LAST, complete_job
+from ludus.cli.output import make_console, make_facts, make_table, notify
 from ludus.core.backoff import Backoff
 from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, WorkerFailed
 
@@ -42,6 +45,7 @@ _CANCEL_S = 900.0
 _READ_S = 2.0
 """Time limit for reading the existing lines of a log, in addition to twice the time that counting them took."""
 
+STILL_RUNNING = "{id} is still running; `ludus jobs wait {id}` waits for it, `ludus jobs cancel {id}` stops it"
 _COLOURS = {"pending": "yellow", "running": "green", "succeeded": "green", "cancelled": "yellow", "failed": "red"}
 
 _Id = Annotated[
@@ -53,10 +57,8 @@ _Id = Annotated[
     ),
 ]
 _On = Annotated[
-    str | None,
-    typer.Option("--on", metavar="NAME|module:Class", help="Launcher whose jobs to consider. Default: all.", show_default=False),
+    str | None, typer.Option("--on", metavar="NAME|module:Class", help="Launcher whose jobs to consider. Default: all.")
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 @app.command("list")
@@ -65,7 +67,7 @@ def list_jobs(
         bool, typer.Option("--all", "-a", help=f"Show all finished jobs, not only the last {_RECENT}.")
     ] = False,
     on: _On = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """List pending, running and recently finished jobs, newest last."""
     found = all_jobs(on)
@@ -76,31 +78,29 @@ def list_jobs(
         print(json.dumps([job.to_json() for job in visible]))
         return
     if visible:
-        _console().print(_table(visible, time.time()))
+        make_console().print(_table(visible, time.time()))
     if hidden:
-        print(f"ludus: {len(hidden)} older jobs are hidden; --all shows them", file=sys.stderr)
+        notify(f"{len(hidden)} older jobs are hidden; --all shows them")
     if not found:
-        print("ludus: no jobs; `ludus submit -- train CartPole-v1` submits one", file=sys.stderr)
+        notify("no jobs; `ludus submit -- train CartPole-v1` submits one")
 
 
 @app.command()
-def status(job_id: _Id, on: _On = None, as_json: _Json = False) -> None:
+def status(job_id: _Id, on: _On = None, as_json: AsJson = False) -> None:
     """Show the state of a job and its processes, and where its logs are."""
     found = find(job_id, on)
     if as_json:
         print(json.dumps(found.to_json()))
         return
-    _console().print(_page(found, time.time()))
+    make_console().print(_page(found, time.time()))
 
 
 @app.command()
 def logs(
     job_id: _Id,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job is over; Ctrl-C stops following.")] = False,
-    role: Annotated[str | None, typer.Option(metavar="ROLE", help="Role of the processes to show.", show_default=False)] = None,
-    tail: Annotated[
-        int | None, typer.Option("--tail", "-n", min=0, help="Start with the last N lines.", show_default=False)
-    ] = None,
+    role: Annotated[str | None, typer.Option(metavar="ROLE", help="Role of the processes to show.")] = None,
+    tail: Annotated[int | None, typer.Option("--tail", "-n", min=0, help="Start with the last N lines.")] = None,
     on: _On = None,
 ) -> None:
     """Print the logs of a job; with several processes each line is prefixed with the process name."""
@@ -123,15 +123,15 @@ def cancel(
     jobs = [find(job_id, on) for job_id in job_ids]
     for found in jobs:
         if found.status.over:
-            say(f"{found.id} is already over: {_describe_end(found.status)}")
+            notify(f"{found.id} is already over: {_describe_end(found.status)}")
             continue
         found.orchestrator.cancel(found.id, at_once=now)
-        say(f"{found.id} is being {'killed' if now else 'cancelled'}")
+        notify(f"{found.id} is being {'killed' if now else 'cancelled'}")
     for found in jobs if wait else ():
         ended = wait_for_end(found, _CANCEL_S)
         if ended is None:
             raise LudusError(f"The job {found.id} is not over after {_CANCEL_S:g} s.", "Try --now.")
-        say(f"{found.id}: {_describe_end(ended)}")
+        notify(f"{found.id}: {_describe_end(ended)}")
 
 
 @app.command()
@@ -142,7 +142,7 @@ def clean(
     """Delete the records and logs of jobs that are over, after a prompt. Their runs are kept."""
     found = [job for job in all_jobs(on) if job.status.over and hasattr(job.orchestrator, "remove")]
     if not found:
-        say("no job is over: nothing to clean")
+        notify("no job is over: nothing to clean")
         return
     for job in found:
         print(f"{job.id}  {_describe_end(job.status)}")
@@ -161,7 +161,7 @@ def mend(job_id: _Id, on: _On = None) -> None:
     if restart is None:
         raise UsageError(f"{found.id} runs on {found.on}, which does not support mend.", "Use it for SSH jobs.")
     hosts = restart(found.id)
-    say(f"{found.id} is restarted on {', '.join(hosts)}" if hosts else f"{found.id} has no missing processes")
+    notify(f"{found.id} is restarted on {', '.join(hosts)}" if hosts else f"{found.id} has no missing processes")
 
 
 @app.command()
@@ -169,22 +169,17 @@ def wait(
     job_id: _Id,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            metavar="S",
-            help=f"Time limit in seconds; then exit with code {TIMED_OUT}. Default: none.",
-            show_default=False,
-        ),
+        typer.Option(min=0.0, metavar="S", help=f"Time limit in seconds; then exit with code {TIMED_OUT}. Default: none."),
     ] = None,
     on: _On = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Wait until a job is over. The exit code is that of the training."""
     found = find(job_id, on)
-    with detached_by_interrupt(found.id):
+    with detach_on_interrupt(STILL_RUNNING.format(id=found.id)):
         ended = wait_for_end(found, math.inf if timeout is None else timeout)
     if ended is None:
-        say(f"{found.id} is not over after {timeout:g} s")
+        notify(f"{found.id} is not over after {timeout:g} s")
         raise typer.Exit(TIMED_OUT)
     if as_json:
         print(json.dumps(JobHandle(found.on, found.orchestrator, ended).to_json()))
@@ -248,7 +243,10 @@ def find(word: str, on: str | None = None) -> JobHandle:
         )
     if troubles:
         raise troubles[0]
-    raise UnknownName(f"There is no job {word!r}.", _nearest(word, [job.id for job in known]))
+    from ludus.core.plugins import did_you_mean
+
+    nearest = did_you_mean(word, [job.id for job in known[-50:]])
+    raise UnknownName(f"There is no job {word!r}.", nearest or "`ludus jobs list` lists all jobs.")
 
 
 def _by_short_name(word: str, known: Sequence[JobHandle]) -> JobHandle | None:
@@ -265,7 +263,7 @@ def all_jobs(on: str | None = None) -> list[JobHandle]:
     troubles: list[LudusError] = []
     found = list(_list_all(list(orchestrators(on)), troubles))
     for error in troubles:
-        say(f"skipped: {error}")
+        notify(f"skipped: {error}")
     return sorted(found, key=lambda job: (job.status.submitted_at, job.id))
 
 
@@ -288,7 +286,7 @@ def orchestrators(on: str | None = None) -> Iterator[tuple[str, Orchestrator]]:
         except (UnknownName, MissingExtra):  # not importable from this directory
             continue
         except LudusError as error:
-            say(f"skipped: {error}")
+            notify(f"skipped: {error}")
             continue
         yield name, orchestrator
 
@@ -302,12 +300,6 @@ def _list_all(backends: Sequence[tuple[str, Orchestrator]], troubles: list[Ludus
             troubles.append(error)
             continue
         yield from (JobHandle(name, orchestrator, status) for status in listed)
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    from ludus.core.plugins import did_you_mean
-
-    return did_you_mean(word, known[-50:]) or "`ludus jobs list` lists all jobs."
 
 
 # -- orchestrators of the user (module:Class) -----------------------------------------------------------------------------
@@ -372,7 +364,7 @@ def wait_for_end(found: JobHandle, timeout_s: float) -> JobStatus | None:
             raise
         except LudusError as error:  # a network or a queue may be unavailable for a while
             if unreachable_since is None:
-                say(f"{found.on} cannot be queried at the moment: {error}")
+                notify(f"{found.on} cannot be queried at the moment: {error}")
                 unreachable_since = time.monotonic()
             elif time.monotonic() - unreachable_since > _UNREACHABLE_S:
                 raise
@@ -386,23 +378,13 @@ def conclude(found: JobHandle, *, last_lines: bool) -> int:
     """Return the exit code of a job; print why it did not succeed, with the last log lines of its main role."""
     status = found.status
     if status.state != "succeeded":
-        say(f"{found.id}: {_describe_end(status)}")
+        notify(f"{found.id}: {_describe_end(status)}")
         if last_lines and status.state == "failed":
             with suppress(LudusError):  # the logs may be unreachable
                 for line in _lines(found, main_role(status), False, _LAST_LINES):
                     print(f"  {line}", file=sys.stderr)
             print(f"  full log: ludus jobs logs {found.id}", file=sys.stderr)
     return 1 if status.exit_code is None else status.exit_code
-
-
-@contextmanager
-def detached_by_interrupt(job_id: str) -> Iterator[None]:
-    """Ctrl-C ends the waiting, not the job."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        say(f"{job_id} is still running; `ludus jobs wait {job_id}` waits for it, `ludus jobs cancel {job_id}` stops it")
-        raise typer.Exit(130) from None
 
 
 def main_role(status: JobStatus) -> str | None:
@@ -435,16 +417,15 @@ def _lines(found: JobHandle, role: str | None, follow: bool, tail: int | None) -
     began = time.monotonic()
     existing = Counter(map(process_of, found.orchestrator.logs(found.id, role=role, follow=False)))
     took_s = time.monotonic() - began
-    yield from tail_lines(
-        found.orchestrator.logs(found.id, role=role, follow=True), tail, existing, process_of, within_s=_READ_S + 2 * took_s
-    )
+
+    def follow_log() -> Iterator[str]:
+        with _wrap_user_errors(found.on):
+            yield from found.orchestrator.logs(found.id, role=role, follow=True)
+
+    yield from tail_lines(follow_log(), tail, existing, process_of, within_s=_READ_S + 2 * took_s)
 
 
 # -- output -------------------------------------------------------------------------------------------------------------
-
-
-def say(sentence: str) -> None:
-    print(f"ludus: {sentence}", file=sys.stderr, flush=True)
 
 
 def _describe_end(status: JobStatus) -> str:
@@ -461,44 +442,26 @@ def age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console()
-    # In a pipe nothing is truncated or coloured, so that ids can be copied.
-    return console if console.is_terminal else Console(width=10_000, soft_wrap=True)
-
-
 def _table(jobs: Sequence[JobHandle], now: float) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("id", "on", "state", "exit", "age", "place", "run"):
-        wide = name in ("place", "run")
-        table.add_column(name, no_wrap=not wide, overflow="fold", justify="right" if name in ("exit", "age") else "left")
+    columns = ("id", "on", "state", "exit", "age", "place", "run")
+    table = make_table(columns, right=("exit", "age"), wrapped=("place", "run"))
     for job in jobs:
         status = job.status
         code = "–" if status.exit_code is None else str(status.exit_code)
         since = age(now - status.submitted_at) if status.submitted_at else "–"
         state = Text(status.state, style=_COLOURS.get(status.state, ""))
         runs = ", ".join(place.partition("?")[0].rstrip("/").rpartition("/")[2] for place in job.runs.values())
-        place = status.place or _hosts(status)
+        place = status.place or ", ".join(dict.fromkeys(process.host for process in status.processes if process.host))
         table.add_row(Text(job.id), Text(job.on), state, code, since, Text(place or "–"), Text(runs or "–"))
     return table
 
 
-def _hosts(status: JobStatus) -> str:
-    return ", ".join(dict.fromkeys(process.host for process in status.processes if process.host))
-
-
 def _page(found: JobHandle, now: float) -> RenderableType:
     from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
 
     status = found.status
-    head = Table.grid(padding=(0, 2))
     facts = {
         "job": status.id,
         "on": found.on,
@@ -510,21 +473,15 @@ def _page(found: JobHandle, now: float) -> RenderableType:
         "run": "\n".join(found.runs.values()),
         "logs": status.logs,
     }
-    for name, value in facts.items():
-        if value:
-            head.add_row(name, Text(value, style=_COLOURS.get(value, "") if name == "state" else ""))
+    head = make_facts(facts, _COLOURS.get(status.state, ""))
     return Group(head, "", _processes(status.processes)) if status.processes else head
 
 
 def _processes(processes: Sequence[ProcessStatus]) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("process", "state", "exit", "restarts", "pid", "host"):
-        table.add_column(name, no_wrap=True, justify="right" if name in ("exit", "restarts", "pid") else "left")
+    table = make_table(("process", "state", "exit", "restarts", "pid", "host"), right=("exit", "restarts", "pid"))
     for process in processes:
         numbers = ("–" if value is None else str(value) for value in (process.exit_code, process.restarts, process.pid))
-        code, restarts, pid = numbers
-        table.add_row(Text(process.name), process.state, code, restarts, pid, Text(process.host or "–"))
+        table.add_row(Text(process.name), process.state, *numbers, Text(process.host or "–"))
     return table

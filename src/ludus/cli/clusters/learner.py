@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ludus.cli.clusters import roles as r
+from ludus.cli.common_options import AsJson
 from ludus.cli.help import HelpApp
 from ludus.errors import UsageError
 
@@ -28,20 +29,21 @@ _UNSUPPORTED = {
     "local_mode": "--local-mode is not supported: the workers are on other machines",
 }
 
-_Num = Annotated[int, typer.Option("--num", min=0, help="Number of workers on this machine; usually only actors run them.")]
-_Wait = Annotated[float, typer.Option("--wait", min=1, metavar="SECONDS", help="Seconds that the training waits for actors.")]
-
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def start(
     ctx: typer.Context,
     iplist: r.IpList,
-    num: _Num = 0,
+    num: Annotated[
+        int, typer.Option("--num", min=0, help="Number of workers on this machine; usually only actors run them.")
+    ] = 0,
     node: r.Node = None,
     port: r.Port = r.PORT,
     token_file: r.TokenFile = None,
     log_dir: r.LogDir = None,
-    wait: _Wait = 86_400.0,
+    wait: Annotated[
+        float, typer.Option("--wait", min=1, metavar="SECONDS", help="Seconds that the training waits for actors.")
+    ] = 86_400.0,
     replace: r.Replace = False,
 ) -> None:
     """Start the learner in the background. Further arguments are those of `ludus train`; without any, ./experiment.yaml is trained.
@@ -100,7 +102,7 @@ def status(
     node: r.Node = None,
     port: r.OnlyPort = None,
     nodes: r.Machines = False,
-    as_json: r.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the state of the learner of this machine and its workers. Exit code 1 if there is none."""
     r.show_status("learner", r.select_runs(iplist, node, port), as_json, machines=nodes)

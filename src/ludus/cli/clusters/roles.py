@@ -43,10 +43,7 @@ IpList = Annotated[
         help="List of machines, one `ip user port slots` per line, or YAML; the first runs the learner.",
     ),
 ]
-Node = Annotated[
-    int | None,
-    typer.Option("--node", min=0, metavar="N", help="Index of this machine in the list, from 0.", show_default=False),
-]
+Node = Annotated[int | None, typer.Option("--node", min=0, metavar="N", help="Index of this machine in the list, from 0.")]
 Port = Annotated[
     int,
     typer.Option(
@@ -61,22 +58,17 @@ TokenFile = Annotated[
         help="File (mode 0600) with the token of the run, the same on all machines. [LUDUS_TOKEN_FILE]",
     ),
 ]
-LogDir = Annotated[
-    Path | None,
-    typer.Option("--log-dir", metavar="DIR", help="Directory for logs. Default: ./logs. [LOG_DIR]", show_default=False),
-]
+LogDir = Annotated[Path | None, typer.Option("--log-dir", metavar="DIR", help="Directory for logs. Default: ./logs. [LOG_DIR]")]
 RunList = Annotated[
-    Path | None,
-    typer.Option("--iplist", metavar="FILE", help="List of machines of the run, as given to `start`.", show_default=False),
+    Path | None, typer.Option("--iplist", metavar="FILE", help="List of machines of the run, as given to `start`.")
 ]
-OnlyPort = Annotated[int | None, typer.Option("--port", metavar="PORT", help="Port of the run.", show_default=False)]
+OnlyPort = Annotated[int | None, typer.Option("--port", metavar="PORT", help="Port of the run.")]
 All = Annotated[bool, typer.Option("--all", help="Stop all runs of this machine.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Stop another training of this machine that uses the port.")]
 AtOnce = Annotated[bool, typer.Option("--at-once", help="Kill at once, without a checkpoint.")]
 Machines = Annotated[
     bool, typer.Option("--nodes", help="List the machines that are or were in the Ray cluster; takes some seconds.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 def say(sentence: str) -> None:

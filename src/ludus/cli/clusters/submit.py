@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.cli.clusters import jobs
-from ludus.cli.help import COMPATIBILITY
+from ludus.cli.help import COMPATIBILITY, option_in
+from ludus.cli.interrupts import detach_on_interrupt
+from ludus.cli.output import notify
 from ludus.errors import LudusError, UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -25,103 +27,81 @@ if TYPE_CHECKING:
 SETTINGS = {"allow_interspersed_args": False}
 """Options after the first word belong to the submitted command, even without `--`."""
 
-_JOB, _MACHINES, _SSH, _SLURM, _OUTPUT = "Job", "Machines", "SSH", "Slurm", "Output"
+_job, _machines, _ssh, _slurm, _output = map(option_in, ("Job", "Machines", "SSH", "Slurm", "Output"))
 
 Say = Callable[[str], None]
-
-
-def _option(panel: str, *names: str, metavar: str | None = None, help: str) -> Any:  # noqa: A002 - as in Typer
-    return typer.Option(*names, metavar=metavar, help=help, show_default=False, rich_help_panel=panel)
 
 
 def submit(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="-- COMMAND [OPTION]...", help="Command to run, as after `ludus`: train CartPole-v1 …", show_default=False
-        ),
+        typer.Argument(metavar="-- COMMAND [OPTION]...", help="Command to run, as after `ludus`: train CartPole-v1 …"),
     ] = None,
     on: Annotated[
-        str | None,
-        _option(_JOB, "--on", metavar="local|ssh|slurm|module:Class", help="Launcher of the job. Default: local."),
+        str | None, _job("--on", metavar="local|ssh|slurm|module:Class", help="Launcher of the job. Default: local.")
     ] = None,
     file: Annotated[
-        Path | None,
-        _option(_JOB, "-f", "--file", help="Cluster file with these settings; options on the command line override it."),
+        Path | None, _job("-f", "--file", help="Cluster file with these settings; options on the command line override it.")
     ] = None,
-    name: Annotated[str | None, _option(_JOB, "--name", help="Prefix of the job id.")] = None,
+    name: Annotated[str | None, _job("--name", help="Prefix of the job id.")] = None,
     env: Annotated[
-        list[str] | None,
-        _option(_JOB, "--env", metavar="NAME=VALUE", help="Environment variable of the job's processes; repeatable."),
+        list[str] | None, _job("--env", metavar="NAME=VALUE", help="Environment variable of the job's processes; repeatable.")
     ] = None,
     secret: Annotated[
         list[str] | None,
-        _option(_JOB, "--secret", metavar="NAME", help="Variable to pass on from here, never written to a file; repeatable."),
+        _job("--secret", metavar="NAME", help="Variable to pass on from here, never written to a file; repeatable."),
     ] = None,
-    grace_s: Annotated[float | None, _option(_JOB, "--grace-s", help="Seconds to shut down after SIGTERM. Default: 60.")] = None,
-    nodes: Annotated[
-        int | None, _option(_MACHINES, "--nodes", "-N", help="Number of machines; train and tune use all of them.")
-    ] = None,
-    cpus: Annotated[int | None, _option(_MACHINES, "--cpus", help="Cores to use on each machine.")] = None,
-    gpus: Annotated[int | None, _option(_MACHINES, "--gpus", help="GPUs of each machine.")] = None,
-    min_nodes: Annotated[int | None, _option(_MACHINES, "--min-nodes", help="Machines to start with. Default: all.")] = None,
-    learner_nodes: Annotated[
-        int | None, _option(_MACHINES, "--learner-nodes", help="Machines with a learner. Default: 1.")
-    ] = None,
-    wait_s: Annotated[
-        float | None, _option(_MACHINES, "--wait-s", help="Seconds to wait for the machines. Default: 300.")
-    ] = None,
+    grace_s: Annotated[float | None, _job("--grace-s", help="Seconds to shut down after SIGTERM. Default: 60.")] = None,
+    nodes: Annotated[int | None, _machines("--nodes", "-N", help="Number of machines; train and tune use all of them.")] = None,
+    cpus: Annotated[int | None, _machines("--cpus", help="Cores to use on each machine.")] = None,
+    gpus: Annotated[int | None, _machines("--gpus", help="GPUs of each machine.")] = None,
+    min_nodes: Annotated[int | None, _machines("--min-nodes", help="Machines to start with. Default: all.")] = None,
+    learner_nodes: Annotated[int | None, _machines("--learner-nodes", help="Machines with a learner. Default: 1.")] = None,
+    wait_s: Annotated[float | None, _machines("--wait-s", help="Seconds to wait for the machines. Default: 300.")] = None,
     setup: Annotated[
         list[str] | None,
-        _option(_MACHINES, "--setup", metavar="LINE", help="Shell line to run first, such as `module load …`; repeatable."),
+        _machines("--setup", metavar="LINE", help="Shell line to run first, such as `module load …`; repeatable."),
     ] = None,
-    python: Annotated[str | None, _option(_MACHINES, "--python", help="Python interpreter on the machines.")] = None,
-    workdir: Annotated[
-        str | None, _option(_MACHINES, "--workdir", metavar="DIR", help="Working directory on the machines.")
-    ] = None,
+    python: Annotated[str | None, _machines("--python", help="Python interpreter on the machines.")] = None,
+    workdir: Annotated[str | None, _machines("--workdir", metavar="DIR", help="Working directory on the machines.")] = None,
     iplist: Annotated[
-        Path | None,
-        _option(_SSH, "--iplist", metavar="FILE", help="List of machines, one `ip user port slots` per line, or YAML."),
+        Path | None, _ssh("--iplist", metavar="FILE", help="List of machines, one `ip user port slots` per line, or YAML.")
     ] = None,
-    identity: Annotated[Path | None, _option(_SSH, "--identity", metavar="FILE", help="Private SSH key.")] = None,
-    known_hosts: Annotated[Path | None, _option(_SSH, "--known-hosts", metavar="FILE", help="Known-hosts file.")] = None,
+    identity: Annotated[Path | None, _ssh("--identity", metavar="FILE", help="Private SSH key.")] = None,
+    known_hosts: Annotated[Path | None, _ssh("--known-hosts", metavar="FILE", help="Known-hosts file.")] = None,
     copy: Annotated[
         list[Path] | None,
-        _option(_SSH, "--copy", metavar="PATH", help="File or directory to copy to the working directory first; repeatable."),
+        _ssh("--copy", metavar="PATH", help="File or directory to copy to the working directory first; repeatable."),
     ] = None,
     time: Annotated[
         str | None,
-        _option(
-            _SLURM, "--time", "-t", metavar="[D-]HH:MM:SS", help="Slurm time limit; the job then continues in a new allocation."
-        ),
+        _slurm("--time", "-t", metavar="[D-]HH:MM:SS", help="Slurm time limit; the job then continues in a new allocation."),
     ] = None,
-    memory: Annotated[str | None, _option(_SLURM, "--memory", metavar="SIZE", help="Memory per node, e.g. 32G.")] = None,
-    account: Annotated[str | None, _option(_SLURM, "--account", "-A", help="Slurm account to charge.")] = None,
-    partition: Annotated[str | None, _option(_SLURM, "--partition", "-p", help="Slurm partition.")] = None,
-    qos: Annotated[str | None, _option(_SLURM, "--qos", help="Quality of service.")] = None,
-    constraint: Annotated[str | None, _option(_SLURM, "--constraint", "-C", help="Required node features.")] = None,
+    memory: Annotated[str | None, _slurm("--memory", metavar="SIZE", help="Memory per node, e.g. 32G.")] = None,
+    account: Annotated[str | None, _slurm("--account", "-A", help="Slurm account to charge.")] = None,
+    partition: Annotated[str | None, _slurm("--partition", "-p", help="Slurm partition.")] = None,
+    qos: Annotated[str | None, _slurm("--qos", help="Quality of service.")] = None,
+    constraint: Annotated[str | None, _slurm("--constraint", "-C", help="Required node features.")] = None,
     extra: Annotated[
         list[str] | None,
-        _option(_SLURM, "--extra", metavar="OPTION", help="Other sbatch option, e.g. --extra=--mail-type=END; repeatable."),
+        _slurm("--extra", metavar="OPTION", help="Other sbatch option, e.g. --extra=--mail-type=END; repeatable."),
     ] = None,
     requeue: Annotated[
-        bool | None,
-        _option(_SLURM, "--requeue/--no-requeue", help="Requeue the job when its time limit is reached. Default: yes."),
+        bool | None, _slurm("--requeue/--no-requeue", help="Requeue the job when its time limit is reached. Default: yes.")
     ] = None,
-    signal_s: Annotated[int | None, _option(_SLURM, "--signal-s", help="Seconds to save before the limit. Default: 120.")] = None,
+    signal_s: Annotated[int | None, _slurm("--signal-s", help="Seconds to save before the limit. Default: 120.")] = None,
     interactive: Annotated[
-        bool, _option(_SLURM, "--interactive", help="Run in the current salloc allocation; without one, request one.")
+        bool, _slurm("--interactive", help="Run in the current salloc allocation; without one, request one.")
     ] = False,
     redis_password: Annotated[
-        str | None, _option(COMPATIBILITY, "--redis-password", help="Ignored; accepted for old command lines.")
+        str | None, option_in(COMPATIBILITY)("--redis-password", help="Ignored; accepted for old command lines.")
     ] = None,
-    dry_run: Annotated[bool, _option(_OUTPUT, "--dry-run", help="Print the files and commands without doing anything.")] = False,
+    dry_run: Annotated[bool, _output("--dry-run", help="Print the files and commands without doing anything.")] = False,
     wait: Annotated[
-        bool,
-        _option(_OUTPUT, "--wait", help="Follow the log until the job is over and exit with its code. Ctrl-C leaves it running."),
+        bool, _output("--wait", help="Follow the log until the job is over and exit with its code. Ctrl-C leaves it running.")
     ] = False,
-    as_json: Annotated[bool, _option(_OUTPUT, "--json", help="Print one JSON object on the last line.")] = False,
-    quiet: Annotated[bool, _option(_OUTPUT, "--quiet", "-q", help="Print only the job id.")] = False,
+    as_json: Annotated[bool, _output("--json", help="Print one JSON object on the last line.")] = False,
+    quiet: Annotated[bool, _output("--quiet", "-q", help="Print only the job id.")] = False,
 ) -> None:
     """Run a `ludus` command as a job on this machine, over SSH or with Slurm; print its id.
 
@@ -130,7 +110,7 @@ def submit(
     from ludus.launch.cluster_file import ClusterConfig, load_cluster_file, open_backend, plan_command
     from ludus.launch.job import check_job
 
-    say: Say = _discard if quiet else jobs.say
+    say: Say = (lambda sentence: None) if quiet else notify
     if redis_password is not None:
         say("--redis-password is ignored: Ray no longer uses a Redis password; every job has its own token")
     base = load_cluster_file(file) if file is not None else ClusterConfig()
@@ -187,7 +167,7 @@ def _submit(on: str, orchestrator: Orchestrator, job: Job, say: Say, *, wait: bo
         say(f"submitted to {on}; `ludus jobs logs -f {job_id}` follows its log, `ludus jobs cancel {job_id}` stops it")
         return
     say(f"{job_id} is submitted to {on}; Ctrl-C leaves it running")
-    with jobs.detached_by_interrupt(job_id):
+    with detach_on_interrupt(jobs.STILL_RUNNING.format(id=job_id)):
         ended = follow(_job_handle(on, orchestrator, job, job_id), job.main, as_json=as_json)
     if as_json:
         print(json.dumps(ended.to_json()))
@@ -212,7 +192,7 @@ def follow(found: jobs.JobHandle, main: str, *, as_json: bool) -> jobs.JobHandle
     except UsageError:
         raise
     except LudusError as error:
-        jobs.say(f"the log of {found.id} cannot be read any longer: {error}")
+        notify(f"the log of {found.id} cannot be read any longer: {error}")
     ended = jobs.wait_for_end(found, math.inf)
     assert ended is not None
     return jobs.JobHandle(found.on, found.orchestrator, ended)
@@ -316,7 +296,3 @@ def _format_files(target: ClusterConfig, files: dict[str, str], as_json: bool) -
     if as_json:
         return json.dumps({"on": target.on, "files": files})
     return "\n".join(f"==> {name} <==\n{text.rstrip(chr(10))}\n" for name, text in files.items()).rstrip("\n")
-
-
-def _discard(sentence: str) -> None:
-    pass

@@ -4,239 +4,104 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ludus.cli.progress import DeferredProgressBar, ProgressBar
-from ludus.cli.run_argument import complete_run, run_place
+from ludus.cli.common_options import run_argument, trust_option
+from ludus.cli.help import option_in
+from ludus.cli.output import make_console, make_table
+from ludus.cli.progress import ProgressBar
 from ludus.cli.training import options as o
 
 if TYPE_CHECKING:
     from ludus.tournament.result import BattleResult, MatchResult, WinLossCount
 
-_MATCHES, _PLAYERS, _FILES, _SERVER = "Matches", "Players", "Recordings and videos", "Gamecore server"
-_COLUMNS = {
-    "kills": "kills",
-    "deaths": "deaths",
-    "assists": "assists",
-    "gold": "gold",
-    "level": "level",
-    "last_hits": "last hits",
-    "damage": "damage",
-    "return": "return",
-    "decisions": "decisions",
-}
+_matches, _players, _files, _server = map(option_in, ("Matches", "Players", "Recordings and videos", "Gamecore server"))
+_COLUMNS = ("kills", "deaths", "assists", "gold", "level", "last_hits", "damage", "return", "decisions")
+"""Numbers of a hero or an agent, in the order of the table."""
+_STYLE: dict[str, Any] = {"header_style": "dim", "padding": (0, 2, 0, 0)}
 
 _PLAYER = "Run (its newest checkpoint), RUN/best, a checkpoint, RUN@VERSION, an export (.onnx), http://HOST:PORT, or rule:hard."
-_A = Annotated[
-    str, typer.Argument(metavar="A", help=_PLAYER, show_default=False, callback=run_place, autocompletion=complete_run)
-]
-_B = Annotated[
-    str,
-    typer.Argument(
-        metavar="B",
-        help="Second player, in the same forms as A.",
-        show_default=False,
-        callback=run_place,
-        autocompletion=complete_run,
-    ),
-]
-_Games = Annotated[int, typer.Option(min=1, help="Number of matches.", rich_help_panel=_MATCHES)]
-_Swap = Annotated[
-    bool,
-    typer.Option(
-        "--swap-sides/--no-swap-sides", help="Let A play blue and red in turn, or always blue.", rich_help_panel=_MATCHES
-    ),
-]
-_Mode = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NvN", help="Team sizes: 1v1, 3v3 … [default: as in training]", show_default=False, rich_help_panel=_MATCHES
-    ),
-]
-_Lineup = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A,…/B,…|random",
-        help="Heroes of blue and red, by id, name or archetype; separate several line-ups by ';'. [default: the standard line-up]",
-        show_default=False,
-        rich_help_panel=_MATCHES,
-    ),
-]
-_Every = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Ticks between two decisions. [default: as in A's training]",
-        show_default=False,
-        rich_help_panel=_MATCHES,
-    ),
-]
-_Seconds = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Game time limit; a match that reaches it is a draw. [default: 480]",
-        show_default=False,
-        rich_help_panel=_MATCHES,
-    ),
-]
-_Seed = Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same matches.", rich_help_panel=_MATCHES)]
-_Explore = Annotated[
-    bool,
-    typer.Option("--deterministic/--explore", help="Play the most probable actions, or sample them.", rich_help_panel=_PLAYERS),
-]
-_ModelA = Annotated[
-    str | None, typer.Option(help="Model of A to use, if it has several.", show_default=False, rich_help_panel=_PLAYERS)
-]
-_ModelB = Annotated[
-    str | None, typer.Option(help="Model of B to use, if it has several.", show_default=False, rich_help_panel=_PLAYERS)
-]
-_Trust = Annotated[
-    bool,
-    typer.Option(
-        "--trust",
-        callback=o.allow_imports,
-        help="Allow stored runs to import the code they name (environment, wrappers, models).",
-        rich_help_panel=_PLAYERS,
-    ),
-]
-_Record = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Directory for recordings of the matches.", show_default=False, rich_help_panel=_FILES),
-]
-_Most = Annotated[
-    int | None,
-    typer.Option(
-        "--record-most",
-        min=0,
-        metavar="N",
-        help="Record only the N most one-sided matches. [default: all]",
-        show_default=False,
-        rich_help_panel=_FILES,
-    ),
-]
-_Video = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Render videos of the N most one-sided matches into DIR.", rich_help_panel=_FILES)
-]
-_Speed = Annotated[
-    float | None,
-    typer.Option(
-        "--video-speed",
-        help="Playback speed of the videos. [default: 4 in the Arena, 1 elsewhere]",
-        show_default=False,
-        rich_help_panel=_FILES,
-    ),
-]
-_Env = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Multi-agent environment to play in. [default: the one that A or B was trained in]",
-        show_default=False,
-        rich_help_panel=_MATCHES,
-    ),
-]
-_Camps = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A,…/B,…",
-        help="Agents of the blue and the red camp, by name or pattern. [default: the two agents, or the two groups of them]",
-        show_default=False,
-        rich_help_panel=_MATCHES,
-    ),
-]
-_Server = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="Gamecore server that runs the matches. [default: this process; a private server if a player is served over HTTP]",
-        show_default=False,
-        rich_help_panel=_SERVER,
-    ),
-]
-_Game = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Game of the server's catalogue.", show_default=False, rich_help_panel=_SERVER)
-]
-_TokenFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="File with the token of the gamecore server.", show_default=False, rich_help_panel=_SERVER),
-]
-_ActorToken = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="File with the token for players served over HTTP.", show_default=False, rich_help_panel=_SERVER
-    ),
-]
-_Advertise = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST",
-        help="Address at which games reach this machine. [default: its address towards the server]",
-        show_default=False,
-        rich_help_panel=_SERVER,
-    ),
-]
-_Option = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        "-o",
-        metavar="KEY=VALUE",
-        help="Option of the game or the environment; repeatable.",
-        show_default=False,
-        rich_help_panel=_SERVER,
-    ),
-]
-_Parallel = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Matches played at once. [default: one per core; in this process 64 Arena matches or 16 environments]",
-        show_default=False,
-        rich_help_panel=_SERVER,
-    ),
-]
-_Limit = Annotated[
-    float | None,
-    typer.Option(
-        min=1, metavar="S", help="Time limit of a match in seconds of real time.", show_default=False, rich_help_panel=_SERVER
-    ),
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.", rich_help_panel=o.OUTPUT)]
 
 
 def battle(
-    a: _A,
-    b: _B,
-    games: _Games = 200,
-    swap_sides: _Swap = True,
-    mode: _Mode = None,
-    lineup: _Lineup = None,
-    every: _Every = None,
-    seconds: _Seconds = None,
-    seed: _Seed = 0,
-    env: _Env = None,
-    camps: _Camps = None,
-    deterministic: _Explore = True,
-    model_a: _ModelA = None,
-    model_b: _ModelB = None,
-    trust: _Trust = False,
-    record: _Record = None,
-    record_most: _Most = None,
-    video: _Video = 0,
-    video_speed: _Speed = None,
-    server: _Server = None,
-    game: _Game = None,
-    token_file: _TokenFile = None,
-    actor_token_file: _ActorToken = None,
-    advertise: _Advertise = None,
-    option: _Option = None,
-    parallel: _Parallel = 0,
-    limit: _Limit = None,
-    json_: _Json = False,
+    a: Annotated[str, run_argument(metavar="A", help=_PLAYER)],
+    b: Annotated[str, run_argument(metavar="B", help="Second player, in the same forms as A.")],
+    games: Annotated[int, _matches(min=1, help="Number of matches.")] = 200,
+    swap_sides: Annotated[
+        bool, _matches("--swap-sides/--no-swap-sides", help="Let A play blue and red in turn, or always blue.")
+    ] = True,
+    mode: Annotated[str | None, _matches(metavar="NvN", help="Team sizes: 1v1, 3v3 … [default: as in training]")] = None,
+    lineup: Annotated[
+        str | None,
+        _matches(
+            metavar="A,…/B,…|random",
+            help="Heroes of blue and red, by id, name or archetype; separate several line-ups by ';'. [default: the standard line-up]",
+        ),
+    ] = None,
+    every: Annotated[int | None, _matches(min=1, help="Ticks between two decisions. [default: as in A's training]")] = None,
+    seconds: Annotated[
+        int | None, _matches(min=1, help="Game time limit; a match that reaches it is a draw. [default: 480]")
+    ] = None,
+    seed: Annotated[int, _matches(min=0, help="Random seed; the same seed gives the same matches.")] = 0,
+    env: Annotated[
+        str | None,
+        _matches(metavar="NAME", help="Multi-agent environment to play in. [default: the one that A or B was trained in]"),
+    ] = None,
+    camps: Annotated[
+        str | None,
+        _matches(
+            metavar="A,…/B,…",
+            help="Agents of the blue and the red camp, by name or pattern. [default: the two agents, or the two groups of them]",
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool, _players("--deterministic/--explore", help="Play the most probable actions, or sample them.")
+    ] = True,
+    model_a: Annotated[str | None, _players(help="Model of A to use, if it has several.")] = None,
+    model_b: Annotated[str | None, _players(help="Model of B to use, if it has several.")] = None,
+    trust: Annotated[bool, trust_option(_players)] = False,
+    record: Annotated[Path | None, _files(metavar="DIR", help="Directory for recordings of the matches.")] = None,
+    record_most: Annotated[
+        int | None, _files("--record-most", min=0, metavar="N", help="Record only the N most one-sided matches. [default: all]")
+    ] = None,
+    video: Annotated[int, _files(min=0, metavar="N", help="Render videos of the N most one-sided matches into DIR.")] = 0,
+    video_speed: Annotated[
+        float | None, _files("--video-speed", help="Playback speed of the videos. [default: 4 in the Arena, 1 elsewhere]")
+    ] = None,
+    server: Annotated[
+        str | None,
+        _server(
+            metavar="HOST:PORT",
+            help="Gamecore server that runs the matches. [default: this process; a private server if a player is served over HTTP]",
+        ),
+    ] = None,
+    game: Annotated[str | None, _server(metavar="NAME", help="Game of the server's catalogue.")] = None,
+    token_file: Annotated[Path | None, _server(metavar="FILE", help="File with the token of the gamecore server.")] = None,
+    actor_token_file: Annotated[
+        Path | None, _server(metavar="FILE", help="File with the token for players served over HTTP.")
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        _server(metavar="HOST", help="Address at which games reach this machine. [default: its address towards the server]"),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        _server("--option", "-o", metavar="KEY=VALUE", help="Option of the game or the environment; repeatable."),
+    ] = None,
+    parallel: Annotated[
+        int,
+        _server(
+            min=0,
+            show_default=False,
+            help="Matches played at once. [default: one per core; in this process 64 Arena matches or 16 environments]",
+        ),
+    ] = 0,
+    limit: Annotated[float | None, _server(min=1, metavar="S", help="Time limit of a match in seconds of real time.")] = None,
+    json_: Annotated[bool, o.output_option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Play many matches between two players; report the win rate with its 95 % interval."""
     from ludus.cli.games.gamecore import read_options
@@ -266,16 +131,15 @@ class _Progress:
 
     def __init__(self, games: int, *, quiet: bool) -> None:
         self._games = ProgressBar("playing", games, "games", quiet=quiet)
-        self._videos = DeferredProgressBar("rendering videos", "frames", quiet=quiet)
-        self._playing = False
+        self._videos = ProgressBar("rendering videos", unit="frames", quiet=quiet, deferred=True)
+        self._playing = ExitStack()
 
     def __enter__(self) -> _Progress:
-        self._games.__enter__()
-        self._playing = True
+        self._playing.enter_context(self._games)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._end_games()
+        self._playing.close()
         self._videos.__exit__(*exc)
 
     def count(self, played: MatchResult) -> None:
@@ -284,28 +148,18 @@ class _Progress:
             print(f"game {played.number} has no result: {played.failed}", file=sys.stderr, flush=True)
 
     def render(self, done: int, total: int | None) -> None:
-        self._end_games()
+        self._playing.close()
         self._videos.update(done, total)
-
-    def _end_games(self) -> None:
-        if self._playing:
-            self._playing = False
-            self._games.__exit__(None, None, None)
 
 
 def _show(result: BattleResult) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(width=10_000, highlight=False)
-    console.print(f"A  {result.a['name']}\nB  {result.b['name']}", markup=False)
-    console.print(_headline(result), markup=False)
+    console = make_console(highlight=False, markup=False)
+    console.print(f"A  {result.a['name']}\nB  {result.b['name']}")
+    console.print(_headline(result))
     for side, members in (result.terms.get("camps") or {}).items():
-        console.print(f"{side}  {', '.join(members)}", markup=False)
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("A plays", "games", "won", "lost", "drawn", "won, % [95 %]"):
-        table.add_column(name, justify="left" if name == "A plays" else "right")
+        console.print(f"{side}  {', '.join(members)}")
+    counts = ("games", "won", "lost", "drawn", "won, % [95 %]")
+    table = make_table(("A plays", *counts), right=counts, **_STYLE)
     for name, share in {"both": result.total, **result.sides}.items():
         if share.games:
             table.add_row(name, str(share.games), str(share.won), str(share.lost), str(share.drawn), _percent(share))
@@ -316,15 +170,15 @@ def _show(result: BattleResult) -> None:
         middle = f"{lengths['p50']:.0f} {unit} [{lengths['p25']:.0f}–{lengths['p75']:.0f}]"
         console.print(f"length  {middle}, {lengths['shortest']:.0f} to {lengths['longest']:.0f} {unit}")
     if result.failed:
-        console.print(f"failed  {len(result.failed)} games, not counted: {result.failed[0].failed}", markup=False)
+        console.print(f"failed  {len(result.failed)} games, not counted: {result.failed[0].failed}")
     for note in result.notes:
-        console.print(f"note  {note}", markup=False)
+        console.print(f"note  {note}")
     for played in result.games:
         if played.video:
-            console.print(f"video  {played.video}", markup=False)
+            console.print(f"video  {played.video}")
     recorded = [played.recording for played in result.games if played.recording]
     if recorded:
-        console.print(f"recordings  {len(recorded)} in {Path(recorded[0]).parent}", markup=False)
+        console.print(f"recordings  {len(recorded)} in {Path(recorded[0]).parent}")
 
 
 def _headline(result: BattleResult) -> str:
@@ -340,16 +194,12 @@ def _percent(share: WinLossCount) -> str:
 
 
 def _show_heroes(result: BattleResult, console: Any) -> None:
-    from rich.table import Table
-
     rows = [(who, hero, numbers) for who, found in result.heroes.items() for hero, numbers in found.items()]
     if not rows:
         return
-    columns = {key: name for key, name in _COLUMNS.items() if any(key in numbers for _, _, numbers in rows)}
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-    named = "agent" if result.terms.get("camps") else "hero"
-    for name in ("", named, "games", *columns.values()):
-        table.add_column(name, justify="left" if name in ("", named) else "right")
+    columns = [key for key in _COLUMNS if any(key in numbers for _, _, numbers in rows)]
+    titles = ["games", *(key.replace("_", " ") for key in columns)]
+    table = make_table(("", "agent" if result.terms.get("camps") else "hero", *titles), right=titles, **_STYLE)
     for who, hero, numbers in rows:
         cells = ["–" if key not in numbers else f"{numbers[key]:.{0 if numbers[key] >= 100 else 1}f}" for key in columns]
         table.add_row(who.upper(), hero, f"{numbers['games']:.0f}", *cells)

@@ -9,84 +9,49 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ludus.cli.help import COMPATIBILITY
-from ludus.cli.progress import DeferredProgressBar
-from ludus.cli.run_argument import complete_run, run_place
+from ludus.cli.common_options import run_argument, trust_option
+from ludus.cli.help import option_in
+from ludus.cli.progress import ProgressBar
 from ludus.cli.training import options as o
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
     from ludus.experiments.evaluation.rollout import EpisodeResult, RolloutResult
 
-_FILES = "Videos and steps"
+_files = option_in("Videos and steps")
 
 
 def rollout(
     checkpoint: Annotated[
         str,
-        typer.Argument(
+        run_argument(
             help="Run, RUN/best, or a checkpoint directory; a run also as last, EXPERIMENT or the end of its name.",
-            callback=run_place,
-            autocompletion=complete_run,
         ),
     ],
     episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 10,
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop after N steps.", show_default=False)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after N steps.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed; episode i uses seed + i.")] = 0,
     deterministic: Annotated[
         bool, typer.Option("--deterministic/--stochastic", help="Take the most probable action, or sample.")
     ] = True,
     num_workers: Annotated[int, typer.Option(min=0, help="Number of processes; 0 plays in this process.")] = 0,
-    env: Annotated[str | None, typer.Option(help="Another environment with the same spaces.", show_default=False)] = None,
-    config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Overrides as JSON, e.g. '{\"env_config\": {…}}'.", show_default=False)
-    ] = None,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust",
-            callback=o.allow_imports,
-            help="Allow stored runs to import the code they name (environment, wrappers, models).",
-        ),
-    ] = False,
-    video: Annotated[
-        bool, typer.Option("--video", "--monitor", help="Write an mp4 video of the RGB frames.", rich_help_panel=_FILES)
-    ] = False,
-    video_grid: Annotated[
-        bool,
-        typer.Option("--video-grid", help="Write one mp4 video with up to 16 episodes side by side.", rich_help_panel=_FILES),
-    ] = False,
-    depth: Annotated[
-        bool, typer.Option("--depth", help="Write depth frames in false colours to …-depth.mp4.", rich_help_panel=_FILES)
-    ] = False,
-    video_dir: Annotated[
-        Path | None,
-        typer.Option(help="Directory for videos. [default: RUN/videos]", show_default=False, rich_help_panel=_FILES),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="File for all steps. [default: RUN/rollouts/…/steps.npz]", show_default=False, rich_help_panel=_FILES),
-    ] = None,
-    save_info: Annotated[
-        bool, typer.Option("--save-info", help="Save the info dict of each step.", rich_help_panel=_FILES)
-    ] = False,
-    track_progress: Annotated[
-        bool, typer.Option("--track-progress", help="Print progress periodically.", rich_help_panel=o.OUTPUT)
-    ] = False,
+    env: Annotated[str | None, typer.Option(help="Another environment with the same spaces.")] = None,
+    config: Annotated[str | None, typer.Option(metavar="JSON", help="Overrides as JSON, e.g. '{\"env_config\": {…}}'.")] = None,
+    trust: Annotated[bool, trust_option()] = False,
+    video: Annotated[bool, _files("--video", "--monitor", help="Write an mp4 video of the RGB frames.")] = False,
+    video_grid: Annotated[bool, _files("--video-grid", help="Write one mp4 video with up to 16 episodes side by side.")] = False,
+    depth: Annotated[bool, _files("--depth", help="Write depth frames in false colours to …-depth.mp4.")] = False,
+    video_dir: Annotated[Path | None, _files(help="Directory for videos. [default: RUN/videos]")] = None,
+    out: Annotated[Path | None, _files(help="File for all steps. [default: RUN/rollouts/…/steps.npz]")] = None,
+    save_info: Annotated[bool, _files("--save-info", help="Save the info dict of each step.")] = False,
+    track_progress: Annotated[bool, o.output_option("--track-progress", help="Print progress periodically.")] = False,
     json_: o.Json = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=o.OUTPUT)] = False,
-    run: Annotated[
-        str | None,
-        typer.Option(
-            help="Algorithm of the checkpoint; an error if it differs.", show_default=False, rich_help_panel=COMPATIBILITY
-        ),
-    ] = None,
-    num_gpus: Annotated[float, typer.Option(help="Number of GPUs; only 0 is supported.", rich_help_panel=COMPATIBILITY)] = 0,
-    no_render: Annotated[
-        bool, typer.Option("--no-render", help="Ignored; nothing is shown on a screen.", rich_help_panel=COMPATIBILITY)
-    ] = False,
+    debug: Annotated[bool, o.output_option("--debug", help="Show tracebacks.")] = False,
+    run: Annotated[str | None, o.compatibility_option(help="Algorithm of the checkpoint; an error if it differs.")] = None,
+    num_gpus: Annotated[float, o.compatibility_option(help="Number of GPUs; only 0 is supported.")] = 0,
+    no_render: Annotated[bool, o.compatibility_option("--no-render", help="Ignored; nothing is shown on a screen.")] = False,
     use_shelve: Annotated[
-        bool, typer.Option("--use-shelve", help="Ignored; steps are always streamed to disk.", rich_help_panel=COMPATIBILITY)
+        bool, o.compatibility_option("--use-shelve", help="Ignored; steps are always streamed to disk.")
     ] = False,
 ) -> None:
     """Play episodes with a trained agent; report returns, save steps and videos."""
@@ -117,7 +82,7 @@ def rollout(
         (video_dir or directory / "videos") / f"{label}{'-grid' * video_grid}.mp4" if video or video_grid or depth else None
     )
     watch = _EpisodePrinter(episodes, track_progress, json_)
-    with DeferredProgressBar("writing the video", "frames", quiet=json_) as bar:
+    with ProgressBar("writing the video", unit="frames", quiet=json_, deferred=True) as bar:
         files = rollouts.RolloutFiles(steps_file, video_file, video_grid, bar.update)
         played = rollouts.rollout(stage, episodes, max_steps=steps, workers=num_workers, on_episode=watch, files=files)
     result = played.to_json() | _upload_files(played)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.common_options import Run
 from ludus.cli.help import HelpApp
-from ludus.cli.run_argument import complete_run, run_place
+from ludus.cli.output import make_table
+from ludus.cli.run_argument import complete_run
 from ludus.core.formatting import format_duration, format_number
 from ludus.errors import LudusError, NotFound
 
@@ -25,22 +27,13 @@ Directories = Annotated[
     typer.Argument(
         metavar="[PLACE]...",
         help="Runs (also as last or the end of a name), experiments, or directories or URLs with runs. [default: runs]",
-        show_default=False,
-        autocompletion=complete_run,
-    ),
-]
-_Run = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Run: its directory or URL, last, EXPERIMENT or the end of its name.",
-        callback=run_place,
         autocompletion=complete_run,
     ),
 ]
 Metric = Annotated[str, typer.Option(help="Metric of metrics.jsonl, e.g. evaluation/return_mean.")]
 Over = Annotated[str, typer.Option(help="X axis: timesteps, iterations, episodes or time_s.")]
 Smoothing = Annotated[float, typer.Option(help="Smoothing: 0 = none, 0.9 = over about ten points.")]
+_ResultAsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 METRIC = "episode_return_mean"
 EVALUATION = "evaluation/return_mean"
 _ALL_PAIRS = 5
@@ -59,8 +52,8 @@ _TITLES = {
 @app.command("list")
 def list_runs(
     directories: Directories = None,
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="List only runs with this tag.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="List only runs with this tag.")] = None,
+    as_json: _ResultAsJson = False,
 ) -> None:
     """List runs with their state, returns and speed."""
     rows = [_summary(run) for run in _find_runs(directories)]
@@ -88,7 +81,7 @@ def compare(
     ] = False,
     out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("compare.png"),
     smoothing: Smoothing = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: _ResultAsJson = False,
 ) -> None:
     """Compare runs: the settings that differ, and groups of seeds with mean, interval and whether the difference is significant."""
     from ludus.experiments.runs import compare as comparing
@@ -105,7 +98,11 @@ def compare(
     result = comparing.compare_groups(groups, at, lower_is_better=lower_is_better)
     compared = {run: value for standing in result.scores for run, value in standing.values.items()}
     column = f"{metric} ({at})"
-    rows = _sort_best_first([_insert_column(row, column, compared.get(row["run"])) for row in rows], column, lower_is_better)
+    after = list(rows[0]).index("status") + 1
+    for index, row in enumerate(rows):
+        cells = list(row.items())
+        rows[index] = dict([*cells[:after], (column, compared.get(row["run"])), *cells[after:]])
+    rows = _sort_best_first(rows, column, lower_is_better)
     title = "" if all(len(g.curves) == 1 for g in groups) else "mean over seeds, 95 % interval (bootstrap)"
     envs = dict.fromkeys(g.env for g in groups)
     panels = {
@@ -126,7 +123,7 @@ def compare(
 
 @app.command()
 def show(
-    run: _Run,
+    run: Run,
     full: Annotated[bool, typer.Option("--full", help="Print the whole configuration, metadata and last report too.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print configuration, metadata, last report and checkpoints as JSON.")
@@ -162,7 +159,7 @@ def show(
 
 @app.command()
 def rename(
-    run: _Run,
+    run: Run,
     name: Annotated[str, typer.Argument(metavar="NAME", help="New name of the run's directory, in the same experiment.")],
 ) -> None:
     """Rename the directory of a run that is not being trained."""
@@ -173,11 +170,9 @@ def rename(
 
 @app.command()
 def tag(
-    run: _Run,
-    tags: Annotated[list[str] | None, typer.Argument(metavar="[TAG]...", help="Tags to add.", show_default=False)] = None,
-    remove: Annotated[
-        list[str] | None, typer.Option("--remove", "-r", metavar="TAG", help="Tags to remove.", show_default=False)
-    ] = None,
+    run: Run,
+    tags: Annotated[list[str] | None, typer.Argument(metavar="[TAG]...", help="Tags to add.")] = None,
+    remove: Annotated[list[str] | None, typer.Option("--remove", "-r", metavar="TAG", help="Tags to remove.")] = None,
 ) -> None:
     """Add or remove tags of a run; `ludus runs list --tag TAG` selects by them. Without tags, print those of the run."""
     from ludus.experiments.runs.remote_runs import directory_of, display_path
@@ -222,9 +217,7 @@ def plot(
     group_by: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY,…",
-            help="Group runs: auto (by settings, seeds together), name, env, lr … [default: no groups]",
-            show_default=False,
+            metavar="KEY,…", help="Group runs: auto (by settings, seeds together), name, env, lr … [default: no groups]"
         ),
     ] = None,
     smoothing: Smoothing = 0.0,
@@ -291,13 +284,6 @@ def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
     }
 
 
-def _insert_column(row: dict[str, Any], column: str, value: float | None) -> dict[str, Any]:
-    """The row with one more column after the status."""
-    names = list(row)
-    at = names.index("status") + 1
-    return {name: row[name] for name in names[:at]} | {column: value} | {name: row[name] for name in names[at:]}
-
-
 def _sort_best_first(rows: list[dict[str, Any]], column: str, lower_is_better: bool = False) -> list[dict[str, Any]]:
     sign = 1.0 if lower_is_better else -1.0
     return sorted(rows, key=lambda row: (row[column] is None, sign * (row[column] or 0.0)))
@@ -344,17 +330,10 @@ def _print_comparison(
         print(f"written: {picture}")
 
 
-def _group_row(s: GroupScore) -> dict[str, Any]:
-    numbers = {"mean": s.mean, "from": s.low, "to": s.high, "std": s.std}
-    cells = {name: None if math.isnan(value) else value for name, value in numbers.items()}
-    return {
-        "group": s.label,
-        "n": s.n,
-        "mean": cells["mean"],
-        "95 %: from": cells["from"],
-        "to": cells["to"],
-        "std": cells["std"],
-    }
+def _group_row(score: GroupScore) -> dict[str, Any]:
+    numbers = {"mean": score.mean, "95 %: from": score.low, "to": score.high, "std": score.std}
+    finite = {name: None if math.isnan(value) else value for name, value in numbers.items()}
+    return {"group": score.label, "n": score.n, **finite}
 
 
 def _print_table(rows: list[dict[str, Any]], as_json: bool) -> None:
@@ -362,15 +341,12 @@ def _print_table(rows: list[dict[str, Any]], as_json: bool) -> None:
         print(json.dumps(rows))
         return
     from rich.console import Console
-    from rich.table import Table
 
     names = [name for name in rows[0] if name != "tags" or any(row[name] for row in rows)]
     if "run" in names:
         names = [*(name for name in names if name != "run"), "run"]  # the longest column last
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in names:
-        number = any(isinstance(row[name], (int, float)) for row in rows)
-        table.add_column(_title(name), no_wrap=name != "run", overflow="fold", justify="right" if number else "left")
+    numbers = [_title(name) for name in names if any(isinstance(row[name], (int, float)) for row in rows)]
+    table = make_table(map(_title, names), right=numbers, wrapped=("run",))
     for row in rows:
         table.add_row(*(format_duration(row[name]) if name == "time_s" else _cell(row[name]) for name in names))
     Console(width=10_000).print(table)  # never truncated, so that paths can be copied

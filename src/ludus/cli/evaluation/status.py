@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ludus.cli.run_argument import complete_run, run_place
+from ludus.cli.common_options import Run
+from ludus.cli.output import make_console, make_facts, make_table
 from ludus.core.formatting import format_duration, format_number
 
 if TYPE_CHECKING:
@@ -23,15 +24,7 @@ _COLOURS = {"running": "green", "finished": "green", "starting": "yellow", "rest
 
 
 def status(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Run: its directory or URL, last, EXPERIMENT or the end of its name.",
-            callback=run_place,
-            autocompletion=complete_run,
-        ),
-    ],
+    run: Run,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one line of JSON.")] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Refresh every second (every 5 s on a remote store) until the run has ended.")
@@ -51,21 +44,19 @@ def status(
 
 
 def _show(run: str, current: RunStatus, *, watch: bool) -> None:
-    from rich.console import Console
     from rich.live import Live
 
-    console = Console()
-    if not watch or not console.is_terminal:
-        console = Console(width=10_000, soft_wrap=True) if not console.is_terminal else console
-        console.print(page(current))
-        while watch and current.state in _ACTIVE:
-            current = _wait_and_read(run)
-            console.print(page(current))
+    console = make_console()
+    if watch and console.is_terminal:
+        with Live(page(current), console=console, auto_refresh=False) as live:
+            while current.state in _ACTIVE:
+                current = _wait_and_read(run)
+                live.update(page(current), refresh=True)
         return
-    with Live(page(current), console=console, auto_refresh=False) as live:
-        while current.state in _ACTIVE:
-            current = _wait_and_read(run)
-            live.update(page(current), refresh=True)
+    console.print(page(current))
+    while watch and current.state in _ACTIVE:
+        current = _wait_and_read(run)
+        console.print(page(current))
 
 
 def _wait_and_read(run: str) -> RunStatus:
@@ -79,17 +70,11 @@ def _wait_and_read(run: str) -> RunStatus:
 def page(current: RunStatus) -> RenderableType:
     """The status as a table of facts and a table of workers."""
     from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
 
     from ludus.experiments.runs.remote_runs import display_path
 
-    head = Table.grid(padding=(0, 2))
-    head.add_row("run", Text(display_path(current.run)))
-    head.add_row("state", Text(current.sentence, style=_COLOURS.get(current.state, "red")))
-    for name, value in _facts(current):
-        head.add_row(name, Text(value))
-    parts: list[RenderableType] = [head]
+    facts = {"run": display_path(current.run), "state": current.sentence, **dict(_facts(current))}
+    parts: list[RenderableType] = [make_facts(facts, _COLOURS.get(current.state, "red"))]
     sampling = current.status.get("sampling") or {}
     if current.state in _ACTIVE and sampling.get("workers"):
         parts += ["", _workers(sampling["workers"])]
@@ -143,12 +128,10 @@ _COLUMNS = (
 
 
 def _workers(workers: Iterable[Mapping[str, Any]]) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for key, title, form in _COLUMNS:
-        table.add_column(title, justify="left" if form == "{}" else "right", overflow="fold", no_wrap=key != "error")
+    numbers = [title for _, title, form in _COLUMNS if form != "{}"]
+    table = make_table((title for _, title, _ in _COLUMNS), right=numbers, wrapped=("last error",))
     for worker in workers:
         cells = [form.format(worker[key]) if worker.get(key) is not None else "–" for key, _, form in _COLUMNS]
         table.add_row(*(Text(cell) for cell in cells))

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
-from ludus.cli.run_argument import complete_run, run_place
+from ludus.cli.common_options import run_argument
+from ludus.cli.interrupts import handle_stop_signals
 from ludus.errors import NotFound, StoreError, UsageError, WorkerFailed
 
 log = logging.getLogger(__name__)
@@ -38,17 +38,9 @@ _EVENTS = "events."
 def tensorboard(
     run: Annotated[
         str,
-        typer.Argument(
-            metavar="RUN",
-            help="Run, sweep, or directory or URL with runs.",
-            callback=run_place,
-            autocompletion=complete_run,
-        ),
+        run_argument(metavar="RUN", help="Run, sweep, or directory or URL with runs."),
     ] = "runs",
-    port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65_535, help=f"Port. Default: the first free one from {PORT}.", show_default=False),
-    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65_535, help=f"Port. Default: the first free one from {PORT}.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; TensorBoard has no password.")] = "127.0.0.1",
     print_: Annotated[bool, typer.Option("--print", help="Only print the SSH tunnel command.")] = False,
 ) -> None:
@@ -79,13 +71,15 @@ class SshTunnel:
     @staticmethod
     def of(environ: Mapping[str, str]) -> SshTunnel:
         user, here = getpass.getuser(), socket.gethostname()
-        address, port = _ssh_server(environ)
+        words = environ.get("SSH_CONNECTION", "").split()  # client address and port, server address and port
+        known = len(words) == 4 and words[3].isdigit()
+        address, port = (words[2].partition("%")[0], int(words[3])) if known else ("", 22)
         if environ.get("SLURM_JOB_ID"):
             # SSH_CONNECTION was inherited from the submit host; the node is reached through it.
             login = address or environ.get("SLURM_SUBMIT_HOST", "")
             node = environ.get("SLURMD_NODENAME") or here
             if login and login != node:
-                return SshTunnel(user, node, 22, _jump(user, login, port))
+                return SshTunnel(user, node, 22, f"{user}@{_bracket_ipv6(login)}" + (f":{port}" if port != 22 else ""))
             return SshTunnel(user, node)
         return SshTunnel(user, address or here, port)
 
@@ -97,18 +91,6 @@ class SshTunnel:
         if self.port != 22:
             words += ["-p", str(self.port)]
         return shlex.join([*words, "-L", f"{ours}:{_bracket_ipv6(_WILDCARD.get(host, host))}:{port}", f"{self.user}@{self.host}"])
-
-
-def _ssh_server(environ: Mapping[str, str]) -> tuple[str, int]:
-    """The address and port of this machine in the current SSH session; "" if there is none."""
-    words = environ.get("SSH_CONNECTION", "").split()
-    if len(words) != 4 or not words[3].isdigit():
-        return "", 22
-    return words[2].partition("%")[0], int(words[3])
-
-
-def _jump(user: str, host: str, port: int) -> str:
-    return f"{user}@{_bracket_ipv6(host)}" + (f":{port}" if port != 22 else "")
 
 
 def _bracket_ipv6(host: str) -> str:
@@ -199,15 +181,10 @@ class EventMirror:
         for name in store.list(""):
             if name.startswith(_EVENTS):
                 with suppress(NotFound):  # deleted since it was listed
-                    _append_new(copy / name, store.get(name))
+                    data = store.get(name)
+                    with open(copy / name, "ab") as file:  # event files only grow, and TensorBoard keeps them open
+                        file.write(data[file.tell() :])
         (self._complete.add if ended else self._complete.discard)(run)
-
-
-def _append_new(path: Path, data: bytes) -> None:
-    """Append the new part of `data`. Event files only grow, and TensorBoard keeps them open, so they cannot be replaced."""
-    have = path.stat().st_size if path.exists() else 0
-    with open(path, "ab") as file:
-        file.write(data[have:])
 
 
 # -- process ------------------------------------------------------------------------------------------------------------
@@ -236,7 +213,7 @@ def running_tensorboard(directory: Path, host: str, port: int | None) -> Iterato
 
 
 def _start(directory: Path, host: str, port: int, output: int) -> subprocess.Popen[bytes]:
-    from ludus.process import identity
+    from ludus.process import children
 
     parent = os.getpid()
     return subprocess.Popen(  # noqa: S603
@@ -248,7 +225,7 @@ def _start(directory: Path, host: str, port: int, output: int) -> subprocess.Pop
         stdout=output,
         stderr=output,
         start_new_session=True,
-        preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGTERM),
+        preexec_fn=lambda: children.die_with_parent(parent, signal.SIGTERM),
     )
 
 
@@ -300,18 +277,8 @@ def _is_port_free(host: str, port: int) -> bool:
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
     """Exit with code 0 on SIGINT, SIGTERM or SIGHUP."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    handled = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started by nohup: closing the terminal must not stop it
-        handled.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in handled}
     try:
-        yield
+        with handle_stop_signals(signal.default_int_handler):
+            yield
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ludus.cli.clusters.jobs import TIMED_OUT, age
-from ludus.cli.help import HelpApp
+from ludus.cli.common_options import AsJson, ListenHost, ListenPort
+from ludus.cli.help import HelpApp, option_in
+from ludus.cli.interrupts import detach_on_interrupt
+from ludus.cli.output import make_console, make_facts, make_table, notify
 from ludus.errors import DeadlineMissed, LudusError, Refused, StoreError, UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -44,78 +46,49 @@ _MAX_LINE = 120
 _REQUEST_FIELDS = ("runtime_id", "game", "mode", "seed")
 """Fields of the request that a result may repeat."""
 _RULE = ("rule", "none")
-_SERVER_PANEL, _PLAYERS, _MATCH, _WAITING = "Gamecore server", "Players", "Match", "Waiting"
+_server, _players, _match, _waiting = map(option_in, ("Gamecore server", "Players", "Match", "Waiting"))
 
 _Id = Annotated[str, typer.Argument(metavar="ID", help="Id (runtime_id) of the game.")]
 _Server = Annotated[
     str | None,
-    typer.Option(
-        "--server",
-        metavar="HOST:PORT|URL",
-        help="Address of the gamecore server. Default: this machine. [GAMECORE_SERVER_ADDR]",
-        show_default=False,
-        rich_help_panel=_SERVER_PANEL,
+    _server(
+        "--server", metavar="HOST:PORT|URL", help="Address of the gamecore server. Default: this machine. [GAMECORE_SERVER_ADDR]"
     ),
 ]
 _TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        metavar="FILE",
-        help="File with the token of the server. [LUDUS_GAMECORE_TOKEN_FILE]",
-        show_default=False,
-        rich_help_panel=_SERVER_PANEL,
-    ),
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-_Timeout = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout", min=0.0, metavar="S", help=f"Time limit in seconds; then exit with code {TIMED_OUT}.", show_default=False
-    ),
+    Path | None, _server("--token-file", metavar="FILE", help="File with the token of the server. [LUDUS_GAMECORE_TOKEN_FILE]")
 ]
 _Game = Annotated[
-    str | None,
-    typer.Option(
-        "--game", metavar="NAME", help="Game of the catalogue. Default: the first one with this mode.", show_default=False
-    ),
+    str | None, typer.Option("--game", metavar="NAME", help="Game of the catalogue. Default: the first one with this mode.")
 ]
 _Mode = Annotated[
-    str | None,
-    typer.Option("--mode", metavar="NvN", help="Mode, such as 3v3. Default: from the number of heroes.", show_default=False),
+    str | None, typer.Option("--mode", metavar="NvN", help="Mode, such as 3v3. Default: from the number of heroes.")
 ]
 _AllowStandIn = Annotated[
     bool,
-    typer.Option(
-        "--allow-stand-in",
-        help="Exit with 0 even if the game's own AI played a camp because its actor could not be reached.",
-        rich_help_panel=_WAITING,
+    _waiting(
+        "--allow-stand-in", help="Exit with 0 even if the game's own AI played a camp because its actor could not be reached."
     ),
 ]
-_Seed = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Random seed; the same seed gives the same match.", show_default=False)
-]
+_Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Random seed; the same seed gives the same match.")]
 
 
 @app.command()
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free port.")] = PORT,
+    host: ListenHost = "127.0.0.1",
+    port: ListenPort = PORT,
     games: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Catalogue of games, a YAML file. Default: the Arena.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Catalogue of games, a YAML file. Default: the Arena.")
     ] = None,
     max_games: Annotated[int, typer.Option(min=1, help="Maximum number of running games.")] = 200,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the tokens that callers must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Reloaded when it changes.",
-            show_default=False,
+            help="File with the tokens that callers must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Reloaded when it changes."
         ),
     ] = None,
     state_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory for games and logs. Default: derived from the port.", show_default=False),
+        Path | None, typer.Option(metavar="DIR", help="Directory for games and logs. Default: derived from the port.")
     ] = None,
     supervise: Annotated[bool, typer.Option("--supervise", help="Restart the server when it dies.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
@@ -145,7 +118,7 @@ def run_test_match(
     ] = _TEST_S,
     server: _Server = None,
     token_file: _TokenFile = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Test the server with one match of the game's own AI against itself. Exit code 0 if it works."""
     camps = _parse_heroes(heroes)
@@ -154,19 +127,18 @@ def run_test_match(
         lineup = {"heroes": camps} | ({"mode": mode} if mode else {})
         began = time.monotonic()
         client.start_game(runtime_id, [None] * len(camps), lineup, eval_mode=True, game=game, seed=seed)
-        _say(f"{runtime_id} plays {heroes.replace('/', ' against ')} on {client.server}, all by rule AI")
+        notify(f"{runtime_id} plays {heroes.replace('/', ' against ')} on {client.server}, all by rule AI")
         try:
             ended = client.wait_game(runtime_id, timeout)
-        except BaseException as error:  # also KeyboardInterrupt: no other command knows the id of this game
-            if not isinstance(error, LudusError) or isinstance(error, DeadlineMissed):
-                client.stop_game(runtime_id)
-            if isinstance(error, DeadlineMissed):
-                _say(f"{runtime_id} was not over after {timeout:g} s and was stopped")
-                raise typer.Exit(TIMED_OUT) from None
-            raise
+        except (DeadlineMissed, KeyboardInterrupt) as error:  # no other command knows the id of this game
+            client.stop_game(runtime_id)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            notify(f"{runtime_id} was not over after {timeout:g} s and was stopped")
+            raise typer.Exit(TIMED_OUT) from None
         _show(ended, as_json)
         if ended.state != "stopped":
-            _say(f"the server works; start to end took {time.monotonic() - began:.1f} s")
+            notify(f"the server works; start to end took {time.monotonic() - began:.1f} s")
     raise typer.Exit(1 if ended.state == "stopped" else 0)
 
 
@@ -175,76 +147,32 @@ def start(
     runtime_id: _Id,
     mode: _Mode = None,
     heroes: Annotated[
-        str | None,
-        typer.Option(
-            "--heroes",
-            metavar="ID,…/ID,…",
-            help=f"Heroes of both camps, e.g. {TEST_HEROES}.",
-            show_default=False,
-            rich_help_panel=_PLAYERS,
-        ),
+        str | None, _players("--heroes", metavar="ID,…/ID,…", help=f"Heroes of both camps, e.g. {TEST_HEROES}.")
     ] = None,
     camp: Annotated[
         list[str] | None,
-        typer.Option(
+        _players(
             "--camp",
             metavar="rule|HOST:PORT|URL",
             help="Player of a camp: rule (the game's own AI) or the address of an actor. Once per camp, in order. Default: rule.",
-            show_default=False,
-            rich_help_panel=_PLAYERS,
         ),
     ] = None,
-    actor_token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File with the token of the actors.", show_default=False, rich_help_panel=_PLAYERS),
-    ] = None,
+    actor_token_file: Annotated[Path | None, _players(metavar="FILE", help="File with the token of the actors.")] = None,
     game: _Game = None,
-    eval_mode: Annotated[
-        bool,
-        typer.Option("--eval", help="Evaluation match: starts from the beginning and saves no states.", rich_help_panel=_MATCH),
-    ] = False,
+    eval_mode: Annotated[bool, _match("--eval", help="Evaluation match: starts from the beginning and saves no states.")] = False,
     seed: _Seed = None,
-    max_frames: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of ticks.", show_default=False, rich_help_panel=_MATCH)
-    ] = None,
-    limit: Annotated[
-        float | None,
-        typer.Option(
-            "--limit",
-            min=0.1,
-            metavar="S",
-            help="Time limit of the game, in seconds.",
-            show_default=False,
-            rich_help_panel=_MATCH,
-        ),
-    ] = None,
-    start_from: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|any", help="Saved state to start from.", show_default=False, rich_help_panel=_MATCH),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option("--task", help="Task id; games of a task are listed together.", show_default=False, rich_help_panel=_MATCH),
-    ] = None,
+    max_frames: Annotated[int | None, _match(min=1, help="Maximum number of ticks.")] = None,
+    limit: Annotated[float | None, _match("--limit", min=0.1, metavar="S", help="Time limit of the game, in seconds.")] = None,
+    start_from: Annotated[str | None, _match(metavar="NAME|any", help="Saved state to start from.")] = None,
+    task: Annotated[str | None, _match("--task", help="Task id; games of a task are listed together.")] = None,
     option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "-o",
-            metavar="KEY=VALUE",
-            help="Option of the game; repeatable.",
-            show_default=False,
-            rich_help_panel=_MATCH,
-        ),
+        list[str] | None, _match("--option", "-o", metavar="KEY=VALUE", help="Option of the game; repeatable.")
     ] = None,
-    wait: Annotated[
-        bool,
-        typer.Option("--wait", help="Wait until the game is over, as `ludus gamecore wait` does.", rich_help_panel=_WAITING),
-    ] = False,
+    wait: Annotated[bool, _waiting("--wait", help="Wait until the game is over, as `ludus gamecore wait` does.")] = False,
     allow_stand_in: _AllowStandIn = False,
     server: _Server = None,
     token_file: _TokenFile = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Start a game. Repeating the command while the game runs does not start a second one."""
     camps = None if heroes is None else _parse_heroes(heroes)
@@ -270,11 +198,14 @@ def start(
 @app.command()
 def wait(
     runtime_id: _Id,
-    timeout: _Timeout = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0.0, metavar="S", help=f"Time limit in seconds; then exit with code {TIMED_OUT}."),
+    ] = None,
     allow_stand_in: _AllowStandIn = False,
     server: _Server = None,
     token_file: _TokenFile = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Wait until a game is over. Exit code 0 if it finished with the actors it was started with, else 1."""
     with _client(server, token_file) as client:
@@ -286,18 +217,11 @@ def stop(
     runtime_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of the games.")],
     grace: Annotated[
         float | None,
-        typer.Option(
-            "--grace",
-            min=0.0,
-            max=60.0,
-            metavar="S",
-            help="Seconds that a game has to exit before it is killed.",
-            show_default=False,
-        ),
+        typer.Option("--grace", min=0.0, max=60.0, metavar="S", help="Seconds that a game has to exit before it is killed."),
     ] = None,
     server: _Server = None,
     token_file: _TokenFile = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Stop games and all their child processes."""
     with _client(server, token_file) as client:
@@ -309,18 +233,20 @@ def stop(
             else:
                 _show(state, as_json)
         if missing:
-            raise _unknown_games(client, missing)
+            from ludus.core.plugins import did_you_mean
+
+            near = did_you_mean(missing[0], [game.runtime_id for game in client.list()])
+            raise UnknownName(f"There is no game {', '.join(map(repr, missing))} on {client.server}.", near)
 
 
 @app.command("list")
 def list_games(
     state: Annotated[
-        str | None,
-        typer.Option("--state", metavar="WORD", help="Show only games in this state: running, crashed, …", show_default=False),
+        str | None, typer.Option("--state", metavar="WORD", help="Show only games in this state: running, crashed, …")
     ] = None,
     server: _Server = None,
     token_file: _TokenFile = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """List running games and those that ended recently."""
     if state is not None and state not in _COLOURS:
@@ -332,19 +258,17 @@ def list_games(
     if as_json:
         print(json.dumps([game.to_json() for game in found]))
     elif found:
-        _console().print(_table(found, time.time()))
+        make_console().print(_table(found, time.time()))
     else:
-        _say(f"no games{'' if state is None else f' in state {state}'} on {client.server}")
+        notify(f"no games{'' if state is None else f' in state {state}'} on {client.server}")
 
 
 @app.command()
 def status(
-    runtime_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="Game id; without it, show the server.", show_default=False)
-    ] = None,
+    runtime_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Game id; without it, show the server.")] = None,
     server: _Server = None,
     token_file: _TokenFile = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the state or the result of a game, or the state of the server."""
     with _client(server, token_file) as client:
@@ -353,7 +277,7 @@ def status(
             if as_json:
                 print(json.dumps(state.to_json()))
             else:
-                _console().print(_page(state))
+                make_console().print(_page(state))
             return
         health, games = client.health(), client.list()
         counts = dict(Counter(game.state for game in games))
@@ -383,10 +307,7 @@ def fetch(
     runtime_id: _Id,
     video: Annotated[bool, typer.Option("--video", help="Download the video instead of the recording.")] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File to write. [default: the name given by the game, in this directory]", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FILE", help="File to write. [default: the name given by the game, in this directory]")
     ] = None,
     server: _Server = None,
     token_file: _TokenFile = None,
@@ -394,7 +315,7 @@ def fetch(
     """Download the recording or the video of a game."""
     what: Literal["recording", "video"] = "video" if video else "recording"
     with _client(server, token_file) as client:
-        data = client.kept(runtime_id, what)
+        data = client.download(runtime_id, what)
         name = (client.state(runtime_id).result or {})[what]
     path = out or Path(f"{runtime_id}-{Path(name).name}")
     try:
@@ -405,14 +326,14 @@ def fetch(
 
 
 @app.command()
-def catalogue(server: _Server = None, token_file: _TokenFile = None, as_json: _Json = False) -> None:
+def catalogue(server: _Server = None, token_file: _TokenFile = None, as_json: AsJson = False) -> None:
     """List the games that the server can start, with their options."""
     with _client(server, token_file) as client:
         found = client.catalogue()
     if as_json:
         print(json.dumps(found))
         return
-    _console().print(_catalogue_table(found.get("games") or {}))
+    make_console().print(_catalogue_table(found.get("games") or {}))
 
 
 @app.command()
@@ -426,7 +347,7 @@ def clear(
         deleted = client.clear().get("forgotten", 0)
         if tasks:
             client.task_clear()
-    _say(f"deleted {deleted} games{' and all tasks' if tasks else ''}")
+    notify(f"deleted {deleted} games{' and all tasks' if tasks else ''}")
 
 
 # -- client ---------------------------------------------------------------------------------------------------------------
@@ -448,12 +369,12 @@ def _client(server: str | None, token_file: Path | None, max_frames: int | None 
 
 def _wait_and_show(client: GamecoreClient, runtime_id: str, timeout: float | None, as_json: bool, allow_stand_in: bool) -> int:
     """Wait for a game, print its result and return the exit code."""
-    with _detached_by_interrupt(runtime_id):
+    with detach_on_interrupt(f"{runtime_id} is still running; stop it with `ludus gamecore stop {runtime_id}`"):
         try:
             # For the client 0 means no time limit; here it means a single check.
             ended = client.wait_game(runtime_id, math.inf if timeout is None else max(timeout, 1e-3))
         except DeadlineMissed as missed:
-            _say(missed.message)
+            notify(missed.message)
             return TIMED_OUT
         except LudusError:
             if as_json and (state := client.state(runtime_id)).over:
@@ -461,29 +382,12 @@ def _wait_and_show(client: GamecoreClient, runtime_id: str, timeout: float | Non
             raise
     _show(ended, as_json)
     if ended.lost_camps and not allow_stand_in:
-        _say(
+        notify(
             "the match does not count: an actor did not play its camp. Check --camp and that the actor runs, or accept the "
             "game's own AI in its place with --allow-stand-in"
         )
         return 1
     return 1 if ended.state == "stopped" else 0
-
-
-@contextmanager
-def _detached_by_interrupt(runtime_id: str) -> Iterator[None]:
-    """Ctrl-C ends the waiting, not the game."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _say(f"{runtime_id} is still running; stop it with `ludus gamecore stop {runtime_id}`")
-        raise typer.Exit(130) from None
-
-
-def _unknown_games(client: GamecoreClient, missing: Sequence[str]) -> UnknownName:
-    from ludus.core.plugins import did_you_mean
-
-    known = [game.runtime_id for game in client.list()]
-    return UnknownName(f"There is no game {', '.join(map(repr, missing))} on {client.server}.", did_you_mean(missing[0], known))
 
 
 def _parse_heroes(given: str) -> list[list[int]]:
@@ -523,10 +427,6 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
 # -- output ---------------------------------------------------------------------------------------------------------------
 
 
-def _say(sentence: str) -> None:
-    print(f"ludus: {sentence}", file=sys.stderr, flush=True)
-
-
 def _show(state: GameState, as_json: bool) -> None:
     if as_json:
         print(json.dumps(state.to_json()), flush=True)
@@ -541,31 +441,20 @@ def _format_result(state: GameState) -> str:
     if not isinstance(state.result, dict):
         return "" if state.result is None else json.dumps(state.result)[:_MAX_LINE]
     values = {key: value for key, value in state.result.items() if key not in _REQUEST_FIELDS}
-    plain = [f"{key} {_plain(value)}" for key, value in values.items() if not isinstance(value, (dict, list))]
+    plain = [
+        f"{key} {value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in values.items()
+        if not isinstance(value, (dict, list))
+    ]
     line = ", ".join(plain) + (", …" if len(plain) < len(values) else "")
     return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 1] + "…"
 
 
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console()
-    # In a pipe nothing is truncated or coloured, so that ids can be copied.
-    return console if console.is_terminal else Console(width=10_000, soft_wrap=True)
-
-
 def _table(games: Sequence[GameState], now: float) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
     numbers = ("exit", "age", "cpu", "memory", "restarts")
-    for name in ("id", "game", "mode", "state", *numbers, "result"):
-        table.add_column(name, no_wrap=name != "result", overflow="fold", justify="right" if name in numbers else "left")
+    table = make_table(("id", "game", "mode", "state", *numbers, "result"), right=numbers, wrapped=("result",))
     for game in games:
         words = (game.runtime_id, game.game or "–", game.mode or "–")
         figures = (
@@ -583,9 +472,6 @@ def _table(games: Sequence[GameState], now: float) -> RenderableType:
 
 
 def _page(game: GameState) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
     facts = {
         "game": f"{game.runtime_id} ({', '.join(filter(None, (game.game, game.mode, 'evaluation' if game.eval_mode else '')))})",
         "state": game.state,
@@ -604,20 +490,14 @@ def _page(game: GameState) -> RenderableType:
         "result": "" if game.result is None else json.dumps(game.result),
         "last lines": "\n".join(game.last_lines),
     }
-    page = Table.grid(padding=(0, 2))
-    for name, value in facts.items():
-        if value:
-            page.add_row(name, Text(value, style=_COLOURS.get(value, "") if name == "state" else ""))
-    return page
+    return make_facts(facts, _COLOURS.get(game.state, ""))
 
 
 def _catalogue_table(games: dict[str, Any]) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("game", "modes", "running", "saved states", "options"):
-        table.add_column(name, overflow="fold", justify="right" if name in ("running", "saved states") else "left")
+    columns = ("game", "modes", "running", "saved states", "options")
+    table = make_table(columns, right=("running", "saved states"), wrapped=columns)
     for name, entry in games.items():
         words = (name, ", ".join(entry.get("modes") or ()) or "any")
         options = ", ".join(entry.get("options") or ()) or "–"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.cli.help import HelpApp
-from ludus.cli.progress import DeferredProgressBar, ProgressBar
+from ludus.cli.output import make_table
+from ludus.cli.progress import ProgressBar
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,39 +26,24 @@ arena = HelpApp(help="Play, replay and rate bots in the Arena, a lane battle of 
 app.add_typer(arena, name="arena")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")]
-Camp = Annotated[int | None, typer.Option(min=0, max=1, help="Show only what this camp sees.", show_default=False)]
+Camp = Annotated[int | None, typer.Option(min=0, max=1, help="Show only what this camp sees.")]
 Width = Annotated[int, typer.Option(min=160, max=7680, help="Width of the picture or video, in pixels.")]
-Video = Annotated[Path | None, typer.Option(metavar="FILE.mp4", help="Video file to write.", show_default=False)]
+Video = Annotated[Path | None, typer.Option(metavar="FILE.mp4", help="Video file to write.")]
 Speed = Annotated[float, typer.Option(help="Playback speed; 2 = twice as fast.")]
-Fps = Annotated[int, typer.Option(min=1, max=120, help="Frames per second of the video.")]
-
-
-@app.callback()
-def _games() -> None:
-    pass
-
-
-@arena.callback()
-def _arena() -> None:
-    pass
 
 
 @arena.command()
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Recording of a match.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Recording of a match.")],
     video: Video = None,
     speed: Speed = 1.0,
     camp: Camp = None,
     first: Annotated[float, typer.Option("--from", min=0.0, help="Start of the video, in seconds of game time.")] = 0.0,
-    last: Annotated[
-        float | None, typer.Option("--to", min=0.0, help="End of the video, in seconds of game time.", show_default=False)
-    ] = None,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Picture file to write.", show_default=False)] = None,
-    at: Annotated[
-        float | None, typer.Option(min=0.0, help="Time of the picture, in seconds. [default: the end]", show_default=False)
-    ] = None,
+    last: Annotated[float | None, typer.Option("--to", min=0.0, help="End of the video, in seconds of game time.")] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Picture file to write.")] = None,
+    at: Annotated[float | None, typer.Option(min=0.0, help="Time of the picture, in seconds. [default: the end]")] = None,
     width: Width = 1280,
-    fps: Fps = 30,
+    fps: Annotated[int, typer.Option(min=1, max=120, help="Frames per second of the video.")] = 30,
     check: Annotated[bool, typer.Option("--check", help="Replay the whole match and compare every hash.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -77,7 +63,7 @@ def replay(
         renderer = Renderer(recording.size, width, camp=camp, names=camp_titles(recording))
         summary["picture"] = str(save_png(renderer.paint(*state), picture))
     if video is not None:
-        with DeferredProgressBar("rendering", "frames", quiet=as_json) as bar:
+        with ProgressBar("rendering", unit="frames", quiet=as_json, deferred=True) as bar:
             write_video(
                 recording, video, speed=speed, camp=camp, width=width, fps=fps, first_s=first, last_s=last, progress=bar.update
             )
@@ -90,15 +76,12 @@ def play(
     mode: Annotated[str, typer.Option(help="Team sizes: 1v1, 3v3 …")] = "1v1",
     camps: Annotated[str, typer.Option(metavar="A,B", help="Scripted bots of the two camps.")] = "hard,medium",
     heroes: Annotated[
-        str | None,
-        typer.Option(metavar="A,…/B,…", help="Heroes by id, name or archetype: 190,173,117/141,111,107.", show_default=False),
+        str | None, typer.Option(metavar="A,…/B,…", help="Heroes by id, name or archetype: 190,173,117/141,111,107.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same match.")] = 0,
-    start_from: Annotated[Path | None, typer.Option(help="Saved state to start from.", show_default=False)] = None,
-    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Recording to write.", show_default=False)] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Picture of the end to write.", show_default=False)
-    ] = None,
+    start_from: Annotated[Path | None, typer.Option(help="Saved state to start from.")] = None,
+    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Recording to write.")] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Picture of the end to write.")] = None,
     video: Video = None,
     speed: Speed = 1.0,
     camp: Camp = None,
@@ -126,7 +109,7 @@ def play(
         renderer = Renderer(match.size, width, camp=camp, names=camp_titles(recording))
         summary["picture"] = str(save_png(renderer.paint(match.units[0], match.match[0]), picture))
     if video is not None:
-        with DeferredProgressBar("rendering", "frames", quiet=as_json) as bar:
+        with ProgressBar("rendering", unit="frames", quiet=as_json, deferred=True) as bar:
             write_video(recording, video, speed=speed, camp=camp, width=width, progress=bar.update)
         summary["video"] = str(video)
     if not as_json:
@@ -166,9 +149,7 @@ def heroes(as_json: AsJson = False) -> None:
 def ladder(
     mode: Annotated[str, typer.Option(help="Team sizes: 1v1, 3v3 …")] = "1v1",
     games: Annotated[int, typer.Option(min=2, max=100_000, help="Matches of every pair, half from each side.")] = 100,
-    pairs: Annotated[
-        str | None, typer.Option(metavar="A:B,…", help="Scripted bots. [default: easy to hard]", show_default=False)
-    ] = None,
+    pairs: Annotated[str | None, typer.Option(metavar="A:B,…", help="Scripted bots. [default: easy to hard]")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same matches.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -303,11 +284,8 @@ def _print_table(rows: list[dict[str, Any]], console: Console | None = None) -> 
 
 
 def _grid(rows: list[dict[str, Any]], *, narrow: bool) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=narrow)
-    for name, value in rows[0].items():
-        table.add_column(name, no_wrap=not narrow, overflow="fold", justify="left" if isinstance(value, str) else "right")
+    numbers = [name for name, value in rows[0].items() if not isinstance(value, str)]
+    table = make_table(rows[0], right=numbers, wrapped=list(rows[0]) if narrow else (), collapse_padding=narrow)
     for row in rows:
         table.add_row(*(f"{value:,}" if isinstance(value, int) and name != "id" else str(value) for name, value in row.items()))
     return table

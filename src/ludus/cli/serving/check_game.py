@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ludus.cli.common_options import ListenHost, ListenPort
+from ludus.cli.output import make_table
 from ludus.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -23,37 +25,30 @@ _POLL_S = 0.05
 
 
 def check_game(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free port.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")] = "127.0.0.1",
+    port: ListenPort = 8000,
+    host: ListenHost = "127.0.0.1",
     form: Annotated[
         Literal["raw", "json", "msgpack"] | None,
         typer.Option(
-            "--format",
-            help="Format of request bodies; json and msgpack need --spec. [default: json with --spec, else raw]",
-            show_default=False,
+            "--format", help="Format of request bodies; json and msgpack need --spec. [default: json with --spec, else raw]"
         ),
     ] = None,
     spec: Annotated[
-        Path | None,
-        typer.Option(help="File with the spaces: a reply of GET /spec, or the experiment's YAML.", show_default=False),
+        Path | None, typer.Option(help="File with the spaces: a reply of GET /spec, or the experiment's YAML.")
     ] = None,
-    matches: Annotated[int | None, typer.Option(min=1, help="Stop after N matches.", show_default=False)] = None,
-    seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Stop after this many seconds. [default: at Ctrl-C]", show_default=False)
-    ] = None,
+    matches: Annotated[int | None, typer.Option(min=1, help="Stop after N matches.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="Stop after this many seconds. [default: at Ctrl-C]")] = None,
     silent: Annotated[
         float, typer.Option(min=0.1, help="Seconds without a request after which a session counts as abandoned.")
     ] = 60.0,
     think_ms: Annotated[float, typer.Option(min=0.0, help="Delay of every reply, to imitate a model.")] = 5.0,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token that the game must send.", show_default=False)
-    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that the game must send.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; findings go to stderr.")] = False,
 ) -> None:
     """Start a server that checks a game's client against the protocol; exit code 1 on errors."""
     from ludus.cli.serving.conformance_server import ConformanceServer
     from ludus.distributed.gateway_workers import bind, check_exposure, run_loop
-    from ludus.process.host import stop_on_signals
+    from ludus.process.signals import stop_on_signals
     from ludus.protocol.conformance import Conformance
     from ludus.protocol.spec import read_token
 
@@ -118,22 +113,15 @@ def print_summary(summary: ConformanceReport, as_json: bool) -> None:
         print(json.dumps(summary.to_json()), flush=True)
         return
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     colours = {"ok": "green", "warning": "yellow", "mistake": "bold red"}
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("", "count", "check", "what to do"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "count" else "left")
+    table = make_table(("", "count", "check", "what to do"), right=("count",))
     for row in summary.rows:
         cells = (str(row.count), row.check.rule, row.check.remedy) if row.count else ("", row.check.rule, "")
         table.add_row(Text(row.state, style=colours[row.state]), *map(Text, cells))
     print()
     Console(width=10_000).print(table)
     retries = f", {summary.retries} retries" if summary.retries else ""
-    print(f"\n{summary.matches} matches, {summary.requests} requests{retries}: ", end="")
-    print(
-        f"{summary.mistakes} mistakes, {summary.warnings} warnings"
-        if summary.mistakes
-        else f"no mistakes, {summary.warnings} warnings"
-    )
+    mistakes = f"{summary.mistakes or 'no'} mistakes, {summary.warnings} warnings"
+    print(f"\n{summary.matches} matches, {summary.requests} requests{retries}: {mistakes}")

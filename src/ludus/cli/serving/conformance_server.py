@@ -6,13 +6,13 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ludus.errors import Refused
 from ludus.gateway.actor import Actor
-from ludus.gateway.http_connection import HttpConnection, HttpExchange, HttpLimits, Page
+from ludus.gateway.http_connection import HttpConnection, HttpExchange, HttpLimits
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.gateway.sessions import SessionLimits
 from ludus.protocol.codec import ONLY_SEAT, SeatSpaces, encode, is_msgpack, random_action, seats_to_spec
@@ -59,7 +59,10 @@ class ConformanceServer:
         self.summary: ConformanceReport = conformance.summary()
 
     async def start(self, bound: socket.socket) -> None:
-        gateway = self._gateway = Gateway(lambda: ConformanceActor(self), self._settings, observer=self._on_refused)
+        def observe_refusal(refused: Refused) -> None:
+            self.observe(RequestRejected(refused.error, refused.message))
+
+        gateway = self._gateway = Gateway(lambda: ConformanceActor(self), self._settings, observer=observe_refusal)
         await gateway.start([])  # without sockets: connections are created below, to observe each one
         self._server = await gateway.loop.create_server(
             lambda: ObservedConnection(ObservedGateway(self, gateway)), sock=bound, backlog=1024
@@ -81,9 +84,6 @@ class ConformanceServer:
     def report(self, findings: list[CheckFinding]) -> None:
         for finding in findings:
             self._on_finding(finding)
-
-    def _on_refused(self, refused: Refused) -> None:
-        self.observe(RequestRejected(refused.error, refused.message))
 
 
 class ConformanceActor(Actor):
@@ -128,44 +128,26 @@ class ObservedGateway:
     def __init__(self, server: ConformanceServer, gateway: Gateway) -> None:
         self._gateway = gateway
         self.observe = server.observe
-        self.limits, self.loop, self.tokens = gateway.limits, gateway.loop, gateway.tokens
-        self.access_log, self.log_ticks = gateway.access_log, gateway.log_ticks
-        self.direct_port = 0
         self._connection: HttpConnection | None = None
         self._steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gateway, name)
 
     def open_connection(self, connection: HttpConnection) -> str:
         self._connection = connection
         return self._gateway.open_connection(connection)
 
-    def authorize(self, connection: HttpConnection) -> None:
-        self._gateway.authorize(connection)
-
-    def is_authorized(self, connection: HttpConnection) -> bool:
-        return self._gateway.is_authorized(connection)
-
     def close_connection(self, connection: HttpConnection) -> None:
         self._gateway.close_connection(connection)
         self.observe(ConnectionClosed(self._steps))
 
-    def owner_elsewhere(self, session: bytes) -> int:
-        return -1
-
-    def hand_over(self, connection: HttpConnection, slot: int, data: bytes) -> bool:
-        return False
-
     def step(self, kind: str, session: bytes, seq: int, options: StartOptions, body: bytes, exchange: HttpExchange) -> None:
         self._steps += 1
         began = self._connection.began if self._connection else 0.0
-        took = self.loop.time() - began if began else 0.0
+        took = self._gateway.loop.time() - began if began else 0.0
         observed: Any = ObservedExchange(self, exchange, (kind, session, seq), body, took)
         self._gateway.step(kind, session, seq, options, body, observed)
-
-    def get(self, path: str, authorized: bool) -> Page:
-        return self._gateway.get(path, authorized)
-
-    def count_refusal(self, refused: Refused) -> None:
-        self._gateway.count_refusal(refused)
 
 
 class ObservedExchange:
@@ -188,7 +170,7 @@ class ObservedConnection(HttpConnection):
     """A connection that reports HTTP/1.0 requests and hang-ups."""
 
     def __init__(self, gateway: ObservedGateway) -> None:
-        super().__init__(gateway)
+        super().__init__(cast(Any, gateway))
         self._observe = gateway.observe
         self._gone = False
 

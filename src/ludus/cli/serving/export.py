@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ludus.cli.common_options import run_argument
 from ludus.cli.progress import ProgressBar
-from ludus.cli.run_argument import complete_run, run_place
 from ludus.cli.training import options as o
 from ludus.errors import NotFound, UsageError
 
@@ -17,24 +17,17 @@ from ludus.errors import NotFound, UsageError
 def export(
     checkpoint: Annotated[
         str,
-        typer.Argument(
+        run_argument(
             help="Run (its newest checkpoint), RUN/best, or a checkpoint directory; a run also as last, EXPERIMENT or the end of its name.",
-            callback=run_place,
-            autocompletion=complete_run,
         ),
     ],
     format_: Annotated[str, typer.Option("--format", help="Output format; only onnx is supported.")] = "onnx",
-    quantize: Annotated[
-        str | None, typer.Option(help="Quantization: int8 is smaller, and faster for large networks.", show_default=False)
-    ] = None,
+    quantize: Annotated[str | None, typer.Option(help="Quantization: int8 is smaller, and faster for large networks.")] = None,
     opset: Annotated[int, typer.Option(help="ONNX opset version; older runtimes need an older one.")] = 18,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory or .onnx file to write. [default: RUN/exports]", show_default=False)
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Model to export, if the run has several.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory or .onnx file to write. [default: RUN/exports]")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to export, if the run has several.")] = None,
     observations: Annotated[
-        Path | None,
-        typer.Option(help="steps.npz of a rollout, used to verify the export. [default: the run's newest]", show_default=False),
+        Path | None, typer.Option(help="steps.npz of a rollout, used to verify the export. [default: the run's newest]")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON on the last line.")] = False,
     trust: o.Trust = False,

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ludus.cli.common_options import ListenHost, ListenPort
 from ludus.cli.help import HelpApp
 from ludus.errors import LudusError, UsageError
 from ludus.protocol.spec import read_token
 
 if TYPE_CHECKING:
     from ludus.gateway.server import GatewaySettings
-    from ludus.process.host import StopSignal
+    from ludus.process.signals import StopSignal
     from ludus.remote.fake_peers import FakeGamecore
 
 app = HelpApp(help="A dummy agent server and a dummy game client for testing.", no_args_is_help=True)
@@ -32,22 +33,20 @@ app = HelpApp(help="A dummy agent server and a dummy game client for testing.", 
 _POLL_S = 0.05
 _HEALTH_S = 2.0
 
-TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", show_default=False)]
-Seconds = Annotated[
-    float | None, typer.Option(min=0.0, help="Stop after this many seconds. [default: at Ctrl-C]", show_default=False)
-]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the token.")]
+Seconds = Annotated[float | None, typer.Option(min=0.0, help="Stop after this many seconds. [default: at Ctrl-C]")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line; the last is the summary.")]
 
 
 @app.command()
 def actor(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free port.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")] = "127.0.0.1",
+    port: ListenPort = 8000,
+    host: ListenHost = "127.0.0.1",
     workers: Annotated[int, typer.Option(min=1, help="Number of processes that share the port.")] = 1,
     tick_return: Annotated[str, typer.Option(help="Reply to every tick.")] = "fake_actor_tick_return",
-    tick_return_file: Annotated[Path | None, typer.Option(help="File with the reply to every tick.", show_default=False)] = None,
+    tick_return_file: Annotated[Path | None, typer.Option(help="File with the reply to every tick.")] = None,
     end_return: Annotated[str, typer.Option(help="Reply to every end.")] = "fake_actor_end_return",
-    end_return_file: Annotated[Path | None, typer.Option(help="File with the reply to every end.", show_default=False)] = None,
+    end_return_file: Annotated[Path | None, typer.Option(help="File with the reply to every end.")] = None,
     token_file: TokenFile = None,
     seconds: Seconds = None,
     as_json: AsJson = False,
@@ -55,7 +54,7 @@ def actor(
     """Run an agent server with constant replies, to test and load a game client without a model."""
     from ludus.distributed.gateway_workers import check_exposure, run_loop
     from ludus.gateway.server import GatewaySettings
-    from ludus.process.host import stop_on_signals
+    from ludus.process.signals import stop_on_signals
     from ludus.remote.fake_peers import FakeActors
 
     settings = GatewaySettings(token=read_token(token_file))
@@ -77,26 +76,24 @@ def gamecore(
     games: Annotated[int, typer.Option(min=1, help="Matches played at once.")] = 1,
     ticks: Annotated[int, typer.Option(min=0, help="Ticks of a match.")] = 100,
     connections: Annotated[
-        int | None, typer.Option(min=1, help="Connections shared by the matches. [default: one per match]", show_default=False)
+        int | None, typer.Option(min=1, help="Connections shared by the matches. [default: one per match]")
     ] = None,
     think_ms: Annotated[float, typer.Option(min=0.0, help="Pause before every tick, in milliseconds.")] = 0.0,
     form: Annotated[
         Literal["raw", "json", "msgpack"],
         typer.Option("--format", help="Format of bodies: raw bytes, or the formats of the built-in actor."),
     ] = "raw",
-    body_size: Annotated[
-        int | None, typer.Option(min=0, help="Size of a raw tick in bytes. [default: 64]", show_default=False)
-    ] = None,
-    body_file: Annotated[Path | None, typer.Option(help="File with the body of a raw tick.", show_default=False)] = None,
+    body_size: Annotated[int | None, typer.Option(min=0, help="Size of a raw tick in bytes. [default: 64]")] = None,
+    body_file: Annotated[Path | None, typer.Option(help="File with the body of a raw tick.")] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Time limit of a reply, in seconds.")] = 10.0,
     token_file: TokenFile = None,
     seconds: Seconds = None,
-    matches: Annotated[int | None, typer.Option(min=1, help="Stop after N matches of each game.", show_default=False)] = None,
+    matches: Annotated[int | None, typer.Option(min=1, help="Stop after N matches of each game.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Play matches against an agent server and check the actions it returns. Exit code 1 if anything went wrong."""
     from ludus.distributed.gateway_workers import run_loop
-    from ludus.process.host import stop_on_signals
+    from ludus.process.signals import stop_on_signals
     from ludus.remote.fake_peers import FakeGamecore
 
     if form != "raw" and (body_size is not None or body_file is not None):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from ludus.cli.common_options import ListenHost, ListenPort, trust_option
+from ludus.cli.help import option_in
 from ludus.cli.run_argument import complete_run, run_places
-from ludus.cli.training import options as o
 from ludus.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -20,172 +21,76 @@ if TYPE_CHECKING:
     from ludus.serving.release import Backend
 
 _Word = TypeVar("_Word", bound=str)
-_SECURITY, _LIMITS, _LOGS, _VERSIONS, _CANARY = "Security", "Limits", "Logs and recordings", "Versions", "Canary releases"
-
-
-_Runs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[NAME=]RUN|CONFIG …",
-        help="Run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run. Several named ones (NAME=RUN) share the port; a game chooses by the header `model` or the path /step/NAME.",
-        show_default=False,
-        callback=run_places,
-        autocompletion=complete_run,
-    ),
-]
-_Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free port.")]
-_Host = Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")]
-_Workers = Annotated[int, typer.Option(min=1, help="Number of processes that share the port.")]
-_Backend = Annotated[str, typer.Option(help="Inference backend: torch, onnx or onnx-int8; ONNX is verified against torch first.")]
-_TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with the tokens that games must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Reloaded when it changes.",
-        show_default=False,
-        rich_help_panel=_SECURITY,
-    ),
-]
-_Rate = Annotated[
-    float,
-    typer.Option(min=0, help="Maximum requests per second of each token in each worker; 0 = unlimited.", rich_help_panel=_LIMITS),
-]
-_TlsCert = Annotated[
-    Path | None, typer.Option(help="Certificate chain (PEM); enables https.", show_default=False, rich_help_panel=_SECURITY)
-]
-_TlsKey = Annotated[Path | None, typer.Option(help="Private key (PEM).", show_default=False, rich_help_panel=_SECURITY)]
-_DrainS = Annotated[
-    float, typer.Option(min=0, help="Seconds that open sessions may continue after SIGTERM.", rich_help_panel=_LIMITS)
-]
-_AccessLog = Annotated[
-    str | None,
-    typer.Option(
-        help="Access log with one JSON line per start, end and refusal; - = stdout.", show_default=False, rich_help_panel=_LOGS
-    ),
-]
-_LogTicks = Annotated[bool, typer.Option("--log-ticks", help="Also log every tick.", rich_help_panel=_LOGS)]
-_LogFormat = Annotated[str, typer.Option(help="Format of the log on stderr: text or json.", rich_help_panel=_LOGS)]
-_Record = Annotated[
-    Path | None,
-    typer.Option(help="Directory for recorded matches, to train from.", show_default=False, rich_help_panel=_LOGS),
-]
-_RecordFraction = Annotated[float, typer.Option(min=0, max=1, help="Fraction of sessions to record.", rich_help_panel=_LOGS)]
-_RecordMb = Annotated[int, typer.Option(min=1, help="Maximum size of the recordings in MB.", rich_help_panel=_LOGS)]
-_Follow = Annotated[
-    bool, typer.Option("--follow", help="Load new checkpoints of the run when they are saved.", rich_help_panel=_VERSIONS)
-]
-_Version = Annotated[
-    int | None, typer.Option(help="Serve this version instead of the newest.", show_default=False, rich_help_panel=_VERSIONS)
-]
-_Level = Annotated[
-    list[int] | None,
-    typer.Option(help="Additional version that a session may select; repeatable.", show_default=False, rich_help_panel=_VERSIONS),
-]
-_Temperature = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        max=100,
-        help="Sampling temperature: 0 = most probable action, 1 = as in training; a session may set its own.",
-        rich_help_panel=_VERSIONS,
-    ),
-]
-_MaxLiveVersions = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Versions served at once; beyond it the oldest sessions move to a newer one.", rich_help_panel=_VERSIONS
-    ),
-]
-_OnMove = Annotated[
-    str,
-    typer.Option(help="Recurrent state of a session that moves to another version: carry or reset.", rich_help_panel=_VERSIONS),
-]
-_Canary = Annotated[
-    float,
-    typer.Option(min=0, max=100, help="Percentage of new sessions that get a new version first.", rich_help_panel=_CANARY),
-]
-_CanaryS = Annotated[float, typer.Option(min=0, help="Minimum duration of a canary, in seconds.", rich_help_panel=_CANARY)]
-_CanaryRequests = Annotated[int, typer.Option(min=1, help="Minimum number of requests of a canary.", rich_help_panel=_CANARY)]
-_TickTimeoutS = Annotated[
-    float | None,
-    typer.Option(
-        help="Time limit of a reply, in seconds. [default: as in training]", show_default=False, rich_help_panel=_LIMITS
-    ),
-]
-_SilentS = Annotated[
-    float | None,
-    typer.Option(
-        help="Seconds without a request after which a session is ended. [default: as in training]",
-        show_default=False,
-        rich_help_panel=_LIMITS,
-    ),
-]
-_MaxSessions = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Maximum number of open sessions of each worker. [default: as in training]",
-        show_default=False,
-        rich_help_panel=_LIMITS,
-    ),
-]
-_MaxConnections = Annotated[
-    int, typer.Option(min=1, help="Maximum number of connections of each worker.", rich_help_panel=_LIMITS)
-]
-_MaxPerAddress = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Maximum connections of one client address in each worker; 0 = unlimited, for use behind a proxy.",
-        rich_help_panel=_LIMITS,
-    ),
-]
-_Trust = Annotated[
-    bool,
-    typer.Option(
-        "--trust",
-        callback=o.allow_imports,
-        help="Allow stored runs to import the code they name (environment, wrappers, models).",
-        rich_help_panel=_SECURITY,
-    ),
-]
-_LocalDir = Annotated[str, typer.Option(metavar="DIR|URL", help="Directory with the runs of a YAML file.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")]
+_security, _limits, _logs, _versions, _canary = map(
+    option_in, ("Security", "Limits", "Logs and recordings", "Versions", "Canary releases")
+)
 
 
 def serve(
-    runs: _Runs,
-    port: _Port = 8000,
-    host: _Host = "127.0.0.1",
-    workers: _Workers = 1,
-    backend: _Backend = "torch",
-    local_dir: _LocalDir = "runs",
-    json_: _Json = False,
-    follow: _Follow = False,
-    version: _Version = None,
-    level: _Level = None,
-    temperature: _Temperature = 0.0,
-    max_live_versions: _MaxLiveVersions = 2,
-    on_move: _OnMove = "carry",
-    token_file: _TokenFile = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
-    trust: _Trust = False,
-    tick_timeout_s: _TickTimeoutS = None,
-    silent_s: _SilentS = None,
-    max_sessions: _MaxSessions = None,
-    max_connections: _MaxConnections = 10_000,
-    max_connections_per_address: _MaxPerAddress = 0,
-    rate: _Rate = 0.0,
-    drain_s: _DrainS = 30.0,
-    access_log: _AccessLog = None,
-    log_ticks: _LogTicks = False,
-    log_format: _LogFormat = "text",
-    record: _Record = None,
-    record_fraction: _RecordFraction = 0.01,
-    record_mb: _RecordMb = 1024,
-    canary: _Canary = 0.0,
-    canary_s: _CanaryS = 300.0,
-    canary_requests: _CanaryRequests = 500,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]RUN|CONFIG …",
+            help="Run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run. Several named ones (NAME=RUN) share the port; a game chooses by the header `model` or the path /step/NAME.",
+            callback=run_places,
+            autocompletion=complete_run,
+        ),
+    ],
+    port: ListenPort = 8000,
+    host: ListenHost = "127.0.0.1",
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes that share the port.")] = 1,
+    backend: Annotated[
+        str, typer.Option(help="Inference backend: torch, onnx or onnx-int8; ONNX is verified against torch first.")
+    ] = "torch",
+    local_dir: Annotated[str, typer.Option(metavar="DIR|URL", help="Directory with the runs of a YAML file.")] = "runs",
+    json_: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
+    follow: Annotated[bool, _versions("--follow", help="Load new checkpoints of the run when they are saved.")] = False,
+    version: Annotated[int | None, _versions(help="Serve this version instead of the newest.")] = None,
+    level: Annotated[list[int] | None, _versions(help="Additional version that a session may select; repeatable.")] = None,
+    temperature: Annotated[
+        float,
+        _versions(
+            min=0, max=100, help="Sampling temperature: 0 = most probable action, 1 = as in training; a session may set its own."
+        ),
+    ] = 0.0,
+    max_live_versions: Annotated[
+        int, _versions(min=1, help="Versions served at once; beyond it the oldest sessions move to a newer one.")
+    ] = 2,
+    on_move: Annotated[
+        str, _versions(help="Recurrent state of a session that moves to another version: carry or reset.")
+    ] = "carry",
+    token_file: Annotated[
+        Path | None,
+        _security(
+            help="File with the tokens that games must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Reloaded when it changes."
+        ),
+    ] = None,
+    tls_cert: Annotated[Path | None, _security(help="Certificate chain (PEM); enables https.")] = None,
+    tls_key: Annotated[Path | None, _security(help="Private key (PEM).")] = None,
+    trust: Annotated[bool, trust_option(_security)] = False,
+    tick_timeout_s: Annotated[float | None, _limits(help="Time limit of a reply, in seconds. [default: as in training]")] = None,
+    silent_s: Annotated[
+        float | None, _limits(help="Seconds without a request after which a session is ended. [default: as in training]")
+    ] = None,
+    max_sessions: Annotated[
+        int | None, _limits(min=1, help="Maximum number of open sessions of each worker. [default: as in training]")
+    ] = None,
+    max_connections: Annotated[int, _limits(min=1, help="Maximum number of connections of each worker.")] = 10_000,
+    max_connections_per_address: Annotated[
+        int,
+        _limits(min=0, help="Maximum connections of one client address in each worker; 0 = unlimited, for use behind a proxy."),
+    ] = 0,
+    rate: Annotated[float, _limits(min=0, help="Maximum requests per second of each token in each worker; 0 = unlimited.")] = 0.0,
+    drain_s: Annotated[float, _limits(min=0, help="Seconds that open sessions may continue after SIGTERM.")] = 30.0,
+    access_log: Annotated[str | None, _logs(help="Access log with one JSON line per start, end and refusal; - = stdout.")] = None,
+    log_ticks: Annotated[bool, _logs("--log-ticks", help="Also log every tick.")] = False,
+    log_format: Annotated[str, _logs(help="Format of the log on stderr: text or json.")] = "text",
+    record: Annotated[Path | None, _logs(help="Directory for recorded matches, to train from.")] = None,
+    record_fraction: Annotated[float, _logs(min=0, max=1, help="Fraction of sessions to record.")] = 0.01,
+    record_mb: Annotated[int, _logs(min=1, help="Maximum size of the recordings in MB.")] = 1024,
+    canary: Annotated[float, _canary(min=0, max=100, help="Percentage of new sessions that get a new version first.")] = 0.0,
+    canary_s: Annotated[float, _canary(min=0, help="Minimum duration of a canary, in seconds.")] = 300.0,
+    canary_requests: Annotated[int, _canary(min=1, help="Minimum number of requests of a canary.")] = 500,
 ) -> None:
     """Serve trained agents to games over HTTP, with the protocol used in training."""
     import logging
@@ -193,7 +98,7 @@ def serve(
 
     from ludus.cli.output import say
     from ludus.gateway.server import GatewaySettings
-    from ludus.process.host import stop_on_signals
+    from ludus.process.signals import stop_on_signals
     from ludus.serving import log_format as logs
     from ludus.serving.canary import CanarySettings
     from ludus.serving.checkpoint_follower import UpdateSettings, parse_sources

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
 
 from ludus.config.aliases import rllib_keys
 from ludus.errors import UsageError
+
+if TYPE_CHECKING:
+    from ludus.experiments.source.experiment_source import Experiments, ExperimentSource
 
 WORDS = "ludus.words"
 """Key of `ctx.meta` under which a command stores its command line."""
@@ -70,13 +75,13 @@ class CoachOverrides:
             *(["config.evaluation_num_workers=1"] if self.evaluation_worker else []),
         ]
 
-    def given(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Option → value, or None if it was not given."""
         flags = {"-asc": self.until_solved, "-c": self.use_cpu, "-ew": self.evaluation_worker}
         return {"-s": self.save_every_s} | {name: is_given or None for name, is_given in flags.items()}
 
 
-def solved_at(data: Mapping[str, Any]) -> float:
+def target_return(data: Mapping[str, Any]) -> float:
     """The return at which an experiment counts as solved: its own target, or that of its environment. Raises UsageError."""
     from ludus.config.translation import translate_experiment
 
@@ -94,7 +99,7 @@ def solved_at(data: Mapping[str, Any]) -> float:
 
 def stop_when_solved(data: dict[str, Any]) -> str:
     """Add the solved return to the stop conditions of `data`; returns the same change as a value of --set."""
-    stop, target = data.get("stop"), solved_at(data)
+    stop, target = data.get("stop"), target_return(data)
     data["stop"] = {**(stop if isinstance(stop, Mapping) else {}), "episode_return_mean": target}
     return f"stop.episode_return_mean={target}"
 
@@ -138,6 +143,8 @@ def learner_words(given: Mapping[str, Any], overrides: Sequence[str]) -> list[st
             raise UsageError(f"--{name.replace('_', '-')} {value} cannot be combined with -dc: {_NOT_WITH_A_FLEET[name]}.")
         if name not in _EXPERIMENT_OPTIONS and name not in _OUTPUT_OPTIONS and name not in _HANDLED_ELSEWHERE:
             raise UsageError(f"--{name.replace('_', '-').rstrip('-')} cannot be combined with -dc.", "Leave it out.")
+    from ludus.compat.coach import preset_file
+
     _check_overrides(given)
     at_end = given.get("checkpoint_at_end")
     more = [*overrides, *([] if at_end is None else [f"checkpoint_at_end={str(at_end).lower()}"])]
@@ -145,7 +152,9 @@ def learner_words(given: Mapping[str, Any], overrides: Sequence[str]) -> list[st
     for name, option in _EXPERIMENT_OPTIONS.items():
         value = given.get(name)
         for one in value if isinstance(value, (list, tuple)) else [] if value is None else [value]:
-            words += [*([option] if option else []), _absolute(name, str(one))]
+            path, rest = (preset_file.split(str(one)) if name == "preset" else None) or (Path(str(one)), "")
+            is_file = name in ("file", "preset") and path.is_file()  # absolute: the fleet starts in other directories
+            words += [*([option] if option else []), f"{path.resolve()}{rest}" if is_file else str(one)]
     for name, option in _OUTPUT_OPTIONS.items():
         words += [option] * int(given.get(name) or 0)
     if any(_PASSWORD.search(word) for word in words):
@@ -162,26 +171,15 @@ _SET_BY_FLEET = {"memory": "Redis is set in the -dcp file (redis_url)", "num_wor
 
 def _check_overrides(given: Mapping[str, Any]) -> None:
     """Raise UsageError where --set or -cp would override a setting of the fleet."""
-    for option, path in _override_paths(given):
+    from ludus.compat.coach.overrides import parse_assignments
+
+    set_ = (("--set", assignment.partition("=")[0].strip()) for assignment in given.get("set_") or ())
+    custom = (("-cp", each.path) for text in given.get("custom_parameter") or () for each in parse_assignments(text))
+    for option, path in (*set_, *custom):
         key = path.removeprefix("config.")
         present = rllib_keys.canonical_name(rllib_keys.EXPERIMENT if key == "memory" else rllib_keys.CONFIG, key)
         if present in _SET_BY_FLEET:  # the value is not printed: it may be a URL with a password
             raise UsageError(f"{option} {path} cannot be combined with -dc: {_SET_BY_FLEET[present]}.", "Leave it out.")
-
-
-def _override_paths(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    from ludus.compat.coach.overrides import parse_assignments
-
-    yield from (("--set", assignment.partition("=")[0].strip()) for assignment in given.get("set_") or ())
-    yield from (("-cp", each.path) for text in given.get("custom_parameter") or () for each in parse_assignments(text))
-
-
-def _absolute(name: str, word: str) -> str:
-    """Make file names absolute, because the processes of the fleet start in other directories."""
-    from ludus.compat.coach import preset_file
-
-    path, rest = (preset_file.split(word) if name == "preset" else None) or (Path(word), "")
-    return f"{path.resolve()}{rest}" if name in ("file", "preset") and path.is_file() else word
 
 
 def fleet_workers(workers: int | str | None) -> int:
@@ -193,23 +191,30 @@ def fleet_workers(workers: int | str | None) -> int:
 
 
 def train_as_fleet(
-    data: Mapping[str, Any],
-    given: Mapping[str, Any],
+    ctx: typer.Context,
+    found: Experiments,
+    source: ExperimentSource | None,
     overrides: Sequence[str],
-    name: str | None,
     workers: int | str | None,
-    config_path: Path | None,
-    quiet: bool,
-    models: Path | None = None,
-) -> None:
-    """Train the experiment with `run_distributed`, and raise its typer.Exit. `models`: directory with the user's models."""
+) -> NoReturn:
+    """Train the experiment of this `ludus train` command with a learner and workers connected by Redis."""
     from ludus.cli.training.distributed import run_distributed
-    from ludus.cli.training.train import is_sweep
+    from ludus.config.search_space import is_sweep
 
+    if len(found) > 1:
+        raise UsageError(f"There are {len(found)} experiments, and -dc trains one.", "Add --experiment.")
+    given = {
+        name: value for name, value in ctx.params.items() if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
     words = learner_words(given, overrides)
-    if is_sweep(data):
+    if is_sweep(next(iter(found.values()))):
         raise UsageError("This experiment is a sweep, and -dc trains one run.", "Give every key one value.")
-    number, as_json = fleet_workers(workers), bool(given.get("json_"))
     run_distributed(
-        arguments=words, name=name, workers=number, config_path=config_path, quiet=quiet, as_json=as_json, models=models
+        arguments=words,
+        name=given.get("experiment_name"),
+        workers=fleet_workers(workers),
+        config_path=given.get("distributed_config"),
+        quiet=bool(given.get("quiet")),
+        as_json=bool(given.get("json_")),
+        models=source.parent if source is not None else None,
     )

@@ -20,9 +20,7 @@ File = Annotated[Path, typer.Argument(help="YAML file with experiments.")]
 def explain(
     keys: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[KEY]…", help="Key, with or without its section: lr, model.use_lstm, num_sgd_iter …", show_default=False
-        ),
+        typer.Argument(metavar="[KEY]…", help="Key, with or without its section: lr, model.use_lstm, num_sgd_iter …"),
     ] = None,
 ) -> None:
     """Explain a key: meaning, defaults, other names, or why it is not supported. Without KEY, list all keys."""
@@ -37,9 +35,7 @@ def explain(
 @app.command()
 def check(
     file: File,
-    num_gpus: Annotated[
-        float | None, typer.Option(help="Check for training with this option of `ludus train`.", show_default=False)
-    ] = None,
+    num_gpus: Annotated[float | None, typer.Option(help="Check for training with this option of `ludus train`.")] = None,
 ) -> None:
     """Print all errors of a file, and the keys that are ignored. Nothing is started.
 
@@ -62,9 +58,7 @@ def check(
 @app.command()
 def convert(
     file: File,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="File to write; it must not exist yet.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="File to write; it must not exist yet.")] = None,
     with_defaults: Annotated[
         bool,
         typer.Option(

@@ -36,7 +36,7 @@ def demo(
     curve = plot([result.run_dir], result.run_dir / "plots" / "learning-curve.png")
     env = make_one("CartPole-v1", render_mode="rgb_array")
     video = result.run_dir / "videos" / "agent.mp4"
-    played = rollout.play(result.agent, env, "CartPole-v1", episodes=1, seed=seed, video=video)
+    played = rollout.play(result.agent, env, "CartPole-v1", episodes=1, seed=seed, files=rollout.RolloutFiles(video=video))
     env.close()
     m = result.metrics
     say(

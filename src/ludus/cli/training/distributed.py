@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -13,9 +11,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import typer
 
+from ludus.cli.interrupts import handle_stop_signals
+from ludus.cli.output import notify
 from ludus.compat.coach.fleet_ini import FleetFile, load_fleet_file
 from ludus.core import trust
 from ludus.errors import ConfigError, LudusError, StoreError, UsageError
@@ -56,14 +57,14 @@ def run_distributed(
     quiet: bool = False,
     as_json: bool = False,
     models: Path | None = None,
-) -> None:
+) -> NoReturn:
     """Train with a learner and workers, configured by the INI file `config_path`.
 
     Always raises typer.Exit: with the exit code of the learner, or 130 after Ctrl-C. `arguments`: the experiment as arguments of
     `ludus fleet learner`. `as_json`: `arguments` contain --json, and only the result goes to stdout. `models`: directory with the
     user's models, for all roles.
     """
-    say: Say = _discard if quiet else _say
+    say: Say = (lambda sentence: None) if quiet else notify
     file = load_fleet_file(config_path) if config_path is not None else FleetFile()
     for notice in file.notices:
         say(notice)
@@ -71,7 +72,7 @@ def run_distributed(
     use_credentials(file, os.environ, say)
     job = fleet_job(file, name, arguments, workers, redis_role.free_port(), models)
     check_place(job.place)
-    with attached_orchestrator(file.orchestrator) as orchestrator:
+    with open_attached_orchestrator(file.orchestrator) as orchestrator:
         check_not_running(orchestrator, job.place)
         job_id = orchestrator.submit(job)
         logs = orchestrator.status(job_id).logs
@@ -84,7 +85,7 @@ def run_distributed(
         for learner in status.of(LEARNER):
             if learner.exit_code not in (0, 130):  # printed even with --quiet: training progress is lost
                 code = "" if learner.exit_code is None else f" (code {learner.exit_code})"
-                _say(f"the learner ended before it saved a checkpoint{code}; {_newest_checkpoint(job.place)}")
+                notify(f"the learner ended before it saved a checkpoint{code}; {_newest_checkpoint(job.place)}")
         raise typer.Exit(130)
     raise typer.Exit(1 if status.exit_code is None else status.exit_code)
 
@@ -163,7 +164,7 @@ def use_credentials(file: FleetFile, environ: MutableMapping[str, str], say: Say
 
 
 @contextmanager
-def attached_orchestrator(name: str) -> Iterator[Orchestrator]:
+def open_attached_orchestrator(name: str) -> Iterator[Orchestrator]:
     """Open an orchestrator whose jobs end with this process, if it supports that."""
     if name != "local":
         yield open_orchestrator(name)
@@ -190,7 +191,7 @@ def follow(orchestrator: Orchestrator, job_id: str, say: Say, *, as_json: bool =
         monitor.start()
         try:
             for line in orchestrator.logs(job_id, role=LEARNER, follow=True):
-                if as_json and _is_result(line):
+                if as_json and line.startswith("{") and '"run_dir"' in line:
                     result = line
                 else:
                     print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
@@ -218,22 +219,13 @@ def cancel_on_signals(orchestrator: Orchestrator, job_id: str) -> Iterator[list[
         received.append(number)
         again = len(received) > 1
         message = (
-            "ludus: killing the job\n"
-            if again
-            else "ludus: stopping the job; the learner saves a checkpoint (press Ctrl-C again to kill it)\n"
+            "killing the job" if again else "stopping the job; the learner saves a checkpoint (press Ctrl-C again to kill it)"
         )
-        os.write(2, message.encode())  # print is not reentrant
+        os.write(2, f"ludus: {message}\n".encode())  # print is not reentrant
         orchestrator.cancel(job_id, at_once=again)
 
-    handled = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started by nohup: closing the terminal must not stop the job
-        handled.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in handled}
-    try:
+    with handle_stop_signals(handle):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _monitor(orchestrator: Orchestrator, job_id: str, say: Say, stop: threading.Event, reasons: list[str]) -> None:
@@ -303,13 +295,6 @@ def new_restarts(status: JobStatus, known: dict[str, int]) -> Iterator[str]:
             yield f"{process.name} ended{code}{again}; its log: {log}{_last_line(log)}"
 
 
-def _is_result(line: str) -> bool:
-    with suppress(ValueError):
-        found = json.loads(line) if line.startswith("{") else None
-        return isinstance(found, dict) and "run_dir" in found
-    return False
-
-
 def _newest_checkpoint(place: str) -> str:
     from ludus.experiments.runs import checkpoint
     from ludus.experiments.runs.remote_runs import directory_of, store_of
@@ -330,11 +315,3 @@ def _last_line(log: Path) -> str:
         return ""
     nonempty = [line.strip() for line in lines if line.strip()]
     return f": {nonempty[-1]}" if nonempty else ""
-
-
-def _say(sentence: str) -> None:
-    print(f"ludus: {sentence}", file=sys.stderr, flush=True)
-
-
-def _discard(sentence: str) -> None:
-    pass

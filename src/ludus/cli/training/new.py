@@ -11,10 +11,7 @@ import typer
 def new(
     directory: Annotated[Path, typer.Argument(help="Directory of the project; existing files are not overwritten.")],
     env: Annotated[
-        str | None,
-        typer.Option(
-            help="Environment to train on (a Gymnasium id or module:function) instead of a generated one.", show_default=False
-        ),
+        str | None, typer.Option(help="Environment to train on (a Gymnasium id or module:function) instead of a generated one.")
     ] = None,
 ) -> None:
     """Create a project with an environment, a model, an experiment and a test."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from ludus.cli.help import HelpApp
+from ludus.cli.output import make_table
 
 app = HelpApp(help="List and show the experiments that come with the package.", no_args_is_help=True)
 
@@ -18,30 +18,25 @@ app = HelpApp(help="List and show the experiments that come with the package.", 
 def list_presets(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the presets with the return that each reaches and the steps it takes."""
     from rich.console import Console
-    from rich.table import Table
 
     from ludus.experiments.source import preset_index
 
-    found, others, missing = (
-        [preset_index.read_summary(name) for name in preset_index.names()],
-        preset_index.coach_presets(),
-        preset_index.unsupported_coach_presets(),
-    )
+    found = [preset_index.read_summary(name) for name in preset_index.names()]
+    others, missing = preset_index.coach_presets(), preset_index.unsupported_coach_presets()
     if json_:
         rows = [asdict(item) | {"target": item.target.model_dump()} for item in found]
         rows += [asdict(other) | {"target": other.target and other.target.model_dump()} for other in others]
         rows += [{"name": name, "missing": why.why, "instead": why.instead} for name, why in missing.items()]
         print(json.dumps(rows))
         return
-    table = Table(box=None, pad_edge=False)
-    for heading, side in (("name", "left"), ("run", "left"), ("return", "right"), ("within", "right"), ("", "left")):
-        table.add_column(heading, justify="right" if side == "right" else "left", no_wrap=heading != "")
+    table = make_table(("name", "run", "return", "within", ""), right=("return", "within"), wrapped=("",), header_style=None)
     for item in found:
         table.add_row(item.name, item.run, f"{item.target.return_mean:g}", f"{item.target.timesteps:,}", item.description)
     table.add_section()
     for other in others:
         reached = (f"{other.target.return_mean:g}", f"{other.target.timesteps:,}") if other.target else ("", "")
-        table.add_row(other.name, other.run, *reached, _describe_synonym(other.preset, other.levels))
+        levels = f"-lvl {' | '.join(other.levels[:2])} … ({len(other.levels)})" if other.levels else f"like {other.preset}"
+        table.add_row(other.name, other.run, *reached, levels)
     console = Console()
     console.print(table)
     console.print(
@@ -52,16 +47,10 @@ def list_presets(json_: Annotated[bool, typer.Option("--json", help="Print JSON.
     )
 
 
-def _describe_synonym(preset: str, levels: Sequence[str]) -> str:
-    return f"like {preset}" if not levels else f"-lvl {' | '.join(levels[:2])} … ({len(levels)})"
-
-
 @app.command()
 def show(
     name: Annotated[str, typer.Argument(help="Name of the preset, see `ludus presets list`.")],
-    level: Annotated[
-        str | None, typer.Option("-lvl", "--level", help="Environment, for a preset that supports several.", show_default=False)
-    ] = None,
+    level: Annotated[str | None, typer.Option("-lvl", "--level", help="Environment, for a preset that supports several.")] = None,
 ) -> None:
     """Print the YAML of a preset."""
     from ludus.experiments.source import preset_index

@@ -7,15 +7,15 @@ import logging
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from ludus.cli.help import HelpCommand
+from ludus.cli.output import Printer, print_error, runnable
 from ludus.cli.training import coach_options, presets
 from ludus.cli.training import options as o
 from ludus.errors import LudusError, UsageError
@@ -114,7 +114,9 @@ def train(
     log_at(2 if debug else verbose)
     printer = Printer(quiet, json_)
     ignored = {"--queue-trials": queue_trials, "--torch": torch, "--eager": eager, "--trace": trace, "--no-ray-ui": no_ray_ui}
-    printer.notices(ignored | {"--redis-password": redis_password is not None, "--ray-num-gpus": ray_num_gpus is not None})
+    ignored |= {"--redis-password": redis_password is not None, "--ray-num-gpus": ray_num_gpus is not None}
+    for option in (name for name, is_given in ignored.items() if is_given):
+        printer(f"{option} changes nothing: {_WHY_IGNORED[option]}.")
     if list_:
         presets.list_presets(json_)
         return
@@ -138,8 +140,8 @@ def train(
     ray = (None if local_mode else address, ray_num_cpus, ray_object_store_memory)
     changing = {
         "--set": set_, "--config": config, "--track": track, "--num-cpus": num_cpus, "--num-workers": num_workers,
-        "-lvl": level, "-cp": custom_parameter,
-    } | {_option(key): value for key, value in (top | own).items()} | coach.given()  # fmt: skip
+        "-lvl": level, "-cp": custom_parameter, "--num-envs": num_envs,
+    } | {f"--{key.replace('_', '-')}": value for key, value in (top | own).items() if key != "num_envs_per_worker"} | coach.options()  # fmt: skip
     if resume is not None and resume != NEWEST and not distributed:
         given = {
             "ENV": env or env_option, "-f": file, "-p": preset, "--restore": restore, "--project": project, "--trial": trial,
@@ -159,8 +161,7 @@ def train(
     if until_solved:
         changes += [coach_options.stop_when_solved(data) for data in found.values()]
     if distributed:
-        _train_as_fleet(ctx, found, source, changes, experiment_name, workers, distributed_config, quiet)
-        return
+        coach_options.train_as_fleet(ctx, found, source, changes, workers)
     if distributed_config is not None:
         printer(f"-dcp {distributed_config} changes nothing without -dc.")
     changed = [name for name, value in ({"--stop": stop or None} | changing).items() if value is not None]
@@ -176,28 +177,6 @@ def choose_environment(env: str | None, option: str | None, level: str | None) -
     return named[0] if named else None
 
 
-def _train_as_fleet(
-    ctx: typer.Context,
-    found: Experiments,
-    source: ExperimentSource | None,
-    changes: Sequence[str],
-    name: str | None,
-    workers: int | str | None,
-    config_path: Path | None,
-    quiet: bool,
-) -> None:
-    """Train the experiment with a learner and workers connected by Redis."""
-    if len(found) > 1:
-        raise UsageError(f"There are {len(found)} experiments, and -dc trains one.", "Add --experiment.")
-    given = {
-        parameter: value
-        for parameter, value in ctx.params.items()
-        if getattr(ctx.get_parameter_source(parameter), "name", "") == "COMMANDLINE"
-    }
-    models = source.parent if source is not None else None
-    coach_options.train_as_fleet(next(iter(found.values())), given, changes, name, workers, config_path, quiet, models)
-
-
 # -- options ------------------------------------------------------------------------------------------------------------
 
 _WHY_IGNORED = {
@@ -209,24 +188,6 @@ _WHY_IGNORED = {
     "--redis-password": "Ray no longer uses a Redis password; clusters use tokens",
     "--ray-num-gpus": "a Ray cluster started here detects the GPUs of this machine",
 }
-
-
-class Printer:
-    """Prints messages for people: to stderr with --json, nothing with --quiet."""
-
-    def __init__(self, quiet: bool, as_json: bool) -> None:
-        self.quiet, self.as_json = quiet, as_json
-
-    def __call__(self, sentence: str) -> None:
-        from ludus.cli.output import say
-
-        if not self.quiet:
-            say(sentence, to_stderr=self.as_json)
-
-    def notices(self, given: Mapping[str, bool]) -> None:
-        for option, is_given in given.items():
-            if is_given:
-                self(f"{option} changes nothing: {_WHY_IGNORED[option]}.")
 
 
 def log_at(level: int) -> None:
@@ -246,9 +207,9 @@ def _check_unsupported(nodes: int | None, upload_dir: str | None, score: str | N
             f"--upload-dir {upload_dir}: runs are not copied while they train.",
             "Write them there directly: --local-dir takes a store (s3://BUCKET/PREFIX) or a directory that all machines share.",
         )
-    from ludus.config.aliases import rllib_keys
+    from ludus.config.aliases.unsupported_keys import unsupported_keys
 
-    foreign = rllib_keys.UNSUPPORTED[rllib_keys.EXPERIMENT]["checkpoint_score_attr"]
+    foreign = unsupported_keys()[""]["checkpoint_score_attr"]
     if score is not None and not foreign.matches_default(score):
         raise UsageError(f"--checkpoint-score-attr {score} {foreign.why}")
 
@@ -285,10 +246,6 @@ def parse_mapping(option: str, text: str | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"{option} {text!r} is not of the form {{key: value, …}}.")
     return found
-
-
-def _option(key: str) -> str:
-    return {"num_envs_per_worker": "--num-envs"}.get(key, "--" + key.replace("_", "-"))
 
 
 # -- running ------------------------------------------------------------------------------------------------------------
@@ -352,7 +309,7 @@ class ExperimentRunner:
                 if not several:
                     raise
                 failed[name] = error
-                _print_error(name, error)
+                print_error(error, name)
             except typer.Exit as ended:  # a sweep
                 if not several or ended.exit_code == 130:
                     raise
@@ -372,6 +329,8 @@ class ExperimentRunner:
         require_no_complaints(experiments, source.file if source is not None else None)
 
     def _run(self, name: str, data: dict[str, Any], resources: Mapping[str, Any]) -> Result | None:
+        from ludus.config.search_space import is_sweep
+
         if is_sweep(data):
             self._sweep(name, data, resources)
             return None
@@ -413,7 +372,7 @@ class ExperimentRunner:
             return None
         if on_directory is not None:
             on_directory(before)
-        changed = ", ".join(f"{key}: {_plain(value)}" for key, value in changes.items())
+        changed = ", ".join(f"{key}: {_format_change(value)}" for key, value in changes.items())
         self.printer(f"continuing {place_of(before)}" + f" with {changed}" * bool(changed))
         return self.run_with_display(lambda experiment, common: experiment.resume(before, changes=changes, **common))
 
@@ -466,7 +425,6 @@ class ExperimentRunner:
 
     def _resume_after_restart(self, begun: Path, data: Mapping[str, Any]) -> Result:
         """Resume the run that a previous start of this job created, even if the settings have changed since."""
-        from ludus.cli.clusters.fleet import stored_result
         from ludus.errors import ConfigError
         from ludus.experiments import runner as experiment
         from ludus.experiments.runs import resume_diff
@@ -480,7 +438,7 @@ class ExperimentRunner:
                 self.printer(f"resuming with the original settings: {error.message}")
         if _is_finished(begun) and ("stop" not in changes or experiment.is_over(begun, changes, cluster)):
             self.printer(f"{place_of(begun)} is finished")
-            return stored_result(begun)
+            return read_result(begun)
         self.printer(f"this job ran before: resuming {place_of(begun)}")
         more = {"changes": changes, "restore": self.restore, "again": True}
         return self.run_with_display(lambda experiment, common: experiment.resume(begun, **more, **common))
@@ -528,19 +486,14 @@ class ExperimentRunner:
         self.printer("starting …")
         from ludus.experiments import runner as experiment
         from ludus.experiments.control.training_display import TrainingDisplay
+        from ludus.experiments.runs.run_summary import summary_lines
 
         cluster = self.cluster()
         with TrainingDisplay(quiet=self.printer.quiet, stream=sys.stderr if self.printer.as_json else sys.stdout) as display:
             result = work(experiment, {"sinks": [display], "announce": self.printer, "cluster": cluster})
-        self._print_summary(result)
-        return result
-
-    def _print_summary(self, result: Result) -> None:
-        from ludus.cli.output import runnable
-        from ludus.experiments.runs.run_summary import summary_lines
-
         for line in summary_lines(result, runnable("ludus")):
             self.printer(line)
+        return result
 
     def conclude(
         self, results: Mapping[str, Result | None], failed: Mapping[str, LudusError] | None = None, *, several: bool = False
@@ -560,16 +513,8 @@ class ExperimentRunner:
             raise typer.Exit(1)
 
 
-def is_sweep(data: Mapping[str, Any]) -> bool:
-    """Whether an experiment has several trials."""
-    from ludus.config import search_space
-
-    return search_space.is_sweep(data)
-
-
-def _plain(value: Any) -> str:
-    given = {key: each for key, each in value.items() if each is not None} if isinstance(value, Mapping) else value
-    return json.dumps(given)
+def _format_change(value: Any) -> str:
+    return json.dumps({key: each for key, each in value.items() if each is not None} if isinstance(value, Mapping) else value)
 
 
 def _is_finished(directory: Path) -> bool:
@@ -582,14 +527,22 @@ def is_interrupted(result: Result) -> bool:
     return result.stopped_by.startswith("interrupted")
 
 
-def _print_error(name: str, error: LudusError) -> None:
-    if "--debug" in sys.argv or os.environ.get("LUDUS_DEBUG"):
-        traceback.print_exception(error)
-    print(f"ludus: {name}: {error}", file=sys.stderr, flush=True)
-
-
 def _names_of(data: Mapping[str, Any]) -> tuple[str, str]:
     """Environment and algorithm of an experiment by their present names."""
     from ludus.core.renamed import current_name
 
     return current_name(str(data.get("env"))), current_name(str(data.get("run", "PPO")))
+
+
+def read_result(directory: Path) -> Result:
+    """The result of a finished run, read from its directory; without an agent."""
+    from ludus.core.metrics import read_jsonl
+    from ludus.experiments.result import Result
+    from ludus.experiments.runs import checkpoint, remote_runs, run_status
+
+    rows = read_jsonl(directory / "metrics.jsonl")
+    metrics = {name: float(value) for name, value in (rows[-1] if rows else {}).items() if isinstance(value, (int, float))}
+    name = checkpoint.newest_name(remote_runs.store_of(directory))
+    why = run_status.read_status(directory, fetched=True).status.get("stopped_by", "finished")
+    no_agent = cast(Any, None)
+    return Result(directory, directory / checkpoint.FOLDER / name if name else None, why, metrics, no_agent)

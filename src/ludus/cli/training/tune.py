@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.help import option_in
+from ludus.cli.output import Printer, say
 from ludus.cli.training import options as o
 from ludus.core.formatting import format_number
 from ludus.errors import UsageError
@@ -27,18 +29,12 @@ if TYPE_CHECKING:
 _REDRAW_S = 0.2
 _LINE_EVERY_S = 10.0
 _ROWS = 40
+_TITLES = {"episode_return_mean": "return", "evaluation/return_mean": "evaluated"}
 _STATES = {"failed": "failed", "running": "running", "again": "starting again"}
 """State of a trial → its name in the summary of a sweep."""
 
 
-def say(text: str, *, to_stderr: bool = False) -> None:
-    from ludus.cli.output import say as write  # imported late, to keep --help fast
-
-    write(text, to_stderr=to_stderr)
-
-
-def _sweep_option(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, show_default=False, rich_help_panel="Sweep", **more)
+_sweep = option_in("Sweep")
 
 
 def tune(
@@ -56,68 +52,53 @@ def tune(
     seed: o.Seed = None,
     config: o.Config = None,
     set_: o.Set = None,
-    scheduler: Annotated[str | None, _sweep_option("Trial scheduler; same as tune.scheduler.", metavar="asha|pbt")] = None,
-    metric: Annotated[str | None, _sweep_option("Metric to optimise; same as tune.metric.")] = None,
-    mode: Annotated[str | None, _sweep_option("Direction of the metric; same as tune.mode.", metavar="max|min")] = None,
-    max_concurrent: Annotated[int | None, _sweep_option("Trials to run at once. Default: as many as fit.", min=1)] = None,
-    max_failures: Annotated[int | None, _sweep_option("Retries of a failed trial.", min=0)] = None,
+    scheduler: Annotated[str | None, _sweep(help="Trial scheduler; same as tune.scheduler.", metavar="asha|pbt")] = None,
+    metric: Annotated[str | None, _sweep(help="Metric to optimise; same as tune.metric.")] = None,
+    mode: Annotated[str | None, _sweep(help="Direction of the metric; same as tune.mode.", metavar="max|min")] = None,
+    max_concurrent: Annotated[int | None, _sweep(help="Trials to run at once. Default: as many as fit.", min=1)] = None,
+    max_failures: Annotated[int | None, _sweep(help="Retries of a failed trial.", min=0)] = None,
     checkpoint_freq: o.CheckpointFreq = None,
     keep_checkpoints_num: o.KeepCheckpoints = None,
-    resume: Annotated[Path | None, _sweep_option("Resume the sweep in this directory.", metavar="DIR")] = None,
-    retry_failed: Annotated[bool, _sweep_option("Rerun failed trials as well, with --resume.", "--retry-failed")] = False,
+    resume: Annotated[Path | None, _sweep(help="Resume the sweep in this directory.", metavar="DIR")] = None,
+    retry_failed: Annotated[bool, _sweep("--retry-failed", help="Rerun failed trials as well, with --resume.")] = False,
     experiment_name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            "--experiment-name",
-            help="Name of the sweep and its directory. Default: default.",
-            show_default=False,
-            rich_help_panel=o.OUTPUT,
-        ),
+        str | None, o.output_option("--name", "--experiment-name", help="Name of the sweep and its directory. Default: default.")
     ] = None,
-    local_dir: Annotated[Path, typer.Option(help="Directory for sweeps.", rich_help_panel=o.OUTPUT)] = Path("runs"),
+    local_dir: Annotated[Path, o.output_option(help="Directory for sweeps.")] = Path("runs"),
     trust: o.Trust = False,
     quiet: o.Quiet = False,
     json_: o.Json = False,
     debug: o.Debug = False,
     address: Annotated[
         str | None,
-        typer.Option(
+        o.ray_option(
             "--address",
             "--ray-address",
             metavar="HOST:PORT|auto",
             help="Ray cluster to run trials on. Default: one started here for the sweep. [RAY_ADDRESS, ip_head]",
-            show_default=False,
-            rich_help_panel=o.RAY,
         ),
     ] = None,
     ray_num_cpus: o.RayNumCpus = None,
     ray_object_store_memory: o.RayMemory = None,
 ) -> None:
     """Sweep over seeds and hyper-parameters; Ctrl-C saves all trials, --resume continues."""
-    from ludus.cli.training.train import experiments_from, job_note, log_at, parse_mapping, read_source
+    from ludus.cli.training.train import experiments_from, job_note, log_at, parse_mapping, parse_workers, read_source
     from ludus.config.overrides import parse_stop_values
 
     log_at(2 if debug else 0)
-    runner = SweepRunner(quiet, json_, local_dir, (address, ray_num_cpus, ray_object_store_memory), max_concurrent)
-    runner.note = job_note(runner.say)
+    runner = SweepRunner(Printer(quiet, json_), local_dir, (address, ray_num_cpus, ray_object_store_memory), max_concurrent)
+    runner.note = job_note(runner.printer)
     top = {
         "env": env or env_option, "run": run, "num_samples": num_samples, "max_failures": max_failures,
         "checkpoint_freq": checkpoint_freq, "keep_checkpoints_num": keep_checkpoints_num,
     }  # fmt: skip
     section = {"scheduler": scheduler, "metric": metric, "mode": mode}
-    settings = {"num_workers": _number(num_workers), "num_gpus": num_gpus, "seed": seed}
+    settings = {"num_workers": parse_workers(num_workers, None), "num_gpus": num_gpus, "seed": seed}
     if resume is not None:
         others: dict[str, Any] = {
-            "-f": file,
-            "-p": preset,
-            "-lvl": level,
-            "--experiment": experiment,
-            "--stop": stop,
-            "--set": set_,
-            "--config": config,
-        }
-        others |= {"--name": experiment_name, "--max-failures": max_failures}
+            "-f": file, "-p": preset, "-lvl": level, "--experiment": experiment, "--stop": stop, "--set": set_, "--config": config,
+            "--name": experiment_name,
+        }  # fmt: skip
         others |= {"--" + name.replace("_", "-"): value for name, value in (top | section | settings).items()}
         given = [name for name, value in others.items() if value is not None]
         if given:
@@ -150,8 +131,7 @@ def sweep(
 ) -> None:
     """Run sweeps for `ludus train`, whose experiments have several trials."""
     runner = SweepRunner(
-        experiments_runner.printer.quiet,
-        experiments_runner.printer.as_json,
+        experiments_runner.printer,
         Path(experiments_runner.local_dir),
         experiments_runner.ray,
         note=experiments_runner.note,
@@ -177,16 +157,11 @@ def sweep(
         runner.run(data)
 
 
-def _number(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.isdigit() else text
-
-
 @dataclass
 class SweepRunner:
     """Runs sweeps and prints their progress and results."""
 
-    quiet: bool
-    as_json: bool
+    printer: Printer
     local_dir: Path
     ray: tuple[str | None, int | None, int | None]
     max_concurrent: int | None = None
@@ -199,10 +174,10 @@ class SweepRunner:
         begun = self._find_in_note(experiments)
         new = {name: data for name, data in experiments.items() if name not in begun}
         results: list[SweepResult] = []
-        with SweepDisplay(quiet=self.quiet, to_stderr=self.as_json) as display:
+        with SweepDisplay(quiet=self.printer.quiet, to_stderr=self.printer.as_json) as display:
             options = self._options(display)
             if begun:
-                self.say(f"this job ran before: resuming {', '.join(map(str, begun.values()))}")
+                self.printer(f"this job ran before: resuming {', '.join(map(str, begun.values()))}")
                 results = resume_sweeps(list(begun.values()), options)
             if new and not any(result.interrupted for result in results):
                 results += run_sweep(new, options)
@@ -218,17 +193,17 @@ class SweepRunner:
                 if (Path(place) / STATE).exists():
                     found[name] = Path(place)
                 else:
-                    self.say(f"{place}, named in {self.note.path}, holds no sweep: starting a new one")
+                    self.printer(f"{place}, named in {self.note.path}, holds no sweep: starting a new one")
         return found
 
     def _write_note(self, name: str, directory: Path) -> None:
         if self.note is not None and (trouble := self.note.write(name, str(directory.absolute()))):
-            self.say(f"if this job is restarted, it will not resume: {self.note.path} cannot be written: {trouble}")
+            self.printer(f"if this job is restarted, it will not resume: {self.note.path} cannot be written: {trouble}")
 
     def resume(self, directory: Path, retry_failed: bool) -> None:
         from ludus.tuning.sweep import resume_sweep
 
-        with SweepDisplay(quiet=self.quiet, to_stderr=self.as_json) as display:
+        with SweepDisplay(quiet=self.printer.quiet, to_stderr=self.printer.as_json) as display:
             result = resume_sweep(directory, self._options(display, retry_failed))
         self._conclude([result])
 
@@ -245,25 +220,20 @@ class SweepRunner:
             cluster,
             self.max_concurrent,
             retry_failed,
-            self.say,
+            self.printer,
             display.on_event,
             self._write_note,
             display.begin,
         )
 
-    def say(self, sentence: str) -> None:
-        if not self.quiet:
-            say(sentence, to_stderr=self.as_json)
-
     def _conclude(self, results: Sequence[SweepResult]) -> None:
-        for result in results:
-            if not self.quiet:
-                _print_table(result, to_stderr=self.as_json)
-        if self.as_json:
+        for result in results if not self.printer.quiet else ():
+            _print_table(result, to_stderr=self.printer.as_json)
+        if self.printer.as_json:
             summaries = [_as_json(result) for result in results]
             print(json.dumps(summaries[0] if len(summaries) == 1 else summaries, default=str), flush=True)
         if any(result.interrupted for result in results):
-            self.say(f"resume     ludus tune --resume {next(r.directory for r in results if r.interrupted)}")
+            self.printer(f"resume     ludus tune --resume {next(r.directory for r in results if r.interrupted)}")
             raise typer.Exit(130)
         failed = [row for result in results for row in result.failed]
         for row in failed:
@@ -301,7 +271,7 @@ def _print_table(result: SweepResult, *, to_stderr: bool) -> None:
     for name in names:
         table.add_column(name, justify="right")
     repeated = any(row["value_n"] > 1 for row in result.results)
-    for name in (_short(result.metric), *(["mean (seeds)"] if repeated else []), "steps", "time", "status"):
+    for name in (_TITLES.get(result.metric, result.metric), *(["mean (seeds)"] if repeated else []), "steps", "time", "status"):
         table.add_column(name, justify="right")
     for number, row in enumerate(result.results[:_ROWS]):
         settings = [format_value(row["settings"].get(name, "")) for name in names]
@@ -322,10 +292,6 @@ def _print_table(result: SweepResult, *, to_stderr: bool) -> None:
 
 def _value(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
-
-
-def _short(metric: str) -> str:
-    return {"episode_return_mean": "return", "evaluation/return_mean": "evaluated"}.get(metric, metric)
 
 
 class SweepDisplay:
@@ -364,7 +330,7 @@ class SweepDisplay:
             self._draw(event.kind != "reported")
         elif event.kind in ("ended", "failed"):
             error = f": {event.error}" if event.error else ""
-            self._line(f"{event.name} {event.kind}{error}  {self._numbers(event.name)}  ({self._done()})")
+            self._line(f"{event.name} {event.kind}{error}  {self._numbers(event.name)}  ({self._progress()})")
         elif time.monotonic() > self._drawn + _LINE_EVERY_S:
             self._line(self._summary())
 
@@ -402,11 +368,11 @@ class SweepDisplay:
         mean = numbers.get("episode_return_mean", math.nan)
         return f"{int(numbers.get('timesteps', 0)):>10,} steps  return {format_number(mean)}"
 
-    def _done(self) -> str:
+    def _progress(self) -> str:
         done = self._done_before + sum(word in ("ended", "failed") for word, _ in self._trials.values())
         return f"{done} of {self._total} trials done"
 
     def _summary(self) -> str:
         words = Counter(word for word, _ in self._trials.values())
         others = [f"{words[word]} {name}" for word, name in _STATES.items() if words[word]]
-        return ", ".join((self._done(), *others))
+        return ", ".join((self._progress(), *others))

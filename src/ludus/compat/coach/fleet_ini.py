@@ -29,18 +29,20 @@ SECTIONS = ("ludus", "coach")
 MEMORIES = ("redis", "redispubsub")
 STORES = ("local", "nfs", "s3", "redis")
 AMAZON = "amazonaws.com"
+_STORE_PREFIXES = {"local_", "nfs_", "s3_"}
+"""Prefixes of the keys that belong to one data store."""
 
 KEYS: Mapping[str, str] = {
-    "image": "an image of containers; none are started, so it has no meaning",
+    "image": "a container image; not used, because no containers are started",
     "orchestrator": "local",
     "memory_backend": "redis (or redispubsub: the same)",
     "redis_url": "redis://[USER@]HOST[:PORT][/DB]; without it a private server is started",
     "redis_password_file": "a file with the password of redis_url; else LUDUS_MEMORY_PASSWORD",
     "data_store": "local, nfs or s3",
-    "local_path": "where runs go with data_store = local; default: runs",
+    "local_path": "the directory for runs with data_store = local; default: runs",
     "nfs_path": "where the file system that all machines share is mounted",
     "s3_bucket_name": "the name of your bucket, with data_store = s3",
-    "s3_prefix": "what runs have before their name: BUCKET/PREFIX/NAME; default: BUCKET/NAME",
+    "s3_prefix": "the prefix of runs: BUCKET/PREFIX/NAME; default: BUCKET/NAME",
     "s3_end_point": "the address of a server that is not Amazon's: HOST:PORT (TLS) or http://HOST:PORT",
     "s3_region": "the region of the bucket; else AWS_REGION",
     "s3_creds_file": "a file like ~/.aws/credentials; else the usual places",
@@ -70,8 +72,8 @@ class FleetFile:
 
 
 def load_fleet_file(path: Path) -> FleetFile:
-    """Raises ConfigError that names the wrong key."""
-    text = read_text(Path(path), _MAX_BYTES, "It is meant to have a section [ludus] or [coach], and a few keys.")
+    """Read a fleet file. Raises ConfigError that names the wrong key."""
+    text = read_text(Path(path), _MAX_BYTES, "It needs a section [ludus] or [coach] with a few keys.")
     try:
         return read_fleet_file(text, Path(path).parent)
     except ConfigError as error:
@@ -79,21 +81,20 @@ def load_fleet_file(path: Path) -> FleetFile:
 
 
 def read_fleet_file(text: str, directory: Path = Path()) -> FleetFile:
-    """`directory`: directory in which referenced files are searched too."""
+    """Parse the text of a fleet file. `directory`: directory in which referenced files are searched too."""
     values = _read_values(text)
-    found = FleetFile()
     notices: list[str] = []
-    found = _orchestrator(found, values, notices.append)
-    found = _memory(found, values, directory, notices.append)
-    found = _store(found, values, directory, notices.append)
+    found = _read_orchestrator(FleetFile(), values, notices.append)
+    found = _read_memory(found, values, directory, notices.append)
+    found = _read_store(found, values, directory, notices.append)
     if found.orchestrator != "local" and (found.redis_url is None or found.data_store == "local"):
         raise ConfigError(
             f"With orchestrator = {found.orchestrator} roles may run on other machines, and could not reach the memory or the store.",
             "Add redis_url, and data_store = nfs or s3.",
         )
-    unused = sorted(values.keys() - _used_keys(found))
-    if unused:
-        notices.append(f"{', '.join(unused)}: without meaning with data_store = {found.data_store}")
+    others = _STORE_PREFIXES - {f"{found.data_store}_"}
+    if unused := sorted(key for key in values if key.startswith(tuple(others))):
+        notices.append(f"{', '.join(unused)}: not used with data_store = {found.data_store}")
     return replace(found, notices=tuple(notices))
 
 
@@ -109,25 +110,23 @@ def _read_values(text: str) -> dict[str, str]:
     if others:
         raise ConfigError(f"There is no section [{others[0]}].", did_you_mean(others[0].lower(), SECTIONS))
     if len(ours) != 1:
-        raise ConfigError(
-            "It has no section [ludus] or [coach]." if not ours else f"It has {len(ours)} sections: {', '.join(ours)}."
-        )
+        raise ConfigError(f"It has {len(ours)} sections: {', '.join(ours)}." if ours else "It has no section [ludus] or [coach].")
     values = {key.replace("-", "_").replace(" ", "_"): value.strip() for key, value in parser.items(ours[0])}
     for key, value in values.items():
         if key not in KEYS:
             raise ConfigError(f"Unknown key {key!r}.", did_you_mean(key, KEYS))
         if value.startswith("<") and value.endswith(">"):
-            raise ConfigError(f"{key} = {value} is still what the example says.", f"It is {KEYS[key]}.")
+            raise ConfigError(f"{key} = {value} is the placeholder of the example.", f"It is {KEYS[key]}.")
         if "\n" in value:
             raise ConfigError(f"{key} has more than one line.")
     return {key: value for key, value in values.items() if value}
 
 
-def _orchestrator(found: FleetFile, values: Mapping[str, str], notice: Callable[[str], None]) -> FleetFile:
+def _read_orchestrator(found: FleetFile, values: Mapping[str, str], notice: Callable[[str], None]) -> FleetFile:
     name = values.get("orchestrator", "")
     if name in ("ssh", "slurm"):
         raise ConfigError(
-            f"orchestrator = {name} needs more than this file can say: which machines, which account, how long.",
+            f"orchestrator = {name} needs settings that this file cannot hold: machines, account, time limit.",
             f"Submit the roles: `ludus submit --on {name} … -- fleet learner …` and `ludus submit --on {name} --nodes N … -- fleet worker …`, "
             "with the same --memory and --store.",
         )
@@ -139,30 +138,28 @@ def _orchestrator(found: FleetFile, values: Mapping[str, str], notice: Callable[
     if name and name not in ORCHESTRATORS and ":" not in name:
         raise ConfigError(f"orchestrator = {name} is unknown.", did_you_mean(name, ORCHESTRATORS))
     if not name:
-        notice("orchestrator: none is named, so all roles are processes of this machine (local)")
+        notice("orchestrator is not set: all roles are processes of this machine (local)")
     if "image" in values:
-        notice(f"image = {values['image']}: without meaning, since no containers are started from here")
+        notice(f"image = {values['image']}: not used, because no containers are started")
     return replace(found, orchestrator=name or "local")
 
 
-def _memory(found: FleetFile, values: Mapping[str, str], directory: Path, notice: Callable[[str], None]) -> FleetFile:
+def _read_memory(found: FleetFile, values: Mapping[str, str], directory: Path, notice: Callable[[str], None]) -> FleetFile:
     backend = values.get("memory_backend", "redis")
     if backend not in MEMORIES:
         raise ConfigError(f"memory_backend = {backend} is unknown.", did_you_mean(backend, MEMORIES))
     if backend == "redispubsub":
-        notice("memory_backend = redispubsub: Redis Streams are used, which lose nothing while nobody listens")
+        notice("memory_backend = redispubsub: Redis Streams are used; they lose no messages while no process reads")
     if "redis_url" not in values:
         if "redis_password_file" in values:
-            raise ConfigError(
-                "redis_password_file is for a server that redis_url names.", "A private server has a password of its own."
-            )
+            raise ConfigError("redis_password_file needs redis_url.", "A private server gets a generated password.")
         return found
     try:
         url = urlsplit(values["redis_url"])
         if url.scheme not in ("redis", "rediss") or not url.hostname or (url.port is not None and url.port < 1):
             raise ValueError
     except ValueError:
-        # Not shown: it may have a password in it.
+        # The value is not shown: it may contain a password.
         raise ConfigError("redis_url is not of the form redis://[USER@]HOST[:PORT][/DB].") from None
     try:
         plain, password = split_password(values["redis_url"])
@@ -176,7 +173,7 @@ def _memory(found: FleetFile, values: Mapping[str, str], directory: Path, notice
     return replace(found, redis_url=plain, redis_password=password, redis_password_file=file)
 
 
-def _store(found: FleetFile, values: Mapping[str, str], directory: Path, notice: Callable[[str], None]) -> FleetFile:
+def _read_store(found: FleetFile, values: Mapping[str, str], directory: Path, notice: Callable[[str], None]) -> FleetFile:
     kind = values.get("data_store", "local")
     if kind not in STORES:
         raise ConfigError(f"data_store = {kind} is unknown.", did_you_mean(kind, STORES))
@@ -187,7 +184,7 @@ def _store(found: FleetFile, values: Mapping[str, str], directory: Path, notice:
         return replace(found, data_store=kind, path=Path(values.get("local_path", "runs")).expanduser())
     if kind == "nfs":
         if "nfs_path" not in values:
-            raise ConfigError("data_store = nfs needs nfs_path.", f"It is {KEYS['nfs_path']}; no server is deployed.")
+            raise ConfigError("data_store = nfs needs nfs_path.", f"It is {KEYS['nfs_path']}.")
         path = Path(values["nfs_path"]).expanduser()
         if not path.is_dir():
             raise ConfigError(f"nfs_path = {path} is not a directory.", "Is it mounted?")
@@ -196,7 +193,7 @@ def _store(found: FleetFile, values: Mapping[str, str], directory: Path, notice:
     if not bucket:
         raise ConfigError("data_store = s3 needs s3_bucket_name.")
     if "/" in bucket:
-        raise ConfigError(f"s3_bucket_name = {bucket} is more than a bucket.", "What follows it is s3_prefix.")
+        raise ConfigError(f"s3_bucket_name = {bucket} is not the name of a bucket.", "Put what follows the / into s3_prefix.")
     prefix = values.get("s3_prefix", "").strip("/")
     try:
         address = S3Url.parse(f"s3://{bucket}{'/' if prefix else ''}{prefix}")
@@ -224,10 +221,3 @@ def _file(key: str, values: Mapping[str, str], directory: Path) -> Path | None:
         if candidate.is_file():
             return candidate.absolute()
     raise ConfigError(f"{key} = {path} is not a file.")
-
-
-def _used_keys(found: FleetFile) -> set[str]:
-    of_store = {"local": {"local_path"}, "nfs": {"nfs_path"}, "s3": {key for key in KEYS if key.startswith("s3_")}}
-    return {"image", "orchestrator", "memory_backend", "redis_url", "redis_password_file", "data_store"} | of_store[
-        found.data_store
-    ]

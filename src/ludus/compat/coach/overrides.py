@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ludus.config.aliases import rllib_keys
+from ludus.config.aliases import coach_schedule, rllib_keys
+from ludus.config.aliases.unsupported_keys import unsupported_keys
 from ludus.config.overrides import translate_schedule
 from ludus.config.schema import ExperimentConfig
 from ludus.config.translation import key_names
@@ -104,8 +105,7 @@ _QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"")
 def _parse_value(text: str, path: str) -> Any:
     if not text:
         raise ConfigError(f"{_OPTION} {path}= has no value.")
-    counted = rllib_keys.parse_count(text)
-    if counted is not None:
+    if coach_schedule.parse_count(text) is not None:
         return text  # translated together with its key
     if found := _LINEAR.fullmatch(text):
         first, last, steps = (float(number) for number in found.groups())
@@ -138,43 +138,33 @@ KeyMeaning = Callable[[Any, str], Mapping[str, Any]]
 """(value, algorithm) → our keys and values. Raises ValueError with the reason why it is not supported."""
 
 
-def _is(path: str) -> KeyMeaning:
-    return lambda value, _: {path: value}
+def _choice(why: str, *known: tuple[Any, Mapping[str, Any]]) -> KeyMeaning:
+    """Translate the known values; `why`: the reason why others are not supported."""
 
-
-def _by_run(otherwise: str, dqn: str) -> KeyMeaning:
-    return lambda value, run: {dqn if run == "DQN" else otherwise: value}
-
-
-def _only(*same: Any, why: str) -> KeyMeaning:
     def meaning(value: Any, _: str) -> Mapping[str, Any]:
-        if any(type(value) is type(one) and value == one for one in same):
-            return {}
+        for one, translated in known:
+            if type(value) is type(one) and value == one:
+                return translated
         raise ValueError(why)
 
     return meaning
 
 
-def _unsupported(why: str) -> KeyMeaning:
-    return _only(why=why)
+def _only(*same: Any, why: str) -> KeyMeaning:
+    """Accept only values that match our behaviour."""
+    return _choice(why, *((one, {}) for one in same))
 
 
 def _number_of_steps(path: str, dqn: str) -> KeyMeaning:
     """Translate a number of environment steps in any of Coach's forms."""
 
     def meaning(value: Any, run: str) -> Mapping[str, Any]:
-        found = rllib_keys.parse_count(value)
+        found = coach_schedule.parse_count(value)
         if found is None or found[0] != "timesteps":
             raise ValueError("is counted in steps of the environment here: EnvironmentSteps(…)")
         return {dqn if run == "DQN" else path: found[1]}
 
     return meaning
-
-
-def _huber(value: Any, _: str) -> Mapping[str, Any]:
-    if not isinstance(value, bool):
-        raise ValueError("is true or false")
-    return {"td_error_loss_fn": "huber" if value else "mse"}
 
 
 def _on_cpu(value: Any, _: str) -> Mapping[str, Any]:
@@ -183,97 +173,91 @@ def _on_cpu(value: Any, _: str) -> Mapping[str, Any]:
     return {"learner_device": "cpu", "num_gpus": 0}
 
 
-def _optimizer(value: Any, _: str) -> Mapping[str, Any]:
-    if str(value).lower() == "adam":
-        return {}
-    raise ValueError("is Adam here: lr, adam_epsilon")
-
-
-def _synchronization(value: Any, _: str) -> Mapping[str, Any]:
-    if value not in ("sync", "async"):
-        raise ValueError("is DistributedCoachSynchronizationType.SYNC or .ASYNC")
-    return {"sampling": value}
-
-
 def _schedule_key(key: str) -> KeyMeaning:
     return lambda value, _: translate_schedule(key, value) or {}
 
 
 _VIDEO = "is done afterwards: ludus rollout RUN --video"
 _LAYERS = "is written  config.model.fcnet_hiddens: [64, 64]  here"
-_SCHEDULE = (*rllib_keys.COACH_SCHEDULE, "improve_steps")
+_SCHEDULE = (*coach_schedule.COACH_SCHEDULE, "improve_steps")
 _MAIN = "agent_params.network_wrappers.main"
 
-COACH: Mapping[str, KeyMeaning] = {
+COACH: Mapping[str, str | KeyMeaning] = {
     # -- the schedule
     **{key: _schedule_key(key) for key in _SCHEDULE},
     **{f"schedule_params.{key}": _schedule_key(key) for key in _SCHEDULE},
     # -- algorithms
-    "agent_params.algorithm.discount": _is("gamma"),
-    "agent_params.algorithm.gae_lambda": _is("lambda"),
-    "agent_params.algorithm.clip_likelihood_ratio_using_epsilon": _is("clip_param"),
-    "agent_params.algorithm.beta_entropy": _is("entropy_coeff"),
-    "agent_params.algorithm.optimization_epochs": _is("num_epochs"),
-    "agent_params.algorithm.initial_kl_coefficient": _is("kl_coeff"),
-    "agent_params.algorithm.target_kl_divergence": _is("kl_target"),
+    "agent_params.algorithm.discount": "gamma",
+    "agent_params.algorithm.gae_lambda": "lambda",
+    "agent_params.algorithm.clip_likelihood_ratio_using_epsilon": "clip_param",
+    "agent_params.algorithm.beta_entropy": "entropy_coeff",
+    "agent_params.algorithm.optimization_epochs": "num_epochs",
+    "agent_params.algorithm.initial_kl_coefficient": "kl_coeff",
+    "agent_params.algorithm.target_kl_divergence": "kl_target",
     "agent_params.algorithm.num_consecutive_playing_steps": _number_of_steps("train_batch_size", "rollout_fragment_length"),
     "agent_params.algorithm.num_steps_between_copying_online_weights_to_target": _number_of_steps(
         "target_network_update_freq", "target_network_update_freq"
     ),
-    "agent_params.algorithm.rate_for_copying_weights_to_target": _is("tau"),
-    "agent_params.algorithm.n_step": _is("n_step"),
-    "agent_params.algorithm.distributed_coach_synchronization_type": _synchronization,
+    "agent_params.algorithm.rate_for_copying_weights_to_target": "tau",
+    "agent_params.algorithm.n_step": "n_step",
+    "agent_params.algorithm.distributed_coach_synchronization_type": _choice(
+        "is DistributedCoachSynchronizationType.SYNC or .ASYNC",
+        ("sync", {"sampling": "sync"}),
+        ("async", {"sampling": "async"}),
+    ),
     "agent_params.algorithm.estimate_state_value_using_gae": _only(True, why="is always on: lambda: 1 gives the plain return"),
-    "agent_params.algorithm.normalization_stats": _unsupported("is config.observation_filter: MeanStdFilter here"),
+    "agent_params.algorithm.normalization_stats": _only(why="is config.observation_filter: MeanStdFilter here"),
     "agent_params.algorithm.heatup_using_network_decisions": _only(
         True, why="is always on: the initial policy plays the warm-up"
     ),
     "agent_params.algorithm.clipping_decay_schedule": _only(1.0, 1, why="is not supported: clip_param is a number"),
     # -- networks
-    f"{_MAIN}.learning_rate": _is("lr"),
-    f"{_MAIN}.batch_size": _by_run("minibatch_size", "train_batch_size"),
-    f"{_MAIN}.clip_gradients": _is("grad_clip"),
-    f"{_MAIN}.optimizer_epsilon": _is("adam_epsilon"),
-    f"{_MAIN}.optimizer_type": _optimizer,
-    f"{_MAIN}.replace_mse_with_huber_loss": _huber,
+    f"{_MAIN}.learning_rate": "lr",
+    f"{_MAIN}.batch_size": lambda value, run: {"train_batch_size" if run == "DQN" else "minibatch_size": value},
+    f"{_MAIN}.clip_gradients": "grad_clip",
+    f"{_MAIN}.optimizer_epsilon": "adam_epsilon",
+    f"{_MAIN}.optimizer_type": _only("Adam", "adam", "ADAM", why="is Adam here: lr, adam_epsilon"),
+    f"{_MAIN}.replace_mse_with_huber_loss": _choice(
+        "is true or false", (True, {"td_error_loss_fn": "huber"}), (False, {"td_error_loss_fn": "mse"})
+    ),
     f"{_MAIN}.l2_regularization": _only(0, 0.0, why="is not supported"),
     f"{_MAIN}.force_cpu": _on_cpu,
-    f"{_MAIN}.middleware_parameters.activation_function": _is("model.fcnet_activation"),
-    f"{_MAIN}.input_embedders_parameters.observation.activation_function": _is("model.fcnet_activation"),
-    f"{_MAIN}.middleware_parameters.scheme": _unsupported(_LAYERS),
-    f"{_MAIN}.input_embedders_parameters.observation.scheme": _unsupported(_LAYERS),
+    f"{_MAIN}.middleware_parameters.activation_function": "model.fcnet_activation",
+    f"{_MAIN}.input_embedders_parameters.observation.activation_function": "model.fcnet_activation",
+    f"{_MAIN}.middleware_parameters.scheme": _only(why=_LAYERS),
+    f"{_MAIN}.input_embedders_parameters.observation.scheme": _only(why=_LAYERS),
     f"{_MAIN}.adam_optimizer_beta1": _only(0.9, why="is 0.9 here"),
     f"{_MAIN}.adam_optimizer_beta2": _only(0.999, why="is 0.999 here"),
     # -- replay and exploration
-    "agent_params.memory.max_size": _is("replay_buffer_config.capacity"),
-    "agent_params.memory.alpha": _is("replay_buffer_config.alpha"),
-    "agent_params.memory.beta": _is("replay_buffer_config.beta"),
-    "agent_params.memory.epsilon": _is("replay_buffer_config.eps"),
-    "agent_params.exploration.epsilon_schedule": _is("epsilon"),
+    "agent_params.memory.max_size": "replay_buffer_config.capacity",
+    "agent_params.memory.alpha": "replay_buffer_config.alpha",
+    "agent_params.memory.beta": "replay_buffer_config.beta",
+    "agent_params.memory.epsilon": "replay_buffer_config.eps",
+    "agent_params.exploration.epsilon_schedule": "epsilon",
     "agent_params.exploration.evaluation_epsilon": _only(0, 0.0, why="is 0 here; or config.evaluation_config.explore: true"),
     # -- environments
-    "env_params.level": _is("env"),
-    "env_params.seed": _is("seed"),
-    "env_params.frame_skip": _is("preprocess.frame_skip"),
-    "env_params.random_initialization_steps": _is("preprocess.noop_max"),
-    "env_params.additional_simulator_parameters": _is("env_config"),
-    "env_params.custom_reward_threshold": _is("stop.episode_return_mean"),
-    "env_params.target_success_rate": _unsupported("is a return here: stop.episode_return_mean, or -asc"),
+    "env_params.level": "env",
+    "env_params.seed": "seed",
+    "env_params.frame_skip": "preprocess.frame_skip",
+    "env_params.random_initialization_steps": "preprocess.noop_max",
+    "env_params.additional_simulator_parameters": "env_config",
+    "env_params.custom_reward_threshold": "stop.episode_return_mean",
+    "env_params.target_success_rate": _only(why="is a return here: stop.episode_return_mean, or -asc"),
     # -- the rest
-    "task_parameters.seed": _is("seed"),
+    "task_parameters.seed": "seed",
     "task_parameters.use_cpu": _on_cpu,
-    "task_parameters.checkpoint_save_secs": _is("checkpoint_time_s"),
-    "task_parameters.checkpoint_restore_path": _unsupported("is the option -crd here"),
+    "task_parameters.checkpoint_save_secs": "checkpoint_time_s",
+    "task_parameters.checkpoint_restore_path": _only(why="is the option -crd here"),
     "visualization_parameters.tensorboard": lambda value, _: {},
-    "visualization_parameters.dump_csv": _is("track.csv"),
+    "visualization_parameters.dump_csv": "track.csv",
     "visualization_parameters.render": _only(False, why=_VIDEO),
     "visualization_parameters.dump_gifs": _only(False, why=_VIDEO),
     "visualization_parameters.dump_mp4": _only(False, why=_VIDEO),
     "visualization_parameters.print_summary": _only(False, why="is in config.yaml of the run"),
-    "preset_validation_params.min_reward_threshold": _is("target.return_mean"),
+    "preset_validation_params.min_reward_threshold": "target.return_mean",
     "preset_validation_params.test": lambda value, _: {},
 }
-"""Path in Coach → its translation."""
+"""Path in Coach → our key with the same value, or a function that translates the value."""
 
 _ROOTS = {path.partition(".")[0] for path in COACH}
 
@@ -282,22 +266,22 @@ def _translate(given: Assignment, run: str) -> Mapping[str, Any]:
     path = re.sub(r"^visualization(?=\.)", "visualization_parameters", given.path.removeprefix("agent_params."))
     path = path if path in COACH or path.startswith("visualization_parameters.") else given.path
     if path in COACH:
+        meaning = COACH[path]
+        if isinstance(meaning, str):
+            return {meaning: given.value}
         try:
-            return COACH[path](given.value, run)
+            return meaning(given.value, run)
         except ValueError as error:
             raise ConfigError(f"{_OPTION} {given.path} ({given.value!r}) {error}.") from error
     if given.path.partition(".")[0] in _ROOTS - set(_SCHEDULE):
         raise ConfigError(f"{_OPTION}: Coach's key {given.path!r} has no equivalent.", _nearest(given.path))
-    if not _is_key(given.path):
+    keys, first, *rest = _all_keys(), *given.path.split(".")
+    if first not in keys or (first == "config" and rest and rest[0] not in keys):  # deeper keys are checked with the experiment
         raise ConfigError(f"{_OPTION}: there is no key {given.path!r}.", _nearest(given.path))
-    if rllib_keys.parse_count(given.value) is not None and not isinstance(given.value, int):
-        raise ConfigError(f"{_OPTION} {given.path}={given.value}: it is a number.", f"Write  {given.path}={_bare(given.value)}")
+    count = coach_schedule.parse_count(given.value)
+    if count is not None and not isinstance(given.value, int):
+        raise ConfigError(f"{_OPTION} {given.path}={given.value}: it is a number.", f"Write  {given.path}={count[1]}")
     return {given.path: given.value}
-
-
-def _bare(value: Any) -> int:
-    found = rllib_keys.parse_count(value)
-    return 0 if found is None else found[1]
 
 
 def _all_keys() -> set[str]:
@@ -306,14 +290,8 @@ def _all_keys() -> set[str]:
 
     found = {name for schema in config_schemas().values() for name in key_names(schema)} - {"lambda_"}
     for section in (rllib_keys.EXPERIMENT, rllib_keys.CONFIG):
-        found |= {*rllib_keys.RENAMED[section], *rllib_keys.TRANSLATED[section], *rllib_keys.UNSUPPORTED[section]}
+        found |= {*rllib_keys.RENAMED[section], *rllib_keys.TRANSLATED[section], *unsupported_keys()[section]}
     return found | {"lambda", *key_names(ExperimentConfig)}
-
-
-def _is_key(path: str) -> bool:
-    """Whether the path begins with a key; nested keys are checked with the whole experiment."""
-    first, *rest = path.split(".")
-    return first in _all_keys() and (first != "config" or not rest or rest[0] in _all_keys())
 
 
 def _nearest(path: str) -> str:

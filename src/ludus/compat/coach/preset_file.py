@@ -15,13 +15,11 @@ from types import ModuleType
 from typing import Any
 
 from ludus.core.plugins import did_you_mean
-from ludus.errors import ConfigError, UnknownName, UsageError
+from ludus.errors import ConfigError, LudusError, UnknownName, UsageError
 
 DEFAULT = "preset"
 _COACH = "graph_manager"
 _MODULE = "ludus_preset_file"
-
-
 _FORM = re.compile(r"(.+\.py)(:[^/:]*)?", re.DOTALL)
 
 
@@ -59,22 +57,29 @@ def _run_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise ConfigError(f"{path} is not Python: line {error.lineno}: {error.msg}.") from error
-    except ModuleNotFoundError as error:
-        if error.name and error.name.partition(".")[0] == "rl_coach":
-            raise _coach_preset_error(path) from error
-        raise ConfigError(f"{path} needs {error.name!r}, which is not installed.", f"pip install {error.name}") from error
-    except Exception as error:  # whatever a user's file may raise
-        raise ConfigError(_describe_error(path, error, "raised")) from error
+    with _report_errors(path, ""):
+        try:
+            spec.loader.exec_module(module)
+        except SyntaxError as error:
+            raise ConfigError(f"{path} is not Python: line {error.lineno}: {error.msg}.") from error
+        except ModuleNotFoundError as error:
+            if error.name and error.name.partition(".")[0] == "rl_coach":
+                raise _coach_preset_error(path) from error
+            raise ConfigError(f"{path} needs {error.name!r}, which is not installed.", f"pip install {error.name}") from error
     return module
 
 
-def _describe_error(path: Path, error: BaseException, verb: str) -> str:
-    here = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
-    return f"{path} {verb} {type(error).__name__}: {error}" + (f" (line {here[-1]})." if here else ".")
+@contextlib.contextmanager
+def _report_errors(path: Path, where: str) -> Iterator[None]:
+    """Raise ConfigError for any exception of the user's code, with its line. `where`: the function of the file."""
+    try:
+        yield
+    except LudusError:
+        raise
+    except Exception as error:  # user code may raise anything
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+        line = f" (line {lines[-1]})" if lines else ""
+        raise ConfigError(f"{path} {where}raised {type(error).__name__}: {error}{line}.") from error
 
 
 def _coach_preset_error(path: Path) -> ConfigError:
@@ -105,10 +110,8 @@ def _build_preset(module: ModuleType, path: Path, attribute: str) -> Any:
     ]
     if needed:
         raise UsageError(f"{path}:{attribute} needs {', '.join(needed)}; it is called without arguments.", "Give them defaults.")
-    try:
+    with _report_errors(path, f":{attribute}() "):
         made = found()
-    except Exception as error:  # whatever a user's function may raise
-        raise ConfigError(_describe_error(path, error, f":{attribute}() raised")) from error
     if not isinstance(made, Mapping):
         raise UsageError(
             f"{path}:{attribute}() returned {_describe_type(made)}.", "It returns a mapping {'env': …, 'config': …}."

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
+
+import yaml
 
 from ludus.core.plugins import did_you_mean
 from ludus.errors import UnknownName, UsageError
@@ -40,47 +44,31 @@ class UnsupportedPreset:
     instead: str
 
 
-def supported_names() -> list[str]:
-    """Return the names of all supported presets."""
-    return sorted(COACH_PRESETS)
-
-
 def find_preset(name: str) -> CoachPreset | UnsupportedPreset | None:
     """Look up a preset by name, ignoring case; None if Coach has no such preset."""
     known = canonical_name(name)
-    return None if known is None else COACH_PRESETS.get(known) or UNSUPPORTED_PRESETS[known]
+    return None if known is None else COACH_PRESETS.get(known) or unsupported_presets()[known]
 
 
 def canonical_name(name: str) -> str | None:
     lowered = name.lower()
-    return next((known for known in (*COACH_PRESETS, *UNSUPPORTED_PRESETS) if known.lower() == lowered), None)
-
-
-def unsupported_error(name: str, missing: UnsupportedPreset) -> UnknownName:
-    return UnknownName(f"{name} is not supported: {missing.why}.", f"Nearest is {missing.instead}.")
+    return next((known for known in (*COACH_PRESETS, *unsupported_presets()) if known.lower() == lowered), None)
 
 
 def environment_of(name: str, entry: CoachPreset, level: str | None, usual: str) -> str:
     """Return the environment of a level; other names are environments themselves. Raises UsageError."""
     if level is None:
         if entry.levels:
-            raise UsageError(f"{name} is for many environments: which?", f"-lvl {' | '.join(_some_levels(entry))}")
+            some = [*list(entry.levels)[:6], *["…"] * (len(entry.levels) > 6)]
+            raise UsageError(f"{name} is for several environments.", f"Choose one: -lvl {' | '.join(some)}")
         return usual
     if level in entry.levels:
         return entry.levels[level]
     if level in _REMOVED and entry.levels is MUJOCO:
         raise UsageError(f"-lvl {level}: Gymnasium has no {level} any more.", did_you_mean(level, entry.levels))
-    if entry.levels and not _is_environment(level):
+    if entry.levels and not any(mark in level for mark in (":", "/", "-v")):  # not an environment itself
         raise UnknownName(f"{name} has no level {level!r}.", did_you_mean(level, entry.levels))
     return level
-
-
-def _some_levels(entry: CoachPreset) -> list[str]:
-    return [*list(entry.levels)[:6], *["…"] * (len(entry.levels) > 6)]
-
-
-def _is_environment(level: str) -> bool:
-    return any(mark in level for mark in (":", "/", "-v"))
 
 
 def make_experiment(name: str, entry: CoachPreset, level: str | None, presets: Mapping[str, Experiment]) -> Experiment:
@@ -131,7 +119,7 @@ ATARI: Mapping[str, str] = {
     game: "".join(part.capitalize() for part in game.split("_")) + "NoFrameskip-v4" for game in _GAMES.split()
 }
 
-# -- what can be trained ------------------------------------------------------------------------------------------------
+# -- supported presets ------------------------------------------------------------------------------------------------
 
 _ATARI_DQN: Mapping[str, Any] = {
     "num_envs_per_worker": 8,
@@ -201,87 +189,16 @@ COACH_PRESETS: Mapping[str, CoachPreset] = {
     "Doom_Basic_DQN": _doom(double=False, dueling=False, reaches={"return_mean": 0.7, "timesteps": 60_000}),  # one seed: 0.82
     "Doom_Basic_Dueling_DDQN": _doom(double=True, dueling=True),
 }
-"""Name in Coach → what it is here."""
-
-# -- what cannot --------------------------------------------------------------------------------------------------------
-
-_WHY: Mapping[str, str] = {
-    "A3C": "many workers that change one network without waiting for each other are not; IMPALA samples without waiting, and corrects",
-    "A3C_LSTM": "A3C is not; PPO, APPO and IMPALA have recurrent models (model.use_lstm)",
-    "ACER": "ACER is not; IMPALA learns from earlier batches again (replay_proportion), and corrects for it",
-    "BC": "it learns from recordings of people, and nothing here does",
-    "CIL": "it learns from recordings of people, and nothing here does",
-    "BatchRL": "it learns from files, and nothing here does",
-    "Bootstrapped_DQN": "networks with many heads are not; DQN explores by epsilon",
-    "C51": "values as distributions are not; DQN learns their means",
-    "QR_DQN": "values as distributions are not; DQN learns their means",
-    "Rainbow": "distributions and noisy networks are not; DQN has the other parts of it",
-    "DDPG": "learning a value of continuous actions is not; PPO is for them",
-    "SAC": "learning a value of continuous actions is not; PPO is for them",
-    "TD3": "learning a value of continuous actions is not; PPO is for them",
-    "NAF": "learning a value of continuous actions is not; PPO is for them",
-    "Wolpertinger": "learning a value of continuous actions is not; PPO is for them",
-    "DFP": "learning to predict measurements is not",
-    "HAC": "hierarchies of agents are not",
-    "HER": "goals that are chosen in hindsight are not",
-    "MMC": "mixing in whole returns is not; DQN sums the rewards of n_step steps",
-    "NEC": "a dictionary of episodes is not",
-    "NStepQ": "learning values without a replay is not; DQN sums the rewards of n_step steps",
-    "PAL": "advantage learning is not",
-    "PG": "plain policy gradients are not; PPO with num_epochs: 1 and lambda: 1 is nearly that",
-    "PPO_RND": "a bonus for what is new is not",
-    "UCB": "choosing by the spread of many heads is not; DQN explores by epsilon",
-    "Random": "an agent that never learns is not trained; ludus rollout can play at random",
-}
-_CARLA = "CARLA is no environment that is known by name; a function of yours that makes it is: env: module:function"
-_STARCRAFT = "StarCraft II is no environment that is known by name; a function of yours that makes it is: env: module:function"
-_ROBOSUITE = "robosuite is no environment that is known by name; a function of yours that makes it is: env: module:function"
-_TOY = "this toy is no environment that is known by name; a function of yours that makes it is: env: module:function"
-
-_ANY_CARTPOLE = "-p CartPole_ClippedPPO, or -p CartPole_DQN"
-_ANY_ATARI = "-p Atari_Dueling_DDQN_with_PER_OpenAI -lvl pong, or -p pong and -p breakout, which are PPO"
-_ANY_DOOM = "-p doom-basic, which is PPO, or -p Doom_Basic_DQN"
-_HEALTH = "-p doom-basic -lvl VizdoomHealthGathering-v1, which is PPO"
-_SUPREME = "-p doom-basic -lvl VizdoomHealthGatheringSupreme-v1, which is PPO"
-_ANY_MUJOCO = "-p Mujoco_ClippedPPO -lvl hopper"
-_YOURS_PPO = "ludus train module:function --run PPO"
-_YOURS_DQN = "ludus train module:function --run DQN"
+"""Name in Coach → the equivalent preset."""
 
 
-def _missing(prefix: str, instead: str, **algorithms: str) -> dict[str, UnsupportedPreset]:
-    return {f"{prefix}_{suffix}": UnsupportedPreset(_WHY[kind], instead) for suffix, kind in algorithms.items()}
-
-
-def _same(*suffixes: str) -> dict[str, str]:
-    return dict(zip(suffixes, suffixes, strict=True))
-
-
-UNSUPPORTED_PRESETS: Mapping[str, UnsupportedPreset] = {
-    **_missing("CartPole", _ANY_CARTPOLE, **_same("A3C", "ACER", "DFP", "NEC", "NStepQ", "PAL", "PG"),
-               DQN_BatchRL="BatchRL", DDQN_BatchRL="BatchRL", DDQN_BCQ_BatchRL="BatchRL"),
-    **_missing("Acrobot", "-p acrobot, which is PPO", DQN_BatchRL_BCQ="BatchRL", DDQN_BCQ_BatchRL="BatchRL"),
-    **_missing("Atari", _ANY_ATARI, **_same("A3C", "A3C_LSTM", "ACER", "Bootstrapped_DQN", "C51", "NEC", "NStepQ"),
-               **_same("PPO_RND", "QR_DQN", "Rainbow"), UCB_with_Q_Ensembles="UCB"),
-    **_missing("MontezumaRevenge", "-p Atari_Dueling_DDQN_with_PER_OpenAI -lvl montezuma_revenge", BC="BC"),
-    **_missing("Doom_Basic", _ANY_DOOM, **_same("A3C", "ACER", "BC", "DFP")),
-    **_missing("Doom_Battle", "-p doom-basic -lvl VizdoomDeathmatch-v1, which is PPO", DFP="DFP"),
-    **_missing("Doom_Health", _HEALTH, **_same("DFP", "MMC")),
-    **_missing("Doom_Health_Supreme", _SUPREME, DFP="DFP"),
-    **_missing("Mujoco", _ANY_MUJOCO, **_same("A3C", "A3C_LSTM", "DDPG", "NAF", "SAC", "TD3", "Wolpertinger")),
-    **_missing("InvertedPendulum", "-p Mujoco_ClippedPPO -lvl inverted_pendulum", PG="PG"),
-    **_missing("Pendulum", "ludus train Pendulum-v1 --run PPO", HAC="HAC"),
-    **_missing("Fetch", _YOURS_PPO, DDPG_HER_baselines="HER"),
-    **_missing("ControlSuite", "-p Mujoco_ClippedPPO -lvl walker2d", DDPG="DDPG"),
-    **_missing("BitFlip", _YOURS_DQN, DQN_HER="HER"),
-    **_missing("ExplorationChain", _YOURS_DQN, Bootstrapped_DQN="Bootstrapped_DQN", UCB_Q_ensembles="UCB"),
-    **_missing("RoboSuite", _YOURS_PPO, CubeExp_Random="Random", CubeExp_TD3_Goal_Based="TD3", CubeExp_TD3_Intrinsic_Reward="TD3"),
-    **_missing("CARLA", _YOURS_PPO, CIL="CIL", DDPG="DDPG", **{"3_Cameras_DDPG": "DDPG"}),
-    **_missing("Starcraft_CollectMinerals", _YOURS_PPO, A3C="A3C"),
-    "BitFlip_DQN": UnsupportedPreset(_TOY, _YOURS_DQN),
-    "ExplorationChain_Dueling_DDQN": UnsupportedPreset(_TOY, _YOURS_DQN),
-    "ShortCorridor_PG": UnsupportedPreset(_TOY, _YOURS_PPO),
-    "CARLA_Dueling_DDQN": UnsupportedPreset(_CARLA, _YOURS_DQN),
-    "RoboSuite_Lift_ClippedPPO": UnsupportedPreset(_ROBOSUITE, _YOURS_PPO),
-    "Starcraft_CollectMinerals_Dueling_DDQN": UnsupportedPreset(_STARCRAFT, _YOURS_DQN),
-}  # fmt: skip
-"""Name in Coach → why not."""
+@functools.cache
+def unsupported_presets() -> Mapping[str, UnsupportedPreset]:
+    """Name in Coach → why there is no equivalent."""
+    text = resources.files(__package__).joinpath("unsupported_presets.yaml").read_text(encoding="utf-8")
+    return {
+        name: UnsupportedPreset(why, instead)
+        for why, alternatives in yaml.safe_load(text).items()
+        for instead, names in alternatives.items()
+        for name in names
+    }

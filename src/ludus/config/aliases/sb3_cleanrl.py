@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from ludus.config.aliases.rllib_values import Section, ValueTranslator, is_number, reject_end_of_training
+from ludus.config.aliases.unsupported_keys import keys_of_other_libraries
 
 RENAMED: Mapping[str, str] = {
     "learning_rate": "lr",
@@ -51,26 +54,19 @@ _WORKERS = ("num_workers", "num_env_runners", "num_rollout_workers")
 _ENVS = ("num_envs_per_worker", "num_envs", "n_envs", "num_envs_per_env_runner")
 _STEPS = ("rollout_fragment_length", "num_steps", "n_steps")
 
-Section = Mapping[str, Any]
-Translation = Callable[[Any, Section], Mapping[str, Any]]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
 
 def _number(section: Section, names: tuple[str, ...]) -> Any:
-    """Return the number that a section has under one of these names, or None."""
-    return next((section[name] for name in names if _is_number(section.get(name))), None)
+    """The number that a section has under one of these names, or None."""
+    return next((section[name] for name in names if is_number(section.get(name))), None)
 
 
 # -- schedules and weights ------------------------------------------------------------------------------------------------
 
 
-def _schedule(key: str) -> Translation:
+def _schedule(key: str) -> ValueTranslator:
     """Reject SB3's functions of the remaining progress and RL Zoo's `lin_3e-4`, and suggest a list of points."""
 
-    def translate(value: Any, _: Section) -> Mapping[str, Any]:
+    def translate(value: Any, _: Section) -> Section:
         if callable(value):
             raise ValueError(f"is a function; a schedule here is a list of points: {key}: [[0, 3e-4], [1000000, 0]]")
         if isinstance(value, str) and value.startswith("lin_"):
@@ -80,19 +76,19 @@ def _schedule(key: str) -> Translation:
     return translate
 
 
-def _clip_param(value: Any, _: Section) -> Mapping[str, Any]:
+def _clip_param(value: Any, _: Section) -> Section:
     if callable(value) or (isinstance(value, str) and value.startswith("lin_")):
         raise ValueError("is a schedule, and clip_param is one number here. Write clip_param: 0.2")
     return {"clip_param": value}
 
 
-def _value_weight(value: Any, section: Section) -> Mapping[str, Any]:
+def _value_weight(value: Any, section: Section) -> Section:
     """CleanRL weighs half of the squared error, SB3 and Ludus all of it. Both name it vf_coef; other keys tell which."""
     cleanrl = "vf_coef" in section and "vf_loss_coeff" not in section and _CLEANRL_ONLY & section.keys()
-    return {"vf_loss_coeff": value / 2 if cleanrl and _is_number(value) else value}
+    return {"vf_loss_coeff": value / 2 if cleanrl and is_number(value) else value}
 
 
-def _anneal_lr(value: Any, section: Section) -> Mapping[str, Any]:
+def _anneal_lr(value: Any, section: Section) -> Section:
     if value is False:
         return {}
     rate = _number(section, ("learning_rate", "lr"))
@@ -104,7 +100,7 @@ def _anneal_lr(value: Any, section: Section) -> Mapping[str, Any]:
 # -- sizes of batches -----------------------------------------------------------------------------------------------------
 
 
-def _num_minibatches(value: Any, section: Section) -> Mapping[str, Any]:
+def _num_minibatches(value: Any, section: Section) -> Section:
     """Compute minibatch_size from the number of minibatches, if the batch size is known."""
     envs, steps = _number(section, _ENVS), _number(section, _STEPS)
     workers = max(1, _number(section, _WORKERS) or 0)
@@ -119,11 +115,11 @@ def _num_minibatches(value: Any, section: Section) -> Mapping[str, Any]:
     return {"minibatch_size": max(1, int(batch) // value)}
 
 
-def _training_intensity(value: Any, section: Section) -> Mapping[str, Any]:
+def _training_intensity(value: Any, section: Section) -> Section:
     """Compute samples learned from per sampled step from SB3's train_freq and gradient_steps."""
     batch = _number(section, ("batch_size", "train_batch_size")) or 32
     updates, envs = section.get("gradient_steps", 1), _number(section, _ENVS) or 1
-    if not _is_number(value) or value <= 0 or not _is_number(updates) or updates <= 0:
+    if not is_number(value) or value <= 0 or not is_number(updates) or updates <= 0:
         raise ValueError(
             "is training_intensity here: samples learned from for every step sampled = batch_size × gradient_steps / "
             "(train_freq × environments)"
@@ -131,7 +127,7 @@ def _training_intensity(value: Any, section: Section) -> Mapping[str, Any]:
     return {"training_intensity": batch * updates / (value * envs)}
 
 
-def _gradient_steps(value: Any, section: Section) -> Mapping[str, Any]:
+def _gradient_steps(value: Any, section: Section) -> Section:
     if not {"train_freq", "train_frequency"} & section.keys():
         raise ValueError("is training_intensity here: samples learned from for every step sampled. Give train_freq too, or that")
     return _training_intensity(section.get("train_freq", section.get("train_frequency")), section)
@@ -140,7 +136,7 @@ def _gradient_steps(value: Any, section: Section) -> Mapping[str, Any]:
 # -- networks -------------------------------------------------------------------------------------------------------------
 
 
-def _policy_kwargs(value: Any, section: Section) -> Mapping[str, Any]:
+def _policy_kwargs(value: Any, section: Section) -> Section:
     """Translate SB3's policy keywords that the built-in networks support."""
     if value is None:
         return {}
@@ -154,7 +150,7 @@ def _policy_kwargs(value: Any, section: Section) -> Mapping[str, Any]:
     return out
 
 
-def _net_arch(value: Any, _: Section) -> Mapping[str, Any]:
+def _net_arch(value: Any, _: Section) -> Section:
     if isinstance(value, Mapping):
         layers = [value[part] for part in ("pi", "vf", "qf") if part in value]
         if not layers or any(each != layers[0] for each in layers) or set(value) - {"pi", "vf", "qf"}:
@@ -165,12 +161,12 @@ def _net_arch(value: Any, _: Section) -> Mapping[str, Any]:
     return {"model.fcnet_hiddens": value}
 
 
-def _activation_fn(value: Any, _: Section) -> Mapping[str, Any]:
+def _activation_fn(value: Any, _: Section) -> Section:
     name = value.__name__ if isinstance(value, type) else str(value)
     return {"model.fcnet_activation": name.rpartition(".")[2].lower()}
 
 
-def _orthogonal(value: Any, _: Section) -> Mapping[str, Any]:
+def _orthogonal(value: Any, _: Section) -> Section:
     if value is not True:
         raise ValueError(
             "has ortho_init: false; initial weights here are always orthogonal. Leave it out, or write a custom_model"
@@ -178,19 +174,19 @@ def _orthogonal(value: Any, _: Section) -> Mapping[str, Any]:
     return {}
 
 
-def _optimizer_kwargs(value: Any, _: Section) -> Mapping[str, Any]:
+def _optimizer_kwargs(value: Any, _: Section) -> Section:
     if not isinstance(value, Mapping) or set(value) - {"eps"}:
         raise ValueError("has optimizer_kwargs other than eps; the optimizer is Adam with lr and adam_epsilon")
     return {"adam_epsilon": value["eps"]} if value else {}
 
 
-def _one_layer(value: Any, _: Section) -> Mapping[str, Any]:
+def _one_layer(value: Any, _: Section) -> Section:
     if value != 1:
         raise ValueError("has several recurrent layers; here there is one (model.cell_size)")
     return {}
 
 
-_POLICY_KWARGS: Mapping[str, Translation] = {
+_POLICY_KWARGS: Mapping[str, ValueTranslator] = {
     "net_arch": _net_arch,
     "activation_fn": _activation_fn,
     "ortho_init": _orthogonal,
@@ -201,7 +197,7 @@ _POLICY_KWARGS: Mapping[str, Translation] = {
 }
 
 
-def _network_settings(value: Any, _: Section) -> Mapping[str, Any]:
+def _network_settings(value: Any, _: Section) -> Section:
     """Translate ML-Agents' hidden_units and num_layers."""
     if not isinstance(value, Mapping) or set(value) - {"hidden_units", "num_layers", "normalize", "vis_encode_type"}:
         raise ValueError("is the section `model` here: fcnet_hiddens, conv, core, cell_size")
@@ -220,22 +216,18 @@ def _network_settings(value: Any, _: Section) -> Mapping[str, Any]:
     return out
 
 
-def _normalize(value: Any, _: Section) -> Mapping[str, Any]:
+def _normalize(value: Any, _: Section) -> Section:
     """Translate RL Zoo's VecNormalize."""
     if isinstance(value, bool):
         return {"observation_filter": "MeanStdFilter", "normalize_reward": True} if value else {}
     raise ValueError("is observation_filter: MeanStdFilter (observations) and normalize_reward: true (rewards) here")
 
 
-def _total(value: Any, _: Section) -> Mapping[str, Any]:
-    raise ValueError("defines the end of the training: it belongs next to config, or is written  stop: {timesteps: …}")
-
-
-def _stop(value: Any, _: Section) -> Mapping[str, Any]:
+def _stop(value: Any, _: Section) -> Section:
     return {"stop.timesteps": int(value) if isinstance(value, float) and value.is_integer() else value}
 
 
-TRANSLATED: Mapping[str, Translation] = {
+TRANSLATED: Mapping[str, ValueTranslator] = {
     "lr": _schedule("lr"),
     "clip_param": _clip_param,
     "vf_loss_coeff": _value_weight,
@@ -248,77 +240,14 @@ TRANSLATED: Mapping[str, Translation] = {
     "network_settings": _network_settings,
     "normalize": _normalize,
     "frame_stack": lambda value, _: {"preprocess.stack": value},
-    **dict.fromkeys(TOTALS, _total),
+    **dict.fromkeys(TOTALS, reject_end_of_training),
 }
 """Key of `config:` → function that translates its value."""
 
-TRANSLATED_TOP: Mapping[str, Translation] = dict.fromkeys(TOTALS, _stop)
-
-_PRINTS = "chooses what is printed; here it is progress=False in Python, --quiet and -v on the command line. Leave it out."
-_BUFFER = "chooses a class of SB3's buffers; here replay_buffer_config defines size and sampling. Leave it out."
-_STATE_NOISE = "belongs to state-dependent exploration (gSDE), which is not supported. Leave it out; see model.log_std_init."
-_VALUE_CLIP = (
-    "clips the change of a value in one update, which is not supported; vf_clip_param bounds the squared error. Leave it out."
-)
-
-UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "policy": (
-        "names a class of SB3's policies; the network here follows from the spaces. For recurrence set model.use_lstm.",
-        ("MlpPolicy", "CnnPolicy", "MultiInputPolicy"),
-    ),
-    "target_kl": ("ends epochs early, as stop_kl does here: CleanRL's target_kl, or 1.5 times SB3's.", (None,)),
-    "clip_range_vf": (_VALUE_CLIP, (None,)),
-    "clip_vloss": (_VALUE_CLIP, (False,)),
-    "use_sde": (_STATE_NOISE, (False,)),
-    "sde_sample_freq": (_STATE_NOISE, (-1,)),
-    "use_rms_prop": ("belongs to SB3's A2C; the optimizer here is Adam (lr, adam_epsilon). Leave it out.", (False,)),
-    "rms_prop_eps": ("belongs to SB3's A2C; the optimizer here is Adam (lr, adam_epsilon). Leave it out.", ()),
-    "rollout_buffer_class": (_BUFFER, (None,)),
-    "rollout_buffer_kwargs": (_BUFFER, (None,)),
-    "replay_buffer_class": (_BUFFER, (None,)),
-    "replay_buffer_kwargs": (_BUFFER, (None,)),
-    "optimize_memory_usage": ("is always so: the replay buffer stores each observation once. Leave it out.", (True, False)),
-    "device": ("is learner_device here (where it learns) and inference_device (where workers choose actions).", ("auto", "cpu")),
-    "cuda": ("is num_gpus: 1 here (or learner_device: cuda).", (False,)),
-    "torch_deterministic": ("is always so: the same seed gives the same run. Leave it out.", (True,)),
-    "verbose": (_PRINTS, (0, 1, 2)),
-    "progress_bar": (_PRINTS, (True, False)),
-    "log_interval": ("sets the logging interval; every update is logged, unless min_time_s_per_iteration is set.", ()),
-    "tensorboard_log": ("names a directory; TensorBoard events are always written into the run's (--local-dir).", (None,)),
-    "tb_log_name": ("names a run for TensorBoard; here it is name=… in Python, --experiment-name otherwise.", ()),
-    "reset_num_timesteps": ("is ludus.resume(RUN) (counts on) or restore=RUN (counts from 0) here.", (True,)),
-    "callback": ("is callbacks=[…] of ludus.train, a list of ludus.Callback.", (None,)),
-    "eval_freq": ("is evaluation_interval here, with evaluation_interval_unit: timesteps (SB3 counts calls: × n_envs).", ()),
-    "eval_env": ("is env_config in the section evaluation_config: evaluations use separate environments.", (None,)),
-    "vec_env_cls": ("chooses how environments are stepped; num_workers does that in other processes. Leave it out.", (None,)),
-    "vec_env_kwargs": ("belongs to SB3's vector environments; see num_envs and num_workers. Leave it out.", (None,)),
-    "monitor_dir": ("names a directory; episodes are counted in metrics.jsonl of the run. Leave it out.", (None,)),
-    "wrapper_class": ("is wrappers here: a list of module:Wrapper.", (None,)),
-    "env_wrapper": ("is wrappers here: a list of module:Wrapper.", (None,)),
-    "start_e": ("is written  epsilon: [[0, START_E], [EXPLORATION_FRACTION × TOTAL_TIMESTEPS, END_E]].", ()),
-    "end_e": ("is written  epsilon: [[0, START_E], [EXPLORATION_FRACTION × TOTAL_TIMESTEPS, END_E]].", ()),
-    "capture_video": ("is evaluation_video here: the number of episodes of each evaluation that are recorded.", (False,)),
-    "save_model": ("is always so: a run ends with a checkpoint. Leave it out.", (True,)),
-    "upload_model": ("uploads to the Hugging Face hub, which is not supported. Leave it out.", (False,)),
-    "hf_entity": ("belongs to the Hugging Face hub, which is not supported. Leave it out.", ("", None)),
-    "wandb_project_name": ("is written  track: {wandb: {project: …}}  next to config.", ()),
-    "wandb_entity": ("is written  track: {wandb: {entity: …}}  next to config.", (None,)),
-    "num_iterations": ("follows from timesteps and the batch; to stop by updates: stop: {iterations: …}.", ()),
-    "beta": ("is entropy_coeff here (ML-Agents), or replay_buffer_config.beta (prioritised replay of DQN).", ()),
-    "time_horizon": ("is rollout_fragment_length here; ML-Agents ends such a segment at the end of an episode, too.", ()),
-    "summary_freq": ("is min_time_s_per_iteration here, in seconds between reports.", ()),
-    "keep_checkpoints": ("is keep_checkpoints_num, next to config.", ()),
-    "checkpoint_interval": ("is checkpoint_freq (updates) or checkpoint_time_s (seconds), next to config.", ()),
-    "learning_rate_schedule": ("is written  lr: [[0, 3e-4], [MAX_STEPS, 0]]  for linear.", ("constant",)),
-    "reward_signals": ("are gamma and the environment's own reward here; others go into a wrapper (wrappers).", ()),
-    "hyperparameters": ("is a section of ML-Agents; its keys belong directly into config here.", ()),
-}
-"""Key of `config:` → (why it is not supported and what to use, values that match our behaviour)."""
+TRANSLATED_TOP: Mapping[str, ValueTranslator] = dict.fromkeys(TOTALS, _stop)
 
 
 def library_of(key: str) -> str:
     """Return the names of the libraries with such a key, for messages."""
-    return "RLlib" if key not in _ALL else "Stable-Baselines3, CleanRL or ML-Agents"
-
-
-_ALL = {*RENAMED, *DEPENDING, *TRANSLATED, *UNSUPPORTED}
+    ours = any(key in table for table in (RENAMED, DEPENDING, TRANSLATED, keys_of_other_libraries()))
+    return "Stable-Baselines3, CleanRL or ML-Agents" if ours else "RLlib"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ludus.buffers.bounded_queue import BoundedQueue
-from ludus.distributed.hub.rpc import MAX_BODY, Header, Operation, Peer, SendReply, split
+from ludus.distributed.frames import MAX_BODY, Header
+from ludus.distributed.hub.rpc import Operation, Peer, SendReply, split
 from ludus.distributed.hub.shared_queues import ProducerRings, SharedItem, release_all
 from ludus.errors import UsageError
 from ludus.models.weights.model_registry import check_name

@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from ludus.distributed.frames import Header
 from ludus.distributed.hub.ray_discovery import HubAddress, RayDiscoveryProcess, card_address
-from ludus.distributed.hub.rpc import Header, RpcConnection
+from ludus.distributed.hub.rpc import RpcConnection
 from ludus.distributed.hub.server import REPORT_S, Hub, HubLocation, ListenAddress, find_local_hub, find_or_start
 from ludus.distributed.hub.weight_cache import NodeCacheDir
 from ludus.errors import UsageError, WorkerFailed
@@ -37,18 +38,14 @@ _REPLY_TIMEOUT_S = 10.0
 _RETRY_S = 0.2
 
 
-def _do_nothing() -> None:
-    pass
-
-
 @dataclass
 class JoinedRun:
     """Result of joining a run. `close` releases what joining acquired, after everything else is closed."""
 
     location: HubLocation
     hub: Hub | None
-    close: Callable[[], None] = _do_nothing
-    release_after_fork: Callable[[], None] = _do_nothing
+    close: Callable[[], None] = lambda: None
+    release_after_fork: Callable[[], None] = lambda: None
     """For a fork of this process."""
 
 
@@ -84,32 +81,24 @@ def _join_at(directory: Path, address: str, report_s: float) -> JoinedRun:
                     f"The hub of {directory.name} could not be reached at {address} within {JOIN_S:g} s.", error.message
                 ) from error
         if is_local:
-            with contextlib.suppress(_PortTaken):
-                return _open_hub_at(directory, listen, report_s)
+            try:
+                location, hub = find_or_start(directory, report_s, listen)
+            except UsageError:
+                if not (port and _is_listening(host, port)):  # else another process has taken the port since
+                    raise
+            else:
+                return JoinedRun(_check_has_address(location), hub)
         time.sleep(_RETRY_S)
 
 
-class _PortTaken(Exception):
-    """Another process has begun to listen on the port."""
-
-
-def _open_hub_at(directory: Path, listen: ListenAddress, report_s: float) -> JoinedRun:
-    try:
-        location, hub = find_or_start(directory, report_s, listen)
-    except UsageError:
-        if listen.port and _is_listening(listen.host, listen.port):
-            raise _PortTaken from None
-        raise
-    if hub is None and not location.host:
-        raise _no_address_error(directory)
-    return JoinedRun(location, hub)
-
-
-def _no_address_error(directory: Path) -> UsageError:
-    return UsageError(
-        f"The run {directory} is open on this machine, in a process that was started without an address.",
-        "Restart that process with the same address.",
-    )
+def _check_has_address(location: HubLocation) -> HubLocation:
+    """Raises UsageError for a hub that other machines cannot reach."""
+    if not location.host:
+        raise UsageError(
+            f"The run {location.directory} is open on this machine, in a process that was started without an address.",
+            "Restart that process with the same address.",
+        )
+    return location
 
 
 def _check_token_file(token_file: str, deadline: float) -> str:
@@ -148,93 +137,60 @@ def _is_listening(host: str, port: int) -> bool:
 def _join_in_cluster(directory: Path, address: str, report_s: float) -> JoinedRun:
     deadline = time.monotonic() + 2 * JOIN_S  # Ray has to start a worker for the actor
     log.info("looking for the run %s in the Ray cluster at %s", directory, address)
-    discovery = RayDiscoveryProcess(directory, address)
-    try:
+    with contextlib.ExitStack() as undo:
+        discovery = RayDiscoveryProcess(directory, address)
+        undo.callback(discovery.close)
         while True:
             found = discovery.find_or_claim(max(1.0, deadline - time.monotonic()))
             if isinstance(found, str):
-                return _open_hub_in_cluster(discovery, directory, found, report_s)
+                location, hub = find_or_start(directory, report_s, ListenAddress(found))
+                if hub is None:
+                    return JoinedRun(_check_has_address(location), None)
+                undo.callback(hub.close)
+                discovery.publish(HubAddress(hub.address, read_token(location.token_file).decode()))
+                log.info("the hub of %s listens at %s for other nodes", directory, hub.address)
+                undo.pop_all()
+                return JoinedRun(location, hub, discovery.close, discovery.release_after_fork)
             try:
-                joined = _join_remote_with_token(directory, found)
+                return _join_remote(directory, found.address, token=found.token)
             except WorkerFailed:  # the hub is ending, or cannot be reached
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(_RETRY_S)
-            else:
-                discovery.close()
-                return joined
-    except BaseException:
-        discovery.close()
-        raise
-
-
-def _open_hub_in_cluster(discovery: RayDiscoveryProcess, directory: Path, host: str, report_s: float) -> JoinedRun:
-    location, hub = find_or_start(directory, report_s, ListenAddress(host))
-    if hub is None:
-        discovery.close()
-        if not location.host:
-            raise _no_address_error(directory)
-        return JoinedRun(location, None)
-    try:
-        discovery.publish(HubAddress(hub.address, read_token(location.token_file).decode()))
-    except BaseException:
-        hub.close()
-        raise
-    log.info("the hub of %s listens at %s for other nodes", directory, hub.address)
-    return JoinedRun(location, hub, discovery.close, discovery.release_after_fork)
-
-
-def _join_remote_with_token(directory: Path, address_and_token: HubAddress) -> JoinedRun:
-    """Join with a token that came in a message: it is stored in a private file for the processes started here."""
-    scratch = TempDir(short_temp_dir())
-    try:
-        write_token(scratch.path / "token", address_and_token.token.encode())
-        joined = _join_remote(directory, address_and_token.address, str(scratch.path / "token"))
-    except BaseException:
-        scratch.close()
-        raise
-    inner = joined.close
-
-    def close() -> None:
-        inner()
-        scratch.close()
-
-    return JoinedRun(joined.location, None, close, joined.release_after_fork)
+            time.sleep(_RETRY_S)
 
 
 # -- on another machine than the hub ------------------------------------------------------------------------------------
 
 
-def _join_remote(directory: Path, address: str, token_file: str) -> JoinedRun:
-    """Raises WorkerFailed when nothing listens there, UsageError for another run or another token."""
-    read_token(token_file)
-    with ThreadPoolExecutor(1) as executor:  # the caller may be running an event loop
-        hello, local_host = executor.submit(asyncio.run, _request_hello(address, token_file)).result(2 * _REPLY_TIMEOUT_S)
-    there = Path(str(hello["place"]["directory"]))
-    if there.name != directory.name:
-        raise UsageError(f"The hub at {address} has the run {there.name!r}, not {directory.name!r}.", "Set trial=….")
-    scratch = TempDir(short_temp_dir())
-    try:
+def _join_remote(directory: Path, address: str, token_file: str = "", token: str = "") -> JoinedRun:
+    """`token`: one without a file; it is stored in a private file for the processes started here.
+
+    Raises WorkerFailed when nothing listens there, UsageError for another run or another token.
+    """
+    with contextlib.ExitStack() as undo:
+        scratch = TempDir(short_temp_dir())
+        undo.callback(scratch.close)
+        if token:
+            token_file = str(scratch.path / "token")
+            write_token(Path(token_file), token.encode())
+        with ThreadPoolExecutor(1) as executor:  # the caller may be running an event loop
+            hello, local_host = executor.submit(asyncio.run, _request_hello(address, token_file)).result(2 * _REPLY_TIMEOUT_S)
+        there = Path(str(hello["place"]["directory"]))
+        if there.name != directory.name:
+            raise UsageError(f"The hub at {address} has the run {there.name!r}, not {directory.name!r}.", "Set trial=….")
         cache_dir = NodeCacheDir(shared_memory_dir(), str(hello["run"]))
-    except BaseException:
-        scratch.close()
-        raise
-    location = HubLocation(
-        directory=str(directory),
-        socket=address,
-        scratch=str(scratch.path),
-        staging="",
-        node=cache_dir.node,
-        host=card_address() or local_host,
-        token_file=token_file,
-        mirror=str(cache_dir.path),
-    )
-
-    def close() -> None:
-        cache_dir.close()
-        scratch.close()
-
-    return JoinedRun(location, None, close, cache_dir.release_after_fork)
+        undo.callback(cache_dir.close)
+        location = HubLocation(
+            directory=str(directory),
+            socket=address,
+            scratch=str(scratch.path),
+            staging="",
+            node=cache_dir.node,
+            host=card_address() or local_host,
+            token_file=token_file,
+            mirror=str(cache_dir.path),
+        )
+        return JoinedRun(location, None, undo.pop_all().close, cache_dir.release_after_fork)
 
 
 async def _request_hello(address: str, token_file: str) -> tuple[Header, str]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ludus.core import trust
 from ludus.core.plugins import did_you_mean
+from ludus.distributed.frames import Header
 from ludus.distributed.hub.disk_thread import DiskThread
-from ludus.distributed.hub.rpc import Header, Operation, Peer, SendReply
-from ludus.distributed.hub.weight_cache import PART, WeightReceiver, WeightSender
+from ludus.distributed.hub.rpc import Operation, Peer, SendReply
+from ludus.distributed.hub.weight_transfer import PART, WeightReceiver, WeightSender
 from ludus.errors import UnknownName
 from ludus.models.weights.model_registry import ModelRegistry
 

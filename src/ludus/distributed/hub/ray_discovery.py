@@ -225,7 +225,7 @@ class ActorDiscovery:
     def close(self) -> None:
         ray = self._ray
         if self._actor is not None and ray.is_initialized():
-            with contextlib.suppress(Exception):  # Ray raises many types when the cluster is gone, and the actor with it
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # the cluster is gone, and the actor with it
                 ray.kill(self._actor)
         self._actor = None
         if self._cluster is not None:

@@ -1,7 +1,7 @@
-"""Messages between the processes of a run, its hub and its inference workers.
+"""Requests and replies between the processes of a run, its hub and its inference workers.
 
-Unix sockets on one machine, TCP behind an `Authenticator` between machines. A frame is two lengths, a msgpack map and raw bytes.
-Frames cannot execute code; every length is checked before it is used, and a peer that sends anything else is disconnected.
+Unix sockets on one machine, authenticated TCP connections between machines. Messages are frames (`distributed.frames`); a peer that
+sends anything else is disconnected.
 """
 
 from __future__ import annotations
@@ -12,64 +12,27 @@ import itertools
 import logging
 import os
 import socket
-import struct
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from ludus import errors
+from ludus.distributed.frames import Body, Header, encode_frame, read_frame
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.io.addresses import host_and_port, is_tcp
-from ludus.process.auth import Authenticator, abort_when_unresponsive, client_handshake, enable_keepalive, read_token
+from ludus.process.auth import Authenticator, abort_when_unresponsive, open_connection, read_token, start_server
 
 log = logging.getLogger(__name__)
 
-Header = dict[str, Any]
-Body = bytes | bytearray | memoryview
 Reply = list[tuple[Header, bytes]]
 """Frames of a reply: all but the last are marked `more`."""
 
-MAX_HEADER = 1 << 24
-MAX_BODY = 1 << 28
-"""Largest single message, and so the largest single item of a buffer: 256 MiB."""
 MAX_UNREAD = 1 << 30
 """A peer with this many unread bytes is disconnected."""
 CONNECT_S = 5.0
-_LENGTHS = struct.Struct("<II")
 _SUN_PATH = 100  # limit for paths of unix sockets (108 on Linux, 104 on macOS)
 _READ_AHEAD = 1 << 20
-
-
-def frame(header: Mapping[str, Any], *parts: Body) -> list[Body]:
-    """Pieces of a frame, not joined, so that large bodies are not copied. Raises UsageError when it is too large."""
-    size = sum(len(part) for part in parts)
-    packed: bytes = msgpack.packb(header)
-    if size > MAX_BODY or len(packed) > MAX_HEADER:
-        raise UsageError(
-            f"A message of {size + len(packed)} bytes is too large for one frame ({MAX_BODY}).", "Send smaller items."
-        )
-    return [_LENGTHS.pack(len(packed), size) + packed, *parts]
-
-
-async def read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
-    """Read the next frame. Raises Damaged for malformed data, EOFError at the end of the connection."""
-    try:
-        lengths = await reader.readexactly(_LENGTHS.size)
-        header_size, body_size = _LENGTHS.unpack(lengths)
-        if header_size > MAX_HEADER or body_size > MAX_BODY:
-            raise Damaged(f"A frame claims {header_size} + {body_size} bytes.")
-        header = msgpack.unpackb(await reader.readexactly(header_size))
-        body = await reader.readexactly(body_size) if body_size else b""
-    except (asyncio.IncompleteReadError, OSError) as error:
-        raise EOFError from error
-    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise Damaged(f"The header of a frame is malformed: {error}.") from error
-    if not isinstance(header, dict):
-        raise Damaged("The header of a frame is not a map.")
-    return header, body
 
 
 # -- errors as values --------------------------------------------------------------------------------------------------
@@ -113,7 +76,7 @@ class Peer:
         """Queue a frame; never blocks. A peer that does not read its replies is disconnected."""
         if self.is_closed:
             return
-        self._writer.writelines(frame(header, *parts))
+        self._writer.writelines(encode_frame(header, *parts))
         if self._writer.transport.get_write_buffer_size() > MAX_UNREAD:
             log.warning("disconnected a peer that does not read its replies")
             self._writer.transport.abort()
@@ -152,16 +115,9 @@ async def listen_tcp(
     """Like `listen_unix`, on a bound TCP socket, for authenticated peers."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        enable_keepalive(writer.get_extra_info("socket"))
-        watching = asyncio.get_running_loop().create_task(abort_when_unresponsive(weakref.ref(writer)))
-        try:
-            if await authenticator.authenticate(reader, writer):
-                await _serve_connection(reader, Peer(writer, is_remote=True), on_frame, on_disconnect)
-        finally:
-            watching.cancel()
-            writer.close()
+        await _serve_connection(reader, Peer(writer, is_remote=True), on_frame, on_disconnect)
 
-    return await asyncio.start_server(serve, sock=bound, limit=_READ_AHEAD)
+    return await start_server(bound, authenticator, serve, _READ_AHEAD)
 
 
 async def _serve_connection(
@@ -213,24 +169,18 @@ class RpcConnection:
 
         Raises WorkerFailed when the address cannot be reached, UsageError when the token is refused.
         """
-        writer: asyncio.StreamWriter | None = None
+        timeout_s = CONNECT_S if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(CONNECT_S if timeout_s is None else timeout_s):
-                if is_tcp(address):
-                    token = read_token(token_file)
-                    reader, writer = await asyncio.open_connection(*host_and_port(address), limit=_READ_AHEAD)
-                    enable_keepalive(writer.get_extra_info("socket"))
-                    await client_handshake(reader, writer, token, what)
-                else:
+            if is_tcp(address):
+                token, (host, port) = read_token(token_file), host_and_port(address)
+                reader, writer = await open_connection(host, port, token, what, timeout_s=timeout_s, limit=_READ_AHEAD)
+            else:
+                async with asyncio.timeout(timeout_s):
                     reader, writer = await asyncio.open_unix_connection(address, limit=_READ_AHEAD)
-        except BaseException as error:
-            if writer is not None:
-                writer.transport.abort()
-            if isinstance(error, (OSError, TimeoutError)):
-                raise WorkerFailed(
-                    f"{what} cannot be reached at {address}: {error or 'no answer'}.", "Check that it is still running."
-                ) from error
-            raise
+        except OSError as error:
+            raise WorkerFailed(
+                f"{what} cannot be reached at {address}: {error or 'no answer'}.", "Check that it is still running."
+            ) from error
         return cls(reader, writer, what)
 
     @property
@@ -246,7 +196,7 @@ class RpcConnection:
     async def send(self, header: Mapping[str, Any], *parts: Body) -> None:
         """Send a message without a reply; waits while the socket is full."""
         self._check()
-        self._writer.writelines(frame(header, *parts))
+        self._writer.writelines(encode_frame(header, *parts))
         await self.drain()
 
     async def drain(self) -> None:
@@ -261,7 +211,7 @@ class RpcConnection:
         """Send a request without waiting for room in the socket; the future is its reply."""
         self._check()
         number = next(self._ids)
-        pieces = frame({**header, "id": number}, *parts)
+        pieces = encode_frame({**header, "id": number}, *parts)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._pending[number] = future, []
         future.add_done_callback(lambda _: self._pending.pop(number, None))

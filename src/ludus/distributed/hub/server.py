@@ -21,17 +21,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from ludus.core.metrics import Numbers
+from ludus.distributed.frames import Header
 from ludus.distributed.gateway_workers import bind
 from ludus.distributed.hub.buffer_service import BufferService
 from ludus.distributed.hub.disk_thread import DiskThread
 from ludus.distributed.hub.metrics_report import MetricsReport
 from ludus.distributed.hub.model_service import ModelService
-from ludus.distributed.hub.rpc import Header, Operation, Peer, check_socket_path, error_fields, listen_tcp, listen_unix
+from ludus.distributed.hub.rpc import Operation, Peer, error_fields, listen_tcp, listen_unix
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.io.addresses import tcp_address
 from ludus.io.atomic_file import replace_json
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 RECORD, LOCK = "hub.json", ".hub.lock"
 REPORT_S = 10.0
 CLAIM_S = 15.0
+_CLOSE_S = 30.0
 
 
 # -- location and lock of the hub ---------------------------------------------------------------------------------------
@@ -95,11 +97,7 @@ def find_or_start(
     while True:
         lock = _try_lock(directory)
         if lock is not None:
-            try:
-                hub = Hub(directory, lock, report_s, listen)
-            except BaseException:
-                lock.close()
-                raise
+            hub = Hub(directory, lock, report_s, listen)
             return hub.location, hub
         record = _read_record(directory)
         if record is not None and record.get("host") not in (None, platform.node()):
@@ -169,127 +167,92 @@ def _check_reachable(record: Mapping[str, Any] | None) -> HubLocation | None:
 # -- the hub ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Component:
-    kind: str
-    name: str
-    details: dict[str, Any] = field(default_factory=dict)
-
-
 class Hub:
     """Serves until `close`. Operations run on its event loop, in its own thread; disk writes run in another thread."""
 
     def __init__(self, directory: Path, lock: IO[str], report_s: float = REPORT_S, listen: ListenAddress | None = None) -> None:
-        self.directory, self._lock, self._report_s = directory, lock, report_s
-        self._pid = os.getpid()
-        self._bound = None if listen is None else bind(listen.host, listen.port)  # first, since it is most likely to fail
-        self._scratch = TempDir(short_temp_dir())
-        self._shm = TempDir(shared_memory_dir())
-        registry = ModelRegistry(LocalStore(directory), self._shm.path)
+        """`lock`: of the run; released by `close`, and if starting fails."""
+        self.directory, self._report_s, self._lock = directory, report_s, lock
+        self._pid, self._closing = os.getpid(), False
         self.run_id = secrets.token_hex(8)
         """New with each start of the hub; names the caches on other machines."""
         self._authenticator: Authenticator | None = None
         self.address = ""
         """`tcp://host:port` for other machines; empty if it does not listen on TCP."""
-        self.location = self._locate(listen, registry.staging)
-        self._disk = DiskThread()
-        self._models = ModelService(registry, self.location.node, self._disk, _reply)
-        self._buffers = BufferService(self._shm.path / "rings", _reply)
-        self._metrics = MetricsReport(directory)
-        self._components: dict[str, _Component] = {}
-        self._closing = False
+        self._components: dict[str, Header] = {}
         self._peers: set[Peer] = set()
-        self._loop = asyncio.new_event_loop()
         self._servers: list[asyncio.Server] = []
-        self._thread = threading.Thread(target=self._run, name="ludus-hub", daemon=True)
-        self._operations: dict[str, Operation] = {
-            "hello": self._hello,
-            **self._models.operations,
-            **self._buffers.operations,
-            "metric": self._add_metrics,
-            "report": self._report_now,
-            "component": self._add_component,
-            "names": self._list_names,
-        }
-        self._start()
+        self._reporter: asyncio.Task[None] | None = None
+        with contextlib.ExitStack() as undo:  # `close` undoes the steps in reverse order; an error does not stop it
+            undo.callback(lock.close)
+            bound = None if listen is None else undo.enter_context(bind(listen.host, listen.port))  # the most likely to fail
+            scratch = undo.enter_context(contextlib.closing(TempDir(short_temp_dir())))
+            shm = undo.enter_context(contextlib.closing(TempDir(shared_memory_dir())))
+            registry = ModelRegistry(LocalStore(directory), shm.path)
+            self.location = self._locate(scratch.path, registry.staging, listen, bound)
+            self._disk = DiskThread()
+            self._models = ModelService(registry, self.location.node, self._disk, _reply)
+            self._buffers = BufferService(shm.path / "rings", _reply)
+            undo.callback(self._buffers.close)
+            self._metrics = MetricsReport(directory)
+            self._operations: dict[str, Operation] = {
+                "hello": self._hello,
+                **self._models.operations,
+                **self._buffers.operations,
+                "metric": self._add_metrics,
+                "report": self._report_now,
+                "component": self._add_component,
+                "names": self._list_names,
+            }
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="ludus-hub", daemon=True)
+            self._thread.start()
+            undo.callback(self._stop_loop)
+            undo.callback(Path(self.location.socket).unlink, missing_ok=True)
+            undo.callback((directory / RECORD).unlink, missing_ok=True)
+            undo.callback(self._run_on_loop, self._close_connections)
+            undo.callback(self._write_final_state)
+            undo.callback(self._run_on_loop, self._stop_serving)
+            asyncio.run_coroutine_threadsafe(self._open(bound), self._loop).result(CLAIM_S)
+            record = {"pid": self._pid, "host": platform.node(), "address": self.address, "place": vars(self.location)}
+            replace_json(directory / RECORD, record, mode=0o600, indent=1)
+            self._undo = undo.pop_all()
 
-    def _locate(self, listen: ListenAddress | None, staging: Path) -> HubLocation:
-        scratch = self._scratch.path
+    def _locate(self, scratch: Path, staging: Path, listen: ListenAddress | None, bound: socket.socket | None) -> HubLocation:
         location = HubLocation(str(self.directory), str(scratch / "hub"), str(scratch), str(staging), secrets.token_hex(8))
-        if listen is None or self._bound is None:
+        if listen is None or bound is None:
             return location
         token_file = listen.token_file or str(scratch / "token")
         if not listen.token_file:
             write_token(scratch / "token")
         self._authenticator = Authenticator(read_token(token_file))
-        self.address = tcp_address(listen.host, self._bound.getsockname()[1])
+        self.address = tcp_address(listen.host, bound.getsockname()[1])
         return replace(location, host=listen.host, token_file=token_file)
 
-    def _start(self) -> None:
-        self._thread.start()
-        try:
-            asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(CLAIM_S)
-            record = {"pid": self._pid, "host": platform.node(), "address": self.address, "place": vars(self.location)}
-            replace_json(self.directory / RECORD, record, mode=0o600, indent=1)
-        except BaseException:
-            self.close()
-            raise
-
-    async def _open(self) -> None:
-        path = Path(self.location.socket)
-        check_socket_path(path)
-        self._servers.append(await listen_unix(path, self._on_frame, self._on_disconnect))
-        if self._bound is not None and self._authenticator is not None:
-            self._servers.append(await listen_tcp(self._bound, self._authenticator, self._on_frame, self._on_disconnect))
+    async def _open(self, bound: socket.socket | None) -> None:
+        self._servers.append(await listen_unix(Path(self.location.socket), self._on_frame, self._on_disconnect))
+        if bound is not None and self._authenticator is not None:
+            self._servers.append(await listen_tcp(bound, self._authenticator, self._on_frame, self._on_disconnect))
         self._metrics.open()
         self._reporter = self._loop.create_task(self._report_periodically())
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     def release_after_fork(self) -> None:
         """In a fork of this process, which is not the hub."""
         self._lock.close()
 
-    def close(self, timeout_s: float = 30.0) -> None:
+    def close(self) -> None:
         """Answer waiting requests, store the newest weights and write the last report. Idempotent."""
-        if self._closing or os.getpid() != self._pid:
-            return
-        self._closing = True
-        problem: BaseException | None = None
-        steps: list[Callable[[], None]] = [
-            lambda: self._run_on_loop(self._stop_serving(), timeout_s),
-            self._write_final_state,
-            lambda: self._run_on_loop(self._close_connections(), timeout_s),
-        ]
-        for step in steps:
-            try:
-                step()
-            except Exception as error:  # any failure, such as a full disk: the remaining steps must still run; raised below
-                problem = problem or error
-        for path in (self.directory / RECORD, Path(self.location.socket)):
-            path.unlink(missing_ok=True)
-        if self._bound is not None:
-            self._bound.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout_s)
-        if not self._loop.is_running():
-            self._loop.close()
-        self._buffers.close()
-        self._scratch.close()
-        self._shm.close()
-        self._lock.close()
-        if problem is not None:
-            raise problem
+        if not self._closing and os.getpid() == self._pid:
+            self._closing = True
+            self._undo.close()
 
-    def _run_on_loop(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+    def _run_on_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        asyncio.run_coroutine_threadsafe(work(), self._loop).result(_CLOSE_S)
 
     async def _stop_serving(self) -> None:
         for server in self._servers:
             server.close()
-        if self._servers:
+        if self._reporter is not None:
             self._reporter.cancel()
         self._buffers.cancel_waiting()
 
@@ -312,6 +275,12 @@ class Hub:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        if not self._loop.is_running():
+            self._loop.close()
+
     # -- frames
 
     def _on_frame(self, peer: Peer, header: Header, body: bytes) -> None:
@@ -320,35 +289,29 @@ class Hub:
         if operation is None:
             raise Damaged(f"there is no operation {header.get('op')!r}")
         try:
-            # After close() has begun, the final state must not change.
-            reply = self._refuse_while_closing(header) if self._closing else operation(peer, header, body)
+            if self._closing:  # the final state must not change
+                if header["op"] != "buffer.take":
+                    raise WorkerFailed("The run is ending.", "Its hub was closed.")
+                reply: Header | None = {"closed": True}
+            else:
+                reply = operation(peer, header, body)
         except (LudusError, OSError) as error:
             if isinstance(error, Damaged):
                 raise
-            self._reply_error(peer, header, error)
+            if "id" in header:
+                peer.send({"id": header["id"], **error_fields(error)})
+            elif not isinstance(error, WorkerFailed):
+                log.error("%s: %s", header["op"], error)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"the operation {header['op']} is malformed: {error!r}") from error
         else:
             if reply is not None:
                 _reply((peer, header["id"]), reply)
 
-    @staticmethod
-    def _refuse_while_closing(header: Header) -> Header | None:
-        if header["op"] == "buffer.take":
-            return {"closed": True}
-        raise WorkerFailed("The run is ending.", "Its hub was closed.")
-
     def _on_disconnect(self, peer: Peer) -> None:
         self._peers.discard(peer)
         self._models.on_disconnect(peer)
         self._buffers.on_disconnect(peer)
-
-    @staticmethod
-    def _reply_error(peer: Peer, header: Header, error: Exception) -> None:
-        if "id" in header:
-            peer.send({"id": header["id"], **error_fields(error)})
-        elif not isinstance(error, WorkerFailed):
-            log.error("%s: %s", header.get("op"), error)
 
     def _hello(self, peer: Peer, header: Header, body: bytes) -> Header:
         self._models.set_node(peer, str(header.get("node", "")))
@@ -365,15 +328,15 @@ class Hub:
         return {}
 
     def _add_component(self, peer: Peer, header: Header, body: bytes) -> Header:
-        entry = _Component(str(header["kind"]), str(header["name"]), dict(header["details"]))
-        self._components[f"{entry.kind}/{entry.name}"] = entry
+        kind, name = str(header["kind"]), str(header["name"])
+        self._components[f"{kind}/{name}"] = {"kind": kind, "name": name, "details": dict(header["details"])}
         return {}
 
     def _list_names(self, peer: Peer, header: Header, body: bytes) -> Header:
         return {
             "models": self._models.registry.names(),
             "buffers": self._buffers.names(),
-            "components": [vars(component) for component in self._components.values()],
+            "components": list(self._components.values()),
         }
 
     async def _report_periodically(self) -> None:

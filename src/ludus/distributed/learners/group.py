@@ -14,40 +14,35 @@ import contextlib
 import datetime
 import logging
 import mmap
-import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from ludus.algorithms.base import Algorithm
-from ludus.algorithms.optim.gradient_allreduce import COLLECTIVE_S, SINGLE_LEARNER, SharedMemoryAllReduce
+from ludus.algorithms.optim.flat_adam import SINGLE_LEARNER
+from ludus.algorithms.optim.gradient_allreduce import COLLECTIVE_S, SharedMemoryAllReduce
 from ludus.config.schema import AlgorithmConfig
 from ludus.core import tree
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed.code_bundle import CodeBundle
-from ludus.distributed.learners.channel import (
+from ludus.distributed.frames import FrameSocket, Header
+from ludus.distributed.learners.listener import LearnerListener
+from ludus.distributed.learners.rank import (
     DONE,
     HELLO,
     JOIN,
     LEARN,
     READY,
     SPEC,
+    START_S,
     STATE,
     WELCOME,
-    Frame,
-    LearnerChannel,
-    LearnerListener,
-)
-from ludus.distributed.learners.rank import (
-    FINGERPRINT,
-    START_S,
-    BatchHeader,
     Recipe,
     Welcome,
     batch_path,
@@ -55,12 +50,13 @@ from ludus.distributed.learners.rank import (
     join_group,
     pack_state,
     serve,
-    spec_json,
 )
-from ludus.errors import StoreFull, WorkerFailed
+from ludus.errors import WorkerFailed
 from ludus.io.addresses import tcp_address
 from ludus.process.temp_dirs import TempDir, shared_memory_dir
 from ludus.process.workers.supervisor import FINAL_STATES, NEVER, Context, Process, Supervisor
+from ludus.transport.ring_buffer import create_file
+from ludus.transport.segment_codec import spec_to_plain
 from ludus.transport.shared_memory import BlockLayout
 
 log = logging.getLogger(__name__)
@@ -98,7 +94,7 @@ class BatchFile:
         self._map: mmap.mmap | None = None
         self._layout: BlockLayout | None = None
 
-    def put(self, segments: Segments) -> memoryview:
+    def write(self, segments: Segments) -> memoryview:
         """Copy the segments and return their bytes. No rank may be reading. Raises StoreFull."""
         layout = self._layout
         if layout is None or layout.spec != segments.spec or layout.rows != segments.rows:
@@ -115,15 +111,9 @@ class BatchFile:
     def _allocate(self, size: int) -> mmap.mmap:
         self.number += 1
         path = batch_path(self._directory, self.number)
-        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                raise StoreFull(
-                    f"{self._directory.parent} has no room for a batch of {size:,} bytes: {error}.",
-                    "Use a smaller train_batch_size.",
-                ) from error
-            batch_path(self._directory, self.number - 1).unlink(missing_ok=True)
+        create_file(path, size, hint="Use a smaller train_batch_size.")
+        batch_path(self._directory, self.number - 1).unlink(missing_ok=True)
+        with open(path, "r+b") as file:
             return mmap.mmap(file.fileno(), size)
 
 
@@ -138,7 +128,7 @@ class LearnerGroup:
         self.size, self._log_dir = size, log_dir
         self._algorithm, self._timeout_s = algorithm, options.timeout_s
         self._processes: dict[int, Process] = {}
-        self._channels: dict[int, LearnerChannel] = {}
+        self._channels: dict[int, FrameSocket] = {}
         self._spec: SegmentSpec | None = None
         self._updates = 0
         self._busy = self._checking = False
@@ -166,7 +156,7 @@ class LearnerGroup:
     def _start(self, supervisor: Supervisor, remote: int) -> None:
         for rank in range(1, self.size - remote):
             ours, theirs = socket.socketpair()
-            self._channels[rank] = LearnerChannel(ours, f"Learner {rank}")
+            self._channels[rank] = FrameSocket(ours, f"Learner {rank}")
             with theirs:
                 fds, kind = [theirs.fileno()], type(self._algorithm)
                 code_bundle = CodeBundle.of(models=[self._algorithm.policy.config.custom_model])
@@ -194,12 +184,11 @@ class LearnerGroup:
         welcome = Welcome(recipe, self.size, self._transport, rendezvous, str(self._scratch.path), "cpu", self._timeout_s)
         for rank, channel in self._channels.items():
             self._receive(rank, HELLO, deadline)
-            mine = Welcome(**{**vars(welcome), "device": _device_of(rank, device)})
-            channel.send(WELCOME, rank, self.size, mine.to_json())
+            channel.send({"op": WELCOME, "rank": rank, "welcome": {**asdict(welcome), "device": _device_of(rank, device)}})
         for rank in self._channels:
             self._receive(rank, READY, deadline)
         for channel in self._channels.values():
-            channel.send(JOIN)
+            channel.send({"op": JOIN})
         self._algorithm.optimizer.group = join_group(welcome, 0, device, self.check)
 
     def _open_store(self, host: str) -> str:
@@ -208,15 +197,15 @@ class LearnerGroup:
         self._store = stores.TCPStore(host, 0, self.size, True, limit, wait_for_workers=False)
         return tcp_address(host, self._store.port)
 
-    def _receive(self, rank: int, kind: int, deadline: float) -> Frame:
-        """Receive a frame from that rank. Raises WorkerFailed with the reason why there is none."""
+    def _receive(self, rank: int, op: str, deadline: float) -> Header:
+        """Receive the header of a frame from that rank. Raises WorkerFailed with the reason why there is none."""
         channel = self._channels[rank]
         while not channel.has_data(0.05):
             self.check()
             if time.monotonic() >= deadline:
                 raise WorkerFailed(f"Learner {rank} of {self.size} did not answer in time.", self._hint(rank))
         try:
-            return channel.receive(kind)
+            return channel.receive(op)[0]
         except WorkerFailed as error:
             raise self.find_cause(error) from error
 
@@ -227,7 +216,7 @@ class LearnerGroup:
         self.wait_until_done()
         body = pack_state(self._algorithm)
         for channel in self._channels.values():
-            channel.send(STATE, 0, 0, body)
+            channel.send({"op": STATE}, body)
 
     def begin(self, segments: Segments, timestep: int, version: int | None) -> None:
         """Let all ranks learn from these segments; rank 0 does so next."""
@@ -235,15 +224,17 @@ class LearnerGroup:
         self.check()
         self._updates, self._expected = self._updates + 1, None
         self._checking = self._updates == 1 or self._updates % _CHECK_EVERY == 0
-        spec = spec_json(segments.spec) if segments.spec != self._spec else None
-        self._spec = segments.spec
-        with self._batch.put(segments) as data:
+        if segments.spec != self._spec:
+            self._spec = segments.spec
             for channel in self._channels.values():
-                if spec is not None:
-                    channel.send(SPEC, 0, 0, spec)
-                file = 0 if channel.is_remote else self._batch.number
-                header = BatchHeader(timestep, -1 if version is None else version, segments.rows, file, int(self._checking))
-                channel.send(LEARN, 0, 0, header.pack(), *([data] if channel.is_remote else []))
+                channel.send({"op": SPEC, "spec": spec_to_plain(segments.spec)})
+        header = {"op": LEARN, "timestep": timestep, "version": version, "rows": segments.rows, "check": self._checking}
+        with self._batch.write(segments) as data:
+            for channel in self._channels.values():
+                if channel.is_remote:
+                    channel.send({**header, "file": 0}, data)
+                else:
+                    channel.send({**header, "file": self._batch.number})
         self._busy = True
 
     def end(self) -> None:
@@ -257,9 +248,9 @@ class LearnerGroup:
         self._busy = False
         deadline = time.monotonic() + self._timeout_s
         for rank in self._channels:
-            frame = self._receive(rank, DONE, deadline)
-            if self._expected is not None and frame.body:
-                self._compare(rank, FINGERPRINT.unpack(frame.body), self._expected)
+            found = self._receive(rank, DONE, deadline)["fingerprint"]
+            if self._expected is not None and found is not None:
+                self._compare(rank, found, self._expected)
 
     @staticmethod
     def _compare(rank: int, found: Sequence[float], expected: Sequence[float]) -> None:
@@ -324,7 +315,7 @@ class LearnerGroup:
 
 def _run_local_rank(context: Context, kind: type[Algorithm], code_bundle: CodeBundle) -> None:
     code_bundle.unpack()
-    with contextlib.closing(LearnerChannel(socket.socket(fileno=context.fds[0]), "Learner 0")) as channel:
+    with contextlib.closing(FrameSocket(socket.socket(fileno=context.fds[0]), "Learner 0")) as channel:
         serve(channel, kind=kind, beat=context.beat, ready=context.ready)
 
 

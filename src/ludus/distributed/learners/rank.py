@@ -7,43 +7,28 @@ import datetime
 import json
 import logging
 import mmap
-import os
 import socket
-import struct
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ludus.algorithms.base import Algorithm, algorithm_class
-from ludus.algorithms.optim.flat_adam import FlatAdam
-from ludus.algorithms.optim.gradient_allreduce import GradientAllReduce, SharedMemoryAllReduce, TorchAllReduce
+from ludus.algorithms.optim.flat_adam import FlatAdam, GradientAllReduce
+from ludus.algorithms.optim.gradient_allreduce import SharedMemoryAllReduce, TorchAllReduce
 from ludus.config.schema import AlgorithmConfig
 from ludus.core import tree, trust
-from ludus.core.spaces import ArraySpec
-from ludus.core.tree import Tree
 from ludus.core.types import SegmentSpec
-from ludus.distributed.learners.channel import (
-    DONE,
-    HELLO,
-    JOIN,
-    LEARN,
-    READY,
-    SPEC,
-    STATE,
-    WELCOME,
-    Frame,
-    LearnerChannel,
-    connect,
-)
+from ludus.distributed.frames import FrameSocket, Header
+from ludus.distributed.learners.listener import connect
 from ludus.errors import TrainingDiverged, WorkerFailed
 from ludus.io.addresses import host_and_port, is_tcp, local_address
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.process.host import keep_freed_memory
+from ludus.transport.segment_codec import spec_from_plain
 from ludus.transport.shared_memory import BlockLayout
 
 log = logging.getLogger(__name__)
@@ -55,6 +40,13 @@ _POLL_S = 1.0
 
 
 # -- messages -----------------------------------------------------------------------------------------------------------
+
+HELLO, WELCOME, READY, JOIN, STATE, SPEC, LEARN, DONE = "hello", "welcome", "ready", "join", "state", "spec", "learn", "done"
+"""Operations of the frames between rank 0 and another rank, in the order in which they first appear.
+
+welcome: `rank`, `welcome`. state: the body is `pack_state`. spec: `spec` of the following batches. learn: `timestep`, `version` of the
+weights that learn or None, `rows`, `file` (number of the batch file; 0: the body is the batch), `check`. done: `fingerprint` if `check`.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,41 +85,10 @@ class Welcome:
     device: str
     timeout_s: float
 
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
     @classmethod
-    def from_json(cls, data: bytes | bytearray) -> Welcome:
-        plain = json.loads(data)
+    def from_plain(cls, plain: Mapping[str, Any]) -> Welcome:
+        """Inverse of `asdict`."""
         return cls(**{**plain, "recipe": Recipe(**plain["recipe"])})
-
-
-_BATCH_HEADER = struct.Struct("<qqqqq")
-
-
-@dataclass(frozen=True)
-class BatchHeader:
-    """Header of a batch."""
-
-    timestep: int
-    version: int
-    """Version of the weights that learn; -1: unknown."""
-    rows: int
-    file: int
-    """Number of the batch file; 0: the bytes of the batch follow."""
-    check: int
-    """Whether the rank replies with its fingerprint."""
-
-    def pack(self) -> bytes:
-        return _BATCH_HEADER.pack(self.timestep, self.version, self.rows, self.file, self.check)
-
-    @classmethod
-    def unpack(cls, data: bytes | bytearray) -> tuple[BatchHeader, memoryview]:
-        """Return the header and the rest of the data."""
-        return cls(*_BATCH_HEADER.unpack_from(data)), memoryview(data)[_BATCH_HEADER.size :]
-
-
-FINGERPRINT = struct.Struct("<4d")
 
 
 def fingerprint(optimizer: FlatAdam[Policy]) -> tuple[float, ...]:
@@ -151,38 +112,6 @@ def load_packed_state(algorithm: Algorithm, data: bytes | bytearray) -> None:
     whole, meta = tree.decode(memoryview(data))
     algorithm.policy.load_weights(whole["weights"])
     algorithm.load_state({name: array.copy() for name, array in whole["arrays"].items()}, json.loads(meta["plain"]))
-
-
-_TREES = ("observation", "action", "state")
-
-
-def spec_json(spec: SegmentSpec) -> bytes:
-    plain = {**vars(spec), **{name: _to_json(getattr(spec, name)) for name in _TREES}}
-    return json.dumps(plain).encode()
-
-
-def spec_from_json(data: bytes | bytearray) -> SegmentSpec:
-    plain = json.loads(data)
-    trees = {name: _from_json(plain[name]) for name in _TREES}
-    return SegmentSpec(**{**plain, **trees, "results": tuple(plain["results"])})
-
-
-def _to_json(specs: Tree) -> Any:
-    """JSON has no tuples: {"d": dict}, {"t": list}, {"a": leaf}."""
-    if isinstance(specs, Mapping):
-        return {"d": {key: _to_json(item) for key, item in specs.items()}}
-    if isinstance(specs, tuple):
-        return {"t": [_to_json(item) for item in specs]}
-    return {"a": [list(specs.shape), specs.dtype.str]}
-
-
-def _from_json(plain: Any) -> Tree:
-    if "d" in plain:
-        return {key: _from_json(item) for key, item in plain["d"].items()}
-    if "t" in plain:
-        return tuple(_from_json(item) for item in plain["t"])
-    shape, dtype = plain["a"]
-    return ArraySpec(tuple(shape), np.dtype(dtype))
 
 
 def batch_path(directory: Path, number: int) -> Path:
@@ -218,7 +147,7 @@ class Rank:
     """One of the ranks 1 … N-1."""
 
     def __init__(
-        self, channel: LearnerChannel, rank: int, welcome: Welcome, kind: type[Algorithm] | None, device: str | None
+        self, channel: FrameSocket, rank: int, welcome: Welcome, kind: type[Algorithm] | None, device: str | None
     ) -> None:
         self._channel, self._rank, self._welcome = channel, rank, welcome
         self._device = torch.device(device or welcome.device)
@@ -241,36 +170,35 @@ class Rank:
             if not self._channel.has_data(_POLL_S):
                 continue
             try:
-                frame = self._channel.receive()
+                header, body = self._channel.receive()
             except WorkerFailed:
                 log.info("learner 0 has closed the channel; this learner ends")
                 return
-            if frame.kind == STATE:
-                load_packed_state(self._algorithm, frame.body)
-            elif frame.kind == SPEC:
-                self._spec, self._layout = spec_from_json(frame.body), None
-            elif frame.kind == LEARN:
-                self._learn(frame)
+            if header["op"] == STATE:
+                load_packed_state(self._algorithm, body)
+            elif header["op"] == SPEC:
+                self._spec, self._layout = spec_from_plain(header["spec"]), None
+            elif header["op"] == LEARN:
+                self._learn(header, memoryview(body))
 
-    def _learn(self, frame: Frame) -> None:
-        header, rest = BatchHeader.unpack(frame.body)
+    def _learn(self, header: Header, body: memoryview) -> None:
         assert self._spec is not None
-        if self._layout is None or self._layout.rows != header.rows:
-            self._layout = BlockLayout(self._spec, header.rows)
-        buffer = self._map_batch(header.file) if header.file else rest
+        if self._layout is None or self._layout.rows != header["rows"]:
+            self._layout = BlockLayout(self._spec, header["rows"])
+        buffer = self._map_batch(header["file"]) if header["file"] else body
         segments = self._layout.load(buffer[: self._layout.nbytes])
         if hasattr(self._algorithm, "version"):
-            self._algorithm.version = None if header.version < 0 else header.version
+            self._algorithm.version = header["version"]
         optimizer = self._algorithm.optimizer
         try:
-            self._algorithm.learn(segments, header.timestep)
+            self._algorithm.learn(segments, header["timestep"])
         except TrainingDiverged as error:  # rank 0 raises it too, and decides
             log.error("%s", error)
         except WorkerFailed as error:  # another learner was lost; this one must not look like the cause
             log.error("%s", error)
             optimizer.group.close()
             return
-        self._channel.send(DONE, optimizer.updates, 0, FINGERPRINT.pack(*fingerprint(optimizer)) if header.check else b"")
+        self._channel.send({"op": DONE, "fingerprint": fingerprint(optimizer) if header["check"] else None})
 
     def _map_batch(self, number: int) -> memoryview:
         if self._map is None or self._map[0] != number:
@@ -286,7 +214,7 @@ class Rank:
 
 
 def serve(
-    channel: LearnerChannel,
+    channel: FrameSocket,
     *,
     kind: type[Algorithm] | None = None,
     device: str | None = None,
@@ -295,10 +223,10 @@ def serve(
 ) -> None:
     """Run a rank; rank 0 sends its configuration. `kind`: class of the algorithm, if its name is not enough."""
     keep_freed_memory()
-    channel.send(HELLO, os.getpid())
-    frame = channel.receive(WELCOME, START_S)
-    with contextlib.closing(Rank(channel, frame.first, Welcome.from_json(frame.body), kind, device)) as rank:
-        channel.send(READY)
+    channel.send({"op": HELLO})
+    header, _ = channel.receive(WELCOME, START_S)
+    with contextlib.closing(Rank(channel, header["rank"], Welcome.from_plain(header["welcome"]), kind, device)) as rank:
+        channel.send({"op": READY})
         channel.receive(JOIN, START_S)
         rank.join()
         ready()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ludus.buffers.block_batches import allocate_batch
-from ludus.buffers.collate import put_rows
+from ludus.buffers.collate import copy_rows
 from ludus.core.tree import Array
 from ludus.core.types import Segments
 from ludus.distributed.redis import roster
@@ -146,7 +146,7 @@ class FleetBatches:
             elif self._max_age is not None and age > self._max_age:
                 self._reader.discard(received, TOO_OLD)
             else:
-                self._put(received)
+                self._add(received)
         return not self._taken
 
     def _check_unknown_version(self, received: ReceivedSegments) -> None:
@@ -157,12 +157,12 @@ class FleetBatches:
                 self._reader.discard(wrong, UNMADE)
             self._unknown.clear()
 
-    def _put(self, received: ReceivedSegments) -> None:
+    def _add(self, received: ReceivedSegments) -> None:
         if self._batch is None:
             self._batch = allocate_batch(received.segments, self.blocks)
         if not self._held:
             self._batch.finals = 0
-        put_rows(self._batch, received.segments, len(self._held) * received.segments.rows)
+        copy_rows(self._batch, received.segments, len(self._held) * received.segments.rows)
         self._held.append(received)
 
     def take(self, timeout_s: float = 0.0) -> Segments | None:
@@ -245,10 +245,11 @@ class RedisFleet:
         self._announced_at = clock() - _ANNOUNCE_EVERY_S + _ANNOUNCE_FIRST_S
         version, newest = weights.latest()
         self._age = VersionAges(version, weights.resumed)
-        self._exchange = open_message_stream(memory, spec.channel, spec.room)
+        self._stream = open_message_stream(memory, spec.channel, spec.room)
         self._publisher: WeightsPublisher | None = None
         self._spec_checked_at = clock()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             run.confirm()
             run.store.put(SPEC, spec.encode())
             run.store.delete(END)
@@ -256,14 +257,12 @@ class RedisFleet:
             self._share = _Share(settings.blocks, clock())
             self.publish(version, newest)
             with contextlib.suppress(ExchangeUnavailable):  # segments held by a dead learner; those of a living one follow later
-                self._exchange.reclaim(0)
+                self._stream.reclaim(0)
             self._reader = StreamReader(
-                self._exchange, settings.layout, plan=spec.fingerprint, inspect=settings.inspect, reclaim_idle_s=roster.SILENT_S
+                self._stream, settings.layout, plan=spec.fingerprint, inspect=settings.inspect, reclaim_idle_s=roster.SILENT_S
             )
             self.batches = FleetBatches(self._reader, settings, self._age, self._is_owner)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     @property
     def joined(self) -> int:
@@ -286,12 +285,10 @@ class RedisFleet:
         if not self.batches.ready():
             self._reader.wait(_WAIT_S)
             self._waited_s += self._clock() - began
-        if self._spec.in_turn and not self.batches.ready() and self._raise_share_if_slow():
+        alternates = self._spec.in_turn and not self.batches.ready()
+        if alternates and self._share.raise_if_slow(self._roster.able, self.batches.waiting, self._clock()):
             self._active_publisher.amend(self._notice())
         return True
-
-    def _raise_share_if_slow(self) -> bool:
-        return self._share.raise_if_slow(self._roster.able, self.batches.waiting, self._clock())
 
     def publish(self, version: int, weights: Mapping[str, Array]) -> None:
         """Publish new weights to all workers. Does not wait until that is done."""
@@ -315,8 +312,8 @@ class RedisFleet:
         self._updated_at = self._clock()
         self._active_publisher.check()
         try:
-            presences = self._exchange.posted(PRESENCE)
-            newest = self._exchange.read(NOTICE)
+            presences = self._stream.posted(PRESENCE)
+            newest = self._stream.read(NOTICE)
         except ExchangeUnavailable as error:
             if self._unreached:
                 self._unreached = error.message
@@ -348,7 +345,7 @@ class RedisFleet:
 
     def _is_owner(self) -> bool:
         try:
-            self._check_owner(self._exchange.read(NOTICE))
+            self._check_owner(self._stream.read(NOTICE))
         except ExchangeUnavailable:
             return False
         return True
@@ -366,7 +363,7 @@ class RedisFleet:
 
     def _erase_presence(self, name: str) -> None:
         with contextlib.suppress(ExchangeUnavailable):
-            self._exchange.erase(f"{PRESENCE}{name}")
+            self._stream.erase(f"{PRESENCE}{name}")
 
     def _announce_at_intervals(self, sentence: str) -> None:
         if self._clock() - self._announced_at >= _ANNOUNCE_EVERY_S:
@@ -379,20 +376,10 @@ class RedisFleet:
 
     def metrics(self) -> dict[str, float]:
         totals = self._roster.totals()
-        seconds, new = self._window.since(self._clock(), totals | {"waited_s": self._waited_s})
-        spent = sum(new[name] for name in ("environment_s", "policy_s", "blocked_s", "weights_wait_s"))
-        # Counters arrive with whole segments: the sum of shares is limited to 1.
-        available_s = max(max(seconds, 1e-9) * max(1, len(self._roster)), spent)
         reader, publisher = self._reader, self._active_publisher
         return {
             "sampler/workers": float(len(self._roster)),
-            "sampler/fps": new["steps"] / max(seconds, 1e-9),
-            "sampler/env_share": new["environment_s"] / available_s,
-            "sampler/policy_share": new["policy_s"] / available_s,
-            "sampler/blocked_share": new["blocked_s"] / available_s,
-            "sampler/weights_wait_share": new["weights_wait_s"] / available_s,
-            "sampler/env_restarts": totals["env_restarts"],
-            "learner/wait_share": min(1.0, new["waited_s"] / max(seconds, 1e-9)),
+            **self._window.metrics(self._clock(), totals | {"waited_s": self._waited_s}, max(1, len(self._roster))),
             "fleet/joined": float(self.joined),
             "fleet/left": float(self.left),
             "fleet/silent": float(self.silent),
@@ -439,7 +426,7 @@ class RedisFleet:
             self._publisher = None
             if self._run.is_finished():
                 self._end_workers()
-        self._exchange.close()
+        self._stream.close()
 
     def _end_workers(self) -> None:
         """Record the end of the run in the store and the message stream; delete the stream when the workers have left."""
@@ -451,12 +438,12 @@ class RedisFleet:
                 store.delete(f"{WEIGHTS}/{name}")
         try:
             over = replace(self._notice(), over=True)
-            if not self._exchange.post(NOTICE, over.encode(), self._run.incarnation):
+            if not self._stream.post(NOTICE, over.encode(), self._run.incarnation):
                 return
             deadline = time.monotonic() + _LEAVE_S
-            while self._exchange.posted(PRESENCE) and time.monotonic() < deadline:
+            while self._stream.posted(PRESENCE) and time.monotonic() < deadline:
                 time.sleep(_WAIT_S)
-            self._exchange.drop()
+            self._stream.drop()
         except LudusError as error:
             log.warning("could not notify the workers that the run is over; they will see it in the store: %s", error)
 

@@ -9,6 +9,7 @@ from collections import deque
 
 from ludus.core.backoff import Backoff
 from ludus.distributed.redis.messages import NOTICE, WEIGHTS, WeightsNotice, weights_key
+from ludus.distributed.watched_thread import WatchedThread
 from ludus.errors import ExchangeUnavailable, Fenced, LudusError, StoreUnavailable
 from ludus.storage.base import Store
 from ludus.transport.message_stream import MessageStream
@@ -23,17 +24,18 @@ _CLOSE_S = 10.0
 class WeightsPublisher:
     """Publishes in a thread, always the newest version; versions that could not be published in time are skipped."""
 
-    def __init__(self, exchange: MessageStream, store: Store) -> None:
-        self._exchange, self._store = exchange, store
+    def __init__(self, stream: MessageStream, store: Store) -> None:
+        self._stream, self._store = stream, store
         self._changed = threading.Condition()
         self._next: tuple[WeightsNotice, bytes | None] | None = None
         self._closing = False
-        self._error: LudusError | None = None
         self._kept: deque[int] = deque()
         self._failing = False
         self.published = self.failures = 0
-        self._thread = threading.Thread(target=self._run, name="weights-publisher", daemon=True)
+        self._thread = WatchedThread("weights-publisher", self._run)
         self._thread.start()
+        self.check = self._thread.check
+        """Raises the error that ended the thread."""
 
     def publish(self, notice: WeightsNotice, weights: bytes) -> None:
         with self._changed:
@@ -47,11 +49,6 @@ class WeightsPublisher:
             self._next = notice, weights
             self._changed.notify_all()
 
-    def check(self) -> None:
-        """Raises the error that ended the thread."""
-        if self._error is not None:
-            raise self._error
-
     def close(self) -> None:
         """Finish the current transfer, for at most _CLOSE_S."""
         with self._changed:
@@ -59,7 +56,7 @@ class WeightsPublisher:
             self._changed.notify_all()
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
-            self._exchange.close()
+            self._stream.close()
 
     # -- the thread
 
@@ -81,13 +78,6 @@ class WeightsPublisher:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing, backoff.next_delay())
                 continue
-            except LudusError as error:
-                self._error = error
-                return
-            except Exception as error:  # a bug must end the learner (`check`), not leave its workers without weights
-                log.exception("publishing weights failed")
-                self._error = LudusError(f"{type(error).__name__}: {error}")
-                return
             if self._failing:
                 log.warning("publishing weights works again")
             self._failing = False
@@ -100,26 +90,21 @@ class WeightsPublisher:
         if weights is not None and notice.version not in self._kept:
             self._store.put(weights_key(notice.version), weights)
             self._kept.append(notice.version)
-        if not self._exchange.post(NOTICE, notice.encode(), notice.incarnation):
+        if not self._stream.post(NOTICE, notice.encode(), notice.incarnation):
             raise Fenced(
                 f"Another learner has taken over this run (this is incarnation {notice.incarnation}).",
                 "A run has one learner: stop the other one, or leave this one stopped.",
             )
         if weights is not None:
             self.published += 1
-            if self.published == 1:
-                self._delete_weights_of_earlier_learners()
-            self._delete_old_weights()
+            with contextlib.suppress(LudusError):
+                self._delete_old_weights()
 
     def _delete_old_weights(self) -> None:
-        with contextlib.suppress(LudusError):
-            while len(self._kept) > _KEPT_WEIGHTS:
-                self._store.delete(weights_key(self._kept.popleft()))
-
-    def _delete_weights_of_earlier_learners(self) -> None:
-        """Delete only older versions: a later learner may have taken over."""
-        with contextlib.suppress(LudusError):
+        if self.published == 1:  # of earlier learners; only older versions, since a later learner may have taken over
             for name in self._store.list(WEIGHTS):
                 number = name.split(".")[0]
                 if number.isdigit() and int(number) < min(self._kept):
                     self._store.delete(f"{WEIGHTS}/{name}")
+        while len(self._kept) > _KEPT_WEIGHTS:
+            self._store.delete(weights_key(self._kept.popleft()))

@@ -37,6 +37,7 @@ from ludus.distributed.redis.messages import (
     channel_in,
     weights_key,
 )
+from ludus.distributed.watched_thread import WatchedThread
 from ludus.envs.vector_env import Environments, make_environments
 from ludus.errors import (
     Damaged,
@@ -48,10 +49,11 @@ from ludus.errors import (
     StoreUnavailable,
     UsageError,
 )
-from ludus.models.devices import copy_for_acting, named_device
+from ludus.models.devices import copy_for_acting, parse_device
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
-from ludus.process.host import keep_freed_memory, stop_on_signals
+from ludus.process.host import keep_freed_memory
+from ludus.process.signals import stop_on_signals
 from ludus.process.workers.supervisor import FINAL_STATES, Context, Supervisor, WorkerRestart
 from ludus.sampling.sampler import Interruption, Sampler, SamplerTimes, segment_spec
 from ludus.sampling.self_play import with_past_opponents
@@ -160,10 +162,10 @@ class FleetWorker:
             channel, room = channel_in(spec)
             with (
                 contextlib.suppress(LudusError),
-                contextlib.closing(open_message_stream(self._memory, channel, room)) as exchange,
+                contextlib.closing(open_message_stream(self._memory, channel, room)) as stream,
             ):
                 refused = replace(self._presence, state="refused", why=str(error))
-                exchange.post(f"{PRESENCE}{self._options.name}", refused.encode())
+                stream.post(f"{PRESENCE}{self._options.name}", refused.encode())
             raise
 
     def _pause(self, seconds: float) -> None:
@@ -178,7 +180,7 @@ class FleetWorker:
 
     def _run_spec(self, spec: WorkerSpec) -> None:
         with contextlib.ExitStack() as stack:
-            exchange = stack.enter_context(contextlib.closing(open_message_stream(self._memory, spec.channel, spec.room)))
+            stream = stack.enter_context(contextlib.closing(open_message_stream(self._memory, spec.channel, spec.room)))
             news = open_message_stream(self._memory, spec.channel, spec.room)
             follower = _Follower(news, self._store, spec, self._options.name, self._current_presence)
             stack.callback(follower.close)
@@ -194,7 +196,7 @@ class FleetWorker:
             layout = BlockLayout(segment_spec(policy, environments, spec.steps), spec.num_envs)
             self._report(f"worker {self._options.name}: {spec.num_envs} × {spec.env} for {self._store.url}")
             writer = StreamWriter(
-                exchange,
+                stream,
                 layout,
                 worker=self._options.name,
                 plan=spec.fingerprint,
@@ -233,7 +235,7 @@ class FleetWorker:
                 )
         if environments.masked != spec.masked:
             raise IncompatibleCheckpoint(f"{spec.env} masks actions on one side only.", "Install the same version of it.")
-        return copy_for_acting(serialization.policy_from(spec.description), named_device(spec.device, "inference_device"))
+        return copy_for_acting(serialization.policy_from(spec.description), parse_device(spec.device, "inference_device"))
 
     def _sample(
         self, spec: WorkerSpec, environments: Environments, policy: Policy, writer: StreamWriter, follower: _Follower
@@ -299,7 +301,7 @@ class FleetWorker:
     ) -> None:
         """Wait for weights with which a segment is wanted."""
 
-        def wanted() -> int | None:
+        def usable_version() -> int | None:
             version, notice = follower.version, follower.notice
             if version is None or notice is None:
                 return None
@@ -309,10 +311,10 @@ class FleetWorker:
                 return None
             return version
 
-        if wanted() is not None:
+        if usable_version() is not None:
             return
         self._presence = replace(self._presence, state="waiting for weights", why=follower.trouble)
-        while follower.wait(wanted, _ROOM_S) is None:
+        while follower.wait(usable_version, _ROOM_S) is None:
             beat()
             self._presence = replace(self._presence, why=follower.trouble)
             if writer.outgoing:
@@ -344,9 +346,9 @@ class _Follower:
     """Two threads: one reads the notice and posts the presence of the worker, the other fetches the weights."""
 
     def __init__(
-        self, exchange: MessageStream, store: Store, spec: WorkerSpec, name: str, presence: Callable[[], Presence]
+        self, stream: MessageStream, store: Store, spec: WorkerSpec, name: str, presence: Callable[[], Presence]
     ) -> None:
-        self._exchange, self._store, self._spec, self._name, self._presence = exchange, store, spec, name, presence
+        self._stream, self._store, self._spec, self._name, self._presence = stream, store, spec, name, presence
         self._changed = threading.Condition()
         self._waiting = threading.Event()
         self._closed = threading.Event()
@@ -355,11 +357,10 @@ class _Follower:
         self.notice: WeightsNotice | None = None
         self.weights: tuple[int, Weights] | None = None
         self._troubles: dict[str, str] = {}
-        self._error: LudusError | None = None
         self._over = self._spec_changed = False
         self._missing_since = math.inf  # the weights that the notice names are not in the store
         self._threads = [
-            threading.Thread(target=self._repeat, args=(name, work), name=name, daemon=True)
+            WatchedThread(name, functools.partial(self._repeat, name, work), self._notify)
             for name, work in (("news", self._read_news), ("weights", self._fetch_weights))
         ]
 
@@ -378,21 +379,25 @@ class _Follower:
 
     def check(self) -> None:
         """Raises _Ended when the run is over or its spec has changed, and errors that waiting cannot resolve."""
-        if self._error is not None:
-            raise self._error
+        for thread in self._threads:
+            thread.check()
         notice = self.notice
         if self._over or (notice is not None and notice.over):
             raise _Ended("over")
         if self._spec_changed or (notice is not None and notice.orders != self._spec.fingerprint):
             raise _Ended("the worker spec has changed")
 
-    def wait(self, wanted: Callable[[], int | None], timeout_s: float) -> int | None:
-        """Wait until `wanted()` returns a version; None after `timeout_s`."""
+    def wait(self, usable_version: Callable[[], int | None], timeout_s: float) -> int | None:
+        """Wait until `usable_version()` returns one; None after `timeout_s`."""
+
+        def is_over() -> bool:
+            return usable_version() is not None or any(thread.error is not None for thread in self._threads)
+
         self._waiting.set()
         try:
             with self._changed:
-                self._changed.wait_for(lambda: wanted() is not None or self._error is not None, timeout_s)
-                return wanted()
+                self._changed.wait_for(is_over, timeout_s)
+                return usable_version()
         finally:
             self._waiting.clear()
 
@@ -404,12 +409,12 @@ class _Follower:
                 if keep:
                     self._post()
                 else:
-                    self._exchange.erase(f"{PRESENCE}{self._name}")
+                    self._stream.erase(f"{PRESENCE}{self._name}")
 
     def close(self) -> None:
         self._end()
         if not self._threads[0].is_alive():
-            self._exchange.close()
+            self._stream.close()
 
     def _end(self) -> None:
         self._closed.set()
@@ -425,29 +430,21 @@ class _Follower:
             try:
                 work()
                 self._troubles.pop(name, None)
-                continue
             except (ExchangeUnavailable, StoreUnavailable, Damaged) as error:  # damaged data will be replaced by the learner
                 if name not in self._troubles:
                     log.warning("cannot read news of the learner: %s", error)
                 self._troubles[name] = str(error)
-            except LudusError as error:  # such as a wrong password: waiting does not help
-                self._fail(error)
-                return
-            except Exception as error:  # a bug must end the worker, not leave it without news
-                log.exception("a thread of the worker failed")
-                self._fail(LudusError(f"{type(error).__name__}: {error}"))
-                return
-            self._closed.wait(_RETRY_S)
+                self._closed.wait(_RETRY_S)
 
-    def _fail(self, error: LudusError) -> None:
+    def _notify(self, error: LudusError) -> None:
+        """Wake `wait`: a thread has ended with an error that waiting cannot resolve, such as a wrong password."""
         with self._changed:
-            self._error = error
             self._changed.notify_all()
 
     def _read_news(self) -> None:
         if time.monotonic() - self._posted_at >= BEAT_S:
             self._post()
-        data = self._exchange.read(NOTICE)
+        data = self._stream.read(NOTICE)
         notice = None if data is None else WeightsNotice.decode(data)
         if notice is not None and notice != self.notice:
             with self._changed:
@@ -460,40 +457,36 @@ class _Follower:
 
     def _post(self) -> None:
         self._beats += 1
-        self._exchange.post(f"{PRESENCE}{self._name}", replace(self._presence(), beat=self._beats).encode())
+        self._stream.post(f"{PRESENCE}{self._name}", replace(self._presence(), beat=self._beats).encode())
         self._posted_at = time.monotonic()
 
     def _fetch_weights(self) -> None:
-        def wanted() -> bool:
+        def has_news() -> bool:
             new = self.notice
             return new is not None and new.orders == self._spec.fingerprint and not new.over and new.version != self.version
 
         with self._changed:
-            found = self._changed.wait_for(lambda: wanted() or self._closed.is_set(), _NO_NEWS_S)
+            found = self._changed.wait_for(lambda: has_news() or self._closed.is_set(), _NO_NEWS_S)
             notice = self.notice
         if not found:
             self._check_for_end()
-            return
-        if self._closed.is_set() or notice is None:
+        if not found or self._closed.is_set() or notice is None:
             return
         key = weights_key(notice.version)
         try:
             weights, _ = serialization.decode_weights(self._store.get(key), key)
         except NotFound:  # replaced meanwhile: the next notice names others; or the learner is gone
-            self._on_missing_weights()
+            now = time.monotonic()
+            self._missing_since = min(self._missing_since, now)
+            is_long = now - self._missing_since >= _NO_NEWS_S
+            if is_long:
+                self._check_for_end()
+            self._closed.wait(_RETRY_S if is_long else _NEWS_S)
             return
         self._missing_since = math.inf
         with self._changed:
             self.weights = notice.version, weights
             self._changed.notify_all()
-
-    def _on_missing_weights(self) -> None:
-        now = time.monotonic()
-        self._missing_since = min(self._missing_since, now)
-        long = now - self._missing_since >= _NO_NEWS_S
-        if long:
-            self._check_for_end()
-        self._closed.wait(_RETRY_S if long else _NEWS_S)
 
     def _check_for_end(self) -> None:
         """Without news for long: the run may have ended, or have another spec, without a notice."""

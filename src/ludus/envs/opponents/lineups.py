@@ -40,7 +40,9 @@ class Lineups:
         self._turns: list[Lineup] = []
         self._next = 0
         if kind in (RANDOM, ROUNDROBIN):
-            self._heroes = list(pool) if named is None else [_parse_hero(hero, given) for hero in _parse_heroes(named, given)]
+            if named is not None and (not _is_list(named) or not named):
+                raise ConfigError(f"lineup is {given!r}.", "Name several heroes: [107, 190].")
+            self._heroes = list(pool) if named is None else [_parse_hero(hero, given) for hero in named]
             if not self._heroes:
                 raise ConfigError(
                     f"lineup is {given!r}, but the heroes of the game are not known.", f"Name them: {{{kind}: [107, 190]}}."
@@ -48,7 +50,7 @@ class Lineups:
         if kind == ROUNDROBIN:
             self._turns = _all_pairings(self._heroes, size)
         elif kind != RANDOM and named is not None:
-            self._fixed = [_parse_lineup(one, size, given) for one in _parse_lineups(named, given)]
+            self._fixed = _parse_lineups(named, size, given)
             if kind == CYCLE:
                 self._turns = self._fixed
 
@@ -92,30 +94,23 @@ def _parse_kind(given: Any) -> tuple[str, Any]:
     return "", given
 
 
-def _parse_lineups(named: Any, given: Any) -> Sequence[Any]:
-    """Return a list of line-ups, also for a single one."""
+def _parse_lineups(named: Any, size: int, given: Any) -> list[Lineup]:
+    """Parse a list of line-ups, or a single one."""
     if not _is_list(named) or not named or not all(_is_list(one) and one for one in named):
         raise ConfigError(f"lineup is {given!r}.", _HINT)
-    return named if _is_list(named[0][0]) else [named]
-
-
-def _parse_lineup(one: Any, size: int, given: Any) -> Lineup:
-    if not _is_list(one) or len(one) != 2 or not all(_is_list(camp) and len(camp) == size for camp in one):
-        raise ConfigError(f"The line-up {one!r} does not fit {size}v{size}.", f"Two camps of {size}.")
-    own, other = (tuple(_parse_hero(hero, given) for hero in camp) for camp in one)
-    return own, other
+    lineups: list[Lineup] = []
+    for one in named if _is_list(named[0][0]) else [named]:
+        if not _is_list(one) or len(one) != 2 or not all(_is_list(camp) and len(camp) == size for camp in one):
+            raise ConfigError(f"The line-up {one!r} does not fit {size}v{size}.", f"Two camps of {size}.")
+        own, other = (tuple(_parse_hero(hero, given) for hero in camp) for camp in one)
+        lineups.append((own, other))
+    return lineups
 
 
 def _parse_hero(hero: Any, given: Any) -> Hero:
     if isinstance(hero, bool) or not isinstance(hero, (int, str)):
         raise ConfigError(f"lineup is {given!r}: {hero!r} is not a hero.", "Give the id of a hero, or its name.")
     return hero
-
-
-def _parse_heroes(named: Any, given: Any) -> Sequence[Any]:
-    if not _is_list(named) or not named:
-        raise ConfigError(f"lineup is {given!r}.", "Name several heroes: [107, 190].")
-    return list(named)
 
 
 def _all_pairings(heroes: Sequence[Hero], size: int) -> list[Lineup]:

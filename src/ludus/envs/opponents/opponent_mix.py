@@ -48,7 +48,7 @@ def parse_opponent_mix(opponent: str | Sequence[str] | Mapping[str, float], rule
         if share:
             shares[kind] = shares.get(kind, 0.0) + share
     if not shares:
-        raise ConfigError(f"opponent is {opponent!r}: there is no opponent.", f"Name one of {_names(rules)}.")
+        raise ConfigError(f"opponent is {opponent!r}: there is no opponent.", f"Name one of {', '.join([SELF, PAST, *rules])}.")
     total = sum(shares.values())
     return {kind: share / total for kind, share in shares.items()}
 
@@ -60,10 +60,6 @@ def _parse_kind(name: Any, rules: Sequence[str]) -> str:
     if rule not in rules:
         raise ConfigError(f"There is no opponent {name!r}.", did_you_mean(str(name), [SELF, PAST, *rules]))
     return f"{RULE}{rule}"
-
-
-def _names(rules: Sequence[str]) -> str:
-    return ", ".join([SELF, PAST, *rules])
 
 
 def assign_opponents(count: int, shares: Mapping[str, float], *, stand_in: str = f"{RULE}medium") -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
@@ -10,15 +11,24 @@ from typing import Any
 import torch
 
 from ludus.algorithms.base import Algorithm
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.schema import EMBEDDED, EXTERNAL, AlgorithmConfig
+from ludus.config.translation import canonical_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments
 from ludus.envs.vector_env import Environments, make_environments
+from ludus.errors import ConfigError
 from ludus.experiments.assembly.learners import make_algorithm
 from ludus.experiments.assembly.policies import make_policy
+from ludus.experiments.resolve import Announce, ClusterOptions, job_nodes, resolve
+from ludus.experiments.validation import validate
+from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.models.policy import Policy
+from ludus.process.host import usable_cores
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.local import LocalMemory
+
+log = logging.getLogger(__name__)
 
 _MEASURE_S = 0.5
 _STEPS = 16
@@ -32,6 +42,48 @@ _LEAST_SPEED_UP = 1.15
 _NEARLY_BEST = 0.95
 _PER_CORE = 4
 """Most workers for a core, however long environments wait."""
+
+
+def choose_num_workers(
+    parsed: ParsedExperiment, announce: Announce | None = None, cluster: ClusterOptions | None = None
+) -> ParsedExperiment:
+    """Replace `num_workers: auto` by a number, which is saved with the run. May measure the environment. Raises UsageError."""
+    config = canonical_config(parsed.config, validate.algorithm_of(parsed.run).Config)
+    if cluster is not None and cluster.asked_for:
+        raise ConfigError(
+            "config.num_workers is auto, which looks at this machine alone, and a cluster is named.",
+            "Give a number: one worker for every core of the cluster is a good start.",
+        )
+    number, reason = _choose_number(parsed, config, announce)
+    if number == 0 and config.get("sampling") == "pipelined":
+        number = 1
+    message = f"num_workers: {number} ({reason})"
+    log.info("%s", message)
+    if announce is not None:
+        announce(message)
+    return ParsedExperiment(_with_config(parsed, {**config, "num_workers": number}))
+
+
+def _with_config(parsed: ParsedExperiment, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The experiment with another `config:`, from which `env` has been taken out."""
+    env = {} if parsed.env is None else {"env": parsed.env}
+    return {**parsed.data, **env, "config": dict(config)}
+
+
+def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce: Announce | None) -> tuple[int, str]:
+    cores = usable_cores()
+    if parsed.memory != EMBEDDED:
+        return 1, "workers of a fleet come by themselves"
+    if parsed.env == EXTERNAL:
+        return max(0, cores - 1), f"one for every core but that of the learner, of {cores}"
+    if parsed.is_multi_agent:
+        return 0, "several agents are sampled by this process"
+    any_batch = {key: value for key, value in config.items() if key != "train_batch_size"}
+    alone = resolve(_with_config(parsed, any_batch | {"num_workers": 0, "sampling": "sync"}))
+    measured = parse_algorithm_config(alone.algorithm.Config, any_batch)
+    if announce is not None:
+        announce("measuring the environment …")
+    return choose_workers(alone.experiment.env, alone.algorithm, measured, config, cores * job_nodes())
 
 
 @dataclass(frozen=True)

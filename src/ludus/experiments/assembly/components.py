@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ludus.algorithms.base import Algorithm
 from ludus.algorithms.trainer import Trainer
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.schema import EMBEDDED, AlgorithmConfig
 from ludus.core.metrics import Sink
-from ludus.experiments.assembly.policies import threads_of
 from ludus.experiments.control.callbacks import notify_checkpoint
 from ludus.experiments.control.checkpointer import Checkpointer, CheckpointSchedule
 from ludus.experiments.control.evaluation_schedule import (
@@ -26,13 +26,11 @@ from ludus.experiments.control.metrics_reporter import MetricsReporter
 from ludus.experiments.control.run_controller import RunController
 from ludus.experiments.control.stopping import StopConditions
 from ludus.experiments.resolve import Announce, ResolvedExperiment
-from ludus.experiments.runs import checkpoint, tracking
+from ludus.experiments.runs import tracking
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.run_dir import Run
-from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalVersionStore
 from ludus.transport.base import SegmentReader
-from ludus.transport.message_stream import EMBEDDED
 
 log = logging.getLogger(__name__)
 
@@ -80,17 +78,25 @@ class ComponentStack(contextlib.ExitStack):
 
     def own(self, component: Component) -> Component:
         """Close the component with this stack, if it can be closed."""
-        close = getattr(component, "close", None)
-        if close is not None:
-            self.callback(_close, close, type(component).__name__)
+
+        def close() -> None:
+            try:
+                component.close()  # type: ignore[attr-defined]
+            except Exception:  # may be code of the user's environment; the other components must be closed all the same
+                log.exception("closing %s failed", type(component).__name__)
+
+        if hasattr(component, "close"):
+            self.callback(close)
         return component
 
 
-def _close(close: Callable[[], None], name: str) -> None:
-    try:
-        close()
-    except Exception:  # may be code of the user's environment; the other components must be closed all the same
-        log.exception("closing %s failed", name)
+@dataclass(frozen=True)
+class LearningRun:
+    """An open run that this process owns, with the algorithms that learn its models: `learners.open_learning_run`."""
+
+    run: Run
+    algorithms: Mapping[str, Algorithm]
+    pool: LocalVersionStore
 
 
 @dataclass(frozen=True)
@@ -104,27 +110,6 @@ class TrainingComponents:
     controller: RunController
 
 
-def open_run(prepared: PreparedRun, policy: Policy) -> Run:
-    run = prepared.open_run()
-    run.start_log()
-    run.write_meta(threads_of(policy, prepared.resolved.config))
-    return run
-
-
-def make_pool(run: Run, policies: Mapping[str, Policy], prepared: PreparedRun, stack: ComponentStack) -> LocalVersionStore:
-    """Claim the models of the run: from here on it is written only while this process owns it."""
-    began = checkpoint.resume_origin(run.store, prepared.resumed)
-    pool = LocalVersionStore(
-        run.store, {checkpoint.BEGUN_FROM: began}, functools.partial(checkpoint.check_newest, run.store, began)
-    )
-    run.guard = pool.check
-    stack.own(pool)
-    before = prepared.before
-    for name, policy in policies.items():
-        pool.add(name, policy, above=before.state["models"][name]["version"] if before else 0)
-    return pool
-
-
 def whole_episodes(blocks: SegmentReader, config: AlgorithmConfig) -> SegmentReader:
     """The blocks, or complete episodes made of them, as `batch_mode` sets."""
     if config.batch_mode == "truncate_episodes":
@@ -134,35 +119,33 @@ def whole_episodes(blocks: SegmentReader, config: AlgorithmConfig) -> SegmentRea
     return CompleteEpisodes(blocks, config.train_batch_size)
 
 
-def restore_counters(prepared: PreparedRun, trainer: Trainer, source: ExperienceSource) -> None:
-    """Continue the counters and random numbers of a resumed run."""
+def add_controller(
+    prepared: PreparedRun,
+    hooks: RunHooks,
+    stack: ComponentStack,
+    learning: LearningRun,
+    source: ExperienceSource,
+    trainer: Trainer,
+    evaluate: Evaluate | BackgroundEvaluation | None = None,
+) -> TrainingComponents:
+    """Continue the counters of a resumed run, and make what follows every update, the last components of a run.
+
+    Confirms that this process owns the run, and only then writes to its directory.
+    """
+    stack.own(evaluate)
+    resolved, run, pool = prepared.resolved, learning.run, learning.pool
+    e, config = resolved.experiment, resolved.config
     if prepared.resumed is not None:
         trainer.load_progress(prepared.resumed.state["progress"])
         source.load_state(prepared.resumed.sampler)
-
-
-def make_controller(
-    prepared: PreparedRun,
-    run: Run,
-    pool: LocalVersionStore,
-    source: ExperienceSource,
-    trainer: Trainer,
-    evaluate: Evaluate | BackgroundEvaluation | None,
-    sinks: Sequence[Sink],
-) -> RunController:
-    """Make what follows every update. Confirms that this process owns the run, and only then writes to its directory."""
-    resolved = prepared.resolved
-    e, config = resolved.experiment, resolved.config
     incarnation = pool.incarnation(pool.names()[0])
     if incarnation > 1:
         pool.confirm()  # another trainer may have been writing until now
         run.sweep()
     run.commit_resume()
-    all_sinks = [*tracking.sinks_of(run, e, incarnation), *sinks]
+    sinks = [*tracking.sinks_of(run, e, incarnation), *hooks.sinks]
     restarts = run.meta().get("learner_restarts")
-    reporter = MetricsReporter(
-        all_sinks, config.report_every_s, {} if restarts is None else {"learner/restarts": float(restarts)}
-    )
+    reporter = MetricsReporter(sinks, config.report_every_s, {} if restarts is None else {"learner/restarts": float(restarts)})
     checkpointer = Checkpointer(
         trainer,
         source,
@@ -170,12 +153,12 @@ def make_controller(
         run.store,
         CheckpointSchedule(e.checkpoint_freq, e.checkpoint_time_s, e.checkpoint_at_end, e.keep_checkpoints_num),
         e.model_dump(mode="json", by_alias=False, exclude_none=False),
-        on_written=functools.partial(notify_checkpoint, all_sinks),
+        on_written=functools.partial(notify_checkpoint, sinks),
         judge_by_training=evaluate is None,
     )
     every = 0 if config.evaluation_interval == "checkpoint" else config.evaluation_interval
     interval = EvaluationInterval(every, config.evaluation_interval_unit)
-    return RunController(
+    controller = RunController(
         trainer,
         source,
         pool,
@@ -184,6 +167,7 @@ def make_controller(
         EvaluationSchedule(evaluate, interval, trainer, checkpointer, reporter),
         StopConditions(e.stop, config.least_iteration, start_timeout(resolved)),
     )
+    return TrainingComponents(run, pool, source, trainer, stack.own(controller))
 
 
 def start_timeout(resolved: ResolvedExperiment) -> float | None:

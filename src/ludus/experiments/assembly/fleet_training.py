@@ -17,13 +17,10 @@ from ludus.experiments.assembly.components import (
     PreparedRun,
     RunHooks,
     TrainingComponents,
-    make_controller,
-    make_pool,
-    open_run,
-    restore_counters,
+    add_controller,
     whole_episodes,
 )
-from ludus.experiments.assembly.learners import distribute_learner, make_algorithm
+from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.worker_training import (
     EnvironmentShape,
     blocks_of,
@@ -44,7 +41,7 @@ from ludus.transport.shared_memory import BlockLayout
 
 def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack) -> TrainingComponents:
     """Make the components of the learner of a fleet."""
-    resolved, before = prepared.resolved, prepared.before
+    resolved = prepared.resolved
     e, config = resolved.experiment, resolved.config
     clock = RunClock(e.stop.time_s)
     stop = StopCheck(hooks.interrupted, clock)
@@ -52,23 +49,19 @@ def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
     shape = probe_environment(e.env, config, stop)
     policy = make_sampled_policy(shape, prepared, hooks)
 
-    algorithm = stack.own(make_algorithm(resolved.algorithm, policy, config, before))
-    run = stack.own(open_run(prepared, policy))
-    algorithm = distribute_learner(algorithm, policy, config, run, stack)
-    pool = make_pool(run, {DEFAULT_MODEL: policy}, prepared, stack)
+    learning = open_learning_run(prepared, {DEFAULT_MODEL: policy}, stack)
+    run, pool = learning.run, learning.pool
 
     fleet = stack.own(_make_fleet(prepared, hooks, shape, policy, pool, run))
     trainer = Trainer(
-        {DEFAULT_MODEL: algorithm},
+        learning.algorithms,
         whole_episodes(fleet.batches, config),
         PublishingPool(pool, lambda name, version: fleet.publish(*newest_weights(pool))),
         smoothing=config.metrics_num_episodes_for_smoothing,
         clock=clock,
     )
-    restore_counters(prepared, trainer, fleet)
-    evaluation = stack.own(make_evaluation(resolved, policy, run, stop, hooks.announce))
-    controller = stack.own(make_controller(prepared, run, pool, fleet, trainer, evaluation, hooks.sinks))
-    return TrainingComponents(run, pool, fleet, trainer, controller)
+    evaluation = make_evaluation(resolved, policy, run, stop, hooks.announce)
+    return add_controller(prepared, hooks, stack, learning, fleet, trainer, evaluation)
 
 
 def _make_fleet(

@@ -11,20 +11,16 @@ from ludus.buffers.collate import CollatedBatches
 from ludus.config.schema import AlgorithmConfig, ExternalConfig
 from ludus.config.validation import parse_external_config
 from ludus.distributed.gateway_workers import bind, check_exposure
-from ludus.experiments.assembly import byte_scales
 from ludus.experiments.assembly.components import (
     ComponentStack,
     PreparedRun,
     RunHooks,
     TrainingComponents,
-    make_controller,
-    make_pool,
-    open_run,
-    restore_counters,
+    add_controller,
 )
-from ludus.experiments.assembly.learners import distribute_all, make_algorithms
+from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.policies import embedding_bound, make_policy
+from ludus.experiments.assembly.policies import make_run_policy
 from ludus.experiments.runs.run_dir import Run
 from ludus.experiments.validation.game_seats import GameSeats, seats_of
 from ludus.gateway.http_connection import HttpLimits
@@ -57,27 +53,25 @@ def assemble_http(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack)
 
     check_exposure(external.host, read_token(external.token_file))
     listening = stack.own(bind(external.host, external.port))  # first: the port may be in use
-    policies = _make_policies(seats, prepared, hooks)
+    policies = {
+        name: make_run_policy(*spaces, config, before, look=None, announce=hooks.announce, model=name)
+        for name, spaces in seats.models.items()
+    }
     check_memory(resolved, policies)
 
-    each = dict.fromkeys(policies, config)
-    algorithms = make_algorithms(resolved.algorithm, policies, each, before, stack)
-    run = stack.own(open_run(prepared, next(iter(policies.values()))))
-    algorithms = distribute_all(algorithms, policies, each, run, stack)
-    pool = make_pool(run, policies, prepared, stack)
+    learning = open_learning_run(prepared, policies, stack)
+    pool = learning.pool
 
     games: InlineGatewaySource | GatewaySource
     publisher: Publisher
     if config.workers:
-        games, memory, publisher = _start_gateway_workers(listening, external, seats, config, policies, pool, run, stack)
+        games, memory, publisher = _start_gateway_workers(listening, external, seats, config, policies, pool, learning.run, stack)
     else:
         games, memory = _start_gateway(listening, external, seats, config, policies, pool, stack)
         publisher = pool
 
-    trainer = Trainer(algorithms, memory, publisher, smoothing=config.metrics_num_episodes_for_smoothing, clock=clock)
-    restore_counters(prepared, trainer, games)
-    controller = stack.own(make_controller(prepared, run, pool, games, trainer, None, hooks.sinks))
-    return TrainingComponents(run, pool, games, trainer, controller)
+    trainer = Trainer(learning.algorithms, memory, publisher, smoothing=config.metrics_num_episodes_for_smoothing, clock=clock)
+    return add_controller(prepared, hooks, stack, learning, games, trainer)
 
 
 def gateway_settings(config: ExternalConfig, seats: GameSeats) -> GatewaySettings:
@@ -87,16 +81,6 @@ def gateway_settings(config: ExternalConfig, seats: GameSeats) -> GatewaySetting
         token=read_token(config.token_file),
         spec=seats.spec(),
     )
-
-
-def _make_policies(seats: GameSeats, prepared: PreparedRun, hooks: RunHooks) -> dict[str, Policy]:
-    config, before = prepared.resolved.config, prepared.before
-    policies = {}
-    for name, (observation_space, action_space) in seats.models.items():
-        scales = byte_scales.choose(observation_space, config, None, before, hooks.announce, name)
-        bound = embedding_bound(before, name)
-        policies[name] = make_policy(observation_space, action_space, config, scales, embed_above=bound)
-    return policies
 
 
 def _start_gateway(
@@ -132,13 +116,13 @@ def _start_gateway_workers(
     stack: ComponentStack,
 ) -> tuple[GatewaySource, CollatedBatches, Publisher]:
     """Gateways in `num_workers` processes, which serve games while the learner computes."""
-    from ludus.distributed.gateway_source import GatewayBoards, GatewaySource
+    from ludus.distributed.gateway_source import GatewaySharedMemory, GatewaySource
     from ludus.distributed.publishing_pool import PublishingPool
 
-    boards = stack.own(GatewayBoards(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size))
+    shared = stack.own(GatewaySharedMemory(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size))
     for name in pool.names():
-        boards.publish(name, pool.newest(name)[1])
-    memory = stack.own(CollatedBatches([boards.memory.of(name) for name in policies], config.train_batch_size))
+        shared.publish(name, pool.newest(name)[1])
+    memory = stack.own(CollatedBatches([shared.memory.of(name) for name in policies], config.train_batch_size))
     settings, logs = gateway_settings(external, seats), run.directory / "logs" / "actor"
-    given = (listening, settings, seats.seats, config.workers, boards, memory, logs)
-    return stack.own(GatewaySource(*given, explore=config.explore)), memory, PublishingPool(pool, boards.publish)
+    given = (listening, settings, seats.seats, config.workers, shared, memory, logs)
+    return stack.own(GatewaySource(*given, explore=config.explore)), memory, PublishingPool(pool, shared.publish)

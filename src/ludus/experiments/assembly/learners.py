@@ -1,8 +1,9 @@
-"""Making of algorithms, and their distribution over several learners: processes of this machine and other nodes of a job."""
+"""The learning side of a run: its algorithms, distributed over learners on this machine and other nodes of a job, and its models."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -14,13 +15,15 @@ from ludus.algorithms.base import Algorithm
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.types import DEFAULT_MODEL
 from ludus.errors import UsageError
-from ludus.experiments.assembly.components import ComponentStack
+from ludus.experiments.assembly.components import ComponentStack, LearningRun, PreparedRun
 from ludus.experiments.assembly.policies import threads_of
+from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.devices import copy_for_learning, learner_device
 from ludus.models.policy import Policy
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.process.job_env import LEARNERS, JobEnv
 
 log = logging.getLogger(__name__)
@@ -39,32 +42,38 @@ def make_algorithm(
     return algorithm
 
 
-def make_algorithms(
-    kind: type[Algorithm],
+def open_learning_run(
+    prepared: PreparedRun,
     policies: Mapping[str, Policy],
-    configs: Mapping[str, AlgorithmConfig],
-    before: Checkpoint | None,
     stack: ComponentStack,
-) -> dict[str, Algorithm]:
-    """One for every model, each with its own configuration."""
-    return {name: stack.own(make_algorithm(kind, policy, configs[name], before, name)) for name, policy in policies.items()}
+    configs: Mapping[str, AlgorithmConfig] | None = None,
+) -> LearningRun:
+    """Make the algorithms of the policies, open the run, and claim its models: from here on only this process writes it.
 
-
-def distribute_all(
-    algorithms: Mapping[str, Algorithm],
-    policies: Mapping[str, Policy],
-    configs: Mapping[str, AlgorithmConfig],
-    run: Run,
-    stack: ComponentStack,
-) -> dict[str, Algorithm]:
-    return {
-        name: distribute_learner(algorithm, policies[name], configs[name], run, stack, name)
-        for name, algorithm in algorithms.items()
+    `configs`: model → configuration, where policies differ in it.
+    """
+    resolved, before = prepared.resolved, prepared.before
+    configs = configs or dict.fromkeys(policies, resolved.config)
+    algorithms = {
+        name: stack.own(make_algorithm(resolved.algorithm, policy, configs[name], before, name))
+        for name, policy in policies.items()
     }
+    run = stack.own(prepared.open_run())
+    run.start_log()
+    run.write_meta(threads_of(next(iter(policies.values())), resolved.config))
+    for name, policy in policies.items():
+        algorithms[name] = _distribute(algorithms[name], policy, configs[name], run, stack, name)
+    began = checkpoint.resume_origin(run.store, prepared.resumed)
+    check_newest = functools.partial(checkpoint.check_newest, run.store, began)
+    pool = stack.own(LocalVersionStore(run.store, {checkpoint.BEGUN_FROM: began}, check_newest))
+    run.guard = pool.check
+    for name, policy in policies.items():
+        pool.add(name, policy, above=before.state["models"][name]["version"] if before else 0)
+    return LearningRun(run, algorithms, pool)
 
 
-def distribute_learner(
-    algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Run, stack: ComponentStack, model: str = DEFAULT_MODEL
+def _distribute(
+    algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Run, stack: ComponentStack, model: str
 ) -> Algorithm:
     """The algorithm on as many learners as the config sets. `policy`: the one that acts, possibly on another device."""
     job = JobEnv.from_environ(os.environ)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Trainer
-from ludus.config.schema import AlgorithmConfig
 from ludus.core.types import DEFAULT_MODEL
-from ludus.envs.vector_env import Environments, make_environments
-from ludus.experiments.assembly import byte_scales
+from ludus.envs.vector_env import make_environments
 from ludus.experiments.assembly.components import (
     ComponentStack,
     PreparedRun,
     RunHooks,
     TrainingComponents,
-    make_controller,
-    make_pool,
-    open_run,
-    restore_counters,
+    add_controller,
     whole_episodes,
 )
-from ludus.experiments.assembly.learners import distribute_learner, make_algorithm
+from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.policies import embedding_bound, make_policy
+from ludus.experiments.assembly.policies import largest_seen, make_run_policy
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
-from ludus.models.devices import copy_for_acting, named_device
+from ludus.models.devices import copy_for_acting, parse_device
 from ludus.sampling.sampler import Interruption, Sampler, VersionClock, segment_spec
-from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.base import make_memory
 
 
@@ -39,55 +31,42 @@ def assemble_local(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
     clock = RunClock(e.stop.time_s)
     stop = StopCheck(hooks.interrupted, clock)
 
-    environments = stack.own(_reset_environments(e.env, config, seed, stop))
+    with stop.interruptible():
+        environments = stack.own(
+            make_environments(
+                e.env, config.num_envs_per_worker, config.env_config,
+                preprocess=config.preprocess, wrappers=config.wrappers, forgiving=config.restart_failed_sub_environments,
+                beat=stop.raise_if_due,
+            )
+        )  # fmt: skip
+        environments.reset(seed)  # only a reset shows whether they mask actions
 
-    look = functools.partial(byte_scales.largest_seen, e.env, config)
-    scales = byte_scales.choose(environments.observation_space, config, look, before, hooks.announce)
-    policy = make_policy(
-        environments.observation_space, environments.action_space, config, scales, embed_above=embedding_bound(before)
-    )
-    policy = copy_for_acting(policy, named_device(config.inference_device, "inference_device"))
+    spaces = environments.observation_space, environments.action_space
+    policy = make_run_policy(*spaces, config, before, look=lambda: largest_seen(e.env, config), announce=hooks.announce)
+    policy = copy_for_acting(policy, parse_device(config.inference_device, "inference_device"))
     check_memory(resolved, policy)
 
-    algorithm = stack.own(make_algorithm(resolved.algorithm, policy, config, before))
-    run = stack.own(open_run(prepared, policy))
-    algorithm = distribute_learner(algorithm, policy, config, run, stack)
-    pool = make_pool(run, {DEFAULT_MODEL: policy}, prepared, stack)
+    learning = open_learning_run(prepared, {DEFAULT_MODEL: policy}, stack)
 
     # One block: sampling and learning alternate, as on-policy algorithms need it.
     memory = stack.own(make_memory("local", segment_spec(policy, environments, config.steps), environments.num, 1))
-    newest = pool.source(DEFAULT_MODEL)
-    source = with_past_opponents(environments, newest, config.self_play, seed, run.directory)
-    steps = VersionClock(newest.newest()[1], prepared.timesteps, environments.num * config.steps)
+    source = learning.pool.source(DEFAULT_MODEL)
+    steps = VersionClock(source.newest()[1], prepared.timesteps, environments.num * config.steps)
+    if hasattr(environments, "player"):  # some rows are opponents
+        from ludus.sampling.self_play import with_past_opponents
+
+        source = with_past_opponents(environments, source, config.self_play, seed, learning.run.directory)
     sampler = Sampler(
         environments, source, memory, seed,
         explore=config.explore, timesteps=steps.timesteps, interruption=Interruption(stop.before_step, stop.interruptible),
     )  # fmt: skip
 
     trainer = Trainer(
-        {DEFAULT_MODEL: algorithm},
+        learning.algorithms,
         whole_episodes(memory, config),
-        pool,
+        learning.pool,
         smoothing=config.metrics_num_episodes_for_smoothing,
         clock=clock,
     )
-    restore_counters(prepared, trainer, sampler)
-    evaluation = stack.own(make_evaluation(resolved, policy, run, stop, hooks.announce))
-    controller = stack.own(make_controller(prepared, run, pool, sampler, trainer, evaluation, hooks.sinks))
-    return TrainingComponents(run, pool, sampler, trainer, controller)
-
-
-def _reset_environments(env: str, config: AlgorithmConfig, seed: int, stop: StopCheck) -> Environments:
-    """Make and reset the environments: only a reset shows whether they mask actions. Raises Interrupted."""
-    with stop.interruptible():
-        environments = make_environments(
-            env, config.num_envs_per_worker, config.env_config,
-            preprocess=config.preprocess, wrappers=config.wrappers, forgiving=config.restart_failed_sub_environments,
-            beat=stop.raise_if_due,
-        )  # fmt: skip
-        try:
-            environments.reset(seed)
-        except BaseException:
-            environments.close()
-            raise
-    return environments
+    evaluation = make_evaluation(resolved, policy, learning.run, stop, hooks.announce)
+    return add_controller(prepared, hooks, stack, learning, sampler, trainer, evaluation)

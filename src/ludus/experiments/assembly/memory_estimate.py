@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ludus.config.schema import EXTERNAL, AlgorithmConfig
+from ludus.config.schema import EMBEDDED, EXTERNAL, AlgorithmConfig
 from ludus.core.formatting import format_bytes
 from ludus.core.spaces import array_spec
 from ludus.core.tree import Tree, leaves
@@ -21,7 +21,6 @@ from ludus.models.devices import learner_device
 from ludus.models.policy import Policy
 from ludus.process.cgroups import find_cgroups, read_memory
 from ludus.sampling.sampler import action_spec
-from ludus.transport.message_stream import EMBEDDED
 
 log = logging.getLogger(__name__)
 

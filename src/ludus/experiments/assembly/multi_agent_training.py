@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Trainer
 from ludus.config.schema import AlgorithmConfig
-from ludus.experiments.assembly import byte_scales
 from ludus.experiments.assembly.components import (
     ComponentStack,
     PreparedRun,
     RunHooks,
     TrainingComponents,
-    make_controller,
-    make_pool,
-    open_run,
-    restore_counters,
+    add_controller,
 )
-from ludus.experiments.assembly.learners import distribute_all, make_algorithms
+from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.match_evaluation import (
     AgentAssignment,
     MatchEvaluation,
@@ -28,12 +25,13 @@ from ludus.experiments.assembly.match_evaluation import (
     make_match,
 )
 from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.policies import embedding_bound, make_policy
+from ludus.experiments.assembly.policies import largest_seen_of_agents, make_run_policy
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.validation.agent_mapping import policy_config
 from ludus.models.byte_scales import LargestValues
-from ludus.models.devices import copy_for_acting, named_device
+from ludus.models.devices import copy_for_acting, parse_device
 from ludus.models.policy import Policy
+from ludus.sampling.match_opponents import result_names, seat_self_play
 from ludus.sampling.multi_agent import EnvCopies, MatchBatches, MultiAgentSampler, MultiAgentSettings
 from ludus.sampling.sampler import Interruption
 from ludus.sampling.segment_recorder import session_spec
@@ -42,14 +40,20 @@ from ludus.transport.local import LocalMemory
 
 def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack) -> TrainingComponents:
     """Make the components of a run whose agents share an environment, with one algorithm for every policy."""
-    resolved, before = prepared.resolved, prepared.before
+    resolved = prepared.resolved
     e, config = resolved.experiment, resolved.config
     section = config.multiagent
     assert section is not None
     clock = RunClock(e.stop.time_s)
     stop = StopCheck(hooks.interrupted, clock)
 
-    copies = stack.own(_make_copies(e.env, config, stop))
+    with stop.interruptible():
+        copies = stack.own(
+            EnvCopies(
+                lambda: make_match(e.env, config), config.num_envs_per_worker,
+                forgiving=config.restart_failed_sub_environments, beat=stop.raise_if_due,
+            )
+        )  # fmt: skip
     assignment = assign_agents(copies[0], section)
     opponent = find_opponent(assignment, config)
 
@@ -57,10 +61,7 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
     policies = _make_policies(assignment, each, prepared, hooks)
     check_memory(resolved, policies)
 
-    algorithms = make_algorithms(resolved.algorithm, policies, each, before, stack)
-    run = stack.own(open_run(prepared, next(iter(policies.values()))))
-    algorithms = distribute_all(algorithms, policies, each, run, stack)
-    pool = make_pool(run, policies, prepared, stack)
+    learning = open_learning_run(prepared, policies, stack, each)
 
     batches = stack.own(_make_batches(policies, copies, config))
     settings = MultiAgentSettings(
@@ -70,27 +71,22 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
         explore=config.explore,
         smoothing=config.metrics_num_episodes_for_smoothing,
     )
-    sources = {name: pool.source(name) for name in assignment.spaces}
-    interruption = Interruption(stop.before_step, stop.interruptible)
+    seed, sources = prepared.environment_seed, {name: learning.pool.source(name) for name in assignment.spaces}
+    seating = None
+    if config.self_play.opponents is not None:
+        (source,) = sources.values()
+        seating = seat_self_play(config.self_play, assignment.agents, source, seed, learning.run.directory)
     sampler = MultiAgentSampler(
-        copies, assignment.agents, sources, batches, settings, prepared.environment_seed, interruption=interruption
-    )
+        copies, assignment.agents, sources, batches, settings, seed,
+        interruption=Interruption(stop.before_step, stop.interruptible), make_seating=seating,
+    )  # fmt: skip
 
     smoothing = config.metrics_num_episodes_for_smoothing
-    trainer = Trainer(algorithms, batches, pool, smoothing=smoothing, by_model=False, clock=clock)
-    restore_counters(prepared, trainer, sampler)
+    trainer = Trainer(learning.algorithms, batches, learning.pool, smoothing=smoothing, by_model=False, clock=clock)
     evaluation = None
     if config.evaluation_duration:
-        evaluation = stack.own(MatchEvaluation(resolved, assignment, policies, opponent, sampler.zero_sum, stop))
-    controller = stack.own(make_controller(prepared, run, pool, sampler, trainer, evaluation, hooks.sinks))
-    return TrainingComponents(run, pool, sampler, trainer, controller)
-
-
-def _make_copies(env: str, config: AlgorithmConfig, stop: StopCheck) -> EnvCopies:
-    """Raises Interrupted."""
-    forgiving = config.restart_failed_sub_environments
-    with stop.interruptible():
-        return EnvCopies(lambda: make_match(env, config), config.num_envs_per_worker, forgiving=forgiving, beat=stop.raise_if_due)
+        evaluation = MatchEvaluation(resolved, assignment, policies, opponent, sampler.zero_sum, stop)
+    return add_controller(prepared, hooks, stack, learning, sampler, trainer, evaluation)
 
 
 def _make_policies(
@@ -102,17 +98,13 @@ def _make_policies(
 
     @functools.cache
     def largest_values() -> dict[str, LargestValues]:
-        return byte_scales.largest_seen_of_agents(
-            lambda: make_match(env, config), assignment.agents, config.seed, central=central
-        )
+        return largest_seen_of_agents(lambda: make_match(env, config), assignment.agents, config.seed, central=central)
 
     policies = {}
-    for name, (observation_space, action_space) in assignment.spaces.items():
+    for name, spaces in assignment.spaces.items():
         look = functools.partial(lambda model: largest_values()[model], name)
-        scales = byte_scales.choose(observation_space, each[name], look, before, hooks.announce, name)
-        bound = embedding_bound(before, name)
-        policy = make_policy(observation_space, action_space, each[name], scales, central=central, embed_above=bound)
-        policies[name] = copy_for_acting(policy, named_device(each[name].inference_device, "inference_device"))
+        policy = make_run_policy(*spaces, each[name], before, look=look, announce=hooks.announce, model=name, central=central)
+        policies[name] = copy_for_acting(policy, parse_device(each[name].inference_device, "inference_device"))
     return policies
 
 
@@ -123,4 +115,6 @@ def _make_batches(policies: Mapping[str, Policy], copies: EnvCopies, config: Alg
     agents = len(copies[0].agents)
     per_step = agents if config.multiagent.count_steps_by == "env_steps" else 1  # decisions in one counted step
     blocks = config.train_batch_size * per_step + 4 * len(copies) * agents + 16
-    return MatchBatches({name: LocalMemory(session_spec(policies[name], config.steps, name), 1, blocks) for name in trained})
+    specs = {name: session_spec(policies[name], config.steps, name) for name in trained}
+    results = result_names(config.self_play)
+    return MatchBatches({name: LocalMemory(replace(spec, results=results), 1, blocks) for name, spec in specs.items()})

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,21 +24,17 @@ from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPlan, SamplingPool, SingleNode
 from ludus.envs.vector_env import make_environments
 from ludus.envs.wrappers import wrapper_names
-from ludus.experiments.assembly import byte_scales
 from ludus.experiments.assembly.components import (
     ComponentStack,
     PreparedRun,
     RunHooks,
     TrainingComponents,
-    make_controller,
-    make_pool,
-    open_run,
-    restore_counters,
+    add_controller,
     whole_episodes,
 )
-from ludus.experiments.assembly.learners import distribute_learner, make_algorithm
+from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.policies import embedding_bound, make_policy
+from ludus.experiments.assembly.policies import largest_seen, make_run_policy
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.resolve import Announce, ClusterOptions
@@ -68,7 +63,7 @@ class EnvironmentShape:
 
 def assemble_workers(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack) -> TrainingComponents:
     """Make the components of a run whose environments are stepped by workers of this machine or of a Ray cluster."""
-    resolved, before = prepared.resolved, prepared.before
+    resolved = prepared.resolved
     e, config = resolved.experiment, resolved.config
     clock = RunClock(e.stop.time_s)
     stop = StopCheck(hooks.interrupted, clock)
@@ -77,10 +72,8 @@ def assemble_workers(prepared: PreparedRun, hooks: RunHooks, stack: ComponentSta
     shape = probe_environment(e.env, config, stop)
     policy = make_sampled_policy(shape, prepared, hooks)
 
-    algorithm = stack.own(make_algorithm(resolved.algorithm, policy, config, before))
-    run = stack.own(open_run(prepared, policy))
-    algorithm = distribute_learner(algorithm, policy, config, run, stack)
-    pool = make_pool(run, {DEFAULT_MODEL: policy}, prepared, stack)
+    learning = open_learning_run(prepared, {DEFAULT_MODEL: policy}, stack)
+    run, pool = learning.run, learning.pool
 
     first_version = pool.newest(DEFAULT_MODEL)[1]
     directory = str(run.directory.absolute())
@@ -88,19 +81,17 @@ def assemble_workers(prepared: PreparedRun, hooks: RunHooks, stack: ComponentSta
     logs = run.directory / "logs" / "sampler"
     if hooks.announce is not None:
         hooks.announce(f"starting {config.workers} workers …" if config.workers > 1 else "starting 1 worker …")
-    sampling = stack.own(SamplingPool(lambda bell: connect(plan, bell, logs), config.workers, lambda: newest_weights(pool)))
+    sampling = stack.own(SamplingPool(lambda wakeup: connect(plan, wakeup, logs), config.workers, lambda: newest_weights(pool)))
 
     trainer = Trainer(
-        {DEFAULT_MODEL: algorithm},
+        learning.algorithms,
         whole_episodes(make_batches(sampling, pool, config), config),
         PublishingPool(pool, lambda name, version: sampling.publish(*newest_weights(pool))),
         smoothing=config.metrics_num_episodes_for_smoothing,
         clock=clock,
     )
-    restore_counters(prepared, trainer, sampling)
-    evaluation = stack.own(make_evaluation(resolved, policy, run, stop, hooks.announce))
-    controller = stack.own(make_controller(prepared, run, pool, sampling, trainer, evaluation, hooks.sinks))
-    return TrainingComponents(run, pool, sampling, trainer, controller)
+    evaluation = make_evaluation(resolved, policy, run, stop, hooks.announce)
+    return add_controller(prepared, hooks, stack, learning, sampling, trainer, evaluation)
 
 
 def probe_environment(env: str, config: AlgorithmConfig, stop: StopCheck | None = None) -> EnvironmentShape:
@@ -118,9 +109,8 @@ def probe_environment(env: str, config: AlgorithmConfig, stop: StopCheck | None 
 def make_sampled_policy(shape: EnvironmentShape, prepared: PreparedRun, hooks: RunHooks) -> Policy:
     """The policy for environments that other processes step. Raises ConfigError when the run needs too much memory."""
     env, config, before = prepared.resolved.experiment.env, prepared.resolved.config, prepared.before
-    look = functools.partial(byte_scales.largest_seen, env, config)
-    scales = byte_scales.choose(shape.observation_space, config, look, before, hooks.announce)
-    policy = make_policy(shape.observation_space, shape.action_space, config, scales, embed_above=embedding_bound(before))
+    spaces = shape.observation_space, shape.action_space
+    policy = make_run_policy(*spaces, config, before, look=lambda: largest_seen(env, config), announce=hooks.announce)
     check_memory(prepared.resolved, policy)
     return policy
 
@@ -177,14 +167,14 @@ def _cluster_nodes(
 ) -> Callable[[SamplingPlan, Path, Path], SamplingNodes]:
     """Connect to the Ray cluster, if there is one. Returns the function that starts workers on its nodes, or on this machine."""
     if options is None:
-        return lambda plan, bell, logs: SingleNode(LocalNode(plan, bell, log_dir=logs))
+        return lambda plan, wakeup, logs: SingleNode(LocalNode(plan, wakeup, log_dir=logs))
     from ludus.distributed.ray_nodes import RayNodes
     from ludus.ray_cluster.cluster import Cluster
 
     cluster = stack.own(
         Cluster(options.address, num_cpus=options.num_cpus, object_store_memory=options.object_store_memory, announce=announce)
     )
-    return lambda plan, bell, logs: RayNodes(cluster, plan, bell, log_dir=logs, announce=announce)
+    return lambda plan, wakeup, logs: RayNodes(cluster, plan, wakeup, log_dir=logs, announce=announce)
 
 
 def newest_weights(pool: LocalVersionStore) -> tuple[int, Mapping[str, Array]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -13,6 +15,7 @@ from ludus.errors import StoreError, UsageError
 from ludus.experiments.runs.checkpoint import FOLDER
 
 if TYPE_CHECKING:
+    from ludus.experiments.control.training_display import TrainingDisplay
     from ludus.experiments.result import Result
 
 log = logging.getLogger(__name__)
@@ -188,27 +191,31 @@ class CallbackSink:
         if not self._is_started:
             return
         for callback in self._callbacks:
-            try:
-                callback.on_end(self.run, result)
-            except Exception as error:  # of the user's code; the other callbacks are called all the same
-                if self.error is not None or result is None:
-                    log.exception("%s.on_end failed", type(callback).__name__)
-                self.error = self.error or error
+            error = self._try(callback, "on_end", result)
+            if error is not None and (self.error is not None or result is None):
+                log.error("%s.on_end failed", type(callback).__name__, exc_info=error)
+            self.error = self.error or error
 
     def raise_error(self) -> None:
         if self.error is not None:
             raise self.error
 
     def _call(self, name: str, value: Any) -> None:
+        if self.error is not None:
+            return
         for callback in self._callbacks:
+            self.error = self._try(callback, name, value)
             if self.error is not None:
+                log.warning("%s.%s raised %r: the run ends", type(callback).__name__, name, self.error)
+                self.run.stop_reason = f"{type(callback).__name__}.{name} raised {type(self.error).__name__}"
                 return
-            try:
-                getattr(callback, name)(self.run, value)
-            except Exception as error:  # of the user's code: raised after the run is saved
-                log.warning("%s.%s raised %r: the run ends", type(callback).__name__, name, error)
-                self.error = error
-                self.run.stop_reason = f"{type(callback).__name__}.{name} raised {type(error).__name__}"
+
+    def _try(self, callback: Callback, name: str, value: Any) -> Exception | None:
+        try:
+            getattr(callback, name)(self.run, value)
+        except Exception as error:  # of the user's code: raised after the run is saved, and the other callbacks are called
+            return error
+        return None
 
 
 def _as_callback(given: Any) -> Callback:
@@ -222,3 +229,42 @@ def _as_callback(given: Any) -> Callback:
         f"callbacks has a {type(given).__name__}, which is no callback.",
         "Give a ludus.Callback, or a function (run, metrics) that is called with every report.",
     )
+
+
+class TrainingObservers:
+    """Callbacks and progress display of a training that was started from Python. If the block fails, `on_end` gets no result."""
+
+    def __init__(self, callbacks: Sequence[Callback | ReportFunction], progress: bool | None) -> None:
+        """`progress` None: show it in a terminal and in a notebook."""
+        self._callbacks = CallbackSink(callbacks)
+        self._display: TrainingDisplay | None = None
+        self.arguments: dict[str, Any] = {"sinks": [self._callbacks], "announce": None}
+        """Arguments of `runner.train` and `runner.resume`."""
+        if progress is False:
+            return
+        from ludus.experiments.control.training_display import make_display
+
+        self._display = make_display(progress)
+        if self._display is not None:
+            announce = functools.partial(print, file=sys.stderr, flush=True)
+            self.arguments = {"sinks": [self._display, self._callbacks], "announce": announce}
+
+    def __enter__(self) -> TrainingObservers:
+        if self._display is not None:
+            self._display.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and error is not self._callbacks.error:
+            self._callbacks.end(None)
+        if self._display is not None:
+            self._display.__exit__()
+
+    def start(self, directory: Path) -> None:
+        self._callbacks.start(directory)
+
+    def conclude(self, result: Result) -> Result:
+        """Raises what a callback raised."""
+        self._callbacks.end(result)
+        self._callbacks.raise_error()
+        return result

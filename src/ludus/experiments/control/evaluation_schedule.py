@@ -43,7 +43,7 @@ class BackgroundEvaluation(Protocol):
 
     def begin(self, iteration: int, checkpoint: str) -> None: ...
 
-    def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
+    def poll(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
         """(iteration, its score or None if it failed); None: not finished within the time-out."""
         ...
 
@@ -164,7 +164,7 @@ class EvaluationSchedule:
         """Take the score of a finished background evaluation and start the next; False when there is none."""
         if self._background is None or self._running is None:
             return False
-        finished = self._background.finished(timeout_s)
+        finished = self._background.poll(timeout_s)
         if finished is None:
             return False
         version, waiting, self._running, self._waiting = self._running, self._waiting, None, None

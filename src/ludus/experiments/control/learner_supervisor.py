@@ -40,7 +40,7 @@ from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import Claim, newest_claim
-from ludus.process.host import StopSignal, stop_on_signals
+from ludus.process.signals import StopSignal, stop_on_signals
 from ludus.process.temp_dirs import shared_memory_dir, sweep
 from ludus.process.workers.forkserver import anonymous_file
 from ludus.process.workers.supervisor import FINAL_STATES, Process, Supervisor
@@ -174,9 +174,8 @@ class LearnerSupervisor:
                 os.close(messages.write_end)
             try:
                 self._follow(process, messages, end, stop, restarts)
-            except BaseException:
-                process.kill()  # a second Ctrl-C, or an error in a sink of the caller
-                raise
+            finally:
+                process.kill()  # after a second Ctrl-C, or an error in a sink of the caller; else it has exited
             wanted = stop() or find_stop_request(self._sinks) is not None
             if end.ended is not None and (wanted or not end.ended["stopped_by"].startswith("interrupted")):
                 return self._read_result(end.ended, file, stop)

@@ -64,7 +64,8 @@ class RunController:
     def step(self) -> bool:
         """Do what is due after an update; False when there was none, and nothing else to do.
 
-        Report, then checkpoint, then evaluate: a kill in between loses neither what was learned nor its report.
+        Report, then checkpoint, then evaluate. After a kill before the checkpoint, the next learner repeats the update, and its report
+        replaces the first one. In the other order the report of that update would be missing.
         """
         progress = self._trainer.progress
         with contextlib.suppress(StoreUnavailable):  # reported when there is something to store

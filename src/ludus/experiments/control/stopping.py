@@ -13,7 +13,7 @@ from ludus.algorithms.trainer import Progress
 from ludus.config.schema import StopConfig
 from ludus.errors import Interrupted, StartTimeout
 from ludus.experiments.control.experience_source import ExperienceSource, RemoteSampling
-from ludus.process.host import StopSignal
+from ludus.process.signals import StopSignal
 
 FINAL_EVALUATION_S = 1.5
 """An evaluation may exceed `time_s` by this much; then it is interrupted."""

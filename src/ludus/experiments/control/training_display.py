@@ -1,17 +1,19 @@
-"""Progress display of a training: a live table in a terminal, an occasional line elsewhere.
+"""Progress display of a training: a live table in a terminal, one updated line in a notebook, an occasional line elsewhere.
 
-Used by the `ludus` command and by the Python API. Everything below `TrainingDisplay` is a pure function of reported numbers.
+Used by the `ludus` command and by the Python API. Everything below `RecentRates` is a pure function of reported numbers.
 """
 
 from __future__ import annotations
 
+import html
+import io
 import math
 import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, cast
 
 from ludus.config.schema import StopConfig
 from ludus.core.formatting import MISSING, bar, format_duration, format_number, sparkline
@@ -126,6 +128,49 @@ class TrainingDisplay:
         self._printed_at, self._is_printed = self._clock(), True
         if self._last and not self._quiet:
             print(self.line(), file=self._stream, flush=True)
+
+
+def make_display(progress: bool | None) -> TrainingDisplay | None:
+    """A display on standard error, redrawn in place where possible. `progress` None: only in a terminal or a notebook."""
+    from rich.console import Console
+
+    if Console().is_jupyter:  # also Colab and the like
+        return TrainingDisplay(stream=cast(TextIO, UpdatingOutput(_show_in_cell())), live=False)
+    return TrainingDisplay(stream=sys.stderr) if progress or sys.stderr.isatty() else None
+
+
+def _show_in_cell() -> Callable[[str], None]:
+    """Shows a text in the running cell of a notebook, in place of the last one."""
+    from IPython.display import HTML, display  # type: ignore[import-not-found, unused-ignore] # every notebook has it
+
+    handle: Any = None
+
+    def show(text: str) -> None:
+        nonlocal handle
+        shown = HTML(f"<pre>{html.escape(text)}</pre>")
+        if handle is None:
+            handle = display(shown, display_id=True)
+        else:
+            handle.update(shown)
+
+    return show
+
+
+class UpdatingOutput(io.TextIOBase):
+    """A text file of which only the last line is shown."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show, self._open = show, ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        *lines, self._open = (self._open + text).split("\n")
+        if lines:
+            self._show(lines[-1])
+        return len(text)
 
 
 class RecentRates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import tempfile
@@ -54,7 +55,7 @@ class VideoRecorder:
     def record(self, weights: Mapping[str, Array], iteration: int, seed: int) -> RecordedVideos:
         """Never raises what the environment, its renderer or the disk raise: that is `RecordedVideos.problem`."""
         paths: list[Path] = []
-        try:
+        with _RecordingErrors(self._stage.env) as errors:
             self._policy.load_weights(weights)
             self._env = self._env or make_rendering_env(self._stage)
             actor = actor_policy(self._policy)
@@ -64,9 +65,7 @@ class VideoRecorder:
                 with actor.acting():
                     self._record_episode(player, episode, path)
                 paths.append(path)
-        except Exception as error:  # any error of the environment or renderer: must not stop training
-            return RecordedVideos(tuple(paths), describe_failure(self._stage.env, error))
-        return RecordedVideos(tuple(paths))
+        return RecordedVideos(tuple(paths), errors.problem)
 
     def _record_episode(self, player: SingleAgentPlayer, episode: int, path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="ludus-") as scratch_dir:
@@ -86,26 +85,35 @@ class VideoRecorder:
 def make_rendering_env(stage: RolloutSpec) -> gym.Env[Any, Any]:
     """A copy of the environment that renders. Raises UsageError if it cannot, EnvironmentFault if it cannot be made."""
     env = make_one(stage.env, stage.env_config, "rgb_array", preprocess=stage.preprocess, wrappers=stage.wrappers)
-    try:
+    with contextlib.ExitStack() as made:
+        made.callback(env.close)
         check_renders(env, stage.env)
-    except BaseException:
-        env.close()
-        raise
+        made.pop_all()
     return env
 
 
 def find_recording_problem(stage: RolloutSpec) -> str | None:
     """Why an environment cannot be recorded, found by making a copy of it; None: it declares RGB rendering."""
-    try:
-        with preserve_random_state():
-            make_rendering_env(stage).close()
-    except Exception as error:  # any error of the environment or renderer: must not stop training
-        return describe_failure(stage.env, error)
-    return None
+    with _RecordingErrors(stage.env) as errors, preserve_random_state():
+        make_rendering_env(stage).close()
+    return errors.problem
 
 
-def describe_failure(env: str, error: Exception) -> str:
-    """Omits the hint of the error, which is about rollouts."""
-    lines = (error.message if isinstance(error, LudusError) else f"{type(error).__name__}: {error}").splitlines()
-    reason = lines[0] if lines else type(error).__name__
-    return f"videos of evaluations of {env} are no longer recorded (evaluation_video); training continues. Reason: {reason}"
+class _RecordingErrors:
+    """Turns any error of the environment, its renderer or the disk into `problem`: none of them may stop training."""
+
+    def __init__(self, env: str) -> None:
+        self._env = env
+        self.problem: str | None = None
+
+    def __enter__(self) -> _RecordingErrors:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        # Without the hint of our own errors, which is about rollouts.
+        lines = (error.message if isinstance(error, LudusError) else f"{type(error).__name__}: {error}").splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        self.problem = f"videos of evaluations of {self._env} are no longer recorded (evaluation_video); training continues. Reason: {reason}"
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ludus.config.schema import AlgorithmConfig
-from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.vector_env import Environments
@@ -98,7 +97,7 @@ class EvaluationWorkers:
             video = iteration if first == 0 and self._records else None
             self._tasks.submit(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
 
-    def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
+    def poll(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
         """(iteration, score) when all of it has been played, None before; no score: it failed, which has been logged."""
         if self._iteration is None or self._tasks is None:
             return None
@@ -125,19 +124,18 @@ class EvaluationWorkers:
         returns, lengths, sides = (
             tuple(itertools.chain(*values)) for values in zip(*((p.returns, p.lengths, p.sides) for p in parts), strict=True)
         )
-        told = {name: _added([part.results[name] for part in parts]) for name in parts[0].results}
+        results = {
+            name: (sum(part.results[name][0] for part in parts), sum(part.results[name][1] for part in parts))
+            for name in parts[0].results
+        }
         cut = sum(part.cut for part in parts)
-        score = Score(returns, lengths, cut=cut, results=told, sides=sides, videos=parts[0].videos)
+        score = Score(returns, lengths, cut=cut, results=results, sides=sides, videos=parts[0].videos)
         warn_truncated_episodes(score, self._plan.env)
         return iteration, score
 
     def close(self) -> None:
         if self._tasks is not None:
             self._tasks.close()
-
-
-def _added(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return sum(total for total, _ in pairs), sum(count for _, count in pairs)
 
 
 class Player:
@@ -155,26 +153,23 @@ class Player:
         weights = store_of(Path(task["run"])).get_file(key, name)
         decoded = serialization.decode_weights(weights, f"{key}/{name}")[0]
         self._policy.load_weights(decoded)
-        score = self._plan.play(self._policy, self._rows(task["rows"]), task["seed"], task["first"], self._turned)
+
+        def is_interrupted() -> bool:
+            self._context.beat()  # once per step
+            return False
+
+        rows = task["rows"]
+        if rows not in self._environments:
+            self._environments[rows] = self._plan.environments(rows, self._context.beat)
+        score = self._plan.play(self._policy, self._environments[rows], task["seed"], task["first"], is_interrupted)
         lists = {"returns": score.returns, "lengths": score.lengths, "sides": score.sides}
-        recorded = RecordedVideos() if task["video"] is None else self._record(task, decoded)
+        recorded = RecordedVideos()
+        if task["video"] is not None:
+            self._recorder = self._recorder or self._plan.recorder(Path(task["run"]), self._context.beat)
+            if self._recorder is not None:
+                recorded = self._recorder.record(decoded, task["video"], task["seed"])
         videos = {"videos": [str(path) for path in recorded.paths], "problem": recorded.problem}
         return {**lists, **videos, "cut": score.cut, "results": dict(score.results)}
-
-    def _record(self, task: Mapping[str, Any], weights: Mapping[str, Array]) -> RecordedVideos:
-        if self._recorder is None:
-            self._recorder = self._plan.recorder(Path(task["run"]), self._context.beat)
-        return RecordedVideos() if self._recorder is None else self._recorder.record(weights, task["video"], task["seed"])
-
-    def _rows(self, rows: int) -> Environments:
-        if rows not in self._environments:
-            self._environments[rows] = self._plan.environments(rows)
-            self._environments[rows].beat = self._context.beat
-        return self._environments[rows]
-
-    def _turned(self) -> bool:
-        self._context.beat()
-        return False
 
     def close(self) -> None:
         if self._recorder is not None:

@@ -11,7 +11,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,10 +26,11 @@ from ludus.core.spaces import ACTION_MASK
 from ludus.core.tree import Tree
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import CodeBundle
+from ludus.envs.faults import environment_errors
 from ludus.envs.pettingzoo import make_match
-from ludus.envs.preprocessing import saved_preprocess
+from ludus.envs.preprocessing import preprocess_of
 from ludus.envs.registry import factory_of
-from ludus.envs.vector_env import environment_errors, make_one, without_central_state
+from ludus.envs.vector_env import make_one, without_central_state
 from ludus.envs.video_writer import FrameProgress
 from ludus.envs.wrappers import WrapperList, load_wrappers, wrapper_names
 from ludus.errors import IncompatibleCheckpoint, UsageError
@@ -47,7 +48,7 @@ from ludus.experiments.evaluation.video import (
     write_video,
 )
 from ludus.experiments.result import Result
-from ludus.experiments.runs.checkpoint import FOLDER, Checkpoint, open_checkpoint
+from ludus.experiments.runs.checkpoint import FOLDER, agents_of, open_checkpoint
 from ludus.experiments.runs.remote_runs import is_remote, write_cached_weights
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.models.centralized_critic import actor_policy
@@ -82,6 +83,14 @@ class RolloutResult:
     """Number of episodes that were truncated at the step limit."""
     steps_file: Path | None = None
     video: Path | None = None
+
+    def add(self, played: EpisodeResult, *, cut: bool) -> None:
+        """Count an episode that ended or was `cut` at the step limit."""
+        self.cut += cut
+        self.returns.append(played.total_return)
+        self.lengths.append(played.length)
+        for agent, total_return in played.agents.items():
+            self.agents.setdefault(agent, []).append(total_return)
 
     @property
     def mean(self) -> float:
@@ -141,17 +150,15 @@ class RolloutSpec:
     code_bundle: CodeBundle = field(default_factory=CodeBundle)
 
     def policies(self) -> dict[str, Policy]:
-        return {name: actor_policy(_policy(description, Path(weights))) for name, (description, weights) in self.models.items()}
+        loaded = {}
+        for name, (description, weights) in self.models.items():
+            loaded[name] = serialization.policy_from(description)
+            loaded[name].load_weights(serialization.decode_weights(Path(weights).read_bytes(), weights)[0])
+        return {name: actor_policy(policy) for name, policy in loaded.items()}
 
     def noise_seed(self, episode: int) -> int:
         """Independent of the seeds of the environments, which are consecutive."""
         return int(np.random.SeedSequence((self.seed % (1 << 64), episode)).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _policy(description: Mapping[str, Any], weights: Path) -> Policy:
-    policy = serialization.policy_from(description)
-    policy.load_weights(serialization.decode_weights(weights.read_bytes(), str(weights))[0])
-    return policy
 
 
 @dataclass(frozen=True)
@@ -178,43 +185,18 @@ def rollout_spec(
 ) -> tuple[Path, str, RolloutSpec]:
     """(run directory, name of the checkpoint, spec) for the environment of the run or another with the same spaces.
 
-    `options` are those of the stage: seed, deterministic, save_info, depth. Raises NotFound, Damaged, UsageError.
+    `options` are those of the spec: seed, deterministic, save_info, depth. Raises NotFound, Damaged, UsageError.
     """
     trust.allow(env)
     run, found = open_checkpoint(where)
-    experiment = found.state["config"]
-    name = env or experiment["env"]
-    if name == EXTERNAL:
-        raise UsageError("Trained with env: external, so there is nothing to roll out.", f"Use ludus serve {where}.")
-    settings = experiment["config"]
-    mapping = (settings.get("multiagent") or {}).get("policy_mapping")
-    models = {
-        model: (found.state["models"][model]["description"], str(_weights_file(run, found, model).resolve()))
-        for model in found.weights
-    }
-    wrappers = settings.get("wrappers") or ()
-    custom = [description["network"].get("custom_model") for description, _ in models.values()]
-    factory_of(name)  # before another process, which trusts what this one does, is asked to play it
-    load_wrappers(wrappers)
-    stage = RolloutSpec(
-        env=name,
-        trained_on=experiment["env"],
-        models=models,
-        cast=mapping if isinstance(mapping, dict) else None,
-        env_config={**settings.get("env_config", {}), **(env_config or {})},
-        preprocess=saved_preprocess(settings),
-        wrappers=wrappers,
-        code_bundle=CodeBundle.of(name, *wrapper_names(wrappers), models=custom),
-        **options,
-    )
-    return run, found.name, stage
-
-
-def _weights_file(run: Path, found: Checkpoint, model: str) -> Path:
-    """A local weights file for worker processes; a copy if the checkpoint is on a remote store."""
-    if is_remote(run):
-        return write_cached_weights(run, serialization.encode_weights(found.weights[model]))
-    return run / FOLDER / found.name / f"{model}.safetensors"
+    models = {}
+    for model, weights in found.weights.items():
+        file = run / FOLDER / found.name / f"{model}.safetensors"
+        if is_remote(run):
+            file = write_cached_weights(run, serialization.encode_weights(weights))
+        models[model] = found.state["models"][model]["description"], str(file.resolve())
+    mapping = agents_of(found.state["config"]["config"])
+    return run, found.name, _make_spec(env, found.state["config"], models, where, env_config, cast=mapping or None, **options)
 
 
 @contextlib.contextmanager
@@ -224,47 +206,52 @@ def agent_rollout_spec(
     """The spec for a loaded agent; a `RunAgent` plays with the settings of its run. Raises UsageError."""
     trust.allow(env)
     experiment = agent.experiment() if isinstance(agent, RunAgent) else {}
-    settings, name = experiment.get("config", {}), env or experiment.get("env")
-    if name is None:
-        raise UsageError("The agent has no run that names an environment.", "Give env=…")
-    _check_playable(name, settings, agent)
-    wrappers = settings.get("wrappers") or ()
-    factory_of(name)  # before another process, which trusts what this one does, is asked to play it
-    load_wrappers(wrappers)
-    with tempfile.TemporaryDirectory(prefix="ludus-") as scratch_dir:
-        weights = Path(scratch_dir) / "weights.safetensors"
-        weights.write_bytes(serialization.encode_weights(agent.policy.weights()))
-        described = agent.policy.description()
-        yield RolloutSpec(
-            name,
-            experiment.get("env", "another environment"),
-            {DEFAULT_MODEL: (described, str(weights))},
-            env_config={**settings.get("env_config", {}), **(env_config or {})},
-            preprocess=saved_preprocess(settings),
-            wrappers=wrappers,
-            code_bundle=CodeBundle.of(name, *wrapper_names(wrappers), models=[described["network"].get("custom_model")]),
-            **options,
-        )
-
-
-def _check_playable(env: str, settings: Mapping[str, Any], agent: TrainedAgent) -> None:
     where = agent.run_dir if isinstance(agent, RunAgent) else "RUN"
-    if env == EXTERNAL:
-        raise UsageError("Trained with env: external, so there is nothing to roll out.", f"Use ludus serve {where}.")
-    if settings.get("multiagent"):
+    if experiment.get("config", {}).get("multiagent"):
         raise UsageError(
             "This agent was trained with others in one environment and cannot play it alone.",
             f"ludus.evaluate({str(where)!r}) plays all of them.",
         )
+    with tempfile.TemporaryDirectory(prefix="ludus-") as scratch_dir:
+        weights = Path(scratch_dir) / "weights.safetensors"
+        weights.write_bytes(serialization.encode_weights(agent.policy.weights()))
+        models = {DEFAULT_MODEL: (agent.policy.description(), str(weights))}
+        yield _make_spec(env, experiment, models, where, env_config, **options)
+
+
+def _make_spec(
+    env: str | None,
+    experiment: Mapping[str, Any],
+    models: Mapping[str, tuple[Mapping[str, Any], str]],
+    where: str | Path,
+    env_config: Mapping[str, Any] | None,
+    **options: Any,
+) -> RolloutSpec:
+    """`experiment`: the one of the training, empty if it is unknown. `where`: the run, for messages."""
+    settings, name = experiment.get("config", {}), env or experiment.get("env")
+    if name is None:
+        raise UsageError("The agent has no run that names an environment.", "Give env=…")
+    if name == EXTERNAL:
+        raise UsageError("Trained with env: external, so there is nothing to roll out.", f"Use ludus serve {where}.")
+    wrappers = settings.get("wrappers") or ()
+    factory_of(name)  # before another process, which trusts what this one does, is asked to play it
+    load_wrappers(wrappers)
+    custom = [description["network"].get("custom_model") for description, _ in models.values()]
+    return RolloutSpec(
+        env=name,
+        trained_on=experiment.get("env", "another environment"),
+        models=models,
+        env_config={**settings.get("env_config", {}), **(env_config or {})},
+        preprocess=preprocess_of(settings),
+        wrappers=wrappers,
+        code_bundle=CodeBundle.of(name, *wrapper_names(wrappers), models=custom),
+        **options,
+    )
 
 
 def make_player(stage: RolloutSpec) -> EpisodePlayer:
     """Raises EnvironmentFault, IncompatibleCheckpoint, UsageError if the agents do not fit the environment."""
     return SingleAgentPlayer(stage) if stage.cast is None else MultiAgentPlayer(stage, stage.cast)
-
-
-def _space_keys(space: gym.Space[Any]) -> set[str]:
-    return set(space.spaces) if isinstance(space, gym.spaces.Dict) else set()
 
 
 class _Recording:
@@ -294,16 +281,18 @@ class SingleAgentPlayer:
     def __init__(self, stage: RolloutSpec, env: gym.Env[Any, Any] | None = None, policy: Policy | None = None) -> None:
         self._stage = stage
         self.env = env if env is not None else self._make_env()
-        try:
+        with contextlib.ExitStack() as made:
+            made.callback(self.env.close)
             if stage.recorded_episodes:
                 check_renders(self.env, stage.env)
             self._policy = policy if policy is not None else next(iter(stage.policies().values()))
-            if "state" not in _space_keys(self._policy.observation_space):  # only the actor plays, without the centralised critic
+            seen = self._policy.observation_space
+            if (
+                not isinstance(seen, gym.spaces.Dict) or "state" not in seen.spaces
+            ):  # only the actor plays, without the centralised critic
                 self.env = without_central_state(self.env)
             _check_spaces(self._policy, self.env, stage)
-        except BaseException:
-            self.env.close()
-            raise
+            made.pop_all()
 
     def _make_env(self) -> gym.Env[Any, Any]:
         s = self._stage
@@ -316,6 +305,7 @@ class SingleAgentPlayer:
 
     def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> EpisodeResult:
         env, stage = self.env, self._stage
+        spec = spaces.array_spec(env.observation_space)
         agent = TrainedAgent(self._policy, stage.noise_seed(episode))
         total_return, length, over = 0.0, 0, False
         with contextlib.ExitStack() as stack:
@@ -334,11 +324,11 @@ class SingleAgentPlayer:
                 if recording.part is not None:
                     counters = {"episode": episode, "step": length, "reward": float(reward)}
                     ends = {"terminated": bool(terminated), "truncated": bool(truncated)}
-                    recording.part.add(counters | ends, {"observation": _observation_arrays(before, env), "action": action}, info)
+                    recording.part.add(counters | ends, {"observation": _as_arrays(spec, before), "action": action}, info)
                 total_return, length = total_return + float(reward), length + 1
                 over = bool(terminated or truncated)
             if length:
-                recording.end("", _observation_arrays(observation, env))
+                recording.end("", _as_arrays(spec, observation))
         return EpisodeResult(total_return, length, over, frame_rate(env.metadata))
 
     def close(self) -> None:
@@ -353,15 +343,14 @@ class MultiAgentPlayer:
             raise UsageError("Infos of multi-agent environments cannot be written.", "Leave out --save-info.")
         self._stage = stage
         self._match = make_match(stage.env, stage.env_config, "rgb_array" if stage.recorded_episodes else None, stage.wrappers)
-        try:
+        with contextlib.ExitStack() as made:
+            made.callback(self._match.close)
             missing = sorted(set(self._match.agents) - set(cast))
             if missing:
                 raise IncompatibleCheckpoint(f"No policy was trained to play {missing[0]!r} of {stage.env}: it has other agents.")
             policies = stage.policies()
             self._policies = {agent: policies[cast[agent]] for agent in self._match.agents}
-        except BaseException:
-            self._match.close()
-            raise
+            made.pop_all()
 
     def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> EpisodeResult:
         stage, match = self._stage, self._match
@@ -412,13 +401,8 @@ def _check_spaces(policy: Policy, env: gym.Env[Any, Any], stage: RolloutSpec) ->
         )
 
 
-def _observation_arrays(observation: Any, env: gym.Env[Any, Any]) -> Tree:
-    """An observation as arrays in the structure of the space."""
-    spec = spaces.array_spec(env.observation_space)
-    return _as_arrays(spec, observation)
-
-
 def _as_arrays(spec: Tree, value: Any) -> Tree:
+    """An observation as arrays in the structure of its space."""
     if isinstance(spec, dict):
         return {key: _as_arrays(item, value[key]) for key, item in spec.items()}
     if isinstance(spec, tuple):
@@ -459,8 +443,7 @@ def rollout(
     player: EpisodePlayer | None = None,
 ) -> RolloutResult:
     """Play until `episodes` have ended or `max_steps` are reached. An unfinished episode is in the file, but not in the returns."""
-    recorded = 0 if files.video is None else min(episodes, GRID_CELLS if files.grid else VIDEO_EPISODES)
-    stage = replace(stage, steps=files.steps is not None, recorded_episodes=recorded)
+    stage = _with_recording(stage, episodes, files)
     played = RolloutResult()
     with contextlib.ExitStack() as stack:
         steps = stack.enter_context(RolloutFile(files.steps, stage.save_info)) if files.steps is not None else None
@@ -476,7 +459,9 @@ def rollout(
             result = queue.episode(episode, left)
             made, fps = made + result.length, result.fps
             total_return.append(result.total_return)
-            _count(played, result, cut=not result.over and result.length >= limit and (max_steps is None or made < max_steps))
+            cut = not result.over and result.length >= limit and (max_steps is None or made < max_steps)
+            if result.over or cut:
+                played.add(result, cut=cut)
             on_episode(episode, result)
             if steps is not None:
                 steps.extend(scratch_dir / str(episode) / "steps")
@@ -485,19 +470,14 @@ def rollout(
                 break
         played.steps_file = steps.write() if steps is not None else None
         if files.video is not None:
-            frames = [scratch_dir / str(i) / FRAMES for i in range(min(recorded, len(total_return)))]
+            frames = [scratch_dir / str(i) / FRAMES for i in range(min(stage.recorded_episodes, len(total_return)))]
             played.video = _video(files, stage, frames, fps, total_return)
     return played
 
 
-def _count(played: RolloutResult, result: EpisodeResult, cut: bool) -> None:
-    if not result.over and not cut:
-        return
-    played.cut += cut
-    played.returns.append(result.total_return)
-    played.lengths.append(result.length)
-    for agent, total_return in result.agents.items():
-        played.agents.setdefault(agent, []).append(total_return)
+def _with_recording(stage: RolloutSpec, episodes: int, files: RolloutFiles) -> RolloutSpec:
+    recorded = 0 if files.video is None else min(episodes, GRID_CELLS if files.grid else VIDEO_EPISODES)
+    return replace(stage, steps=files.steps is not None, recorded_episodes=recorded)
 
 
 def _video(files: RolloutFiles, stage: RolloutSpec, frames: list[Path], fps: float, total_return: list[float]) -> Path | None:
@@ -583,14 +563,7 @@ class RolloutWorker:
 
     def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
         episode = int(task["episode"])
-        result = self._player.play(episode, int(task["max_steps"]), self._scratch_dir / str(episode), self._context.beat)
-        return {
-            "total_return": result.total_return,
-            "length": result.length,
-            "over": result.over,
-            "fps": result.fps,
-            "agents": dict(result.agents),
-        }
+        return asdict(self._player.play(episode, int(task["max_steps"]), self._scratch_dir / str(episode), self._context.beat))
 
     def close(self) -> None:
         self._player.close()
@@ -605,19 +578,13 @@ def play(
     max_steps: int | None = None,
     seed: int = 0,
     deterministic: bool = True,
-    steps_file: Path | None = None,
-    save_info: bool = False,
-    video: Path | None = None,
+    files: RolloutFiles = NO_FILES,
 ) -> RolloutResult:
     """As `rollout`, with a loaded agent and an open environment, which stays open."""
-    stage = RolloutSpec(
-        name, name, {DEFAULT_MODEL: (agent.policy.description(), "")}, seed=seed, deterministic=deterministic, save_info=save_info
-    )
-    recorded_episodes = replace(
-        stage, recorded_episodes=0 if video is None else min(episodes, VIDEO_EPISODES), steps=steps_file is not None
-    )
-    player = _BorrowedEnvPlayer(recorded_episodes, env, agent.policy)
-    return rollout(stage, episodes, max_steps=max_steps, files=RolloutFiles(steps_file, video), player=player)
+    models = {DEFAULT_MODEL: (agent.policy.description(), "")}
+    stage = _with_recording(RolloutSpec(name, name, models, seed=seed, deterministic=deterministic), episodes, files)
+    player = _BorrowedEnvPlayer(stage, env, agent.policy)
+    return rollout(stage, episodes, max_steps=max_steps, files=files, player=player)
 
 
 class _BorrowedEnvPlayer(SingleAgentPlayer):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -105,10 +105,8 @@ def read_frames(path: Path) -> Iterator[tuple[Array, float]]:
 # -- videos -------------------------------------------------------------------------------------------------------------
 
 
-class FrameConverter(Protocol):
-    """Converts a frame to RGB."""
-
-    def __call__(self, frame: Array) -> Array: ...
+FrameConverter = Callable[[Array], Array]
+"""Converts a frame to RGB."""
 
 
 def depth_to_rgb(paths: Sequence[Path]) -> FrameConverter:
@@ -124,12 +122,12 @@ def depth_to_rgb(paths: Sequence[Path]) -> FrameConverter:
                 low, high = min(low, float(known.min())), max(high, float(known.max()))
     span = (high - low) or 1.0
 
-    def coloured(frame: Array) -> Array:
+    def colour(frame: Array) -> Array:
         share = np.clip((np.nan_to_num(frame, nan=high, posinf=high, neginf=low) - low) / span, 0.0, 1.0)
         picture: Array = table[(share * 255).astype(np.uint8)]
         return picture
 
-    return coloured
+    return colour
 
 
 def identity(frame: Array) -> Array:

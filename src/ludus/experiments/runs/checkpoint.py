@@ -24,8 +24,7 @@ from ludus.core import trust
 from ludus.core.tree import Array
 from ludus.errors import AlreadyExists, Damaged, IncompatibleCheckpoint, NotFound, StoreError, StoreUnavailable, UsageError
 from ludus.experiments.runs.remote_runs import directory_of, display_path, is_remote, store_of
-from ludus.models import centralized_critic
-from ludus.models.networks import NetworkConfig
+from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import PROBABILITIES, Policy, Weights
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import Claim, claims_after
@@ -67,7 +66,9 @@ class Checkpoint:
 
     def acting(self, model: str) -> tuple[dict[str, Any], Weights]:
         """Description and weights of a model for acting. Raises IncompatibleCheckpoint."""
-        return centralized_critic.without_critic(self._description(model), self.weights[model])
+        from ludus.models.centralized_critic import without_critic
+
+        return without_critic(self._description(model), self.weights[model])
 
     def restore(self, model: str, algorithm: Algorithm) -> None:
         """Put weights, optimizer and random state of `model` into a freshly built algorithm."""
@@ -427,3 +428,36 @@ def open_checkpoint(where: str | Path) -> tuple[Path, Checkpoint]:
         others = [n for n in names(store) if n != name]
         hint = f"Others in this run: {', '.join(others[-3:])}." if others else error.hint
         raise type(error)(error.message, hint) from error
+
+
+# -- checkpoints with several models ---------------------------------------------------------------------------------------
+
+
+def agents_of(settings: Mapping[str, Any]) -> Mapping[str, str]:
+    """Agent → model, from the `config:` of a multi-agent run; empty for a single-agent run."""
+    mapping = (settings.get("multiagent") or {}).get("policy_mapping")
+    return mapping if isinstance(mapping, Mapping) else {}
+
+
+def choose_model(stored: Checkpoint, model: str | None) -> str:
+    """The named model, or the only one. Raises UsageError, which lists the models and their agents."""
+    names = list(stored.weights)
+    if model is None and len(names) > 1:
+        shown = []
+        for name in names:
+            agents = agents_playing(stored.state["config"], name)
+            listed = ", ".join(agents[:3]) + ", …" * (len(agents) > 3)
+            shown.append(f"{name} ({listed})" if agents else name)
+        raise UsageError(
+            f"The checkpoint has {len(names)} models: {', '.join(shown)}.", "Choose one with --model, in Python model=…."
+        )
+    if model is not None and model not in names:
+        if played_by := agents_of(stored.state["config"]["config"]).get(model):
+            raise UsageError(f"{model!r} is an agent, played by the model {played_by}.", f"Choose the model {played_by}.")
+        raise UsageError(f"The checkpoint has no model {model!r}.", f"It has {', '.join(names)}.")
+    return model or names[0]
+
+
+def agents_playing(experiment: Mapping[str, Any], model: str) -> list[str]:
+    """The agents that a model plays; empty for a single-agent run."""
+    return [agent for agent, plays in agents_of(experiment["config"]).items() if plays == model]

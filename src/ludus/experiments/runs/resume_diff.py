@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ludus.config.overrides import remove_spellings
+from ludus.config.schema import EMBEDDED
 from ludus.config.translation import translate_config, translate_experiment
 from ludus.errors import ConfigError
 from ludus.experiments.resolve import ClusterOptions, resolve
 from ludus.experiments.runs.remote_runs import display_path
 from ludus.experiments.runs.run_dir import Run
-from ludus.transport.message_stream import EMBEDDED
 
 CHANGEABLE = (
     "stop", "checkpoint_freq", "checkpoint_time_s", "checkpoint_at_end", "keep_checkpoints_num", "max_failures", "memory",

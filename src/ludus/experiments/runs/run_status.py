@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 from ludus.core.metrics import Numbers, read_jsonl
 from ludus.errors import Fenced, NotFound, StoreUnavailable
 from ludus.experiments.control.bottleneck import Load, describe_bottleneck, percent
-from ludus.experiments.control.stop_reason import in_words
 from ludus.experiments.runs import remote_runs
 from ludus.experiments.runs.run_dir import CONFIG, META, METRICS
 from ludus.io.atomic_file import replace_json
@@ -242,7 +241,7 @@ def classify_run(
         return status["state"], str(status.get("why") or "the learner starts")
     if meta.get("status") in ENDED:
         how = (
-            f" ({in_words(str(status['stopped_by']))})"
+            f" ({describe_stop(str(status['stopped_by']))})"
             if status.get("stopped_by") and status.get("state") == meta["status"]
             else ""
         )
@@ -304,6 +303,30 @@ def _from_metrics(directory: Path) -> dict[str, Any]:
 
 
 # -- formatting ----------------------------------------------------------------------------------------------------------
+
+STOP_REASONS = {
+    "timesteps": "step limit reached",
+    "iterations": "iteration limit reached",
+    "training_iteration": "iteration limit reached",
+    "episodes": "episode limit reached",
+    "time_s": "time limit reached",
+    "episode_return_mean": "target return reached",
+}
+"""Key of the stop condition → text."""
+
+_INTERRUPTED = "interrupted"
+
+
+def is_interruption(stopped_by: str) -> bool:
+    return stopped_by.startswith(_INTERRUPTED)
+
+
+def describe_stop(stopped_by: str) -> str:
+    """`time limit reached`, from the key of the stop condition; `interrupted by Ctrl-C`, from `interrupted (SIGINT)`."""
+    if is_interruption(stopped_by):
+        signal = stopped_by.removeprefix(_INTERRUPTED).strip(" ()")
+        return f"interrupted by {'Ctrl-C' if signal == 'SIGINT' else signal}" if signal else _INTERRUPTED
+    return STOP_REASONS.get(stopped_by, stopped_by)
 
 
 def summarize_load(numbers: Numbers) -> str:

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 from ludus.config.schema import EXTERNAL
 from ludus.core.formatting import format_duration, format_number
-from ludus.experiments.control.stop_reason import REASONS, in_words, is_interruption
 from ludus.experiments.control.training_display import evaluated_win_rates, format_with_interval, is_zero_sum, training_win_rates
 from ludus.experiments.result import Result
 from ludus.experiments.runs.remote_runs import display_path
+from ludus.experiments.runs.run_status import STOP_REASONS, describe_stop, is_interruption
 
 
 def stop_reason(stopped_by: str) -> str:
     """`Stopped: time limit reached`, from the key of the stop condition or the signal."""
-    words = in_words(stopped_by)
+    words = describe_stop(stopped_by)
     return words[0].upper() + words[1:] if is_interruption(stopped_by) else f"Stopped: {words}"
 
 
@@ -79,7 +79,7 @@ def _next_steps(result: Result, place: str) -> Iterator[tuple[str, str]]:
 def longer_stop(result: Result) -> str:
     """The stop condition that ended the run, with about twice its value; empty for a reached target."""
     reached = result.metrics.get(result.stopped_by, 0.0)
-    if result.stopped_by == "episode_return_mean" or result.stopped_by not in REASONS or reached <= 0:
+    if result.stopped_by == "episode_return_mean" or result.stopped_by not in STOP_REASONS or reached <= 0:
         return ""
     digits = 1 - math.floor(math.log10(2 * reached))
     twice = round(2 * reached, digits)

@@ -243,7 +243,7 @@ class _CurvePlot:
 
         try:
             plot([self._run.directory], self._run.directory / PLOTS / f"{METRIC}.png")
-        except Exception as error:  # no episode, a full disk, any error of matplotlib: a plot must not fail the run
+        except (LudusError, ImportError, OSError, ValueError, RuntimeError) as error:  # no episode, no matplotlib, a full disk …
             log.info("the learning curve was not plotted: %s", error)
 
 
@@ -393,7 +393,7 @@ class Wandb:
     def open(self) -> None:
         try:
             self._run = self._start_run(self._mode)
-        except Exception as error:
+        except Exception as error:  # any error of wandb or the network
             if self._mode == "offline":
                 raise
             log.warning("cannot reach W&B; logging offline: %s", _short(error))
@@ -519,9 +519,11 @@ class Mlflow:
         found = self._client.get_experiment_by_name(self._experiment)
         if found is None:
             here = (self._directory.parent / "mlartifacts").as_uri() if uri == self._default_uri() else None
+            from mlflow.exceptions import MlflowException
+
             try:
                 return str(self._client.create_experiment(self._experiment, artifact_location=here))
-            except Exception:
+            except MlflowException:
                 found = self._client.get_experiment_by_name(self._experiment)  # another trial created it meanwhile
                 if found is None:
                     raise

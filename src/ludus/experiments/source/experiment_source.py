@@ -1,4 +1,7 @@
-"""Reads the experiments of a command from a YAML file, a Coach preset file or a preset, and applies the command's options."""
+"""Reads the experiments of a command, or of `ludus.train`, from a YAML file, a Coach preset file or a preset, and applies its options.
+
+Validates nothing, and imports other modules only when they are used: every command imports this one.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ludus.errors import UsageError
+
+if TYPE_CHECKING:
+    from ludus.envs.registry import EnvLike
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +60,49 @@ def read_source(file: Path | None, preset: str | None, level: str | None = None)
         return _with_level(ExperimentSource(load_experiments(file), str(file), file.parent, file=file), level)
     assert preset is not None
     return ExperimentSource(preset_index.experiments(preset, level), f"the preset {preset}", Path(), preset=True)
+
+
+def training_data(
+    env: EnvLike | None,
+    run: str | None,
+    stop: Mapping[str, float] | None,
+    *,
+    preset: str | None,
+    file: str | Path | None,
+    experiment: str | None,
+    name: str | None,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The experiment of `ludus.train`, from a preset or file and the keyword arguments. Raises UsageError, ConfigError."""
+    from ludus.config.aliases import rllib_keys
+    from ludus.config.aliases.sb3_cleanrl import TOTALS
+    from ludus.config.schema import ExperimentConfig
+    from ludus.envs.registry import env_name
+
+    top = rllib_keys.EXPERIMENT
+    names = {key: rllib_keys.canonical_name(top, key) for key in settings}
+    if preset is not None and file is not None:
+        raise UsageError(f"preset={preset!r} and file={str(file)!r} both name an experiment.", "Keep one.")
+    beside = {
+        key: value
+        for key, value in settings.items()
+        if names[key] in ExperimentConfig.model_fields or key in rllib_keys.TRANSLATED[top]
+    }
+    config = {key: value for key, value in settings.items() if key not in beside}
+    ends = {**(stop or {}), **{key: beside.pop(key) for key in TOTALS if key in beside}}
+    named = None if env is None else env_name(env)
+    source = read_source(None if file is None else Path(file), preset, None if preset is None else named)
+    if source is None and named is None and "env" not in (names[key] for key in beside):
+        raise UsageError("Which environment?", 'ludus.train("CartPole-v1"), or a preset=… or file=… that names one.')
+    found = experiments_from(source, experiment, name, {"env": named, "run": run, **beside}, ends, {}, config, [])
+    if len(found) > 1:
+        raise UsageError(f"{source} holds {len(found)} experiments: {', '.join(found)}.", "Say which: experiment=…")
+    if source is not None:
+        from ludus.models.custom.loader import add_search_directory
+
+        add_search_directory(source.parent)
+    ((called, data),) = found.items()
+    return {"name": called, **data}
 
 
 def _with_level(source: ExperimentSource, level: str | None) -> ExperimentSource:
@@ -135,7 +184,8 @@ def _apply(
 
 def _canonical_keys(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Rename SB3 keys whose meaning depends on the algorithm, for the algorithm of `data`."""
-    from ludus.config.aliases import rllib_keys, sb3_cleanrl
+    from ludus.config.aliases import sb3_cleanrl
+    from ludus.config.section_translation import resolve_name
     from ludus.config.translation import key_names, translate_experiment
     from ludus.experiments.validation import validate
 
@@ -146,7 +196,7 @@ def _canonical_keys(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dic
         names = key_names(validate.algorithm_of(run).Config)
     except UsageError:  # an unknown algorithm, which validation reports
         return dict(settings)
-    return {rllib_keys.resolve_name(key, names): value for key, value in settings.items()}
+    return {resolve_name(key, names): value for key, value in settings.items()}
 
 
 def _customize(data: dict[str, Any], custom: Sequence[str]) -> None:

@@ -50,7 +50,7 @@ def preset(name: str) -> Path:
         return _folder() / f"{name}.yaml"
     if preset_names.canonical_name(name) is not None:
         raise UnknownName(f"{name} is a preset name of Coach; there is no file for it.", f"ludus presets show {name} writes one.")
-    near = did_you_mean(name, [*names(), *preset_names.supported_names()])
+    near = did_you_mean(name, [*names(), *sorted(preset_names.COACH_PRESETS)])
     raise UnknownName(f"There is no preset {name!r}.", near if near.startswith("Did") else did_you_mean(name, names()))
 
 
@@ -70,7 +70,7 @@ def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]
     entry = preset_names.find_preset(called)
     if not isinstance(entry, preset_names.CoachPreset):
         assert isinstance(entry, UnsupportedPreset)
-        raise preset_names.unsupported_error(called, entry)
+        raise UnknownName(f"{called} is not supported: {entry.why}.", f"Nearest is {entry.instead}.")
     needed = {each: _experiment(each) for each in (entry.preset, *entry.own.values())}
     return {called: preset_names.make_experiment(called, entry, level, needed)}
 
@@ -86,7 +86,7 @@ def read_summary(name: str) -> Preset:
 
 def coach_presets() -> list[CoachPresetSummary]:
     """The names of Coach under which something is trained."""
-    return [_coach_preset(name) for name in preset_names.supported_names()]
+    return [_coach_preset(name) for name in sorted(preset_names.COACH_PRESETS)]
 
 
 def _coach_preset(name: str) -> CoachPresetSummary:
@@ -98,7 +98,7 @@ def _coach_preset(name: str) -> CoachPresetSummary:
 
 def unsupported_coach_presets() -> dict[str, UnsupportedPreset]:
     """The names of Coach under which nothing can be trained."""
-    return dict(preset_names.UNSUPPORTED_PRESETS)
+    return dict(preset_names.unsupported_presets())
 
 
 def _experiment(name: str) -> dict[str, Any]:

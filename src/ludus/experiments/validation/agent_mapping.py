@@ -1,28 +1,23 @@
-"""Checks of `config.multiagent`: which policy plays which agent, and the configuration of each policy.
-
-Makes an environment only where its agents have to be known.
-"""
+"""Checks of `config.multiagent`: which policy plays which agent, and the configuration of each policy."""
 
 from __future__ import annotations
 
 import fnmatch
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ludus.config.schema import AlgorithmConfig, MultiAgentConfig
+from ludus.config.schema import AlgorithmConfig, MultiAgentConfig, SelfPlayConfig
 from ludus.config.section import check_model_name
 from ludus.config.translation import canonical_config, nested_schema
 from ludus.config.validation import parse_algorithm_config
 from ludus.core import trust
 from ludus.core.plugins import did_you_mean, import_object
 from ludus.core.types import DEFAULT_MODEL
-from ludus.envs.registry import registered_envs
+from ludus.envs import pettingzoo
+from ludus.envs.pettingzoo import AgentSpaces
 from ludus.errors import ConfigError
 from ludus.models.policy import PROBABILITIES
-
-if TYPE_CHECKING:
-    from ludus.envs.pettingzoo import AgentSpaces
 
 _SEED_STEP = 7919
 """Between the seeds of two policies: equal networks must not start with equal weights."""
@@ -33,24 +28,8 @@ _POLICY_KEYS = frozenset({"gamma", "model", "observation_filter", "seed"})
 _MAPPING = "config.multiagent.policy_mapping"
 
 
-def is_multi_agent(env: str, settings: Mapping[str, Any]) -> bool:
-    """Whether an experiment has several agents. `settings`: its `config:` as written.
-
-    Raises EnvironmentFault, MissingExtra when the environment has to be made to find out and that fails.
-    """
-    if settings.get("multiagent") is not None and ":" in env and "/" not in env:
-        return True  # no need to make it; errors in it are reported when the run makes it
-    if "/" not in env and ":" not in env and env not in registered_envs():
-        return False  # a plain id of Gymnasium
-    from ludus.envs import pettingzoo
-
-    return pettingzoo.is_multi_agent(env, settings.get("env_config"))
-
-
 def resolve_agents(env: str, schema: type[AlgorithmConfig], config: AlgorithmConfig) -> AlgorithmConfig:
     """Return the configuration with every agent and policy named. Makes one environment. Raises ConfigError, EnvironmentFault."""
-    from ludus.envs import pettingzoo
-
     section = config.multiagent or MultiAgentConfig()
     _refuse_unsupported(config, section)
     match = pettingzoo.make_match(env, config.env_config, None, config.wrappers)
@@ -63,6 +42,7 @@ def resolve_agents(env: str, schema: type[AlgorithmConfig], config: AlgorithmCon
     named = section.model_copy(update={"policies": policies, "policy_mapping": mapping})
     resolved = config.model_copy(update={"multiagent": named})
     _check_spaces(agents, mapping)
+    _check_self_play(list(agents), mapping, config.self_play)
     for policy in named.names():
         policy_config(schema, resolved, policy)
     _check_policies_to_train(named)
@@ -100,6 +80,40 @@ def _refuse_unsupported(config: AlgorithmConfig, section: MultiAgentConfig) -> N
         raise ConfigError(
             "config.multiagent.centralized_value and model.custom_model exclude each other.",
             "A model of your own computes its value itself: leave one of them out.",
+        )
+
+
+def _check_self_play(agents: Sequence[str], mapping: Mapping[str, str], self_play: SelfPlayConfig) -> None:
+    """Self-play needs two sides, and one policy that plays both."""
+    if self_play.opponents is None:
+        if self_play != SelfPlayConfig():
+            raise ConfigError(
+                "config.self_play has no effect without opponents: all agents learn, with their newest policies.",
+                "Set config.self_play.opponents to latest, past or mix, or leave self_play out.",
+            )
+        return
+    sides = self_play.sides
+    if sides is None and len(agents) != 2:
+        raise ConfigError(
+            f"config.self_play needs two sides, and there are {len(agents)} agents: {', '.join(agents)}.",
+            "Name the agents of both: self_play: {sides: [[…], […]]}.",
+        )
+    if sides is not None:
+        named = [agent for side in sides for agent in side]
+        unknown = [agent for agent in named if agent not in agents]
+        if unknown:
+            raise ConfigError(
+                f"config.self_play.sides names {unknown[0]!r}, which is no agent.", did_you_mean(unknown[0], agents)
+            )
+        if len(sides) != 2 or not all(sides) or sorted(named) != sorted(agents):
+            raise ConfigError(
+                f"config.self_play.sides is {sides}; both sides together are all agents, each once: {', '.join(agents)}.",
+                "Give two lists of agents.",
+            )
+    if len(set(mapping.values())) > 1:
+        raise ConfigError(
+            f"config.self_play needs one policy for all agents; there are {', '.join(dict.fromkeys(mapping.values()))}.",
+            "Leave multiagent.policies out, or leave self_play out.",
         )
 
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import yaml
 
-from ludus.config.aliases.rllib_keys import KeyNotice
 from ludus.config.problem import ConfigErrors
 from ludus.config.schema import AlgorithmConfig
 from ludus.config.search_values import has_search, is_search
+from ludus.config.section_translation import KeyNotice
 from ludus.config.translation import translate_config, translate_experiment
 from ludus.config.validation import parse_algorithm_config
 from ludus.envs.legacy_names import current_name
 from ludus.errors import ConfigError, UsageError
-from ludus.experiments.validation import iteration_units, validate
+from ludus.experiments.resolve import iteration_notice_of_file
+from ludus.experiments.validation import validate
 from ludus.io.yaml_documents import Dumper, parse_yaml
 
 _COMMON = {
@@ -164,7 +165,7 @@ def convert_experiment(name: str, data: Mapping[str, Any], *, with_defaults: boo
 def _note_iterations(out: ConvertedExperiment, run: str, schema: type[AlgorithmConfig]) -> None:
     if has_search(out.data):
         return
-    sentence = iteration_units.iteration_notice_of_file(run, schema, out.data, out.data["config"])
+    sentence = iteration_notice_of_file(run, schema, out.data, out.data["config"])
     if sentence is not None:
         out.dropped.setdefault("", []).append(sentence)
 

@@ -14,7 +14,9 @@ from pydantic_core import PydanticUndefined
 
 from ludus.algorithms.base import config_schemas
 from ludus.config.aliases import rllib_keys
+from ludus.config.aliases.rllib_algorithms import suggest_algorithm
 from ludus.config.aliases.sb3_cleanrl import library_of
+from ludus.config.aliases.unsupported_keys import unsupported_keys
 from ludus.config.schema import ExternalConfig
 from ludus.config.translation import nested_schema, section_schemas
 from ludus.core.plugins import did_you_mean
@@ -181,7 +183,7 @@ def explain(asked: str) -> list[str]:
     reasons = _explain_foreign(asked)
     if reasons:
         return reasons
-    instead = rllib_keys.suggest_algorithm(asked)
+    instead = suggest_algorithm(asked)
     if instead:
         return [instead]
     raise ConfigError(f"There is no key {asked!r}.", did_you_mean(asked.rpartition(".")[2], _all_names()))
@@ -235,7 +237,7 @@ def _explain_foreign(asked: str) -> list[str]:
     if name in _TRANSLATED_KEYS and path in ("", "config"):
         return [f"config.{name}, a key of RLlib, is read: {_TRANSLATED_KEYS[name]}"]
     out = []
-    for section, table in rllib_keys.UNSUPPORTED.items():
+    for section, table in unsupported_keys().items():
         reason = table.get(asked if section == rllib_keys.STOP else name)
         if reason is not None and (not path or path in (section, section.removeprefix("config."))):
             where = f"{section}.{name}" if section else name
@@ -255,7 +257,7 @@ def _explain_foreign(asked: str) -> list[str]:
 
 def _all_names() -> set[str]:
     names = {key.name for key in catalogue().values()} | {other for key in catalogue().values() for other in key.others}
-    return names | {name for table in rllib_keys.UNSUPPORTED.values() for name in table}
+    return names | {name for table in unsupported_keys().values() for name in table}
 
 
 def list_keys() -> Iterator[str]:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ludus.config.problem import ConfigProblem
-from ludus.config.schema import EXTERNAL, GAMECORE, AlgorithmConfig
+from ludus.config.schema import EMBEDDED, EXTERNAL, GAMECORE, AlgorithmConfig
 from ludus.envs.vector_env import row_info
-from ludus.transport.message_stream import EMBEDDED
 
 
 class TrainingMode(enum.Enum):
@@ -80,10 +79,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
     "worker_restart_backoff_s": _LOCAL_WORKERS,
     "worker_hang_s": _LOCAL_WORKERS,
     "num_envs_per_worker": {TrainingMode.EXTERNAL: _GAMES_PLAY},
-    "self_play": {
-        TrainingMode.EXTERNAL: "games decide who plays whom",
-        TrainingMode.AGENTS: "all agents use their newest policies; earlier versions as opponents need an environment with one agent",
-    },
+    "self_play": {TrainingMode.EXTERNAL: "games decide who plays whom"},
     "evaluation_interval": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_interval_unit": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_duration": {TrainingMode.EXTERNAL: _NO_EVALUATION},

@@ -9,18 +9,19 @@ from typing import Any, TypeVar
 
 from ludus.algorithms.base import ALGORITHMS, Algorithm, algorithm_class, config_schemas
 from ludus.config.aliases import rllib_keys
-from ludus.config.aliases.rllib_keys import TranslatedSection
+from ludus.config.aliases.rllib_algorithms import suggest_algorithm
 from ludus.config.problem import ConfigErrors, ConfigProblem
-from ludus.config.schema import EXTERNAL, AlgorithmConfig
+from ludus.config.schema import EMBEDDED, EXTERNAL, AlgorithmConfig
 from ludus.config.search_values import has_search, is_search
+from ludus.config.section_translation import TranslatedSection
 from ludus.config.translation import translate_config, translate_experiment
 from ludus.config.validation import check_algorithm_config, check_experiment, parse_algorithm_config, parse_external_config
 from ludus.core import trust
 from ludus.envs.legacy_names import current_name
+from ludus.envs.registry import registered_envs
 from ludus.envs.vector_env import check_exists
 from ludus.errors import ConfigError, EnvironmentFault, UnknownName, UsageError
-from ludus.experiments.validation import agent_mapping, key_modes
-from ludus.transport.message_stream import EMBEDDED
+from ludus.experiments.validation import key_modes
 
 T = TypeVar("T")
 
@@ -41,10 +42,24 @@ def algorithm_of(run: str) -> type[Algorithm]:
     try:
         return algorithm_class(run)
     except UnknownName as error:
-        instead = rllib_keys.suggest_algorithm(run)
+        instead = suggest_algorithm(run)
         if not instead:
             raise
         raise UnknownName(instead, f"Known: {', '.join(ALGORITHMS)}.") from error
+
+
+def is_multi_agent(env: str, settings: Mapping[str, Any]) -> bool:
+    """Whether an experiment has several agents. `settings`: its `config:` as written.
+
+    Raises EnvironmentFault, MissingExtra when the environment has to be made to find out and that fails.
+    """
+    if settings.get("multiagent") is not None and ":" in env and "/" not in env:
+        return True  # no need to make it; errors in it are reported when the run makes it
+    if "/" not in env and ":" not in env and env not in registered_envs():
+        return False  # a plain id of Gymnasium
+    from ludus.envs import pettingzoo
+
+    return pettingzoo.is_multi_agent(env, settings.get("env_config"))
 
 
 class ParsedExperiment:
@@ -77,7 +92,7 @@ class ParsedExperiment:
     @functools.cached_property
     def is_multi_agent(self) -> bool:
         """Raises UsageError, EnvironmentFault."""
-        return self.env != EXTERNAL and agent_mapping.is_multi_agent(self.env, self.config)
+        return self.env != EXTERNAL and is_multi_agent(self.env, self.config)
 
     @functools.cached_property
     def is_collated(self) -> bool:
@@ -94,6 +109,11 @@ class ParsedExperiment:
         return check_algorithm_config(
             schema, self.config_reading, collated=self.is_collated, run=self.run, owners=algorithms_with_key
         )
+
+    @property
+    def wants_auto_workers(self) -> bool:
+        given = isinstance(self.config, Mapping) and isinstance(self.run, str)  # else other checks report what is wrong
+        return given and self.config_reading.data.get("num_workers") == "auto"
 
     def is_well_formed(self) -> bool:
         return isinstance(self.env, str) and isinstance(self.config, Mapping) and self.schema is not None
@@ -178,7 +198,7 @@ def _validate_variant(data: Mapping[str, Any], env_too: bool) -> list[ConfigProb
     called = env == EXTERNAL
     several = False
     if isinstance(env, str) and isinstance(inner, Mapping) and not called:
-        several = bool(found.attempt(lambda: agent_mapping.is_multi_agent(env, inner), "env"))
+        several = bool(found.attempt(lambda: is_multi_agent(env, inner), "env"))
     if isinstance(env, str) and not called and not several and env_too:
         found.attempt(lambda: check_exists(env), "env")
     algorithm = found.attempt(lambda: algorithm_of(run), "run") if isinstance(run, str) else None

@@ -52,13 +52,7 @@ def _to_word(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-def _reject_zero_byte(value: str) -> str:
-    if "\0" in value:
-        raise ValueError("it contains a zero byte")
-    return value
-
-
-Word = Annotated[str, BeforeValidator(_to_word), pydantic.AfterValidator(_reject_zero_byte)]
+Word = Annotated[str, BeforeValidator(_to_word), Field(pattern=r"^[^\x00]*$")]
 Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]  # a Rust pattern: $ matches only at the end
 Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 
@@ -76,7 +70,7 @@ class GameLimits(_Section):
     start_s: float | None = Field(None, gt=0, le=_WEEK_S)
 
 
-class RestartPolicy(_Section):
+class GameRestartPolicy(_Section):
     on: Literal["crash", "never"] = "crash"
     times: int = Field(3, ge=0, le=1000)
     backoff_s: float = Field(1.0, ge=0, le=3600)
@@ -177,7 +171,7 @@ class GameEntry(_Section):
     """Words before the command."""
     windows: bool = False
     limits: GameLimits = GameLimits()
-    restart: RestartPolicy = RestartPolicy(on="never")
+    restart: GameRestartPolicy = GameRestartPolicy(on="never")
     states: StatePolicy | None = None
     options: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,63}$")], GameOption] = {}
     warm: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")] | None = None
@@ -290,7 +284,7 @@ def read(path: Path | None = None) -> Catalogue:
 
 _MODELS: dict[str, type[_Section]] = {
     "limits": GameLimits,
-    "restart": RestartPolicy,
+    "restart": GameRestartPolicy,
     "states": StatePolicy,
     "options": GameOption,
 }

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ludus.gamecore.server.catalogue import OPTION, Catalogue, GameEntry, fill_placeholders, find_placeholders
 from ludus.gamecore.server.request import GameRequest
@@ -69,7 +68,10 @@ def build_command(
 ) -> GameCommand:
     """`states`: directory in which the game may save states; `base_environment`: the server's. `free_port` is called only if needed."""
     entry = catalogue.games[request.game]
-    words = _command_words(entry, catalogue.base, base_environment)
+    program, *arguments = entry.command
+    if "/" in program and not program.startswith(("/", "{")):
+        program = str(catalogue.base / program)
+    words = (*entry.wrapper, *_wine(entry, base_environment), program, *arguments)
     used = find_placeholders((*words, *entry.environment.values()))
     values = {
         "python": sys.executable,
@@ -77,7 +79,10 @@ def build_command(
         "directory": str(game_dir.path),
         "config": str(game_dir.config),
         "result": str(game_dir.result),
-        **{OPTION + name: _to_word(value) for name, value in request.options.items()},
+        **{
+            OPTION + name: str(value).lower() if isinstance(value, bool) else str(value)
+            for name, value in request.options.items()
+        },
     }
     if "port" in used:
         values["port"] = str(free_port())
@@ -111,15 +116,3 @@ def uses_wine(entry: GameEntry, base_environment: Mapping[str, str]) -> bool:
 
 def _wine(entry: GameEntry, base_environment: Mapping[str, str]) -> tuple[str, ...]:
     return ("wine",) if entry.windows and base_environment.get(USE_WINE) == "1" and not entry.uses_wine else ()
-
-
-def _command_words(entry: GameEntry, base: Path, base_environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return wrappers, program (relative to the catalogue) and arguments."""
-    program, *rest = entry.command
-    if "/" in program and not program.startswith(("/", "{")):
-        program = str(base / program)
-    return (*entry.wrapper, *_wine(entry, base_environment), program, *rest)
-
-
-def _to_word(value: Any) -> str:
-    return ("true" if value else "false") if isinstance(value, bool) else str(value)

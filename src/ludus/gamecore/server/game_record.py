@@ -78,9 +78,9 @@ class GameRecord:
     def usage(self) -> ResourceUsage:
         """Measure current resource usage. Reads /proc."""
         process = self.process
-        return (
-            ResourceUsage() if process is None or not process.guard else process_tree_usage(process.guard, shared=self.is_forked)
-        )
+        if process is None or not process.guard:
+            return ResourceUsage()
+        return process_tree_usage(process.guard, shared=self.is_forked)
 
     def last_lines(self) -> list[str]:
         return rotating_log.tail(self.game_dir.log, LAST_LINES)

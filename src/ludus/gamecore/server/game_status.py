@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from ludus.core.backoff import exponential_delay
-from ludus.gamecore.server.catalogue import RestartPolicy
+from ludus.gamecore.server.catalogue import GameRestartPolicy
 
 State = Literal["starting", "running", "finished", "crashed", "stopped", "timed-out", "lost"]
 STATES: tuple[State, ...] = get_args(State)
@@ -71,7 +71,7 @@ class EndDecision:
 
 
 def decide_end(
-    code: int | None, description: str, requested: tuple[State, str] | None, restarts: int, policy: RestartPolicy
+    code: int | None, description: str, requested: tuple[State, str] | None, restarts: int, policy: GameRestartPolicy
 ) -> EndDecision:
     """`description`: how the process ended, in words; `requested`: state and reason of a requested end."""
     if requested is not None:

@@ -91,9 +91,8 @@ class ProcessTable:
             self._finished[status.runtime_id], self._sizes[status.runtime_id] = status, size
             if status.state == "lost":
                 self.counts[status.game, "lost"] += 1
-        self._launchers = GameLaunchers(
-            self._base_environment, self.state_dir.mark
-        )  # after all old processes with this mark were killed
+        # Only now: `load` has killed all old processes with this mark.
+        self._launchers = GameLaunchers(self._base_environment, self.state_dir.mark)
         await self._run_in(self._disk_pool, self.tasks.load)
         await self._run_in(self._disk_pool, self.state_dir.empty_trash)
         self._sampler = asyncio.create_task(self._sample_usage())
@@ -143,12 +142,8 @@ class ProcessTable:
         present = self._running.get(request.runtime_id)
         if present is not None:
             if present.request != request:
-                raise Refused(
-                    409,
-                    "conflict",
-                    f"{request.runtime_id} is already running with a different request.",
-                    "Stop it first, or choose another runtime_id.",
-                )
+                message = f"{request.runtime_id} is already running with a different request."
+                raise Refused(409, "conflict", message, "Stop it first, or choose another runtime_id.")
             await self._wait_until_started(present)
             return present, False
         record = self._admit(request, state)
@@ -165,9 +160,8 @@ class ProcessTable:
             return record.to_json()
         if runtime_id in self._finished:
             return self._finished[runtime_id].to_json()
-        raise Refused(
-            404, "unknown_id", f"There is no game {quote(runtime_id)}.", "It was never started, or its record was removed."
-        )
+        hint = "It was never started, or its record was removed."
+        raise Refused(404, "unknown_id", f"There is no game {quote(runtime_id)}.", hint)
 
     def exists(self, runtime_id: str) -> bool:
         """Whether the game is running or starting."""
@@ -185,10 +179,8 @@ class ProcessTable:
 
     def list_games(self, state: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
         """List statuses, oldest first, with the last line of output only."""
-        found = [
-            *(status.to_json() for status in self._finished.values()),
-            *(record.to_json() for record in self._running.values()),
-        ]
+        games: list[GameStatus | GameRecord] = [*self._finished.values(), *self._running.values()]
+        found = [game.to_json() for game in games]
         chosen = [one for one in found if state in (None, one["state"]) and task_id in (None, one["task_id"])]
         return [{**one, "last_lines": one["last_lines"][-1:]} for one in chosen]
 
@@ -221,9 +213,8 @@ class ProcessTable:
         status = self.status(runtime_id)
         if status["state"] in ALIVE:
             raise Refused(409, "conflict", f"Game {runtime_id} is still running and has no {what} yet.", "Wait for its end.")
-        return await self._run_in(
-            self._disk_pool, state_dirs.open_artifact, self.state_dir.game_dir(runtime_id).path, status.get("result"), what
-        )
+        directory = self.state_dir.game_dir(runtime_id).path
+        return await self._run_in(self._disk_pool, state_dirs.open_artifact, directory, status.get("result"), what)
 
     async def read(self, file: BinaryIO, size: int) -> bytes:
         """Read the next part of a file in a thread."""
@@ -234,7 +225,7 @@ class ProcessTable:
         alike = Counter(record.request.game for record in self.running)
         found = {}
         for name, entry in self.catalogue.games.items():
-            saved = await self._run_in(self._disk_pool, self.state_dir.saved_states, name)
+            saved = await self._run_in(self._disk_pool, self.state_dir.list_states, name)
             found[name] = {
                 "modes": list(entry.modes),
                 "options": {key: option.model_dump(exclude_none=True) for key, option in entry.options.items()},
@@ -311,7 +302,7 @@ class ProcessTable:
         try:
             while (decision := await self._run_once(record)) is not None:
                 await self._wait_before_restart(record, decision)
-        except Exception:  # a bug: end the game, so that callers do not wait for ever
+        except Exception:  # last resort of this task: a bug ends the game, so that callers do not wait for ever
             log.exception("%s: supervising the game failed", record.status.runtime_id)
             if record.process is not None:
                 record.process.ask_to_stop(0.0)
@@ -373,18 +364,21 @@ class ProcessTable:
                 config = request.game_config(status.seed, str(record.start_from) if record.start_from else None)
                 self.state_dir.create(game_dir, config, with_prefix=uses_wine(record.entry, self._base_environment))
             except OSError as error:
-                raise WorkerFailed(
-                    f"Cannot create {game_dir.path}: {error.strerror}.", "Check whether the disk is full."
-                ) from error
+                message = f"Cannot create {game_dir.path}: {error.strerror}."
+                raise WorkerFailed(message, "Check whether the disk is full.") from error
         states = self.state_dir.states_dir(request.game, request.kind) if record.saves_states else None
         record.initial_log_size = record.log_size()
         self.state_dir.save(status)  # before the process starts, so that a killed server can find it
         command = build_command(self.catalogue, request, game_dir, states, self._base_environment, self._free_port)
 
+        def set_exit(found: GameExit | None) -> None:
+            assert found is not None
+            if not exited.done():
+                exited.set_result(found)
+
         def on_exit(game: GameProcess) -> None:
-            assert game.exit is not None
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_set_exit, exited, game.exit)
+                loop.call_soon_threadsafe(set_exit, game.exit)
 
         process = self._launchers.start(
             request.game, record.entry, command, game_dir, request.runtime_id, on_exit, warm=record.is_forked
@@ -407,14 +401,9 @@ class ProcessTable:
         if record.requested_end is not None:  # stopped while it was starting
             process.ask_to_stop(record.grace_s)
         record.started.set()
-        log.info(
-            "%s: %s %s, process %d",
-            record.status.runtime_id,
-            record.request.game,
-            "begins" if first else "begins again",
-            process.pid,
-        )
-        self.counts[record.request.game, "started" if first else "restarted"] += 1
+        event = "started" if first else "restarted"
+        log.info("%s: %s %s, process %d", record.status.runtime_id, event, record.request.game, process.pid)
+        self.counts[record.request.game, event] += 1
 
     async def _watch(self, record: GameRecord, exited: asyncio.Future[GameExit]) -> GameExit:
         """Wait for the exit of the process, and enforce its time limits."""
@@ -498,11 +487,11 @@ class ProcessTable:
             await asyncio.sleep(max(SAMPLE_S, took / SAMPLE_SHARE))
             began = loop.time()
             try:
-                for record, used in await self._run_in(self._disk_pool, _measure, self.running):
-                    self._record_usage(record, used)
+                for record in self.running:
+                    self._record_usage(record, await self._run_in(self._disk_pool, record.usage))
                 took = loop.time() - began
                 await self._run_in(self._disk_pool, self.state_dir.empty_trash)
-            except Exception:  # the games continue without measurements
+            except OSError:  # the games continue without measurements
                 log.exception("measuring the games failed")
 
     def _record_usage(self, record: GameRecord, used: ResourceUsage) -> None:
@@ -531,15 +520,6 @@ class ProcessTable:
                     break
             self._ports.append(port)
             return port
-
-
-def _measure(records: list[GameRecord]) -> list[tuple[GameRecord, ResourceUsage]]:
-    return [(record, record.usage()) for record in records]
-
-
-def _set_exit(exited: asyncio.Future[GameExit], decision: GameExit) -> None:
-    if not exited.done():
-        exited.set_result(decision)
 
 
 async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:

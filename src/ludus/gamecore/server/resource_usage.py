@@ -39,6 +39,6 @@ def own_usage() -> tuple[ResourceUsage, int]:
     """Usage of this process, and its number of open files."""
     found = procfs.read_stat(os.getpid())
     files = max(0, len(procfs.list_open_files()) - 1)  # one is the listing itself
-    return (
-        ResourceUsage() if found is None else ResourceUsage(found.cpu / _TICKS, found.resident * _PAGE / 1e6, found.threads)
-    ), files
+    if found is None:
+        return ResourceUsage(), files
+    return ResourceUsage(found.cpu / _TICKS, found.resident * _PAGE / 1e6, found.threads), files

@@ -61,11 +61,12 @@ class Settings:
         catalogue.read(self.games)
         if self.token_file is not None:
             Tokens.read(self.token_file)
-        elif not _is_loopback(self.host):
-            raise UsageError(
-                f"Listening on {self.host} without a token would give anyone access.",
-                "Give a token (--token-file FILE), or listen on 127.0.0.1.",
-            )
+        elif self.host != "localhost":
+            with contextlib.suppress(ValueError):
+                if ipaddress.ip_address(self.host).is_loopback:
+                    return
+            hint = "Give a token (--token-file FILE), or listen on 127.0.0.1."
+            raise UsageError(f"Listening on {self.host} without a token would give anyone access.", hint)
 
     def affordable_limits(self) -> ServerLimits:
         """Return the limits with connections reduced to the open-file limit, from which each running game takes one file."""
@@ -84,9 +85,3 @@ class Settings:
         data: dict[str, Any] = json.loads(text)
         data |= {key: Path(data[key]) for key in _PATHS if data[key] is not None}
         return cls(**{**data, "http": ServerLimits(**data["http"])})
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

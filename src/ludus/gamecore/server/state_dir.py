@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import logging
-import math
 import os
 import random
 import re
@@ -21,7 +20,7 @@ from ludus.errors import Refused, UsageError
 from ludus.gamecore.server.catalogue import NAME, STATE_NAME, StatePolicy
 from ludus.gamecore.server.command import CONFIG, GameDirectory
 from ludus.gamecore.server.game_status import GameStatus
-from ludus.gamecore.server.request import ANY, GameRequest, quote
+from ludus.gamecore.server.request import ANY, GameRequest, parse_finite_json, quote
 from ludus.io import rotating_log
 from ludus.io.atomic_file import replace_json
 from ludus.io.regular_files import open_regular, read_regular
@@ -109,14 +108,10 @@ class StateDir:
             os.rename(kept, game_dir.prefix)
         replace_json(game_dir.config, config, mode=0o600)
 
-    def discard(self, game_dir: GameDirectory) -> Path | None:
+    def discard(self, game_dir: GameDirectory) -> None:
         """Move the directory of a game to the trash; `empty_trash` deletes it."""
-        away = self._trash / uuid.uuid4().hex
-        try:
-            os.rename(game_dir.path, away)
-        except FileNotFoundError:
-            return None
-        return away
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(game_dir.path, self._trash / uuid.uuid4().hex)
 
     def empty_trash(self) -> None:
         for path in self._trash.iterdir():
@@ -167,7 +162,7 @@ class StateDir:
     def reap(self, processes: dict[int, str]) -> None:
         """Kill the processes that a killed server left behind, in case their guards were killed as well."""
         deadline = time.monotonic() + _REAP_S
-        while left := {*_list_alive(processes), *_list_marked(f"{CONFIG}={self.mark}")}:
+        while left := self._list_processes(processes):
             if time.monotonic() > deadline:
                 log.error("cannot kill these processes of lost games: %s", sorted(left))
                 return
@@ -175,6 +170,14 @@ class StateDir:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)  # not our children, so there is nothing to wait on
+
+    def _list_processes(self, processes: dict[int, str]) -> set[int]:
+        """Find these processes with their descendants, and all others that were started as games of this directory."""
+        alive = [pid for pid, since in processes.items() if identity.is_alive(pid, since)]
+        below = [child for pid in alive for child in procfs.list_descendants(pid)]
+        mark = f"{CONFIG}={self.mark}"  # a killed process has no environment, even as a zombie
+        marked = [pid for pid in procfs.list_pids() if any(entry.startswith(mark) for entry in procfs.read_environment(pid))]
+        return {*alive, *below, *marked}
 
     def size(self, game_dir: GameDirectory) -> int:
         """Disk usage of a game's directory in bytes."""
@@ -193,7 +196,7 @@ class StateDir:
         directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         return directory
 
-    def saved_states(self, game: str, kind: str | None = None) -> list[Path]:
+    def list_states(self, game: str, kind: str | None = None) -> list[Path]:
         """Saved states, oldest first; of all kinds if `kind` is None."""
         found: list[tuple[float, Path]] = []
         for directory in self._kinds(game) if kind is None else [self.states / game / kind]:
@@ -212,7 +215,7 @@ class StateDir:
     def choose_state(self, request: GameRequest) -> Path | None:
         """Return the state for `start_from`; None: a new match. Raises Refused if the named state does not exist."""
         name, which = request.start_from, f"{request.game} ({request.kind})"
-        saved = self.saved_states(request.game, request.kind)
+        saved = self.list_states(request.game, request.kind)
         if name is None:
             return None
         if name == ANY:
@@ -225,9 +228,8 @@ class StateDir:
         raise Refused(404, "unknown_state", f"{which} has no saved state {quote(name)}.", "Name an existing one, or use any.")
 
     def prune_states(self, game: str, keep: StatePolicy) -> None:
-        saved = self.saved_states(game)
         room = keep.keep_mb * 1e6
-        for count, path in enumerate(reversed(saved)):
+        for count, path in enumerate(reversed(self.list_states(game))):
             with contextlib.suppress(OSError):
                 room -= path.stat().st_size
                 if count >= keep.keep or room < 0:
@@ -241,7 +243,7 @@ class StateDir:
 def read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
     """Return the result that a game wrote, or the reason why it cannot be read."""
     try:
-        data = json.loads(read_regular(path, MAX_RESULT), parse_constant=_not_finite, parse_float=_finite)
+        data = parse_finite_json(read_regular(path, MAX_RESULT))
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
@@ -253,9 +255,8 @@ def open_artifact(directory: Path, result: object, what: str) -> tuple[BinaryIO,
     """Open the file that the result names as `recording` or `video`, and return its size. Raises Refused."""
     name = result.get(what) if isinstance(result, dict) else None
     if not isinstance(name, str) or _ARTIFACT_NAME.fullmatch(name) is None:
-        raise Refused(
-            404, "no_file", f"The game names no {what} in its result.", f'{{"{what}": "FILE"}}: a file in its directory.'
-        )
+        hint = f'{{"{what}": "FILE"}}: a file in its directory.'
+        raise Refused(404, "no_file", f"The game names no {what} in its result.", hint)
     try:
         file = open_regular(directory / name)
     except FileNotFoundError:
@@ -282,15 +283,6 @@ def last_lines(path: Path, lines: int) -> list[str]:
     return data.decode(errors="replace").splitlines()[-lines:] if lines else []
 
 
-def _finite(word: str) -> float:
-    value = float(word)
-    return value if math.isfinite(value) else _not_finite(word)
-
-
-def _not_finite(word: str) -> float:
-    raise ValueError(f"{word} is not a number in JSON")
-
-
 def _lock_file(path: Path) -> int:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -298,20 +290,8 @@ def _lock_file(path: Path) -> int:
     except OSError as error:
         holder = os.read(handle, 32).decode(errors="replace").strip()
         os.close(handle)
-        raise UsageError(
-            f"Another gamecore server (process {holder or '?'}) uses {path.parent}.", "Stop it, or choose another --state-dir."
-        ) from error
+        message = f"Another gamecore server (process {holder or '?'}) uses {path.parent}."
+        raise UsageError(message, "Stop it, or choose another --state-dir.") from error
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
     return handle
-
-
-def _list_alive(processes: dict[int, str]) -> list[int]:
-    found = [pid for pid, since in processes.items() if identity.is_alive(pid, since)]
-    return [*found, *(below for pid in found for below in procfs.list_descendants(pid))]
-
-
-def _list_marked(mark: str) -> list[int]:
-    """Return the pids of processes started as games of this directory."""
-    # A killed process has no environment, even as a zombie.
-    return [pid for pid in procfs.list_pids() if any(entry.startswith(mark) for entry in procfs.read_environment(pid))]

@@ -10,14 +10,12 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ludus.core.backoff import exponential_delay
-from ludus.process import identity
+from ludus.process.children import start_child
 from ludus.process.signals import SignalQueue
 
 if TYPE_CHECKING:
@@ -36,15 +34,10 @@ STOP_S = 60.0
 _POLL_S = 0.5
 
 
-def backoff_s(short_runs: int) -> float:
-    """Delay before a restart after this many consecutive short runs (at least one)."""
-    return exponential_delay(short_runs, FIRST_BACKOFF_S, MAX_BACKOFF_S)
-
-
 def supervise_server(settings: Settings, bound: socket.socket, announce: Announce | None) -> None:
     """Run servers until SIGTERM, SIGINT or a normal exit. Raises SystemExit with the exit code if it is not 0."""
     host, port = bound.getsockname()[:2]
-    with _SignalWaiter((signal.SIGTERM, signal.SIGINT)) as signals:
+    with _SignalWaiter() as signals:
         short_runs = 0
         while True:
             began = time.monotonic()
@@ -56,7 +49,7 @@ def supervise_server(settings: Settings, bound: socket.socket, announce: Announc
             if signals.stop_requested() or code in (0, USAGE_ERROR):
                 break
             short_runs = 1 if time.monotonic() - began >= STEADY_S else short_runs + 1
-            pause = backoff_s(short_runs)
+            pause = exponential_delay(short_runs, FIRST_BACKOFF_S, MAX_BACKOFF_S)
             log.error("the gamecore server (process %d) exited with code %d; restarting in %g s", server.pid, code, pause)
             if signals.wait_for_stop(pause):
                 return
@@ -69,14 +62,11 @@ class _ServerProcess:
 
     def __init__(self, settings: str, bound: socket.socket) -> None:
         self._ready, ready = os.pipe()
-        parent = os.getpid()
         try:
-            self._server = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
+            self._server = start_child(  # in its own session: Ctrl-C goes to the watchdog, which forwards it
                 [sys.executable, "-P", "-m", "ludus.gamecore.server", settings, str(bound.fileno()), str(ready)],
-                stdin=subprocess.DEVNULL,
+                death_signal=signal.SIGTERM,
                 pass_fds=[bound.fileno(), ready],
-                start_new_session=True,  # Ctrl-C goes to the watchdog, which forwards it
-                preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGTERM),  # safe without threads
             )
         finally:
             os.close(ready)
@@ -116,8 +106,8 @@ class _ServerProcess:
 class _SignalWaiter:
     """Waits for stop signals and SIGCHLD."""
 
-    def __init__(self, numbers: Iterable[signal.Signals]) -> None:
-        self._signals = SignalQueue(*numbers, signal.SIGCHLD)
+    def __init__(self) -> None:
+        self._signals = SignalQueue(signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
         self._stop = False
 
     def __enter__(self) -> _SignalWaiter:

@@ -68,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         plans, record = _read_plans(argv, environ)
         share = float(environ.get("LUDUS_GAME_STATES_SHARE") or 1.0)
-        outcome = play(plans, _directory(environ.get("LUDUS_GAME_STATES")), record, share)
+        states = Path(environ["LUDUS_GAME_STATES"]) if environ.get("LUDUS_GAME_STATES") else None
+        outcome = play(plans, states, record, share)
     except LudusError as error:
         log.error("%s", error)
         _write_result(result, {"winner": None, "reason": str(error)})
@@ -83,10 +84,6 @@ def main(argv: Sequence[str]) -> int:
     if outcome.stopped:
         return 128 + outcome.stopped
     return 0 if outcome.completed == outcome.matches else _UNFINISHED
-
-
-def _directory(name: str | None) -> Path | None:
-    return Path(name) if name else None
 
 
 def _write_result(path: Path | None, result: Mapping[str, Any]) -> None:

@@ -10,9 +10,9 @@ if __name__ == "__main__":
     # (such as NumPy) starts one.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     from ludus.games.doom.main import main
-    from ludus.process import identity
+    from ludus.process import children
 
     code = main()
-    identity.kill_descendants()  # an engine that is just starting does not end with its parent
+    children.kill_descendants()  # an engine that is just starting does not end with its parent
     # Skips destructors: those of the engine's library would wait for its threads.
     os._exit(code)

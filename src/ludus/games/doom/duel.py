@@ -14,7 +14,7 @@ from ludus.errors import UsageError, WorkerFailed
 from ludus.games.doom.engine import NOTHING, TICS_PER_S, DoomEngine, reserve_port
 from ludus.games.doom.launch_spec import LaunchSpec
 from ludus.games.doom.player import RETRIES, ActorPlayer, BotPlayer, DuelPlayer
-from ludus.process import identity
+from ludus.process import children
 
 _START_S = 75.0
 """Start time limit; engines stop waiting for each other after a minute."""
@@ -88,15 +88,13 @@ class Duel:
         threads = [threading.Thread(target=self._run, args=(n,), name=f"camp-{n}", daemon=True) for n in (0, 1)]
         for thread in threads:
             thread.start()
-        try:
-            sides = sorted((self._wait_for_side(), self._wait_for_side()), key=lambda result: result.camp)
-        except BaseException:
-            self._barrier.abort()
-            self._shut_down(threads)
-            raise
-        finally:
-            self._claim.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            stack.callback(self._claim.close)
+            with contextlib.ExitStack() as after_failure:
+                after_failure.callback(self._shut_down, threads)
+                sides = sorted((self._wait_for_side(), self._wait_for_side()), key=lambda result: result.camp)
+                after_failure.pop_all()
         first, second = sides[0].frags
         return {
             "winner": None if first == second else int(second > first),
@@ -109,13 +107,14 @@ class Duel:
 
     def _shut_down(self, threads: list[threading.Thread]) -> None:
         """End the sessions of actors and the engines that would outlive this process."""
+        self._barrier.abort()
         if self._starting:
             # ViZDoom crashes if an engine ends during its start. These end with this process.
             for camp in list(self._starting):
                 self._engines[camp].unlink_shared_memory()
                 self._players[camp].leave()
             return
-        identity.kill_descendants()  # an engine without its peer blocks its thread forever
+        children.kill_descendants()  # an engine without its peer blocks its thread forever
         until = time.monotonic() + _LEAVE_S
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -169,17 +168,14 @@ class Duel:
                 action = player.act(view, float(lead - reported))
                 reported, result.decisions = lead, result.decisions + 1
             engine.press(action)
-            result.tics += self._advance(engine, min(rules.frame_skip, rules.tics - result.tics))
+            tics = min(rules.frame_skip, rules.tics - result.tics)
+            for left in range(tics, 0, -1):  # tic by tic: an engine that runs ahead makes the other one merge tics to catch up
+                self._wait_for_other()
+                engine.advance(show=left == 1)
+            result.tics += tics
         engine.close()
         player.end(float(lead - reported))
         return result
-
-    def _advance(self, engine: DoomEngine, tics: int) -> int:
-        # Tic by tic: an engine that runs ahead makes the other one merge tics to catch up.
-        for left in range(tics, 0, -1):
-            self._wait_for_other()
-            engine.advance(show=left == 1)
-        return tics
 
     def _wait_for_other(self) -> None:
         try:

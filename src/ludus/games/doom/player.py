@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import random
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from ludus.errors import EnvironmentFault, LudusError
 from ludus.games.doom.engine import NOTHING, PRESSES, PlayerView
@@ -22,27 +23,26 @@ _DODGE_SHARE = 0.3
 _LEFT, _RIGHT, _FIRE = 1, 2, 3
 
 
-class DuelPlayer(Protocol):
+class DuelPlayer(abc.ABC):
     """Plays one camp; used by one thread."""
 
     kind: str
 
-    def begin(self) -> None: ...
-
+    @abc.abstractmethod
     def act(self, view: PlayerView, reward: float) -> int:
         """Return an action. `reward`: change since the previous action."""
-        ...
 
-    def end(self, reward: float) -> None:
+    def begin(self) -> None:  # noqa: B027 - optional
+        """Get ready before the engine starts."""
+
+    def end(self, reward: float) -> None:  # noqa: B027 - optional
         """End after a completed match."""
-        ...
 
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027 - optional
         """End an incomplete match, also after an error. Does not raise LudusError."""
-        ...
 
 
-class ActorPlayer:
+class ActorPlayer(DuelPlayer):
     """Requests actions from the actor of its camp. Raises EnvironmentFault that names the actor."""
 
     kind = "actor"
@@ -98,7 +98,7 @@ class ActorPlayer:
         )
 
 
-class BotPlayer:
+class BotPlayer(DuelPlayer):
     """Moves in front of the enemy and fires; dodges at random."""
 
     kind = "script"
@@ -106,9 +106,6 @@ class BotPlayer:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311 - a game
         self._direction, self._steps_left = _LEFT, 0
-
-    def begin(self) -> None:
-        pass
 
     def act(self, view: PlayerView, reward: float) -> int:
         if self._steps_left > 0:
@@ -120,9 +117,3 @@ class BotPlayer:
         if abs(view.enemy) < _AIM_TOLERANCE:
             return NOTHING + _FIRE
         return (_RIGHT if view.enemy > 0 else _LEFT) + (_FIRE if abs(view.enemy) < 2 * _AIM_TOLERANCE else 0)
-
-    def end(self, reward: float) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass

@@ -36,52 +36,40 @@ class ResourceNeeds:
     game_bytes: int = 0
 
     @property
+    def threads_per_worker(self) -> int:
+        return WORKER_THREADS + self.game_threads
+
+    @property
     def threads(self) -> int:
         ray = RAY_THREADS + self.cores * RAY_CORE_THREADS if self.ray else 0
         return MAIN_THREADS + self.cores + self.workers * self.threads_per_worker + ray
 
     def explain_threads(self) -> str:
-        games = f" + {self.game_threads} of a game" if self.game_threads else ""
-        parts = [f"{MAIN_THREADS} + {self.cores} cores", f"{self.workers} workers × {_each(str(WORKER_THREADS), games)}"]
-        return _sum(
-            [*parts, *([f"{RAY_THREADS} of Ray + {self.cores} cores × {RAY_CORE_THREADS}"] if self.ray else [])],
-            f"{self.threads:,}",
-        )
-
-    @property
-    def threads_per_worker(self) -> int:
-        return WORKER_THREADS + self.game_threads
-
-    @property
-    def memory_per_worker(self) -> int:
-        return WORKER_BYTES + self.game_bytes
+        worker = f"({WORKER_THREADS} + {self.game_threads} of a game)" if self.game_threads else str(WORKER_THREADS)
+        ray = f" + {RAY_THREADS} of Ray + {self.cores} cores × {RAY_CORE_THREADS}" if self.ray else ""
+        return f"{MAIN_THREADS} + {self.cores} cores + {self.workers} workers × {worker}{ray} = {self.threads:,}"
 
     @property
     def files(self) -> int:
         return MAIN_FILES + self.workers * WORKER_FILES + (RAY_FILES if self.ray else 0)
 
     def explain_files(self) -> str:
-        parts = [str(MAIN_FILES), f"{self.workers} workers × {WORKER_FILES}"]
-        return _sum([*parts, *([f"{RAY_FILES} of Ray"] if self.ray else [])], f"{self.files:,}")
+        ray = f" + {RAY_FILES} of Ray" if self.ray else ""
+        return f"{MAIN_FILES} + {self.workers} workers × {WORKER_FILES}{ray} = {self.files:,}"
+
+    @property
+    def memory_per_worker(self) -> int:
+        return WORKER_BYTES + self.game_bytes
 
     @property
     def memory(self) -> int:
-        return MAIN_BYTES + self.workers * self.memory_per_worker + (RAY_BYTES + self.cores * RAY_CORE_BYTES if self.ray else 0)
+        ray = RAY_BYTES + self.cores * RAY_CORE_BYTES if self.ray else 0
+        return MAIN_BYTES + self.workers * self.memory_per_worker + ray
 
     def explain_memory(self) -> str:
-        games = f" + {_mb(self.game_bytes)} of a game" if self.game_bytes else ""
-        parts = [_mb(MAIN_BYTES), f"{self.workers} workers × {_each(_mb(WORKER_BYTES), games)}"]
-        return _sum(
-            [*parts, *([f"{_mb(RAY_BYTES)} of Ray + {self.cores} cores × {_mb(RAY_CORE_BYTES)}"] if self.ray else [])],
-            _mb(self.memory),
-        )
-
-    @property
-    def shared(self) -> int:
-        return self.rings + self.store
-
-    def explain_shared(self) -> str:
-        return _sum([*self._ring_parts(), *([f"{_mb(self.store)} of Ray's store"] if self.ray else [])], _mb(self.shared))
+        worker = f"({_mb(WORKER_BYTES)} + {_mb(self.game_bytes)} of a game)" if self.game_bytes else _mb(WORKER_BYTES)
+        ray = f" + {_mb(RAY_BYTES)} of Ray + {self.cores} cores × {_mb(RAY_CORE_BYTES)}" if self.ray else ""
+        return f"{_mb(MAIN_BYTES)} + {self.workers} workers × {worker}{ray} = {_mb(self.memory)}"
 
     @property
     def rings(self) -> int:
@@ -89,10 +77,11 @@ class ResourceNeeds:
         return WEIGHTS_BYTES + self.workers * RING_BYTES
 
     def explain_rings(self) -> str:
-        return _sum(self._ring_parts(), _mb(self.rings))
+        return f"{self._ring_terms} = {_mb(self.rings)}"
 
-    def _ring_parts(self) -> list[str]:
-        return [f"{_mb(WEIGHTS_BYTES)} of weights", f"{self.workers} rings × {_mb(RING_BYTES)}"]
+    @property
+    def _ring_terms(self) -> str:
+        return f"{_mb(WEIGHTS_BYTES)} of weights + {self.workers} rings × {_mb(RING_BYTES)}"
 
     @property
     def store(self) -> int:
@@ -102,13 +91,13 @@ class ResourceNeeds:
     def explain_store(self) -> str:
         return f"{_mb(self.store)} of Ray's store"
 
+    @property
+    def shared(self) -> int:
+        return self.rings + self.store
 
-def _each(own: str, games: str) -> str:
-    return f"({own}{games})" if games else own
-
-
-def _sum(parts: list[str], result: str) -> str:
-    return f"{' + '.join(parts)} = {result}"
+    def explain_shared(self) -> str:
+        ray = f" + {self.explain_store()}" if self.ray else ""
+        return f"{self._ring_terms}{ray} = {_mb(self.shared)}"
 
 
 def _mb(count: int) -> str:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ludus.errors import LudusError, UsageError, WorkerFailed
-from ludus.launch.doctor.checks.slurm import SlurmRequest, check_slurm, expand_nodelist, query_slurm, srun_words, time_limit_s
+from ludus.launch.doctor.checks.slurm import SlurmRequest, check_slurm, query_slurm, time_limit_s
 from ludus.launch.doctor.checks.token_file import check_equal_tokens
 from ludus.launch.doctor.checks.versions import check_agreement
-from ludus.launch.doctor.finding import DoctorFinding, failed, skipped
+from ludus.launch.doctor.finding import DoctorFinding, failed, last_line, skipped
 from ludus.launch.doctor.local_checks import DoctorReport, DoctorRequest, run_local_checks, this_machine
-from ludus.launch.doctor.remote_nodes import ANSWER_S, ExplainFailure, NodeReport, RemoteNode, check_nodes, finding_from_json
+from ludus.launch.doctor.remote_nodes import ANSWER_S, NodeReport, RemoteNode, check_nodes
+from ludus.launch.slurm.sbatch import SlurmGroup, node_options
 from ludus.transport.message_stream import PASSWORD, split_password
 
 if TYPE_CHECKING:
@@ -70,11 +71,17 @@ class DoctorRun:
         return [*found, check_equal_tokens(tokens).on_node(ALL)] if config.iplist is not None and tokens else found
 
     def _check_slurm_nodes(self, config: ClusterConfig, environ: Mapping[str, str]) -> list[DoctorFinding]:
+        from ludus.launch.slurm.backend import list_allocation
+
         wanted = SlurmRequest(config.partition or "", config.time or "", config.size, config.cpus or 0, config.gpus)
         queue = check_slurm(query_slurm(), wanted)
+        command = [config.python or sys.executable, "-P", "-m", MODULE]
+        if config.setup:
+            lines = "\n".join(config.setup)
+            command = ["bash", "-c", f"{{\n{lines}\n}} </dev/null >&2\nexec {shlex.join(command)}"]
         nodes = [
-            RemoteNode(name, self._step(name, cpus, config), "srun", _explain_srun(name))
-            for name, cpus in _allocated_nodes(environ)
+            RemoteNode(name, _srun_words(name, command, cpus), "srun", functools.partial(_explain_srun, name))
+            for _, name, cpus in (list_allocation(environ) if environ.get(ALLOCATION) else ())
         ]
         here, reports = self._check_all(nodes, (), config, environ, shared=True)
         found = [*here.findings, *(finding.on_node(this_machine()) for finding in queue)]
@@ -83,13 +90,6 @@ class DoctorRun:
             fix = "Add --time 5, for an allocation of so many minutes; or run it within `salloc`."
             return [*found, skipped("nodes", text, fix).on_node(ALL)]
         return [*found, *_combine_reports(reports, here)]
-
-    def _step(self, name: str, cpus: int, config: ClusterConfig) -> tuple[str, ...]:
-        command = [config.python or sys.executable, "-P", "-m", MODULE]
-        if config.setup:
-            lines = "\n".join(config.setup)
-            command = ["bash", "-c", f"{{\n{lines}\n}} </dev/null >&2\nexec {shlex.join(command)}"]
-        return srun_words(name, command, cpus)
 
     def _check_all(
         self,
@@ -122,33 +122,18 @@ def _remote_environment(config: ClusterConfig, environ: Mapping[str, str]) -> di
     return {**config.environment, **{name: environ[name] for name in (*SECRETS, *config.secrets) if environ.get(name)}}
 
 
-def _allocated_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Return the nodes of the allocation and its cores on each; 0 if unknown."""
-    from ludus.launch.slurm.backend import parse_counts
-
-    if not environ.get(ALLOCATION):
-        return []
-    cpus = parse_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    try:
-        return [(name, cpus[at] if at < len(cpus) else 0) for at, name in enumerate(expand_nodelist(environ[ALLOCATION]))]
-    except (OSError, subprocess.SubprocessError) as error:
-        raise WorkerFailed(f"Slurm cannot expand the node list {environ[ALLOCATION]}: {error}.", "`scontrol ping`") from error
+def _srun_words(node: str, command: Sequence[str], cpus: int) -> tuple[str, ...]:
+    """Return the srun command of a step that overlaps with others in the allocation. `cpus`: 0: Slurm's default, mostly one."""
+    bound = (f"--cpus-per-task={cpus}",) if cpus else ()
+    return ("srun", "--overlap", "--quiet", "--nodes=1", "--ntasks=1", *bound, f"--nodelist={node}", "--input=all", *command)
 
 
-def _explain_srun(name: str) -> ExplainFailure:
-    def explain(code: int | None, output: str) -> LudusError:
-        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")[:300]
-        if "No module named" in output and "ludus" in output:
-            return UsageError(f"The Python on {name} has no Ludus: {last}", "Set python, or setup, in cluster.yaml.")
-        if code is None:
-            return WorkerFailed(
-                f"{name} does not answer{': ' if last else ''}{last}.", f"`scontrol show node {name}` shows its state."
-            )
-        return WorkerFailed(
-            f"srun ended with {code}{': ' if last else ''}{last}", f"`scontrol show node {name}` shows its state."
-        )
-
-    return explain
+def _explain_srun(node: str, code: int | None, output: str) -> LudusError:
+    last = last_line(output)
+    if "No module named" in output and "ludus" in output:
+        return UsageError(f"The Python on {node} has no Ludus: {last}", "Set python, or setup, in cluster.yaml.")
+    problem = f"{node} does not answer" if code is None else f"srun ended with {code}"
+    return WorkerFailed(f"{problem}{': ' if last else ''}{last}.", f"`scontrol show node {node}` shows its state.")
 
 
 # -- requested allocations --------------------------------------------------------------------------------------------------
@@ -159,24 +144,11 @@ def allocation_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the salloc command that runs the same doctor command, and its environment. A password in the URL of --memory is moved to
     the environment. Raises UsageError for a password in another URL."""
-    minutes = min(_CHECK_MINUTES, max(1, time_limit_s(config.time or "infinite") // 60))
-    options = [
-        "salloc",
-        "--quiet",
-        f"--immediate={_PENDING_S}",
-        f"--nodes={config.size}",
-        f"--time={minutes}",
-        "--job-name=ludus-doctor",
-    ]
-    named: dict[str, str | int | None] = {
-        "partition": config.partition, "account": config.account, "qos": config.qos, "constraint": config.constraint,
-        "reservation": config.reservation, "nodelist": config.nodelist, "exclude": config.exclude,
-    }  # fmt: skip
+    minutes = int(min(_CHECK_MINUTES, max(1, time_limit_s(config.time or "infinite") // 60)))
+    options = ["salloc", "--quiet", f"--immediate={_PENDING_S}", "--job-name=ludus-doctor"]
     # Request what the run will request: Slurm shows a job only the cores and GPUs that it has.
-    named |= {"ntasks-per-node": "1", "cpus-per-task": config.cpus, "mem": config.memory}
-    named |= {"gres": f"gpu:{config.gpus}"} if config.gpus else {}
-    options += [f"--{name}={value}" for name, value in named.items() if value]
-    options += ["--exclusive"] if config.exclusive else []
+    for option in node_options(replace(config.slurm_settings(), time=str(minutes)), SlurmGroup(config.size)):
+        options += shlex.split(option)
     arguments, secret, before = [], {IN_ALLOCATION: "1"}, ""
     for word in words:
         option, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
@@ -186,11 +158,10 @@ def allocation_command(
         if password is not None and option == "--memory":
             secret[PASSWORD] = password
         elif password is not None:
-            raise UsageError(
-                f"The URL of {option} contains a password.", "Leave it out: its environment variables are passed on."
-            )
+            hint = "Leave it out: its environment variables are passed on."
+            raise UsageError(f"The URL of {option} contains a password.", hint)
     inner = [sys.executable, "-P", "-m", "ludus.cli.main", "doctor", *(word for word in arguments if word != "--json"), "--json"]
-    return [*options, *config.extra, *inner], {**environ, **secret}
+    return [*options, *inner], {**environ, **secret}
 
 
 def run_in_allocation(
@@ -221,13 +192,9 @@ def run_in_allocation(
             _release_allocation(process)
     lines = out.strip().splitlines()
     try:
-        found = [finding_from_json(data) for data in json.loads(lines[-1])]
-    except (IndexError, ValueError, TypeError):
-        last = next(
-            (line.strip() for line in reversed(err.splitlines()) if line.strip()), f"salloc ended with {process.returncode}"
-        )
-        return [_no_allocation(last[:300])]
-    return [finding for finding in found if finding is not None]
+        return [DoctorFinding.from_json(data) for data in json.loads(lines[-1])]
+    except (IndexError, ValueError, TypeError, AttributeError):
+        return [_no_allocation(last_line(err) or f"salloc ended with {process.returncode}")]
 
 
 def _release_allocation(process: subprocess.Popen[str]) -> None:
@@ -244,6 +211,5 @@ def _release_allocation(process: subprocess.Popen[str]) -> None:
 
 
 def _no_allocation(why: str) -> DoctorFinding:
-    return failed(
-        "nodes", f"not checked, without an allocation: {why}", "`sinfo` and `squeue` show the reason; or leave --time out."
-    ).on_node(ALL)
+    remedy = "`sinfo` and `squeue` show the reason; or leave --time out."
+    return failed("nodes", f"not checked, without an allocation: {why}", remedy).on_node(ALL)

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,14 +19,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ludus.core.plugins import did_you_mean
-from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.io.addresses import local_address
 from ludus.io.atomic_file import replace_json
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, check_job
 from ludus.launch.job_dir import JobDirectory
-from ludus.launch.job_index import JobIndex
+from ludus.launch.job_index import JobIndex, find_by_id
 from ludus.launch.slurm import commands
 from ludus.launch.slurm.commands import QueueState
 from ludus.launch.slurm.sbatch import (
@@ -39,7 +37,6 @@ from ludus.launch.slurm.sbatch import (
     render_script,
     salloc_options,
 )
-from ludus.process import identity
 from ludus.process.job_env import PORTS, JobEnv, find_free_ports
 
 __all__ = ["SlurmGroup", "SlurmOrchestrator", "SlurmSettings", "SlurmStarter", "batch_environment", "combine_status"]
@@ -82,16 +79,11 @@ class SlurmOrchestrator(JobIndex):
     def submit(self, job: Job) -> str:
         check_job(job, os.environ)
         files = self.render(job)
-        directory = self._create(job, files)
-        try:
+        environ = batch_environment(os.environ, job.secrets, overriding_variables(files[SCRIPT]))
+        with self._new_directory(job, files) as directory:
             self._write_secrets(directory, job)
             cluster = self._cluster()
-            number = commands.submit(
-                directory.path, SCRIPT, batch_environment(os.environ, job.secrets, overriding_variables(files[SCRIPT]))
-            )
-        except BaseException:  # also an interrupt must not leave an incomplete job
-            shutil.rmtree(directory.path, ignore_errors=True)
-            raise
+            number = commands.submit(directory.path, SCRIPT, environ)
         _write_slurm_job(directory, number, cluster=cluster)
         return directory.id
 
@@ -116,7 +108,7 @@ class SlurmOrchestrator(JobIndex):
             return
         slurm_job = _read_slurm_job(directory)
         if slurm_job.interactive:
-            self._interrupt(directory, at_once)
+            self._signal_supervisor(directory, at_once=at_once)
             return
         if not slurm_job.number:
             raise WorkerFailed(f"Slurm's number of the job {directory.id} is not known yet.", "Try again in a moment.")
@@ -145,21 +137,12 @@ class SlurmOrchestrator(JobIndex):
                 "This process is not in a Slurm allocation.", f"Request one first: {' '.join(self.salloc_words(job))}"
             )
         check_job(job, os.environ)
-        directory = self._create(job, self.render(job))
-        self._write_secrets(directory, job)
-        _write_slurm_job(directory, number, interactive=True)
+        with self._new_directory(job, self.render(job)) as directory:
+            self._write_secrets(directory, job)
+            _write_slurm_job(directory, number, interactive=True)
         theirs, ours = os.pipe()
-        words = [
-            sys.executable,
-            "-P",
-            "-m",
-            "ludus.launch.supervisor",
-            str(directory.path),
-            str(theirs),
-            "--stay",
-            "--starter",
-            STARTER,
-        ]
+        words = [sys.executable, "-P", "-m", "ludus.launch.supervisor", str(directory.path), str(theirs), "--stay"]
+        words += ["--starter", STARTER]
         environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         with open(directory.log("supervisor.out"), "ab") as log, open(ours, "wb"):
             supervisor = subprocess.Popen(  # noqa: S603
@@ -182,13 +165,6 @@ class SlurmOrchestrator(JobIndex):
                 interrupted = True
                 lines = self._lines(directory, [], follow=True)  # an interrupted generator cannot be continued
 
-    def _interrupt(self, directory: JobDirectory, at_once: bool) -> None:
-        record = directory.read()
-        if not job_dir.is_this_machine(record.machine):
-            raise UsageError(f"The job {directory.id} runs interactively on {record.machine.split()[0]}.", "Interrupt it there.")
-        if record.supervisor is not None:
-            identity.send_signal(record.supervisor.pid, record.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
-
     # -- status
 
     def _write_secrets(self, directory: JobDirectory, job: Job) -> None:
@@ -205,17 +181,7 @@ class SlurmOrchestrator(JobIndex):
                 for directory in known.values()
                 if (slurm_job := _read_slurm_job(directory)).number and not slurm_job.interactive
             }
-        if job_id not in known:
-            raise UnknownName(f"There is no job {job_id!r} of {self.kind} here.", did_you_mean(job_id, known))
-        return known[job_id]
-
-    def _read_status(self, directory: JobDirectory) -> JobStatus:
-        try:
-            return directory.read().status
-        except (Damaged, OSError) as error:
-            return JobStatus(
-                directory.id, directory.id, "failed", 1, (), f"its record cannot be read: {error}", str(directory.logs)
-            )
+        return find_by_id(job_id, known, self.kind)
 
     def _status(self, directory: JobDirectory) -> JobStatus:
         status = self._read_status(directory)
@@ -223,7 +189,7 @@ class SlurmOrchestrator(JobIndex):
             return status
         slurm_job = _read_slurm_job(directory)
         if slurm_job.interactive:
-            return self._interactive_status(directory, status)
+            return self._supervised_status(directory, commands.QUERY_S)
         if not slurm_job.number:
             fresh = time.time() - status.submitted_at < _SUBMITTED_S
             return status if fresh or status.state == "running" else job_dir.as_failed(status, "it was never submitted to Slurm")
@@ -246,23 +212,15 @@ class SlurmOrchestrator(JobIndex):
             return end
         code = None
         if queued is not None and queued.state == "FAILED":
-            try:
+            with contextlib.suppress(LudusError):
                 code = commands.exit_code(number)
-            except LudusError:
-                code = None
         combined = combine_status(status, queued, code, directory.cancel_requested())
         if combined.over:
-            _write_end(directory, combined)
+            # Not status.json, which belongs to the supervisor: its last write may arrive later on a shared file system.
+            about = {"state": combined.state, "exit_code": combined.exit_code, "reason": combined.reason}
+            replace_json(directory.path / _END, about, mode=0o600)
             directory.clear()
         return combined
-
-    def _interactive_status(self, directory: JobDirectory, status: JobStatus) -> JobStatus:
-        record = directory.read()
-        fresh = record.supervisor is None and time.time() - status.submitted_at < commands.QUERY_S
-        if not job_dir.is_this_machine(record.machine) or record.is_supervised() or fresh:
-            return status
-        again = self._read_status(directory)
-        return again if again.over else job_dir.as_failed(status, "its supervisor is gone")
 
     def _other_cluster(self, slurm_job: _SlurmJob) -> str:
         """Return the cluster of the job if it is not this one: clusters may share home directories, and then job numbers collide."""
@@ -295,7 +253,7 @@ class SlurmStarter:
             raise UsageError("This process is not in a Slurm allocation: SLURM_JOB_ID is not set.")
         if not _read_slurm_job(directory).number:
             _write_slurm_job(directory, self._number, cluster=self._environ.get("SLURM_CLUSTER_NAME", ""))
-        self._nodes = allocated_nodes(self._environ)
+        self._nodes = list_allocation(self._environ)
         if len(self._nodes) < job.nodes:
             raise UsageError(
                 f"The job {job.name} needs {job.nodes} nodes, and the allocation {self._number} has {len(self._nodes)}."
@@ -334,7 +292,8 @@ class SlurmStarter:
         addresses = [_resolve(known.get(name, name)) for name in self.node_names()]
         others = [address for address in addresses[1:] if not address.startswith("127.")]
         if others and addresses[0].startswith("127."):  # a host that resolves its own name to 127.0.1.1
-            addresses[0] = _address_towards(others[0]) or addresses[0]
+            with contextlib.suppress(OSError):  # there is no route to the other node
+                addresses[0] = local_address(others[0], family=socket.AF_INET)
         return tuple(addresses)
 
 
@@ -381,7 +340,7 @@ def batch_environment(environ: Mapping[str, str], secrets: Sequence[str], unwant
     return {name: value for name, value in environ.items() if is_kept(name, value)}
 
 
-def allocated_nodes(environ: Mapping[str, str]) -> list[tuple[int | None, str, int]]:
+def list_allocation(environ: Mapping[str, str]) -> list[tuple[int | None, str, int]]:
     """Return group (None if the job is not heterogeneous), name and cores of each node, in the order of the groups."""
     size = int(environ.get("SLURM_HET_SIZE") or 0)
     suffixes = [(group, f"_HET_GROUP_{group}") for group in range(size)] if size else [(None, "")]
@@ -408,14 +367,6 @@ def _resolve(name: str) -> str:
         return name
     found = sorted(known, key=lambda each: each[0] != socket.AF_INET)
     return str(found[0][4][0])
-
-
-def _address_towards(other: str) -> str:
-    """Return the local address of the route to another machine; "" if there is none."""
-    try:
-        return local_address(other, family=socket.AF_INET)
-    except OSError:
-        return ""
 
 
 # -- files of a job -----------------------------------------------------------------------------------------------------
@@ -449,9 +400,3 @@ def _read_end(directory: JobDirectory, status: JobStatus) -> JobStatus | None:
         return replace(job_dir.as_failed(status, str(found["reason"])), state=found["state"], exit_code=int(found["exit_code"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _write_end(directory: JobDirectory, status: JobStatus) -> None:
-    """Store the end reported by Slurm. status.json belongs to the supervisor, whose last write may arrive later on a shared file system."""
-    end = {"state": status.state, "exit_code": status.exit_code, "reason": status.reason}
-    replace_json(directory.path / _END, end, mode=0o600)

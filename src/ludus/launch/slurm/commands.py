@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -49,6 +48,16 @@ def cluster_name() -> str:
     """Return the name of the Slurm cluster, or "". Raises WorkerFailed, UsageError."""
     found = re.search(r"^ClusterName\s*=\s*(\S+)", _call(("scontrol", "show", "config"), QUERY_S), re.MULTILINE)
     return found[1] if found else ""
+
+
+def ping() -> str:
+    """Return what Slurm says about its controllers. Raises WorkerFailed, UsageError."""
+    return _call(("scontrol", "ping"), QUERY_S).strip()
+
+
+def list_partitions(form: str) -> str:
+    """Return the output of sinfo. `form`: its --format. Raises WorkerFailed, UsageError."""
+    return _call(("sinfo", "--noheader", f"--format={form}"), QUERY_S)
 
 
 def states(numbers: Sequence[str]) -> dict[str, QueueState]:
@@ -129,14 +138,11 @@ def _call_if_active(words: Sequence[str]) -> None:
 def _call(words: Sequence[str], timeout_s: float, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
     program = shutil.which(words[0])
     if program is None:
-        raise UsageError(
-            f"{words[0]} is not installed here, or not on the PATH.",
-            "Submit from a login node of the cluster.",
-        )
+        raise UsageError(f"{words[0]} is not installed here, or not on the PATH.", "Submit from a login node of the cluster.")
     try:
         done = subprocess.run(  # noqa: S603
             [program, *words[1:]],
-            env=dict(os.environ if environ is None else environ),
+            env=environ,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -151,7 +157,8 @@ def _call(words: Sequence[str], timeout_s: float, *, environ: Mapping[str, str] 
         raise WorkerFailed(f"{program} cannot be started: {error.strerror}.") from error
     if done.returncode == 0:
         return done.stdout
-    output = " ".join(re.sub(rf"^{words[0]}: (error: )?", "", line) for line in done.stderr.strip().splitlines()) or "nothing"
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    output = " ".join(re.sub(rf"^{words[0]}: (error: )?", "", line) for line in lines) or "nothing"
     if _UNAVAILABLE.search(output):
         raise WorkerFailed(f"Slurm does not answer; {words[0]}: {output}", "Is its controller up? scontrol ping")
     raise UsageError(f"Slurm refused the request; {words[0]}: {output}")

@@ -118,7 +118,7 @@ def salloc_options(job: Job, settings: SlurmSettings) -> tuple[str, ...]:
     words = [f"--job-name={job.name}"]
     for number, group in enumerate(node_groups(job, settings)):
         words += [":"] if number else []
-        for text in _options(settings, group):
+        for text in node_options(settings, group):
             words += shlex.split(text)
     return tuple(words)
 
@@ -155,7 +155,9 @@ def check_settings(job: Job, settings: SlurmSettings) -> None:
     kinds: tuple[SlurmSettings | SlurmGroup, ...] = (settings, *settings.groups)
     for kind in kinds:
         for name in ("account", "partition", "qos", "constraint", "reservation", "nodelist", "exclude"):
-            _check_value(name, getattr(kind, name, ""))
+            value = getattr(kind, name, "")
+            if value and not _VALUE.fullmatch(value):
+                raise UsageError(f"{name} {value!r} is not a valid Slurm name.", "Use no spaces, quotes or line breaks.")
         if kind.memory and not _MEMORY.fullmatch(kind.memory):
             raise UsageError(f"memory {kind.memory!r} is not a valid size.", "Use a number of megabytes, or a size such as 16G.")
         if (kind.cpus is not None and kind.cpus < 1) or (kind.gpus is not None and kind.gpus < 0):
@@ -171,11 +173,6 @@ def check_settings(job: Job, settings: SlurmSettings) -> None:
         raise UsageError(f"signal_s is {settings.signal_s}.", "Use 10 to 65535 seconds.")
     if settings.time:
         _check_time(job, settings)
-
-
-def _check_value(name: str, value: str) -> None:
-    if value and not _VALUE.fullmatch(value):
-        raise UsageError(f"{name} {value!r} is not a valid Slurm name.", "Use no spaces, quotes or line breaks.")
 
 
 def _check_option(option: str) -> None:
@@ -217,7 +214,7 @@ def _check_time(job: Job, settings: SlurmSettings) -> None:
 
 
 def _directives(settings: SlurmSettings, group: SlurmGroup) -> list[str]:
-    lines = _options(settings, group)
+    lines = node_options(settings, group)
     if not settings.time or parse_time(settings.time) < float("inf"):  # without a time, the limit of the partition applies
         # B: signal the batch script only, whose process has become the supervisor.
         lines.append(f"--signal=B:{'USR1' if settings.requeue else 'TERM'}@{settings.signal_s}")
@@ -225,7 +222,8 @@ def _directives(settings: SlurmSettings, group: SlurmGroup) -> list[str]:
     return [f"#SBATCH {line}" for line in lines]
 
 
-def _options(settings: SlurmSettings, group: SlurmGroup) -> list[str]:
+def node_options(settings: SlurmSettings, group: SlurmGroup) -> list[str]:
+    """Return the options of sbatch and salloc that request the nodes of a group."""
     cpus = group.cpus or settings.cpus
     gpus = settings.gpus if group.gpus is None else group.gpus
     values = [

@@ -9,7 +9,6 @@ This machine stores the specification and the last known status; logs, tokens an
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import selectors
@@ -20,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,16 @@ from ludus.errors import LudusError, UnknownName, UsageError, WorkerFailed
 from ludus.io.atomic_file import replace_file
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, ProcessStatus, check_job
+from ludus.launch.job_index import MAX_ENDED_JOBS, find_by_id, new_job_path
 from ludus.launch.ssh.connection import ANSWER_S, AgentConnection, SshNode, SshSettings, check_settings, ssh_words
 from ludus.launch.ssh.job_split import KnownStatus, combine_statuses, split_job
 from ludus.launch.ssh.remote_agent import JobPartStatus
 
 __all__ = ["SshNode", "SshOrchestrator", "SshSettings"]
 
-MAX_ENDED_JOBS = 50
-
 _SSH, _KNOWN, _CANCELLED = "ssh.json", "known.json", "cancelled"
 _RETRY_S = 5.0
 """A machine that did not answer is not contacted again for this long: clients poll often."""
-_ATTEMPTS = 5
 _COPY_S = 3600.0
 
 
@@ -55,10 +52,8 @@ class SshJobDir:
         self.path, self.id = path, path.name
 
     def create(self, job: Job, settings: SshSettings, known: KnownStatus) -> None:
-        """Raises FileExistsError."""
-        self.path.mkdir(mode=job_dir.PRIVATE)
         self._write(job_dir.JOB, job_dir.job_to_json(job))
-        self._write(_SSH, _settings_to_json(replace(settings, nodes=settings.nodes[: job.nodes], copy=())))
+        self._write(_SSH, replace(settings, nodes=settings.nodes[: job.nodes], copy=()).to_json())
         self.write_status(known)
 
     def write_port(self, port: int) -> None:
@@ -71,7 +66,7 @@ class SshJobDir:
         return job_dir.job_from_json((self.path / job_dir.JOB).read_text(encoding="utf-8"))
 
     def settings(self) -> SshSettings:
-        return _settings_from_json((self.path / _SSH).read_text(encoding="utf-8"))
+        return SshSettings.from_json((self.path / _SSH).read_text(encoding="utf-8"))
 
     def known(self) -> KnownStatus:
         try:
@@ -94,17 +89,6 @@ class SshJobDir:
 
     def _write(self, name: str, text: str) -> None:
         replace_file(self.path / name, text, mode=0o600)
-
-
-def _settings_to_json(settings: SshSettings) -> str:
-    return json.dumps(asdict(settings), indent=1, default=str) + "\n"
-
-
-def _settings_from_json(text: str) -> SshSettings:
-    data = json.loads(text)
-    paths = {name: Path(data[name]) if data[name] else None for name in ("identity", "known_hosts")}
-    tuples = {name: tuple(data[name]) for name in ("setup", "options")}
-    return SshSettings(**{**data, **paths, **tuples, "copy": (), "nodes": tuple(SshNode(**node) for node in data["nodes"])})
 
 
 # -- the orchestrator -----------------------------------------------------------------------------------------------------
@@ -150,8 +134,8 @@ class SshOrchestrator:
     def submit(self, job: Job) -> str:
         check_job(job, os.environ)
         settings = self._require_settings()
-        settings = replace(settings, nodes=settings.nodes[: job.nodes], copy=settings.copy)
-        split_job(job, self._require_settings(), job.name)
+        split_job(job, settings, job.name)
+        settings = replace(settings, nodes=settings.nodes[: job.nodes])
         with self._lock:
             self._unreachable.clear()
             self._check_machines(settings, range(job.nodes))
@@ -161,12 +145,11 @@ class SshOrchestrator:
             job_dir.make_private(self.directory)
             self._delete_old()
             directory = self._create(job, settings)
-            try:
+            with contextlib.ExitStack() as undo:  # an interrupt must not leave an incomplete job
+                undo.callback(directory.remove)
+                undo.callback(self.close)  # parts that are not confirmed end with their connection
                 self._start(directory, job, settings)
-            except BaseException:  # also an interrupt must not leave an incomplete job
-                self.close()  # parts that are not confirmed end with their connection
-                directory.remove()
-                raise
+                undo.pop_all()
         return directory.id
 
     def status(self, job_id: str) -> JobStatus:
@@ -259,13 +242,11 @@ class SshOrchestrator:
         parts = split_job(job, settings, directory.id, port)
         directory.write_port(port)
 
-        def submission(node: int) -> dict[str, Any]:
-            return {"verb": "submit", "part": parts[node].text(), "token": token, "secrets": values}
-
-        def confirmation(node: int) -> dict[str, Any]:
-            return {"verb": "keep", "job": directory.id, "node": node}
-
-        for step in (submission, confirmation):
+        steps: tuple[Callable[[int], dict[str, Any]], ...] = (
+            lambda node: {"verb": "submit", "part": parts[node].text(), "token": token, "secrets": values},
+            lambda node: {"verb": "keep", "job": directory.id, "node": node},
+        )
+        for step in steps:
             if directory.cancelled:
                 raise WorkerFailed(f"The job {directory.id} was cancelled while it was submitted.")
             for nodes in (range(1, job.nodes), range(1)):
@@ -333,7 +314,8 @@ class SshOrchestrator:
     def _query_parts(self, job_id: str, settings: SshSettings) -> Sequence[JobPartStatus | LudusError]:
         nodes = range(len(settings.nodes))
         answers = self._request_all(settings, nodes, lambda node: {"verb": "status", "job": job_id, "node": node})
-        return [_part_status(answers[node]) for node in nodes]
+        found = [answers[node] for node in nodes]
+        return [answer if isinstance(answer, LudusError) else JobPartStatus.of(answer) for answer in found]
 
     def _request(self, settings: SshSettings, node: int, request: Mapping[str, Any]) -> dict[str, Any]:
         answer = self._request_all(settings, [node], lambda _: request, again=False)[node]
@@ -400,7 +382,6 @@ class SshOrchestrator:
     # -- logs
 
     def _lines(self, settings: SshSettings, nodes: Sequence[int], request: Mapping[str, Any], *, label: bool) -> Iterator[str]:
-
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
             connections = {}
             for node in nodes:
@@ -438,26 +419,18 @@ class SshOrchestrator:
     # -- directories
 
     def _create(self, job: Job, settings: SshSettings) -> SshJobDir:
-        now = time.time()
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         processes = tuple(
             ProcessStatus(role.name, index, "pending", host=settings.nodes[role.node(index)].host)
             for role in job.roles
             for index in range(role.count)
         )
-        for _ in range(_ATTEMPTS):
-            directory = SshJobDir(self.directory / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
-            status = JobStatus(directory.id, job.name, "pending", None, processes, "", "", now, job.place)
-            with contextlib.suppress(FileExistsError):
-                directory.create(job, settings, KnownStatus(status))
-                return directory
-        raise WorkerFailed(f"There is no free id for the job {job.name} in {self.directory}.")
+        directory = SshJobDir(new_job_path(self.directory, job.name))
+        status = JobStatus(directory.id, job.name, "pending", None, processes, "", "", time.time(), job.place)
+        directory.create(job, settings, KnownStatus(status))
+        return directory
 
     def _find(self, job_id: str) -> SshJobDir:
-        known = {directory.id: directory for directory in self._directories()}
-        if job_id not in known:
-            raise UnknownName(f"There is no SSH job {job_id!r}.", did_you_mean(job_id, known))
-        return known[job_id]
+        return find_by_id(job_id, {directory.id: directory for directory in self._directories()}, "SSH")
 
     def _directories(self) -> Sequence[SshJobDir]:
         try:
@@ -466,16 +439,10 @@ class SshOrchestrator:
             return []
 
     def _delete_old(self) -> None:
-        over = sorted(
-            (directory for directory in self._directories() if directory.known().final),
-            key=lambda directory: directory.known().status.submitted_at,
-        )
-        for directory in over[: max(0, len(over) - MAX_ENDED_JOBS)]:
+        over = [directory for directory in self._directories() if directory.known().final]
+        over.sort(key=lambda directory: directory.known().status.submitted_at)
+        for directory in over[:-MAX_ENDED_JOBS]:
             directory.remove()
-
-
-def _part_status(answer: dict[str, Any] | LudusError) -> JobPartStatus | LudusError:
-    return answer if isinstance(answer, LudusError) else JobPartStatus.of(answer)
 
 
 def _close_all(connections: dict[_Key, AgentConnection]) -> None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import json
 import math
-import os
 import re
-import selectors
 import shlex
-import subprocess
 import sys
-import tempfile
 import time
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ludus
 from ludus.errors import LudusError, UsageError, WorkerFailed
-from ludus.io import json_lines
-from ludus.io.json_lines import LineReader, LineTooLong
+from ludus.launch.agent_process import AgentProcess
 from ludus.launch.ssh.remote_agent import MARK, MAX_LINE, PROTOCOL
 
 AGENT_MODULE = "ludus.launch.ssh.remote_agent"
@@ -79,6 +73,16 @@ class SshSettings:
 
     def interpreter(self, node: int) -> str:
         return self.nodes[node].python or self.python or sys.executable
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, default=str) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> SshSettings:
+        data = json.loads(text)
+        paths = {name: Path(data[name]) if data[name] else None for name in ("identity", "known_hosts")}
+        tuples = {name: tuple(data[name]) for name in ("setup", "options")}
+        return SshSettings(**{**data, **paths, **tuples, "copy": (), "nodes": tuple(SshNode(**node) for node in data["nodes"])})
 
 
 def check_settings(settings: SshSettings) -> SshSettings:
@@ -177,121 +181,35 @@ def explain_failure(settings: SshSettings, node: int, code: int | None, output: 
     return WorkerFailed(f"{at.host} does not answer: {last or f'SSH ended with code {code}'}", "Is it on, and its network?")
 
 
-class AgentConnection:
-    """One `ssh` process with an agent. The agent ends when its stdin closes, also if this process dies. Not thread-safe."""
+class AgentConnection(AgentProcess):
+    """One `ssh` process with a `remote_agent`."""
 
     def __init__(self, settings: SshSettings, node: int, *words: str) -> None:
-        self._settings, self._node = settings, node
-        self._stderr: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the connection
-        self._noise: deque[str] = deque(maxlen=5)
-        self._answers: deque[dict[str, Any]] = deque()
-        self.hello: dict[str, Any] = {}
-        self._started_at = time.monotonic()
-        try:
-            self._process = subprocess.Popen(  # noqa: S603
-                ssh_words(settings, node, AGENT_MODULE, *words),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                start_new_session=True,  # Ctrl-C must reach this process only
-            )
-        except OSError as error:
-            self._stderr.close()
-            raise UsageError(f"{settings.program} cannot be run: {error.strerror}.", "Install the OpenSSH client.") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self.input, self._output = self._process.stdin, self._process.stdout
-        os.set_blocking(self._output.fileno(), False)
-        self._reader = LineReader(self._output.fileno(), MAX_LINE)
-
-    def fileno(self) -> int:
-        return self._output.fileno()
+        self._hello: dict[str, Any] = {}
+        self._hello_deadline = time.monotonic() + settings.connect_s + START_S
+        command = ssh_words(settings, node, AGENT_MODULE, *words)
+        super().__init__(command, MARK, settings.nodes[node].host, functools.partial(explain_failure, settings, node), MAX_LINE)
 
     def await_hello(self) -> dict[str, Any]:
         """Wait for the agent's first message. Raises LudusError."""
-        if not self.hello:
-            found = self.receive(self._started_at + self._settings.connect_s + START_S).get("hello")
+        if not self._hello:
+            found = self.receive(self._hello_deadline).get("hello")
             if not isinstance(found, dict) or found.get("protocol") != PROTOCOL:
-                host = self._settings.nodes[self._node].host
-                raise UsageError(
-                    f"Ludus on {host} has another protocol version.", f"Install {ludus.__version__} there, as it is here."
-                )
-            self.hello = found
-        return self.hello
-
-    def send(self, request: Mapping[str, Any]) -> None:
-        """Raises WorkerFailed, UsageError."""
-        try:
-            self.input.write(json_lines.encode(request))
-            self.input.flush()
-        except OSError as error:
-            raise self._failure() from error
-
-    def receive(self, deadline: float) -> dict[str, Any]:
-        """Return the next answer. Raises LudusError: the agent's error, or a lost connection."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._output, selectors.EVENT_READ)
-            while not self._answers:
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    raise self._failure(silent=True)
-                if not self.read_available():
-                    raise self._failure()
-        return self.next_answer()
-
-    def request(self, request: Mapping[str, Any], deadline: float) -> dict[str, Any]:
-        self.send(request)
-        return self.receive_result(deadline)
+                hint = f"Install {ludus.__version__} there, as it is here."
+                raise UsageError(f"Ludus on {self.host} has another protocol version.", hint)
+            self._hello = found
+        return self._hello
 
     def receive_result(self, deadline: float) -> dict[str, Any]:
+        """Raises LudusError: the agent's error, or a lost connection."""
         result = self.receive(deadline).get("ok")
         return result if isinstance(result, dict) else {}
 
-    def read_available(self) -> bool:
-        """Read received data without waiting; return False at the end of the stream."""
-        try:
-            for line in self._reader.read():
-                self._handle_line(line)
-        except LineTooLong as error:
-            raise WorkerFailed(f"{self._settings.nodes[self._node].host} sent a line without end.") from error
-        return not self._reader.at_end
-
-    @property
-    def has_answer(self) -> bool:
-        return bool(self._answers)
-
     def next_answer(self) -> dict[str, Any]:
         """Return a received answer. Raises LudusError if it is an error of the agent."""
-        answer = self._answers.popleft()
+        answer = super().next_answer()
         if isinstance(answer.get("error"), dict):
             error = answer["error"]
             kind = UsageError if error.get("kind") == "usage" else WorkerFailed
-            raise kind(f"{self._settings.nodes[self._node].host}: {error.get('message')}", str(error.get("hint", "")))
+            raise kind(f"{self.host}: {error.get('message')}", str(error.get("hint", "")))
         return answer
-
-    def close(self, within_s: float = 1.0) -> None:
-        """Close stdin, which ends the agent; kill ssh after `within_s`."""
-        with contextlib.suppress(OSError):
-            self.input.close()
-        try:
-            self._process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._output.close()
-        self._stderr.close()
-
-    def _handle_line(self, line: bytes) -> None:
-        answer = json_lines.decode_marked(line, MARK)
-        if answer is None:
-            self._noise.append(line.decode(errors="replace"))
-        else:
-            self._answers.append(answer)
-
-    def _failure(self, *, silent: bool = False) -> LudusError:
-        code: int | None = None
-        if not silent:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(5)
-        output = os.pread(self._stderr.fileno(), 100_000, 0).decode(errors="replace")  # ssh shares the file position
-        return explain_failure(self._settings, self._node, code, output or "\n".join(self._noise))

@@ -14,7 +14,7 @@ from ludus.launch.job import Job, JobState, JobStatus, ProcessStatus, Role, chec
 from ludus.launch.ssh.connection import SshSettings
 from ludus.launch.ssh.remote_agent import INTERNAL, JobPart, JobPartStatus
 
-SERVER_ROLE, CLIENT_ROLE = f"{INTERNAL}door", f"{INTERNAL}hold"
+SERVER_ROLE, CLIENT_ROLE = f"{INTERNAL}lifeline", f"{INTERNAL}hold"
 
 _BLOCK_SIGTERM = 'env --block-signal=TERM true 2>/dev/null && exec env --block-signal=TERM "$@"; exec "$@"'
 """Blocks SIGTERM until the lifeline server can handle it, as a short job may end before. Without support in `env`, the others time out."""
@@ -87,7 +87,9 @@ def combine_statuses(
 ) -> KnownStatus:
     """Combine the statuses of the parts; an error stands for a machine that does not answer. `cancelled`: cancellation was requested."""
     silent = {hosts[n]: known.silent.get(hosts[n], now) for n, part in enumerate(found) if isinstance(part, LudusError)}
-    problems = [f"{host} does not answer since {_clock(since)}" for host, since in silent.items()]
+    problems = [
+        f"{host} does not answer since {time.strftime('%H:%M:%S', time.localtime(since))}" for host, since in silent.items()
+    ]
     head, others = found[0], found[1:]
     ending = any(isinstance(part, JobPartStatus) and not part.over for part in others)
     status = replace(known.status, processes=_processes(job, hosts, known.status, found))
@@ -134,7 +136,3 @@ def _processes(
                 process = replace(process, state="ended", pid=None)
             processes.append(replace(process, host=hosts[role.node(index)]))
     return tuple(processes)
-
-
-def _clock(when: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(when))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from ludus.core.backoff import Backoff
 from ludus.errors import LudusError, UsageError
-from ludus.process.auth import HANDSHAKE_S, Authenticator, client_handshake, enable_keepalive, read_token
+from ludus.process.auth import HANDSHAKE_S, Authenticator, open_connection, read_token, start_server
 from ludus.process.job_env import TOKEN, JobEnv
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class LifelineServer:
         self._over.set()
 
     async def serve(self, listening: socket.socket) -> None:
-        server = await asyncio.start_server(self._receive, sock=listening, limit=_LINE)
+        server = await start_server(listening, self._guard, self._receive, _LINE)
         try:
             await self._over.wait()
             await asyncio.gather(*(self._notify(writer) for writer in list(self._clients)))
@@ -64,9 +64,6 @@ class LifelineServer:
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            enable_keepalive(writer.get_extra_info("socket"))
-            if not await self._guard.authenticate(reader, writer):
-                return
             async with asyncio.timeout(HANDSHAKE_S):
                 node = int(await reader.readline())
             self._clients[writer] = node
@@ -77,11 +74,8 @@ class LifelineServer:
             log.info("node %d disconnected", node)
         except (OSError, TimeoutError, ValueError) as error:
             log.info("connection lost: %s", error or "no data")
-        except asyncio.CancelledError:
-            pass  # the loop ends; asyncio would log a traceback
         finally:
             self._clients.pop(writer, None)
-            writer.close()
 
     async def _notify(self, writer: asyncio.StreamWriter) -> None:
         node = self._clients.get(writer)
@@ -126,14 +120,11 @@ class _ConnectionLost(Exception):
 
 
 async def _stay_connected(address: tuple[str, int], node: int, token: bytes) -> bool:
-    async with asyncio.timeout(_CALL_S):
-        reader, writer = await asyncio.open_connection(*address, limit=_LINE)
+    what = "the first node of this job"
+    reader, writer = await open_connection(*address, token, what, timeout_s=_CALL_S, limit=_LINE)
     try:
-        enable_keepalive(writer.get_extra_info("socket"))
-        async with asyncio.timeout(_CALL_S):
-            await client_handshake(reader, writer, token, "the first node of this job")
-            writer.write(b"%d\n" % node)
-            await writer.drain()
+        writer.write(b"%d\n" % node)
+        await asyncio.wait_for(writer.drain(), _CALL_S)
         log.info("connected to the first node at %s:%d", *address)
         try:
             return await reader.readline() == _OVER

@@ -35,7 +35,7 @@ from ludus.process.auth import read_token, write_token
 from ludus.process.job_env import PORTS, RUN, JobEnv, find_free_ports
 
 PROTOCOL = 1
-MARK = "ludus-far "
+MARK = "ludus-agent "
 INTERNAL = "ludus."
 """Prefix of the internal roles that connect the parts of a job."""
 
@@ -156,7 +156,9 @@ class RemoteAgent:
         role, follow, inner = request.get("role"), bool(request.get("follow")), bool(request.get("inner"))
         processes = [(r.name, i) for r in part.job.roles if role in (None, r.name) for i in range(r.count)]
         names = {
-            f"{name}-{index}": _process_name(part, name, index) for name, index in processes if inner or not _is_internal(name)
+            f"{name}-{index}": f"{name}-{part.seats[name][index] if name in part.seats else index}"
+            for name, index in processes
+            if inner or not name.startswith(INTERNAL)
         }
         if not names:
             return
@@ -190,7 +192,6 @@ class RemoteAgent:
             latest = self._latest(directory)
             if not latest.over:
                 return {"part": latest.id, "was": True}
-        values = {str(name): str(value) for name, value in dict(request.get("secrets", {})).items()}
         try:
             os.chdir(_workdir(part.workdir))
         except OSError as error:
@@ -200,21 +201,17 @@ class RemoteAgent:
         first = not directory.exists()
         job_dir.make_private(directory.parent)
         job_dir.make_private(directory)
-        try:
-            job_id = self._start(directory, part, str(request["token"]), values)
-        except BaseException:  # also an interrupt must not leave an incomplete part
+        with contextlib.ExitStack() as undo:  # an interrupt must not leave an incomplete part
             if first:
-                shutil.rmtree(directory, ignore_errors=True)
-            raise
+                undo.callback(shutil.rmtree, directory, ignore_errors=True)
+            (directory / _TOKEN).unlink(missing_ok=True)
+            write_token(directory / _TOKEN, str(request["token"]).encode())
+            (directory / _PART).write_text(part.text(), encoding="utf-8")
+            os.environ.update({str(name): str(value) for name, value in dict(request.get("secrets", {})).items()})
+            job_id = LocalOrchestrator(directory).submit(part.local_job(directory / _TOKEN, directory / _RUN_FILE))
+            undo.pop_all()
         self._unconfirmed[part.id, part.node] = job_id, first
         return {"part": job_id, "was": False}
-
-    def _start(self, directory: Path, part: JobPart, token: str, values: Mapping[str, str]) -> str:
-        (directory / _TOKEN).unlink(missing_ok=True)
-        write_token(directory / _TOKEN, token.encode())
-        (directory / _PART).write_text(part.text(), encoding="utf-8")
-        os.environ.update(values)
-        return LocalOrchestrator(directory).submit(part.local_job(directory / _TOKEN, directory / _RUN_FILE))
 
     def _keep(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self._unconfirmed.pop((str(request["job"]), int(request["node"])), None)
@@ -284,14 +281,6 @@ def _read_part(directory: Path) -> JobPart:
 
 def _workdir(named: str) -> Path:
     return Path(named).expanduser() if named else Path.home()
-
-
-def _is_internal(role: str) -> bool:
-    return role.startswith(INTERNAL)
-
-
-def _process_name(part: JobPart, role: str, index: int) -> str:
-    return f"{role}-{part.seats[role][index] if role in part.seats else index}"
 
 
 def _to_part_status(part: JobPart, status: JobStatus) -> JobPartStatus:

@@ -26,8 +26,12 @@ from ludus.core.plugins import did_you_mean
 from ludus.core.spaces import array_spec
 from ludus.core.tree import Tree, leaves, map_tree
 from ludus.errors import ConfigError
-from ludus.models.custom.loader import find_class, user_code_error
-from ludus.models.networks import NetworkConfig, PolicyNetwork, RunningNorm, _chw, _pick, _plan, _replace
+from ludus.models.custom.loader import find_class, translate_user_errors
+from ludus.models.image_encoder import chw
+from ludus.models.layers import RunningNorm
+from ludus.models.network_config import NetworkConfig
+from ludus.models.networks import PolicyNetwork
+from ludus.models.observation_encoder import pick_leaf, plan_encoders, replace_leaf
 
 CONSTRUCTOR_ARGUMENTS = ("obs_space", "action_space", "num_outputs", "model_config", "name")
 """Positional arguments of every constructor, in this order, before the keywords of `custom_model_config`."""
@@ -54,39 +58,37 @@ class CustomNetwork(PolicyNetwork):
         super().__init__()
         assert config.custom_model is not None
         self.label = f"custom_model {config.custom_model}"
-        if config.core is not None:
-            raise ConfigError(
-                f"model.{'use_lstm' if config.core == 'lstm' else 'core'} is set together with custom_model {config.custom_model!r}.",
-                f"A custom model implements its own recurrence: initial_state(batch_size), and {_RECURRENT}.",
-            )
-        if config.autoregressive:
-            raise ConfigError(
-                f"model.autoregressive is set together with custom_model {config.custom_model!r}.",
+        recurrence = f"A custom model implements its own recurrence: initial_state(batch_size), and {_RECURRENT}."
+        for is_set, key, remedy in (
+            (config.core, "model.use_lstm" if config.core == "lstm" else "model.core", recurrence),
+            (
+                config.autoregressive,
+                "model.autoregressive",
                 "Leave one of them out: a custom model chooses the parts of an action independently.",
-            )
-        if config.central:
-            raise ConfigError(
-                f"centralized_value is set together with custom_model {config.custom_model!r}.",
+            ),
+            (
+                config.central,
+                "centralized_value",
                 "Leave one of them out: a custom model gets the observation of its agent only.",
-            )
+            ),
+        ):
+            if is_set:
+                raise ConfigError(f"{key} is set together with custom_model {config.custom_model!r}.", remedy)
         self.num_outputs = num_outputs
         self._specs = array_spec(observation_space)
-        plan = _plan(observation_space)
+        plan = plan_encoders(observation_space)
         self._vectors = [leaf for leaf in plan if leaf.kind == "vector" and np.issubdtype(leaf.space.dtype, np.floating)]
         self._categories = [
             (leaf.path, np.asarray(leaf.space.start)) for leaf in plan if leaf.kind == "onehot" and np.any(leaf.space.start)
         ]
-        images = [_chw(leaf.space.shape) for leaf in plan if leaf.kind == "image"]
+        images = [chw(leaf.space.shape) for leaf in plan if leaf.kind == "image"]
         self.pixels = sum(h * w for _, h, w in images)
         cls = find_class(config.custom_model)
         self.recurrent = _has(cls, "initial_state")
         _check_methods(cls, self.label, self.recurrent)
         given = (observation_space, action_space, num_outputs, model_config_of(config, bool(images)), config.custom_model)
         self.model = _construct(cls, self.label, given, config.custom_model_config)
-        self._single_state = False
-        """Whether the state is a single tensor instead of a tuple."""
-        if self.recurrent:
-            self._single_state = isinstance(self._initial(1), Tensor)
+        self._single_state = self.recurrent and isinstance(self._initial(1), Tensor)  # not a tuple
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in self.parameters()):
             self._initialize_lazy_layers()
 
@@ -122,7 +124,7 @@ class CustomNetwork(PolicyNetwork):
         rows = lead[1]
         steps = []
         for t, begins in enumerate(first):
-            state = tuple(torch.where(_broadcast_rows(begins, part), 0.0, part) for part in state)
+            state = tuple(torch.where(begins.reshape(-1, *(1 for _ in part.shape[1:])), 0.0, part) for part in state)
             now = map_tree(lambda x, t=t: x[t * rows : (t + 1) * rows], observation)
             outputs, value, state = self._decide(now, state)
             steps.append((outputs, value))
@@ -144,27 +146,27 @@ class CustomNetwork(PolicyNetwork):
     def _prepare(self, observation: Tree) -> Tree:
         """Count categories from 0, and normalise numbers if configured."""
         for path, start in self._categories:
-            value = _pick(observation, path)
+            value = pick_leaf(observation, path)
             shifted = value - torch.as_tensor(start, device=value.device)
-            observation = _replace(observation, path, shifted.clamp(min=0))  # padding is 0, which may be below the first category
+            observation = replace_leaf(
+                observation, path, shifted.clamp(min=0)
+            )  # padding is 0, which may be below the first category
         if self.norm is None:
             return observation
         parts = self.norm(self._vector(observation)).split([leaf.size for leaf in self._vectors], dim=-1)
         for leaf, part in zip(self._vectors, parts, strict=True):
-            observation = _replace(observation, leaf.path, part.reshape(-1, *leaf.space.shape))
+            observation = replace_leaf(observation, leaf.path, part.reshape(-1, *leaf.space.shape))
         return observation
 
     def _vector(self, observation: Tree) -> Tensor:
-        picked = [(_pick(observation, leaf.path), leaf.size) for leaf in self._vectors]
+        picked = [(pick_leaf(observation, leaf.path), leaf.size) for leaf in self._vectors]
         return torch.cat([value.reshape(-1, size) for value, size in picked], dim=-1)
 
     # -- outputs
 
     def _initial(self, rows: int) -> Any:
-        try:
+        with translate_user_errors(f"{self.label}: initial_state({rows}) failed"):
             return self.model.initial_state(rows)  # type: ignore[operator]
-        except Exception as error:  # the user's code may raise anything
-            raise user_code_error(f"{self.label}: initial_state({rows}) failed", error) from error
 
     def call_model(self, observation: Tree, state: tuple[Tensor, ...]) -> ModelOutput:
         """Call the model for N rows. Raises ConfigError if the output has the wrong form."""
@@ -173,7 +175,8 @@ class CustomNetwork(PolicyNetwork):
             if isinstance(output, Tensor):
                 return ModelOutput(output, self._value_function(), ())
             if isinstance(output, (tuple, list)) and len(output) == 2:
-                return ModelOutput(output[0], self._value_function() if _is_empty(output[1]) else output[1], ())
+                no_value = output[1] is None or (isinstance(output[1], (list, tuple)) and not output[1])  # RLlib: `outputs, []`
+                return ModelOutput(output[0], self._value_function() if no_value else output[1], ())
             raise ConfigError(
                 f"{self.label}: forward returned {_describe_type(output)}.", f"It returns (outputs, value): {_PLAIN}"
             )
@@ -199,11 +202,8 @@ class CustomNetwork(PolicyNetwork):
     def _initialize_lazy_layers(self) -> None:
         """Lazy layers take their sizes from the first observation."""
         observation = map_tree(lambda spec: torch.from_numpy(spec.zeros(2)), self._specs)
-        try:
-            with torch.no_grad():
-                self.call_model(self._prepare(observation), self.initial_state(2))
-        except Exception as error:  # the user's code may raise anything
-            raise user_code_error(f"{self.label}: forward failed", error) from error
+        with translate_user_errors(f"{self.label}: forward failed"), torch.no_grad():
+            self.call_model(self._prepare(observation), self.initial_state(2))
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in self.parameters()):
             raise ConfigError(f"{self.label} has a lazy layer that forward does not use.", "Remove it.")
 
@@ -226,16 +226,8 @@ def _to_lists(value: Any) -> Any:
     return [_to_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _broadcast_rows(begins: Tensor, part: Tensor) -> Tensor:
-    return begins.reshape(-1, *(1 for _ in part.shape[1:]))
-
-
 def _tuple_of(state: Any) -> tuple[Any, ...]:
     return tuple(state) if isinstance(state, (tuple, list)) else (state,)
-
-
-def _is_empty(output: Any) -> bool:
-    return output is None or (isinstance(output, (list, tuple)) and not output)  # RLlib models return `outputs, []`
 
 
 def _describe_type(output: Any) -> str:
@@ -261,10 +253,8 @@ def _check_methods(cls: type[nn.Module], label: str, recurrent: bool) -> None:
             f"Write  def initial_state(self, batch_size): return torch.zeros(batch_size, …)  and  {_RECURRENT}",
         )
     wanted = _RECURRENT if recurrent else _PLAIN
-    names = [
-        p for p in inspect.signature(cls.forward).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    names = names[1:]
+    parameters = inspect.signature(cls.forward).parameters.values()
+    names = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
     needed = [p.name for p in names if p.default is p.empty]
     if "input_dict" in needed or "seq_lens" in needed:
         raise ConfigError(
@@ -273,7 +263,7 @@ def _check_methods(cls: type[nn.Module], label: str, recurrent: bool) -> None:
             + ("" if recurrent else "; if it is recurrent, also initial_state(batch_size)."),
         )
     taken = 2 if recurrent else 1
-    variable = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(cls.forward).parameters.values())
+    variable = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(needed) > taken or (len(names) < taken and not variable):
         why = "it has initial_state, so it is recurrent" if recurrent else "it has no initial_state, so it keeps no state"
         raise ConfigError(f"{label}: forward takes ({', '.join(p.name for p in names)}), and {why}.", f"Write  {wanted}")
@@ -281,11 +271,8 @@ def _check_methods(cls: type[nn.Module], label: str, recurrent: bool) -> None:
 
 def _construct(cls: type[nn.Module], label: str, given: tuple[Any, ...], keywords: Mapping[str, Any]) -> nn.Module:
     _check_signature(cls, label, keywords)
-    try:
+    with translate_user_errors(f"{label} cannot be built"):
         model = cls(*given, **_to_lists(keywords))
-    except Exception as error:  # the user's code may raise anything
-        hint = "Call super().__init__() first." if "before Module.__init__() call" in str(error) else ""
-        raise user_code_error(f"{label} cannot be built", error, hint) from error
     if "_parameters" not in vars(model):
         raise ConfigError(f"{label}: __init__ does not call super().__init__().", "Call it first.")
     return model

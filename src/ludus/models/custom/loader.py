@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -89,7 +89,8 @@ def find_class(name: str) -> type[nn.Module]:
         _check_text(files)
         found = getattr(_run(files), CLASS, None)
     if not isinstance(found, type) or not issubclass(found, nn.Module):
-        raise ConfigError(f"{label}: {_type_name(found)} is not a torch.nn.Module.", f"Write  class {CLASS}(nn.Module):")
+        what = found.__name__ if isinstance(found, type) else f"a {type(found).__name__}"
+        raise ConfigError(f"{label}: {what} is not a torch.nn.Module.", f"Write  class {CLASS}(nn.Module):")
     if found is nn.Module:
         raise ConfigError(f"{label}: that is torch.nn.Module itself.", f"Write  class {CLASS}(nn.Module):")
     return found
@@ -104,10 +105,6 @@ def check_name(name: str) -> None:
     raise ConfigError(f"model.custom_model is {name!r}, which is not the name of a model.", f"{file}; a class is module:Class.")
 
 
-def _type_name(found: Any) -> str:
-    return found.__name__ if isinstance(found, type) else f"a {type(found).__name__}"
-
-
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
@@ -116,9 +113,7 @@ def files_of(name: str) -> ModelFiles:
     check_name(name)
     if name in _registered:
         return _registered[name]
-    named = {
-        str(place) for root in _search_path() for place in (Path(root), Path(root) / FOLDER)
-    }  # named by the user, so trusted
+    named = {str(place) for root in _search_path() for place in (Path(root), Path(root) / FOLDER)}  # by the user: trusted
     for directory in _directories():
         path = directory / f"{name}.py"
         if path.is_file():
@@ -207,9 +202,8 @@ def _run(files: ModelFiles) -> ModuleType:
     if along:  # for `from model.blocks import Block`
         sys.path.append(root)
     try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        raise user_code_error(f"{files.label()} cannot be imported", error, "Correct the file.") from error
+        with translate_user_errors(f"{files.label()} cannot be imported", "Correct the file."):
+            return importlib.import_module(name)
     finally:
         if along:
             sys.path.remove(root)
@@ -218,7 +212,7 @@ def _run(files: ModelFiles) -> ModuleType:
 def _check_text(files: ModelFiles) -> None:
     """Do not run a file without such a class: a checkpoint may name any file."""
     statements = _parse(files.texts[files.name], files.label())
-    if CLASS in {name for node in statements for name in _bound_names(node)}:
+    if CLASS in {name for node in statements for name in _class_names(node)}:
         return
     own = [node.name for node in statements if isinstance(node, ast.ClassDef) and node.bases]
     remedy = f"It has {', '.join(own)}: call the model {CLASS}." if own else f"Write  class {CLASS}(nn.Module):"
@@ -226,10 +220,8 @@ def _check_text(files: ModelFiles) -> None:
 
 
 def _parse(text: str, label: str) -> list[ast.stmt]:
-    try:
+    with translate_user_errors(f"{label} cannot be imported", "Correct the file."):
         return ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # raised by Python's parser for invalid text
-        raise user_code_error(f"{label} cannot be imported", error, "Correct the file.") from error
 
 
 # -- modules ------------------------------------------------------------------------------------------------------------
@@ -241,10 +233,8 @@ def _load_from_module(path: str) -> Any:
     module = sys.modules.get(module_name)
     if module is None:
         _check_source(module_name, name)
-        try:
+        with translate_user_errors(f"{module_name!r} cannot be imported", "Correct it."):
             module = importlib.import_module(module_name)
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            raise user_code_error(f"{module_name!r} cannot be imported", error, "Correct it.") from error
     if not hasattr(module, name):
         near = did_you_mean(name, [n for n, item in vars(module).items() if inspect.isclass(item)])
         raise UnknownName(f"{module_name!r} has no class {name!r}.", near)
@@ -253,25 +243,15 @@ def _load_from_module(path: str) -> Any:
 
 def _check_source(module_name: str, name: str) -> None:
     """Only a Python source file that defines the name is imported: a checkpoint may name any module."""
-    top = module_name.partition(".")[0]
-    if top in sys.stdlib_module_names or top in sys.builtin_module_names:
-        raise UnknownName(f"{module_name!r} is part of the standard library and has no model.", "Name a module of yours.")
-    path: Sequence[str] | None = None
-    spec: importlib.machinery.ModuleSpec | None = None
-    parts = module_name.split(".")
-    for i in range(len(parts)):  # not importlib.util.find_spec, which would import the parent packages
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: i + 1]), path)
-        path = None if spec is None else spec.submodule_search_locations
-        if spec is None or (path is None and i < len(parts) - 1):
-            raise UnknownName(f"There is no module {module_name!r} (from {module_name}:{name}).", FINDABLE)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+    file = trust.find_module(module_name, f"{module_name}:{name}")
+    if file is None or file.suffix != ".py":
         raise UnknownName(f"{module_name!r} is not a Python file.", "Name the module that defines the class.")
-    names = {found for node in _parse(_text(Path(spec.origin)), repr(module_name)) for found in _bound_names(node)}
+    names = {found for node in _parse(_text(file), repr(module_name)) for found in _class_names(node)}
     if name not in names:
         raise UnknownName(f"{module_name!r} has no class {name!r}.", did_you_mean(name, names))
 
 
-def _bound_names(node: ast.stmt) -> list[str]:
+def _class_names(node: ast.stmt) -> list[str]:
     """Names of classes that a statement may define in a module."""
     if isinstance(node, ast.ClassDef):
         return [node.name]
@@ -279,7 +259,7 @@ def _bound_names(node: ast.stmt) -> list[str]:
         return [alias.asname or alias.name for alias in node.names]
     if isinstance(node, (ast.If, ast.Try)):
         inner = [*node.body, *node.orelse, *(s for h in getattr(node, "handlers", []) for s in h.body)]
-        return [name for item in inner for name in _bound_names(item)]
+        return [name for item in inner for name in _class_names(item)]
     if isinstance(node, ast.Assign):
         return [target.id for target in node.targets if isinstance(target, ast.Name)]
     return []
@@ -288,16 +268,20 @@ def _bound_names(node: ast.stmt) -> list[str]:
 # -- errors of the user's code ----------------------------------------------------------------------------------------
 
 
-def user_code_error(what: str, error: BaseException, hint: str = "") -> ConfigError:
-    """Describe an error of the user's code in one sentence, with the line of that code."""
-    if isinstance(error, ConfigError):
-        return error
-    if isinstance(error, SyntaxError):
-        return ConfigError(f"{what}: line {error.lineno}: {error.msg}.", hint)
-    where = own_line(error)
-    message_lines = str(error).strip().splitlines()
-    sentence = f"{what}: {where}{type(error).__name__}{': ' + message_lines[0] if message_lines else ''}"
-    return ConfigError(sentence if sentence.endswith((".", "!", "?")) else f"{sentence}.", hint)
+@contextlib.contextmanager
+def translate_user_errors(what: str, hint: str = "") -> Iterator[None]:
+    """Raise an error of the user's code as a ConfigError: one sentence, with the line of that code."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except SyntaxError as error:
+        raise ConfigError(f"{what}: line {error.lineno}: {error.msg}.", hint) from error
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        sentence = f"{what}: {own_line(error)}{type(error).__name__}{': ' if first_line else ''}{first_line}"
+        hint = "Call super().__init__() first." if "before Module.__init__() call" in first_line else hint
+        raise ConfigError(sentence if sentence.endswith((".", "!", "?")) else f"{sentence}.", hint) from error
 
 
 def own_line(error: BaseException) -> str:

@@ -5,7 +5,6 @@ The model is tested on random observations of its space, in copies: the one that
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from ludus.core.tree import Tree, leaves, map_tree
 from ludus.errors import ConfigError
 from ludus.models.custom.custom_network import CustomNetwork, ModelOutput
-from ludus.models.custom.loader import user_code_error
+from ludus.models.custom.loader import translate_user_errors
 from ludus.models.export.parity import random_observations
 from ludus.models.policy import VALUES, Policy
 
@@ -107,16 +106,13 @@ class _Checks:
         network = network or self.network
         before = map_tree(Tensor.clone, (observation, state))
         rows = len(next(leaves(observation))[1])
-        try:
+        shapes = [f"{path + ' ' if path else ''}{_dtype(leaf)}{list(leaf.shape)}" for path, leaf in leaves(observation)]
+        norms = self._modules_of_type(_BATCH_NORMS)
+        hint = (
+            f"{', '.join(norms)} is a BatchNorm: {_NORMS}" if norms else f"Observations come as {', '.join(shapes)}: rows first."
+        )
+        with translate_user_errors(f"{self.label}: forward failed for a batch of {rows}", hint):
             output = network.call_model(observation, state)
-        except Exception as error:  # user code may raise anything
-            norms = self._modules_of_type(_BATCH_NORMS)
-            hint = (
-                f"{', '.join(norms)} is a BatchNorm: {_NORMS}"
-                if norms
-                else f"Observations come as {_shapes(observation)}: rows first."
-            )
-            raise user_code_error(f"{self.label}: forward failed for a batch of {rows}", error, hint) from error
         for (path, was), (_, now) in zip(leaves(before), leaves((observation, state)), strict=True):
             if not torch.equal(was, now):
                 what = "the observation" if path.startswith("0") else "the state"
@@ -247,8 +243,9 @@ class _Checks:
 
     def modes_agree(self, first: ModelOutput) -> None:
         """Training and eval mode must agree: it is trained in one and served in the other."""
-        with _eval_mode(self.network):
-            other = self.unroll(self.observation)
+        self.network.eval()
+        other = self.unroll(self.observation)
+        self.network.train()
         if self._differ(first, other):
             named = self._modules_of_type((*_BATCH_NORMS, *_DROPOUTS))
             raise self.fail(
@@ -310,7 +307,10 @@ class _Checks:
             if not zero:
                 return
             if number >= _TRIES // 2:
-                self._perturb_weights()
+                with torch.no_grad():
+                    for parameter in self.model.parameters():
+                        inputs = parameter[0].numel() if parameter.ndim > 1 else _GRADIENT_ROWS
+                        parameter.add_(torch.randn_like(parameter) / inputs**0.5)
             found = torch.autograd.grad(
                 _total(self._targets(self._observations(_GRADIENT_ROWS))), list(zero.values()), allow_unused=True
             )
@@ -321,12 +321,6 @@ class _Checks:
                 "Is it multiplied by 0, rounded, compared, or behind a ReLU that is never above 0? "
                 "Else remove it, or freeze it: requires_grad_(False).",
             )
-
-    @torch.no_grad()
-    def _perturb_weights(self) -> None:
-        for parameter in self.model.parameters():
-            inputs = parameter[0].numel() if parameter.ndim > 1 else _GRADIENT_ROWS
-            parameter.add_(torch.randn_like(parameter) / inputs**0.5)
 
     def _check_unregistered(self, total: Tensor, registered: Any) -> None:
         """Tensors that get a gradient but are not registered would never be trained or saved."""
@@ -362,32 +356,19 @@ def _total(targets: Sequence[Tensor]) -> Tensor:
 
 def _graph_leaves(result: Tensor) -> Iterator[Tensor]:
     """Yield the tensors at which the gradient of a result would accumulate."""
-    waiting, observation = [result.grad_fn], set()
+    waiting, visited = [result.grad_fn], set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in observation:
+        if node is None or node in visited:
             continue
-        observation.add(node)
+        visited.add(node)
         if hasattr(node, "variable"):
             yield node.variable
         waiting.extend(before for before, _ in node.next_functions)
 
 
-@contextlib.contextmanager
-def _eval_mode(network: nn.Module) -> Iterator[None]:
-    network.eval()
-    try:
-        yield
-    finally:
-        network.train()
-
-
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _shapes(observation: Tree) -> str:
-    return ", ".join(f"{path + ' ' if path else ''}{_dtype(leaf)}{list(leaf.shape)}" for path, leaf in leaves(observation))
 
 
 def _some(names: Sequence[str]) -> str:

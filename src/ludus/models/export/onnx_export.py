@@ -49,7 +49,7 @@ def require_onnx(what: str) -> tuple[Any, Any]:
 # -- names --------------------------------------------------------------------------------------------------------------
 
 
-def named(prefix: str, tree: Tree) -> list[tuple[str, Any]]:
+def named_leaves(prefix: str, tree: Tree) -> list[tuple[str, Any]]:
     """Return (name in the graph, leaf): `observation`, or `observation.key` and so on for nested trees."""
     return [(f"{prefix}.{path}" if path else prefix, leaf) for path, leaf in leaves(tree)]
 
@@ -97,7 +97,7 @@ def _for_environment(space: gym.Space[Any], chosen: Tree) -> Tree:
     if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
         start = np.asarray(space.start)
         shifted = chosen + torch.as_tensor(start.astype(np.int64)) if start.any() else chosen + 0
-        return shifted.to(_torch_dtype(np.dtype(space.dtype)))
+        return shifted.to(torch.from_numpy(np.zeros((), space.dtype)).dtype)
     if isinstance(space, gym.spaces.Box):
         low, high = torch.from_numpy(space.low.copy()), torch.from_numpy(space.high.copy())
         action = chosen
@@ -107,19 +107,15 @@ def _for_environment(space: gym.Space[Any], chosen: Tree) -> Tree:
     return chosen + 0  # a separate output, not an alias of `chosen`
 
 
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.zeros((), dtype)).dtype
-
-
 def policy_inputs(policy: Any) -> dict[str, ArraySpec]:
     """Return the inputs of a policy's graph by name, in order; shapes are per row."""
-    inputs = dict(named("observation", array_spec(policy.observation_space)))
+    inputs = dict(named_leaves("observation", array_spec(policy.observation_space)))
     distribution = policy.distribution
     if distribution.mask_size:
         inputs["mask"] = ArraySpec((distribution.mask_size,), np.dtype(np.bool_))
     if distribution.noise_size:
         inputs["noise"] = ArraySpec((distribution.noise_size,), np.dtype(np.float32))
-    return inputs | dict(named("state", policy.state_spec()))
+    return inputs | dict(named_leaves("state", policy.state_spec()))
 
 
 def export_policy(
@@ -159,8 +155,8 @@ def export_policy(
 
 def export_module(module: nn.Module, inputs: Mapping[str, Any], *, opset: int = OPSET, name: str = "model") -> bytes:
     """Export a user's module with the declared inputs of `module_spec.inputs_of`. Raises UsageError if it cannot be traced."""
-    specs = dict(named("args", _argument_specs(inputs)[0])) | dict(named("kwargs", _argument_specs(inputs)[1]))
-    example = {key: spec.zeros(_EXAMPLE_ROWS) for key, spec in specs.items()}
+    args, kwargs = _argument_specs(inputs)
+    example = {key: spec.zeros(_EXAMPLE_ROWS) for key, spec in (*named_leaves("args", args), *named_leaves("kwargs", kwargs))}
     return _trace(module, example, arguments_of(inputs), "output", opset, {"kind": "module", "model": name})
 
 
@@ -171,16 +167,8 @@ def arguments_of(inputs: Mapping[str, Any]) -> Arguments:
 
 
 def _argument_specs(inputs: Mapping[str, Any]) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
-    return tuple(map(_specs, inputs["args"])), {key: _specs(spec) for key, spec in inputs["kwargs"].items()}
-
-
-def _specs(spec: Mapping[str, Any]) -> Tree:
-    if "dict" in spec:
-        return {key: _specs(item) for key, item in spec["dict"].items()}
-    if "tuple" in spec:
-        return tuple(_specs(item) for item in spec["tuple"])
-    dtype, shape = spec["array"]
-    return ArraySpec(tuple(shape), np.dtype(dtype))
+    kwargs = {key: modules.array_specs(spec) for key, spec in inputs["kwargs"].items()}
+    return tuple(map(modules.array_specs, inputs["args"])), kwargs
 
 
 # -- tracing ------------------------------------------------------------------------------------------------------------
@@ -239,7 +227,7 @@ def _trace(
             outputs = plain_outputs(module(*args, **kwargs))
             call = functools.partial(torch.func.functional_call, module, tie_weights=False)  # every weight is a separate input
             flat = _Flat(call, list(weights), arguments).eval()
-            names = [name if prefix or not path else path for path, name in _output_names(prefix, outputs)]
+            names = [name for name, _ in (named_leaves(prefix, outputs) if prefix else leaves(outputs))]
             model = _export_proto(flat, weights, dict(zip(inputs, example, strict=True)), names)
     finally:
         module.train(was_training)
@@ -253,10 +241,6 @@ def _trace(
     onnx.checker.check_model(model)
     data = bytes(model.SerializeToString())
     return data if opset == OPSET else at_opset(data, opset)
-
-
-def _output_names(prefix: str, outputs: Tree) -> list[tuple[str, str]]:
-    return [(path, f"{prefix}.{path}" if path and prefix else prefix or path) for path, _ in leaves(outputs)]
 
 
 def _skeleton(outputs: Tree) -> Any:
@@ -344,13 +328,11 @@ def _weights_to_initializers(onnx: Any, model: Any, weights: Mapping[str, Array]
 def _strip_traces(model: Any) -> None:
     """Remove stack traces with local paths, which the tracer records."""
     model.doc_string = model.graph.doc_string = ""
-    for item in (model.graph, *model.graph.node, *model.graph.input, *model.graph.output, *model.graph.value_info):
+    graph = model.graph
+    for item in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
         del item.metadata_props[:]
         if hasattr(item, "doc_string"):
             item.doc_string = ""
-    for item in model.graph.initializer:
-        del item.metadata_props[:]
-        item.doc_string = ""
 
 
 # -- opsets -------------------------------------------------------------------------------------------------------------
@@ -364,7 +346,14 @@ def at_opset(data: bytes, opset: int) -> bytes:
     """Return the same model in another opset. Raises UsageError."""
     onnx, _ = require_onnx("another opset")
     _check_opset(opset)
-    model = _at_opset(onnx, onnx.load_from_string(data), opset)
+    model = onnx.load_from_string(data)
+    if opset < OPSET:
+        _lower(onnx, model, opset)
+    elif opset > OPSET:
+        try:
+            model = plugins.require("onnx.version_converter", EXTRA, "another opset").convert_version(model, opset)
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"This model cannot be written for opset {opset}: {error}", f"Use {OPSET}.") from error
     onnx.helper.set_model_props(model, {META: json.dumps(facts_of(model) | {"opset": opset})})
     onnx.checker.check_model(model)
     return bytes(model.SerializeToString())
@@ -373,18 +362,6 @@ def at_opset(data: bytes, opset: int) -> bytes:
 def _check_opset(opset: int) -> None:
     if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
         raise UsageError(f"opset {opset} cannot be written.", f"Use one of {OLDEST_OPSET} to {NEWEST_OPSET}; {OPSET} is usual.")
-
-
-def _at_opset(onnx: Any, model: Any, opset: int) -> Any:
-    if opset == OPSET:
-        return model
-    if opset < OPSET:
-        _lower(onnx, model, opset)
-        return model
-    try:
-        return plugins.require("onnx.version_converter", EXTRA, "another opset").convert_version(model, opset)
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"This model cannot be written for opset {opset}: {error}", f"Use {OPSET}.") from error
 
 
 def _lower(onnx: Any, model: Any, opset: int) -> None:
@@ -420,14 +397,6 @@ def facts_of(model: Any) -> dict[str, Any]:
         if item.key == META:
             return dict(json.loads(item.value))
     raise UsageError("This ONNX model was not exported by ludus.", "Write it with `ludus export`.")
-
-
-def with_facts(data: bytes, **changes: Any) -> bytes:
-    """Return the same model with changed facts."""
-    onnx, _ = require_onnx("ONNX")
-    model = onnx.load_from_string(data)
-    onnx.helper.set_model_props(model, {META: json.dumps(facts_of(model) | changes)})
-    return bytes(model.SerializeToString())
 
 
 def with_weights(data: bytes, weights: Mapping[str, Array], version: int | None = None) -> bytes:

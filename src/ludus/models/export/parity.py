@@ -26,7 +26,7 @@ from ludus.core.tree import Array, Tree, leaves, map_tree
 from ludus.core.types import Bools
 from ludus.models.distributions import MASKED
 from ludus.models.export import onnx_export
-from ludus.models.export.onnx_export import Arguments, Feed, named, plain_outputs
+from ludus.models.export.onnx_export import Arguments, Feed, named_leaves, plain_outputs
 from ludus.models.export.quantize import quantize
 from ludus.models.inference.onnx_policy import OnnxModule, OnnxPolicy
 from ludus.models.policy import Policy
@@ -335,13 +335,13 @@ def _outputs(policy: Policy, observation: Tree, state: tuple[Array, ...], mask: 
     kept = map_tree(Tensor.numpy, chosen)
     whole = {"log_prob": log_prob.numpy(), "value": value.numpy(), "logits": logits.numpy()}
     trees = {"action": policy.distribution.to_environment(kept), "chosen": kept, "next_state": tuple(s.numpy() for s in after)}
-    return whole | {name: leaf for prefix, tree in trees.items() for name, leaf in named(prefix, tree)}
+    return whole | {name: leaf for prefix, tree in trees.items() for name, leaf in named_leaves(prefix, tree)}
 
 
 def _widths(space: gym.Space[Any]) -> dict[str, Array | None]:
     """Return name of each leaf of `action` and `chosen` → range of its numbers, 0 if unbounded; None for integers."""
     found: dict[str, Array | None] = {}
-    for name, leaf in spaces.action_leaves(space):
+    for name, leaf in spaces.space_leaves(space, "action"):
         chosen = name.replace("action", "chosen", 1)
         found[name] = found[chosen] = None
         if isinstance(leaf, gym.spaces.Box):
@@ -461,7 +461,9 @@ def calibration_of(policy: Policy, recorded: Tree | None = None, seed: int = 0, 
         if recorded is not None and _rows(recorded) >= rows:
             at = rng.integers(0, _rows(recorded), rows)
             observation = map_tree(lambda x, at=at: x[at], recorded)
-        feed: Feed = dict(named("observation", observation)) | dict(named("state", _random_state(policy, rows, rng)))
+        feed: Feed = dict(named_leaves("observation", observation)) | dict(
+            named_leaves("state", _random_state(policy, rows, rng))
+        )
         for name, spec in onnx_export.policy_inputs(policy).items():
             feed.setdefault(name, np.ones((rows, *spec.shape), np.bool_) if name == "mask" else spec.zeros(rows))
         found.append(feed)
@@ -474,7 +476,7 @@ def calibration_of(policy: Policy, recorded: Tree | None = None, seed: int = 0, 
 def module_feeds(args: Sequence[Tree], kwargs: Mapping[str, Tree], seed: int = 0, batches: int = 16) -> list[Feed]:
     """Return batches around the examples of a module's inputs: floats varied, image bytes random, categories unchanged."""
     rng = np.random.default_rng(seed)
-    examples = [*named("args", tuple(args)), *named("kwargs", dict(kwargs))]
+    examples = [*named_leaves("args", tuple(args)), *named_leaves("kwargs", dict(kwargs))]
     sizes = [1, 2, 3, 64, *rng.integers(1, 65, batches).tolist()][:batches]
     return [{name: _vary(np.asarray(value), rows, rng) for name, value in examples} for rows in sizes]
 
@@ -500,8 +502,8 @@ def verify_module(module: nn.Module, model: bytes, feeds: Sequence[Feed], argume
     for feed in feeds:
         with torch.inference_mode():
             args, kwargs = arguments(iter([torch.from_numpy(feed[name].copy()) for name in feed]))
-            mine = dict(named("output", map_tree(Tensor.numpy, plain_outputs(module(*args, **kwargs)))))
-        theirs = dict(named("output", exported({name: feed[name] for name in exported.inputs})))
+            mine = dict(named_leaves("output", map_tree(Tensor.numpy, plain_outputs(module(*args, **kwargs)))))
+        theirs = dict(named_leaves("output", exported({name: feed[name] for name in exported.inputs})))
         wrong += list(_differences(mine, theirs, is_int8))
     return list(dict.fromkeys(wrong))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import gymnasium as gym
 import numpy as np
 import torch
 
-from ludus.core.spaces import mask_size
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Bools
 from ludus.models.inference.micro_batcher import MicroBatcher
@@ -84,7 +84,6 @@ class BatchedPolicy(Generic[PolicyT]):
             self.generator.seed()
         else:
             self.generator.manual_seed(seed)
-        self._masks = mask_size(source.newest()[0].action_space)
         self.batcher: MicroBatcher[DecisionRequest, Decision] = MicroBatcher(self._run, max_batch_size)
 
     @property
@@ -108,15 +107,8 @@ class BatchedPolicy(Generic[PolicyT]):
 
     def _run(self, rows: list[DecisionRequest]) -> list[Decision]:
         policy, version = self._source.newest()
-        n = len(rows)
         observations, states, masks, temperatures = zip(*rows, strict=True)
-        acted = policy.act(
-            _stack(observations), self._states(policy, states), self._mask(masks), self._noise(policy, temperatures)
-        )
-        # Copies: a session keeps its state until its next tick, and a view would keep the whole batch alive.
-        after = list(zip(*([row.copy() for row in part] for part in acted.state), strict=True)) if acted.state else [()] * n
-        columns = (_rows(acted.action, n), _rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
-        return [Decision(*parts, version) for parts in zip(*columns, strict=True)]
+        return decide_rows(policy, version, observations, states, masks, self._noise(policy, temperatures))
 
     def _noise(self, policy: ActingPolicy, temperatures: tuple[float, ...]) -> Array | None:
         if not any(temperatures):
@@ -126,29 +118,48 @@ class BatchedPolicy(Generic[PolicyT]):
             noise = noise * np.array(temperatures, np.float32)[:, None]
         return noise
 
-    @staticmethod
-    def _states(policy: ActingPolicy, states: tuple[State | None, ...]) -> State:
-        if not policy.recurrent:
-            return ()
-        fresh: State = tuple(spec.zeros() for spec in policy.state_spec()) if None in states else ()
-        columns = zip(*(fresh if state is None else state for state in states), strict=True)
-        return tuple(np.array(column) for column in columns)
 
-    def _mask(self, masks: tuple[Bools | None, ...]) -> Bools | None:
-        if all(mask is None for mask in masks):
-            return None
-        whole = np.ones((len(masks), self._masks), np.bool_)
-        for row, mask in enumerate(masks):
-            if mask is not None:
-                whole[row] = mask
-        return whole
+def decide_rows(
+    policy: ActingPolicy,
+    version: int,
+    observations: Sequence[Tree],
+    states: Sequence[State | None],
+    masks: Sequence[Bools | None],
+    noise: Array | None,
+) -> list[Decision]:
+    """Decide for all rows in one forward pass. A state of None is the initial one, a mask of None allows everything."""
+    n = len(observations)
+    acted = policy.act(stack_rows(observations), stack_states(policy, states), _stack_masks(masks), noise)
+    # Copies: a session keeps its state until its next tick, and a view would keep the whole batch alive.
+    after = list(zip(*([row.copy() for row in part] for part in acted.state), strict=True)) if acted.state else [()] * n
+    columns = (_rows(acted.action, n), _rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
+    return [Decision(*parts, version) for parts in zip(*columns, strict=True)]
 
 
-def _stack(trees: tuple[Tree, ...]) -> Tree:
+def stack_rows(trees: Sequence[Tree]) -> Tree:
     first = trees[0]
     if isinstance(first, np.ndarray):
         return np.array(trees)
     return map_tree(lambda *items: np.array(items), first, *trees[1:])
+
+
+def stack_states(policy: ActingPolicy, states: Sequence[State | None]) -> State:
+    if not policy.recurrent:
+        return ()
+    fresh: State = tuple(spec.zeros() for spec in policy.state_spec())
+    columns = zip(*(fresh if state is None else state for state in states), strict=True)
+    return tuple(np.array(column) for column in columns)
+
+
+def _stack_masks(masks: Sequence[Bools | None]) -> Bools | None:
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    whole = np.ones((len(masks), len(given[0])), np.bool_)
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            whole[row] = mask
+    return whole
 
 
 def _rows(batch: Tree, n: int) -> list[Any]:

@@ -14,6 +14,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -224,10 +225,10 @@ class Inference:
         self._inputs = Inputs(inputs)
         self._max = max_batch_size
         self._dtype, self._shape = self._inputs.dtype, self._inputs.shape
-        self._fast_path: tuple[asyncio.AbstractEventLoop | None, Callable[[Any], asyncio.Future[Any]]] = (None, _no_loop)
+        self._fast_path: tuple[asyncio.AbstractEventLoop, Callable[[Any], asyncio.Future[Any]]] | None = None
         """The last loop and its submit function for single arrays; one tuple, so that threads never see half of it."""
         self._batchers: dict[asyncio.AbstractEventLoop, dict[Hashable, MicroBatcher[Any, Any]]] = {}
-        self._pending: deque[_PendingCall] = deque()
+        self._pending: deque[tuple[Hashable, Any, Future[Any]]] = deque()  # structure and row of a call
         self._call_lock = threading.Lock()
 
     @property
@@ -240,10 +241,10 @@ class Inference:
 
         Outside an event loop it returns a coroutine, for `asyncio.run`.
         """
-        loop, submit = self._fast_path
+        fast = self._fast_path
         fits = x.__class__ is _ARRAY and x.dtype is self._dtype and x.shape == self._shape
-        if fits and loop is not None and loop is _running() and not rest and not kwargs:
-            return submit(x)
+        if fits and fast is not None and fast[0] is _running() and not rest and not kwargs:
+            return fast[1](x)
         return self._forward(() if x is _NOTHING else (x, *rest), kwargs, False)
 
     def forward_versioned(self, *args: Tree, **kwargs: Tree) -> Awaitable[tuple[Any, int]]:
@@ -296,39 +297,25 @@ class Inference:
     def call(self, *args: Tree, **kwargs: Tree) -> Any:
         """Call from any thread, also one that runs an event loop; blocks until the result is available."""
         structure, leaves = self._inputs.flatten(args, kwargs)
-        call = _PendingCall(structure, leaves[0] if len(leaves) == 1 else leaves)
-        self._pending.append(call)
+        answer: Future[Any] = Future()
+        self._pending.append((structure, leaves[0] if len(leaves) == 1 else leaves, answer))
         with self._call_lock:  # the holder also runs the calls that arrived in the meantime
-            while not call.done:
+            while not answer.done():
                 self._run_pending()
-        if call.error is not None:
-            raise call.error
-        return call.result
+        return answer.result()
 
     def _run_pending(self) -> None:
-        first = self._pending.popleft()
-        batch = [first]
-        while len(batch) < self._max and self._pending and self._pending[0].structure == first.structure:
-            batch.append(self._pending.popleft())
+        structure, row, answer = self._pending.popleft()
+        rows, answers = [row], [answer]
+        while len(rows) < self._max and self._pending and self._pending[0][0] == structure:
+            _, row, answer = self._pending.popleft()
+            rows.append(row)
+            answers.append(answer)
         try:
-            results = self._run(first.structure, False, [call.row for call in batch])
+            results = self._run(structure, False, rows)
         except Exception as error:  # raised by the model: passed on to every caller of the batch
-            for call in batch:
-                call.error, call.done = error, True
+            for answer in answers:
+                answer.set_exception(error)
             return
-        for call, result in zip(batch, results, strict=True):
-            call.result, call.done = result, True
-
-
-class _PendingCall:
-    __slots__ = ("done", "error", "result", "row", "structure")
-
-    def __init__(self, structure: Hashable, row: Any) -> None:
-        self.structure, self.row = structure, row
-        self.done = False
-        self.error: Exception | None = None
-        self.result: Any = None
-
-
-def _no_loop(row: Any) -> asyncio.Future[Any]:
-    raise AssertionError("unreachable: no loop was set")
+        for answer, result in zip(answers, results, strict=True):
+            answer.set_result(result)

@@ -59,7 +59,11 @@ class MicroBatcher(Generic[Row, Out]):
 
     def close(self) -> None:
         """Drop the reference to `run`, which breaks a reference cycle. No rows may be submitted afterwards."""
-        self._run = _raise_closed
+
+        def raise_closed(rows: list[Row]) -> Sequence[Out]:
+            raise RuntimeError("This model has been closed.")
+
+        self._run = raise_closed
 
     def _flush(self) -> None:
         rows, waiting = self._rows, self._waiting
@@ -101,7 +105,3 @@ class MicroBatcher(Generic[Row, Out]):
                 answer.set_result(result)
                 if answer.waiter is not None:
                     answer.waiter.resume()
-
-
-def _raise_closed(rows: list[Any]) -> Sequence[Any]:
-    raise RuntimeError("This model has been closed.")

@@ -27,7 +27,7 @@ from ludus.core.spaces import array_spec
 from ludus.core.tree import Array, Tree, decode, encode, map_tree
 from ludus.errors import Damaged, LudusError, UsageError
 from ludus.models.export import onnx_export, parity
-from ludus.models.export.onnx_export import Feed, named
+from ludus.models.export.onnx_export import Feed, named_leaves
 from ludus.models.export.quantize import quantize
 from ludus.models.inference.engine import InferenceEngine, WeightsSource, unflatten
 from ludus.models.inference.onnx_policy import OnnxModule, OnnxPolicy
@@ -187,7 +187,7 @@ class OnnxEngine(InferenceEngine):
             runner = self.runner
             if isinstance(runner, OnnxPolicy):
                 return self._step(runner, args, kwargs), self.version
-            feed: Feed = dict(named("args", args)) | dict(named("kwargs", kwargs))
+            feed: Feed = dict(named_leaves("args", args)) | dict(named_leaves("kwargs", kwargs))
             return runner({name: feed[name] for name in runner.inputs}), self.version
 
     def _step(self, policy: OnnxPolicy, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

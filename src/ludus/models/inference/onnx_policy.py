@@ -10,13 +10,13 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ludus.core import spaces
+from ludus.core import plugins, spaces
 from ludus.core.spaces import ArraySpec, array_spec
 from ludus.core.tree import Array, Tree
 from ludus.errors import Damaged, UsageError
 from ludus.models.distributions import Distribution, make_distribution, make_q_distribution
 from ludus.models.export import onnx_export
-from ludus.models.export.onnx_export import Feed, named, unflatten_tree
+from ludus.models.export.onnx_export import Feed, named_leaves, unflatten_tree
 from ludus.models.policy import VALUES, BatchDecision
 
 _MAX_CACHED_SIZES = 256
@@ -39,9 +39,10 @@ def open_session(data: bytes, threads: int = 1) -> Any:
 def read_metadata(data: bytes) -> dict[str, Any]:
     """Return the metadata written by the exporter. Raises Damaged, UsageError."""
     onnx, _ = onnx_export.require_onnx("ONNX inference")
+    protobuf = plugins.require("google.protobuf.message", onnx_export.EXTRA, "ONNX inference")
     try:
         model = onnx.load_from_string(data)
-    except Exception as error:  # protobuf.DecodeError, which is not importable here
+    except protobuf.DecodeError as error:
         raise Damaged(f"These bytes are not an ONNX model: {error}.") from error
     return onnx_export.facts_of(model)
 
@@ -85,14 +86,10 @@ class OnnxPolicy:
         self._defaults: dict[int, Feed] = {}
         self._single = not isinstance(self._observation_space, (gym.spaces.Dict, gym.spaces.Tuple))
         self._actions = array_spec(self._action_space, "action")
-        self._count = len(named("action", self._actions))
-        names = [name for prefix in ("action", "chosen") for name, _ in named(prefix, self._actions)]
-        self._outputs = [
-            *names,
-            "log_prob",
-            *(name for name, _ in named("next_state", self._state)),
-            *(["value"] if value else []),
-        ]
+        self._count = len(named_leaves("action", self._actions))
+        parts = {"action": self._actions, "chosen": self._actions, "log_prob": 0, "next_state": self._state}
+        parts |= {"value": 0} if value else {}
+        self._outputs = [name for prefix, tree in parts.items() for name, _ in named_leaves(prefix, tree)]
         self._session = self._open_session(self._data)
 
     def _open_session(self, data: bytes) -> Any:
@@ -137,7 +134,7 @@ class OnnxPolicy:
         noise: Array | None = None,
     ) -> BatchDecision:
         """As `Policy.act`: arrays in, arrays out."""
-        feed = self._feed(observation, state, mask, noise)
+        feed = self._make_feed(observation, state, mask, noise)
         flat = self._session.run(self._outputs, feed)
         count = self._count
         actions, chosens = flat[:count], flat[count : 2 * count]
@@ -150,16 +147,16 @@ class OnnxPolicy:
 
     def logits(self, observation: Tree, state: tuple[Array, ...] = ()) -> Array:
         """The inputs of the distribution, before masking: [N, outputs]."""
-        (logits,) = self._session.run(["logits"], self._feed(observation, state, None, None))
+        (logits,) = self._session.run(["logits"], self._make_feed(observation, state, None, None))
         return logits  # type: ignore[no-any-return]
 
     def outputs(self, observation: Tree, state: tuple[Array, ...], mask: Array | None, noise: Array | None) -> dict[str, Array]:
         """All outputs of the graph by name."""
         names = [item.name for item in self._session.get_outputs()]
-        return dict(zip(names, self._session.run(names, self._feed(observation, state, mask, noise)), strict=True))
+        return dict(zip(names, self._session.run(names, self._make_feed(observation, state, mask, noise)), strict=True))
 
-    def _feed(self, observation: Tree, state: tuple[Array, ...], mask: Array | None, noise: Array | None) -> Feed:
-        given: Feed = {"observation": observation} if self._single else dict(named("observation", observation))
+    def _make_feed(self, observation: Tree, state: tuple[Array, ...], mask: Array | None, noise: Array | None) -> Feed:
+        given: Feed = {"observation": observation} if self._single else dict(named_leaves("observation", observation))
         feed = self._default_inputs(len(next(iter(given.values())))) | given
         if mask is not None and "mask" in feed:
             feed["mask"] = mask
@@ -198,7 +195,7 @@ class OnnxModule:
         self.facts = read_metadata(data)
         self._session = open_session(data, threads)
         self._structure = _unskeleton(self.facts["outputs"])
-        self._names = [name for name, _ in named("output", self._structure)]
+        self._names = [name for name, _ in named_leaves("output", self._structure)]
         self.inputs = [item.name for item in self._session.get_inputs()]
 
     def __call__(self, feed: Feed) -> Tree:

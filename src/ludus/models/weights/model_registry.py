@@ -5,6 +5,7 @@ No sockets and no clock: the hub calls it and passes the time.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from ludus.core.tree import Array
 from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, UnknownName, UsageError
 from ludus.models.weights import module_spec
 from ludus.models.weights.shared_weights import SharedWeights, map_weights, stage
-from ludus.models.weights.version_store import VersionStore, stored_versions, stored_weights
+from ludus.models.weights.version_store import VersionStore, list_versions, read_weights
 from ludus.storage.base import Store
 from ludus.storage.safe_read import parse_json
 
@@ -84,7 +85,7 @@ class ModelRegistry:
         if name not in self._models:
             clone = _CLONE.fullmatch(name)
             if clone:
-                if self.find(clone["parent"], now) is None or int(clone["step"]) not in self._kept(clone["parent"]):
+                if self.find(clone["parent"], now) is None or int(clone["step"]) not in self._kept_versions(clone["parent"]):
                     return None
                 return self._add_clone(clone["parent"], int(clone["step"]))
             if not self._reopen(check_name(name), now):
@@ -107,7 +108,7 @@ class ModelRegistry:
         It is kept durably every `interval` versions (None: every ten minutes), with the `keep` newest of those retained (None: all).
         `settings` are passed on to users of the model. Raises UsageError if another model has the name and must not be overridden.
         """
-        path = self._staged_path(staged)
+        path = self._staging_path(staged)
         try:
             known = self.find(check_name(name), now)
             if known is not None and not override:
@@ -124,7 +125,7 @@ class ModelRegistry:
 
     def publish(self, name: str, staged: str, step: int, now: float) -> int:
         """Publish the staged weights as the next version, or as version `step`. Raises IncompatibleCheckpoint, UsageError, Fenced."""
-        path = self._staged_path(staged)
+        path = self._staging_path(staged)
         try:
             model = self._get(name)
             if model.frozen:
@@ -153,16 +154,16 @@ class ModelRegistry:
         model.pending[version] = weights
 
         def keep() -> None:
-            try:
-                self._pool.put(name, version, lambda: weights)
-                if version not in model.kept:
-                    model.kept.append(version)
-                self._delete_old_versions(name, model)
-            except Exception:  # restore the mark, then re-raise
-                model.marked = before
-                raise
-            finally:
-                model.pending.pop(version, None)
+            with contextlib.ExitStack() as undo:
+                undo.callback(setattr, model, "marked", before)
+                try:
+                    self._pool.put(name, version, lambda: weights)
+                    if version not in model.kept:
+                        model.kept.append(version)
+                    self._delete_old_versions(name, model)
+                finally:
+                    model.pending.pop(version, None)
+                undo.pop_all()
 
         return keep
 
@@ -174,9 +175,13 @@ class ModelRegistry:
         if model.frozen:
             raise UsageError(f"{name!r} is a clone already.")
         newest = model.shared.version
-        candidates = sorted({v for v in self._kept(name) if 0 <= v <= step} | ({newest} if step < 0 or newest <= step else set()))
+        candidates = sorted(
+            {v for v in self._kept_versions(name) if 0 <= v <= step} | ({newest} if step < 0 or newest <= step else set())
+        )
         if not candidates:
-            raise NotFound(f"{name!r} has no version at or below {step}.", f"Kept: {self._kept(name)}, newest: {newest}.")
+            raise NotFound(
+                f"{name!r} has no version at or below {step}.", f"Kept: {self._kept_versions(name)}, newest: {newest}."
+            )
         if candidates[-1] == newest:
             self.make_keep_task(name, now)()
         return self._add_clone(name, candidates[-1])
@@ -199,7 +204,7 @@ class ModelRegistry:
             raise UnknownName(f"There is no model {name!r}.", did_you_mean(name, self.names()))
         return self._models[name]
 
-    def _staged_path(self, file: str) -> Path:
+    def _staging_path(self, file: str) -> Path:
         """Validate a file name sent by a client: it may only name a staged file."""
         if not re.fullmatch(r"aside-[0-9a-f]{32}", file):
             raise Damaged(f"{file!r} is not the name of a staged file.")
@@ -218,7 +223,7 @@ class ModelRegistry:
         self.make_keep_task(name, now)()
 
     def _reopen(self, name: str, now: float) -> bool:
-        versions = stored_versions(self._store, name)
+        versions = list_versions(self._store, name)
         if not versions:
             return False
         try:
@@ -228,7 +233,7 @@ class ModelRegistry:
         except ValueError as error:
             raise Damaged(f"models/{name}/model.json is damaged: {error}.") from error
         model = _Model(plain, self._make_shared_weights(), kept=versions)
-        staged = stage(self.staging, stored_weights(self._store, name, versions[-1]))
+        staged = stage(self.staging, read_weights(self._store, name, versions[-1]))
         self._pool.add(name, model, above=versions[-1])
         model.shared.publish(self._pool.newest(name)[1], staged)
         model.marked = model.shared.version, now  # the version that it continues from is already kept
@@ -247,7 +252,7 @@ class ModelRegistry:
         if not model.plain.get("inputs"):
             model.plain = {**model.plain, "inputs": description.get("inputs") or {}}
 
-    def _kept(self, name: str) -> list[int]:
+    def _kept_versions(self, name: str) -> list[int]:
         model = self._models[name]
         return sorted({*model.pending, *model.kept})
 
@@ -255,7 +260,7 @@ class ModelRegistry:
         name = f"{parent}/clone-step-{step}"
         if name not in self._models:
             shared, origin = self._make_shared_weights(), self._models[parent]
-            weights = origin.pending.get(step) or stored_weights(self._store, parent, step)
+            weights = origin.pending.get(step) or read_weights(self._store, parent, step)
             shared.publish(step, stage(self.staging, weights))
             self._models[name] = _Model(dict(origin.plain), shared, frozen=True, settings=dict(origin.settings))
         return self.info(name)

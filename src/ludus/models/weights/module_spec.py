@@ -13,7 +13,7 @@ import importlib.util
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,8 @@ from torch import nn
 
 from ludus.core import plugins, trust
 from ludus.core.renamed import current_name
-from ludus.core.tree import Array, Tree
+from ludus.core.spaces import ArraySpec
+from ludus.core.tree import Array, Tree, map_tree
 from ludus.errors import IncompatibleCheckpoint, LudusError, UnknownName, UsageError
 
 Weights = dict[str, Array]
@@ -113,7 +114,7 @@ def find_class(path: str) -> Any:
     """Find `"package.module:Class"`, or `"/where/script.py:Class"` for a class of a script. Raises UnknownName, UsageError."""
     where, _, name = path.rpartition(":")
     if not where.endswith(".py"):
-        return plugins.import_object(path, "model", _is_module_class)
+        return plugins.import_object(path, "model", lambda found, _: isinstance(found, type) and issubclass(found, nn.Module))
     trust.check_file(Path(where), path, "model")
     main = sys.modules.get("__main__")
     if main is not None and main_script() == where and _attribute(main, name) is not None:
@@ -122,10 +123,6 @@ def find_class(path: str) -> Any:
     if found is None:
         raise UnknownName(f"{where} has no class {name!r} (any more).", "Was it renamed since the model was made?")
     return found
-
-
-def _is_module_class(found: Any, _: bool) -> bool:
-    return isinstance(found, type) and issubclass(found, nn.Module)
 
 
 def main_script() -> str | None:
@@ -144,16 +141,6 @@ def forbid_while_loading(what: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _while_loading(script: str) -> Iterator[None]:
-    before = getattr(_loading, "script", None)
-    _loading.script = script
-    try:
-        yield
-    finally:
-        _loading.script = before
-
-
 def _load_script(path: str) -> ModuleType:
     """Import the script as a module with a generated name, once per process."""
     name = f"ludus_script_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
@@ -166,12 +153,15 @@ def _load_script(path: str) -> ModuleType:
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    try:
-        with _while_loading(path):
+    before = getattr(_loading, "script", None)
+    with contextlib.ExitStack() as undo:
+        undo.callback(sys.modules.pop, name)
+        _loading.script = path
+        try:
             spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        finally:
+            _loading.script = before
+        undo.pop_all()
     return module
 
 
@@ -322,11 +312,16 @@ def _spec(tree: Tree, where: str) -> dict[str, Any]:
     return {"array": [str(array.dtype), list(array.shape)]}
 
 
+def array_specs(spec: Mapping[str, Any]) -> Tree:
+    """Return the ArraySpecs of an input that `inputs_of` described."""
+    if "dict" in spec:
+        return {key: array_specs(item) for key, item in spec["dict"].items()}
+    if "tuple" in spec:
+        return tuple(map(array_specs, spec["tuple"]))
+    dtype, shape = spec["array"]
+    return ArraySpec(tuple(shape), np.dtype(dtype))
+
+
 def example_of(spec: Mapping[str, Any], *leading: int) -> Tree:
     """Return zeros with the shapes of a spec."""
-    if "dict" in spec:
-        return {key: example_of(item, *leading) for key, item in spec["dict"].items()}
-    if "tuple" in spec:
-        return tuple(example_of(item, *leading) for item in spec["tuple"])
-    dtype, shape = spec["array"]
-    return np.zeros((*leading, *shape), np.dtype(dtype))
+    return map_tree(lambda array: array.zeros(*leading), array_specs(spec))

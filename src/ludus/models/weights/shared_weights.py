@@ -22,7 +22,6 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -156,13 +155,14 @@ class SharedWeights(SharedWeightsReader):
         if version <= self.version:
             raise StoreError(f"Version {version} does not come after {self.version}.")
         before = self._counter[0] & ((1 << _LOCATION_BITS) - 1)
+        if isinstance(weights, nn.Module):
+            weights = {name: tensor.detach().cpu().numpy() for name, tensor in weights.state_dict().items()}
         if isinstance(weights, Path):
             where = _FILE
             os.replace(weights, self.directory / _file(version))
         else:
-            arrays = _views_of(weights) if isinstance(weights, nn.Module) else weights
             where = before % SLOTS + 1
-            self._slots_for(arrays).write(where, version, arrays)
+            self._slots_for(weights).write(where, version, weights)
         self._counter[0] = version << _LOCATION_BITS | where  # an aligned eight-byte store is atomic
         if _FILE in (where, before):
             for old in sorted(self.directory.glob("*.safetensors"))[: -self._keep]:
@@ -274,10 +274,6 @@ def _read_table(path: Path, data: mmap.mmap) -> tuple[list[tuple[str, str, list[
     return table, start, used
 
 
-def _views_of(model: nn.Module) -> dict[str, Array]:
-    return {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}
-
-
 def stage(directory: Path, weights: Mapping[str, Array]) -> Path:
     """Write weights to a new file below `directory`, to be published or removed. Raises StoreFull."""
     path = directory / f"aside-{uuid.uuid4().hex}"
@@ -297,17 +293,15 @@ def map_weights(path: Path) -> dict[str, Array]:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(data[:8], "little")
     try:
-        entries = json.loads(data[8:start])
-        return {name: _view(data, start, entry) for name, entry in entries.items() if name != "__metadata__"}
+        weights = {}
+        for name, entry in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                (first, last), dtype = entry["data_offsets"], np.dtype(_DTYPES[entry["dtype"]])
+                flat = np.frombuffer(data, dtype, (last - first) // dtype.itemsize, start + first)
+                weights[name] = flat.reshape(entry["shape"])
+        return weights
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{path} is not a readable safetensors file: {error}.") from error
-
-
-def _view(data: mmap.mmap, start: int, entry: Mapping[str, Any]) -> Array:
-    first, last = entry["data_offsets"]
-    dtype = np.dtype(_DTYPES[entry["dtype"]])
-    count = (last - first) // dtype.itemsize
-    return np.frombuffer(data, dtype, count, start + first).reshape(entry["shape"])
 
 
 def _file(version: int) -> str:

@@ -109,7 +109,7 @@ def claims_after(store: Store, name: str, number: int) -> Iterator[Claim]:
 
 def newest_claim(store: Store, name: str) -> Claim | None:
     """Return the owner's claim; None before the first."""
-    listed = max((int(n) for n in store.list(_claims(name)) if n.isdecimal()), default=0)
+    listed = max((int(n) for n in store.list(f"models/{name}/incarnations") if n.isdecimal()), default=0)
     claims = list(claims_after(store, name, max(0, listed - 1)))
     return claims[-1] if claims else None
 
@@ -187,7 +187,7 @@ class VersionStore(Generic[Model]):
     def put(self, name: str, version: int, weights: Callable[[], Mapping[str, Array]]) -> None:
         """Store a published version with its weights. Raises Fenced."""
         entry = self._entries[name]
-        self._check_owner(name)
+        self._check_claim(name)
         if version not in entry.kept:
             data = serialization.encode_weights(weights(), {"model": name, "version": str(version)})
             self._store.put(_version_key(name, version), data)
@@ -200,7 +200,7 @@ class VersionStore(Generic[Model]):
         """Return reserved numbers that were not used."""
         for name, entry in self._entries.items():
             try:
-                self._check_owner(name)
+                self._check_claim(name)
                 self._write_counter(name, entry.version)
             except Fenced:
                 return  # the new owner counts from them
@@ -212,7 +212,7 @@ class VersionStore(Generic[Model]):
     def check(self) -> None:
         """Raise Fenced if another process has taken over; StoreUnavailable if that cannot be determined."""
         for name in list(self._entries):  # another thread may add one
-            self._check_owner(name)
+            self._check_claim(name)
 
     def check_recently(self, after_s: float = 0.0) -> None:
         """As `check`, rate-limited for frequent callers; a result from before a long sleep is not reused.
@@ -245,9 +245,9 @@ class VersionStore(Generic[Model]):
         the server again.
         """
         for name, entry in list(self._entries.items()):
-            self._check_owner(name)
+            self._check_claim(name)
             self._store.put(_claim_key(name, entry.incarnation), self._claim_content(confirmed=_now()))
-            self._check_owner(name)
+            self._check_claim(name)
 
     def _claim(self, name: str) -> int:
         """Create the next incarnation number, which no other process can get: it is created, never replaced."""
@@ -277,11 +277,9 @@ class VersionStore(Generic[Model]):
         content = {"at": self._since, "host": platform.node(), "pid": os.getpid(), _OWNER_KEY: self._token}
         return json.dumps(content | (self._began if self._verify is None else {}) | more).encode()
 
-    def _check_owner(self, name: str) -> None:
+    def _check_claim(self, name: str, mine: int | None = None) -> None:
         """The last opener owns the model; an earlier owner that was thought dead must not write any more."""
-        self._check_claim(name, self._entries[name].incarnation)
-
-    def _check_claim(self, name: str, mine: int) -> None:
+        mine = self._entries[name].incarnation if mine is None else mine
         later = list(claims_after(self._store, name, mine))
         if later:
             newest = later[-1]
@@ -309,7 +307,7 @@ class VersionStore(Generic[Model]):
         entry = self._entries[name]
         block = min(2 * entry.block, _LARGEST_BLOCK)
         try:
-            self._check_owner(name)
+            self._check_claim(name)
             self._write_counter(name, number - 1 + block)
         except StoreUnavailable as error:
             if number > entry.reserved:
@@ -355,18 +353,18 @@ class _LocalSource:
 def load_version(store: Store, name: str, version: int) -> tuple[Policy, dict[str, Any]]:
     """Load a stored version as a new policy."""
     policy = serialization.policy_from(store.get(f"models/{name}/model.json"))
-    weights: Weights
-    weights, meta = serialization.decode_weights(store.get(_version_key(name, version)), _version_key(name, version))
+    key = _version_key(name, version)
+    weights, meta = serialization.decode_weights(store.get(key), key)
     policy.load_weights(weights)
     return policy, meta
 
 
-def stored_weights(store: Store, name: str, version: int) -> Weights:
+def read_weights(store: Store, name: str, version: int) -> Weights:
     """Return the weights of a stored version. Raises NotFound, Damaged."""
     return serialization.decode_weights(store.get(_version_key(name, version)), _version_key(name, version))[0]
 
 
-def stored_versions(store: Store, name: str) -> list[int]:
+def list_versions(store: Store, name: str) -> list[int]:
     return sorted(int(f.split(".")[0]) for f in store.list(f"models/{name}") if f.split(".")[0].isdigit())
 
 
@@ -378,12 +376,8 @@ def _counter_key(name: str) -> str:
     return f"models/{name}/versions.json"
 
 
-def _claims(name: str) -> str:
-    return f"models/{name}/incarnations"
-
-
 def _claim_key(name: str, number: int) -> str:
-    return f"{_claims(name)}/{number:06d}"
+    return f"models/{name}/incarnations/{number:06d}"
 
 
 def _now() -> str:

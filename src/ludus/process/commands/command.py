@@ -20,7 +20,6 @@ import functools
 import logging
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import threading
@@ -35,7 +34,8 @@ from ludus.errors import WorkerFailed
 from ludus.io import json_lines, rotating_log
 from ludus.io.json_lines import LineReader
 from ludus.io.rotating_log import MAX_BYTES
-from ludus.process import identity
+from ludus.process import children
+from ludus.process.children import describe_exit, wait_or_kill
 from ludus.process.commands.command_guard import spawner_command
 from ludus.process.commands.prefork import ONE_THREAD
 from ludus.process.commands.thread_limits import require_room, thread_limits
@@ -74,11 +74,7 @@ class GameExit:
     def __str__(self) -> str:
         if self.code is None:
             return "ended because its supervisor ended"
-        if self.code >= 0:
-            return f"ended with code {self.code}"
-        with contextlib.suppress(ValueError):
-            return f"ended by signal {signal.Signals(-self.code).name}"
-        return f"ended by signal {-self.code}"
+        return f"ended {'with' if self.code >= 0 else 'by'} {describe_exit(self.code)}"
 
 
 class GameProcess:
@@ -122,7 +118,7 @@ class GameProcess:
     def count_threads(self) -> int:
         """Count its threads now; see `threads`."""
         if self._exit is None and self.guard:
-            self.threads = max(1, identity.threads_below(self.guard))
+            self.threads = max(1, children.threads_below(self.guard))
         return self.threads
 
     def last_lines(self, count: int = 20) -> list[str]:
@@ -208,12 +204,7 @@ class _Spawner:
 
     def end(self) -> None:
         """Wait until it has ended; kill it after a time-out."""
-        try:
-            self.process.wait(_KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            log.warning("the spawner of games (process %d) did not end and is killed", self.process.pid)
-            self.process.kill()
-            self.process.wait(_KILL_TIMEOUT_S)
+        wait_or_kill(self.process, _KILL_TIMEOUT_S)
 
 
 class Games:

@@ -36,7 +36,8 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
 from ludus.io.rotating_log import MAX_BYTES, DeduplicatingLog
-from ludus.process import identity, procfs
+from ludus.process import children, procfs
+from ludus.process.children import start_child
 from ludus.process.signals import SignalQueue
 
 if TYPE_CHECKING:
@@ -97,16 +98,12 @@ class CommandGuard:
         self._selector.register(signals, selectors.EVENT_READ, self._handle_signals)
 
     def _execute(self, request: dict[str, Any]) -> tuple[int, IO[bytes]]:
-        parent = os.getpid()
-        self._process = subprocess.Popen(  # noqa: S603 # the owner decides which commands run
+        self._process = start_child(
             request["command"],
             env=request["environment"],
             cwd=request["directory"],
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: identity.die_with_parent(parent, signal.SIGKILL),  # there are no threads here
         )
         assert self._process.stdout is not None
         return self._process.pid, self._process.stdout
@@ -179,8 +176,7 @@ class CommandGuard:
         self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
         if self._exit_code is None:
             for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped process could not end
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._game, number)
+                children.kill_group(self._game, number)
 
     def _handle_signals(self) -> None:
         if signal.SIGTERM in self._signals.take():
@@ -208,7 +204,7 @@ class CommandGuard:
         if now < self._next_count():
             return
         self._counts += 1
-        threads = identity.threads_below(os.getpid())
+        threads = children.threads_below(os.getpid())
         if threads != self._threads:
             self._threads = threads
             send_message(self._channel, threads=threads)
@@ -218,10 +214,9 @@ class CommandGuard:
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         # The process group first: its id stays valid until the exit code is collected. (Other systems have only this.)
         if self._exit_code is None or sys.platform != "linux":
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._game, signal.SIGKILL)
+            children.kill_group(self._game)
         while True:
-            left = identity.kill_descendants()
+            left = children.kill_descendants()
             self._reap_children()
             if self._no_children:
                 return []
@@ -231,9 +226,9 @@ class CommandGuard:
 
 
 def _run_guard(channel: socket.socket, spawner: int, warm: PreforkModule | None) -> None:
-    identity.adopt_orphans()
+    children.adopt_orphans()
     signals = SignalQueue(*_SIGNALS)
-    identity.die_with_parent(spawner, signal.SIGTERM)
+    children.die_with_parent(spawner, signal.SIGTERM)
     try:
         channel.settimeout(_REQUEST_TIMEOUT_S)
         reader = LineReader(channel)
@@ -281,7 +276,7 @@ class Spawner:
         while self._guards and time.monotonic() < deadline:  # each ends its game and writes the rest of its log
             self._reap_children()
             time.sleep(0.005)
-        identity.end_descendants()
+        children.end_descendants()
 
     def _end(self) -> None:
         self._over = True
@@ -319,11 +314,11 @@ class Spawner:
                 os.close(self._owner_fd)
             _run_guard(channel, self._pid, self._warm)
             code = 0
-        except BaseException:  # this fork must not return into the spawner's loop
-            import traceback
+        finally:  # this fork must not return into the spawner's loop
+            if code:
+                import traceback
 
-            traceback.print_exc()
-        finally:
+                traceback.print_exc()
             os._exit(code)
 
     def _handle_signals(self) -> None:
@@ -335,14 +330,8 @@ class Spawner:
         with contextlib.suppress(ChildProcessError):
             while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
                 self._guards.discard(pid)
-        self._kill_strays()
-
-    def _kill_strays(self) -> None:
-        """Kill children that are not guards: their guard has died."""
-        for stray in set(procfs.list_children(self._pid)) - self._guards:
-            for pid in (stray, *procfs.list_descendants(stray)):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+        for stray in set(procfs.list_children(self._pid)) - self._guards:  # their guard has died
+            children.kill(stray, *procfs.list_descendants(stray))
 
 
 def _import_warm_module(name: str, control: socket.socket, owner: int) -> PreforkModule:
@@ -384,7 +373,7 @@ def spawner_command(control: int, owner: int, warm: str = "") -> list[str]:
 
 def main(words: list[str]) -> None:
     control, owner = socket.socket(fileno=int(words[0])), int(words[1])
-    identity.adopt_orphans()
+    children.adopt_orphans()
     control.set_inheritable(False)
     # Ignored and blocked signals survive exec and must not reach the games.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

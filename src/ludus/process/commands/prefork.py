@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol, TextIO
 
-from ludus.process import identity, procfs
+from ludus.process import children, procfs
 
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """NumPy's linear algebra libraries start threads at import unless the environment forbids it."""
@@ -101,7 +101,7 @@ class PreforkModule:
         try:
             try:
                 os.setsid()
-                identity.die_with_parent(guard, signal.SIGKILL)
+                children.die_with_parent(guard, signal.SIGKILL)
                 for each in others:
                     each.close()
                 _reset_signals()
@@ -129,7 +129,7 @@ class PreforkModule:
         sys.modules["__main__"] = self._module
         if "numpy.random" in sys.modules:  # `random` and numba reseed themselves after a fork
             sys.modules["numpy.random"].seed()
-        identity.set_name(request["name"])
+        children.set_name(request["name"])
         faulthandler.enable()
 
     def _run_main(self, arguments: list[str]) -> int:

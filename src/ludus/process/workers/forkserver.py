@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ludus.io import json_lines
-from ludus.process import identity, procfs, temp_dirs
+from ludus.process import children, procfs, temp_dirs
 from ludus.process.signals import SignalQueue
 
 log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ def _apply_environment(environment: WorkerEnvironment) -> None:
     importlib.invalidate_caches()
     if environment.cwd is not None:
         os.chdir(environment.cwd)
-    identity.set_name(environment.name)
+    children.set_name(environment.name)
 
 
 def _log_output_to(path: Path) -> None:
@@ -310,7 +310,7 @@ def die_with_forkserver(forkserver: int, lifeline: int | None) -> None:
     """Have this process killed when the forkserver ends, for whatever reason."""
     if sys.platform != "linux" and lifeline is not None:
         threading.Thread(target=kill_at_end_of_file, args=(lifeline,), name="lifeline", daemon=True).start()
-    identity.die_with_parent(forkserver, signal.SIGKILL)
+    children.die_with_parent(forkserver, signal.SIGKILL)
 
 
 def kill_at_end_of_file(lifeline: int) -> None:
@@ -419,7 +419,7 @@ class ForkServer:
                     return
                 child_id = self._ids.pop(pid, None)
                 if child_id is not None:
-                    _kill_group(pid)  # processes that the worker left behind
+                    children.kill_group(pid)  # processes that the worker left behind
                     self._send(EXIT, os.waitstatus_to_exitcode(status), child_id)
 
     def _send(self, kind: int, argument: int = 0, child_id: int = 0) -> None:
@@ -447,13 +447,7 @@ def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
     if number == signal.SIGKILL:
-        _kill_group(pid)
-
-
-def _kill_group(pid: int) -> None:
-    """Kill a process group. Its number cannot be reused while the group exists."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        children.kill_group(pid)
 
 
 def _import_modules(names: Sequence[str], parent: int) -> None:

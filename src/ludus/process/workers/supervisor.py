@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import inspect
+import io
 import itertools
 import logging
 import mmap
@@ -34,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import cloudpickle
 
@@ -42,6 +43,7 @@ from ludus.core.backoff import exponential_delay
 from ludus.errors import UsageError, WorkerFailed
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
+from ludus.process.children import kill_group, wait_or_kill
 from ludus.process.workers import forkserver
 from ludus.process.workers.forkserver import Context as Context
 from ludus.process.workers.forkserver import WorkerEnvironment
@@ -217,15 +219,16 @@ class _ForkserverClient:
     """The forkserver process and the control socket to it."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.control, theirs = socket.socketpair()
         self.is_ready = False
         self.control.settimeout(STUCK_S)
-        try:
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(self.control.close)
             script = (
                 f"import sys; sys.path[:] = {_sys_path()!r}; from ludus.process.workers.forkserver import main; "
                 f"main({theirs.fileno()}, {os.getpid()}, {(*preload, __name__)!r})"
             )
-            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
             self._popen = subprocess.Popen(  # noqa: S603 - this interpreter, with a script of ours
                 [sys.executable, *flags, "-c", script],
                 stdin=subprocess.DEVNULL,
@@ -233,11 +236,7 @@ class _ForkserverClient:
                 env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
                 process_group=0,  # Ctrl-C at a terminal must not reach it
             )
-        except BaseException:
-            self.control.close()
-            raise
-        finally:
-            theirs.close()
+            undo.pop_all()
 
     def spawn(self, child: _Child, incarnation: int, spec: _StartSpec) -> None:
         fds = (spec.payload, child.page_fd, child.report_fd, *spec.fds)
@@ -261,16 +260,12 @@ class _ForkserverClient:
     def kill(self) -> None:
         self._popen.kill()
 
-    def end(self) -> int:
+    def end(self) -> int | None:
         """Close the control socket, wait until it has ended, and return its exit code."""
         self.control.close()
         if not self.is_ready:
             self._popen.kill()  # it is still importing and would notice only later; it has no workers yet
-        try:
-            return self._popen.wait(STUCK_S)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            return self._popen.wait(STUCK_S)
+        return wait_or_kill(self._popen, STUCK_S)
 
     def release_after_fork(self) -> None:
         """Release it in a fork of this process."""
@@ -697,16 +692,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_release_all_after_fork)
 
 
-def _wait_for_deaths(children: Sequence[_Child], within_s: float) -> None:
+def _wait_for_deaths(workers: Sequence[_Child], within_s: float) -> None:
     """Wait until the workers of a dead forkserver, which the kernel kills, are dead: a replacement must not meet its predecessor."""
     deadline = time.monotonic() + within_s
-    for child in children:
+    for child in workers:
         child.read_reports()
         if child.pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)  # also processes that the worker has started
+            kill_group(child.pid)  # also processes that the worker has started
     with selectors.DefaultSelector() as selector:
-        for child in children:
+        for child in workers:
             selector.register(child.report, selectors.EVENT_READ, child)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
@@ -750,37 +744,38 @@ def _pack_payload(
     """Write everything a worker needs to an anonymous file, which every replacement reads again."""
     head = pickle.dumps(environment)
     fd = forkserver.anonymous_file()
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(forkserver.LENGTH.pack(len(head)) + head)
-            cloudpickle.dump((target, args, kwargs), file)
-    except BaseException as error:
-        os.close(fd)
-        if not isinstance(error, Exception):
-            raise
-        parts = [("the target", target), *((f"argument {i}", value) for i, value in enumerate(args, 1)), *kwargs.items()]
-        raise UsageError(
-            f"{_find_unpicklable(parts) or 'An argument'} cannot be sent to the worker {environment.name!r}: {error}",
-            "Make it inside the worker, from plain values.",
-        ) from error
+    with contextlib.ExitStack() as undo, open(fd, "wb", closefd=False) as file:
+        undo.callback(os.close, fd)
+        file.write(forkserver.LENGTH.pack(len(head)) + head)
+        if (error := _pickle_error((target, args, kwargs), file)) is not None:
+            parts = [("the target", target), *((f"argument {i}", value) for i, value in enumerate(args, 1)), *kwargs.items()]
+            raise UsageError(
+                f"{_find_unpicklable(parts) or 'An argument'} cannot be sent to the worker {environment.name!r}: {error}",
+                "Make it inside the worker, from plain values.",
+            ) from error
+        undo.pop_all()
     return fd
 
 
 def describe_unpicklable(name: str, value: Any) -> str | None:
     """Describe which part of a value cannot be pickled, and why; None: all of it can."""
+    error = _pickle_error(value)
+    return None if error is None else f"{_find_unpicklable([(name, value)])} ({error})"
+
+
+def _pickle_error(value: Any, file: IO[bytes] | None = None) -> Exception | None:
+    """Pickle a value to `file` or to nowhere; returns the error, if any."""
     try:
-        cloudpickle.dumps(value)
+        cloudpickle.dump(value, file or io.BytesIO())
     except Exception as error:  # whatever a user's __reduce__ raises
-        return f"{_find_unpicklable([(name, value)])} ({error})"
+        return error
     return None
 
 
 def _find_unpicklable(parts: Iterable[tuple[str, Any]], depth: int = 4) -> str | None:
     """The innermost of `parts` that cannot be pickled."""
     for label, value in parts:
-        try:
-            cloudpickle.dumps(value)
-        except Exception:  # whatever a user's __reduce__ raises
+        if _pickle_error(value) is not None:
             inner = _find_unpicklable(_subvalues(label, value), depth - 1) if depth else None
             return inner or f"{label} (of type {type(value).__qualname__})"
     return None

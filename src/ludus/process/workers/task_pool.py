@@ -72,24 +72,19 @@ class TaskPool:
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._supervisor = Supervisor(log_dir=log_dir, preload=preload)
         self._workers: list[_PoolWorker] = []
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             for i in range(workers):
                 mine, theirs = socket.socketpair()
-                try:
+                undo.callback(mine.close)
+                with theirs:
                     process = self._supervisor.start(
                         f"{name}-{i}", _serve, make, args, fds=(theirs.fileno(),), hang_s=hang_s, restart=restart,
                         on_change=self._wake_owner,
                     )  # fmt: skip
-                except BaseException:
-                    mine.close()
-                    raise
-                finally:
-                    theirs.close()
                 self._workers.append(_PoolWorker(process, mine))
                 self._selector.register(mine, selectors.EVENT_READ)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> TaskPool:
         return self
@@ -111,10 +106,6 @@ class TaskPool:
         """Queue a task; returns at once. The caller chooses the number, which must be unique."""
         self._queue.append((number, task))
         self._dispatch()
-
-    def cancel_pending(self) -> None:
-        """Discard tasks that no process has started."""
-        self._queue.clear()
 
     def take(self, timeout_s: float = 0.0) -> list[TaskResult]:
         """Results since the last call; waits at most `timeout_s` for the first."""
@@ -152,16 +143,13 @@ class TaskPool:
                     self._results.append(_parse_result(message))
                     self._attempts.pop(worker.task[0], None)
                     worker.task = None
-            if worker.task is not None and worker.lost_task():
-                self._retry(worker.process, *worker.task)
+            if worker.task is not None and worker.has_lost_task():
+                if self._attempts[worker.task[0]] < ATTEMPTS:
+                    self._queue.appendleft(worker.task)
+                else:
+                    self._fail(worker.task[0], worker.process)
                 worker.task = None
         self._dispatch()
-
-    def _retry(self, process: Process, number: int, task: Any) -> None:
-        if self._attempts[number] < ATTEMPTS:
-            self._queue.appendleft((number, task))
-        else:
-            self._fail(number, process)
 
     def _dispatch(self) -> None:
         for worker in self._workers:
@@ -200,7 +188,7 @@ class _PoolWorker:
         """It has ended, or its last few incarnations died before they were ready."""
         return self.process.state in FINAL_STATES or self.process.incarnation - self._last_ready > ATTEMPTS
 
-    def lost_task(self) -> bool:
+    def has_lost_task(self) -> bool:
         """The incarnation that got the task is gone."""
         return self.process.incarnation != self._sent_to or self.process.state != "ready"
 

@@ -24,7 +24,7 @@ from ludus.errors import UsageError, WorkerFailed
 from ludus.gamecore.server import catalogue
 from ludus.gamecore.server.settings import ServerLimits, Settings
 from ludus.gamecore.server.state_dir import StateDir, default_directory
-from ludus.gateway.auth import Caller
+from ludus.gateway.auth import RateLimit
 from ludus.io.rotating_log import LogWriter
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class RunningServer:
 
     @property
     def url(self) -> str:
-        return f"http://{_bracket_ipv6(self.host)}:{self.port}"
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def start(self) -> None:
         self._thread.start()
@@ -98,7 +98,7 @@ class RunningServer:
         try:
             with contextlib.closing(self._bound), _open_state_dir(self._settings, self._bound) as state_dir:
                 asyncio.run(self._run(state_dir))
-        except BaseException as error:  # raised again by `start` or `close`
+        except BaseException as error:  # a thread has no caller: raised again by `start` or `close`
             self._error = error
         finally:
             self._ready.set()
@@ -256,17 +256,6 @@ class _LogFile(logging.Handler):
         super().close()
 
 
-class _WarningRateLimit(logging.Filter):
-    """Limits the rate of warnings, so that invalid requests cannot fill the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._allowed = Caller("log", _WARNINGS_PER_S)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno > logging.WARNING or self._allowed.allow(time.monotonic())
-
-
 @contextlib.contextmanager
 def _log_to_file(path: Path) -> Iterator[None]:
     try:
@@ -278,17 +267,17 @@ def _log_to_file(path: Path) -> Iterator[None]:
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()) if logger.name != "uvicorn.error" else logging.WARNING)
-    rate_limit = _WarningRateLimit()
-    loggers[-1].addFilter(rate_limit)
+    rate_limit = RateLimit(_WARNINGS_PER_S)
+
+    def limit_warnings(record: logging.LogRecord) -> bool:  # invalid requests must not fill the log
+        return record.levelno > logging.WARNING or rate_limit.allow(time.monotonic())
+
+    loggers[-1].addFilter(limit_warnings)
     try:
         yield
     finally:
-        loggers[-1].removeFilter(rate_limit)
+        loggers[-1].removeFilter(limit_warnings)
         for logger, level in zip(loggers, before, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
         handler.close()
-
-
-def _bracket_ipv6(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

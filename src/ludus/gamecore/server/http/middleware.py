@@ -7,7 +7,6 @@ import contextlib
 import ipaddress
 import json
 import logging
-import os
 import re
 import time
 import uuid
@@ -23,8 +22,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ludus.errors import LudusError, Refused
 from ludus.gamecore.server.settings import ServerLimits
-from ludus.gateway.auth import Caller, Tokens
+from ludus.gateway.auth import RateLimit, Tokens
 from ludus.gateway.connection_slots import ConnectionSlots
+from ludus.io.file_watcher import FileWatcher
 from ludus.protocol.spec import REQUEST_ID_HEADER, error_body
 
 log = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ class LimitedConnection(H11Protocol):
         super().connection_made(transport)
         self._idle_since, self._last_cycle = self.loop.time(), self.cycle
         self._address: Address = transport.get_extra_info("peername")[:2]
-        if not self.clients.admit(self._address, transport):
+        if not self.clients.open(self._address, transport):
             transport.abort()
             return
         self._timer = self.loop.call_later(_CHECK_S, self._check_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.clients.release(self._address)
+        self.clients.close(self._address)
         if (timer := getattr(self, "_timer", None)) is not None:
             timer.cancel()
 
@@ -77,34 +77,26 @@ class LimitedConnection(H11Protocol):
         self._timer = self.loop.call_later(_CHECK_S, self._check_idle)
 
 
-class ConnectionRegistry:
-    """The connections of a server by client address; authorized ones are evicted last."""
+class ConnectionRegistry(ConnectionSlots[Address]):
+    """The connections of a server by client address; evicted ones are closed."""
 
     def __init__(self, limits: ServerLimits, *, tokens: bool) -> None:
         """`tokens`: whether clients must send one."""
+        super().__init__(limits.connections, limits.connections_per_address)
         self._tokens = tokens
-        self._slots: ConnectionSlots[Address] = ConnectionSlots(limits.connections, limits.connections_per_address)
         self._transports: dict[Address, asyncio.Transport] = {}
 
-    def admit(self, address: Address, transport: asyncio.Transport) -> bool:
-        admission = self._slots.admit(address, address[0], authorized=not self._tokens)
+    def open(self, address: Address, transport: asyncio.Transport) -> bool:
+        """Return whether there is a slot for this connection."""
+        admission = self.admit(address, address[0], authorized=not self._tokens)
         if admission.evicted is not None:
             self._transports.pop(admission.evicted).abort()
         if admission.admitted:
             self._transports[address] = transport
         return admission.admitted
 
-    def authorize(self, address: Address) -> None:
-        self._slots.authorize(address)
-
-    def is_authorized(self, address: Address) -> bool:
-        return self._slots.is_authorized(address)
-
-    def revoke_all(self) -> None:
-        self._slots.revoke_all()
-
-    def release(self, address: Address) -> None:
-        self._slots.release(address)
+    def close(self, address: Address) -> None:
+        self.release(address)
         self._transports.pop(address, None)
 
 
@@ -121,8 +113,8 @@ class AccessMiddleware:
         self._app, self._token_file, self._limits, self._replies = app, token_file, limits, replies
         self._clients = clients
         self._tokens = Tokens.read(token_file) if token_file is not None else None
-        self._log_rate = Caller("log", LOGGED_PER_S)
-        self._checked_at, self._stamp = time.monotonic(), _file_stamp(token_file)
+        self._log_rate = RateLimit(LOGGED_PER_S)
+        self._watcher, self._checked_at = FileWatcher(*([token_file] if token_file else [])), time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -175,22 +167,13 @@ class AccessMiddleware:
         now = time.monotonic()
         if self._token_file is not None and now - self._checked_at > _TOKENS_S:
             self._checked_at = now
-            stamp = _file_stamp(self._token_file)
-            if stamp != self._stamp:
+            if self._watcher.has_changed():
                 try:
-                    self._tokens, self._stamp = Tokens.read(self._token_file), stamp
+                    self._tokens = Tokens.read(self._token_file)
                     self._clients.revoke_all()
                 except LudusError as error:
                     log.warning("cannot reload the tokens, keeping the previous ones: %s", error)
         return self._tokens
-
-
-def _file_stamp(path: Path | None) -> tuple[int, ...]:
-    with contextlib.suppress(OSError):
-        if path is not None:
-            found = os.stat(path.expanduser())  # noqa: PTH116
-            return found.st_mtime_ns, found.st_size, found.st_ino
-    return ()
 
 
 def _refuse_browsers(headers: dict[str, bytes]) -> None:
@@ -203,9 +186,8 @@ def _refuse_browsers(headers: dict[str, bytes]) -> None:
             ipaddress.ip_address(name.strip("[]"))
             named = False
     if named or "origin" in headers:
-        raise Refused(
-            403, "browser", "This server has no token, so it refuses requests from web pages.", "Call it by its IP address."
-        )
+        message = "This server has no token, so it refuses requests from web pages."
+        raise Refused(403, "browser", message, "Call it by its IP address.")
 
 
 async def read_body(request: Request, limits: ServerLimits) -> bytes:
@@ -251,16 +233,14 @@ async def on_refused(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Convert errors of Starlette's router."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        response = error_response(
-            Refused(405, "method", f"{request.url.path[:128]} does not accept {request.method[:16]}.", f"It accepts {allowed}.")
-        )
-        response.headers["Allow"] = allowed
-        return response
-    return error_response(
-        Refused(error.status_code, "not_found", f"There is no page {request.url.path[:128]}.", "See docs/gamecore.md.")
-    )
+    path = request.url.path[:128]
+    if error.status_code != 405:
+        return error_response(Refused(error.status_code, "not_found", f"There is no page {path}.", "See docs/gamecore.md."))
+    allowed = (error.headers or {}).get("Allow", "")
+    message = f"{path} does not accept {request.method[:16]}."
+    response = error_response(Refused(405, "method", message, f"It accepts {allowed}."))
+    response.headers["Allow"] = allowed
+    return response
 
 
 async def on_error(request: Request, error: Exception) -> Response:

@@ -19,14 +19,18 @@ Family = tuple[str, str, str, list[Sample]]
 
 
 def render(table: ProcessTable, replies: Mapping[int, int]) -> bytes:
+    """Render all metrics. Ids and names contain only letters, digits and '._-', so labels are not escaped."""
     lines: list[str] = []
-    for name, kind, help_text, samples in (*_families(table), _reply_family(replies)):
+    for name, kind, help_text, samples in _families(table, replies):
         lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
-        lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in samples]
+        for labels, value in samples:
+            inner = ",".join(f'{key}="{label}"' for key, label in labels.items())
+            number = int(value) if float(value).is_integer() else float(value)
+            lines.append(f"{name}{{{inner}}} {number}" if inner else f"{name} {number}")
     return ("\n".join(lines) + "\n").encode()
 
 
-def _families(table: ProcessTable) -> Iterator[Family]:
+def _families(table: ProcessTable, replies: Mapping[int, int]) -> Iterator[Family]:
     running = table.running
     states = Counter((record.request.game, record.status.state) for record in running)
     yield "ludus_gamecore_games", "gauge", "Games that run.", [
@@ -47,9 +51,8 @@ def _families(table: ProcessTable) -> Iterator[Family]:
             ({"runtime_id": record.status.runtime_id, "game": record.request.game}, getattr(record.status, key) * scale)
             for record in running
         ]  # fmt: skip
-    now = time.time()
     ages: list[Sample] = [
-        ({"runtime_id": record.status.runtime_id, "game": record.request.game}, round(now - record.status.started, 3))
+        ({"runtime_id": record.status.runtime_id, "game": record.request.game}, round(time.time() - record.status.started, 3))
         for record in running
     ]
     yield "ludus_gamecore_game_seconds", "gauge", "How long a game has run.", ages
@@ -58,18 +61,5 @@ def _families(table: ProcessTable) -> Iterator[Family]:
     yield "ludus_gamecore_server_memory_bytes", "gauge", "Memory of the server.", [({}, server.memory_mb * 1e6)]
     yield "ludus_gamecore_server_threads", "gauge", "Threads of the server.", [({}, server.threads)]
     yield "ludus_gamecore_server_open_files", "gauge", "Open files of the server.", [({}, files)]
-
-
-def _reply_family(replies: Mapping[int, int]) -> Family:
-    samples: list[Sample] = [({"status": str(status)}, count) for status, count in sorted(replies.items())]
-    return "ludus_gamecore_requests_total", "counter", "Requests that were answered, by status.", samples
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    """Format labels. Ids and names contain only letters, digits and '._-', so nothing is escaped."""
-    inner = ",".join(f'{key}="{value}"' for key, value in labels.items())
-    return f"{{{inner}}}" if inner else ""
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
+    counts: list[Sample] = [({"status": str(status)}, count) for status, count in sorted(replies.items())]
+    yield "ludus_gamecore_requests_total", "counter", "Requests that were answered, by status.", counts

@@ -135,9 +135,8 @@ def _camps(value: Any) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any] 
             if index == 0:
                 camps.append(actor)
             elif actor not in (None, camps[camp]):
-                raise Refused(
-                    400, "bad_request", f"{where} names another actor than the first hero of its camp.", "Use one actor per camp."
-                )
+                message = f"{where} names another actor than the first hero of its camp."
+                raise Refused(400, "bad_request", message, "Use one actor per camp.")
     return heroes, camps
 
 
@@ -146,9 +145,8 @@ def _actor(info: Any, where: str, first: int) -> dict[str, Any] | None:
         raise Refused(400, "bad_request", f"{where} is {quote(info)}.", "It is {}, {ip, port, timeout} or {request_id}.")
     if "request_id" in info:
         if info["request_id"] != first or isinstance(info["request_id"], bool):
-            raise Refused(
-                400, "bad_request", f"{where}.request_id is {quote(info['request_id'])}.", f"It is {first} in this camp."
-            )
+            message = f"{where}.request_id is {quote(info['request_id'])}."
+            raise Refused(400, "bad_request", message, f"It is {first} in this camp.")
         return None
     if not info.get("ip") or not info.get("port"):
         return None

@@ -6,18 +6,8 @@ They use only what the camp of hero `h` sees: not enemies that are not SEEN, nor
 from __future__ import annotations
 
 from ludus.core.types import Ints32
+from ludus.games.arena.engine import heroes
 from ludus.games.arena.engine.geometry import DX, DY, ONE, distance, divide_towards_zero, edge_distance, integer_root, within
-from ludus.games.arena.engine.heroes import (
-    HEALS,
-    S_ALLY,
-    S_EFFECT,
-    S_MANA,
-    S_RANGE,
-    S_SIZE,
-    S_WINDUP,
-    SKILL_COLUMNS,
-    SKILLS_AT,
-)
 from ludus.games.arena.engine.jit import inner
 from ludus.games.arena.engine.layout import (
     ALIVE,
@@ -151,14 +141,6 @@ def count_creeps(units: Ints32, match: Ints32, camp: int, i: int, reach: int) ->
     return found
 
 
-@inner
-def count_alive(units: Ints32, match: Ints32, first: int) -> int:
-    found = 0
-    for i in range(first, first + int(match[SIZE])):
-        found += int(units[ALIVE, i] == 1)
-    return found
-
-
 # -- towers -----------------------------------------------------------------------------------------------------------
 
 
@@ -212,13 +194,13 @@ def toughness(units: Ints32, i: int) -> int:
 
 
 @inner
-def expected_damage(units: Ints32, table: Ints32, h: int, i: int) -> int:
+def damage_in_fight(units: Ints32, table: Ints32, h: int, i: int) -> int:
     """Damage of hero i in a fight, before armour. Cooldowns of enemies are unknown: counts two thirds of their skills."""
     row = units[HERO_ROW, i]
     total = int(units[ATTACK, i]) * FIGHT // max(1, int(units[PERIOD, i]))
     for skill in range(3):
-        at = SKILLS_AT + skill * SKILL_COLUMNS
-        if units[MANA, i] < table[row, at + S_MANA]:
+        at = heroes.SKILLS_AT + skill * heroes.SKILL_COLUMNS
+        if units[MANA, i] < table[row, at + heroes.S_MANA]:
             continue
         worth = skill_power(units, table, i, at)
         if units[CAMP, i] != units[CAMP, h]:
@@ -242,10 +224,10 @@ def fight_odds(units: Ints32, match: Ints32, table: Ints32, h: int) -> int:
         if units[ALIVE, i] == 0 or (not own and units[SEEN, i] == 0) or not within(units, h, i, NEAR):
             continue
         if own:
-            offence_0 += expected_damage(units, table, h, i)
+            offence_0 += damage_in_fight(units, table, h, i)
             tough_0 += toughness(units, i)
         else:
-            offence_1 += expected_damage(units, table, h, i)
+            offence_1 += damage_in_fight(units, table, h, i)
             tough_1 += toughness(units, i)
             shots_0 = shots_0 or tower_over(units, match, i, int(units[X, i]), int(units[Y, i]), 0) >= 0
     if tough_1 == 0:
@@ -265,11 +247,11 @@ def burst(units: Ints32, match: Ints32, table: Ints32, h: int, j: int) -> int:
         total += int(units[ATTACK, h]) * (1 + (SECOND + SECOND // 2) // max(1, int(units[PERIOD, h])))
     mana = int(units[MANA, h])
     for skill in range(3):
-        at = SKILLS_AT + skill * SKILL_COLUMNS
-        cost = int(table[row, at + S_MANA])
-        if units[COOLDOWN_1 + skill, h] > 0 or mana < cost or table[row, at + S_EFFECT] == HEALS:
+        at = heroes.SKILLS_AT + skill * heroes.SKILL_COLUMNS
+        cost = int(table[row, at + heroes.S_MANA])
+        if units[COOLDOWN_1 + skill, h] > 0 or mana < cost or table[row, at + heroes.S_EFFECT] == heroes.HEALS:
             continue
-        if within(units, h, j, int(table[row, at + S_RANGE])):
+        if within(units, h, j, int(table[row, at + heroes.S_RANGE])):
             total += skill_power(units, table, h, at)
             mana -= cost
     return after_armour(units, j, total)
@@ -278,8 +260,8 @@ def burst(units: Ints32, match: Ints32, table: Ints32, h: int, j: int) -> int:
 @inner
 def is_ready(units: Ints32, table: Ints32, h: int, skill: int) -> bool:
     """Whether hero h can cast this skill and it does damage."""
-    at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
-    return can_cast(units, table, h, skill) and table[units[HERO_ROW, h], at + S_ALLY] == 0
+    at = heroes.SKILLS_AT + (skill - 1) * heroes.SKILL_COLUMNS
+    return can_cast(units, table, h, skill) and table[units[HERO_ROW, h], at + heroes.S_ALLY] == 0
 
 
 # -- aiming -----------------------------------------------------------------------------------------------------------
@@ -321,20 +303,23 @@ def predict_position(units: Ints32, match: Ints32, j: int, ticks: int) -> tuple[
 @inner
 def is_caught(units: Ints32, table: Ints32, h: int, d: int, j: int, x: int, y: int) -> bool:
     """Whether skill 2 of h in direction d hits unit j at a point."""
-    row, at = units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS
+    row, at = units[HERO_ROW, h], heroes.SKILLS_AT + heroes.SKILL_COLUMNS
     sign = 1 if units[CAMP, h] == 0 else -1
     ux, uy = sign * int(DX[d]), sign * int(DY[d])
     dx, dy = x - int(units[X, h]), y - int(units[Y, h])
     along, across = divide_towards_zero(dx * ux + dy * uy, ONE), divide_towards_zero(dx * uy - dy * ux, ONE)
     radius = int(units[RADIUS, j])
-    return 0 <= along <= int(table[row, at + S_RANGE]) + radius and abs(across) <= int(table[row, at + S_SIZE]) + radius
+    return (
+        0 <= along <= int(table[row, at + heroes.S_RANGE]) + radius
+        and abs(across) <= int(table[row, at + heroes.S_SIZE]) + radius
+    )
 
 
 @inner
 def best_line(units: Ints32, match: Ints32, table: Ints32, h: int, focus: int, lead: bool) -> tuple[int, int]:
     """Return the most valuable direction of skill 2 and its value: 100 per hero, 150 for `focus`, 10 per creep."""
-    ticks = int(table[units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS + S_WINDUP]) if lead else 0
-    reach = int(table[units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS + S_RANGE]) + 2_000
+    ticks = int(table[units[HERO_ROW, h], heroes.SKILLS_AT + heroes.SKILL_COLUMNS + heroes.S_WINDUP]) if lead else 0
+    reach = int(table[units[HERO_ROW, h], heroes.SKILLS_AT + heroes.SKILL_COLUMNS + heroes.S_RANGE]) + 2_000
     best, best_worth = 0, 0
     for d in range(DX.shape[0]):
         worth = 0
@@ -352,7 +337,7 @@ def best_line(units: Ints32, match: Ints32, table: Ints32, h: int, focus: int, l
 @inner
 def area_worth(units: Ints32, match: Ints32, table: Ints32, h: int, j: int) -> int:
     """Value of h's skill 3 around unit j: 100 per hero, 10 per creep."""
-    most = int(table[units[HERO_ROW, h], SKILLS_AT + 2 * SKILL_COLUMNS + S_SIZE])
+    most = int(table[units[HERO_ROW, h], heroes.SKILLS_AT + 2 * heroes.SKILL_COLUMNS + heroes.S_SIZE])
     worth = 0
     for k in range(units.shape[1]):
         if is_visible_enemy(units, h, k) and not is_building(units, k) and distance(units, j, k) <= most + int(units[RADIUS, k]):
@@ -367,10 +352,10 @@ def area_worth(units: Ints32, match: Ints32, table: Ints32, h: int, j: int) -> i
 def is_threatened(units: Ints32, table: Ints32, h: int, by: int, x: int, y: int) -> bool:
     """Whether the skill that enemy hero `by` winds up would hit hero h at a point."""
     row, skill = units[HERO_ROW, by], int(units[CAST, by])
-    at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
-    if table[row, at + S_ALLY] == 1:
+    at = heroes.SKILLS_AT + (skill - 1) * heroes.SKILL_COLUMNS
+    if table[row, at + heroes.S_ALLY] == 1:
         return False
-    most = int(table[row, at + S_SIZE]) + int(units[RADIUS, h])
+    most = int(table[row, at + heroes.S_SIZE]) + int(units[RADIUS, h])
     if skill == 3:
         dx, dy = x - int(units[CAST_X, by]), y - int(units[CAST_Y, by])
         return dx * dx + dy * dy <= most * most
@@ -378,7 +363,7 @@ def is_threatened(units: Ints32, table: Ints32, h: int, by: int, x: int, y: int)
     ux, uy = int(units[CAST_X, by]), int(units[CAST_Y, by])
     along, across = divide_towards_zero(dx * ux + dy * uy, ONE), divide_towards_zero(dx * uy - dy * ux, ONE)
     radius = int(units[RADIUS, h])
-    return -radius <= along <= int(table[row, at + S_RANGE]) + radius and abs(across) <= most
+    return -radius <= along <= int(table[row, at + heroes.S_RANGE]) + radius and abs(across) <= most
 
 
 @inner

@@ -38,16 +38,8 @@ from ludus.games.arena.bots.bot_features import (
     next_building,
     tower_over,
 )
+from ludus.games.arena.engine import heroes
 from ludus.games.arena.engine.geometry import distance, divide_towards_zero, edge_distance, noise, within
-from ludus.games.arena.engine.heroes import (
-    DASHES,
-    HEALS,
-    S_ALLY,
-    S_EFFECT,
-    S_RANGE,
-    SKILL_COLUMNS,
-    SKILLS_AT,
-)
 from ludus.games.arena.engine.jit import inner, kernel
 from ludus.games.arena.engine.layout import (
     ALIVE,
@@ -105,7 +97,7 @@ from ludus.games.arena.engine.rules import (
     is_building,
     is_free,
     item_price,
-    observed_slot,
+    slot_of_row,
 )
 
 Ints8 = npt.NDArray[np.int8]
@@ -155,7 +147,7 @@ def set_order(out: Ints32, what: int) -> bool:
 
 @inner
 def row_of_slot(match: Ints32, h: int, j: int) -> int:
-    """Return the row of slot j in hero h's observation; inverse of `observed_slot`."""
+    """Return the row of slot j in hero h's observation; inverse of `slot_of_row`."""
     size = int(match[SIZE])
     camp = h // size
     if j < 2 * size:
@@ -258,7 +250,7 @@ def play_random(units: Ints32, match: Ints32, table: Ints32, h: int, out: Ints32
     rows = units.shape[1]
     start = draw(match, h, 3, rows)
     for k in range(rows):
-        j = observed_slot(match, h, (start + k) % rows)
+        j = slot_of_row(match, h, (start + k) % rows)
         if strike(units, match, h, out, j) if what == STRIKE else cast_at(units, match, table, h, out, what - SKILL_1 + 1, j):
             return
 
@@ -267,7 +259,7 @@ def play_random(units: Ints32, match: Ints32, table: Ints32, h: int, out: Ints32
 def nearest_target(units: Ints32, match: Ints32, h: int) -> int:
     best, best_far = NO_UNIT, 1 << 40
     for row in range(units.shape[1]):
-        j = observed_slot(match, h, row)
+        j = slot_of_row(match, h, row)
         if can_attack(units, match, h, j):
             far = edge_distance(units, h, j)
             if far < best_far:
@@ -314,8 +306,8 @@ def clumsy_skill(units: Ints32, match: Ints32, table: Ints32, h: int, out: Ints3
     if skill == 2:
         direction = heading(units, h, int(units[X, near]) - int(units[X, h]), int(units[Y, near]) - int(units[Y, h]))
         return not is_building(units, near) and cast_along(units, table, h, out, direction)
-    at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
-    helps = table[units[HERO_ROW, h], at + S_ALLY] == 1
+    at = heroes.SKILLS_AT + (skill - 1) * heroes.SKILL_COLUMNS
+    helps = table[units[HERO_ROW, h], at + heroes.S_ALLY] == 1
     return cast_at(units, match, table, h, out, skill, h if helps else near)
 
 
@@ -408,8 +400,8 @@ def help_weakest(units: Ints32, match: Ints32, table: Ints32, h: int, out: Ints3
     """Heal the ally with the lowest health share, if it is below `below` percent."""
     row, first = units[HERO_ROW, h], first_ally(match, h)
     for skill in (3, 1):
-        at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
-        if table[row, at + S_EFFECT] != HEALS or not can_cast(units, table, h, skill):
+        at = heroes.SKILLS_AT + (skill - 1) * heroes.SKILL_COLUMNS
+        if table[row, at + heroes.S_EFFECT] != heroes.HEALS or not can_cast(units, table, h, skill):
             continue
         weakest, least = NO_UNIT, below - (10 if skill == 3 else 0)
         for i in range(first, first + int(match[SIZE])):
@@ -427,7 +419,7 @@ def attack_hero(units: Ints32, match: Ints32, table: Ints32, h: int, out: Ints32
         return False
     if is_ready(units, table, h, 1) and cast_at(units, match, table, h, out, 1, foe):
         return True
-    reach = int(table[units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS + S_RANGE])
+    reach = int(table[units[HERO_ROW, h], heroes.SKILLS_AT + heroes.SKILL_COLUMNS + heroes.S_RANGE])
     if is_ready(units, table, h, 2) and within(units, h, foe, reach - 1_000):
         direction = heading(units, h, int(units[X, foe]) - int(units[X, h]), int(units[Y, foe]) - int(units[Y, h]))
         return cast_along(units, table, h, out, direction)
@@ -580,7 +572,7 @@ def aim_line(units: Ints32, match: Ints32, table: Ints32, h: int, out: Ints32, f
 
 @inner
 def has_dash(units: Ints32, table: Ints32, h: int) -> bool:
-    return bool(table[units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS + S_EFFECT] == DASHES)
+    return bool(table[units[HERO_ROW, h], heroes.SKILLS_AT + heroes.SKILL_COLUMNS + heroes.S_EFFECT] == heroes.DASHES)
 
 
 @inner

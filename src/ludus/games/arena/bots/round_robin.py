@@ -1,4 +1,4 @@
-"""Round-robin of the bots with random line-ups, each played from both sides; and of the heroes."""
+"""Round-robin of the bots with random line-ups, each played from both sides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludus.core.plugins import did_you_mean
 from ludus.core.statistics import wilson_interval
 from ludus.errors import ConfigError
 from ludus.games.arena.bots.bots import BOTS
-from ludus.games.arena.engine.heroes import HEROES, IDS
+from ludus.games.arena.engine.heroes import IDS
 from ludus.games.arena.engine.layout import TICKS_PER_SECOND
 from ludus.games.arena.engine.settings import ArenaSettings
 from ludus.games.arena.engine.vector import Arena
@@ -135,29 +135,3 @@ def bot_index(bot: str) -> int:
     if bot not in BOTS:
         raise ConfigError(f"There is no scripted bot {bot!r}.", did_you_mean(bot, BOTS))
     return BOTS.index(bot)
-
-
-def play_hero_pairs(games: int, seed: int, bot: str = "hard") -> dict[str, Any]:
-    """Play every hero against every other, 1v1, `games` per pair, half from each side. `wins[i][j]`: wins of i over j."""
-    rng = np.random.default_rng(seed)
-    matches, who = [], []
-    for i in range(len(IDS)):
-        for j in range(i):
-            for number in range(games):
-                a, b = (i, j) if number % 2 == 0 else (j, i)
-                matches.append(BotMatch((bot, bot), ((IDS[a],), (IDS[b],)), int(rng.integers(1 << 31))))
-                who.append((a, b))
-    winners, seconds = play(matches, 1)
-    wins = np.zeros((len(IDS), len(IDS)), np.int64)
-    for (a, b), winner in zip(who, winners, strict=True):
-        if winner >= 0:
-            wins[(a, b)[winner], (b, a)[winner]] += 1
-    decided = wins + wins.T
-    return {
-        "heroes": [hero.name for hero in HEROES],
-        "wins": wins.tolist(),
-        "rate": {hero.name: round(float(wins[k].sum() / max(1, decided[k].sum())), 3) for k, hero in enumerate(HEROES)},
-        "drawn": int(sum(winner < 0 for winner in winners)),
-        "games": len(matches),
-        "median_s": statistics.median(seconds),
-    }

@@ -8,7 +8,7 @@ import numpy as np
 
 from ludus.core.types import Ints32
 from ludus.games.arena.engine.jit import inner
-from ludus.games.arena.engine.layout import ALIVE, BUSH_RADIUS, BUSHES, DIRECTIONS, LENGTH, RADIUS, WIDTH, X, Y
+from ludus.games.arena.engine.layout import BUSH_RADIUS, BUSHES, DIRECTIONS, LENGTH, RADIUS, WIDTH, X, Y
 
 ONE = 1024
 """Length of a direction vector."""
@@ -90,8 +90,3 @@ def noise(seed: int, tick: int, salt: int) -> int:
     h ^= h >> 13
     h = (h * 0xC2B2AE35) & 0xFFFFFFFF
     return h ^ (h >> 16)
-
-
-@inner
-def is_alive(units: Ints32, i: int) -> bool:
-    return bool(units[ALIVE, i] == 1)

@@ -55,7 +55,6 @@ SKILLS_AT: Final = 17
     S_ALLY,
 ) = range(12)
 SKILL_COLUMNS: Final = 12
-COLUMNS: Final = SKILLS_AT + 3 * SKILL_COLUMNS
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import Final
 
 # -- the field --------------------------------------------------------------------------------------------------------
 
+CAMP_NAMES: Final = ("blue", "red")
+"""Names of camp 0 and camp 1."""
 RULES: Final = 1
 """Version of the rules; recordings and saved states of other versions are rejected."""
 TICKS_PER_SECOND: Final = 15
@@ -94,6 +96,19 @@ OUTER, INNER, CORE = range(3)
     BORN,  # tick of its creation
 ) = range(52)
 FIELDS: Final = 52
+STATISTICS: Final = {
+    "kills": KILLS,
+    "deaths": DEATHS,
+    "assists": ASSISTS,
+    "last_hits": LAST_HITS,
+    "gold": EARNED,
+    "level": LEVEL,
+    "damage": DAMAGE,
+    "damage_buildings": DAMAGE_BUILDINGS,
+    "taken": TAKEN,
+    "illegal": ILLEGAL,
+}
+"""Fields of a hero in the results of matches, by the names that they have there."""
 RECALLING: Final = 4
 
 # -- fields of a match ------------------------------------------------------------------------------------------------
@@ -133,23 +148,15 @@ AIMED: Final = (STRIKE, SKILL_1, SKILL_3)
 """Buttons with a target, in the order of the rows of `target_mask`."""
 
 
-def heroes_of(size: int) -> int:
-    """Number of heroes in a match of `size` against `size`."""
-    return 2 * size
-
-
 def units_of(size: int) -> int:
     """Number of unit slots of a match; also of the rows of an observation and the options of the target head."""
     return 2 * (size + STRUCTURES + CREEPS)
 
 
-def hero_slot(size: int, camp: int, i: int) -> int:
-    return camp * size + i
+def options_of(size: int) -> tuple[int, ...]:
+    """Number of options of each action head."""
+    return len(BUTTONS), DIRECTIONS, DIRECTIONS, units_of(size)
 
 
 def structure_slot(size: int, camp: int, which: int) -> int:
     return 2 * size + camp * STRUCTURES + which
-
-
-def creep_slot(size: int, camp: int, i: int) -> int:
-    return 2 * (size + STRUCTURES) + camp * CREEPS + i

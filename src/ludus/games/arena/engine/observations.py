@@ -5,58 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from ludus.core.types import Bools, Floats, Ints32
+from ludus.games.arena.engine import layout
 from ludus.games.arena.engine.geometry import bush_at, distance, within
 from ludus.games.arena.engine.heroes import ARCHETYPES, H_ARCHETYPE, S_COOLDOWN, S_MANA, SKILL_COLUMNS, SKILLS_AT
 from ludus.games.arena.engine.jit import inner
-from ludus.games.arena.engine.layout import (
-    ALIVE,
-    ATTACK,
-    CAMP,
-    CAST,
-    CAST_LEFT,
-    COOLDOWN_1,
-    COOLDOWN_HEAL,
-    DEATHS,
-    DIRECTIONS,
-    GOLD,
-    HERO,
-    HERO_ROW,
-    HP,
-    ITEMS,
-    KILLS,
-    KIND,
-    KINDS,
-    LENGTH,
-    LEVEL,
-    LIMIT,
-    MANA,
-    MAX_HP,
-    MAX_MANA,
-    MEND,
-    MOVE,
-    RANGE,
-    READY,
-    RECALL,
-    RECALLING,
-    RESPAWN,
-    SEEN,
-    SHIELD,
-    SIZE,
-    SKILL_1,
-    SKILL_2,
-    SKILL_3,
-    SLOW,
-    SPEED,
-    STRIKE,
-    STRUCTURES,
-    STUN,
-    TARGET,
-    TICK,
-    WIDTH,
-    XP,
-    X,
-    Y,
-)
 from ludus.games.arena.engine.rules import (
     FIRST_WAVE,
     MAX_ITEMS,
@@ -73,7 +25,7 @@ from ludus.games.arena.engine.rules import (
     is_free,
     is_vulnerable,
     item_price,
-    observed_slot,
+    slot_of_row,
 )
 
 ENTITY_FEATURES: Final = (
@@ -81,7 +33,7 @@ ENTITY_FEATURES: Final = (
     "self",
     "ally",
     "enemy",
-    *(f"is {kind}" for kind in KINDS),
+    *(f"is {kind}" for kind in layout.KINDS),
     "dx",
     "dy",
     "distance",
@@ -168,7 +120,7 @@ BEYOND_ONE: Final = {
 """Bounds of the features outside 0 to 1, in matches of the default length."""
 
 _F_KIND = 4
-_F_SPACE = _F_KIND + len(KINDS)
+_F_SPACE = _F_KIND + len(layout.KINDS)
 _F_ARCHETYPE = _F_SPACE + 20
 _SCALE = 20_000.0
 _TIME = 30.0 * SECOND
@@ -178,83 +130,85 @@ _TIME = 30.0 * SECOND
 def write_entity(units: Ints32, match: Ints32, table: Ints32, h: int, i: int, out: Floats) -> None:
     """Write the features of unit i for hero h; zeros for dead and invisible units."""
     out[:] = 0
-    ally = units[CAMP, i] == units[CAMP, h]
-    if units[KIND, i] == HERO and i < 2 * int(match[SIZE]):
-        out[_F_ARCHETYPE + int(table[units[HERO_ROW, i], H_ARCHETYPE])] = 1.0
-        out[_F_ARCHETYPE + 8] = units[RESPAWN, i] / _TIME
-    if units[ALIVE, i] == 0 or (not ally and units[SEEN, i] == 0):
+    ally = units[layout.CAMP, i] == units[layout.CAMP, h]
+    if units[layout.KIND, i] == layout.HERO and i < 2 * int(match[layout.SIZE]):
+        out[_F_ARCHETYPE + int(table[units[layout.HERO_ROW, i], H_ARCHETYPE])] = 1.0
+        out[_F_ARCHETYPE + 8] = units[layout.RESPAWN, i] / _TIME
+    if units[layout.ALIVE, i] == 0 or (not ally and units[layout.SEEN, i] == 0):
         return
-    sign = 1 if units[CAMP, h] == 0 else -1
-    x, y = int(units[X, i]), int(units[Y, i])
+    sign = 1 if units[layout.CAMP, h] == 0 else -1
+    x, y = int(units[layout.X, i]), int(units[layout.Y, i])
     out[0] = 1.0
     out[1] = 1.0 if i == h else 0.0
     out[2] = 1.0 if ally and i != h else 0.0
     out[3] = 0.0 if ally else 1.0
-    out[_F_KIND + int(units[KIND, i])] = 1.0
+    out[_F_KIND + int(units[layout.KIND, i])] = 1.0
     at = _F_SPACE
-    out[at] = sign * (x - int(units[X, h])) / _SCALE
-    out[at + 1] = sign * (y - int(units[Y, h])) / _SCALE
+    out[at] = sign * (x - int(units[layout.X, h])) / _SCALE
+    out[at + 1] = sign * (y - int(units[layout.Y, h])) / _SCALE
     out[at + 2] = distance(units, h, i) / _SCALE
-    out[at + 3] = (x if sign == 1 else LENGTH - x) / LENGTH
-    out[at + 4] = (y if sign == 1 else WIDTH - y) / WIDTH
-    out[at + 5] = units[HP, i] / max(1, int(units[MAX_HP, i]))
-    out[at + 6] = units[HP, i] / 2000.0
-    out[at + 7] = units[MANA, i] / max(1, int(units[MAX_MANA, i]))
-    out[at + 8] = units[LEVEL, i] / MAX_LEVEL
-    out[at + 9] = units[ATTACK, i] / 200.0
-    out[at + 10] = units[RANGE, i] / 10_000.0
-    out[at + 11] = units[SPEED, i] / 300.0
-    out[at + 12] = 1.0 if not ally and within(units, h, i, int(units[RANGE, h])) else 0.0
+    out[at + 3] = (x if sign == 1 else layout.LENGTH - x) / layout.LENGTH
+    out[at + 4] = (y if sign == 1 else layout.WIDTH - y) / layout.WIDTH
+    out[at + 5] = units[layout.HP, i] / max(1, int(units[layout.MAX_HP, i]))
+    out[at + 6] = units[layout.HP, i] / 2000.0
+    out[at + 7] = units[layout.MANA, i] / max(1, int(units[layout.MAX_MANA, i]))
+    out[at + 8] = units[layout.LEVEL, i] / MAX_LEVEL
+    out[at + 9] = units[layout.ATTACK, i] / 200.0
+    out[at + 10] = units[layout.RANGE, i] / 10_000.0
+    out[at + 11] = units[layout.SPEED, i] / 300.0
+    out[at + 12] = 1.0 if not ally and within(units, h, i, int(units[layout.RANGE, h])) else 0.0
     out[at + 13] = 1.0 if is_vulnerable(units, match, i) else 0.0
-    out[at + 14] = min(1.0, units[STUN, i] / SECOND)
-    out[at + 15] = min(1.0, units[SLOW, i] / (2.0 * SECOND))
-    out[at + 16] = 1.0 if units[CAST, i] != 0 else 0.0
-    out[at + 17] = 1.0 if units[READY, i] == 0 else 0.0
-    out[at + 18] = 1.0 if units[SEEN, i] == 1 else 0.0
-    out[at + 19] = 1.0 if units[TARGET, i] == h else 0.0
-    out[_F_ARCHETYPE + 6] = units[ITEMS, i] / MAX_ITEMS
-    out[_F_ARCHETYPE + 7] = units[SHIELD, i] / 500.0
+    out[at + 14] = min(1.0, units[layout.STUN, i] / SECOND)
+    out[at + 15] = min(1.0, units[layout.SLOW, i] / (2.0 * SECOND))
+    out[at + 16] = 1.0 if units[layout.CAST, i] != 0 else 0.0
+    out[at + 17] = 1.0 if units[layout.READY, i] == 0 else 0.0
+    out[at + 18] = 1.0 if units[layout.SEEN, i] == 1 else 0.0
+    out[at + 19] = 1.0 if units[layout.TARGET, i] == h else 0.0
+    out[_F_ARCHETYPE + 6] = units[layout.ITEMS, i] / MAX_ITEMS
+    out[_F_ARCHETYPE + 7] = units[layout.SHIELD, i] / 500.0
 
 
 @inner
 def write_scalars(units: Ints32, match: Ints32, table: Ints32, h: int, out: Floats) -> None:
     """Write the scalar features of hero h."""
-    size, camp, row = int(match[SIZE]), int(units[CAMP, h]), int(units[HERO_ROW, h])
+    size, camp, row = int(match[layout.SIZE]), int(units[layout.CAMP, h]), int(units[layout.HERO_ROW, h])
     out[:] = 0
-    out[0] = match[TICK] / match[LIMIT]
-    out[1] = ((FIRST_WAVE - int(match[TICK])) % WAVE_EVERY) / WAVE_EVERY
-    out[2] = units[HP, h] / units[MAX_HP, h]
-    out[3] = units[MANA, h] / units[MAX_MANA, h]
-    out[4] = units[LEVEL, h] / MAX_LEVEL
-    out[5] = min(3.0, units[XP, h] / experience_needed(int(units[LEVEL, h])))  # grows without bound at the maximum level
-    out[6] = min(3.0, units[GOLD, h] / item_price(int(units[ITEMS, h])))
-    out[7] = units[ITEMS, h] / MAX_ITEMS
+    out[0] = match[layout.TICK] / match[layout.LIMIT]
+    out[1] = ((FIRST_WAVE - int(match[layout.TICK])) % WAVE_EVERY) / WAVE_EVERY
+    out[2] = units[layout.HP, h] / units[layout.MAX_HP, h]
+    out[3] = units[layout.MANA, h] / units[layout.MAX_MANA, h]
+    out[4] = units[layout.LEVEL, h] / MAX_LEVEL
+    out[5] = min(
+        3.0, units[layout.XP, h] / experience_needed(int(units[layout.LEVEL, h]))
+    )  # grows without bound at the maximum level
+    out[6] = min(3.0, units[layout.GOLD, h] / item_price(int(units[layout.ITEMS, h])))
+    out[7] = units[layout.ITEMS, h] / MAX_ITEMS
     for s in range(3):
         at = SKILLS_AT + s * SKILL_COLUMNS
-        out[8 + s] = units[COOLDOWN_1 + s, h] / max(1, int(table[row, at + S_COOLDOWN]))
-        out[12 + s] = 1.0 if units[COOLDOWN_1 + s, h] == 0 and units[MANA, h] >= table[row, at + S_MANA] else 0.0
-    out[11] = units[COOLDOWN_HEAL, h] / MEND_COOLDOWN
+        out[8 + s] = units[layout.COOLDOWN_1 + s, h] / max(1, int(table[row, at + S_COOLDOWN]))
+        out[12 + s] = 1.0 if units[layout.COOLDOWN_1 + s, h] == 0 and units[layout.MANA, h] >= table[row, at + S_MANA] else 0.0
+    out[11] = units[layout.COOLDOWN_HEAL, h] / MEND_COOLDOWN
     out[15 + int(table[row, H_ARCHETYPE])] = 1.0
-    out[21] = units[KILLS, h] / 10.0
-    out[22] = units[DEATHS, h] / 10.0
+    out[21] = units[layout.KILLS, h] / 10.0
+    out[22] = units[layout.DEATHS, h] / 10.0
     for i in range(2 * size):
-        own = units[CAMP, i] == camp
-        out[23 if own else 24] += units[KILLS, i] / 10.0
-        out[37 if own else 38] += units[ALIVE, i] / size
-    for which in range(STRUCTURES):
-        s = 2 * size + camp * STRUCTURES + which
-        out[25 + which] = units[HP, s] / units[MAX_HP, s]
-        s = 2 * size + (1 - camp) * STRUCTURES + which
-        out[28 + which] = units[HP, s] / units[MAX_HP, s]
-    x, y = int(units[X, h]), int(units[Y, h])
+        own = units[layout.CAMP, i] == camp
+        out[23 if own else 24] += units[layout.KILLS, i] / 10.0
+        out[37 if own else 38] += units[layout.ALIVE, i] / size
+    for which in range(layout.STRUCTURES):
+        s = 2 * size + camp * layout.STRUCTURES + which
+        out[25 + which] = units[layout.HP, s] / units[layout.MAX_HP, s]
+        s = 2 * size + (1 - camp) * layout.STRUCTURES + which
+        out[28 + which] = units[layout.HP, s] / units[layout.MAX_HP, s]
+    x, y = int(units[layout.X, h]), int(units[layout.Y, h])
     out[31] = 1.0 if at_fountain(units, h) else 0.0
     out[32] = 1.0 if bush_at(x, y) >= 0 else 0.0
-    out[33] = 1.0 if units[SEEN, h] == 1 else 0.0
-    out[34] = 1.0 - units[CAST_LEFT, h] / RECALL_TICKS if units[CAST, h] == RECALLING else 0.0
-    out[35] = units[RESPAWN, h] / _TIME
+    out[33] = 1.0 if units[layout.SEEN, h] == 1 else 0.0
+    out[34] = 1.0 - units[layout.CAST_LEFT, h] / RECALL_TICKS if units[layout.CAST, h] == layout.RECALLING else 0.0
+    out[35] = units[layout.RESPAWN, h] / _TIME
     out[36] = 1.0 if is_free(units, h) else 0.0
-    out[39] = (x if camp == 0 else LENGTH - x) / LENGTH
-    out[40] = (y if camp == 0 else WIDTH - y) / WIDTH
+    out[39] = (x if camp == 0 else layout.LENGTH - x) / layout.LENGTH
+    out[40] = (y if camp == 0 else layout.WIDTH - y) / layout.WIDTH
 
 
 @inner
@@ -266,30 +220,30 @@ def write_masks(units: Ints32, match: Ints32, table: Ints32, h: int, mask: Bools
     rows = target_mask.shape[1]
     mask[:] = False
     target_mask[:] = False
-    move, skill, target = RECALL + 1, RECALL + 1 + DIRECTIONS, RECALL + 1 + 2 * DIRECTIONS
+    move, skill, target = layout.RECALL + 1, layout.RECALL + 1 + layout.DIRECTIONS, layout.RECALL + 1 + 2 * layout.DIRECTIONS
     mask[0] = mask[move] = mask[skill] = True
     found_any = False
     if is_free(units, h):
-        casts_1 = is_allowed(units, match, table, h, SKILL_1)
-        casts_3 = is_allowed(units, match, table, h, SKILL_3)
+        casts_1 = is_allowed(units, match, table, h, layout.SKILL_1)
+        casts_3 = is_allowed(units, match, table, h, layout.SKILL_3)
         for row in range(rows):
-            j = observed_slot(match, h, row)
-            if units[ALIVE, j] == 0:
+            j = slot_of_row(match, h, row)
+            if units[layout.ALIVE, j] == 0:
                 continue
             if can_attack(units, match, h, j):
-                target_mask[0, row] = mask[STRIKE] = mask[target + row] = found_any = True
+                target_mask[0, row] = mask[layout.STRIKE] = mask[target + row] = found_any = True
             if casts_1 and can_target(units, match, table, h, 1, j):
-                target_mask[1, row] = mask[SKILL_1] = mask[target + row] = found_any = True
+                target_mask[1, row] = mask[layout.SKILL_1] = mask[target + row] = found_any = True
             if casts_3 and can_target(units, match, table, h, 3, j):
-                target_mask[2, row] = mask[SKILL_3] = mask[target + row] = found_any = True
-        mask[MOVE] = True
-        for d in range(DIRECTIONS):
+                target_mask[2, row] = mask[layout.SKILL_3] = mask[target + row] = found_any = True
+        mask[layout.MOVE] = True
+        for d in range(layout.DIRECTIONS):
             mask[move + d] = True
-        if is_allowed(units, match, table, h, SKILL_2):
-            mask[SKILL_2] = True
-            for d in range(DIRECTIONS):
+        if is_allowed(units, match, table, h, layout.SKILL_2):
+            mask[layout.SKILL_2] = True
+            for d in range(layout.DIRECTIONS):
                 mask[skill + d] = True
-        mask[MEND] = is_allowed(units, match, table, h, MEND)
-        mask[RECALL] = is_allowed(units, match, table, h, RECALL)
+        mask[layout.MEND] = is_allowed(units, match, table, h, layout.MEND)
+        mask[layout.RECALL] = is_allowed(units, match, table, h, layout.RECALL)
     if not found_any:
         mask[target] = True

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,24 +112,11 @@ class Recorder:
     def recording(self) -> Recording:
         """Return the recording so far."""
         begun = self._first or self._describe_start()
-        heroes = self._arena.heroes
-        decisions = np.stack(self._decisions) if self._decisions else np.zeros((0, heroes, len(HEADS)), np.int8)
+        decisions = np.stack(self._decisions) if self._decisions else begun.decisions
         match = self._arena.match[self._m]
         winner = int(match[WINNER])
-        return Recording(
-            size=begun.size,
-            seed=begun.seed,
-            lineup=begun.lineup,
-            limit=begun.limit,
-            every=begun.every,
-            decisions=decisions,
-            hashes=(*self._hashes, self._hash()),
-            lenient=begun.lenient,
-            start=begun.start,
-            names=self._names,
-            result={"over": bool(match[OVER]), "winner": winner if winner >= 0 else None, "ticks": int(match[TICK])},
-            hash_every=self._every,
-        )
+        result = {"over": bool(match[OVER]), "winner": winner if winner >= 0 else None, "ticks": int(match[TICK])}
+        return replace(begun, decisions=decisions, hashes=(*self._hashes, self._hash()), result=result)
 
     def write(self, path: Path) -> Path:
         return write_recording(path, self.recording())
@@ -149,10 +136,12 @@ class Recorder:
             decisions=np.zeros((0, arena.heroes, len(HEADS)), np.int8),
             hashes=(),
             lenient=arena.lenient,
+            names=self._names,
+            hash_every=self._every,
         )
         if begun.begin().hash(0) == arena.hash(self._m):
             return begun
-        return Recording(**{**vars(begun), "start": arena.save(self._m)})  # does not start at tick 0: needs the state itself
+        return replace(begun, start=arena.save(self._m))  # does not start at tick 0: needs the state itself
 
 
 # -- files --------------------------------------------------------------------------------------------------------------

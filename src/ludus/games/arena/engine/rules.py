@@ -7,6 +7,7 @@ slot moves first, so a match with swapped camps is the same match rotated.
 from __future__ import annotations
 
 from ludus.core.types import Ints32
+from ludus.games.arena.engine import heroes
 from ludus.games.arena.engine.geometry import (
     DX,
     DY,
@@ -20,42 +21,6 @@ from ludus.games.arena.engine.geometry import (
     integer_root,
     noise,
     within,
-)
-from ludus.games.arena.engine.heroes import (
-    DASHES,
-    H_ARMOUR,
-    H_ARMOUR_GROWTH,
-    H_ATTACK,
-    H_ATTACK_GROWTH,
-    H_HP,
-    H_HP_GROWTH,
-    H_ITEM_ARMOUR,
-    H_ITEM_ATTACK,
-    H_ITEM_HP,
-    H_MANA,
-    H_MANA_GROWTH,
-    H_PERIOD,
-    H_RANGE,
-    H_REGEN,
-    H_SPEED,
-    HEALS,
-    S_ALLY,
-    S_AMOUNT,
-    S_COOLDOWN,
-    S_DAMAGE,
-    S_EFFECT,
-    S_GROWTH,
-    S_MANA,
-    S_RANGE,
-    S_RATIO,
-    S_SIZE,
-    S_TICKS,
-    S_WINDUP,
-    SHIELDS,
-    SKILL_COLUMNS,
-    SKILLS_AT,
-    SLOWS,
-    STUNS,
 )
 from ludus.games.arena.engine.jit import inner
 from ludus.games.arena.engine.layout import (
@@ -244,17 +209,21 @@ def spawn_y(match: Ints32, h: int) -> int:
 def update_stats(units: Ints32, table: Ints32, h: int) -> None:
     """Set the attributes of a hero from its level and items; missing health and mana stay the same."""
     row, level, items = units[HERO_ROW, h], units[LEVEL, h] - 1, units[ITEMS, h]
-    hp = table[row, H_HP] + level * table[row, H_HP_GROWTH] + items * table[row, H_ITEM_HP]
-    mana = table[row, H_MANA] + level * table[row, H_MANA_GROWTH]
+    hp = table[row, heroes.H_HP] + level * table[row, heroes.H_HP_GROWTH] + items * table[row, heroes.H_ITEM_HP]
+    mana = table[row, heroes.H_MANA] + level * table[row, heroes.H_MANA_GROWTH]
     units[HP, h] += hp - units[MAX_HP, h]
     units[MANA, h] += mana - units[MAX_MANA, h]
     units[MAX_HP, h] = hp
     units[MAX_MANA, h] = mana
-    units[ATTACK, h] = table[row, H_ATTACK] + level * table[row, H_ATTACK_GROWTH] + items * table[row, H_ITEM_ATTACK]
-    units[ARMOUR, h] = table[row, H_ARMOUR] + level * table[row, H_ARMOUR_GROWTH] + items * table[row, H_ITEM_ARMOUR]
-    units[RANGE, h] = table[row, H_RANGE]
-    units[SPEED, h] = table[row, H_SPEED]
-    units[PERIOD, h] = table[row, H_PERIOD]
+    units[ATTACK, h] = (
+        table[row, heroes.H_ATTACK] + level * table[row, heroes.H_ATTACK_GROWTH] + items * table[row, heroes.H_ITEM_ATTACK]
+    )
+    units[ARMOUR, h] = (
+        table[row, heroes.H_ARMOUR] + level * table[row, heroes.H_ARMOUR_GROWTH] + items * table[row, heroes.H_ITEM_ARMOUR]
+    )
+    units[RANGE, h] = table[row, heroes.H_RANGE]
+    units[SPEED, h] = table[row, heroes.H_SPEED]
+    units[PERIOD, h] = table[row, heroes.H_PERIOD]
 
 
 # -- legality ---------------------------------------------------------------------------------------------------------
@@ -292,11 +261,11 @@ def can_attack(units: Ints32, match: Ints32, h: int, j: int) -> bool:
 @inner
 def can_target(units: Ints32, match: Ints32, table: Ints32, h: int, skill: int, j: int) -> bool:
     """Whether unit j is a target of skill 1 or 3 of hero h: in range, visible, no building; allied heroes for an ally skill."""
-    at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
+    at = heroes.SKILLS_AT + (skill - 1) * heroes.SKILL_COLUMNS
     row = units[HERO_ROW, h]
-    if units[ALIVE, j] == 0 or is_building(units, j) or not within(units, h, j, int(table[row, at + S_RANGE])):
+    if units[ALIVE, j] == 0 or is_building(units, j) or not within(units, h, j, int(table[row, at + heroes.S_RANGE])):
         return False
-    if table[row, at + S_ALLY] == 1:
+    if table[row, at + heroes.S_ALLY] == 1:
         return bool(units[CAMP, j] == units[CAMP, h] and units[KIND, j] == HERO)
     return bool(units[CAMP, j] != units[CAMP, h] and units[SEEN, j] == 1)
 
@@ -309,9 +278,9 @@ def is_free(units: Ints32, h: int) -> bool:
 
 @inner
 def can_cast(units: Ints32, table: Ints32, h: int, skill: int) -> bool:
-    at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
+    at = heroes.SKILLS_AT + (skill - 1) * heroes.SKILL_COLUMNS
     row = units[HERO_ROW, h]
-    return bool(is_free(units, h) and units[COOLDOWN_1 + skill - 1, h] == 0 and units[MANA, h] >= table[row, at + S_MANA])
+    return bool(is_free(units, h) and units[COOLDOWN_1 + skill - 1, h] == 0 and units[MANA, h] >= table[row, at + heroes.S_MANA])
 
 
 @inner
@@ -462,11 +431,11 @@ def apply_order(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h:
 def begin_skill(units: Ints32, match: Ints32, table: Ints32, h: int, skill: int, direction: int, target: int) -> None:
     if not can_cast(units, table, h, skill) or (skill != 2 and not can_target(units, match, table, h, skill, target)):
         return
-    row, at = units[HERO_ROW, h], SKILLS_AT + (skill - 1) * SKILL_COLUMNS
-    units[MANA, h] -= table[row, at + S_MANA]
-    units[COOLDOWN_1 + skill - 1, h] = table[row, at + S_COOLDOWN]
+    row, at = units[HERO_ROW, h], heroes.SKILLS_AT + (skill - 1) * heroes.SKILL_COLUMNS
+    units[MANA, h] -= table[row, at + heroes.S_MANA]
+    units[COOLDOWN_1 + skill - 1, h] = table[row, at + heroes.S_COOLDOWN]
     units[CAST, h] = skill
-    units[CAST_LEFT, h] = table[row, at + S_WINDUP]
+    units[CAST_LEFT, h] = table[row, at + heroes.S_WINDUP]
     units[CAST_TARGET, h] = -1
     if skill == 2:
         sign = 1 if units[CAMP, h] == 0 else -1
@@ -484,29 +453,29 @@ def begin_skill(units: Ints32, match: Ints32, table: Ints32, h: int, skill: int,
 @inner
 def skill_power(units: Ints32, table: Ints32, h: int, at: int) -> int:
     row = units[HERO_ROW, h]
-    grown = int(table[row, at + S_DAMAGE]) + (int(units[LEVEL, h]) - 1) * int(table[row, at + S_GROWTH])
-    return grown + int(units[ATTACK, h]) * int(table[row, at + S_RATIO]) // 100
+    grown = int(table[row, at + heroes.S_DAMAGE]) + (int(units[LEVEL, h]) - 1) * int(table[row, at + heroes.S_GROWTH])
+    return grown + int(units[ATTACK, h]) * int(table[row, at + heroes.S_RATIO]) // 100
 
 
 @inner
 def apply_skill(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, h: int, at: int, j: int) -> None:
     """Add the effect of a skill of hero h on unit j to `pending`."""
     row = units[HERO_ROW, h]
-    effect, ticks = int(table[row, at + S_EFFECT]), int(table[row, at + S_TICKS])
+    effect, ticks = int(table[row, at + heroes.S_EFFECT]), int(table[row, at + heroes.S_TICKS])
     amount = skill_power(units, table, h, at)
-    if effect == HEALS:
+    if effect == heroes.HEALS:
         healed = min(amount, int(units[MAX_HP, j]) - int(units[HP, j]))
         pending[P_HEAL, j] += amount
         units[HEALED, h] += max(0, healed)
         return
     add_hit(units, match, pending, h, j, amount)
-    if effect == STUNS:
+    if effect == heroes.STUNS:
         pending[P_STUN, j] = max(pending[P_STUN, j], ticks)
-    elif effect == SLOWS:
+    elif effect == heroes.SLOWS:
         pending[P_SLOW, j] = max(pending[P_SLOW, j], ticks)
-        pending[P_SLOW_BY, j] = max(pending[P_SLOW_BY, j], table[row, at + S_AMOUNT])
-    elif effect == SHIELDS:
-        pending[P_SHIELD, h] = max(pending[P_SHIELD, h], table[row, at + S_AMOUNT])
+        pending[P_SLOW_BY, j] = max(pending[P_SLOW_BY, j], table[row, at + heroes.S_AMOUNT])
+    elif effect == heroes.SHIELDS:
+        pending[P_SHIELD, h] = max(pending[P_SHIELD, h], table[row, at + heroes.S_AMOUNT])
         pending[P_SHIELD_TICKS, h] = max(pending[P_SHIELD_TICKS, h], ticks)
 
 
@@ -518,12 +487,12 @@ def release_skill(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, 
     if skill == RECALLING:
         pending[P_X, h], pending[P_Y, h] = spawn_x(match, h), spawn_y(match, h)
         return
-    row, at = units[HERO_ROW, h], SKILLS_AT + (skill - 1) * SKILL_COLUMNS
+    row, at = units[HERO_ROW, h], heroes.SKILLS_AT + (skill - 1) * heroes.SKILL_COLUMNS
     if skill == 1:
         j = int(units[CAST_TARGET, h])
         # Misses targets that moved away or died.
-        if units[ALIVE, j] == 1 and within(units, h, j, int(table[row, at + S_RANGE]) + 1_500):
-            if table[row, at + S_EFFECT] == DASHES:
+        if units[ALIVE, j] == 1 and within(units, h, j, int(table[row, at + heroes.S_RANGE]) + 1_500):
+            if table[row, at + heroes.S_EFFECT] == heroes.DASHES:
                 contact = int(units[RADIUS, h]) + int(units[RADIUS, j])
                 far = max(1, distance(units, h, j))
                 go = max(0, far - contact)
@@ -531,11 +500,11 @@ def release_skill(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, 
                 pending[P_Y, h] = int(units[Y, h]) + divide_towards_zero((int(units[Y, j]) - int(units[Y, h])) * go, far)
             apply_skill(units, match, table, pending, h, at, j)
         return
-    if skill == 2 and table[row, at + S_EFFECT] == DASHES:
-        reach = int(table[row, at + S_RANGE])
+    if skill == 2 and table[row, at + heroes.S_EFFECT] == heroes.DASHES:
+        reach = int(table[row, at + heroes.S_RANGE])
         pending[P_X, h] = clamp_x(int(units[X, h]) + divide_towards_zero(reach * int(units[CAST_X, h]), ONE))
         pending[P_Y, h] = clamp_y(int(units[Y, h]) + divide_towards_zero(reach * int(units[CAST_Y, h]), ONE))
-    helps = table[row, at + S_ALLY] == 1
+    helps = table[row, at + heroes.S_ALLY] == 1
     for j in range(units.shape[1]):
         if units[ALIVE, j] == 0 or is_building(units, j) or (units[CAMP, j] == units[CAMP, h]) != helps:
             continue
@@ -549,7 +518,7 @@ def release_skill(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, 
 @inner
 def on_line(units: Ints32, table: Ints32, h: int, at: int, j: int) -> bool:
     row = units[HERO_ROW, h]
-    reach, half = int(table[row, at + S_RANGE]), int(table[row, at + S_SIZE]) + int(units[RADIUS, j])
+    reach, half = int(table[row, at + heroes.S_RANGE]), int(table[row, at + heroes.S_SIZE]) + int(units[RADIUS, j])
     dx, dy = int(units[X, j]) - int(units[X, h]), int(units[Y, j]) - int(units[Y, h])
     ux, uy = int(units[CAST_X, h]), int(units[CAST_Y, h])
     along, across = divide_towards_zero(dx * ux + dy * uy, ONE), divide_towards_zero(dx * uy - dy * ux, ONE)
@@ -559,7 +528,7 @@ def on_line(units: Ints32, table: Ints32, h: int, at: int, j: int) -> bool:
 @inner
 def in_area(units: Ints32, table: Ints32, h: int, at: int, j: int) -> bool:
     dx, dy = int(units[X, j]) - int(units[CAST_X, h]), int(units[Y, j]) - int(units[CAST_Y, h])
-    most = int(table[units[HERO_ROW, h], at + S_SIZE]) + int(units[RADIUS, j])
+    most = int(table[units[HERO_ROW, h], at + heroes.S_SIZE]) + int(units[RADIUS, j])
     return dx * dx + dy * dy <= most * most
 
 
@@ -813,7 +782,7 @@ def update_hero(units: Ints32, match: Ints32, table: Ints32, h: int) -> None:
     if tick % SECOND == 0:
         # Not during a fight: heroes at their fountain could not be killed.
         well = home and units[HURT, h] >= FOUNTAIN_AFTER
-        hp = int(table[units[HERO_ROW, h], H_REGEN]) + (int(units[MAX_HP, h]) * 12 // 100 if well else 0)
+        hp = int(table[units[HERO_ROW, h], heroes.H_REGEN]) + (int(units[MAX_HP, h]) * 12 // 100 if well else 0)
         mana = 4 + int(units[MAX_MANA, h]) // 100 + (int(units[MAX_MANA, h]) * 12 // 100 if well else 0)
         units[HP, h] = min(int(units[MAX_HP, h]), int(units[HP, h]) + hp)
         units[MANA, h] = min(int(units[MAX_MANA, h]), int(units[MANA, h]) + mana)
@@ -895,7 +864,7 @@ def tick(units: Ints32, match: Ints32, table: Ints32, pending: Ints32, orders: I
 
 
 @inner
-def observed_slot(match: Ints32, h: int, row: int) -> int:
+def slot_of_row(match: Ints32, h: int, row: int) -> int:
     """Return the slot of row `row` in hero h's observation and target head. Row 0 is the hero itself."""
     size = int(match[SIZE])
     camp = h // size

@@ -21,22 +21,6 @@ MAX_SIZE: Final = 10
 SECONDS: Final = 480
 MAX_SECONDS: Final = 7200
 
-PARTS: Final = (
-    "gold",
-    "experience",
-    "health",
-    "kill",
-    "death",
-    "assist",
-    "last_hit",
-    "damage",
-    "healing",
-    "towers",
-    "win",
-)
-"""Parts of a reward. Gold, experience and damage are in hundreds, `health` is the change of the hero's own health share, `towers` the
-health of buildings that the enemy lost minus that of the own camp, in whole buildings, `win` 1 or −1 when a base falls."""
-
 WEIGHTS: Final[Mapping[str, float]] = {
     "gold": 0.5,
     "experience": 0.3,
@@ -50,6 +34,9 @@ WEIGHTS: Final[Mapping[str, float]] = {
     "towers": 3.0,
     "win": 5.0,
 }
+"""Default weights of the parts of a reward. Gold, experience and damage are in hundreds, `health` is the change of the hero's own health share, `towers` the
+health of buildings that the enemy lost minus that of the own camp, in whole buildings, `win` 1 or −1 when a base falls."""
+PARTS: Final = tuple(WEIGHTS)
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,8 @@ from ludus.core.types import Bools, Floats, Ints32
 from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, SELF, assign_opponents
 from ludus.errors import ConfigError
 from ludus.games.arena.bots.bots import BOTS
-from ludus.games.arena.engine.layout import TICKS_PER_SECOND
-from ludus.games.arena.env.seats import (
-    CAMPS,
-    STATISTICS,
-    ArenaOptions,
-    Observation,
-    Seats,
-    action_space,
-    observation_space,
-    row_of,
-)
+from ludus.games.arena.engine.layout import CAMP_NAMES, TICKS_PER_SECOND
+from ludus.games.arena.env.seats import STATISTICS, ArenaOptions, Observation, Seats, action_space, observation_space, row_of
 
 Actions = npt.NDArray[np.integer]
 RENDER_WIDTH: Final = 1280
@@ -214,6 +205,6 @@ class LazyRenderer:
         if self._renderer is None:
             from ludus.games.arena.render.renderer import Renderer
 
-            first, second = (name.capitalize() for name in CAMPS)
+            first, second = (name.capitalize() for name in CAMP_NAMES)
             self._renderer = Renderer(self._size, self._width, names=(first, second))
         return self._renderer.rgb(units, match)

@@ -14,17 +14,9 @@ import numpy as np
 from ludus.core.types import Floats
 from ludus.envs.opponents.opponent_mix import RULE, SELF
 from ludus.errors import ConfigError, MissingExtra
+from ludus.games.arena.engine.layout import CAMP_NAMES
 from ludus.games.arena.env.gym_env import RENDER_WIDTH, Actions, LazyRenderer, metadata
-from ludus.games.arena.env.seats import (
-    CAMPS,
-    ArenaOptions,
-    Observation,
-    Seats,
-    action_space,
-    observation_space,
-    row_of,
-    state_space,
-)
+from ludus.games.arena.env.seats import ArenaOptions, Observation, Seats, action_space, observation_space, row_of, state_space
 
 try:
     from pettingzoo import ParallelEnv
@@ -60,9 +52,9 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
         self.metadata = metadata(options) | {"name": f"arena_{size}v{size}_v0", "is_parallelizable": True}
         self.seats = Seats(options, [range(2 * size if options.against_self else size)])
         played = (camp, 1 - camp) if options.against_self else (camp,)
-        self._order = [f"{CAMPS[c]}_{i}" for c in played for i in range(size)]
+        self._order = [f"{CAMP_NAMES[c]}_{i}" for c in played for i in range(size)]
         """Agents in the order of the rows."""
-        self.possible_agents = [f"{CAMPS[c]}_{i}" for c in sorted(played) for i in range(size)]
+        self.possible_agents = [f"{CAMP_NAMES[c]}_{i}" for c in sorted(played) for i in range(size)]
         self.agents: list[str] = []
         self._observation_spaces = {agent: observation_space(size) for agent in self.possible_agents}
         self._action_spaces = {agent: action_space(size) for agent in self.possible_agents}

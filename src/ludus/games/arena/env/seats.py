@@ -24,59 +24,19 @@ from ludus.envs.opponents.opponent_mix import RULE, SELF, parse_opponent_mix
 from ludus.envs.opponents.opponent_sampler import FIXED, OpponentSampler, bernoulli
 from ludus.errors import ConfigError
 from ludus.games.arena.bots.bots import BOTS
-from ludus.games.arena.engine import heroes
-from ludus.games.arena.engine.central_observation import central_observation
-from ludus.games.arena.engine.jit import kernel
-from ludus.games.arena.engine.layout import (
-    AIMED,
-    ALIVE,
-    ASSISTS,
-    BUTTONS,
-    CORE,
-    DEATHS,
-    DIRECTIONS,
-    EARNED,
-    HEADS,
-    ILLEGAL,
-    KILLS,
-    LAST_HITS,
-    LEVEL,
-    LIMIT,
-    SEEN,
-    structure_slot,
-    units_of,
-)
+from ludus.games.arena.engine import heroes, layout
 from ludus.games.arena.engine.mid_game_starts import MidGameStarts
-from ludus.games.arena.engine.observations import (
-    BEYOND_ONE,
-    ENTITY_FEATURES,
-    FEATURES,
-    SCALAR_FEATURES,
-    SCALARS,
-    write_entity,
-    write_masks,
-    write_scalars,
-)
-from ludus.games.arena.engine.rules import observed_slot
+from ludus.games.arena.engine.observations import BEYOND_ONE, ENTITY_FEATURES, SCALAR_FEATURES
 from ludus.games.arena.engine.settings import SECONDS, ArenaSettings, Rewards, rows_of, size_of
-from ludus.games.arena.engine.vector import MASK_BEFORE_TARGETS, Arena
+from ludus.games.arena.engine.vector import Arena
 
-CAMPS: Final = ("blue", "red")
-"""Names of camp 0 and camp 1."""
 RANDOM: Final = "random"
 HOME, LANE = "home", "lane"
 """Start positions of heroes."""
 STAND_IN: Final = "medium"
 """Bot that completes the last match when rows play each other and their number is odd."""
-STATISTICS: Final[Mapping[str, int]] = {
-    "kills": KILLS,
-    "deaths": DEATHS,
-    "assists": ASSISTS,
-    "last_hits": LAST_HITS,
-    "gold": EARNED,
-    "level": LEVEL,
-    "illegal": ILLEGAL,
-}
+STATISTICS: Final = ("kills", "deaths", "assists", "last_hits", "gold", "level", "illegal")
+"""Names of the statistics of a hero that the environments report."""
 
 Observation = dict[str, Any]
 """Arrays; `action_mask` is a tuple with one for each head, the format of `action_space.sample(mask)`."""
@@ -85,32 +45,27 @@ Observation = dict[str, Any]
 # -- spaces -----------------------------------------------------------------------------------------------------------
 
 
-def options_of(size: int) -> tuple[int, ...]:
-    """Return the number of options of each action head."""
-    return len(BUTTONS), DIRECTIONS, DIRECTIONS, units_of(size)
-
-
 def observation_space(size: int, *, whole: bool = False) -> gym.spaces.Dict:
     """Observation space of one hero; `whole`: with the state for a centralised value function."""
-    slots = units_of(size)
+    slots = layout.units_of(size)
     observation: dict[str, gym.Space[Any]] = {
         "entities": _box(_bounds(ENTITY_FEATURES, slots)),
         "scalars": _box(_bounds(SCALAR_FEATURES)),
-        "target_mask": gym.spaces.MultiBinary((len(AIMED), slots)),
+        "target_mask": gym.spaces.MultiBinary((len(layout.AIMED), slots)),
     }
-    choices = gym.spaces.Tuple([gym.spaces.MultiBinary(options) for options in options_of(size)])
+    choices = gym.spaces.Tuple([gym.spaces.MultiBinary(options) for options in layout.options_of(size)])
     if whole:
         return gym.spaces.Dict({"observation": gym.spaces.Dict(observation), "state": state_space(size), "action_mask": choices})
     return gym.spaces.Dict(observation | {"action_mask": choices})
 
 
 def action_space(size: int) -> gym.spaces.MultiDiscrete:
-    return gym.spaces.MultiDiscrete(np.array(options_of(size)))
+    return gym.spaces.MultiDiscrete(np.array(layout.options_of(size)))
 
 
 def state_space(size: int) -> gym.spaces.Box:
     """Space of the state of a match without fog of war."""
-    entities, scalars = _bounds(ENTITY_FEATURES, units_of(size)), _bounds(SCALAR_FEATURES, 2 * size)
+    entities, scalars = _bounds(ENTITY_FEATURES, layout.units_of(size)), _bounds(SCALAR_FEATURES, 2 * size)
     return _box(np.concatenate([entities.reshape(2, -1), scalars.reshape(2, -1)], axis=1))
 
 
@@ -219,9 +174,11 @@ class ArenaOptions:
         """Own camp; None: drawn for every match. Raises ConfigError."""
         if self.side == RANDOM:
             return None
-        names = {"0": 0, "1": 1, CAMPS[0]: 0, CAMPS[1]: 1}
+        names = {"0": 0, "1": 1, layout.CAMP_NAMES[0]: 0, layout.CAMP_NAMES[1]: 1}
         if str(self.side) not in names:
-            raise ConfigError(f"side is {self.side!r}.", f"0 or {CAMPS[0]}, 1 or {CAMPS[1]}, or {RANDOM}.")
+            raise ConfigError(
+                f"side is {self.side!r}.", f"0 or {layout.CAMP_NAMES[0]}, 1 or {layout.CAMP_NAMES[1]}, or {RANDOM}."
+            )
         return names[str(self.side)]
 
     def lineups(self) -> Lineups:
@@ -263,9 +220,9 @@ class Seats:
         """By match: index in BOTS of the bot that plays the other heroes."""
         self._bot_of_hero: npt.NDArray[np.int8] = np.full((matches, self.arena.heroes), -1, np.int8)
         self._has_bots = bool(len(self.match_of) < matches * self.arena.heroes)
-        self._nothing: Ints32 = np.zeros((matches, self.arena.heroes, len(HEADS)), np.int32)
-        self._heads = np.cumsum(options_of(self.size))[:-1].tolist()
-        self._bases = [structure_slot(self.size, camp, CORE) for camp in (0, 1)]
+        self._nothing: Ints32 = np.zeros((matches, self.arena.heroes, len(layout.HEADS)), np.int32)
+        self._heads = np.cumsum(layout.options_of(self.size))[:-1].tolist()
+        self._bases = [layout.structure_slot(self.size, camp, layout.CORE) for camp in (0, 1)]
         self._random: list[np.random.Generator] = [np_random(None)[0] for _ in range(matches)]
         self._was_over: Bools = np.ones(matches, np.bool_)
         self._mid_game_starts = options.mid_game_starts()
@@ -295,7 +252,7 @@ class Seats:
             self._record_result(m)
         seeds = [self._draw_match(int(m)) for m in chosen]
         self.arena.reset(seeds, chosen.tolist())
-        self.arena.match[chosen, LIMIT] = np.minimum(self.arena.match[chosen, LIMIT], self._limit)
+        self.arena.match[chosen, layout.LIMIT] = np.minimum(self.arena.match[chosen, layout.LIMIT], self._limit)
         if self._lane[chosen].any():
             self.arena.move_to_lane(chosen[self._lane[chosen]].tolist())
         self._was_over[chosen] = False
@@ -341,7 +298,7 @@ class Seats:
         if not ended.any():
             none = np.zeros(self.rows, np.bool_)
             return reward, none, none.copy()
-        fallen = (self.arena.units[:, ALIVE][:, self._bases] == 0).any(axis=1)
+        fallen = (self.arena.units[:, layout.ALIVE][:, self._bases] == 0).any(axis=1)
         return reward, (ended & fallen)[self.match_of], (ended & ~fallen)[self.match_of]
 
     def over(self) -> Ints:
@@ -350,39 +307,19 @@ class Seats:
 
     def observe(self) -> Observation:
         """Return the observations of all rows, [rows, …], in new arrays."""
-        rows, slots = self.rows, self.arena.slots
-        entities = np.empty((rows, slots, FEATURES), np.float32)
-        scalars = np.empty((rows, SCALARS), np.float32)
-        mask = np.empty((rows, MASK_BEFORE_TARGETS + slots), np.bool_)
-        targets = np.empty((rows, len(AIMED), slots), np.bool_)
-        _write_observations(
-            self.arena.units, self.arena.match, heroes.TABLE, self.match_of, self.hero_of, entities, scalars, mask, targets
-        )  # fmt: skip
+        entities, scalars, mask, targets = self.arena.observe_rows(self.match_of, self.hero_of)
         observation: Observation = {"entities": entities, "scalars": scalars, "target_mask": targets.view(np.int8)}
         choices = tuple(np.split(mask.view(np.int8), self._heads, axis=1))
         if self._whole:
-            return {"observation": observation, "state": self.central_observation(), "action_mask": choices}
+            state = self.arena.central_observation(self.match_of, self.hero_of)
+            return {"observation": observation, "state": state, "action_mask": choices}
         return observation | {"action_mask": choices}
 
-    def central_observation(self) -> Floats:
-        """Return [rows, S]: all units without fog of war, then the scalars of all heroes, the row's own first."""
-        return central_observation(self.arena, self.match_of, self.hero_of)
-
     def state(self, m: int = 0) -> Floats:
-        """Return the state of a match: all units without fog of war for the first row's hero, then the scalars of all heroes."""
-        number, slots = self.arena.heroes, self.arena.slots
-        units = self.arena.units[m : m + 1].copy()
-        units[:, SEEN] = 1
-        first = int(self.hero_of[self._rows[m][0]])
-        heroes_of = (np.arange(number) + first // self.size * self.size) % number
-        entities = np.empty((number, slots, FEATURES), np.float32)
-        scalars = np.empty((number, SCALARS), np.float32)
-        mask = np.empty((number, MASK_BEFORE_TARGETS + slots), np.bool_)
-        targets = np.empty((number, len(AIMED), slots), np.bool_)
-        _write_observations(
-            units, self.arena.match[m : m + 1], heroes.TABLE, np.zeros(number, np.int64), heroes_of, entities, scalars, mask, targets
-        )  # fmt: skip
-        return np.concatenate([entities[0].reshape(-1), scalars.reshape(-1)])
+        """Return the state of a match without fog of war, as the first hero of the first row's camp sees it."""
+        first = self.hero_of[self._rows[m][:1]] // self.size * self.size
+        state: Floats = self.arena.central_observation(np.array([m]), first)[0]
+        return state
 
     def result(self) -> dict[str, npt.NDArray[Any]]:
         """Return for all rows the current result (1: won, -1: lost, 0: neither) and the statistics of the hero."""
@@ -390,25 +327,5 @@ class Seats:
         winner = self.arena.winner[m]
         camp = h // self.size
         won = np.where(winner < 0, 0, np.where(winner == camp, 1, -1))
-        statistics = {name: units[m, row, h] for name, row in STATISTICS.items()}
+        statistics = {name: units[m, layout.STATISTICS[name], h] for name in STATISTICS}
         return {"won": won, "camp": camp, "ticks": self.arena.tick[m].copy(), **statistics}
-
-
-@kernel
-def _write_observations(
-    units: Ints32,
-    match: Ints32,
-    table: Ints32,
-    matches: Ints,
-    heroes_of: Ints,
-    entities: Floats,
-    scalars: Floats,
-    mask: Bools,
-    target_mask: Bools,
-) -> None:
-    for k in range(matches.shape[0]):
-        m, h = int(matches[k]), int(heroes_of[k])
-        for row in range(entities.shape[1]):
-            write_entity(units[m], match[m], table, h, observed_slot(match[m], h, row), entities[k, row])
-        write_scalars(units[m], match[m], table, h, scalars[k])
-        write_masks(units[m], match[m], table, h, mask[k], target_mask[k])

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
 from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable
@@ -72,15 +73,10 @@ class ActorSession:
 
     async def tick(self, body: bytes, without: bytes | None = None) -> ActorReply:
         """Request actions. `without`: the body without optional information, for actors that reject it."""
-        if without is not None and not self._accepts_info:
-            body, without = without, None
         self._since = self._since or time.monotonic()
         try:
-            reply = await self.client.tick(self._session, body, self.remote.timeout_s)
+            reply = await self._send(lambda sent: self.client.tick(self._session, sent, self.remote.timeout_s), body, without)
         except Refused as error:
-            if error.status == _UNUSABLE and without is not None:
-                self._accepts_info = False
-                return await self.tick(without)
             return await self._handle_refusal(error)
         except DeadlineMissed as error:
             return self._no_reply(error.message)
@@ -93,21 +89,29 @@ class ActorSession:
         """End the session and return the reply; empty if there is none. Failures are logged: the actor expires the session."""
         if not self._session:
             return b""
-        if without is not None and not self._accepts_info:
-            body, without = without, None
         reply = b""
         try:
             async with asyncio.timeout(min(self._limit_s, _END_S)):
-                reply = await self.client.end(self._session, body)
-        except Refused as error:
-            if error.status == _UNUSABLE and without is not None:
-                self._accepts_info = False
-                return await self.end(without)
-            self._log_failure("the actor refused the end", error)
+                reply = await self._send(lambda sent: self.client.end(self._session, sent), body, without)
         except (TimeoutError, LudusError) as error:
-            self._log_failure("the end did not reach the actor", error)
+            if not self._gone:  # otherwise already logged
+                what = "the actor refused the end" if isinstance(error, Refused) else "the end did not reach the actor"
+                log.warning("%s: %s: %s", self._session, what, (str(error) or "timed out")[:_MAX_REASON])
         self._session = ""
         return reply
+
+    async def _send(self, request: Callable[[bytes], Awaitable[bytes]], body: bytes, without: bytes | None) -> bytes:
+        """Send `body`, or `without` to an actor that rejects optional information."""
+        if without is None:
+            return await request(body)
+        if self._accepts_info:
+            try:
+                return await request(body)
+            except Refused as error:
+                if error.status != _UNUSABLE:
+                    raise
+                self._accepts_info = False
+        return await request(without)
 
     async def _handle_refusal(self, error: Refused) -> ActorReply:
         why = f"{error.status} {error.error}: {error}"
@@ -128,7 +132,3 @@ class ActorSession:
     def _give_up(self, why: str) -> ActorReply:
         self._gone = True
         return ActorReply(None, why[:_MAX_REASON], gone=True)
-
-    def _log_failure(self, what: str, error: Exception) -> None:
-        if not self._gone:  # otherwise already logged
-            log.warning("%s: %s: %s", self._session, what, (str(error) or "timed out")[:_MAX_REASON])

@@ -97,7 +97,7 @@ class BodyCodec:
             given = self._actions(message, seats)
         except ValueError as error:
             return ParsedReply({}, dict.fromkeys(seats, f"The reply {error}."), set())
-        reply = ParsedReply({}, {}, {str(name)[:_NAME] for name in given.keys() - seats}, _matches_in(message))
+        reply = ParsedReply({}, {}, {str(name)[:_NAME] for name in given.keys() - seats}, _further_matches(message))
         for name in seats:
             if why := self._find_error(given.get(name)):
                 reply.wrong[name] = why
@@ -108,7 +108,7 @@ class BodyCodec:
     def matches_in(self, body: bytes) -> Sequence[Any]:
         """Return the further matches in the reply to a start or an end; none if it is invalid."""
         try:
-            return _matches_in(self._message(body)) if body else ()
+            return _further_matches(self._message(body)) if body else ()
         except ValueError:
             return ()
 
@@ -123,7 +123,7 @@ class BodyCodec:
         try:
             return msgpack.unpackb(body) if self.kind == "msgpack" else json.loads(body)
         except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
-            raise ValueError(f"is not {self.kind}: {_short(error)}") from None
+            raise ValueError(f"is not {self.kind}: {str(error)[:80] or type(error).__name__}") from None
 
     def _actions(self, message: Any, seats: Collection[str]) -> dict[Any, Any]:
         """Raises ValueError, in words that go on after “The reply”."""
@@ -184,27 +184,14 @@ def _encode_raw(step: SeatStep) -> bytes:
     return b"".join((_HEAD.pack(step.reward, flags), *parts))
 
 
-def _matches_in(message: Any) -> Sequence[Any]:
+def _further_matches(message: Any) -> Sequence[Any]:
     given = message.get(MATCHES) if isinstance(message, dict) else None
     return given if isinstance(given, list) else ()
 
 
-def _short(error: Exception) -> str:
-    return str(error)[:80] or type(error).__name__
-
-
-def options_of(units: int) -> tuple[int, ...]:
-    """Return the number of options of each head in a match with `units` units."""
-    return len(BUTTONS), DIRECTIONS, DIRECTIONS, units
-
-
 def explain_refusal(action: Action, mask: npt.NDArray[np.bool_], target_mask: npt.NDArray[np.bool_]) -> str:
     """Return why an action is illegal, and the legal ones. `mask` is flat; `target_mask` has a row for each button with a target."""
-    buttons, moves, skills = (
-        mask[: len(BUTTONS)],
-        mask[len(BUTTONS) :][:DIRECTIONS],
-        mask[len(BUTTONS) + DIRECTIONS :][:DIRECTIONS],
-    )
+    buttons, moves, skills, _ = np.split(mask, np.cumsum([len(BUTTONS), DIRECTIONS, DIRECTIONS]))
     may = ", ".join(name for name, allowed in zip(BUTTONS, buttons, strict=True) if allowed)
     what, uses = action[0], USES[action[0]]
     wrong = f"{BUTTONS[what]!r} is not allowed now."

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, get_args
 
@@ -14,28 +15,10 @@ import numpy.typing as npt
 
 from ludus.core.plugins import did_you_mean
 from ludus.errors import ConfigError
+from ludus.games.arena.engine import layout
 from ludus.games.arena.engine.heroes import HEROES
-from ludus.games.arena.engine.layout import (
-    ALIVE,
-    ASSISTS,
-    DAMAGE,
-    DAMAGE_BUILDINGS,
-    DEATHS,
-    EARNED,
-    HERO_ROW,
-    HP,
-    KILLS,
-    LAST_HITS,
-    LEVEL,
-    MAX_HP,
-    OUTER,
-    STRUCTURES,
-    TAKEN,
-    TICKS_PER_SECOND,
-    hero_slot,
-    structure_slot,
-)
 from ludus.games.arena.engine.settings import PARTS, Lineup, Rewards, rows_of, size_of
+from ludus.games.arena.engine.vector import building_health
 from ludus.games.arena.host.codec import Format
 
 OnIllegal = Literal["nothing", "rule", "forfeit"]
@@ -139,11 +122,7 @@ class MatchPlan:
 
 def read_plan(config: Any, tokens: Sequence[str | None], bots: Sequence[str]) -> MatchPlan:
     """Parse the JSON config of a gamecore server. Raises ConfigError with the key and its value."""
-    if not isinstance(config, Mapping):
-        _reject("The config", config, "It is a JSON object.")
-    for key in config:
-        if key not in _KEYS:
-            raise ConfigError(f"The key {key!r} of the config is unknown.", did_you_mean(str(key), _KEYS))
+    _check_keys("The config", config, _KEYS, "The key {key!r} of the config is unknown.")
     options = read_options(config.get("options") or {}, bots)
     size, lineup = read_teams(config.get("mode"), config.get("heroes"))
     start_from = config.get("start_from")
@@ -154,7 +133,7 @@ def read_plan(config: Any, tokens: Sequence[str | None], bots: Sequence[str]) ->
         runtime_id=_short_name("runtime_id", config.get("runtime_id", "arena")),
         size=size,
         lineup=lineup,
-        camps=_camps(config.get("camps"), tokens, options.rule),
+        camps=_read_camps(config.get("camps"), tokens, options.rule),
         seed=_whole("seed", config.get("seed", 0), 0, (1 << 63) - 1),
         max_ticks=None if max_ticks is None else _whole("max_frames", max_ticks, 1, (1 << 31) - 1),
         start_from=None if start_from is None else Path(start_from),
@@ -166,11 +145,7 @@ def read_plan(config: Any, tokens: Sequence[str | None], bots: Sequence[str]) ->
 def read_further_match(given: Any, first: MatchPlan, actor: ActorCamp, bots: Sequence[str]) -> MatchPlan:
     """Parse a further match from an actor's reply. It may set rule, start, team_spirit and weights; all other options must equal
     those of `first`. Raises ConfigError."""
-    if not isinstance(given, Mapping):
-        _reject("A further match", given, "It is an object.")
-    for key in given:
-        if key not in _FURTHER:
-            raise ConfigError(f"The key {key!r} of a further match is unknown.", did_you_mean(str(key), _FURTHER))
+    _check_keys("A further match", given, _FURTHER, "The key {key!r} of a further match is unknown.")
     camps = given.get("camps")
     if not isinstance(camps, Sequence) or len(camps) != CAMPS or not all(camp is True or camp is None for camp in camps):
         _reject("camps", camps, "It is a list of two: true, the actor plays it, or null, the rule does.")
@@ -181,27 +156,27 @@ def read_further_match(given: Any, first: MatchPlan, actor: ActorCamp, bots: Seq
             raise ConfigError(f"{name} of a further match is {getattr(own, name)!r}.", f"In this process it is {value!r}.")
     size, lineup = read_teams(first.mode, given.get("heroes"))
     players = [actor if camp else BotCamp(own.rule) for camp in camps]
-    return MatchPlan(
+    return replace(
+        first,
         runtime_id=_short_name("runtime_id", given.get("runtime_id")),
         size=size,
         lineup=lineup,
         camps=(players[0], players[1]),
         seed=_whole("seed", given.get("seed"), 0, (1 << 63) - 1),
-        max_ticks=first.max_ticks,
-        eval_mode=first.eval_mode,
+        start_from=None,
         options=own,
     )
 
 
 def read_teams(mode: Any, heroes: Any) -> tuple[int, Lineup | None]:
     """Return team size and line-up; both have defaults. Raises ConfigError."""
-    lineup = _lineup(heroes) if heroes else None
+    lineup = _read_lineup(heroes) if heroes else None
     size = size_of(mode) if mode is not None else 1 if lineup is None else size_of(max(len(camp) for camp in lineup))
     rows_of(lineup, size)
     return size, lineup
 
 
-def _lineup(heroes: Any) -> Lineup:
+def _read_lineup(heroes: Any) -> Lineup:
     if not isinstance(heroes, Sequence) or len(heroes) != CAMPS or not all(isinstance(camp, Sequence) for camp in heroes):
         _reject("heroes", heroes, "It is a list for each of the two camps: [[{hero_id: 190}, …], […]].")
     ids: list[list[Any]] = [[hero.get("hero_id") if isinstance(hero, Mapping) else hero for hero in camp] for camp in heroes]
@@ -212,7 +187,7 @@ def _lineup(heroes: Any) -> Lineup:
     return tuple(ids[0]), tuple(ids[1])
 
 
-def _camps(given: Any, tokens: Sequence[str | None], rule: str) -> tuple[CampPlayer, CampPlayer]:
+def _read_camps(given: Any, tokens: Sequence[str | None], rule: str) -> tuple[CampPlayer, CampPlayer]:
     given = given or []
     if not isinstance(given, Sequence) or len(given) > CAMPS:
         _reject("camps", given, "It is a list of at most two: null, or {url, timeout_s}.")
@@ -229,43 +204,45 @@ def _camps(given: Any, tokens: Sequence[str | None], rule: str) -> tuple[CampPla
 
 def read_options(given: Any, bots: Sequence[str]) -> HostOptions:
     """Raises ConfigError."""
-    if not isinstance(given, Mapping):
-        _reject("options", given, "It is an object.")
-    known = (HostOptions.__dataclass_fields__.keys() - {"weights"}) | {f"{_WEIGHT}{part}" for part in PARTS}
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"The option {key!r} is unknown.", did_you_mean(str(key), known))
-    default = HostOptions()
-    weights = {part: given[f"{_WEIGHT}{part}"] for part in PARTS if f"{_WEIGHT}{part}" in given}
+    checks: dict[str, Callable[[str, Any], Any]] = {
+        "rule": partial(_one_of, known=bots),
+        "pace": partial(_number, low=0.0, high=MAX_PACE),
+        "on_illegal": partial(_one_of, known=get_args(OnIllegal)),
+        "on_lost": partial(_one_of, known=get_args(OnLost)),
+        "patience_s": partial(_number, low=0.0, high=MAX_TIMEOUT_S),
+        "format": partial(_one_of, known=get_args(Format)),
+        "sessions": partial(_one_of, known=get_args(Sessions)),
+        "team_spirit": partial(_number, low=0.0, high=1.0),
+        "every": partial(_whole, low=1, high=layout.TICKS_PER_SECOND),
+        "start": partial(_one_of, known=get_args(Start)),
+        "together": partial(_whole, low=0, high=MAX_TOGETHER),
+    }
+    checks |= dict.fromkeys(("record", "lenient", "sparse", "zero_sum", "lockstep", "whole"), _flag)
+    weights = {f"{_WEIGHT}{part}": part for part in PARTS}
+    checks |= dict.fromkeys(weights, partial(_number, low=-MAX_WEIGHT, high=MAX_WEIGHT))
+    _check_keys("options", given, checks, "The option {key!r} is unknown.")
+    values = {key: checks[key](key, value) for key, value in given.items()}
     made = HostOptions(
-        rule=_one_of("rule", given.get("rule", default.rule), bots),
-        pace=_number("pace", given.get("pace", default.pace), 0.0, MAX_PACE),
-        on_illegal=_one_of("on_illegal", given.get("on_illegal", default.on_illegal), get_args(OnIllegal)),
-        on_lost=_one_of("on_lost", given.get("on_lost", default.on_lost), get_args(OnLost)),
-        patience_s=_number("patience_s", given.get("patience_s", default.patience_s), 0.0, MAX_TIMEOUT_S),
-        format=_one_of("format", given.get("format", default.format), get_args(Format)),
-        sessions=_one_of("sessions", given.get("sessions", default.sessions), get_args(Sessions)),
-        record=_flag("record", given.get("record", default.record)),
-        lenient=_flag("lenient", given.get("lenient", default.lenient)),
-        sparse=_flag("sparse", given.get("sparse", default.sparse)),
-        team_spirit=_number("team_spirit", given.get("team_spirit", default.team_spirit), 0.0, 1.0),
-        zero_sum=_flag("zero_sum", given.get("zero_sum", default.zero_sum)),
-        weights={part: _number(f"{_WEIGHT}{part}", weight, -MAX_WEIGHT, MAX_WEIGHT) for part, weight in weights.items()},
-        every=_whole("every", given.get("every", default.every), 1, TICKS_PER_SECOND),
-        lockstep=_flag("lockstep", given.get("lockstep", default.lockstep)),
-        whole=_flag("whole", given.get("whole", default.whole)),
-        start=_one_of("start", given.get("start", default.start), get_args(Start)),
-        together=_whole("together", given.get("together", default.together), 0, MAX_TOGETHER),
+        **{key: value for key, value in values.items() if key not in weights},
+        weights={part: values[key] for key, part in weights.items() if key in values},
     )
     if made.together and made.record:
         raise ConfigError(f"record is true and together is {made.together}.", "A process records one match: together: 0.")
     if made.format == "raw" and "sessions" not in given:  # a session of raw arrays has one seat
-        return HostOptions(**{**vars(made), "sessions": "hero"})
+        return replace(made, sessions="hero")
     if made.format == "raw" and made.sessions != "hero":
         raise ConfigError(
             "format is 'raw' and sessions is 'camp'.", "Raw arrays are for one seat: sessions: hero, or format: msgpack."
         )
     return made
+
+
+def _check_keys(name: str, given: Any, known: Collection[str], unknown: str) -> None:
+    if not isinstance(given, Mapping):
+        _reject(name, given, "It is a JSON object.")
+    for key in given:
+        if key not in known:
+            raise ConfigError(unknown.format(key=key), did_you_mean(str(key), known))
 
 
 def _one_of(name: str, given: Any, known: Sequence[str]) -> Any:
@@ -362,7 +339,7 @@ class HostedMatch:
         return f"hero_{hero % self.plan.size}"
 
     def heroes_of(self, camp: int) -> list[int]:
-        return [hero_slot(self.plan.size, camp, i) for i in range(self.plan.size)]
+        return list(range(camp * self.plan.size, (camp + 1) * self.plan.size))
 
     def reward(self, rewards: npt.NDArray[np.float32]) -> None:
         """Add the rewards of a decision. Those of a dead hero accumulate until its next step."""
@@ -431,8 +408,11 @@ def match_result(match: HostedMatch, units: npt.NDArray[np.int32], tick: int, se
         "seconds": round(seconds, 3),
         "players": match.names,
         "lost": {str(camp): why for camp, why in match.lost.items()},
-        "heroes": [_hero(match, hero, units) for hero in range(match.heroes)],
-        "buildings": [_buildings(size, camp, units) for camp in range(CAMPS)],
+        "heroes": [_hero_result(match, hero, units) for hero in range(match.heroes)],
+        "buildings": [
+            {name: round(float(share), 3) for name, share in zip(_NAMES, building_health(units, size, camp), strict=True)}
+            for camp in range(CAMPS)
+        ],
         "illegal": sum(count.illegal for count in match.counts),
         "garbled": sum(count.garbled for count in match.counts),
         "late": sum(count.late for count in match.counts),
@@ -440,29 +420,7 @@ def match_result(match: HostedMatch, units: npt.NDArray[np.int32], tick: int, se
     }
 
 
-_STATISTICS: Final = {
-    "level": LEVEL,
-    "kills": KILLS,
-    "deaths": DEATHS,
-    "assists": ASSISTS,
-    "last_hits": LAST_HITS,
-    "gold": EARNED,
-    "damage": DAMAGE,
-    "damage_buildings": DAMAGE_BUILDINGS,
-    "taken": TAKEN,
-}
-
-
-def _hero(match: HostedMatch, hero: int, units: npt.NDArray[np.int32]) -> dict[str, Any]:
-    known = HEROES[int(units[HERO_ROW, hero])]
+def _hero_result(match: HostedMatch, hero: int, units: npt.NDArray[np.int32]) -> dict[str, Any]:
+    known = HEROES[int(units[layout.HERO_ROW, hero])]
     fields: dict[str, Any] = {"camp": match.camp_of(hero), "hero_id": known.id, "name": known.name}
-    return fields | {name: int(units[row, hero]) for name, row in _STATISTICS.items()} | vars(match.counts[hero])
-
-
-def _buildings(size: int, camp: int, units: npt.NDArray[np.int32]) -> dict[str, float]:
-    """Return the remaining health share of each building."""
-    slots = [structure_slot(size, camp, which) for which in range(OUTER, STRUCTURES)]
-    return {
-        name: round(float(units[HP, slot] * units[ALIVE, slot] / max(1, int(units[MAX_HP, slot]))), 3)
-        for name, slot in zip(_NAMES, slots, strict=True)
-    }
+    return fields | {name: int(units[row, hero]) for name, row in layout.STATISTICS.items()} | vars(match.counts[hero])

@@ -22,14 +22,14 @@ import numpy.typing as npt
 
 from ludus.errors import ConfigError, LudusError
 from ludus.games.arena.bots.bots import BOTS
-from ludus.games.arena.engine.central_observation import central_observation
+from ludus.games.arena.engine import layout
 from ludus.games.arena.engine.heroes import HEROES, TABLE
-from ludus.games.arena.engine.layout import AIMED, ALIVE, EVERY, HEADS, HERO_ROW, LIMIT, OVER, RULES, TICKS_PER_SECOND
+from ludus.games.arena.engine.layout import ALIVE, EVERY, LIMIT, OVER
 from ludus.games.arena.engine.recording import Recorder
 from ludus.games.arena.engine.saved_state import read_state, write_state
 from ludus.games.arena.engine.vector import Arena
 from ludus.games.arena.host.actor_session import ActorReply, ActorSession
-from ludus.games.arena.host.codec import Action, BodyCodec, HeroObservation, SeatStep, explain_refusal, options_of
+from ludus.games.arena.host.codec import Action, BodyCodec, HeroObservation, SeatStep, explain_refusal
 from ludus.games.arena.host.match import CAMPS, MAX_TOGETHER, ActorCamp, HostedMatch, MatchPlan, match_result, read_further_match
 from ludus.protocol.client import AsyncClient
 
@@ -41,7 +41,6 @@ _KEEPALIVE_S: Final = 20.0
 """Interval of requests for a camp whose heroes are all dead: actors drop sessions without requests."""
 _STOP_S: Final = 2.0
 """Time for ending the sessions after a stop."""
-CAMP_NAMES: Final = ("blue", "red")
 _BATCH_S: Final = 0.005
 """After the first complete match, time to wait for others to step together with it."""
 _MAX_LOGGED: Final = 20
@@ -61,15 +60,15 @@ class RunningMatch:
     """Refused and missing replies so far."""
     sampled_state: tuple[int, bytes] | None = None
     """Tick and state of the moment sampled so far."""
-    pending: list[PendingReply] | None = None
+    pending: list[SessionRequest] | None = None
     """Requests for the current decision; None: not sent yet."""
 
     @property
     def answered(self) -> bool:
-        return self.pending is not None and all(pending.answer.done() for pending in self.pending)
+        return self.pending is not None and all(request.answer.done() for request in self.pending)
 
 
-class PendingReply(NamedTuple):
+class SessionRequest(NamedTuple):
     """A request to a session for the actions of `heroes`."""
 
     link: SessionLink
@@ -102,47 +101,11 @@ async def _wait_for_replies(answers: Collection[asyncio.Future[ActorReply]], som
     missing = [one for one in answers if not one.done()]
     if not missing:
         await asyncio.sleep(0)  # lets signal handlers run
-        return
-    loop = asyncio.get_running_loop()
-    done_waiting: asyncio.Future[None] = loop.create_future()
-    left = len(missing)
-
-    def end() -> None:
-        if not done_waiting.done():
-            done_waiting.set_result(None)
-
-    timer = loop.call_later(_BATCH_S, end) if some else None
-
-    def on_reply(_: object) -> None:
-        nonlocal left, timer
-        left -= 1
-        if left == 0:
-            end()
-        elif timer is None:
-            timer = loop.call_later(_BATCH_S, end)
-
-    for one in missing:
-        one.add_done_callback(on_reply)
-    try:
-        await done_waiting
-    finally:
-        if timer is not None:
-            timer.cancel()
-        for one in missing:
-            one.remove_done_callback(on_reply)
-
-
-async def _cancel_all(answers: Sequence[asyncio.Future[ActorReply]]) -> None:
-    for one in answers:
-        one.cancel()
-    await asyncio.gather(*answers, return_exceptions=True)
-
-
-def _seats(match: HostedMatch, heroes: Sequence[int], camps: Sequence[int]) -> dict[int, str]:
-    """Seat names of the heroes: `hero_0` in a session of one camp, `blue_0` in a session of both."""
-    if len(camps) == 1:
-        return {hero: match.seat_of(hero) for hero in heroes}
-    return {hero: f"{CAMP_NAMES[match.camp_of(hero)]}_{hero % match.plan.size}" for hero in heroes}
+    elif not some:
+        await asyncio.wait(missing, return_when=asyncio.FIRST_COMPLETED)
+    missing = [one for one in missing if not one.done()]
+    if missing:
+        await asyncio.wait(missing, timeout=_BATCH_S)
 
 
 def _plan_sessions(match: HostedMatch) -> list[tuple[tuple[int, ...], list[int], ActorCamp]]:
@@ -193,7 +156,7 @@ class MatchHost:
         self._options = self._plan.options
         self._states, self._share, self._recorders = states, share, recorders
         self._random = np.random.default_rng(self._plan.seed)
-        self._actions = np.zeros((arena.matches, arena.heroes, len(HEADS)), np.int32)
+        self._actions = np.zeros((arena.matches, arena.heroes, len(layout.HEADS)), np.int32)
         self._bots = np.zeros((arena.matches, arena.heroes), np.int8)  # of each hero in this decision; -1: none
         self._rows = np.divmod(np.arange(arena.matches * arena.heroes), arena.heroes)
         self._whole: npt.NDArray[np.float32] | None = None  # [M, H, S]
@@ -221,20 +184,23 @@ class MatchHost:
                 if not self._any_running():
                     break
                 await self._decide()
-                if self._any_over():
-                    await self._finish()
+                await self._finish()
                 if self._options.pace:
                     at = await self._pause(at)
         except asyncio.CancelledError:
             self.stopped = self._any_running()
             for running in self._running.values():
                 running.match.end("stopped")
-                await _cancel_all([pending.answer for pending in running.pending or ()])
+                unanswered = [request.answer for request in running.pending or ()]
+                for answer in unanswered:
+                    answer.cancel()
+                await asyncio.gather(*unanswered, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_S):
                     await self._finish()
         finally:
-            self._close_remaining()
+            for m in list(self._running):  # their sessions could not be ended
+                self._close_match(m)
             if self._endings:
                 _, unfinished = await asyncio.wait(self._endings, timeout=_STOP_S)
                 for ending in unfinished:
@@ -245,13 +211,6 @@ class MatchHost:
     def _any_running(self) -> bool:
         for running in self._running.values():  # hot path: `any` takes three times as long
             if not running.match.reason:
-                return True
-        return False
-
-    def _any_over(self) -> bool:
-        """Whether a match is over whose sessions have not been ended."""
-        for running in self._running.values():
-            if running.match.reason:
                 return True
         return False
 
@@ -267,7 +226,11 @@ class MatchHost:
                     plan = read_further_match(given, self._plan, actor, BOTS)
                     if plan.runtime_id in self._begun_ids:  # actors repeat a match until it begins
                         continue
-                    m = self._free_slot()
+                    m = next((m for m in range(self.arena.matches) if m not in self._running), None)
+                    if m is None or not self._options.together:
+                        raise ConfigError(
+                            f"All {len(self._running)} slots are taken.", "The option `together` sets their number."
+                        )
                     set_up_match(self.arena, m, plan)
                 except LudusError as error:
                     self._rejected += 1
@@ -277,13 +240,6 @@ class MatchHost:
                 self.arena.rewards = plan.options.rewards
                 self._add_match(m, HostedMatch(plan, BOTS))
             await self._start_sessions(self._links[began:])
-
-    def _free_slot(self) -> int:
-        if self._options.together:
-            for m in range(self.arena.matches):
-                if m not in self._running:
-                    return m
-        raise ConfigError(f"All {len(self._running)} slots are taken.", "The option `together` sets their number.")
 
     # -- sessions
 
@@ -296,20 +252,23 @@ class MatchHost:
     def _open_links(self, m: int, match: HostedMatch) -> list[SessionLink]:
         made = []
         options, plan = match.plan.options, match.plan
-        rows = self.arena.units[m, HERO_ROW, : match.heroes].tolist()
+        rows = self.arena.units[m, layout.HERO_ROW, : match.heroes].tolist()
         ids = [HEROES[row].id for row in rows]
         for camps, group, player in _plan_sessions(match):
-            lone, seats = options.sessions == "hero", _seats(match, group, camps)
-            codec = BodyCodec(options.format, options_of(self.arena.units.shape[2]), lone=lone, packed_masks=options.lockstep)
+            lone = options.sessions == "hero"
+            # `hero_0` in a session of one camp, `blue_0` in a session of both.
+            prefixes = ("hero", "hero") if len(camps) == 1 else layout.CAMP_NAMES
+            seats = {hero: f"{prefixes[match.camp_of(hero)]}_{hero % plan.size}" for hero in group}
+            codec = BodyCodec(options.format, layout.options_of(self.arena.size), lone=lone, packed_masks=options.lockstep)
             about = {
                 "game": "arena",
-                "rules": RULES,
+                "rules": layout.RULES,
                 "hero_table": HERO_TABLE,
                 "mode": plan.mode,
                 **({"camp": camps[0]} if len(camps) == 1 else {"camps": list(camps)}),
                 "seats": list(seats.values()),
                 "heroes": [ids[: plan.size], ids[plan.size :]],
-                "ticks_per_second": TICKS_PER_SECOND,
+                "ticks_per_second": layout.TICKS_PER_SECOND,
                 "ticks_per_decision": int(self.arena.match[m, EVERY]),
                 "eval_mode": plan.eval_mode,
             }
@@ -409,7 +368,7 @@ class MatchHost:
                 by_match[link.m].append(link)
         for m, links in by_match.items():
             due = self._sessions_due(links)
-            self._running[m].pending = [PendingReply(*one, asyncio.ensure_future(self._ask(*one))) for one in due]
+            self._running[m].pending = [SessionRequest(*one, asyncio.ensure_future(self._ask(*one))) for one in due]
         matches = self._running.values()
         await _wait_for_replies(
             [one.answer for running in matches for one in running.pending or ()], any(running.answered for running in matches)
@@ -454,7 +413,7 @@ class MatchHost:
         arena = self.arena
         arena.observe()
         if self._options.whole:
-            self._whole = central_observation(arena, *self._rows).reshape(arena.matches, arena.heroes, -1)
+            self._whole = arena.central_observation(*self._rows).reshape(arena.matches, arena.heroes, -1)
 
     def _read_reply(
         self, link: SessionLink, heroes: Sequence[int], answer: ActorReply, bots: npt.NDArray[np.int8]
@@ -494,15 +453,13 @@ class MatchHost:
         legal = self.arena.legal(actions)
         for link, hero, action in chosen:
             m = link.m
-            if not legal[m, hero] and not self._is_retargeted(m, hero, action):
+            # With `lenient` the Arena replaces an invalid target.
+            retargeted = self._options.lenient and action[0] in layout.AIMED and self.arena.mask[m, hero, action[0]]
+            if not legal[m, hero] and not retargeted:
                 why = explain_refusal(action, self.arena.mask[m, hero], self.arena.target_mask[m, hero])
                 self._refuse(link, hero, why, garbled=False)
                 actions[m, hero] = 0
                 self._stand_in(link, hero, bots)
-
-    def _is_retargeted(self, m: int, hero: int, action: Action) -> bool:
-        """Whether the Arena replaces the invalid target of this action."""
-        return self._options.lenient and action[0] in AIMED and bool(self.arena.mask[m, hero, action[0]])
 
     def _stand_in(self, link: SessionLink, hero: int, bots: npt.NDArray[np.int8]) -> None:
         if self._options.on_illegal == "rule":
@@ -589,11 +546,6 @@ class MatchHost:
         self.completed += running.match.completed
         arena.match[m, OVER] = 1
         return running
-
-    def _close_remaining(self) -> None:
-        """Close matches whose sessions could not be ended."""
-        for m in list(self._running):
-            self._close_match(m)
 
     def _save_state(self, running: RunningMatch) -> None:
         if self._states is None or running.sampled_state is None or not running.match.completed:

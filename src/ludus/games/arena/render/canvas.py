@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -20,11 +20,13 @@ from PIL import Image, ImageDraw, ImageFont
 from ludus.core.tree import Array
 from ludus.errors import MissingExtra
 
+if TYPE_CHECKING:
+    from ludus.games.arena.render.bands import DirtyTiles
+
 OVERSAMPLING: Final = 2
 _SPRITE_OVERSAMPLING: Final = 4
 _TEXTS: Final = 1024  # cache size; a frame has about a hundred
-_SPRITES: Final = 512
-_REGIONS: Final = 1024  # of some 10 kB each
+_IMAGES: Final = 1536  # cache size; most have some 10 kB
 
 Colour = tuple[int, ...]
 """Red, green, blue, and optionally opacity."""
@@ -55,12 +57,6 @@ def paste(target: Image.Image, source: Image.Image | Colour, at: tuple[int, int]
         core.paste(found, box, mask.im)
 
 
-class DirtyRegion(Protocol):
-    """Collects which pixels of an image are painted on, margins included."""
-
-    def mark(self, left: float, top: float, right: float, bottom: float) -> None: ...
-
-
 class Canvas:
     """`scale`: pixels of the frame per layout unit. `origin`: position of the image in the frame in oversampled pixels, both even.
     Painting outside of the image is clipped."""
@@ -71,7 +67,7 @@ class Canvas:
         scale: float,
         cache: ImageCache | None = None,
         origin: tuple[int, int] = (0, 0),
-        marks: DirtyRegion | None = None,
+        marks: DirtyTiles | None = None,
     ) -> None:
         self.image = image
         self.k = scale * OVERSAMPLING
@@ -105,9 +101,6 @@ class Canvas:
     def arc(self, at: Point, radius: float, start: float, end: float, colour: Colour, width: float) -> None:
         """Angles in degrees, clockwise from three o'clock."""
         self._draw.arc(self._square(at, radius), start, end, colour, max(1, round(width * self.k)))
-
-    def pie(self, at: Point, radius: float, start: float, end: float, colour: Colour) -> None:
-        self._draw.pieslice(self._square(at, radius), start, end, colour)
 
     def dashes(self, at: Point, radius: float, colour: Colour, width: float, count: int, turn: float = 0.0) -> None:
         """Draw a dashed circle."""
@@ -173,111 +166,83 @@ class Canvas:
         self, at: Point, text: str, size: float, colour: Colour, anchor: Anchor = "left", bold: bool = True, halo: float = 0.0
     ) -> None:
         """Draw text, vertically centred on `at`; `halo`: width of a dark outline for readability."""
-        mask, rise = self.cache.text(text, max(1, round(size * self.k)), bold, 0)
+        pixels = max(1, round(size * self.k))
+        mask, rise = _render_text(text, pixels, bold, 0)
         x, y = self.pixel(at)
         x, y = x - {"left": 0.0, "middle": mask.width / 2, "right": float(mask.width)}[anchor], y - rise
         self.mark(x, y, x + mask.width, y + mask.height)
         if halo:
             rim = max(1, round(halo * self.k))
-            shade, _ = self.cache.text(text, max(1, round(size * self.k)), bold, rim)
+            shade, _ = _render_text(text, pixels, bold, rim)
             self.mark(x - rim, y - rim, x - rim + shade.width, y - rim + shade.height)
             paste(self.image, (8, 12, 16), (round(x) - rim, round(y) - rim), shade)
         paste(self.image, colour[:3], (round(x), round(y)), mask)
 
     def text_width(self, text: str, size: float, bold: bool = True) -> float:
-        return self.cache.text(text, max(1, round(size * self.k)), bold, 0)[0].width / self.k
+        return _render_text(text, max(1, round(size * self.k)), bold, 0)[0].width / self.k
 
-    def cached(self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[], None]) -> None:
+    def region(self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[], None]) -> None:
         """Paint a rectangle, or restore the earlier result of `paint` for the same key. The background must always be the same."""
         (x, y), (width, height) = self.pixel(upper_left), size
         left, top = math.floor(x), math.floor(y)
         right, bottom = math.ceil(x + width * self.k), math.ceil(y + height * self.k)
-        full_key = (*key, left, top, self._left, self._top)
-        found = self.cache.region(full_key)
-        if found is None:
+
+        def paint_and_crop() -> Image.Image:
             paint()
-            self.cache.keep_region(full_key, self.image.crop((left, top, right, bottom)))
-        else:
-            self.mark(left, top, right, bottom)
-            paste(self.image, found, (left, top))
+            return self.image.crop((left, top, right, bottom))
+
+        image = self.cache.get((*key, left, top, self._left, self._top), paint_and_crop)
+        self.mark(left, top, right, bottom)
+        paste(self.image, image, (left, top))
 
     def sprite(self, key: tuple[object, ...], at: Point, half: float, paint: Callable[[SpriteCanvas], None]) -> None:
         """Draw a sprite from the cache; `paint` draws it once per key into a square from −half to half."""
-        image = self.cache.sprite((*key, half), half * self.k, half, paint)
+
+        def paint_large() -> Image.Image:
+            side = 2 * math.ceil(half * self.k) * _SPRITE_OVERSAMPLING
+            canvas = SpriteCanvas(Image.new("RGBA", (side, side)), side / (2 * half), half)
+            paint(canvas)
+            return canvas.image.reduce(_SPRITE_OVERSAMPLING)
+
+        image = self.cache.get((*key, half), paint_large)
         x, y = self.pixel(at)
-        left, top = round(x - image.width / 2), round(y - image.height / 2)
-        self.mark(left, top, left + image.width, top + image.height)
-        paste(self.image, image, (left, top), image)
+        self._paste_blended(image, round(x - image.width / 2), round(y - image.height / 2))
 
     def label(
         self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[Canvas, Point], None], margin: float = 0.0
     ) -> None:
         """Draw a label from the cache; `paint` gets a transparent canvas and the upper left corner, once per key."""
-        image = self.cache.region(key)
-        if image is None:
-            pixels = [math.ceil((side + 2 * margin) * self.k) for side in size]
-            image = Image.new("RGBA", (pixels[0], pixels[1]))
+
+        def paint_label() -> Image.Image:
+            width, height = (math.ceil((side + 2 * margin) * self.k) for side in size)
+            image = Image.new("RGBA", (width, height))
             paint(Canvas(image, self.k / OVERSAMPLING, self.cache), (margin, margin))
-            self.cache.keep_region(key, image)
+            return image
+
         x, y = self.pixel((upper_left[0] - margin, upper_left[1] - margin))
-        left, top = round(x), round(y)
+        self._paste_blended(self.cache.get(key, paint_label), round(x), round(y))
+
+    def _paste_blended(self, image: Image.Image, left: int, top: int) -> None:
         self.mark(left, top, left + image.width, top + image.height)
         paste(self.image, image, (left, top), image)
 
 
 class ImageCache:
-    """LRU caches of texts, sprites and regions for one scale."""
+    """LRU cache of sprites, labels and painted regions for one scale."""
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[tuple[str, int, bool, int], tuple[Image.Image, float]] = OrderedDict()
-        self._sprites: OrderedDict[tuple[object, ...], Image.Image] = OrderedDict()
-        self._regions: OrderedDict[tuple[object, ...], Image.Image] = OrderedDict()
+        self._images: OrderedDict[tuple[object, ...], Image.Image] = OrderedDict()
 
-    def text(self, text: str, size: int, bold: bool, rim: int) -> tuple[Image.Image, float]:
-        """Return the opacity mask of a text and the distance of its middle from its top."""
-        key = text, size, bold, rim
-        found = self._texts.get(key)
-        if found is None:
-            font = _font(size, bold)
-            width = max(1, math.ceil(font.getlength(text)))
-            ascent, descent = font.getmetrics()
-            mask = Image.new("L", (width + 2 * rim, ascent + descent + 2 * rim))
-            ImageDraw.Draw(mask).text((rim, rim), text, 255, font, stroke_width=rim)
-            found = mask, ascent - 0.36 * size  # capitals are 0.73 of the size high
-            self._texts[key] = found
-            if len(self._texts) > _TEXTS:
-                self._texts.popitem(last=False)
-        else:
-            self._texts.move_to_end(key)
-        return found
-
-    def region(self, key: tuple[object, ...]) -> Image.Image | None:
-        found = self._regions.get(key)
-        if found is not None:
-            self._regions.move_to_end(key)
-        return found
-
-    def keep_region(self, key: tuple[object, ...], image: Image.Image) -> None:
-        self._regions[key] = image
-        if len(self._regions) > _REGIONS:
-            self._regions.popitem(last=False)
-
-    def sprite(
-        self, key: tuple[object, ...], half_pixels: float, half: float, paint: Callable[[SpriteCanvas], None]
-    ) -> Image.Image:
-        found = self._sprites.get(key)
-        if found is None:
-            side = 2 * math.ceil(half_pixels)
-            large = Image.new("RGBA", (side * _SPRITE_OVERSAMPLING, side * _SPRITE_OVERSAMPLING))
-            canvas = SpriteCanvas(large, side * _SPRITE_OVERSAMPLING / (2 * half), half)
-            paint(canvas)
-            found = canvas.image.reduce(_SPRITE_OVERSAMPLING)
-            self._sprites[key] = found
-            if len(self._sprites) > _SPRITES:
-                self._sprites.popitem(last=False)
-        else:
-            self._sprites.move_to_end(key)
-        return found
+    def get(self, key: tuple[object, ...], paint: Callable[[], Image.Image]) -> Image.Image:
+        """Return the image of a key; `paint` makes it once."""
+        image = self._images.get(key)
+        if image is not None:
+            self._images.move_to_end(key)
+            return image
+        image = self._images[key] = paint()
+        if len(self._images) > _IMAGES:
+            self._images.popitem(last=False)
+        return image
 
 
 class SpriteCanvas(Canvas):
@@ -334,15 +299,22 @@ def _tint(strength: Array, colour: Colour) -> Image.Image:
     return Image.fromarray(pixels, "RGBA")
 
 
+@lru_cache(maxsize=_TEXTS)
+def _render_text(text: str, size: int, bold: bool, rim: int) -> tuple[Image.Image, float]:
+    """Return the opacity mask of a text and the distance of its middle from its top."""
+    font = _load_font(size, bold)
+    width = max(1, math.ceil(font.getlength(text)))
+    ascent, descent = font.getmetrics()
+    mask = Image.new("L", (width + 2 * rim, ascent + descent + 2 * rim))
+    ImageDraw.Draw(mask).text((rim, rim), text, 255, font, stroke_width=rim)
+    return mask, ascent - 0.36 * size  # capitals are 0.73 of the size high
+
+
 @lru_cache(maxsize=64)
-def _font(size: int, bold: bool) -> ImageFont.FreeTypeFont:
-    path = _font_directory() / ("DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf")
-    return ImageFont.truetype(str(path), size, layout_engine=ImageFont.Layout.BASIC)
-
-
-@lru_cache(maxsize=1)
-def _font_directory() -> Path:
+def _load_font(size: int, bold: bool) -> ImageFont.FreeTypeFont:
     spec = importlib.util.find_spec("matplotlib")  # not imported: that takes longer than rendering a frame
     if spec is None or spec.origin is None:
         raise MissingExtra("Rendering needs the fonts of matplotlib, which is not installed.", "pip install matplotlib")
-    return Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
+    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    path = Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf" / name
+    return ImageFont.truetype(str(path), size, layout_engine=ImageFont.Layout.BASIC)

@@ -1,11 +1,11 @@
-"""Heads-up display: the score above the field and a panel for every hero below."""
+"""Heads-up display: the score above the field, a panel for every hero below, and the labels of heroes on the field."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from ludus.core.types import Ints32
 from ludus.games.arena.engine import layout
@@ -42,6 +42,9 @@ class Box:
     @property
     def bottom(self) -> float:
         return self.top + self.height
+
+    def overlaps(self, other: Box) -> bool:
+        return self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
 
 
 def format_clock(ticks: int) -> str:
@@ -85,17 +88,16 @@ def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Scoreboa
     kills, gold = ([int(units[field, side].sum()) for side in heroes] for field in (layout.KILLS, layout.EARNED))
     if camp is not None:
         gold[1 - camp] = 0
-    buildings = [
-        tuple(bool(standing[layout.structure_slot(size, side, which)]) for which in range(layout.STRUCTURES)) for side in (0, 1)
-    ]
+    first = layout.structure_slot(size, 0, 0)
+    buildings = tuple(map(bool, standing[first : first + 2 * layout.STRUCTURES]))
     return Scoreboard(
-        second,
-        int(match[layout.LIMIT]),
-        int(match[layout.WAVES]),
-        (kills[0], kills[1]),
-        (gold[0], gold[1]),
-        (buildings[0], buildings[1]),
-        camp,
+        ticks=second,
+        limit=int(match[layout.LIMIT]),
+        wave=int(match[layout.WAVES]),
+        kills=(kills[0], kills[1]),
+        gold=(gold[0], gold[1]),
+        standing=(buildings[: layout.STRUCTURES], buildings[layout.STRUCTURES :]),
+        camp=camp,
     )
 
 
@@ -123,10 +125,14 @@ def paint_score(canvas: Canvas, box: Box, summary: Scoreboard, names: tuple[str,
         taken = big * 4.6 + box.height * 1.26 + canvas.text_width(f"{gold[camp]:,}", box.height * 0.22) + 14
         name = shorten(canvas, names[camp], box.height * 0.27, box.width / 2 - 16 - taken)
         canvas.text((edge, y), name, box.height * 0.27, PALE[camp], "left" if camp == 0 else "right")
-    if looks is None:
-        _gold_lead(canvas, Box(box.left, box.bottom - 3, box.width, 3), gold)
-    else:
-        canvas.box(box.left, box.bottom - 3, box.width, 3, CAMPS[looks])
+    top = box.bottom - 3
+    if looks is not None:
+        canvas.box(box.left, top, box.width, 3, CAMPS[looks])
+        return
+    blue = box.width * (gold[0] + 500) / (sum(gold) + 1_000)  # a bar divided in proportion to the gold
+    canvas.box(box.left, top, blue, 3, mix(CAMPS[0], INK, 0.15))
+    canvas.box(box.left + blue, top, box.width - blue, 3, mix(CAMPS[1], INK, 0.15))
+    canvas.box(box.left + blue - 1, top, 2, 3, BRIGHT)
 
 
 def _towers(canvas: Canvas, at: float, y: float, way: int, standing: tuple[bool, ...], camp: int, radius: float) -> None:
@@ -136,14 +142,6 @@ def _towers(canvas: Canvas, at: float, y: float, way: int, standing: tuple[bool,
         r = radius * (1.25 if which == layout.CORE else 1.0)
         gem = [(x, y - r), (x + r * 0.75, y), (x, y + r), (x - r * 0.75, y)]
         canvas.polygon(gem, CAMPS[camp] if alive else (44, 52, 58), PALE[camp] if alive else (70, 80, 88), 1)
-
-
-def _gold_lead(canvas: Canvas, box: Box, gold: tuple[int, int]) -> None:
-    """Paint a bar divided in proportion to the gold."""
-    share = (gold[0] + 500) / (sum(gold) + 1_000)
-    canvas.box(box.left, box.top, box.width * share, box.height, mix(CAMPS[0], INK, 0.15))
-    canvas.box(box.left + box.width * share, box.top, box.width * (1 - share), box.height, mix(CAMPS[1], INK, 0.15))
-    canvas.box(box.left + box.width * share - 1, box.top, 2, box.height, BRIGHT)
 
 
 def shorten(canvas: Canvas, text: str, size: float, room: float) -> str:
@@ -216,7 +214,8 @@ def paint_panel(canvas: Canvas, box: Box, unit: Ints32, known: int) -> None:
 def _token(canvas: Canvas, x: float, y: float, radius: float, unit: Ints32, dead: bool, known: int) -> None:
     camp, hero = int(unit[layout.CAMP]), HEROES[int(unit[layout.HERO_ROW])]
     dim = dead or known == NOTHING
-    canvas.sprite(("coin", hero.archetype, camp, dim), (x, y), radius * 1.5, coin(hero.archetype, camp, radius, dim))
+    paint = partial(coin, archetype=hero.archetype, camp=camp, radius=radius, dim=dim)
+    canvas.sprite(("coin", hero.archetype, camp, dim), (x, y), radius * 1.5, paint)
     if dead:
         canvas.text((x, y), str(_seconds(int(unit[layout.RESPAWN]))), radius * 0.95, BRIGHT, "middle", halo=1.5)
     elif known != NOTHING:
@@ -275,8 +274,12 @@ def _condition(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -
     canvas.text((inner + width / 2, box.top + 81.5), f"{mana} / {most_mana}", 7.5, BRIGHT, "middle", halo=0.8)
     if known == ALL:
         _skills(canvas, inner, box.top + 93, 28, unit, dead)
-        _gold(canvas, inner + 4 * 33, box.top + 100, unit)
-        _levels(canvas, Box(inner, box.bottom - 13, width, 4), unit)
+        coins = inner + 4 * 33
+        canvas.circle((coins + 7, box.top + 100), 4.6, GOLD, (140, 100, 30), 1.1)
+        canvas.text((coins + 15, box.top + 100), f"{int(unit[layout.GOLD]):,}", 10.5, GOLD)
+        level = int(unit[layout.LEVEL])
+        progress = 1.0 if level >= MAX_LEVEL else int(unit[layout.XP]) / _experience_needed(level)
+        paint_bar(canvas, Box(inner, box.bottom - 13, width, 4), progress, (146, 196, 120))
         _items(canvas, inner + 4 * 33, box.top + 111, box.right - 10, unit)
     else:
         _items(canvas, inner, box.top + 96, inner + 80, unit)
@@ -307,7 +310,7 @@ def _skills(canvas: Canvas, left: float, top: float, side: float, unit: Ints32, 
         casting = k < 3 and int(unit[layout.CAST]) == k + 1
         skill = _SkillButton(k, camp, _seconds(waits), cover, short, dead, casting)
         x = left + k * (side + 5)
-        canvas.cached((skill,), (x, top), (side, side), partial(_skill, canvas, x, top, side, skill))
+        canvas.region((skill,), (x, top), (side, side), partial(_skill, canvas, x, top, side, skill))
 
 
 def _skill(canvas: Canvas, x: float, top: float, side: float, skill: _SkillButton) -> None:
@@ -327,12 +330,6 @@ def _skill(canvas: Canvas, x: float, top: float, side: float, skill: _SkillButto
     canvas.box(x, top, side, side, None, BRIGHT if skill.casting else edge, 4, 1.4)
 
 
-def _gold(canvas: Canvas, left: float, y: float, unit: Ints32) -> None:
-    """Paint the unspent gold."""
-    canvas.circle((left + 7, y), 4.6, GOLD, (140, 100, 30), 1.1)
-    canvas.text((left + 15, y), f"{int(unit[layout.GOLD]):,}", 10.5, GOLD)
-
-
 def _items(canvas: Canvas, left: float, top: float, right: float, unit: Ints32) -> None:
     pip = min(9.0, (right - left) / MAX_ITEMS - 2)
     items = min(MAX_ITEMS, int(unit[layout.ITEMS]))
@@ -344,42 +341,29 @@ def _items(canvas: Canvas, left: float, top: float, right: float, unit: Ints32) 
             canvas.box(x, top, pip, pip, GOLD if has else DEEP, (140, 100, 30) if has else PANEL_EDGE, 1.5, 1)
 
     if pip > 0:
-        canvas.cached(("items", items), (left, top), (2 + MAX_ITEMS * (pip + 2), pip), paint)
-
-
-def _levels(canvas: Canvas, box: Box, unit: Ints32) -> None:
-    """Paint the progress to the next level."""
-    level = int(unit[layout.LEVEL])
-    share = 1.0 if level >= MAX_LEVEL else int(unit[layout.XP]) / _experience_needed(level)
-    paint_bar(canvas, box, share, (146, 196, 120))
+        canvas.region(("items", items), (left, top), (2 + MAX_ITEMS * (pip + 2), pip), paint)
 
 
 def _numbers(canvas: Canvas, box: Box, unit: Ints32) -> None:
     rate = layout.TICKS_PER_SECOND / max(1, int(TABLE[int(unit[layout.HERO_ROW]), H_PERIOD]))
-    columns = (
-        (
-            ("attack", f"{int(unit[layout.ATTACK])}"),
-            ("blows / s", f"{rate:.1f}"),
-            ("armour", f"{int(unit[layout.ARMOUR])}"),
-            ("speed m / s", f"{int(unit[layout.SPEED]) * layout.TICKS_PER_SECOND / 1000:.1f}"),
-            ("earned", f"{int(unit[layout.EARNED]):,}"),
-        ),
-        (
-            ("to heroes", f"{int(unit[layout.DAMAGE]):,}"),
-            ("to buildings", f"{int(unit[layout.DAMAGE_BUILDINGS]):,}"),
-            ("taken", f"{int(unit[layout.TAKEN]):,}"),
-            ("healed", f"{int(unit[layout.HEALED]):,}"),
-            ("illegal", f"{int(unit[layout.ILLEGAL]):,}"),
-        ),
-    )
+    numbers = {
+        "attack": f"{int(unit[layout.ATTACK])}",
+        "blows / s": f"{rate:.1f}",
+        "armour": f"{int(unit[layout.ARMOUR])}",
+        "speed m / s": f"{int(unit[layout.SPEED]) * layout.TICKS_PER_SECOND / 1000:.1f}",
+        "earned": f"{int(unit[layout.EARNED]):,}",
+        "to heroes": f"{int(unit[layout.DAMAGE]):,}",
+        "to buildings": f"{int(unit[layout.DAMAGE_BUILDINGS]):,}",
+        "taken": f"{int(unit[layout.TAKEN]):,}",
+        "healed": f"{int(unit[layout.HEALED]):,}",
+        "illegal": f"{int(unit[layout.ILLEGAL]):,}",
+    }
     width = (box.width - 16) / 2
     canvas.box(box.left + 2, box.top + 14, 1, box.height - 28, PANEL_EDGE)
-    for c, rows in enumerate(columns):
-        left = box.left + 14 + c * width
-        for r, (name, value) in enumerate(rows):
-            y = box.top + 22 + r * (box.height - 34) / 4.4
-            canvas.text((left, y), name, 10.5, QUIET, bold=False)
-            canvas.text((left + width - 20, y), value, 11.5, BRIGHT, "right")
+    for i, (name, value) in enumerate(numbers.items()):
+        left, y = box.left + 14 + i // 5 * width, box.top + 22 + i % 5 * (box.height - 34) / 4.4
+        canvas.text((left, y), name, 10.5, QUIET, bold=False)
+        canvas.text((left + width - 20, y), value, 11.5, BRIGHT, "right")
 
 
 def _compact(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -> None:
@@ -426,3 +410,38 @@ def paint_banner(canvas: Canvas, box: Box, match: Ints32, names: tuple[str, str]
     for way in (-1, 1):
         middle = box.left + box.width / 2 + way * reach
         canvas.polygon([(middle + x, y + dy) for x, dy in star(5, high * 0.2, high * 0.085)], colour)
+
+
+# -- labels above or below the heroes on the field ------------------------------------------------------------------------
+
+
+class Label(NamedTuple):
+    """Content of a label, used as cache key. The last three are bar lengths in oversampled pixels."""
+
+    hero: int
+    camp: int
+    level: int
+    most_hp: int
+    hp: int
+    shield: int
+    mana: int
+
+
+def share_px(share: float, pixels: float) -> int:
+    """Return the filled length of a bar in pixels."""
+    return round(max(0.0, min(1.0, share)) * pixels)
+
+
+def paint_label(canvas: Canvas, box: Box, label: Label) -> None:
+    camp, hero = label.camp, HEROES[label.hero]
+    middle = box.left + box.width / 2
+    name, bars = (box.top + 5, box.top + 10) if camp == 0 else (box.top + 16, box.top)
+    canvas.text((middle + 3, name), hero.name, 9.5, PALE[camp], "middle", halo=1.1)
+    canvas.box(box.left + 5, bars, box.width - 5, 10.5, INK, None, 1.5)
+    hp = Box(box.left + 6, bars + 1, box.width - 7, 5.6)
+    pixels = hp.width * canvas.k
+    paint_bar(canvas, hp, label.hp / pixels, CAMPS[camp], label.shield / pixels, (52, 56, 60))
+    for part in range(250, label.most_hp, 250):
+        canvas.box(hp.left + hp.width * part / label.most_hp - 0.3, hp.top, 0.6, hp.height * 0.6, mix(INK, CAMPS[camp], 0.25))
+    paint_bar(canvas, Box(hp.left, hp.bottom + 0.8, hp.width, 2.4), label.mana / pixels, MANA, 0.0, (44, 44, 54))
+    paint_badge(canvas, box.left + 2, bars + 5, 6.6, label.level, camp)

@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -38,8 +39,7 @@ from ludus.games.arena.render import hud, sprites
 from ludus.games.arena.render.background import MARGIN, paint_background
 from ludus.games.arena.render.bands import Band, PixelBox
 from ludus.games.arena.render.canvas import OVERSAMPLING, Canvas, Colour, ImageCache, Point, SpriteCanvas, mix, with_opacity
-from ludus.games.arena.render.hud import Box, paint_bar
-from ludus.games.arena.render.labels import Label, paint_label, share_px
+from ludus.games.arena.render.hud import Box, Label, paint_bar, paint_label, share_px
 from ludus.games.arena.render.sprites import CAMPS, INK, PALE
 
 WIDTH: Final = 1280
@@ -120,27 +120,26 @@ class Renderer:
     def update(self, units: Ints32, match: Ints32) -> list[PixelBox]:
         """Update `frame` to this state; return the repainted rectangles."""
         self._check(units, match)
-        units = _clip_fields(units)
-        scene, changed = self._update_field(units, match)
+        clipped = units.copy()  # a crafted state could require a sprite that exhausts the memory
+        for field, (low, high) in _BOUNDS.items():
+            np.clip(units[field], low, high, out=clipped[field])
+        units, canvas = clipped, self._field.begin()
+        scene = _Scene(canvas, self.design, units, match, self.camp)
+        scene.paint()
+        if match[layout.OVER]:
+            hud.paint_banner(canvas, self.design.field, match, self.names)
+        changed = self._field.end()
         summary = hud.summarise(units, match, self.camp)
         if not self._score.is_showing(summary):
             box = Box(0, 0, self.design.width, self.design.score)
             hud.paint_score(self._score.begin(), box, summary, self.names, small=not self.design.panels)
             changed += self._score.end()
         for slot, (band, place) in enumerate(zip(self._panels, self._places, strict=True)):
-            known = scene.known(slot)
+            known = scene.knowledge_of(slot)
             if not band.is_showing((known, *hud.panel_key(units[:, slot]))):
                 hud.paint_panel(band.begin(), place, units[:, slot], known)
                 changed += band.end()
         return changed
-
-    def _update_field(self, units: Ints32, match: Ints32) -> tuple[_Scene, list[PixelBox]]:
-        canvas = self._field.begin()
-        scene = _Scene(canvas, self.design, units, match, self.camp)
-        scene.paint()
-        if match[layout.OVER]:
-            hud.paint_banner(canvas, self.design.field, match, self.names)
-        return scene, self._field.end()
 
     def _check(self, units: Ints32, match: Ints32) -> None:
         expected = (layout.FIELDS, layout.units_of(self.size))
@@ -194,14 +193,7 @@ _BOUNDS: Final = {
     layout.LEVEL: (0, 99),
     layout.CAST: (0, layout.RECALLING),
 }
-
-
-def _clip_fields(units: Ints32) -> Ints32:
-    """Return a copy with clipped values: a crafted state could require a sprite that exhausts the memory."""
-    clipped = units.copy()
-    for field, (low, high) in _BOUNDS.items():
-        np.clip(units[field], low, high, out=clipped[field])
-    return clipped
+"""Limits of the values that a frame shows."""
 
 
 # -- the field ----------------------------------------------------------------------------------------------------------
@@ -227,7 +219,10 @@ class _Scene:
         for slot in creeps:
             self._creep(slot)
         for slot in creeps:
-            self._wounds(slot)
+            if self.units[layout.HP, slot] < self.units[layout.MAX_HP, slot]:
+                radius = _SIEGE if self.units[KIND, slot] == layout.SIEGE else _CREEP
+                x, y = self._at(slot)
+                self._health(slot, x, y - radius - 5.5, 17, 3)
         self._blows()
         self._flashes()
         heroes = sorted(self._living(layout.HERO), key=lambda slot: (int(self.units[Y, slot]), slot))
@@ -240,7 +235,8 @@ class _Scene:
         """Whether a unit is visible from the point of view."""
         return self.camp is None or int(self.units[CAMP, slot]) == self.camp or bool(self.units[layout.SEEN, slot])
 
-    def known(self, slot: int) -> int:
+    def knowledge_of(self, slot: int) -> int:
+        """What the panel of a hero may show."""
         if self.camp is None or int(self.units[CAMP, slot]) == self.camp:
             return hud.ALL
         return hud.OUTSIDE if self.units[ALIVE, slot] and self.units[layout.SEEN, slot] else hud.NOTHING
@@ -398,11 +394,7 @@ class _Scene:
     def _recall(self, slot: int, done: float) -> None:
         camp = int(self.units[CAMP, slot])
         at = self._at(slot)
-
-        def light(canvas: SpriteCanvas) -> None:
-            canvas.glow(30, mix(CAMPS[camp], _WHITE, 0.5), 0.85, 1.2)
-
-        self.canvas.sprite(("recall", camp), at, 30, light)
+        self.canvas.sprite(("recall", camp), at, 30, lambda canvas: canvas.glow(30, mix(CAMPS[camp], _WHITE, 0.5), 0.85, 1.2))
         self.canvas.dashes(at, 23, with_opacity(_WHITE, 0.8), 1.8, 10, self.tick * 7 % 360)
         self.canvas.arc(at, 19, -90, -90 + 360 * max(0.0, min(1.0, done)), with_opacity(PALE[camp], 1.0), 3)
 
@@ -413,12 +405,13 @@ class _Scene:
                 slot = layout.structure_slot(self.size, camp, which)
                 if not self.units[ALIVE, slot]:
                     radius = _BASE if which == layout.CORE else _TOWER
-                    self.canvas.sprite(("ruin", radius), self._at(slot), radius * 1.5, sprites.ruin(radius))
+                    self.canvas.sprite(("ruin", radius), self._at(slot), radius * 1.5, partial(sprites.ruin, radius=radius))
         for slot in range(2 * self.size):
             if not self.units[ALIVE, slot]:
                 camp, hero = int(self.units[CAMP, slot]), HEROES[int(self.units[layout.HERO_ROW, slot])]
                 at = self._at(slot)
-                self.canvas.sprite(("fallen", hero.archetype, camp), at, 18, sprites.coin(hero.archetype, camp, 11, dim=True))
+                fallen = partial(sprites.coin, archetype=hero.archetype, camp=camp, radius=11, dim=True)
+                self.canvas.sprite(("fallen", hero.archetype, camp), at, 18, fallen)
                 left = -(-int(self.units[layout.RESPAWN, slot]) // layout.TICKS_PER_SECOND)
                 self.canvas.text((at[0], at[1] + 19), f"{left} s", 10.5, PALE[camp], "middle", halo=1.2)
 
@@ -427,31 +420,25 @@ class _Scene:
     def _building(self, slot: int) -> None:
         camp, at = int(self.units[CAMP, slot]), self._at(slot)
         if self.units[KIND, slot] == layout.BASE:
-            self.canvas.sprite(("base", camp), at, _BASE * 1.6, sprites.base(camp, _BASE))
+            self.canvas.sprite(("base", camp), at, _BASE * 1.6, partial(sprites.base, camp=camp, radius=_BASE))
             self._health(slot, at[0], at[1] - _BASE - 12, 64, 6)
         else:
-            self.canvas.sprite(("tower", camp), at, _TOWER * 1.7, sprites.tower(camp, _TOWER))
+            self.canvas.sprite(("tower", camp), at, _TOWER * 1.7, partial(sprites.tower, camp=camp, radius=_TOWER))
             self._health(slot, at[0], at[1] - _TOWER - 11, 46, 5.5)
 
     def _creep(self, slot: int) -> None:
         camp, kind, at = int(self.units[CAMP, slot]), int(self.units[KIND, slot]), self._at(slot)
         radius = _SIEGE if kind == layout.SIEGE else _CREEP
         self._marks(slot, at, radius)
-        self.canvas.sprite(("creep", kind, camp), at, radius * 1.8, sprites.creep(kind, camp, radius))
+        self.canvas.sprite(("creep", kind, camp), at, radius * 1.8, partial(sprites.creep, kind=kind, camp=camp, radius=radius))
         self._stars(slot, at, radius)
-
-    def _wounds(self, slot: int) -> None:
-        """Paint the health bar of a damaged creep."""
-        if self.units[layout.HP, slot] < self.units[layout.MAX_HP, slot]:
-            radius = _SIEGE if self.units[KIND, slot] == layout.SIEGE else _CREEP
-            x, y = self._at(slot)
-            self._health(slot, x, y - radius - 5.5, 17, 3)
 
     def _hero(self, slot: int) -> None:
         camp, at = int(self.units[CAMP, slot]), self._at(slot)
         hero = HEROES[int(self.units[layout.HERO_ROW, slot])]
         self._marks(slot, at, _HERO)
-        self.canvas.sprite(("hero", hero.archetype, camp), at, _HERO * 1.5, sprites.coin(hero.archetype, camp, _HERO))
+        coin = partial(sprites.coin, archetype=hero.archetype, camp=camp, radius=_HERO)
+        self.canvas.sprite(("hero", hero.archetype, camp), at, _HERO * 1.5, coin)
         if self.units[layout.SHIELD, slot] > 0:
             self.canvas.circle(at, _HERO + 4.5, (210, 240, 255, 42), (226, 246, 255, 235), 2)
             self.canvas.arc(at, _HERO + 4.5, 200, 260, (255, 255, 255, 255), 3)
@@ -553,7 +540,7 @@ class _Scene:
             edge = y + way * (_HERO + 3)
             box = Box(x - 25, edge - _LABEL if way < 0 else edge, 50, _LABEL)
             for _ in range(60):
-                if not any(_overlap(box, other) for other in taken):
+                if not any(box.overlaps(other) for other in taken):
                     break
                 box = Box(box.left, box.top + way * 4, box.width, box.height)
             box = Box(box.left, min(max(box.top, field.top + 3), field.bottom - _LABEL - 3), box.width, box.height)
@@ -586,7 +573,3 @@ def _leaf(size: float, degrees: float) -> list[Point]:
     c, s = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     shape = ((-1.0, 0.0), (-0.3, -0.5), (0.4, -0.42), (1.0, 0.0), (0.4, 0.42), (-0.3, 0.5))
     return [((x * c - y * s) * size, (x * s + y * c) * size) for x, y in shape]
-
-
-def _overlap(a: Box, b: Box) -> bool:
-    return a.left < b.right and b.left < a.right and a.top < b.bottom and b.top < a.bottom

@@ -6,7 +6,6 @@ The camps differ in colour (blue and red) and in shape (round and angular).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Final
 
 from ludus.games.arena.engine import layout
@@ -27,8 +26,6 @@ _COINS: Final[dict[str, Colour]] = {
     "assassin": (48, 46, 66),
     "support": (146, 122, 52),
 }
-
-Paint = Callable[[SpriteCanvas], None]
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
@@ -114,104 +111,84 @@ GLYPHS: Final = dict(zip(ARCHETYPES, (_fighter, _tank, _mage, _marksman, _assass
 # -- units ------------------------------------------------------------------------------------------------------------
 
 
-def coin(archetype: str, camp: int, radius: float, dim: bool = False) -> Paint:
+def coin(canvas: SpriteCanvas, archetype: str, camp: int, radius: float, dim: bool = False) -> None:
     """Sprite of a hero; `dim`: of a dead one."""
 
-    def paint(canvas: SpriteCanvas) -> None:
-        face, rim, ink = _COINS[archetype], CAMPS[camp], BRIGHT
-        if dim:
-            face, rim, ink = mix(face, (60, 60, 62), 0.8), mix(rim, (90, 90, 92), 0.6), (150, 152, 156)
-        else:
-            canvas.shade((0.0, radius * 0.22), radius * 1.3, 0.55)
-        canvas.polygon(outline(camp, radius * 1.06), INK)
-        canvas.polygon(outline(camp, radius), rim)
-        canvas.polygon(outline(camp, radius * 0.8), INK)
-        canvas.polygon(outline(camp, radius * 0.74), face)
-        canvas.polygon(
-            [(x, min(y, -radius * 0.05)) for x, y in outline(camp, radius * 0.74)], with_opacity((255, 255, 255), 0.09)
-        )
-        GLYPHS[archetype](canvas, radius * 0.58, ink)
-
-    return paint
+    face, rim, ink = _COINS[archetype], CAMPS[camp], BRIGHT
+    if dim:
+        face, rim, ink = mix(face, (60, 60, 62), 0.8), mix(rim, (90, 90, 92), 0.6), (150, 152, 156)
+    else:
+        canvas.shade((0.0, radius * 0.22), radius * 1.3, 0.55)
+    canvas.polygon(outline(camp, radius * 1.06), INK)
+    canvas.polygon(outline(camp, radius), rim)
+    canvas.polygon(outline(camp, radius * 0.8), INK)
+    canvas.polygon(outline(camp, radius * 0.74), face)
+    canvas.polygon([(x, min(y, -radius * 0.05)) for x, y in outline(camp, radius * 0.74)], with_opacity((255, 255, 255), 0.09))
+    GLYPHS[archetype](canvas, radius * 0.58, ink)
 
 
-def creep(kind: int, camp: int, radius: float) -> Paint:
+def creep(canvas: SpriteCanvas, kind: int, camp: int, radius: float) -> None:
     body, light, dark = CAMPS[camp], PALE[camp], DARK[camp]
     ahead = 1 if camp == 0 else -1
-
-    def paint(canvas: SpriteCanvas) -> None:
-        canvas.shade((0.0, radius * 0.25), radius * 1.35, 0.5)
-        if kind == layout.MELEE:  # an arrow
-            shape: list[Point] = [(1.1, 0), (0.2, 0.95), (-0.85, 0.7), (-0.85, -0.7), (0.2, -0.95)]
-            canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 1.1), INK)
-            canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 0.9), body)
-            canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 0.42), dark)
-        elif kind == layout.RANGED:  # an eye
-            canvas.circle((0, 0), radius * 1.04, INK)
-            canvas.circle((0, 0), radius * 0.84, dark)
-            canvas.circle((0, 0), radius * 0.84, None, body, radius * 0.26)
-            canvas.circle((0, 0), radius * 0.34, light)
-        else:  # a cart with a barrel
-            side = radius * 0.95
-            square: list[Point] = [(-side, -side), (side, -side), (side, side), (-side, side)]
-            canvas.polygon(_transform(square, 1.1), INK)
-            canvas.polygon(_transform(square, 0.95), body)
-            canvas.polygon(_transform(square, 0.62), dark)
-            canvas.line((0, 0), (ahead * radius * 1.45, 0), INK, radius * 0.66)
-            canvas.line((0, 0), (ahead * radius * 1.4, 0), light, radius * 0.38)
-            canvas.circle((0, 0), radius * 0.42, light, INK, radius * 0.12)
-
-    return paint
+    canvas.shade((0.0, radius * 0.25), radius * 1.35, 0.5)
+    if kind == layout.MELEE:  # an arrow
+        shape: list[Point] = [(1.1, 0), (0.2, 0.95), (-0.85, 0.7), (-0.85, -0.7), (0.2, -0.95)]
+        canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 1.1), INK)
+        canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 0.9), body)
+        canvas.polygon(_transform([(x * ahead, y) for x, y in shape], radius * 0.42), dark)
+    elif kind == layout.RANGED:  # an eye
+        canvas.circle((0, 0), radius * 1.04, INK)
+        canvas.circle((0, 0), radius * 0.84, dark)
+        canvas.circle((0, 0), radius * 0.84, None, body, radius * 0.26)
+        canvas.circle((0, 0), radius * 0.34, light)
+    else:  # a cart with a barrel
+        side = radius * 0.95
+        square: list[Point] = [(-side, -side), (side, -side), (side, side), (-side, side)]
+        canvas.polygon(_transform(square, 1.1), INK)
+        canvas.polygon(_transform(square, 0.95), body)
+        canvas.polygon(_transform(square, 0.62), dark)
+        canvas.line((0, 0), (ahead * radius * 1.45, 0), INK, radius * 0.66)
+        canvas.line((0, 0), (ahead * radius * 1.4, 0), light, radius * 0.38)
+        canvas.circle((0, 0), radius * 0.42, light, INK, radius * 0.12)
 
 
-def tower(camp: int, radius: float) -> Paint:
-    def paint(canvas: SpriteCanvas) -> None:
-        canvas.shade((0.0, radius * 0.2), radius * 1.6, 0.6)
-        canvas.polygon(star(8, radius * 1.14, radius * 1.0, -67.5), INK)
-        canvas.polygon(star(8, radius * 1.06, radius * 0.93, -67.5), (122, 128, 134))
-        canvas.circle((0, 0), radius * 0.76, (86, 92, 99), INK, radius * 0.06)
-        for i in range(4):
-            dx, dy = math.cos(i * math.pi / 2 + math.pi / 4), math.sin(i * math.pi / 2 + math.pi / 4)
-            canvas.circle((dx * radius * 0.86, dy * radius * 0.86), radius * 0.17, (160, 166, 172), INK, radius * 0.05)
-        canvas.glow(radius * 0.95, CAMPS[camp], 0.75, 1.4)
-        _crystal(canvas, camp, radius * 0.62)
-
-    return paint
+def tower(canvas: SpriteCanvas, camp: int, radius: float) -> None:
+    canvas.shade((0.0, radius * 0.2), radius * 1.6, 0.6)
+    canvas.polygon(star(8, radius * 1.14, radius * 1.0, -67.5), INK)
+    canvas.polygon(star(8, radius * 1.06, radius * 0.93, -67.5), (122, 128, 134))
+    canvas.circle((0, 0), radius * 0.76, (86, 92, 99), INK, radius * 0.06)
+    for i in range(4):
+        dx, dy = math.cos(i * math.pi / 2 + math.pi / 4), math.sin(i * math.pi / 2 + math.pi / 4)
+        canvas.circle((dx * radius * 0.86, dy * radius * 0.86), radius * 0.17, (160, 166, 172), INK, radius * 0.05)
+    canvas.glow(radius * 0.95, CAMPS[camp], 0.75, 1.4)
+    _crystal(canvas, camp, radius * 0.62)
 
 
-def base(camp: int, radius: float) -> Paint:
-    def paint(canvas: SpriteCanvas) -> None:
-        canvas.shade((0.0, radius * 0.15), radius * 1.45, 0.6)
-        canvas.polygon(star(6, radius * 1.16, radius * 1.0), INK)
-        canvas.polygon(star(6, radius * 1.09, radius * 0.94), (116, 122, 129))
-        canvas.circle((0, 0), radius * 0.8, (58, 64, 71), INK, radius * 0.05)
-        canvas.circle((0, 0), radius * 0.74, None, CAMPS[camp], radius * 0.06)
-        canvas.glow(radius * 0.95, CAMPS[camp], 0.9, 1.3)
-        _crystal(canvas, camp, radius * 0.66)
-
-    return paint
+def base(canvas: SpriteCanvas, camp: int, radius: float) -> None:
+    canvas.shade((0.0, radius * 0.15), radius * 1.45, 0.6)
+    canvas.polygon(star(6, radius * 1.16, radius * 1.0), INK)
+    canvas.polygon(star(6, radius * 1.09, radius * 0.94), (116, 122, 129))
+    canvas.circle((0, 0), radius * 0.8, (58, 64, 71), INK, radius * 0.05)
+    canvas.circle((0, 0), radius * 0.74, None, CAMPS[camp], radius * 0.06)
+    canvas.glow(radius * 0.95, CAMPS[camp], 0.9, 1.3)
+    _crystal(canvas, camp, radius * 0.66)
 
 
-def ruin(radius: float) -> Paint:
-    def paint(canvas: SpriteCanvas) -> None:
-        canvas.shade((0.0, 0.0), radius * 1.4, 0.55)
-        for i, (x, y, size) in enumerate(
-            (
-                (0.0, 0.1, 0.5),
-                (0.55, -0.3, 0.34),
-                (-0.5, -0.32, 0.38),
-                (-0.45, 0.52, 0.32),
-                (0.48, 0.5, 0.36),
-                (0.05, -0.66, 0.28),
-            )
-        ):
-            stone = star(3, size * radius, size * radius * 0.8, 20.0 + 41 * i)
-            canvas.polygon(_transform(stone, 1.15, x * radius, y * radius), INK)
-            canvas.polygon(
-                _transform(stone, 0.95, x * radius, y * radius), (92 - 7 * (i % 3), 95 - 7 * (i % 3), 98 - 7 * (i % 3))
-            )
-
-    return paint
+def ruin(canvas: SpriteCanvas, radius: float) -> None:
+    canvas.shade((0.0, 0.0), radius * 1.4, 0.55)
+    for i, (x, y, size) in enumerate(
+        (
+            (0.0, 0.1, 0.5),
+            (0.55, -0.3, 0.34),
+            (-0.5, -0.32, 0.38),
+            (-0.45, 0.52, 0.32),
+            (0.48, 0.5, 0.36),
+            (0.05, -0.66, 0.28),
+        )
+    ):
+        stone = star(3, size * radius, size * radius * 0.8, 20.0 + 41 * i)
+        canvas.polygon(_transform(stone, 1.15, x * radius, y * radius), INK)
+        canvas.polygon(_transform(stone, 0.95, x * radius, y * radius), (92 - 7 * (i % 3), 95 - 7 * (i % 3), 98 - 7 * (i % 3)))
 
 
 def _crystal(canvas: Canvas, camp: int, size: float) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,21 +13,8 @@ from ludus.launch.doctor.requirements import RUN_BYTES, STATE_BYTES, TEMP_BYTES
 from ludus.launch.job_dir import state_dir
 
 NETWORK = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "glusterfs",
-    "afs",
-    "9p",
-    "virtiofs",
-    "panfs",
-    "orangefs",
-)
+    "nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "virtiofs", "panfs", "orangefs",
+)  # fmt: skip
 """Network file systems; those mounted by FUSE count as well."""
 
 _MAX_PATH = 60
@@ -46,7 +31,6 @@ class DirectoryStatus:
     inodes: int | None
     kind: str
     why: str = ""
-    mode: int = 0o700
     ours: bool = True
 
     @property
@@ -59,8 +43,6 @@ def inspect_directory(asked: Path) -> DirectoryStatus:
     there = next((path for path in (asked.absolute(), *asked.absolute().parents) if path.exists()), Path("/"))
     stat = os.statvfs(there)
     inodes = stat.f_favail if stat.f_files else None
-    about = there.stat()
-    ours = not hasattr(os, "getuid") or about.st_uid == os.getuid()
     return DirectoryStatus(
         str(asked),
         str(there),
@@ -68,25 +50,20 @@ def inspect_directory(asked: Path) -> DirectoryStatus:
         inodes,
         filesystem_type(there),
         _write_error(there),
-        about.st_mode & 0o7777,
-        ours,
+        there.stat().st_uid == os.getuid(),
     )
 
 
 def _write_error(directory: Path) -> str:
     if not directory.is_dir():
         return "it is not a directory"
-    probe = directory / f".ludus-doctor-{uuid.uuid4().hex}"
     try:
-        with open(probe, "xb") as file:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".ludus-doctor-") as file:
             file.write(b"?" * 4096)  # a full disk still takes empty files
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         return error.strerror or str(error)
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink(missing_ok=True)
     return ""
 
 
@@ -107,6 +84,7 @@ def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 
 def directory_of(what: str, local_dir: str) -> Path:
+    """Return the directory for runs, temporary files (temp) or the records of jobs (state)."""
     return {"runs": Path(local_dir), "temp": Path(tempfile.gettempdir()), "state": state_dir()}[what]
 
 
@@ -123,24 +101,16 @@ def check_directory(what: str, status: DirectoryStatus, *, shared: bool = False)
     text = f"{status.asked}: {format_bytes(status.free)} free{kind}"
     if status.why:
         return failed(check, f"{status.asked} cannot be written to: {status.why}", f"{move}.")
-    if status.free < _NEEDED[what] // 10:
-        return failed(check, f"{text}; at least {format_bytes(_NEEDED[what])} should be", f"Free some room, or {move}.")
     if status.inodes is not None and status.inodes < _INODES:
         return failed(check, f"{text}, and room for {status.inodes:,} more files", f"Remove files, or {move}.")
     if status.free < _NEEDED[what]:
-        return warning(check, f"{text}; at least {format_bytes(_NEEDED[what])} should be", f"Free some room, or {move}.")
-    if what == "state" and not status.ours:
-        return (
-            failed(check, f"{status.path} belongs to another user", f"{move}.")
-            if status.path == status.asked
-            else ok(check, text)
-        )
-    if what == "state" and shared and status.kind and not status.network:
-        return warning(
-            check,
-            f"{text}; it may not be the same on the nodes",
-            f"If they do not share it, {_MOVE_OPTION[what]} on a shared file system.",
-        )
+        problem = failed if status.free < _NEEDED[what] // 10 else warning
+        return problem(check, f"{text}; at least {format_bytes(_NEEDED[what])} should be", f"Free some room, or {move}.")
+    if what == "state" and not status.ours and status.path == status.asked:
+        return failed(check, f"{status.path} belongs to another user", f"{move}.")
+    if what == "state" and shared and status.ours and status.kind and not status.network:
+        remedy = f"If they do not share it, {_MOVE_OPTION[what]} on a shared file system."
+        return warning(check, f"{text}; it may not be the same on the nodes", remedy)
     if what == "temp" and status.network:
         return warning(check, f"{text}: sockets and many small files are slow there, or impossible", f"{move}, on a local disk.")
     if what == "temp" and len(os.fsencode(status.asked)) > _MAX_PATH:

@@ -40,10 +40,8 @@ def inspect_gpus(dev: Path = Path("/dev")) -> GpuInventory:
         return GpuInventory(devices=devices)
     try:
         done = subprocess.run([tool, *_ASK], capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)  # noqa: S603
-    except subprocess.TimeoutExpired:
-        return GpuInventory(devices=devices, tool=True, why=f"nvidia-smi does not answer within {_TIMEOUT_S:g} s")
-    except OSError as error:
-        return GpuInventory(devices=devices, tool=True, why=f"nvidia-smi cannot be run: {error.strerror}")
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return GpuInventory(devices=devices, tool=True, why=f"nvidia-smi does not answer: {error}")
     if done.returncode:
         text = (done.stdout + done.stderr).strip().splitlines()
         return GpuInventory(devices=devices, tool=True, why=text[0] if text else f"nvidia-smi ended with {done.returncode}")
@@ -63,9 +61,8 @@ def parse_csv(text: str) -> tuple[Gpu, ...]:
 def check_gpus(gpus: GpuInventory, torch: str, environ: Mapping[str, str]) -> DoctorFinding:
     """`torch`: its version, whose suffix names the build; "" if it is not installed."""
     if gpus.why:
-        return failed(
-            "gpu", gpus.why, "Is the driver loaded (nvidia-smi), and does it fit the kernel? A restart helps after an update."
-        )
+        remedy = "Is the driver loaded (nvidia-smi), and does it fit the kernel? A restart helps after an update."
+        return failed("gpu", gpus.why, remedy)
     if not gpus.found:
         if gpus.devices:
             missing = "nvidia-smi is not installed" if not gpus.tool else "nvidia-smi names none"
@@ -77,13 +74,9 @@ def check_gpus(gpus: GpuInventory, torch: str, environ: Mapping[str, str]) -> Do
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
         return warning("gpu", f"{text}; hidden by CUDA_VISIBLE_DEVICES={visible!r}", "unset CUDA_VISIBLE_DEVICES")
     if "+cpu" in torch:
-        return warning(
-            "gpu", f"{text}; PyTorch {torch} was built without CUDA", "pip install --force-reinstall a build of torch with CUDA."
-        )
+        remedy = "pip install --force-reinstall a build of torch with CUDA."
+        return warning("gpu", f"{text}; PyTorch {torch} was built without CUDA", remedy)
     if all(gpu.used_mb > _BUSY * gpu.total_mb for gpu in gpus.found):
-        return warning(
-            "gpu",
-            f"{text}; other processes use most of the memory",
-            "nvidia-smi shows them; choose another GPU with CUDA_VISIBLE_DEVICES.",
-        )
+        remedy = "nvidia-smi shows them; choose another GPU with CUDA_VISIBLE_DEVICES."
+        return warning("gpu", f"{text}; other processes use most of the memory", remedy)
     return ok("gpu", text)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
-import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ludus.errors import LudusError, UsageError
 from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, ok, warning
+from ludus.launch.slurm import commands
+from ludus.launch.slurm.sbatch import parse_time
 
 PROGRAMS = ("sbatch", "srun", "scancel", "squeue", "scontrol", "sinfo")
-_QUERY_S = 10.0
 _FORM = "%R|%a|%l|%F|%c|%m|%G"
 _LINE = re.compile(r"([^|]*)\|(\w+)\|([^|]*)\|(\d+)/(\d+)/(\d+)/(\d+)\|(\d+)(\+?)\|\d+\+?\|(.*)")
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]*[^:,()\d][^:,()]*)?(?::(\d+))?(?=[,(]|$)")
-INFINITE = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Partition:
 
     name: str
     up: bool
-    seconds: int
+    seconds: float
     kinds: tuple[NodeKind, ...]
 
     @property
@@ -77,21 +77,12 @@ class SlurmRequest:
 
 
 def query_slurm() -> SlurmState:
-    missing = tuple(program for program in PROGRAMS if shutil.which(program) is None)
-    if "scontrol" in missing or "sinfo" in missing:
+    if missing := tuple(program for program in PROGRAMS if shutil.which(program) is None):
         return SlurmState(missing)
     try:
-        controller = _run(["scontrol", "ping"])
-        listed = _run(["sinfo", "--noheader", f"--format={_FORM}"])
-    except (subprocess.TimeoutExpired, OSError) as error:
-        late = isinstance(error, subprocess.TimeoutExpired)
-        return SlurmState(missing, why=f"it does not answer within {_QUERY_S:g} s" if late else str(error))
-    return SlurmState(missing, controller, parse_partitions(listed))
-
-
-def _run(words: Sequence[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=_QUERY_S, stdin=subprocess.DEVNULL, check=False)  # noqa: S603
-    return done.stdout.strip() or done.stderr.strip()
+        return SlurmState((), commands.ping(), parse_partitions(commands.list_partitions(_FORM)))
+    except LudusError as error:
+        return SlurmState(why=error.message)
 
 
 def parse_partitions(text: str) -> tuple[Partition, ...]:
@@ -112,29 +103,18 @@ def parse_gres(gres: str) -> int:
     return sum(int(number or 1) for number in _GPUS.findall(re.sub(r"\([^()]*\)", "", gres)))
 
 
-def time_limit_s(text: str) -> int:
-    """Parse a Slurm time: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]; other text: no limit."""
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdigit() for part in parts) or (dash and not days.isdigit()) or len(parts) > 3:
-        return INFINITE
-    numbers = [int(part) for part in parts]
-    if dash:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:
-        hours, minutes, seconds = 0, *(*numbers, 0)[:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+def time_limit_s(text: str) -> float:
+    """Return the seconds of a Slurm time; infinite for other text."""
+    try:
+        return parse_time(text)
+    except UsageError:
+        return math.inf
 
 
 def check_slurm(state: SlurmState, wanted: SlurmRequest) -> list[DoctorFinding]:
     if state.missing:
-        return [
-            failed(
-                "slurm", f"not found: {', '.join(state.missing)}", "Log in to a machine of the cluster, or `module load slurm`."
-            )
-        ]
+        remedy = "Log in to a machine of the cluster, or `module load slurm`."
+        return [failed("slurm", f"not found: {', '.join(state.missing)}", remedy)]
     if state.why or "UP" not in state.controller:
         text = state.why or state.controller or "no output"
         return [failed("slurm controller", text, "`scontrol ping`; is SLURM_CONF right, and munged running?")]
@@ -156,18 +136,15 @@ def check_slurm(state: SlurmState, wanted: SlurmRequest) -> list[DoctorFinding]:
 
 
 def _check_partition(partition: Partition, wanted: SlurmRequest) -> DoctorFinding:
-    check, text = (
-        f"partition {partition.name}",
-        f"{_format_nodes(partition)}, {_format_cores(partition)}, {_format_time(partition.seconds)}",
-    )
+    least, most = (bound(kind.cpus for kind in partition.kinds) for bound in (min, max))
+    cores = f"{least} cores or more" if any(kind.more for kind in partition.kinds) else f"{least} to {most} cores"
+    cores = f"{least} cores" if cores == f"{most} to {most} cores" else cores
+    check, text = f"partition {partition.name}", f"{_format_nodes(partition)}, {cores} each, {_format_time(partition.seconds)}"
     if short := _shortage(partition, wanted):
         return failed(check, f"{text}; {short}", "Request less, or another partition: `sinfo`.")
     if partition.count_fitting(wanted) < wanted.nodes:
-        return warning(
-            check,
-            f"{text}; whether {format_count(wanted.nodes, 'node')} of them have {format_count(wanted.cpus, 'core')} is unknown",
-            f"`sinfo -N -p {partition.name} -o '%N %c %G'` lists their resources.",
-        )
+        text += f"; whether {format_count(wanted.nodes, 'node')} of them have {format_count(wanted.cpus, 'core')} is unknown"
+        return warning(check, text, f"`sinfo -N -p {partition.name} -o '%N %c %G'` lists their resources.")
     if not partition.idle:
         return warning(check, f"{text}; no node is idle", "The job will wait: `squeue --start` estimates the start.")
     return ok(check, text)
@@ -190,35 +167,12 @@ def _shortage(partition: Partition, wanted: SlurmRequest) -> str:
     return ""
 
 
-def _format_cores(partition: Partition) -> str:
-    least, most = (bound(kind.cpus for kind in partition.kinds) for bound in (min, max))
-    if least == most and not any(kind.more for kind in partition.kinds):
-        return f"{least} cores each"
-    return f"{least} cores or more each" if any(kind.more for kind in partition.kinds) else f"{least} to {most} cores each"
-
-
 def _format_nodes(partition: Partition) -> str:
     return f"{format_count(partition.nodes, 'node')}, {partition.idle} idle"
 
 
-def _format_time(seconds: int) -> str:
-    if seconds >= INFINITE:
+def _format_time(limit_s: float) -> str:
+    if limit_s == math.inf:
         return "no time limit"
-    days, rest = divmod(seconds, 86_400)
+    days, rest = divmod(int(limit_s), 86_400)
     return f"at most {f'{days}-' if days else ''}{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
-
-
-# -- in an allocation -----------------------------------------------------------------------------------------------------
-
-
-def expand_nodelist(nodelist: str) -> list[str]:
-    """Expand a node list such as n[1-3]. Raises OSError, subprocess.SubprocessError."""
-    words = ["scontrol", "show", "hostnames", nodelist]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=_QUERY_S, stdin=subprocess.DEVNULL, check=True)  # noqa: S603
-    return done.stdout.split()
-
-
-def srun_words(node: str, command: Sequence[str], cpus: int = 0) -> tuple[str, ...]:
-    """Return the srun command of a step that overlaps with others in the allocation. `cpus`: 0: Slurm's default, mostly one."""
-    bound = (f"--cpus-per-task={cpus}",) if cpus else ()
-    return ("srun", "--overlap", "--quiet", "--nodes=1", "--ntasks=1", *bound, f"--nodelist={node}", "--input=all", *command)

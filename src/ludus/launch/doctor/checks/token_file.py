@@ -61,16 +61,13 @@ def _inspect(named: str, path: Path) -> TokenFile:
         return TokenFile(named, str(path), "none", why=error.strerror or str(error))
     if not stat.S_ISREG(about.st_mode):
         return TokenFile(named, str(path), "other")
+    token = TokenFile(named, str(path), "file", about.st_mode & 0o7777, about.st_uid == os.getuid())
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_CHARS + 1).strip()
     except OSError as error:
-        return TokenFile(
-            named, str(path), "file", about.st_mode & 0o7777, about.st_uid == os.getuid(), why=error.strerror or str(error)
-        )
-    return TokenFile(
-        named, str(path), "file", about.st_mode & 0o7777, about.st_uid == os.getuid(), len(text), plain=text.isalnum()
-    )
+        return replace(token, why=error.strerror or str(error))
+    return replace(token, length=len(text), plain=text.isalnum())
 
 
 def fingerprint(environ: Mapping[str, str], key: str) -> str:
@@ -87,18 +84,14 @@ def check_equal_tokens(fingerprints: Mapping[str, str]) -> DoctorFinding:
     """`fingerprints`: by machine. A machine with another token or none cannot join the run."""
     check, different = "token on all nodes", list(dict.fromkeys(fingerprints.values()))
     if not any(fingerprints.values()):
-        return skipped(
-            check,
-            "none yet; `ludus learner start` creates one on the first machine, and prints how to copy it",
-            "`ludus submit` needs none: every job has its own.",
-        )
+        text = "none yet; `ludus learner start` creates one on the first machine, and prints how to copy it"
+        return skipped(check, text, "`ludus submit` needs none: every job has its own.")
     if len(different) == 1:
         return ok(check, f"the same on {len(fingerprints)} of {len(fingerprints)}")
     groups = (([node for node in fingerprints if fingerprints[node] == value], value) for value in different)
     text = "; ".join(f"{'one' if value else 'none'}: {', '.join(nodes)}" for nodes, value in groups)
-    return failed(
-        check, f"they differ ({text})", "Copy the file of the first machine to the others, with scp -p (docs/roles.md)."
-    )
+    remedy = "Copy the file of the first machine to the others, with scp -p (docs/roles.md)."
+    return failed(check, f"they differ ({text})", remedy)
 
 
 def check_tokens(tokens: list[TokenFile], environ: Mapping[str, str]) -> list[DoctorFinding]:
@@ -107,41 +100,29 @@ def check_tokens(tokens: list[TokenFile], environ: Mapping[str, str]) -> list[Do
         if mode == "token" and not environ.get(RAY_TOKEN):
             return [failed("token", f"{RAY_MODE}=token, and there is none", f"Name its file in {RAY_PATH}, or unset {RAY_MODE}.")]
         return [skipped("token", "none is in use; every job creates its own")]
-    found = [check_token(token) for token in tokens]
-    if mode == "token":
-        return found
-    # Ludus does not use the token that Ray creates by itself.
-    return [
-        replace(finding, status="warning") if token.is_rays and finding.status == "failed" else finding
-        for token, finding in zip(tokens, found, strict=True)
-    ]
+    found = []
+    for token in tokens:
+        finding = check_token(token)
+        if token.is_rays and finding.status == "failed" and mode != "token":  # Ludus does not use it
+            finding = replace(finding, status="warning")
+        found.append(finding)
+    return found
 
 
 def check_token(token: TokenFile) -> DoctorFinding:
     where = f"{token.path}{f' ({token.named})' if token.named else ''}"
     variable = token.named or (TOKEN_FILE if token.role else RAY_PATH)
-    if token.kind == "none" and token.role:
-        return failed(
-            "token",
-            f"{where} cannot be found: {token.why}",
-            f"`ludus learner start` creates it on the first machine; copy it from there, or unset {variable}.",
-        )
     if token.kind == "none":
-        return failed(
-            "token",
-            f"{where} cannot be found: {token.why}",
-            f"Copy it from where the cluster was started, or unset {token.named}.",
-        )
+        origin = "`ludus learner start` creates it on the first machine: copy it" if token.role else "Copy it"
+        remedy = f"{origin} from where the cluster was started, or unset {variable}."
+        return failed("token", f"{where} cannot be found: {token.why}", remedy)
     if token.kind != "file":
         return failed("token", f"{where} is not a file", f"Name a file in {variable}.")
     if not token.ours:
         return failed("token", f"{where} belongs to another user", f"Create your own, and name it in {variable}.")
     if token.mode & 0o077:
-        return failed(
-            "token",
-            f"{where} can be read by other users (mode {token.mode:04o})",
-            f"chmod 600 {token.path}; and create a new one: it may be known.",
-        )
+        remedy = f"chmod 600 {token.path}; and create a new one: it may be known."
+        return failed("token", f"{where} can be read by other users (mode {token.mode:04o})", remedy)
     if token.why:
         return failed("token", f"{where} cannot be read: {token.why}", f"chmod 600 {token.path}")
     if token.length < _MIN_CHARS:
@@ -149,8 +130,6 @@ def check_token(token: TokenFile) -> DoctorFinding:
     if token.role and (token.length > _MAX_CHARS or not token.plain):
         return failed("token", f"{where} does not contain a token", "Copy it again from the first machine of the run.")
     if token.is_rays:  # Ludus always names its token, so that Ray does not use this one
-        return ok(
-            "token",
-            f"{where}, private; for `ray start` and ray.init set {RAY_MODE} on all machines, or only some of them use it",
-        )
+        advice = f"for `ray start` and ray.init set {RAY_MODE} on all machines, or only some of them use it"
+        return ok("token", f"{where}, private; {advice}")
     return ok("token", f"{where}, private")

@@ -13,7 +13,7 @@ import pytest
 import ludus
 from ludus.envs.registry import env_name, registered_envs
 from ludus.errors import ConfigError, UsageError
-from ludus.experiments.source.keyword_arguments import training_data
+from ludus.experiments.source.experiment_source import training_data
 
 SMALL: dict[str, Any] = {"num_envs": 4, "train_batch_size": 64, "minibatch_size": 32, "evaluation_duration": 0}
 

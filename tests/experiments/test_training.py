@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from ludus.config.aliases import rllib_keys
+from ludus.config.section_translation import translate_section
 from ludus.errors import LudusError
 from ludus.experiments import runner
-from ludus.experiments.assembly.assemble import assemble_of, assemble_run
 from ludus.experiments.assembly.components import ComponentStack
 from ludus.experiments.resolve import resolve
-from ludus.experiments.training import prepare_new_run
+from ludus.experiments.training import assemble_of, assemble_run, prepare_new_run
 from tests.experiments import small
 
 
@@ -82,12 +82,12 @@ def test_a_run_whose_components_have_nothing_to_do_fails_instead_of_hanging(
 
 def test_the_config_is_translated_once_between_start_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections: list[str] = []
-    translate = rllib_keys.translate_section
+    translate = translate_section
 
     def count(section: str, *args: Any) -> Any:
         sections.append(section)
         return translate(section, *args)
 
-    monkeypatch.setattr(rllib_keys, "translate_section", count)
+    monkeypatch.setattr("ludus.config.translation.translate_section", count)
     runner.train(small.data(1), local_dir=tmp_path)
     assert (sections.count(rllib_keys.EXPERIMENT), sections.count(rllib_keys.CONFIG)) == (1, 1)

@@ -1,4 +1,4 @@
-"""Frames between ranks, and the listener for ranks of other nodes."""
+"""Frames over blocking sockets, and the listener for ranks of other nodes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from ludus.distributed.learners import channel
-from ludus.distributed.learners.channel import DONE, LEARN, STATE, LearnerChannel, LearnerListener, connect
+from ludus.distributed.frames import FrameSocket
+from ludus.distributed.learners.listener import LearnerListener, connect
 from ludus.errors import Damaged, UsageError, WorkerFailed
 from ludus.io.addresses import host_and_port
+from ludus.process import auth
 
 TOKEN = b"a token of the run that is long enough"
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[LearnerChannel, LearnerChannel]]:
-    ours, theirs = (LearnerChannel(end, name) for end, name in zip(socket.socketpair(), ("Learner 1", "Learner 0"), strict=True))
+def pair() -> Iterator[tuple[FrameSocket, FrameSocket]]:
+    ours, theirs = (FrameSocket(end, name) for end, name in zip(socket.socketpair(), ("Learner 1", "Learner 0"), strict=True))
     with contextlib.closing(ours), contextlib.closing(theirs):
         yield ours, theirs
 
@@ -30,26 +31,27 @@ def entrance() -> Iterator[LearnerListener]:
         yield one
 
 
-def test_a_frame_arrives_as_it_was_sent(pair: tuple[LearnerChannel, LearnerChannel]) -> None:
+def test_a_frame_arrives_as_it_was_sent(pair: tuple[FrameSocket, FrameSocket]) -> None:
     ours, theirs = pair
     body = bytes(range(256)) * 400
-    sender = threading.Thread(target=ours.send, args=(LEARN, -7, 1 << 40, b"head", memoryview(body)))
+    sender = threading.Thread(target=ours.send, args=({"op": "learn", "number": -7, "big": 1 << 40}, b"head", memoryview(body)))
     sender.start()
     assert theirs.has_data(10)
-    frame = theirs.receive(LEARN)
+    header, received = theirs.receive("learn")
     sender.join()
-    assert (frame.kind, frame.first, frame.second, bytes(frame.body)) == (LEARN, -7, 1 << 40, b"head" + body)
+    assert header == {"op": "learn", "number": -7, "big": 1 << 40}
+    assert bytes(received) == b"head" + body
     assert not theirs.has_data()
 
 
-def test_a_frame_of_another_kind_is_refused(pair: tuple[LearnerChannel, LearnerChannel]) -> None:
+def test_a_frame_with_another_operation_is_refused(pair: tuple[FrameSocket, FrameSocket]) -> None:
     ours, theirs = pair
-    ours.send(STATE)
-    with pytest.raises(Damaged, match=rf"Learner 0 sent a frame of kind {STATE} .* {DONE} was expected"):
-        theirs.receive(DONE)
+    ours.send({"op": "state"})
+    with pytest.raises(Damaged, match="Learner 0 sent 'state' where 'done' was expected"):
+        theirs.receive("done")
 
 
-def test_the_end_is_noticed_by_name(pair: tuple[LearnerChannel, LearnerChannel]) -> None:
+def test_the_end_is_noticed_by_name(pair: tuple[FrameSocket, FrameSocket]) -> None:
     ours, theirs = pair
     before = theirs.is_closed
     ours.close()
@@ -57,16 +59,16 @@ def test_the_end_is_noticed_by_name(pair: tuple[LearnerChannel, LearnerChannel])
     with pytest.raises(WorkerFailed, match="Learner 0 is gone"):
         theirs.receive()
     with pytest.raises(WorkerFailed, match="Learner 0 does not read any more"):
-        theirs.send(DONE)
+        theirs.send({"op": "done"})
 
 
-def test_silence_has_an_end(pair: tuple[LearnerChannel, LearnerChannel]) -> None:
+def test_silence_has_an_end(pair: tuple[FrameSocket, FrameSocket]) -> None:
     with pytest.raises(WorkerFailed, match="Learner 1 did not answer"):
         pair[0].receive(timeout_s=0.05)
 
 
 def test_a_rank_with_the_token_is_accepted(entrance: LearnerListener) -> None:
-    links: list[LearnerChannel] = []
+    links: list[FrameSocket] = []
     caller = threading.Thread(target=lambda: links.append(connect(entrance.address, TOKEN)))
     caller.start()
     ours = entrance.accept_rank(10)
@@ -74,8 +76,8 @@ def test_a_rank_with_the_token_is_accepted(entrance: LearnerListener) -> None:
     assert ours is not None
     with contextlib.closing(ours), contextlib.closing(links[0]):
         assert ours.is_remote
-        links[0].send(DONE, 5)
-        assert ours.receive(DONE).first == 5
+        links[0].send({"op": "done", "number": 5})
+        assert ours.receive("done")[0]["number"] == 5
 
 
 def test_unauthenticated_peers_are_disconnected_and_do_not_block_others(entrance: LearnerListener) -> None:
@@ -103,7 +105,7 @@ def test_unauthenticated_peers_are_disconnected_and_do_not_block_others(entrance
 
 
 def test_a_slow_peer_does_not_block_others(entrance: LearnerListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(auth, "HANDSHAKE_S", 0.3)
     cut_off, first = threading.Event(), threading.Event()
 
     def drip() -> None:
