@@ -28,7 +28,8 @@ from ludus.core.tree import Array
 from ludus.core.types import Segments
 from ludus.distributed.gcs_thread import GcsThread, StallAwareClock
 from ludus.distributed.node_agent import BUNDLE_BYTES, Bundle, Bytes, NodeAgent, NodeFactory, local_node, unpack
-from ludus.distributed.sampling_pool import COUNTERS, LocalNode, SamplingNode, SamplingPlan, WorkerReport
+from ludus.distributed.sampling_plan import COUNTERS, SamplingPlan
+from ludus.distributed.sampling_pool import LocalNode, SamplingNode, WorkerReport
 from ludus.distributed.watched_thread import WatchedThread
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster
@@ -230,7 +231,7 @@ class RayNodes:
     ) -> None:
         """`agent_here`: use an agent on this machine too (for tests and comparisons)."""
         self._cluster, self._plan, self._make, self._timeouts = cluster, plan, make, timeouts
-        self._layout = plan.layout
+        self._layouts = plan.layouts
         self._agents = _agents()
         self._announce = announce or (lambda sentence: None)
         self._agent_here = agent_here
@@ -493,7 +494,7 @@ class RayNodes:
     def request_bundles(self, node: RayNode) -> None:
         """Keep requests for bundles in flight while there is room for blocks."""
         while not node.lost and node.ready and len(node.calls) < _MAX_CALLS:
-            blocks = node.next_bundle_blocks(self._plan.slots, self._layout.nbytes)
+            blocks = node.next_bundle_blocks(self._plan.slots * self._plan.blocks_per_update, self._layouts.nbytes)
             node.held_back = blocks <= 0
             if node.held_back:
                 return
@@ -508,7 +509,7 @@ class RayNodes:
         bundle, data = reply
         node.calls.popleft()
         if bundle.blocks or bundle.reports is not None:
-            node.deliver(bundle, unpack(self._layout, len(bundle.blocks), data))
+            node.deliver(bundle, unpack(self._layouts, len(bundle.blocks), data))
         if bundle.blocks:
             self._wakeup.notify()
         for worker, tail in bundle.tails:

@@ -21,7 +21,8 @@ from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.distributed.publishing_pool import PublishingPool
-from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPlan, SamplingPool, SingleNode
+from ludus.distributed.sampling_plan import SamplingPlan
+from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPool, SingleNode
 from ludus.envs.vector_env import make_environments
 from ludus.envs.wrappers import wrapper_names
 from ludus.experiments.assembly.components import (
@@ -46,7 +47,7 @@ from ludus.sampling.sampler import VersionClock, segment_spec
 _STEADY_S = 1.0
 """A worker that has sampled for this long is replaced at once when it dies, however often that happened before."""
 
-_BATCHES_AHEAD: Mapping[str, int | None] = {"sync": 0, "pipelined": 1, "async": None}
+BATCHES_AHEAD: Mapping[str, int | None] = {"sync": 0, "pipelined": 1, "async": None}
 
 
 @dataclass
@@ -68,7 +69,7 @@ def assemble_workers(prepared: PreparedRun, hooks: RunHooks, stack: ComponentSta
     clock = RunClock(e.stop.time_s)
     stop = StopCheck(hooks.interrupted, clock)
 
-    connect = _cluster_nodes(resolved.cluster, hooks.announce, stack)  # first: the cluster may be unreachable
+    connect = cluster_nodes(resolved.cluster, hooks.announce, stack)  # first: the cluster may be unreachable
     shape = probe_environment(e.env, config, stop)
     policy = make_sampled_policy(shape, prepared, hooks)
 
@@ -148,21 +149,30 @@ def make_plan(
         spec=segment_spec(policy, shape, config.steps),
         seed=seed,
         first_version=first_version,
-        ahead=_BATCHES_AHEAD[config.sampling],
+        ahead=BATCHES_AHEAD[config.sampling],
         slots=config.blocks_ahead,
         hang_s=config.worker_hang_s,
-        restart=WorkerRestart(config.max_worker_restarts, config.worker_restart_backoff_s, steady_s=_STEADY_S),
+        restart=worker_restart(config),
         forgiving=config.restart_failed_sub_environments,
         explore=config.explore,
         device=config.inference_device,
         self_play=config.self_play,
         run=run,
         clock=make_clock(config, first_version, begun),
-        code_bundle=CodeBundle.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model]),
+        code_bundle=code_bundle_of(env, config),
     )
 
 
-def _cluster_nodes(
+def worker_restart(config: AlgorithmConfig) -> WorkerRestart:
+    return WorkerRestart(config.max_worker_restarts, config.worker_restart_backoff_s, steady_s=_STEADY_S)
+
+
+def code_bundle_of(env: str, config: AlgorithmConfig) -> CodeBundle:
+    """Code of the user's script that workers need."""
+    return CodeBundle.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model])
+
+
+def cluster_nodes(
     options: ClusterOptions | None, announce: Announce | None, stack: ComponentStack
 ) -> Callable[[SamplingPlan, Path, Path], SamplingNodes]:
     """Connect to the Ray cluster, if there is one. Returns the function that starts workers on its nodes, or on this machine."""
