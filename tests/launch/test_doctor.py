@@ -52,7 +52,7 @@ from ludus.launch.doctor.finding import (
 )
 from ludus.launch.doctor.requirements import ResourceNeeds
 from ludus.process import cgroups
-from ludus.process.cgroups import Memory
+from ludus.process.cgroups import SystemMemory
 
 GB = 1 << 30
 EIGHT = ResourceNeeds(workers=8, cores=8)
@@ -132,21 +132,21 @@ def test_a_cpu_quota_is_fine_if_omp_num_threads_respects_it() -> None:
 @pytest.mark.parametrize(
     ("memory", "status", "said"),
     [
-        (Memory(64 * GB, 60 * GB), "ok", "64.0 GB, 60.0 GB available; needed 600 MB + 8 workers × 150 MB = 1,800 MB"),
-        (Memory(64 * GB, 2 * GB), "warning", "2.0 GB available"),
-        (Memory(64 * GB, GB), "failed", "1.0 GB available"),
-        (Memory(64 * GB, 60 * GB, 2 * GB, GB), "failed", "the cgroup allows 2.0 GB, 1.0 GB of it used"),
-        (Memory(64 * GB, 60 * GB, 32 * GB, GB), "ok", "the cgroup allows 32.0 GB"),
+        (SystemMemory(64 * GB, 60 * GB), "ok", "64.0 GB, 60.0 GB available; needed 600 MB + 8 workers × 150 MB = 1,800 MB"),
+        (SystemMemory(64 * GB, 2 * GB), "warning", "2.0 GB available"),
+        (SystemMemory(64 * GB, GB), "failed", "1.0 GB available"),
+        (SystemMemory(64 * GB, 60 * GB, 2 * GB, GB), "failed", "the cgroup allows 2.0 GB, 1.0 GB of it used"),
+        (SystemMemory(64 * GB, 60 * GB, 32 * GB, GB), "ok", "the cgroup allows 32.0 GB"),
         (None, "skipped", "does not report"),
     ],
 )
-def test_memory(memory: Memory | None, status: Status, said: str) -> None:
+def test_memory(memory: SystemMemory | None, status: Status, said: str) -> None:
     found = limits.check_memory(memory, EIGHT)
     assert (found.status, said in found.found) == (status, True), found
 
 
 def test_too_little_memory_suggests_fewer_workers() -> None:
-    found = limits.check_memory(Memory(4 * GB, GB), EIGHT)
+    found = limits.check_memory(SystemMemory(4 * GB, GB), EIGHT)
     assert "--num-workers 2" in found.fix
     fits = ResourceNeeds(2, 8).memory
     assert fits <= GB < ResourceNeeds(3, 8).memory
@@ -268,7 +268,7 @@ def test_limits_of_parent_cgroups_apply_in_both_versions(tmp_path: Path) -> None
     meminfo.write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
     groups = cgroups.find_cgroups(proc, root)
     assert limits.inspect_cores(groups).quota == 1.5
-    assert cgroups.read_memory(groups, meminfo) == Memory(64 * GB, 32 * GB, 2 * GB, GB // 2)
+    assert cgroups.read_memory(groups, meminfo) == SystemMemory(64 * GB, 32 * GB, 2 * GB, GB // 2)
     assert [most for most, _ in groups.numbers("pids", "pids.max", "pids.max")] == [512]
 
 

@@ -84,7 +84,7 @@ class EvaluationWorkers:
         if self._tasks is None:
             logs = self._directory / "logs" / "evaluation"
             self._tasks = TaskPool(
-                "evaluation", Player, self._plan, self._bundle,
+                "evaluation", EvaluationPlayer, self._plan, self._bundle,
                 workers=self._workers, hang_s=self._pool.hang_s, restart=self._pool.restart, log_dir=logs, preload=("torch", __name__),
             )  # fmt: skip
         self._iteration, self._parts, self._error = iteration, {}, None
@@ -138,7 +138,7 @@ class EvaluationWorkers:
             self._tasks.close()
 
 
-class Player:
+class EvaluationPlayer:
     """What a worker does: load the weights of a checkpoint and play its share."""
 
     def __init__(self, context: Context, plan: EvaluationPlan, bundle: CodeBundle) -> None:

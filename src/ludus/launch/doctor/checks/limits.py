@@ -14,7 +14,7 @@ import psutil
 from ludus.core.formatting import format_bytes
 from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, ok, skipped, warning
 from ludus.launch.doctor.requirements import ResourceNeeds
-from ludus.process.cgroups import UNLIMITED, Cgroups, Memory, read_number
+from ludus.process.cgroups import UNLIMITED, Cgroups, SystemMemory, read_number
 from ludus.process.host import usable_cores
 
 _MAPS_MIN = 65_530
@@ -119,7 +119,7 @@ def check_cores(cores: CpuLimits, needs: ResourceNeeds, environ: Mapping[str, st
     return ok("cpu", text)
 
 
-def check_memory(memory: Memory | None, needs: ResourceNeeds) -> DoctorFinding:
+def check_memory(memory: SystemMemory | None, needs: ResourceNeeds) -> DoctorFinding:
     if memory is None:
         return skipped("memory", "this system does not report it")
     text = f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
