@@ -41,13 +41,13 @@ from ludus.launch.doctor.clock import ClockSample, check_clock
 from ludus.launch.doctor.finding import (
     DoctorFinding,
     Status,
-    failed,
+    failure,
     find_secrets,
     is_healthy,
     ok,
     redact_secrets,
     redact_url,
-    skipped,
+    skip,
     warning,
 )
 from ludus.launch.doctor.requirements import ResourceNeeds
@@ -60,8 +60,8 @@ GAMES = ResourceNeeds(workers=8, cores=8, game_threads=300, game_bytes=GB)
 
 
 def test_only_failures_make_a_machine_unhealthy() -> None:
-    assert is_healthy([ok("a", ""), warning("b", "", ""), skipped("c", "")])
-    assert not is_healthy([ok("a", ""), failed("b", "", "")])
+    assert is_healthy([ok("a", ""), warning("b", "", ""), skip("c", "")])
+    assert not is_healthy([ok("a", ""), failure("b", "", "")])
 
 
 def test_secrets_are_redacted_from_findings() -> None:
@@ -94,7 +94,7 @@ def test_explained_sums_equal_the_needs(workers: int, cores: int, ray: bool, thr
         (needs.explain_threads(), needs.threads),
         (needs.explain_files(), needs.files),
         (needs.explain_memory(), needs.memory >> 20),
-        (needs.explain_shared(), needs.shared >> 20),
+        (needs.explain_shared_memory(), needs.shared_memory >> 20),
     ):
         left, right = said.replace(",", "").rsplit(" = ", 1)
         spelt = left.replace("×", "*")
@@ -105,7 +105,7 @@ def test_explained_sums_equal_the_needs(workers: int, cores: int, ray: bool, thr
 
 def test_more_workers_games_or_ray_never_need_less() -> None:
     for more in (replace(EIGHT, workers=9), replace(EIGHT, ray=True), replace(EIGHT, game_threads=5, game_bytes=5)):
-        for what in ("threads", "files", "memory", "shared"):
+        for what in ("threads", "files", "memory", "shared_memory"):
             assert getattr(more, what) >= getattr(EIGHT, what)
 
 
