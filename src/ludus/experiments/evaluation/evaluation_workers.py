@@ -61,7 +61,7 @@ class EvaluationWorkers:
     ) -> None:
         """`notice` is called once if videos cannot be recorded."""
         self._plan, self._bundle, self._directory, self._pool = plan, bundle, directory, pool
-        self.interrupted, self._notice = interrupted, notice
+        self.is_interrupted, self._notice = interrupted, notice
         self._records = bool(plan.videos)
         self._workers = min(pool.workers, plan.groups)
         self._tasks: TaskPool | None = None
