@@ -155,7 +155,7 @@ class SharedWeightsPolicy:
         self._version = 0
 
     @property
-    def published(self) -> int:
+    def newest_version(self) -> int:
         """The newest version, loaded or not. One memory read."""
         return self._reader.version
 
@@ -227,10 +227,10 @@ def _seed(plan: SamplingPlan, index: int, block: int, incarnation: int) -> int:
 def _wait_for_weights(context: Context, source: SharedWeightsPolicy, plan: SamplingPlan, block: int) -> float:
     """Wait for the weights of that block; returns the seconds."""
     needed = plan.first_version + block - plan.ahead if plan.ahead is not None else plan.first_version
-    if source.published >= needed:
+    if source.newest_version >= needed:
         return 0.0
     began, polls = time.perf_counter(), Backoff(0.0001, 0.001, factor=1.5)
-    while source.published < needed:
+    while source.newest_version < needed:
         context.beat()
         time.sleep(polls.next_delay())
     return time.perf_counter() - began
