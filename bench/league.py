@@ -20,7 +20,7 @@ import numpy as np
 from bench.train import RESULTS, provenance
 from ludus.league.events import MatchFinished, MatchIssued, PlayerAdded
 from ludus.league.journal import LeagueJournal
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 from ludus.league.state import LeagueSettings, propose_match
 
 LEARNING = 12
@@ -29,11 +29,11 @@ PARTS = 10
 
 
 def add_players(journal: LeagueJournal, count: int) -> list[str]:
-    roles = [Role.MAIN] * 3 + [Role.MAIN_EXPLOITER] * 3 + [Role.LEAGUE_EXPLOITER] * 6
+    roles = [PlayerRole.MAIN] * 3 + [PlayerRole.MAIN_EXPLOITER] * 3 + [PlayerRole.LEAGUE_EXPLOITER] * 6
     players = [Player(f"{role.value}_{i}", role) for i, role in enumerate(roles)]
     for i in range(count - LEARNING):
         parent = players[i % LEARNING]
-        players.append(Player(f"{parent.name}.{i}", Role.HISTORICAL, parent=parent.name, parent_role=parent.role))
+        players.append(Player(f"{parent.name}.{i}", PlayerRole.HISTORICAL, parent=parent.name, parent_role=parent.role))
     for player in players:
         journal.apply(PlayerAdded(player))
     return [player.name for player in players]

@@ -15,13 +15,13 @@ from ludus.league.matchmaking import (
     quality_probabilities,
 )
 from ludus.league.payoff import PayoffTable
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 
-MAIN = Player("main", Role.MAIN)
+MAIN = Player("main", PlayerRole.MAIN)
 
 
 def snapshot(name: str, parent: Player = MAIN, *, retired: bool = False) -> Player:
-    return Player(name, Role.HISTORICAL, parent=parent.name, parent_role=parent.role, retired=retired)
+    return Player(name, PlayerRole.HISTORICAL, parent=parent.name, parent_role=parent.role, retired=retired)
 
 
 def view(*players: Player, wins: dict[tuple[str, str], float] | None = None) -> MatchmakingView:
@@ -67,7 +67,7 @@ def test_a_single_player_plays_against_itself(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_retired_players_and_those_in_quarantine_are_never_drawn(scheme: str) -> None:
-    seen = view(MAIN, snapshot("old", retired=True), Player("broken", Role.FIXED, quarantine="no file"), snapshot("good"))
+    seen = view(MAIN, snapshot("old", retired=True), Player("broken", PlayerRole.FIXED, quarantine="no file"), snapshot("good"))
     assert set(draw(seen, MAIN, MatchmakingSettings(scheme), 500)) <= {"main", "good"}
 
 
@@ -80,7 +80,7 @@ def test_a_main_player_meets_snapshots_by_pfsp_and_itself_else() -> None:
 
 
 def test_verification_prefers_exploiters_that_win() -> None:
-    exploiter = Player("exploiter", Role.MAIN_EXPLOITER)
+    exploiter = Player("exploiter", PlayerRole.MAIN_EXPLOITER)
     seen = view(MAIN, exploiter, snapshot("bug", exploiter), wins={("main", "bug"): 0.1})
     settings = MatchmakingSettings(main_pfsp=0.0, main_verification=1.0)
     assert draw(seen, MAIN, settings, 100) == {"bug": 1.0}
@@ -96,14 +96,14 @@ def test_verification_finds_a_forgotten_snapshot() -> None:
 
 
 def test_a_main_player_that_is_too_strong_is_replaced_by_its_snapshots() -> None:
-    other = Player("other", Role.MAIN)
+    other = Player("other", PlayerRole.MAIN)
     seen = view(MAIN, other, snapshot("other.1", other), wins={("main", "other"): 0.2})
     shares = draw(seen, MAIN, MatchmakingSettings(main_pfsp=0.0, main_verification=0.0))
     assert set(shares) == {"main", "other.1"}
 
 
 def test_a_main_exploiter_plays_main_players_only() -> None:
-    exploiter = Player("exploiter", Role.MAIN_EXPLOITER)
+    exploiter = Player("exploiter", PlayerRole.MAIN_EXPLOITER)
     seen = view(MAIN, exploiter, snapshot("main.1"), snapshot("exploiter.1", exploiter), wins={("exploiter", "main"): 0.5})
     assert draw(seen, exploiter, MatchmakingSettings(), 100) == {"main": 1.0}
     beaten = view(MAIN, exploiter, snapshot("main.1"), wins={("exploiter", "main"): 0.05})
@@ -111,8 +111,8 @@ def test_a_main_exploiter_plays_main_players_only() -> None:
 
 
 def test_a_league_exploiter_plays_snapshots_and_fixed_players() -> None:
-    exploiter = Player("exploiter", Role.LEAGUE_EXPLOITER)
-    seen = view(MAIN, exploiter, snapshot("main.1"), Player("script", Role.FIXED))
+    exploiter = Player("exploiter", PlayerRole.LEAGUE_EXPLOITER)
+    seen = view(MAIN, exploiter, snapshot("main.1"), Player("script", PlayerRole.FIXED))
     shares = draw(seen, exploiter, MatchmakingSettings())
     assert shares == {"main.1": pytest.approx(0.5, abs=0.03), "script": pytest.approx(0.5, abs=0.03)}
 

@@ -75,7 +75,7 @@ class SharedWeightsPolicy:
         self._policy, self._reader = policy, reader
         self._version = 0
 
-    def published(self) -> int:
+    def newest_version(self) -> int:
         """The newest version, loaded or not. One memory read."""
         return self._reader.version
 
@@ -117,7 +117,7 @@ def _sample_environments(
         )  # fmt: skip
         context.ready()
         while True:
-            weights_s += _wait_for_weights(context, source.published, plan.needed_version(begin + writer.committed))
+            weights_s += _wait_for_weights(context, source.newest_version, plan.needed_version(begin + writer.committed))
             called = time.perf_counter()
             spent = sampler.times.environment_s + sampler.times.policy_s
             context.beat()

@@ -29,8 +29,8 @@ from ludus.errors import Damaged, Fenced
 from ludus.io.atomic_file import replace_file
 from ludus.league.events import LeagueEvent, MatchIssued, event_from_json, event_to_json, player_from_json
 from ludus.league.payoff import PairRecord, PayoffTable
-from ludus.league.ratings import Skill
-from ludus.league.state import LeagueSettings, LeagueState, Refused, step
+from ludus.league.ratings import SkillEstimate
+from ludus.league.state import LeagueSettings, LeagueState, Refusal, step
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ class LeagueJournal:
         """Number of events since the league was created."""
         return self._events
 
-    def apply(self, event: LeagueEvent) -> Refused | None:
+    def apply(self, event: LeagueEvent) -> Refusal | None:
         """Store the event and change the state, or return why it was refused."""
         after = step(self.state, event)
-        if isinstance(after, Refused):
+        if isinstance(after, Refusal):
             return after
         self._append(json.dumps(event_to_json(event), allow_nan=False).encode() + b"\n")
         self.state, self._events = after, self._events + 1
@@ -170,7 +170,7 @@ def _replay(state: LeagueState, line: bytes, path: Path, number: int) -> LeagueS
         after = step(state, event_from_json(json.loads(line)))
     except ValueError as error:
         raise Damaged(f"Event {number} in {path} is damaged: {error}.", "Restore it from a backup.") from error
-    if isinstance(after, Refused):
+    if isinstance(after, Refusal):
         raise Damaged(f"Event {number} in {path} does not fit the events before it: {after.reason}")
     return after
 
@@ -208,7 +208,7 @@ def _unpack(data: bytes, settings: LeagueSettings) -> tuple[LeagueState, int]:
             {player.name: player for player in players},
             PayoffTable({own: {other: PairRecord(*r) for other, r in row.items()} for own, row in content["payoff"].items()}),
             content["elo"],
-            {name: Skill(*values) for name, values in content["skill"].items()},
+            {name: SkillEstimate(*values) for name, values in content["skill"].items()},
             content["quality"],
             {match.match: match for match in matches},
             content["next_match"],

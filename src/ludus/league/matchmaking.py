@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from ludus.league.payoff import Doubles, PayoffTable
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 
 _NEGLIGIBLE: Final = 1e-10
 
@@ -74,7 +74,7 @@ def choose_opponent(view: MatchmakingView, player: Player, settings: Matchmaking
 
 
 def _names(
-    view: MatchmakingView, *, role: Role | None = None, parent_role: Role | None = None, parent: str | None = None
+    view: MatchmakingView, *, role: PlayerRole | None = None, parent_role: PlayerRole | None = None, parent: str | None = None
 ) -> list[str]:
     """Available players. Fixed players count as snapshots of nobody in particular."""
     return [
@@ -88,7 +88,7 @@ def _names(
 
 
 def _snapshots(view: MatchmakingView) -> list[str]:
-    return [one.name for one in view.players.values() if one.available and one.role in (Role.HISTORICAL, Role.FIXED)]
+    return [one.name for one in view.players.values() if one.available and one.role in (PlayerRole.HISTORICAL, PlayerRole.FIXED)]
 
 
 def _draw(names: Sequence[str], probabilities: Doubles, random: np.random.Generator) -> str:
@@ -104,9 +104,9 @@ def _draw_pfsp(view: MatchmakingView, player: Player, names: Sequence[str], weig
 
 def _league(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
     match player.role:
-        case Role.MAIN_EXPLOITER:
+        case PlayerRole.MAIN_EXPLOITER:
             return _for_main_exploiter(view, player, settings, random)
-        case Role.LEAGUE_EXPLOITER:
+        case PlayerRole.LEAGUE_EXPLOITER:
             return _pfsp_all(view, player, settings, random)
         case _:
             return _for_main(view, player, settings, random)
@@ -116,7 +116,7 @@ def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettin
     coin = random.random()
     if coin < settings.main_pfsp:
         return _pfsp_all(view, player, settings, random)
-    mains = _names(view, role=Role.MAIN) or [player.name]
+    mains = _names(view, role=PlayerRole.MAIN) or [player.name]
     opponent = mains[int(random.integers(len(mains)))]
     if coin < settings.main_pfsp + settings.main_verification:
         verified = _verification(view, player, opponent, settings, random)
@@ -129,10 +129,10 @@ def _verification(
     view: MatchmakingView, player: Player, opponent: str, settings: MatchmakingSettings, random: np.random.Generator
 ) -> str | None:
     """Exploiters that the player loses to; else snapshots of a main player that it has forgotten how to beat."""
-    exploiters = _names(view, role=Role.HISTORICAL, parent_role=Role.MAIN_EXPLOITER)
+    exploiters = _names(view, role=PlayerRole.HISTORICAL, parent_role=PlayerRole.MAIN_EXPLOITER)
     if exploiters and view.payoff.win_rates(player.name, exploiters).min() < settings.too_hard:
         return _draw_pfsp(view, player, exploiters, "squared", random)
-    past = _names(view, role=Role.HISTORICAL, parent=opponent)
+    past = _names(view, role=PlayerRole.HISTORICAL, parent=opponent)
     past = past[: _forgotten_until(view.payoff.win_rates(player.name, past))]
     if past and view.payoff.win_rates(player.name, past).min() < settings.forgotten:
         return _draw_pfsp(view, player, past, "squared", random)
@@ -149,14 +149,14 @@ def _self_play_or_snapshots(
     view: MatchmakingView, player: Player, opponent: str, too_hard: float, random: np.random.Generator
 ) -> str:
     """The current main player; its snapshots if it is too strong."""
-    past = _names(view, role=Role.HISTORICAL, parent=opponent)
+    past = _names(view, role=PlayerRole.HISTORICAL, parent=opponent)
     if opponent == player.name or view.payoff.win_rate(player.name, opponent) > too_hard or not past:
         return opponent
     return _draw_pfsp(view, player, past, "variance", random)
 
 
 def _for_main_exploiter(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
-    mains = _names(view, role=Role.MAIN)
+    mains = _names(view, role=PlayerRole.MAIN)
     if not mains:
         return _pfsp_all(view, player, settings, random)
     opponent = mains[int(random.integers(len(mains)))]
@@ -178,13 +178,13 @@ def _self_play(view: MatchmakingView, player: Player, settings: MatchmakingSetti
 
 def _fictitious(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
     """Every past version of the player with equal probability, itself included."""
-    names = [player.name, *_names(view, role=Role.HISTORICAL, parent=player.name)]
+    names = [player.name, *_names(view, role=PlayerRole.HISTORICAL, parent=player.name)]
     return names[int(random.integers(len(names)))]
 
 
 def _past_quality(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
     """OpenAI Five: mostly itself; past versions by the softmax of their quality scores."""
-    past = _names(view, role=Role.HISTORICAL, parent=player.name)
+    past = _names(view, role=PlayerRole.HISTORICAL, parent=player.name)
     if not past or random.random() < settings.latest:
         return player.name
     return _draw(past, quality_probabilities(view.quality, past), random)

@@ -33,7 +33,7 @@ def update_elo(
 
 
 @dataclass(frozen=True)
-class Skill:
+class SkillEstimate:
     """A normal distribution of the player's strength."""
 
     mu: float = 25.0
@@ -45,12 +45,14 @@ class Skill:
         return self.mu - 3 * self.sigma
 
 
-def update_skill(teams: Sequence[Sequence[Skill]], scores: Sequence[float], fixed: Sequence[bool] = ()) -> list[list[Skill]]:
+def update_skill(
+    teams: Sequence[Sequence[SkillEstimate]], scores: Sequence[float], fixed: Sequence[bool] = ()
+) -> list[list[SkillEstimate]]:
     """Bayesian update after a match of teams; equal scores are draws. The skills of `fixed` teams stay.
 
     The Plackett-Luce model of Weng & Lin (2011), "A Bayesian approximation method for online ranking", algorithm 4.
     """
-    before = [[Skill(one.mu, math.hypot(one.sigma, _SKILL_DRIFT)) for one in team] for team in teams]
+    before = [[SkillEstimate(one.mu, math.hypot(one.sigma, _SKILL_DRIFT)) for one in team] for team in teams]
     mu = [sum(one.mu for one in team) for team in before]
     variance = [sum(one.sigma**2 for one in team) for team in before]
     c = math.sqrt(sum(v + _SKILL_BETA**2 for v in variance))
@@ -70,7 +72,7 @@ def update_skill(teams: Sequence[Sequence[Skill]], scores: Sequence[float], fixe
         share = [one.sigma**2 / variance[i] for one in team]
         after.append(
             [
-                Skill(one.mu + part * omega, one.sigma * math.sqrt(max(1 - part * delta, _SKILL_KAPPA)))
+                SkillEstimate(one.mu + part * omega, one.sigma * math.sqrt(max(1 - part * delta, _SKILL_KAPPA)))
                 for one, part in zip(team, share, strict=True)
             ]
         )

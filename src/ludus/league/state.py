@@ -32,8 +32,8 @@ from ludus.league.matchmaking import (
     quality_probabilities,
 )
 from ludus.league.payoff import PayoffTable
-from ludus.league.players import Player, Role
-from ludus.league.ratings import ELO_K, ELO_START, Skill, update_elo, update_skill
+from ludus.league.players import Player, PlayerRole
+from ludus.league.ratings import ELO_K, ELO_START, SkillEstimate, update_elo, update_skill
 
 _MAX_RATED_AT_ONCE: Final = 100
 """Results of one report that change the ratings one by one; further ones only count in the payoff table."""
@@ -56,11 +56,11 @@ class SnapshotRule:
 @dataclass(frozen=True)
 class LeagueSettings:
     matchmaking: MatchmakingSettings = field(default_factory=MatchmakingSettings)
-    snapshots: Mapping[Role, SnapshotRule] = field(
+    snapshots: Mapping[PlayerRole, SnapshotRule] = field(
         default_factory=lambda: {
-            Role.MAIN: SnapshotRule(),
-            Role.MAIN_EXPLOITER: SnapshotRule(reset=1.0),
-            Role.LEAGUE_EXPLOITER: SnapshotRule(reset=0.25),
+            PlayerRole.MAIN: SnapshotRule(),
+            PlayerRole.MAIN_EXPLOITER: SnapshotRule(reset=1.0),
+            PlayerRole.LEAGUE_EXPLOITER: SnapshotRule(reset=0.25),
         }
     )
     decay: float = 0.99
@@ -77,7 +77,7 @@ class LeagueState:
     players: Mapping[str, Player] = field(default_factory=dict)
     payoff: PayoffTable = field(default_factory=PayoffTable)
     elo: Mapping[str, float] = field(default_factory=dict)
-    skill: Mapping[str, Skill] = field(default_factory=dict)
+    skill: Mapping[str, SkillEstimate] = field(default_factory=dict)
     quality: Mapping[str, float] = field(default_factory=dict)
     """Quality scores of snapshots (OpenAI Five)."""
     open_matches: Mapping[int, MatchIssued] = field(default_factory=dict)
@@ -92,14 +92,14 @@ class LeagueState:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refusal:
     """Why an event changed nothing. `repeated`: it had been counted before, so that its sender may consider it done."""
 
     reason: str
     repeated: bool = False
 
 
-def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refused:
+def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refusal:
     """Apply an event."""
     match event:
         case PlayerAdded():
@@ -123,39 +123,39 @@ def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refused:
 # -- players ---------------------------------------------------------------------------------------------------------------
 
 
-def _add_player(state: LeagueState, player: Player) -> LeagueState | Refused:
+def _add_player(state: LeagueState, player: Player) -> LeagueState | Refusal:
     if player.name in state.players:
-        return Refused(f"There is a player {player.name!r} already.", repeated=state.players[player.name] == player)
+        return Refusal(f"There is a player {player.name!r} already.", repeated=state.players[player.name] == player)
     start = player.rating if player.rating is not None else state.elo.get(player.parent or "", ELO_START)
     return replace(
         state,
         players={**state.players, player.name: player},
         elo={**state.elo, player.name: start},
-        skill={**state.skill, player.name: state.skill.get(player.parent or "", Skill())},
+        skill={**state.skill, player.name: state.skill.get(player.parent or "", SkillEstimate())},
         quality={**state.quality, player.name: max(state.quality.values(), default=0.0)},
     )
 
 
-def _with_player(state: LeagueState, name: str, **changes: object) -> LeagueState | Refused:
+def _with_player(state: LeagueState, name: str, **changes: object) -> LeagueState | Refusal:
     if name not in state.players:
         return _unknown(name)
     changed = replace(state.players[name], **changes)  # type: ignore[arg-type]  # fields of Player by name
     return replace(state, players={**state.players, name: changed})
 
 
-def _unknown(name: str) -> Refused:
-    return Refused(f"There is no player {name!r}.")
+def _unknown(name: str) -> Refusal:
+    return Refusal(f"There is no player {name!r}.")
 
 
-def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Refused:
+def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Refusal:
     parent = state.players.get(event.name)
     if parent is None:
         return _unknown(event.name)
     snapshot = Player(
-        event.snapshot, Role.HISTORICAL, event.model, parent=parent.name, parent_role=parent.role, steps=parent.steps
+        event.snapshot, PlayerRole.HISTORICAL, event.model, parent=parent.name, parent_role=parent.role, steps=parent.steps
     )
     added = _add_player(state, snapshot)
-    if isinstance(added, Refused):
+    if isinstance(added, Refusal):
         return added
     generation = parent.generation + event.reset
     after = _with_player(added, parent.name, snapshot_steps=parent.steps, generation=generation)
@@ -164,7 +164,7 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
             after,
             payoff=after.payoff.without(parent.name),
             elo={**after.elo, parent.name: ELO_START},
-            skill={**after.skill, parent.name: Skill()},
+            skill={**after.skill, parent.name: SkillEstimate()},
         )
     return after
 
@@ -172,51 +172,51 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
 # -- matches ----------------------------------------------------------------------------------------------------------------
 
 
-def propose_match(state: LeagueState, player: str) -> MatchIssued | Refused:
+def propose_match(state: LeagueState, player: str) -> MatchIssued | Refusal:
     """The next match of a training player. The same state always proposes the same match."""
     own = state.players.get(player)
     if own is None:
         return _unknown(player)
     if not own.available:
-        return Refused(f"The player {player!r} is {'retired' if own.retired else 'in quarantine: ' + own.quarantine}.")
+        return Refusal(f"The player {player!r} is {'retired' if own.retired else 'in quarantine: ' + own.quarantine}.")
     random = np.random.default_rng([state.settings.seed, state.next_match])
     opponent = choose_opponent(state.view(), own, state.settings.matchmaking, random)
     return MatchIssued(state.next_match, player, opponent, swap_sides=bool(random.integers(2)))
 
 
-def _issue_match(state: LeagueState, event: MatchIssued) -> LeagueState | Refused:
+def _issue_match(state: LeagueState, event: MatchIssued) -> LeagueState | Refusal:
     for name in (event.player, event.opponent):
         if name not in state.players:
             return _unknown(name)
     if event.match < state.next_match:
-        return Refused(f"Match {event.match} was issued before.", repeated=True)
+        return Refusal(f"Match {event.match} was issued before.", repeated=True)
     open_matches = {**state.open_matches, event.match: event}
     if len(open_matches) > state.settings.max_open_matches:
         del open_matches[next(iter(open_matches))]
     return replace(state, open_matches=open_matches, next_match=event.match + 1)
 
 
-def _finish_match(state: LeagueState, event: MatchFinished) -> LeagueState | Refused:
+def _finish_match(state: LeagueState, event: MatchFinished) -> LeagueState | Refusal:
     issued = state.open_matches.get(event.match)
     if issued is None:
         known = 0 < event.match < state.next_match
-        return Refused(f"Match {event.match} {'is over' if known else 'was never issued'}.", repeated=known)
+        return Refusal(f"Match {event.match} {'is over' if known else 'was never issued'}.", repeated=known)
     if not is_valid_score(event.score):
-        return Refused(f"The score of match {event.match} is {event.score}: it must be between 0 and 1.")
+        return Refusal(f"The score of match {event.match} is {event.score}: it must be between 0 and 1.")
     left = {number: one for number, one in state.open_matches.items() if number != event.match}
     won, drawn = int(event.score > 0.5), int(event.score == 0.5)
     return _count(replace(state, open_matches=left), issued.player, issued.opponent, won, drawn, 1 - won - drawn)
 
 
-def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | Refused:
+def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | Refusal:
     for name in (event.player, event.opponent):
         if name not in state.players:
             return _unknown(name)
     last = state.reports.get(event.source, 0)
     if event.number <= last:
-        return Refused(f"Report {event.number} of {event.source!r} was counted before.", repeated=True)
+        return Refusal(f"Report {event.number} of {event.source!r} was counted before.", repeated=True)
     if min(event.wins, event.draws, event.losses) < 0:
-        return Refused(f"Report {event.number} of {event.source!r} has a negative number of results.")
+        return Refusal(f"Report {event.number} of {event.source!r} has a negative number of results.")
     counted = replace(state, reports={**state.reports, event.source: event.number})
     return _count(counted, event.player, event.opponent, event.wins, event.draws, event.losses)
 
@@ -250,7 +250,7 @@ def _rate_elo(state: LeagueState, player: str, opponent: str, games: int, score:
     return {player: own, opponent: other}
 
 
-def _rate_skill(state: LeagueState, player: str, opponent: str, counts: tuple[int, int, int]) -> dict[str, Skill]:
+def _rate_skill(state: LeagueState, player: str, opponent: str, counts: tuple[int, int, int]) -> dict[str, SkillEstimate]:
     own, other = state.skill[player], state.skill[opponent]
     fixed = [_is_anchor(state, player), _is_anchor(state, opponent)]
     outcomes = [score for count, score in zip(counts, (1.0, 0.5, 0.0), strict=True) for score in [score] * count]
@@ -290,6 +290,6 @@ def propose_snapshot(state: LeagueState, name: str) -> SnapshotTaken | None:
 
 
 def _beats_all(state: LeagueState, player: Player, win_rate: float) -> bool:
-    roles = (Role.MAIN,) if player.role is Role.MAIN_EXPLOITER else (Role.HISTORICAL, Role.FIXED)
+    roles = (PlayerRole.MAIN,) if player.role is PlayerRole.MAIN_EXPLOITER else (PlayerRole.HISTORICAL, PlayerRole.FIXED)
     names = [one.name for one in state.players.values() if one.available and one.role in roles and one.name != player.name]
     return bool(names) and bool(state.payoff.win_rates(player.name, names).min() > win_rate)

@@ -784,14 +784,14 @@ def play_matches(
     policies = PolicySet(all_sources, torch.Generator().manual_seed(seed), explore=not deterministic)
     played = list(range(n))  # the number of the current match of each copy, over all copies
 
-    def chosen(number: int) -> str:
+    def evaluated_agent(number: int) -> str:
         return agents[played[number] % len(agents)]
 
     def seat_agents(number: int) -> Seating:
         if opponent is None:
             return Seating(policy_mapping)
         others = {agent: f"opponent {agent}" if agent in opponent.policies else None for agent in agents}
-        return Seating({**others, chosen(number): policy_mapping[chosen(number)]})
+        return Seating({**others, evaluated_agent(number): policy_mapping[evaluated_agent(number)]})
 
     matches = MatchBatch(copies, policy_mapping, policies, {}, seed, seat_agents=seat_agents)
     returns: list[float] = []
@@ -807,8 +807,8 @@ def play_matches(
             cut += len(left)
             for number, match in [*matches.finished, *left]:
                 quota[number] = quota[number] - 1 if number in over else 0
-                returns.append(match.total if opponent is None else match.returns[chosen(number)])
-                outcomes.append((chosen(number), match.returns))
+                returns.append(match.total if opponent is None else match.returns[evaluated_agent(number)])
+                outcomes.append((evaluated_agent(number), match.returns))
                 lengths.append(match.steps)
                 played[number] += n
             matches.finished.clear()

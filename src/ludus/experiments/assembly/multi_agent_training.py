@@ -26,7 +26,7 @@ from ludus.experiments.assembly.match_evaluation import (
     make_match,
 )
 from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.policies import largest_seen_of_agents, make_run_policy
+from ludus.experiments.assembly.policies import make_run_policy, measure_largest_values_of_agents
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.validation.agent_mapping import policy_config
 from ludus.models.byte_scales import LargestValues
@@ -103,7 +103,7 @@ def make_policies(
 
     @functools.cache
     def largest_values() -> dict[str, LargestValues]:
-        return largest_seen_of_agents(lambda: make_match(env, config), assignment.agents, config.seed, central=central)
+        return measure_largest_values_of_agents(lambda: make_match(env, config), assignment.agents, config.seed, central=central)
 
     policies = {}
     for name, spaces in assignment.spaces.items():

@@ -35,7 +35,7 @@ from ludus.experiments.assembly.components import (
 )
 from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.policies import largest_seen, make_run_policy
+from ludus.experiments.assembly.policies import make_run_policy, measure_largest_values
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.resolve import Announce, ClusterOptions
@@ -111,7 +111,7 @@ def make_sampled_policy(shape: EnvironmentShape, prepared: PreparedRun, hooks: R
     """The policy for environments that other processes step. Raises ConfigError when the run needs too much memory."""
     env, config, before = prepared.resolved.experiment.env, prepared.resolved.config, prepared.before
     spaces = shape.observation_space, shape.action_space
-    policy = make_run_policy(*spaces, config, before, look=lambda: largest_seen(env, config), announce=hooks.announce)
+    policy = make_run_policy(*spaces, config, before, look=lambda: measure_largest_values(env, config), announce=hooks.announce)
     check_memory(prepared.resolved, policy)
     return policy
 
