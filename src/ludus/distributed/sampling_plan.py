@@ -40,6 +40,8 @@ class MatchPlan:
     rows: int
     """Rows of a block."""
     settings: MultiAgentSettings
+    separate_rows: bool = False
+    """Every segment has a row of its own, for replay buffers; otherwise those of one agent follow each other in a row."""
 
 
 @dataclass(frozen=True)

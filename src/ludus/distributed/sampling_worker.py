@@ -221,7 +221,7 @@ def _sample_matches(
                 block = writer.reserve(_ROOM_S, batches.next_model)
                 context.beat()
                 if block is not None:
-                    batches.take_into(block)
+                    batches.take_into(block, separate=matches.separate_rows)
                     episodes.add_to(block)
                     writer.commit(block)
                     made += 1

@@ -355,11 +355,14 @@ class MatchBatches:
         """The model of the next complete batch."""
         return self._complete[0][0]
 
-    def take_into(self, block: Segments) -> None:
-        """Pack the next complete batch into a block of its model. Raises ValueError if the block is too small."""
+    def take_into(self, block: Segments, *, separate: bool = False) -> None:
+        """Pack the next complete batch into a block of its model. Raises ValueError if the block is too small.
+
+        `separate`: every segment has a row of its own, as a replay buffer needs it.
+        """
         model, env_steps = self._complete.popleft()
         with self._take_parts(model) as parts:
-            pack_segments(parts, block)
+            pack_segments(parts, block, separate=separate)
         self._describe_matches(block, env_steps)
 
     def discard(self) -> None:

@@ -63,7 +63,7 @@ def assemble_match_workers(prepared: PreparedRun, hooks: RunHooks, stack: Compon
     learning = open_learning_run(prepared, policies, stack, each)
     run, pool, models = learning.run, learning.pool, list(policies)
 
-    plan = _make_plan(e.env, config, assignment, policies, prepared.environment_seed)
+    plan = make_plan(e.env, config, assignment, policies, prepared.environment_seed)
     plan = replace(plan, first_version=newest_of_all(pool, models)[0], run=str(run.directory.absolute()))
     results = MatchResults(models, config.metrics_num_episodes_for_smoothing)
     logs = run.directory / "logs" / "sampler"
@@ -117,16 +117,18 @@ def _count_steps(block: Segments) -> int:
 
 def _block_steps(config: AlgorithmConfig) -> int:
     """Steps that a worker samples for one block."""
-    if config.sampling == "async":
+    if config.sampling == "async" or config.replays:
         return config.num_envs_per_worker * config.steps
     return -(-config.train_batch_size // config.workers)
 
 
 def _blocks_of_batch(config: AlgorithmConfig) -> int:
-    return config.workers if config.sampling != "async" else max(1, -(-config.train_batch_size // _block_steps(config)))
+    if config.sampling != "async":
+        return config.workers
+    return 1 if config.replays else max(1, -(-config.train_batch_size // _block_steps(config)))
 
 
-def _make_plan(
+def make_plan(
     env: str, config: AlgorithmConfig, assignment: AgentAssignment, policies: Mapping[str, Policy], seed: int
 ) -> SamplingPlan:
     specs = tuple(replace(spec, results=(*spec.results, *WORKER_RESULTS)) for spec in trained_specs(policies, config))
@@ -137,8 +139,9 @@ def _make_plan(
         policy_mapping=dict(assignment.agents),
         descriptions={name: policy.description() for name, policy in policies.items()},
         specs=specs,
-        rows=packed_rows(specs[0].steps, decisions, agents * copies),
+        rows=decisions if config.replays else packed_rows(specs[0].steps, decisions, agents * copies),
         settings=settings,
+        separate_rows=config.replays,
     )
     return SamplingPlan(
         env=env,
