@@ -12,9 +12,9 @@ import numpy as np
 from ludus.config.schema import PreprocessConfig, SelfPlayConfig
 from ludus.core.types import SegmentSpec
 from ludus.distributed.code_bundle import CodeBundle
+from ludus.distributed.match_blocks import MatchPlan
 from ludus.envs.wrappers import WrapperList
 from ludus.process.workers.supervisor import WorkerRestart
-from ludus.sampling.multi_agent import MultiAgentSettings
 from ludus.sampling.sampler import VersionClock
 from ludus.transport.shared_memory import BlockLayout, BlockLayouts
 
@@ -25,23 +25,6 @@ COUNTERS = (*STEP_COUNTERS, *MATCH_COUNTERS)
 """Counters that a worker keeps in its ring, in this order; its node can read them at any time."""
 
 WEIGHTS = "weights"
-
-
-@dataclass(frozen=True)
-class MatchPlan:
-    """Configuration of workers whose environments have several agents."""
-
-    policy_mapping: Mapping[str, str]
-    """Agent → model."""
-    descriptions: Mapping[str, Mapping[str, Any]]
-    """Model → description, as in `model.json`; of all models, in the order of their weights."""
-    specs: tuple[SegmentSpec, ...]
-    """Of the models that are trained; a worker writes one block of each in turn."""
-    rows: int
-    """Rows of a block."""
-    settings: MultiAgentSettings
-    separate_rows: bool = False
-    """Every segment has a row of its own, for replay buffers; otherwise those of one agent follow each other in a row."""
 
 
 @dataclass(frozen=True)

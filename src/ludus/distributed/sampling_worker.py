@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ludus.core.backoff import Backoff
-from ludus.distributed.match_results import EpisodeTotals
-from ludus.distributed.sampling_plan import WEIGHTS, MatchPlan, SamplingPlan, ring_path
+from ludus.distributed.match_blocks import MatchBlockSampler, MatchPlan
+from ludus.distributed.sampling_plan import WEIGHTS, SamplingPlan, ring_path
 from ludus.envs.pettingzoo import make_match
 from ludus.envs.vector_env import make_environments
 from ludus.models.devices import copy_for_acting
@@ -21,13 +21,13 @@ from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import SharedWeightsReader
 from ludus.process.host import keep_freed_memory
 from ludus.process.workers.supervisor import Context
-from ludus.sampling.match_opponents import seat_self_play
-from ludus.sampling.multi_agent import EnvCopies, MultiAgentSampler, match_batches
+from ludus.sampling.multi_agent import EnvCopies
 from ludus.sampling.sampler import Interruption, Sampler
 from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.shared_memory import SharedWriter
 
 _ROOM_S = 0.2
+_COUNT_EVERY_S = 0.05
 
 
 def sample(context: Context, plan: SamplingPlan, index: int, begin: int, directory: Path, wakeup: Path) -> None:
@@ -174,56 +174,40 @@ def _sample_matches(
         forgiving=plan.forgiving, beat=context.beat,
     )  # fmt: skip
     with contextlib.closing(copies):
-        seed = plan.seed_of(index, begin + writer.committed, context.incarnation)
-        seating = None
-        if plan.self_play.opponents is not None:
-            (source,) = sources.values()
-            run = Path(plan.run) if plan.run else None
-            seating = seat_self_play(plan.self_play, matches.policy_mapping, source, seed, run)
-        seats = len(copies) * len(copies[0].agents)
-        batches = match_batches(matches.specs, matches.settings, copies)
+        first, before = begin + writer.committed, writer.committed
+        seed = plan.seed_of(index, first, context.incarnation)
         counters = _Counters(writer)
         blocked_s = weights_s = 0.0
-        made = 0
+        write_at = 0.0
 
         def write_counters() -> None:
-            played = sampler.matches
-            steps = played.env_steps if matches.settings.by_env_steps else played.agent_steps
-            spent = (played.times.environment_s, played.times.policy_s, blocked_s, weights_s)
+            played, times = sampler.matches, sampler.times
+            spent = (times.environment_s, times.policy_s, blocked_s, weights_s)
             of_matches = (played.matches, played.env_steps, played.agent_steps, played.late_rewards)
             lost = (played.stats.discarded, played.stats.unrecorded)
-            counters.write((steps, made, *spent, copies.restarts, *of_matches, *lost))
+            counters.write((times.steps, writer.committed - before, *spent, copies.restarts, *of_matches, *lost))
 
         def beat() -> None:
+            nonlocal write_at
             context.beat()
-            write_counters()
+            if time.perf_counter() >= write_at:
+                write_at = time.perf_counter() + _COUNT_EVERY_S
+                write_counters()
 
-        sampler = MultiAgentSampler(
-            copies, matches.policy_mapping, sources, batches, matches.settings, seed,
-            interruption=Interruption(beat), make_seating=seating, first_origin=index * seats,
+        sampler = MatchBlockSampler(
+            copies, matches, sources, writer, seed,
+            self_play=plan.self_play, interruption=Interruption(beat), run=Path(plan.run) if plan.run else None,
+            worker=index, skip=first % plan.blocks_per_update,
         )  # fmt: skip
-        episodes = EpisodeTotals(sampler.matches)
-        skip = (begin + writer.committed) % plan.blocks_per_update  # blocks of an update that a predecessor has written
         context.ready()
         while True:
-            weights_s += _wait_for_weights(context, lambda: reader.version, plan.needed_version(begin + writer.committed))
-            if reader.version != loaded:
-                loaded = reader.load_into(board)
-            while not batches.ready():
-                sampler.step()
-                write_counters()
-            waited = time.perf_counter()
-            while batches.ready():
-                if skip:
-                    skip -= 1
-                    batches.discard()
-                    continue
-                block = writer.reserve(_ROOM_S, batches.next_model)
-                context.beat()
-                if block is not None:
-                    batches.take_into(block, separate=matches.separate_rows)
-                    episodes.add_to(block)
-                    writer.commit(block)
-                    made += 1
-            blocked_s += time.perf_counter() - waited
+            if sampler.is_between_batches():
+                weights_s += _wait_for_weights(context, lambda: reader.version, plan.needed_version(begin + writer.committed))
+                if reader.version != loaded:
+                    loaded = reader.load_into(board)
+            called, spent = time.perf_counter(), sampler.times.environment_s + sampler.times.policy_s
+            context.beat()
+            sampler.step(_ROOM_S)
+            spent = sampler.times.environment_s + sampler.times.policy_s - spent
+            blocked_s += max(0.0, time.perf_counter() - called - spent)
             write_counters()

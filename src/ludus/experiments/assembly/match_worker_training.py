@@ -12,9 +12,10 @@ from ludus.buffers.model_batches import ModelBatches
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Array
 from ludus.core.types import Segments
+from ludus.distributed.match_blocks import MatchPlan
 from ludus.distributed.match_results import WORKER_RESULTS, MatchResults
 from ludus.distributed.publishing_pool import PublishingPool
-from ludus.distributed.sampling_plan import MatchPlan, SamplingPlan
+from ludus.distributed.sampling_plan import SamplingPlan
 from ludus.distributed.sampling_pool import SamplingPool
 from ludus.distributed.sampling_worker import PolicyBoard
 from ludus.experiments.assembly.components import (
