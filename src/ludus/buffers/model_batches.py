@@ -11,6 +11,38 @@ import numpy as np
 from ludus.buffers.block_batches import BlockBatches, WorkerBlocks
 from ludus.buffers.collate import without_empty_rows
 from ludus.core.types import Segments
+from ludus.transport.base import SegmentReader
+
+
+def trim_batch(whole: Segments, results: Sequence[str]) -> Segments:
+    """The batch without its empty rows, with only the first results, all of them in its first row."""
+    batch = without_empty_rows(whole)
+    sums = np.zeros((batch.rows, len(results), 2), np.float32)
+    sums[0] = whole.results[:, : len(results)].sum(axis=0)
+    return replace(batch, spec=replace(batch.spec, results=tuple(results)), results=sums)
+
+
+class TrimmedBatches:
+    """The batches of another reader, without their empty rows."""
+
+    def __init__(
+        self, batches: SegmentReader, results: Sequence[str], on_batch: Callable[[Segments], None] = lambda batch: None
+    ) -> None:
+        """`results`: those that batches keep. `on_batch` is called with every whole batch."""
+        self._batches, self._results, self._on_batch = batches, tuple(results), on_batch
+        self._taken: dict[int, Segments] = {}
+
+    def take(self, timeout_s: float) -> Segments | None:
+        whole = self._batches.take(timeout_s)
+        if whole is None:
+            return None
+        self._on_batch(whole)
+        batch = trim_batch(whole, self._results)
+        self._taken[id(batch)] = whole
+        return batch
+
+    def release(self, segments: Segments) -> None:
+        self._batches.release(self._taken.pop(id(segments)))
 
 
 class _NextBlocks:
@@ -111,10 +143,7 @@ class ModelBatches:
         self._order.remove(model)
         self._order.append(model)  # the other models come first next time
         lane = self._lanes[model]
-        batch = without_empty_rows(whole)
-        results = np.zeros((batch.rows, len(self._results), 2), np.float32)
-        results[0] = whole.results[:, : len(self._results)].sum(axis=0)
-        batch = replace(batch, spec=replace(batch.spec, results=self._results), results=results, env_steps=lane.env_steps)
+        batch = replace(trim_batch(whole, self._results), env_steps=lane.env_steps)
         lane.env_steps = None
         self._taken[id(batch)] = model, whole
         return batch

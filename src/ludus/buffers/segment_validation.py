@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 
 from ludus.core.spaces import bits, categories, category_counts, choices, mask_size, space_leaves
-from ludus.core.tree import Array, Tree, leaves
+from ludus.core.tree import Array, Tree, leaves, map_tree
 from ludus.core.types import Segments, SegmentSpec
 
 _FLAGS = ("terminated", "truncated", "valid", "first", "action_mask")
@@ -59,7 +59,7 @@ class SegmentValidator:
                 return f"{name} contains values other than true and false"
         return (
             self._check_numbers(segments)
-            or self._check_ranges("observation", segments.observation, self._ranges)
+            or self._check_observations(segments)
             or self._check_ranges("action", segments.action, self._actions)
             or self._check_masks(segments)
             or self._check_finals(segments)
@@ -76,6 +76,16 @@ class SegmentValidator:
         if segments.version.size and segments.version.min() < 0:
             return "version is negative"
         return None
+
+    def _check_observations(self, segments: Segments) -> str | None:
+        """Steps that were never written are zeros, which need not be in range."""
+        wrong = self._check_ranges("observation", segments.observation, self._ranges)
+        if wrong is None or segments.valid.all():
+            return wrong
+        used = np.zeros((segments.spec.steps + 1, segments.rows), np.bool_)
+        used[:-1] |= segments.valid
+        used[1:] |= segments.valid
+        return self._check_ranges("observation", map_tree(lambda x: x[used], segments.observation), self._ranges)
 
     @staticmethod
     def _check_ranges(name: str, tree: Tree, ranges: dict[str, tuple[Array, Array]]) -> str | None:
@@ -136,7 +146,8 @@ class SegmentValidator:
             return "episode_length is below 1"
         if not np.isfinite(segments.results).all():
             return "results are not finite"
-        if ((segments.results[..., 1] < 0) | (segments.results[..., 1] > segments.spec.steps)).any():
+        counts = segments.results[..., 1]
+        if (counts < 0).any() or (counts.sum(axis=0) > segments.spec.steps * segments.rows).any():
             return "results have an impossible number of episodes"
         return None
 

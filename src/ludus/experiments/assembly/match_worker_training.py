@@ -54,7 +54,7 @@ def assemble_match_workers(prepared: PreparedRun, hooks: RunHooks, stack: Compon
     stop = StopCheck(hooks.interrupted, clock)
 
     connect = cluster_nodes(resolved.cluster, hooks.announce, stack)  # first: the cluster may be unreachable
-    assignment = _probe_agents(e.env, config, stop)
+    assignment = probe_agents(e.env, config, stop)
     opponent = find_opponent(assignment, config)
 
     each = {name: policy_config(resolved.algorithm.Config, config, name) for name in section.names()}
@@ -80,7 +80,7 @@ def assemble_match_workers(prepared: PreparedRun, hooks: RunHooks, stack: Compon
         sampling,
         plan.layouts.models,
         config.workers,
-        _blocks_of_batch(config),
+        blocks_of_batch(config),
         in_turn=config.sampling != "async",
         newest=lambda model: pool.newest(model)[1],
         max_lag=config.max_lag,
@@ -102,7 +102,7 @@ def assemble_match_workers(prepared: PreparedRun, hooks: RunHooks, stack: Compon
     return add_controller(prepared, hooks, stack, learning, sampling, trainer, evaluation)
 
 
-def _probe_agents(env: str, config: AlgorithmConfig, stop: StopCheck) -> AgentAssignment:
+def probe_agents(env: str, config: AlgorithmConfig, stop: StopCheck) -> AgentAssignment:
     assert config.multiagent is not None
     with stop.interruptible():
         match = make_match(env, config)
@@ -123,20 +123,18 @@ def _block_steps(config: AlgorithmConfig) -> int:
     return -(-config.train_batch_size // config.workers)
 
 
-def _blocks_of_batch(config: AlgorithmConfig) -> int:
+def blocks_of_batch(config: AlgorithmConfig) -> int:
     if config.sampling != "async":
         return config.workers
     return 1 if config.replays else max(1, -(-config.train_batch_size // _block_steps(config)))
 
 
-def make_plan(
-    env: str, config: AlgorithmConfig, assignment: AgentAssignment, policies: Mapping[str, Policy], seed: int
-) -> SamplingPlan:
+def make_match_plan(config: AlgorithmConfig, assignment: AgentAssignment, policies: Mapping[str, Policy]) -> MatchPlan:
     specs = tuple(replace(spec, results=(*spec.results, *WORKER_RESULTS)) for spec in trained_specs(policies, config))
     settings = replace(sampling_settings(config, _block_steps(config)), joint=True)
     agents, copies = len(assignment.agents), config.num_envs_per_worker
     decisions = recorded_bound(settings, agents, len(specs), copies)
-    matches = MatchPlan(
+    return MatchPlan(
         policy_mapping=dict(assignment.agents),
         descriptions={name: policy.description() for name, policy in policies.items()},
         specs=specs,
@@ -144,13 +142,20 @@ def make_plan(
         settings=settings,
         separate_rows=config.replays,
     )
+
+
+def make_plan(
+    env: str, config: AlgorithmConfig, assignment: AgentAssignment, policies: Mapping[str, Policy], seed: int
+) -> SamplingPlan:
+    """What a worker has to know, without the first version and the run directory."""
+    matches = make_match_plan(config, assignment, policies)
     return SamplingPlan(
         env=env,
         env_config=config.env_config,
         wrappers=config.wrappers,
-        num_envs=copies,
+        num_envs=config.num_envs_per_worker,
         description={},
-        spec=specs[0],
+        spec=matches.specs[0],
         seed=seed,
         first_version=0,
         ahead=BATCHES_AHEAD[config.sampling],

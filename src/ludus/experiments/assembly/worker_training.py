@@ -187,9 +187,9 @@ def cluster_nodes(
     return lambda plan, wakeup, logs: RayNodes(cluster, plan, wakeup, log_dir=logs, announce=announce)
 
 
-def newest_weights(pool: LocalVersionStore) -> tuple[int, Mapping[str, Array]]:
+def newest_weights(pool: LocalVersionStore, model: str = DEFAULT_MODEL) -> tuple[int, Mapping[str, Array]]:
     """The newest version and its weights, not copied: the next update changes them."""
-    policy, version = pool.newest(DEFAULT_MODEL)
+    policy, version = pool.newest(model)
     return version, {name: tensor.detach().cpu().numpy() for name, tensor in policy.state_dict().items()}
 
 

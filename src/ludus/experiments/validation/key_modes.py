@@ -42,7 +42,7 @@ SEVERAL_AGENTS = frozenset({TrainingMode.AGENTS, *_AGENT_MODES.values()})
 def mode_of(env: str, memory: str, config: AlgorithmConfig, *, several: bool) -> TrainingMode:
     if env == EXTERNAL:
         return TrainingMode.EXTERNAL
-    if several:
+    if several and memory == EMBEDDED:
         return _AGENT_MODES[config.sampling] if config.num_workers else TrainingMode.AGENTS
     if memory != EMBEDDED:
         return TrainingMode.FLEET_ASYNC if config.sampling == "async" else TrainingMode.FLEET
