@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 
 from ludus.core.spaces import bits, categories, category_counts, choices, mask_size, space_leaves
-from ludus.core.tree import Array, Tree, leaves, map_tree
+from ludus.core.tree import Array, Tree, leaves
 from ludus.core.types import Segments, SegmentSpec
 
 _FLAGS = ("terminated", "truncated", "valid", "first", "action_mask")
@@ -82,10 +82,16 @@ class SegmentValidator:
         wrong = self._check_ranges("observation", segments.observation, self._ranges)
         if wrong is None or segments.valid.all():
             return wrong
-        used = np.zeros((segments.spec.steps + 1, segments.rows), np.bool_)
-        used[:-1] |= segments.valid
-        used[1:] |= segments.valid
-        return self._check_ranges("observation", map_tree(lambda x: x[used], segments.observation), self._ranges)
+        unused = np.ones((segments.spec.steps + 1, segments.rows), np.bool_)
+        unused[:-1] &= ~segments.valid
+        unused[1:] &= ~segments.valid  # the index after a valid step holds its bootstrap observation
+        for path, leaf in leaves(segments.observation, "observation"):
+            if path in self._ranges:
+                low, high = self._ranges[path]
+                empty = unused.reshape(*unused.shape, *(1 for _ in leaf.shape[2:])) & (leaf == 0)
+                if (((leaf < low) | (leaf >= high)) & ~empty).any():
+                    return f"{path} is out of range"
+        return None
 
     @staticmethod
     def _check_ranges(name: str, tree: Tree, ranges: dict[str, tuple[Array, Array]]) -> str | None:
