@@ -12,7 +12,8 @@ from typing import Any
 
 from ludus.config.problem import ConfigProblem
 from ludus.config.schema import EMBEDDED, EXTERNAL, GAMECORE, AlgorithmConfig
-from ludus.envs.vector_env import row_info
+from ludus.envs.vector_env import row_info, training_env_config
+from ludus.errors import ConfigError
 
 
 class TrainingMode(enum.Enum):
@@ -79,7 +80,6 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
     "worker_restart_backoff_s": _LOCAL_WORKERS,
     "worker_hang_s": _LOCAL_WORKERS,
     "num_envs_per_worker": {TrainingMode.EXTERNAL: _GAMES_PLAY},
-    "self_play": {TrainingMode.EXTERNAL: "games decide who plays whom"},
     "evaluation_interval": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_interval_unit": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_duration": {TrainingMode.EXTERNAL: _NO_EVALUATION},
@@ -153,9 +153,20 @@ def _scale_is_unused(config: AlgorithmConfig) -> bool:
 
 def find_idle_self_play(env: str, config: AlgorithmConfig) -> str | None:
     """Why `self_play` has no effect; None if it has, or is not set. Makes the environment."""
-    if is_default(config, "self_play") or env in (EXTERNAL, GAMECORE):
+    if is_default(config, "self_play"):
         return None
-    rows = row_info(env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
+    if env == EXTERNAL:
+        sampled = config.self_play.opponents is not None
+        return (
+            None if sampled else "config.self_play has no effect without opponents: all sessions learn, with the newest version."
+        )
+    try:
+        env_config = training_env_config(env, config.env_config, config.self_play)
+    except ConfigError as error:
+        return str(error)
+    if env == GAMECORE:  # whether it has opponents follows from its config
+        return None
+    rows = row_info(env, config.num_envs_per_worker, env_config, preprocess=config.preprocess, wrappers=config.wrappers)
     if rows.has_opponents:
         return None
     return (
