@@ -403,7 +403,7 @@ def test_recurrent_opponents_keep_a_state_of_their_own_for_every_match() -> None
         if t % 10 == 9:
             with torch.no_grad():
                 for parameter in policy.parameters():
-                    parameter += 0.1 * torch.randn_like(parameter)
+                    parameter.add_(0.1 * torch.randn_like(parameter))
             source.version += 1
             weights[source.version] = policy.weights()
             recorded.newest()

@@ -107,10 +107,10 @@ EVERYWHERE = frozenset(
     {
         "seed", "num_learners", "gradient_accumulation", "mixed_precision", "learner_device", "num_gpus", "rollout_fragment_length",
         "train_batch_size", "gamma", "explore", "observation_filter", "env_config", "model", "metrics_num_episodes_for_smoothing",
-        "min_time_s_per_iteration", "min_sample_timesteps_per_iteration", "learner_threads", "torch_threads", "start_timeout_s",
+        "min_time_s_per_iteration", "min_sample_timesteps_per_iteration", "learner_threads", "torch_threads", "start_timeout_s", "self_play",
     }
 )  # fmt: skip
-"""Keys that every mode uses."""
+"""Keys that every mode uses; `self_play` if the game has two sides."""
 
 _OF_EVALUATION_WORKERS = frozenset({"max_worker_restarts", "worker_restart_backoff_s", "worker_hang_s"})
 
