@@ -138,7 +138,6 @@ _HEADERS: dict[bytes, int] = {
     b"authorization": _AUTH,
     b"expect": _EXPECT,
 }
-_ERROR_OF_NAME = {_MATCH: "session", _SIDE: "session", _MODEL: "model"}
 _OCTET_STREAM = b"\r\nContent-Type: application/octet-stream\r\n\r\n"
 _OK = b"HTTP/1.1 200 OK\r\nContent-Length: "
 _HEADS = {length: _OK + str(length).encode() + _OCTET_STREAM for length in range(1024)}
@@ -544,11 +543,11 @@ class HttpConnection(asyncio.Protocol):
                 request.error = Refused(400, "temperature", f"The temperature is {_quote(value)}.", hint)
             request.options = request.options._replace(temperature=temperature)
         elif len(value) > MAX_NAME_BYTES:
-            message = f"The name of a match, side or model is longer than {MAX_NAME_BYTES} bytes."
-            request.error = Refused(400, _ERROR_OF_NAME[code], message, "Use a shorter one.")
+            message, hint = f"The name of a match, side or model is longer than {MAX_NAME_BYTES} bytes.", "Use a shorter one."
+            request.error = Refused(400, "model", message, hint) if code == _MODEL else Refused(400, "session", message, hint)
         elif not _is_utf8(value):
             message = f"The name {_quote(value)} of a match, side or model is not UTF-8."
-            request.error = Refused(400, _ERROR_OF_NAME[code], message, "Use ASCII or UTF-8.")
+            request.error = Refused(400, "model" if code == _MODEL else "session", message, "Use ASCII or UTF-8.")
         else:
             text, options = value.decode(), request.options
             if code == _MATCH:
