@@ -198,11 +198,13 @@ class SelfPlayActor(BuiltinActor):
         return reply
 
     async def tick(self, body: bytes) -> bytes:
-        self._self_play.count_tick()
+        if self._joined:
+            self._self_play.count_tick()
         return await super().tick(body)
 
     async def _raw_tick(self, body: bytes) -> bytes:
-        self._self_play.count_tick()
+        if self._joined:
+            self._self_play.count_tick()
         return await super()._raw_tick(body)
 
     async def end(self, body: bytes) -> bytes:

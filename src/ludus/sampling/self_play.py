@@ -48,6 +48,8 @@ class PolicyHistory:
         return len({*self._kept, *self._stored})
 
     def add(self, policy: Policy, version: int) -> None:
+        if self._settings.opponents == LATEST:
+            return  # no past version is drawn
         if self._kept and version < max(self._kept) + self._settings.every:
             return
         self._kept[version] = policy.weights()
@@ -127,7 +129,10 @@ class OpponentPolicies:
             with torch.random.fork_rng(devices=[]):
                 policy = policy_from(self._description)
             policy.load_weights(weights)
-            self._loaded[version] = actor_policy(policy)
+            actor = actor_policy(policy)
+            with torch.inference_mode():
+                actor.network.freeze(values=False)  # never thawed: the weights stay as they are
+            self._loaded[version] = actor
 
     def keep(self, versions: Collection[int]) -> None:
         """Drop all others."""
