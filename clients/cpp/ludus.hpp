@@ -115,6 +115,7 @@ class Session {
 public:
     std::string id;     // new for every match; empty: start generates one
     std::string match;  // common id of several sessions of one match
+    std::string side;   // side of the match that this session plays: 0, 1, or a name of the training's self_play.sides
     std::string model;  // model to play; empty: the server decides
     std::int64_t version;  // version of the model; below 0: the current one
     double temperature;    // sampling temperature; below 0: the server decides
@@ -1021,6 +1022,7 @@ private:
         headers_.clear();
         if (!name(session.id, nullptr)) return usage(reply, "The session id cannot be sent in a header.", "A UUID will do.");
         if (!name(session.match, "Ludus-Match: ")) return usage(reply, "The match cannot be sent in a header.", "A UUID will do.");
+        if (!name(session.side, "Ludus-Side: ")) return usage(reply, "The side cannot be sent in a header.", "It is a name.");
         if (!name(session.model, "Ludus-Model: ")) return usage(reply, "The model cannot be sent in a header.", "It is a name.");
         if (session.version >= 0) headers_ += "Ludus-Version: " + detail::decimal(session.version) + "\r\n";
         if (session.temperature >= 0) {

@@ -74,6 +74,8 @@ namespace Ludus
         public string Session;
         /// <summary>Common id of several sessions of one match.</summary>
         public string Match;
+        /// <summary>Side of the match that this session plays: 0, 1, or a name of the training's self_play.sides.</summary>
+        public string Side;
         public string Model;
         public long? Version;
         public double? Temperature;
@@ -295,6 +297,7 @@ namespace Ludus
         {
             var extra = new StringBuilder();
             if (_about.Match != null) extra.Append("Ludus-Match: ").Append(Header.Checked("match", _about.Match, 256)).Append("\r\n");
+            if (_about.Side != null) extra.Append("Ludus-Side: ").Append(Header.Checked("side", _about.Side, 256)).Append("\r\n");
             if (_about.Model != null) extra.Append("Ludus-Model: ").Append(Header.Checked("model", _about.Model, 256)).Append("\r\n");
             if (_about.Version.HasValue)
                 extra.Append("Ludus-Version: ").Append(_about.Version.Value.ToString(CultureInfo.InvariantCulture)).Append("\r\n");

@@ -353,7 +353,7 @@ def test_actors_of_both_camps_receive_the_match_and_its_end() -> None:
         assert (about["game"], about["mode"], about["format"], about["eval_mode"]) == ("arena", "3v3", "msgpack", True)
         assert about["seats"] == ["hero_0", "hero_1", "hero_2"]
         assert about["heroes"] == [[190, 173, 117], [141, 111, 107]]
-        assert bot.match == "r1"
+        assert (bot.match, bot.about.side) == ("r1", str(about["camp"]))
         assert len(bot.ticks) == FRAMES // 3
         assert bot.ended is not None
         assert bot.ended["info"]["result"]["hash"] == result["hash"]

@@ -11,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ludus.config.schema import SelfPlayConfig
+from ludus.envs.opponents.opponent_rows import OpponentRows
+from ludus.envs.vector_env import VectorEnvironments, training_env_config
 from ludus.errors import ConfigError
 from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.engine.heroes import row_of
@@ -19,6 +22,9 @@ from ludus.games.arena.engine.observations import FEATURES, SCALARS
 from ludus.games.arena.engine.saved_state import write_state
 from ludus.games.arena.env.gym_env import ArenaVectorEnv
 from ludus.games.arena.env.seats import state_space
+from ludus.models.network_config import NetworkConfig
+from ludus.models.policy import Policy
+from ludus.sampling.self_play import with_past_opponents
 
 SEEN_BY_THE_ENEMY = 33
 SHORT: dict[str, Any] = {"seconds": 4, "every": 15}
@@ -74,7 +80,10 @@ def test_the_rows_of_a_team_are_adjacent_and_of_one_camp() -> None:
 def test_names_of_results_do_not_depend_on_the_number_of_rows() -> None:
     opponent = {"self": 0.7, "past": 0.2, "easy": 0.1}
     assert ArenaVectorEnv(1, opponent=opponent).result_names == ArenaVectorEnv(40, opponent=opponent).result_names
-    assert ArenaVectorEnv(1, opponent=opponent).result_names[:4] == ("win/past", "loss/past", "win/easy", "loss/easy")
+    assert ArenaVectorEnv(1, opponent=opponent).result_names[:6] == (
+        *("win/past", "loss/past", "win/easy", "loss/easy"),
+        *("win/latest", "loss/latest"),
+    )
 
 
 def nearly_destroy_base(env: ArenaVectorEnv, m: int, camp: int) -> None:
@@ -257,3 +266,47 @@ def test_even_matchmaking_prefers_line_ups_that_lose() -> None:
         env.seats.arena.match[chosen, WINNER] = env.seats.hero_of[chosen]
     assert np.count_nonzero(own() == strong) <= 10
     assert env.seats.opponents.probabilities[0, 0] < 0.2
+
+
+# -- self-play ----------------------------------------------------------------------------------------------------------
+
+
+class ManyVersions:
+    """Every request gets the next version."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._version = policy, 0
+
+    def newest(self) -> tuple[Policy, int]:
+        self._version += 1
+        return self._policy, self._version
+
+
+@pytest.mark.parametrize("swap_sides", [True, False])
+def test_an_opponent_keeps_its_version_and_its_side_for_a_match(swap_sides: bool) -> None:
+    settings = SelfPlayConfig(opponents="past", every=1, keep=50, period=1, swap_sides=swap_sides)
+    given = training_env_config("ludus/Arena-1v1-v0", {"mode": "2v2", **SHORT}, settings)
+    env = ArenaVectorEnv(6, **given)
+    environments = OpponentRows(VectorEnvironments("arena", env), env.opponent_rows, env.match_of_row)
+    spaces = environments.observation_space, environments.action_space
+    source = ManyVersions(Policy(*spaces, NetworkConfig(fcnet_hiddens=(4,))))
+    environments.reset(0)
+    facing = with_past_opponents(environments, source, settings, 0)
+    player = environments.player
+    assert player is not None
+    found: dict[int, set[tuple[tuple[int, ...], int]]] = {}
+    numbers, camps, over = np.array([0, 100, 200]), set(), np.zeros(3, np.bool_)
+    for _ in range(80):
+        facing.newest()
+        camp = (env.seats.hero_of // env.seats.size)[:6:2]
+        outcome = environments.step(np.zeros((6, 4), np.int64))
+        versions = player.versions.reshape(3, 2)
+        for match in np.flatnonzero(~over):  # otherwise the step only begins the next match
+            found.setdefault(int(numbers[match]), set()).add((tuple(versions[match].tolist()), int(camp[match])))
+        numbers, over = numbers + over, (outcome.terminated | outcome.truncated)[::2]
+        camps |= set(camp.tolist())
+    assert len(found) > 12
+    assert all(len(played) == 1 for played in found.values()), "one version and one side in every match"
+    assert all(len(set(versions)) == 1 for played in found.values() for versions, _ in played), "one version for both heroes"
+    assert len({versions for played in found.values() for versions, _ in played}) > 6
+    assert camps == ({0, 1} if swap_sides else {0})

@@ -262,11 +262,16 @@ class Contract(EssentialContract):
     def test_start_sends_its_options(self, driver: Driver) -> None:
         with answering(OK) as server:
             driver.open(server.url, token="s3cret")
-            driver.ok("start", b"hello", session="a", match="m", model="blue", version=12, temperature=0.25)
+            driver.ok("start", b"hello", session="a", match="m", side="red", model="blue", version=12, temperature=0.25)
             driver.ok("tick", b"x")
         start, tick = server.requests
-        told = {name: header(start, f"ludus-{name}") for name in ("session", "step", "match", "model", "version", "temperature")}
-        assert told == {"session": "a", "step": "start", "match": "m", "model": "blue", "version": "12", "temperature": "0.25"}
+        told = {
+            name: header(start, f"ludus-{name}")
+            for name in ("session", "step", "match", "side", "model", "version", "temperature")
+        }
+        assert told == {
+            "session": "a", "step": "start", "match": "m", "side": "red", "model": "blue", "version": "12", "temperature": "0.25",
+        }  # fmt: skip
         assert header(tick, "ludus-model") == ""
         assert header(tick, "ludus-match") == ""
         assert {header(request, "authorization") for request in server.requests} == {"Bearer s3cret"}

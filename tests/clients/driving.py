@@ -3,7 +3,7 @@ since not every engine reads that, on the port that LUDUS_DRIVER names.
 
     open url=… token=… timeout_ms=… deadline_ms=… fallback=error|repeat|default default=HEX
          retries=… max_reply_bytes=… certificate=FILE
-    start session=… body=HEX match=… model=… version=… temperature=…       again=1: the one before, once more
+    start session=… body=HEX match=… side=… model=… version=… temperature=…       again=1: the one before, once more
     tick body=HEX deadline_ms=…                                            zeros=N: a body of so many
     end body=HEX
     spec

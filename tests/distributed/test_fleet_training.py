@@ -103,3 +103,22 @@ def test_a_fleet_trains_one_policy(tmp_path: Path) -> None:
     }
     with pytest.raises(ConfigError, match=r"several policies: talk, hear\."):
         runner.train(data, place=tmp_path / "run")
+
+
+def test_a_fleet_trains_by_self_play(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", server.password)
+    place = tmp_path / "run"
+    config = {
+        "num_workers": 1, "num_envs_per_worker": 4, "train_batch_size": 128, "minibatch_size": 64, "num_epochs": 1,
+        "model": {"fcnet_hiddens": [8]}, "evaluation_duration": 0, "env_config": {"seconds": 5, "start": "lane"},
+        "self_play": {"opponents": "mix", "latest": 0.5, "snapshot_every": 1},
+    }  # fmt: skip
+    data = {"env": "ludus/Arena-1v1-v0", "memory": server.url, "stop": {"iterations": 6}, "config": config}
+    work = Work(server.url, LocalStore(place), WorkerOptions(name="one"))
+    try:
+        runner.train(data, place=place, supervised=False)
+        work.join()
+    finally:
+        work.end()
+    last = read_jsonl(place / "metrics.jsonl")[-1]
+    assert {"match/win/latest", "match/win/past", "match/past_version"} <= last.keys()

@@ -112,7 +112,7 @@ def test_a_key_with_a_rule_of_its_own_is_refused_by_name(key: str, mode: Trainin
 def test_defaults_and_other_modes_are_accepted(key: str, mode: TrainingMode) -> None:
     resolved = resolve(data(mode))
     assert validate.find_keys_without_effect(data(mode, **{key: resolved.experiment.config[key]})) == []
-    if mode not in {*WITHOUT_EFFECT[key], *REFUSED_ELSEWHERE.get(key, ())} and key != "self_play":
+    if mode not in {*WITHOUT_EFFECT[key], *REFUSED_ELSEWHERE.get(key, ())}:
         assert validate.find_keys_without_effect(data(mode, **{key: OTHER[key]})) == []
 
 

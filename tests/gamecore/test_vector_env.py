@@ -14,16 +14,21 @@ import numpy as np
 import pytest
 
 import ludus
+from ludus.config.schema import SelfPlayConfig
 from ludus.core.tree import Tree, leaves
-from ludus.envs.vector_env import Environments, make_environments
+from ludus.envs.opponents.opponent_rows import OpponentRows
+from ludus.envs.vector_env import Environments, VectorEnvironments, make_environments
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.gamecore import match_scheduler
 from ludus.gamecore.live_matches import LiveMatches, MatchActor
 from ludus.gamecore.server.http.app import Settings, running
 from ludus.gamecore.vector_env import GamecoreVectorEnv
+from ludus.models.network_config import NetworkConfig
+from ludus.models.policy import Policy
 from ludus.process import identity
 from ludus.protocol.codec import random_action
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
+from ludus.sampling.self_play import with_past_opponents
 from tests.long.gamecore_rig import Server
 from tests.waiting import wait_until
 
@@ -199,7 +204,7 @@ def test_results_of_matches_reach_the_opponent_sampler(server: str, made: list[A
 
 def test_results_are_reported_by_opponent(server: str, made: list[Any]) -> None:
     env = counting(made, server, 2, opponent={"rule": 0.5, "past": 0.5}, length=2)
-    assert env.result_names == ("win/rule", "loss/rule", "win/past", "loss/past", "past_version")
+    assert env.result_names == ("win/rule", "loss/rule", "win/past", "loss/past", "win/latest", "loss/latest", "past_version")
     told = np.zeros(3)
     until_s = time.monotonic() + 60
     while not (told[0] and told[1]) and time.monotonic() < until_s:
@@ -220,6 +225,41 @@ def test_rows_of_past_opponents_come_last_and_are_marked(server: str, made: list
     camps = observation[:, 2]
     assert camps[0] != camps[1]
     assert {(camps[2], camps[5]), (camps[3], camps[6])} <= {(0.0, 1.0), (1.0, 0.0)}
+
+
+def test_an_opponent_changes_only_between_matches(server: str, made: list[Any]) -> None:
+    """The version that plays a row is the same until its match has ended, although versions come with every step."""
+    env = counting(made, server, 3, **GamecoreVectorEnv.self_play_keywords, length=5)
+    environments = OpponentRows(VectorEnvironments("counting", env), env.opponent_rows, env.match_of_row)
+    assert (environments.num, env.num_envs) == (3, 6)
+    source = ManyVersions(Policy(env.single_observation_space, env.single_action_space, NetworkConfig(fcnet_hiddens=(4,))))
+    environments.reset(1)
+    facing = with_past_opponents(environments, source, SelfPlayConfig(opponents="past", every=1, keep=50, period=1), 0)
+    player = environments.player
+    assert player is not None
+    before, may_change, changes = np.zeros(3, np.int64), np.ones(3, np.bool_), 0
+    ended = np.zeros(3, np.bool_)
+    until_s = time.monotonic() + 60
+    while changes < 12 and time.monotonic() < until_s:
+        facing.newest()
+        outcome = environments.step(np.ones(3, np.int64))
+        now = player.versions
+        assert (may_change | (now == before)).all()
+        changes += int((now != before).sum())
+        may_change = ended if outcome.lost is None else ended | outcome.lost
+        ended, before = outcome.terminated | outcome.truncated, now
+    assert changes >= 12
+
+
+class ManyVersions:
+    """Every request gets the next version."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._version = policy, 0
+
+    def newest(self) -> tuple[Policy, int]:
+        self._version += 1
+        return self._policy, self._version
 
 
 # -- several matches of a process -----------------------------------------------------------------------------------------

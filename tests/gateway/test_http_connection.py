@@ -537,7 +537,7 @@ def test_a_request_with_two_tokens_is_refused(server: Served) -> None:
     assert ask(server.port, step("start", "a", headers=both)).refusal == (400, "authorization")
 
 
-@pytest.mark.parametrize("name", ["session", "match", "model"])
+@pytest.mark.parametrize("name", ["session", "match", "side", "model"])
 def test_a_name_that_is_not_utf_8_is_refused(server: Served, name: str) -> None:
     asked = step("start", "s", headers=[] if name == "session" else [f"{name}: XX"])
     asked = asked.replace(b"session: s\r\n", b"session: \xff\xfe\r\n") if name == "session" else asked.replace(b"XX", b"\xff\xfe")

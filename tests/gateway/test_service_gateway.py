@@ -288,12 +288,12 @@ def owned(slot: int, count: int) -> list[str]:
 
 
 def test_with_tls_workers_forward_requests_to_the_owner(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    asked = ["model: hard", "version: 3", "temperature: 0.25", *bearer("t")]
+    asked = ["model: hard", "side: red", "version: 3", "temperature: 0.25", *bearer("t")]
     with workers(tmp_path, GatewaySettings(tls=pair, token="t")) as served, SecureWire(served[0].port, pair[0]) as wire:
         for slot in (1, 0):
             for id_ in owned(slot, 3):
                 started = wire.ask(step("start", id_, seq=0, headers=asked))
-                assert json.loads(started.body) == ["", "hard", 3, 0.25]
+                assert json.loads(started.body) == ["", "hard", 3, 0.25, "red"]
                 assert started.headers["ludus-endpoint"] == f"127.0.0.1:{1 + slot}"
                 for n in range(1, 6):
                     body = f"{id_} {n}".encode()
@@ -374,9 +374,15 @@ def start(port: int, *headers: str, path: str = "/step") -> Reply:
 
 @pytest.mark.parametrize("prefix", ["", "Ludus-", "LUDUS-"])
 def test_model_version_and_temperature_reach_the_actor(server: Served, prefix: str) -> None:
-    headers = [f"{prefix}model: hard", f"{prefix}version: 12", f"{prefix}temperature: 0.5", f"{prefix}match: m"]
-    assert json.loads(start(server.port, *headers).body) == ["m", "hard", 12, 0.5]
-    assert json.loads(start(server.port).body) == ["", "", -1, -1.0]
+    headers = [
+        f"{prefix}model: hard",
+        f"{prefix}version: 12",
+        f"{prefix}temperature: 0.5",
+        f"{prefix}match: m",
+        f"{prefix}side: red",
+    ]
+    assert json.loads(start(server.port, *headers).body) == ["m", "hard", 12, 0.5, "red"]
+    assert json.loads(start(server.port).body) == ["", "", -1, -1.0, ""]
 
 
 @pytest.mark.parametrize(("said", "means"), [("0", 0.0), ("100", 100.0), ("1e1", 10.0), (".5", 0.5)])

@@ -126,7 +126,7 @@ func _init(url = "http://127.0.0.1:8000", options = {}):
 # -- blocking requests
 
 
-# Keys of `about`: session (new for every match; default: generated), match, model, version, temperature.
+# Keys of `about`: session (new for every match; default: generated), match, side, model, version, temperature.
 func start(about = {}, body = PackedByteArray()) -> bool:
 	return begin_start(about, body) and wait()
 
@@ -159,7 +159,7 @@ func begin_start(about = {}, body = PackedByteArray()) -> bool:
 		return _begin("start", body, "", timeout_ms)
 	var extra = ""
 	for name in about:
-		if not name in ["session", "match", "model", "version", "temperature"]:
+		if not name in ["session", "match", "side", "model", "version", "temperature"]:
 			return _misused("A start takes no %s." % name)
 		if not _header_fits(str(about[name]), 256):
 			return _misused("The %s cannot be sent in a header: up to 256 bytes without control characters." % name)

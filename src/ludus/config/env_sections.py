@@ -28,7 +28,7 @@ class SelfPlayConfig(ConfigSection):
     opponents: Literal["latest", "past", "mix"] | None = Field(
         None,
         description="latest = the newest version plays the other side; past = snapshots do; mix = both, by `latest`. null = all agents "
-        "learn; environments with `past` opponents of their own decide by their `opponent`.",
+        "or sessions learn; in the Arena and gamecore games `env_config.opponent` decides.",
     )
     latest: float = Field(0.8, ge=0, le=1, description="With mix: share of matches against the newest version.")
     every: int = Field(
@@ -40,7 +40,9 @@ class SelfPlayConfig(ConfigSection):
     period: int = Field(2_000, ge=1, description="Environment steps after which a worker loads another snapshot for new matches.")
     swap_sides: bool = Field(True, description="Draw the side that learns for every match; false = the first side learns.")
     sides: list[list[str]] | None = Field(
-        None, description="The two sides as lists of agents; null = two agents play against each other."
+        None,
+        description="The two sides as lists of agents, or of seats or sides of an external game; null = two agents, or seats, play "
+        "against each other.",
     )
 
 

@@ -182,7 +182,7 @@ class AlgorithmConfig(ConfigSection):
     )
     self_play: SelfPlayConfig = Field(
         default_factory=SelfPlayConfig,
-        description="Earlier versions as opponents, for environments with `past` opponents.",
+        description="Opponents of a game with two sides: the newest version, or earlier ones.",
     )
     multiagent: MultiAgentConfig | None = Field(None, description="Multi-agent settings.")
     observation_filter: Literal["NoFilter", "MeanStdFilter"] = Field(

@@ -17,7 +17,7 @@ from ludus.core.tree import Array
 from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
 from ludus.errors import WorkerFailed
 from ludus.gateway.server import GatewaySettings
-from ludus.gateway.worker_policies import COUNTER_METRICS, GAUGE_METRICS, WorkerActorFactory
+from ludus.gateway.worker_policies import COUNTER_METRICS, GAUGE_METRICS, WorkerActorFactory, WorkerSelfPlay
 from ludus.models.policy import Policy
 from ludus.models.weights.shared_weights import SharedWeights, stage
 from ludus.process.temp_dirs import TempDir, shared_memory_dir
@@ -64,13 +64,14 @@ class GatewaySource:
         log_dir: Path,
         *,
         explore: bool = True,
+        self_play: WorkerSelfPlay | None = None,
     ) -> None:
         self._shared, self._memory = shared, memory
         models = {
             name: (json.dumps(shared.policies[name].description()).encode(), str(weights.directory))
             for name, weights in shared.weights.items()
         }
-        played = WorkerActorFactory(dict(seats), models, shared.steps, shared.memory.add_lanes(workers), explore)
+        played = WorkerActorFactory(dict(seats), models, shared.steps, shared.memory.add_lanes(workers), explore, self_play)
         self._supervisor = Supervisor(log_dir=log_dir)
         with contextlib.ExitStack() as undo:
             undo.callback(self._supervisor.close)

@@ -22,7 +22,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode
 
-from ludus.config.schema import PreprocessConfig
+from ludus.config.schema import PreprocessConfig, SelfPlayConfig
 from ludus.core import spaces, trust
 from ludus.core.spaces import ACTION_MASK
 from ludus.core.tree import Array, Tree, copy_into, leaves, map_tree
@@ -145,7 +145,12 @@ def make_environments(
             return environments
         from ludus.envs.opponents.opponent_rows import OpponentRows
 
-        return OpponentRows(environments, opponents)
+        matches = getattr(made.unwrapped, "match_of_row", None)
+        if matches is None:
+            raise ConfigError(
+                f"{name} has opponent_rows and no match_of_row.", "Add it: for each row the number of its match, as an array."
+            )
+        return OpponentRows(environments, opponents, np.asarray(matches))
     envs = []
     with contextlib.ExitStack() as made_so_far:
         for _ in range(num):
@@ -237,11 +242,37 @@ def make_as_trained(
 
 def _only_training(name: str) -> tuple[str, ...]:
     """Keywords of an environment that apply to training only."""
+    return tuple(getattr(_vector_maker(name), "only_training", ()))
+
+
+def _vector_maker(name: str) -> Any:
+    """Return the class or function that makes the vector environment; None: there is none."""
     made_by: Any = factory_of(name)
     if made_by is None:
         entry = spec_of(name).vector_entry_point
         made_by = load_env_creator(entry) if isinstance(entry, str) else entry
-    return tuple(getattr(made_by, "only_training", ()))
+    return made_by
+
+
+def training_env_config(name: str, env_config: Mapping[str, Any], self_play: SelfPlayConfig) -> dict[str, Any]:
+    """Return the keywords of training environments: in self-play by `opponents`, the other side of every match is opponent rows.
+
+    Environments whose class has `self_play_keywords` are told so; others have opponent rows of their own. Raises ConfigError.
+    """
+    if self_play.opponents is None:
+        return dict(env_config)
+    keywords: Mapping[str, Any] = getattr(_vector_maker(name), "self_play_keywords", {})
+    if self_play.sides is not None:
+        raise ConfigError(f"config.self_play.sides is {self_play.sides}, and {name} has two sides of its own.", "Leave it out.")
+    if not self_play.swap_sides and "side" not in keywords:
+        raise ConfigError(f"config.self_play.swap_sides is false, and {name} decides which side learns.", "Leave it out.")
+    for key in keywords:
+        if key in env_config:
+            raise ConfigError(
+                f"config.self_play.opponents is {self_play.opponents}, and config.env_config.{key} is {env_config[key]!r}.",
+                f"Leave one of them out: with opponents, self_play decides about the {key} of every match.",
+            )
+    return {**env_config, **keywords, **({} if self_play.swap_sides else {"side": 0})}
 
 
 class _EnvBuilder:

@@ -88,9 +88,9 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
         config = _with_fleet_worker(parsed).algorithm_config
         _check_fleet(experiment.memory, config, cluster, external=external)
     if external:
-        from ludus.experiments.validation.game_seats import seats_of
+        from ludus.experiments.validation.game_seats import check_self_play, seats_of
 
-        seats_of(parse_external_config(config.env_config))
+        check_self_play(config.self_play, seats_of(parse_external_config(config.env_config)))
     _check_mode(config, cluster, external=external)
     if multi_agent:
         from ludus.experiments.validation.agent_mapping import resolve_agents

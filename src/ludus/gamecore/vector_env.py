@@ -25,8 +25,8 @@ from gymnasium.vector.utils import batch_space
 
 from ludus.core.spaces import ACTION_MASK
 from ludus.core.tree import Array, map_tree
-from ludus.core.types import Bools, Floats
-from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, assign_opponents
+from ludus.core.types import Bools, Floats, Ints
+from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, assign_opponents, outcome_names
 from ludus.envs.vector_env import LOST
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.gamecore.game_spec import ARENA, MAX_MATCHES_PER_PROCESS, GameSpec, resolve_game
@@ -73,6 +73,8 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
 
     only_training: Final = ("repeat", "start_from", "matchmaking")
     """Keywords that evaluations ignore."""
+    self_play_keywords: Final[Mapping[str, Any]] = {"opponent": PAST, "side": "random"}
+    """Keywords of training with `self_play.opponents`."""
 
     def __init__(
         self,
@@ -110,6 +112,10 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self.slots, rows = make_slots(kinds, seats)
         self.num_envs = rows if num_envs % seats == 0 else num_envs
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
+        self.match_of_row: Ints = np.full(self.num_envs, -1, np.int64)
+        """By row: the number of its slot; a slot plays one match after the other. -1: the row has none."""
+        for slot in self.slots:
+            self.match_of_row[[row for row in slot.rows if row < self.num_envs]] = slot.index
         self.group_rows = seats
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
         self.render_mode = None
@@ -119,7 +125,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self.beat: Callable[[], None] = lambda: None
         self._reports_result: Bools = ~self.opponent_rows & (np.arange(self.num_envs) % seats == 0)
         """One row per group reports whether the match was won."""
-        outcomes = [f"{how}/{who}" for who in self.game.opponents for how in ("win", "loss")]
+        outcomes = outcome_names(self.game.opponents)
         past = [PAST_VERSION] if self.game.opponent_shares.get(PAST) else []
         self.result_names = (*outcomes, *(["seconds"] if self.game.ticks_per_second else []), *self.game.statistics, *past)
         """Keys in `infos` of ended matches: wins and losses by opponent, duration, hero statistics."""

@@ -12,12 +12,14 @@ The reward of a tick belongs to the previous action. The reply has the format of
 from __future__ import annotations
 
 import asyncio
+import logging
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from ludus.config.schema import SelfPlayConfig
 from ludus.core.tree import map_tree
 from ludus.errors import Refused
 from ludus.gateway.actor import Actor
@@ -25,9 +27,13 @@ from ludus.gateway.agent import Seat, SeatAgent
 from ludus.gateway.raw_codec import MASKED, TERMINATED, TRUNCATED, RawCodec, RawStep
 from ludus.protocol.codec import ONLY_SEAT
 from ludus.protocol.step_message import StepFields, decode_message, encode_message, parse_step, split_seats
+from ludus.sampling.session_opponents import SessionOpponents, sides_of
+
+log = logging.getLogger(__name__)
 
 _INFO = "info"
 """Top-level key for additional data of the game; ignored here."""
+_MAX_SIDE = 80  # characters of a side that an error quotes
 
 
 class BuiltinActor(Actor):
@@ -119,6 +125,103 @@ class BuiltinActor(Actor):
         agent = self._agents.get(name)
         step = parse_step(part, name, playing=agent is not None and agent.playing, last=last)
         return _CheckedStep(self._seats[name], step)
+
+
+class SelfPlaySeats:
+    """Seats of sessions in self-play, for all actors of a process: one side of a match learns, the opponent plays the other."""
+
+    def __init__(self, seats: Mapping[str, Seat], settings: SelfPlayConfig, opponents: SessionOpponents) -> None:
+        self._seats, self._opponents = seats, opponents
+        self._sides = sides_of(settings, list(seats))
+        self._by_seat = self._sides is not None and frozenset().union(*self._sides) == seats.keys()
+        self._warned = False
+        self.opponent_sessions = 0
+        """Sessions, so far, of which the opponent played a seat."""
+
+    def join(self, session: str, match: str, side: str) -> tuple[str, Mapping[str, Seat]]:
+        """Return the name of the match, to be left at the end of the session, and the seats. Raises Refused (422).
+
+        An empty name: the session belongs to no match, and all its seats learn.
+        """
+        if side:
+            number = self._parse_side(side)
+            if not match:
+                message = "The session names a side and no match."
+                raise Refused(422, "match", message, "Send the same Ludus-Match with the sessions of both sides.")
+            sides = dict.fromkeys(self._seats, number)
+        elif self._by_seat and self._sides is not None:
+            match, sides = match or session, {name: int(name in self._sides[1]) for name in self._seats}
+        else:
+            self._warn()
+            return "", self._seats
+        learning, policy = self._opponents.join(match)
+        if all(side == learning for side in sides.values()):
+            return match, self._seats
+        self.opponent_sessions += 1
+        opponent = Seat(policy)
+        return match, {name: seat if sides[name] == learning else opponent for name, seat in self._seats.items()}
+
+    def leave(self, match: str) -> None:
+        self._opponents.leave(match)
+
+    def count_tick(self) -> None:
+        self._opponents.steps += 1
+
+    def _parse_side(self, side: str) -> int:
+        for number, names in enumerate(self._sides or ()):
+            if side in names:
+                return number
+        if side not in ("0", "1"):
+            known = ["0", "1", *(name for names in self._sides or () for name in sorted(names))]
+            raise Refused(422, "side", f"There is no side {side[:_MAX_SIDE]!r}.", f"It is one of {', '.join(known)}.")
+        return int(side)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "a session named no side, so all of it is learned from: games in self-play send Ludus-Match and Ludus-Side with start"
+            )
+
+
+class SelfPlayActor(BuiltinActor):
+    """Plays a session of a match with two sides. Side and opponent stay the same for the whole session."""
+
+    def __init__(self, seats: Mapping[str, Seat], self_play: SelfPlaySeats) -> None:
+        super().__init__(seats)
+        self._self_play, self._joined = self_play, ""
+
+    async def start(self, session: str, body: bytes) -> bytes:
+        reply = await super().start(session, body)
+        self._joined, seats = self._self_play.join(session, self.match, self.about.side)
+        self.set_seats(seats)
+        return reply
+
+    async def tick(self, body: bytes) -> bytes:
+        if self._joined:
+            self._self_play.count_tick()
+        return await super().tick(body)
+
+    async def _raw_tick(self, body: bytes) -> bytes:
+        if self._joined:
+            self._self_play.count_tick()
+        return await super()._raw_tick(body)
+
+    async def end(self, body: bytes) -> bytes:
+        try:
+            reply = await super().end(body)
+        except Refused:  # the session continues
+            raise
+        except BaseException:
+            self._leave()
+            raise
+        self._leave()
+        return reply
+
+    def _leave(self) -> None:
+        match, self._joined = self._joined, ""
+        if match:
+            self._self_play.leave(match)
 
 
 class _CheckedStep:

@@ -122,12 +122,13 @@ class RequestHandler(Protocol):
     def count_refusal(self, refused: Refused) -> None: ...
 
 
-_SESSION, _KIND, _SEQ, _MATCH, _LENGTH, _CODING, _AUTH, _EXPECT, _MODEL, _VERSION, _TEMPERATURE, _ID = range(1, 13)
+_SESSION, _KIND, _SEQ, _MATCH, _LENGTH, _CODING, _AUTH, _EXPECT, _MODEL, _VERSION, _TEMPERATURE, _ID, _SIDE = range(1, 14)
 _HEADERS: dict[bytes, int] = {
     **dict.fromkeys(spec.SESSION_HEADERS, _SESSION),
     **dict.fromkeys(spec.KIND_HEADERS, _KIND),
     **dict.fromkeys(spec.SEQ_HEADERS, _SEQ),
     **dict.fromkeys(spec.MATCH_HEADERS, _MATCH),
+    **dict.fromkeys(spec.SIDE_HEADERS, _SIDE),
     **dict.fromkeys(spec.MODEL_HEADERS, _MODEL),
     **dict.fromkeys(spec.VERSION_HEADERS, _VERSION),
     **dict.fromkeys(spec.TEMPERATURE_HEADERS, _TEMPERATURE),
@@ -507,7 +508,7 @@ class HttpConnection(asyncio.Protocol):
                 request.error = Refused(400, "seq", f"seq is {_quote(value)}.", "It is a whole number: 0, 1, 2, …")
             elif 0 <= before != request.seq:
                 request.error = Refused(400, "seq", "This request has two numbers.", "Send one seq header.")
-        elif code in (_MATCH, _MODEL, _VERSION, _TEMPERATURE):
+        elif code in (_MATCH, _SIDE, _MODEL, _VERSION, _TEMPERATURE):
             self._set_option(code, value)
         elif code == _ID:
             text = value[:_MAX_ID].decode("latin-1")
@@ -542,14 +543,17 @@ class HttpConnection(asyncio.Protocol):
                 request.error = Refused(400, "temperature", f"The temperature is {_quote(value)}.", hint)
             request.options = request.options._replace(temperature=temperature)
         elif len(value) > MAX_NAME_BYTES:
-            message, hint = f"The name of a match or model is longer than {MAX_NAME_BYTES} bytes.", "Use a shorter one."
-            request.error = Refused(400, "session", message, hint) if code == _MATCH else Refused(400, "model", message, hint)
+            message, hint = f"The name of a match, side or model is longer than {MAX_NAME_BYTES} bytes.", "Use a shorter one."
+            request.error = Refused(400, "model", message, hint) if code == _MODEL else Refused(400, "session", message, hint)
         elif not _is_utf8(value):
-            message = f"The name {_quote(value)} of a match or model is not UTF-8."
-            request.error = Refused(400, "session" if code == _MATCH else "model", message, "Use ASCII or UTF-8.")
+            message = f"The name {_quote(value)} of a match, side or model is not UTF-8."
+            request.error = Refused(400, "model" if code == _MODEL else "session", message, "Use ASCII or UTF-8.")
         else:
-            text = value.decode()
-            request.options = request.options._replace(match=text) if code == _MATCH else request.options._replace(model=text)
+            text, options = value.decode(), request.options
+            if code == _MATCH:
+                request.options = options._replace(match=text)
+            else:
+                request.options = options._replace(side=text) if code == _SIDE else options._replace(model=text)
 
     def on_headers_complete(self) -> None:
         handover = self._handover

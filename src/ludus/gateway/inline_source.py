@@ -17,13 +17,15 @@ import numpy as np
 import torch
 
 from ludus.buffers.collate import CollatedBatches
+from ludus.config.schema import SelfPlayConfig
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
 from ludus.gateway.agent import Seat
-from ludus.gateway.builtin_actor import BuiltinActor
+from ludus.gateway.builtin_actor import BuiltinActor, SelfPlayActor, SelfPlaySeats
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
+from ludus.sampling.session_opponents import SessionOpponents
 from ludus.transport.local import LocalMemory
 
 log = logging.getLogger(__name__)
@@ -55,12 +57,15 @@ class InlineGatewaySource:
         deciding: Mapping[str, BatchedPolicy[Policy]],
         memories: Mapping[str, NotifyingMemory],
         memory: CollatedBatches,
+        opponents: tuple[SelfPlayConfig, SessionOpponents] | None = None,
     ) -> None:
+        """`opponents`: of matches in self-play; None: all sessions learn."""
         self._deciding, self._memory = dict(deciding), memory
         self._seats = {
             name: Seat(deciding[model], memories[model], first_origin=number * _ORIGINS)
             for number, (name, model) in enumerate(seats.items())
         }
+        self._self_play = None if opponents is None else SelfPlaySeats(self._seats, *opponents)
         self._loop = new_loop()
         self._batch_ready = asyncio.Event()
         for notifying in memories.values():
@@ -69,9 +74,12 @@ class InlineGatewaySource:
         self.address: tuple[str, int] = listening.getsockname()[:2]
 
     async def _start_gateway(self, listening: socket.socket, settings: GatewaySettings) -> Gateway:
-        gateway = Gateway(lambda: BuiltinActor(self._seats), settings)
+        gateway = Gateway(self._make_actor, settings)
         await gateway.start([listening])
         return gateway
+
+    def _make_actor(self) -> BuiltinActor:
+        return BuiltinActor(self._seats) if self._self_play is None else SelfPlayActor(self._seats, self._self_play)
 
     def _on_commit(self) -> None:
         if self._memory.ready():
@@ -92,6 +100,8 @@ class InlineGatewaySource:
         counts |= {name: getattr(sessions.stats, name) for name in ("failed", "timed_out", "silent", "refused")}
         counts["discarded_steps"] = sum(one.discarded for one in stats)
         counts["unrecorded_steps"] = sum(one.unrecorded for one in stats)
+        if self._self_play is not None:
+            counts["opponent_sessions"] = self._self_play.opponent_sessions
         return {f"games/{name}": float(count) for name, count in counts.items()}
 
     def has_sampled(self) -> bool:

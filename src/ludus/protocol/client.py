@@ -132,12 +132,15 @@ class Client(_ClientBase[tuple[socket.socket, "_HttpReplyParser"]]):
         body: bytes = b"",
         match: str | None = None,
         *,
+        side: str | None = None,
         model: str | None = None,
         version: int | None = None,
         temperature: float | None = None,
     ) -> bytes:
-        """`model`, `version` and `temperature` ask for what plays; left out, the server decides."""
-        headers = _start_headers(match, model, version, temperature)
+        """`match`, `side`: the match, and which of its sides the session plays. `model`, `version` and `temperature` ask for what plays;
+        left out, the server decides.
+        """
+        headers = _start_headers({"match": match, "side": side, "model": model}, version, temperature)
         return self._drive(self._protocol.step(START, session, body, headers))
 
     def tick(self, session: str, body: bytes, deadline_s: float | None = None) -> bytes:
@@ -225,12 +228,15 @@ class AsyncClient(_ClientBase["_AsyncConnection"]):
         body: bytes = b"",
         match: str | None = None,
         *,
+        side: str | None = None,
         model: str | None = None,
         version: int | None = None,
         temperature: float | None = None,
     ) -> bytes:
-        """`model`, `version` and `temperature` ask for what plays; left out, the server decides."""
-        headers = _start_headers(match, model, version, temperature)
+        """`match`, `side`: the match, and which of its sides the session plays. `model`, `version` and `temperature` ask for what plays;
+        left out, the server decides.
+        """
+        headers = _start_headers({"match": match, "side": side, "model": model}, version, temperature)
         return await self._drive(self._protocol.step(START, session, body, headers))
 
     async def tick(self, session: str, body: bytes, deadline_s: float | None = None) -> bytes:
@@ -572,14 +578,13 @@ def _request(state: _Session, kind: str, number: int, body: bytes, headers: byte
     )  # fmt: skip
 
 
-def _start_headers(match: str | None, model: str | None, version: int | None, temperature: float | None) -> bytes:
+def _start_headers(named: Mapping[str, str | None], version: int | None, temperature: float | None) -> bytes:
     """Encode the optional headers of start. Raises UsageError."""
     if version is not None and not 0 <= version <= MAX_SEQ:
         raise UsageError(f"version is {version}.", "It is a whole number, 0 or more.")
     number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
     if temperature is not None and not (number and 0 <= temperature <= MAX_TEMPERATURE):
         raise UsageError(f"temperature is {temperature!r}.", f"It is a number from 0 to {MAX_TEMPERATURE:g}.")
-    named = {"match": match, "model": model}
     lines = [f"Ludus-{name.title()}: {_header(name, value)}\r\n" for name, value in named.items() if value is not None]
     if version is not None:
         lines.append(f"Ludus-Version: {version}\r\n")

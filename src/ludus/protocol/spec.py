@@ -1,6 +1,6 @@
 """The HTTP protocol between a game and an agent, as data: paths, headers, step kinds, error replies. See `docs/protocol.md`.
 
-POST /step      headers session, step_kind (start | tick | end), optionally seq, match, Authorization: Bearer …
+POST /step      headers session, step_kind (start | tick | end), optionally seq, match, side, Authorization: Bearer …
                 body: opaque bytes; reply: opaque bytes
 GET  /spec      protocol version, observation and action spaces
 GET  /health, /ready, /metrics
@@ -40,6 +40,7 @@ SESSION_HEADERS: Final = frozenset({b"session", b"game_id", b"game-id", b"ludus-
 KIND_HEADERS: Final = frozenset({b"step_kind", b"step-kind", b"ludus-step"})
 SEQ_HEADERS: Final = frozenset({b"seq", b"ludus-seq"})
 MATCH_HEADERS: Final = frozenset({b"match", b"ludus-match"})
+SIDE_HEADERS: Final = frozenset({b"side", b"ludus-side"})
 MODEL_HEADERS: Final = frozenset({b"model", b"ludus-model"})
 VERSION_HEADERS: Final = frozenset({b"version", b"ludus-version"})
 TEMPERATURE_HEADERS: Final = frozenset({b"temperature", b"ludus-temperature"})
@@ -48,7 +49,7 @@ ENDPOINT_HEADER: Final = "Ludus-Endpoint"
 """In the reply to `start`: HOST:PORT that reaches this session's worker directly."""
 
 MAX_NAME_BYTES: Final = 256
-"""Maximum length of a session, match or model name."""
+"""Maximum length of the name of a session, match, side or model."""
 SHORT_TOKEN: Final = 16
 """Shorter tokens cause a warning."""
 MAX_TEMPERATURE: Final = 100.0
@@ -85,6 +86,8 @@ class StartOptions(NamedTuple):
     """Model version; -1: the current one."""
     temperature: float = -1.0
     """Sampling temperature; below 0: the server's default."""
+    side: str = ""
+    """Side of the match that the session plays."""
 
 
 DEFAULT_OPTIONS: Final = StartOptions()

@@ -16,17 +16,15 @@ import numpy as np
 import torch
 
 from ludus.config.schema import SelfPlayConfig
+from ludus.envs.opponents.opponent_mix import LATEST, PAST
 from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights.serialization import policy_from
 from ludus.models.weights.version_store import PolicySource
 from ludus.sampling.multi_agent import MatchBatch, PolicySet, SeatAgents, Seating
-from ludus.sampling.self_play import PolicyHistory
+from ludus.sampling.self_play import OpponentDraw, PolicyHistory
 
 log = logging.getLogger(__name__)
-
-LATEST, PAST = "latest", "past"
-_ACTIVE = 4  # opponents with loaded weights
 
 
 @dataclass(frozen=True)
@@ -81,30 +79,23 @@ class SelfPlayOpponents:
     ) -> None:
         """`model`: the model that learns. `steps`: environment steps of this process so far."""
         self._model, self._source, self._history, self._loaded = model, source, history, loaded
-        self._latest = {LATEST: 1.0, PAST: 0.0}.get(settings.opponents or LATEST, settings.latest)
-        self._period, self._steps, self._renew_at = settings.period, steps, 0
-        self._active: list[str] = []
+        self._draw, self._steps = OpponentDraw(settings, history), steps
+        self._versions: dict[str, int] = {}
+        """Model → version, of the loaded ones."""
 
     def choose(self, random: np.random.Generator, in_use: frozenset[str]) -> MatchOpponent:
         self._history.add(*self._source.newest())
-        if self._latest >= 1.0 or random.random() < self._latest:
+        playing = {version for model, version in self._versions.items() if model in in_use}
+        version = self._draw.draw(random, self._steps(), playing)
+        if version is None:
             return MatchOpponent(LATEST, self._model)
-        self._renew(random, in_use)
-        return MatchOpponent(PAST, self._active[int(random.integers(len(self._active)))])
-
-    def _renew(self, random: np.random.Generator, in_use: frozenset[str]) -> None:
-        """Load past versions until enough are active; then replace the oldest one every `period` steps."""
-        if len(self._active) == _ACTIVE:
-            if self._steps() < self._renew_at:
-                return
-            self._active.pop(0)
-        self._renew_at = self._steps() + self._period
-        version, weights = self._history.draw(random)
         model = f"{self._model}@{version}"
-        if model not in self._active:
-            self._loaded.keep(in_use | frozenset(self._active))
-            self._loaded.load(model, weights)
-            self._active.append(model)
+        if model not in self._versions:
+            kept = in_use | {f"{self._model}@{active}" for active in self._draw.active}
+            self._loaded.keep(kept)
+            self._loaded.load(model, self._draw.active[version])
+            self._versions = {name: number for name, number in self._versions.items() if name in kept} | {model: version}
+        return MatchOpponent(PAST, model)
 
 
 def result_names(settings: SelfPlayConfig) -> tuple[str, ...]:

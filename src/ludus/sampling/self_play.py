@@ -1,12 +1,14 @@
-"""Self-play against past versions: some of the versions seen by this process play the rows that are not learned from.
+"""Self-play: the newest version, or one of the versions seen by this process, plays the side that is not learned from.
 
-No version is fetched for this: the sampler receives every version anyway and keeps some. A sampler that starts later also uses the
-versions stored with the run's checkpoints, if it can read them. A deleted version or an empty store is not an error.
+Opponents are drawn between matches; a match keeps its opponent to its end. No version is fetched for this: the sampler receives every
+version anyway and keeps some. A sampler that starts later also uses the versions stored with the run's checkpoints, if it can read them.
+A deleted version or an empty store is not an error.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,8 @@ import torch
 from ludus.config.schema import SelfPlayConfig
 from ludus.core import spaces
 from ludus.core.tree import Array, Tree, copy_into, map_tree
-from ludus.core.types import DEFAULT_MODEL, Bools
+from ludus.core.types import DEFAULT_MODEL, Bools, Ints
+from ludus.envs.opponents.opponent_mix import LATEST, PAST
 from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.vector_env import Environments
 from ludus.errors import LudusError
@@ -27,6 +30,10 @@ from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
 
+ACTIVE = 4
+"""Past versions that the new matches of a process play against."""
+_LOADED = 8  # versions of new and of running matches; a forward pass per version and step
+
 
 class PolicyHistory:
     """Weights of the newest kept versions."""
@@ -37,7 +44,12 @@ class PolicyHistory:
         self._stored: dict[int, Path] = {}
         """Version → directory of the run that stores it."""
 
+    def __len__(self) -> int:
+        return len({*self._kept, *self._stored})
+
     def add(self, policy: Policy, version: int) -> None:
+        if self._settings.opponents == LATEST:
+            return  # no past version is drawn
         if self._kept and version < max(self._kept) + self._settings.every:
             return
         self._kept[version] = policy.weights()
@@ -74,41 +86,147 @@ class PolicyHistory:
                 del self._stored[version]
 
 
-class PastPlayer:
-    """Plays with one kept version for `period` steps, then with another."""
+class OpponentDraw:
+    """Draws the opponents of matches: the newest version, or one of a few past versions, which are replaced one by one."""
 
-    def __init__(self, policy: Policy, history: PolicyHistory, settings: SelfPlayConfig, seed: int) -> None:
-        with torch.random.fork_rng(devices=[]):
-            self._full_policy = policy_from(policy.description())
-        self._policy = actor_policy(self._full_policy)
-        self._central = isinstance(self._full_policy.network, CentralNetwork)
-        self._history, self._period = history, settings.period
+    def __init__(self, settings: SelfPlayConfig, history: PolicyHistory) -> None:
+        self._latest = {LATEST: 1.0, PAST: 0.0}.get(settings.opponents or PAST, settings.latest)
+        self._history, self._period, self._renew_at = history, settings.period, 0
+        self.active: dict[int, Weights] = {}
+        """Past versions of new matches, at most ACTIVE."""
+
+    def draw(self, random: np.random.Generator, steps: int, in_use: Collection[int] = ()) -> int | None:
+        """Return a version of `active`; None: the newest version.
+
+        `steps`: environment steps of this process so far. `in_use`: versions that play matches.
+        """
+        if self._latest >= 1.0 or random.random() < self._latest:
+            return None
+        self._renew(random, steps, in_use)
+        return list(self.active)[int(random.integers(len(self.active)))]
+
+    def _renew(self, random: np.random.Generator, steps: int, in_use: Collection[int]) -> None:
+        """Add past versions until enough are active; then replace the oldest entry every `period` steps."""
+        if len(self.active) >= min(ACTIVE, len(self._history)):
+            if steps < self._renew_at or len({*self.active, *in_use}) >= _LOADED:
+                return
+            del self.active[next(iter(self.active))]
+        self._renew_at = steps + self._period
+        version, weights = self._history.draw(random)
+        self.active.setdefault(version, weights)
+
+
+class OpponentPolicies:
+    """Policies of past versions, loaded while they are active or play a match."""
+
+    def __init__(self, like: Policy) -> None:
+        """`like`: a policy with the architecture of the opponents."""
+        self._description = like.description()
+        self._loaded: dict[int, Policy] = {}
+
+    def load(self, version: int, weights: Weights) -> None:
+        if version not in self._loaded:
+            with torch.random.fork_rng(devices=[]):
+                policy = policy_from(self._description)
+            policy.load_weights(weights)
+            actor = actor_policy(policy)
+            with torch.inference_mode():
+                actor.network.freeze(values=False)  # never thawed: the weights stay as they are
+            self._loaded[version] = actor
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Drop all others."""
+        self._loaded = {version: policy for version, policy in self._loaded.items() if version in versions}
+
+    def __getitem__(self, version: int) -> Policy:
+        return self._loaded[version]
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+
+_NEWEST = -1  # in place of a version
+
+
+class OpponentPlayer:
+    """Plays the opponent rows of vector environments, every match with one opponent from its first step to its last.
+
+    The newest version follows the learner; a past version does not change. One forward pass per step and version.
+    """
+
+    def __init__(
+        self, source: RecordedSource, history: PolicyHistory, settings: SelfPlayConfig, match_of_row: Ints, seed: int
+    ) -> None:
+        """`match_of_row`: by opponent row, a number of its match. `source`: the one that the sampler uses."""
+        self._source, self._past = source, OpponentPolicies(source.policy)
+        self._draw = OpponentDraw(settings, history)
+        self._newest: tuple[Policy, Policy] = source.policy, actor_policy(source.policy)
+        self._central = isinstance(source.policy.network, CentralNetwork)
         self._random = np.random.default_rng([seed, 1])  # separate from the sampler, which uses `seed`
         self._generator = torch.Generator().manual_seed(int(self._random.integers(1 << 31)))
-        self._spec = spaces.array_spec(self._policy.observation_space)
-        self._observation: Tree = None
-        self._initial: tuple[Array, ...] = ()
-        self._state: tuple[Array, ...] = ()
+        self._rows_of = [np.flatnonzero(match_of_row == match) for match in dict.fromkeys(match_of_row.tolist())]
+        rows = len(match_of_row)
+        self._opponents: Ints = np.full(rows, _NEWEST, np.int64)
+        self._observation: Tree = map_tree(lambda spec: spec.zeros(rows), spaces.array_spec(self._newest[1].observation_space))
+        self._state: tuple[Array, ...] = tuple(part.numpy().copy() for part in self._newest[1].initial_state(rows))
         self._steps = 0
-        self.version = 0
+
+    @property
+    def versions(self) -> Ints:
+        """By row: the version that plays it."""
+        return np.where(self.latest, self._source.version, self._opponents)
+
+    @property
+    def latest(self) -> Bools:
+        """By row: whether the newest version plays it."""
+        return np.equal(self._opponents, _NEWEST)
 
     def play(self, observation: Tree, mask: Bools | None, first: Bools) -> Tree:
-        rows = len(first)
-        if self._steps % self._period == 0:
-            self.version, weights = self._history.draw(self._random)
-            self._full_policy.load_weights(weights)
-            self._initial = tuple(part.numpy() for part in self._policy.initial_state(rows))
-            self._state = self._initial  # the state of another version is meaningless
+        """Return actions as the environment takes them. `first`: rows whose match begins."""
+        if first.any():
+            self._draw_opponents(first)
         self._steps += 1
-        if self._observation is None:
-            self._observation = map_tree(lambda spec: spec.zeros(rows), self._spec)
         copy_into(self._observation, observation[OWN] if self._central else observation)
-        if self._policy.recurrent:
-            pairs = zip(self._initial, self._state, strict=True)
-            self._state = tuple(np.where(first.reshape(-1, *(1 for _ in now.shape[1:])), begin, now) for begin, now in pairs)
-        acted = self._policy.act(self._observation, self._state, mask, self._policy.draw_noise(rows, self._generator))
-        self._state = acted.state
+        noise = self._newest_actor().draw_noise(len(first), self._generator)
+        whole: Tree = None
+        for opponent in np.unique(self._opponents).tolist():
+            rows = np.flatnonzero(self._opponents == opponent)
+            action = self._play_rows(opponent, rows, mask, first, noise)
+            if len(rows) == len(first):
+                return action
+            if whole is None:
+                whole = map_tree(lambda x: np.empty((len(first), *x.shape[1:]), x.dtype), action)
+            map_tree(lambda target, x, rows=rows: target.__setitem__(rows, x), whole, action)
+        return whole
+
+    def _draw_opponents(self, first: Bools) -> None:
+        for rows in self._rows_of:
+            if first[rows[0]]:  # the rows of a match begin together
+                version = self._draw.draw(self._random, self._steps, set(self._opponents[~self.latest].tolist()))
+                if version is not None:
+                    self._past.load(version, self._draw.active[version])
+                self._opponents[rows] = _NEWEST if version is None else version
+        self._past.keep({*self._opponents.tolist(), *self._draw.active})
+
+    def _play_rows(self, opponent: int, rows: Ints, mask: Bools | None, first: Bools, noise: Array) -> Tree:
+        policy = self._newest_actor() if opponent == _NEWEST else self._past[opponent]
+        state: tuple[Array, ...] = ()
+        if policy.recurrent:
+            if (begun := rows[first[rows]]).size:
+                for part, initial in zip(self._state, policy.initial_state(len(begun)), strict=True):
+                    part[begun] = initial.numpy()
+            state = tuple(part[rows] for part in self._state)
+        seen = map_tree(lambda x: x[rows], self._observation)
+        acted = policy.act(seen, state, None if mask is None else mask[rows], noise[rows])
+        for part, after in zip(self._state, acted.state, strict=True):
+            part[rows] = after
         return acted.action
+
+    def _newest_actor(self) -> Policy:
+        """The policy that the sampler uses now; it does not change within a block."""
+        if self._source.policy is not self._newest[0]:
+            self._newest = self._source.policy, actor_policy(self._source.policy)
+        return self._newest[1]
 
 
 class RecordedSource:
@@ -116,17 +234,19 @@ class RecordedSource:
 
     def __init__(self, source: PolicySource, history: PolicyHistory) -> None:
         self._source, self._history = source, history
+        self.policy, self.version = self.newest()
+        """What `newest` returned last."""
 
     def newest(self) -> tuple[Policy, int]:
-        policy, version = self._source.newest()
-        self._history.add(policy, version)
-        return policy, version
+        self.policy, self.version = self._source.newest()
+        self._history.add(self.policy, self.version)
+        return self.policy, self.version
 
 
 def with_past_opponents(
     environments: Environments, source: PolicySource, settings: SelfPlayConfig, seed: int, run: Path | None = None
 ) -> PolicySource:
-    """Return the policy source for a sampler; if the environments have opponent rows, past versions play them from now on.
+    """Return the policy source for a sampler; if the environments have opponent rows, versions of the policy play them from now on.
 
     `run`: directory of the run, which may have stored versions.
     """
@@ -134,8 +254,7 @@ def with_past_opponents(
         return source
     history = PolicyHistory(settings)
     recorded = RecordedSource(source, history)
-    policy, version = recorded.newest()
     if run is not None:
-        history.load_from_run(run, version)
-    environments.player = PastPlayer(policy, history, settings, seed)
+        history.load_from_run(run, recorded.version)
+    environments.player = OpponentPlayer(recorded, history, settings, environments.match_of_opponent, seed)
     return recorded

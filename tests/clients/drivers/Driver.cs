@@ -66,7 +66,7 @@ static class Driver
                     _session = _client.Start(_about);
                     return _session.Started;
                 }
-                var about = _about = new LudusStart { Session = command["session"], Match = command["match"], Model = command["model"], Body = body };
+                var about = _about = new LudusStart { Session = command["session"], Match = command["match"], Side = command["side"], Model = command["model"], Body = body };
                 if (command["version"] != null) about.Version = long.Parse(command["version"]);
                 if (command["temperature"] != null)
                     about.Temperature = double.Parse(command["temperature"], System.Globalization.CultureInfo.InvariantCulture);

@@ -94,6 +94,7 @@ struct Driver {
         if (words.count("again")) return client->start(session, body_of(words), reply);
         session = ludus::Session(words["session"]);
         session.match = words["match"];
+        session.side = words["side"];
         session.model = words["model"];
         session.version = number(words, "version", -1);
         if (words.count("temperature")) session.temperature = std::atof(words["temperature"].c_str());

@@ -52,7 +52,7 @@ func perform(name):
 	var later = command.get("async") == "1"
 	var within_ms = int(command.get("deadline_ms", "0"))
 	var about = {}
-	for key in ["session", "match", "model", "version", "temperature"]:
+	for key in ["session", "match", "side", "model", "version", "temperature"]:
 		if command.has(key):
 			about[key] = command[key]
 	if about.has("version"):

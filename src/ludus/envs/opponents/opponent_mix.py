@@ -7,7 +7,7 @@ so such a match takes two groups; any other takes one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ludus.core.plugins import did_you_mean
@@ -16,13 +16,21 @@ from ludus.errors import ConfigError
 SELF: Final = "self"
 """Both sides are the newest version, and both are learned from."""
 PAST: Final = "past"
-"""The other side is an older version."""
+"""The other side is an older version; or, if self-play draws it, the newest one, which is not learned from."""
+LATEST: Final = "latest"
+"""In names of results: the newest version played a row of `past`."""
 PAST_VERSION: Final = "past_version"
 """Name of the episode result with the opponent's version number. The environment marks the episodes that have one; the player
 of the opponent rows fills in the number.
 """
 RULE: Final = "rule:"
 """Prefix of the name of a scripted player of the game."""
+
+
+def outcome_names(opponents: Iterable[str]) -> list[str]:
+    """Return the names of wins and losses by opponent. `past` also has those against the newest version."""
+    names = list(opponents)
+    return [f"{how}/{name}" for name in (*names, *([LATEST] if PAST in names else [])) for how in ("win", "loss")]
 
 
 def parse_opponent_mix(opponent: str | Sequence[str] | Mapping[str, float], rules: Sequence[str]) -> dict[str, float]:

@@ -9,8 +9,8 @@ import gymnasium as gym
 import numpy as np
 
 from ludus.core.tree import Array, Tree, map_tree
-from ludus.core.types import Bools
-from ludus.envs.opponents.opponent_mix import PAST_VERSION
+from ludus.core.types import Bools, Floats, Ints
+from ludus.envs.opponents.opponent_mix import LATEST, PAST, PAST_VERSION
 from ludus.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,9 +18,17 @@ if TYPE_CHECKING:
 
 
 class RowPlayer(Protocol):
-    """Plays the opponent rows."""
+    """Plays the opponent rows, all rows of a match with the same opponent."""
 
-    version: int
+    @property
+    def versions(self) -> Ints:
+        """By row: the version that plays it."""
+        ...
+
+    @property
+    def latest(self) -> Bools:
+        """By row: whether the newest version plays it."""
+        ...
 
     def play(self, observation: Tree, mask: Bools | None, first: Bools) -> Tree:
         """Return actions as the environment takes them; `first`: rows whose episode starts."""
@@ -28,11 +36,17 @@ class RowPlayer(Protocol):
 
 
 class OpponentRows:
-    """Exposes the rows that are learned from; `player`, set before the first step, plays the others."""
+    """Exposes the rows that are learned from; `player`, set before the first step, plays the others.
 
-    def __init__(self, inner: Environments, opponent_rows: Bools) -> None:
+    Results against `past` are reported as results against `latest` if the newest version played.
+    """
+
+    def __init__(self, inner: Environments, opponent_rows: Bools, match_of_row: Ints) -> None:
+        """`match_of_row`: by row, a number of its match. The rows of a match begin and end together."""
         if not opponent_rows.any() or opponent_rows.all():
             raise ValueError("Some rows must be opponent rows, and some not.")
+        if match_of_row.shape != opponent_rows.shape:
+            raise ValueError(f"match_of_row has shape {match_of_row.shape}, opponent_rows has {opponent_rows.shape}.")
         self._inner, self._opponent_rows = inner, opponent_rows
         self._own_rows: Bools = ~opponent_rows
         self.name, self.num = inner.name, int(self._own_rows.sum())
@@ -42,6 +56,14 @@ class OpponentRows:
         if self.same_step_autoreset:
             raise ConfigError(f"{inner.name} has opponent rows and same-step autoreset.", "Use next-step autoreset.")
         self.player: RowPlayer | None = None
+        self.match_of_opponent: Ints = match_of_row[opponent_rows]
+        """By opponent row: a number of its match."""
+        row_of_match = {match: row for row, match in enumerate(self.match_of_opponent.tolist())}
+        self._opponent_of: Ints = np.array([row_of_match.get(match, -1) for match in match_of_row[self._own_rows].tolist()])
+        """By own row: an opponent row of its match; -1: there is none."""
+        names = inner.results
+        against_latest = {name: name.removesuffix(PAST) + LATEST for name in names if name.endswith(f"/{PAST}")}
+        self._columns_of_latest = [(names.index(a), names.index(b)) for a, b in against_latest.items() if b in names]
         self._opponent_observations: Observations | None = None
         self._first: Bools = np.ones(int(opponent_rows.sum()), np.bool_)
         self._over: Bools = np.zeros_like(self._first)
@@ -82,15 +104,12 @@ class OpponentRows:
             self._first = self._first | outcome.lost[theirs]
         self._opponent_observations = _select_rows(outcome.observations, theirs)
         own = self._own_rows
-        if outcome.results is not None and PAST_VERSION in self.results and self.player is not None:
-            column = outcome.results[:, self.results.index(PAST_VERSION)]
-            column[:, 0] = column[:, 1] * self.player.version
         kept = type(outcome)(
             _select_rows(outcome.observations, own),
             outcome.reward[own],
             outcome.terminated[own],
             outcome.truncated[own],
-            results=None if outcome.results is None else outcome.results[own],
+            results=None if outcome.results is None else self._results_by_opponent(outcome.results[own]),
         )
         if outcome.lost is not None and outcome.lost[own].any():
             kept.lost = outcome.lost[own]
@@ -103,6 +122,20 @@ class OpponentRows:
                 "For evaluations and rollouts set the opponent to a script or to self.",
             )
         return self.player.play(self._opponent_observations.observation, self._opponent_observations.mask, self._first)
+
+    def _results_by_opponent(self, results: Floats) -> Floats:
+        """Add the versions of the opponents, and move results against the newest version to their own columns."""
+        assert self.player is not None
+        opposed: Bools = self._opponent_of >= 0
+        latest: Bools = opposed & self.player.latest[self._opponent_of]
+        for past, newest in self._columns_of_latest:
+            results[latest, newest] = results[latest, past]
+            results[latest, past] = 0
+        if PAST_VERSION in self.results:
+            version = results[:, self.results.index(PAST_VERSION)]
+            version[latest] = 0
+            version[:, 0] = version[:, 1] * np.where(opposed, self.player.versions[self._opponent_of], 0)
+        return results
 
     def _merge_rows(self, own: Array, theirs: Array) -> Array:
         whole = np.empty((len(self._own_rows), *own.shape[1:]), own.dtype)

@@ -15,7 +15,7 @@ from ludus.config.schema import EMBEDDED, EXTERNAL, AlgorithmConfig
 from ludus.config.translation import canonical_config
 from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments
-from ludus.envs.vector_env import Environments, make_environments
+from ludus.envs.vector_env import Environments, make_environments, training_env_config
 from ludus.errors import ConfigError
 from ludus.experiments.assembly.learners import make_algorithm
 from ludus.experiments.assembly.policies import make_policy
@@ -126,8 +126,9 @@ def possible_workers(given: Mapping[str, Any], envs: int, sampling: str, cores: 
 def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> StepCost:
     """Sample and learn in this process for a moment, and discard the result. A very slow environment is measured by a few steps."""
     threads = torch.get_num_threads()
+    env_config = training_env_config(env, config.env_config, config.self_play)
     environments = make_environments(
-        env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers
+        env, config.num_envs_per_worker, env_config, preprocess=config.preprocess, wrappers=config.wrappers
     )
     try:
         environments.reset(config.seed)

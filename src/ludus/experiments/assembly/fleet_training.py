@@ -15,6 +15,7 @@ from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.redis.learner import BatchSettings, FleetRun, PublishedWeights, RedisFleet, channel_of
 from ludus.distributed.redis.messages import WorkerSpec
+from ludus.envs.vector_env import training_env_config
 from ludus.errors import ConfigError
 from ludus.experiments.assembly.components import (
     ComponentStack,
@@ -81,7 +82,7 @@ def worker_spec(prepared: PreparedRun, policy: Policy, run: Run, blocks: int) ->
         channel=channel_of(run.store, uuid.uuid4().hex[:16]),
         room=max(4, 2 * blocks, config.workers * config.blocks_ahead),
         env=e.env,
-        env_config=config.env_config,
+        env_config=training_env_config(e.env, config.env_config, config.self_play),
         preprocess=config.preprocess.model_dump(mode="json"),
         wrappers=tuple(config.wrappers),
         num_envs=config.num_envs_per_worker,

@@ -27,11 +27,13 @@ from ludus.gateway.http_connection import HttpLimits
 from ludus.gateway.inline_source import InlineGatewaySource, NotifyingMemory
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
+from ludus.gateway.worker_policies import WorkerSelfPlay
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalVersionStore
 from ludus.protocol.spec import read_token
 from ludus.sampling.segment_recorder import session_spec
+from ludus.sampling.session_opponents import SessionOpponents
 
 if TYPE_CHECKING:
     from ludus.distributed.gateway_source import GatewaySource
@@ -67,7 +69,7 @@ def assemble_http(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack)
     if config.workers:
         games, memory, publisher = _start_gateway_workers(listening, external, seats, config, policies, pool, learning.run, stack)
     else:
-        games, memory = _start_gateway(listening, external, seats, config, policies, pool, stack)
+        games, memory = _start_gateway(listening, external, seats, config, policies, pool, learning.run, stack)
         publisher = pool
 
     trainer = Trainer(learning.algorithms, memory, publisher, smoothing=config.metrics_num_episodes_for_smoothing, clock=clock)
@@ -90,6 +92,7 @@ def _start_gateway(
     config: AlgorithmConfig,
     policies: dict[str, Policy],
     pool: LocalVersionStore,
+    run: Run,
     stack: ComponentStack,
 ) -> tuple[InlineGatewaySource, CollatedBatches]:
     """A gateway in this process, which pauses while the learner computes."""
@@ -100,9 +103,21 @@ def _start_gateway(
         name: BatchedPolicy(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
         for number, name in enumerate(policies)
     }
-    return stack.own(
-        InlineGatewaySource(listening, gateway_settings(external, seats), seats.seats, acting, memories, memory)
-    ), memory
+    opponents = None
+    if config.self_play.opponents is not None:
+        (model,) = policies
+        drawn = SessionOpponents(
+            config.self_play,
+            acting[model],
+            pool.source(model),
+            config.seed,
+            model=model,
+            run=run.directory,
+            deterministic=not config.explore,
+        )
+        opponents = config.self_play, drawn
+    settings = gateway_settings(external, seats)
+    return stack.own(InlineGatewaySource(listening, settings, seats.seats, acting, memories, memory, opponents)), memory
 
 
 def _start_gateway_workers(
@@ -125,4 +140,11 @@ def _start_gateway_workers(
     memory = stack.own(CollatedBatches([shared.memory.of(name) for name in policies], config.train_batch_size))
     settings, logs = gateway_settings(external, seats), run.directory / "logs" / "actor"
     given = (listening, settings, seats.seats, config.workers, shared, memory, logs)
-    return stack.own(GatewaySource(*given, explore=config.explore)), memory, PublishingPool(pool, shared.publish)
+    self_play = None
+    if config.self_play.opponents is not None:
+        self_play = WorkerSelfPlay(config.self_play, config.seed, str(run.directory))
+    return (
+        stack.own(GatewaySource(*given, explore=config.explore, self_play=self_play)),
+        memory,
+        PublishingPool(pool, shared.publish),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Trainer
 from ludus.core.types import DEFAULT_MODEL
-from ludus.envs.vector_env import make_environments
+from ludus.envs.vector_env import make_environments, training_env_config
 from ludus.experiments.assembly.components import (
     ComponentStack,
     PreparedRun,
@@ -34,7 +34,7 @@ def assemble_local(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
     with stop.interruptible():
         environments = stack.own(
             make_environments(
-                e.env, config.num_envs_per_worker, config.env_config,
+                e.env, config.num_envs_per_worker, training_env_config(e.env, config.env_config, config.self_play),
                 preprocess=config.preprocess, wrappers=config.wrappers, forgiving=config.restart_failed_sub_environments,
                 beat=stop.raise_if_due,
             )

@@ -23,7 +23,7 @@ from ludus.distributed.code_bundle import CodeBundle
 from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.sampling_plan import SamplingPlan
 from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPool, SingleNode
-from ludus.envs.vector_env import make_environments
+from ludus.envs.vector_env import make_environments, training_env_config
 from ludus.envs.wrappers import wrapper_names
 from ludus.experiments.assembly.components import (
     ComponentStack,
@@ -98,7 +98,8 @@ def assemble_workers(prepared: PreparedRun, hooks: RunHooks, stack: ComponentSta
 def probe_environment(env: str, config: AlgorithmConfig, stop: StopCheck | None = None) -> EnvironmentShape:
     """Make and reset one environment: only a reset shows whether it masks actions. Raises Interrupted."""
     with contextlib.nullcontext() if stop is None else stop.interruptible():
-        one = make_environments(env, 1, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
+        env_config = training_env_config(env, config.env_config, config.self_play)
+        one = make_environments(env, 1, env_config, preprocess=config.preprocess, wrappers=config.wrappers)
         try:
             one.reset(config.seed)
             spaces = one.observation_space, one.action_space
@@ -141,7 +142,7 @@ def make_plan(
     """What a worker has to know. `begun`: timesteps of earlier parts of the run. `run`: its directory."""
     return SamplingPlan(
         env=env,
-        env_config=config.env_config,
+        env_config=training_env_config(env, config.env_config, config.self_play),
         preprocess=config.preprocess,
         wrappers=config.wrappers,
         num_envs=shape.num,

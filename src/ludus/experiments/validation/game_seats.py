@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from ludus.config.schema import GAMECORE, ExternalConfig
+from ludus.config.schema import GAMECORE, ExternalConfig, SelfPlayConfig
 from ludus.core import spaces
 from ludus.errors import ConfigError
 
@@ -33,6 +33,27 @@ def single_model_seats(experiment: Mapping[str, Any], model: str) -> dict[str, s
     """Seat → model, for an experiment with one model. Seats have names if its matches run on a gamecore server."""
     declared = (experiment["config"].get("env_config") or {}).get("seats") if experiment["env"] == GAMECORE else None
     return dict.fromkeys(declared or ("",), model)
+
+
+def check_self_play(self_play: SelfPlayConfig, seats: GameSeats) -> None:
+    """Raises ConfigError if the seats cannot be the two sides of a match."""
+    if self_play.opponents is None:
+        return
+    if len(seats.models) > 1:
+        raise ConfigError(
+            f"config.self_play needs one model for both sides; the seats have {', '.join(seats.models)}.",
+            "Give all seats the same model, or leave self_play out.",
+        )
+    if self_play.sides is None:
+        return
+    named = [name for side in self_play.sides for name in side]
+    if len(self_play.sides) != 2 or not all(self_play.sides) or len(set(named)) < len(named):
+        raise ConfigError(f"config.self_play.sides is {self_play.sides}.", "Two lists of names, each name once: [[blue], [red]].")
+    if not seats.seats.keys().isdisjoint(named) and seats.seats.keys() != set(named):
+        raise ConfigError(
+            f"config.self_play.sides is {self_play.sides}; the seats are {', '.join(seats.seats)}.",
+            "Name all seats, or the sides that sessions send as Ludus-Side.",
+        )
 
 
 def seats_of(config: ExternalConfig) -> GameSeats:

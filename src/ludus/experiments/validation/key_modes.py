@@ -12,7 +12,8 @@ from typing import Any
 
 from ludus.config.problem import ConfigProblem
 from ludus.config.schema import EMBEDDED, EXTERNAL, GAMECORE, AlgorithmConfig
-from ludus.envs.vector_env import row_info
+from ludus.envs.vector_env import row_info, training_env_config
+from ludus.errors import ConfigError
 
 
 class TrainingMode(enum.Enum):
@@ -93,7 +94,6 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
     "worker_restart_backoff_s": _LOCAL_WORKERS,
     "worker_hang_s": _LOCAL_WORKERS,
     "num_envs_per_worker": {TrainingMode.EXTERNAL: _GAMES_PLAY},
-    "self_play": {TrainingMode.EXTERNAL: "games decide who plays whom"},
     "evaluation_interval": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_interval_unit": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_duration": {TrainingMode.EXTERNAL: _NO_EVALUATION},
@@ -120,10 +120,10 @@ EVERYWHERE = frozenset(
         "seed", "num_learners", "gradient_accumulation", "mixed_precision", "learner_device", "num_gpus", "rollout_fragment_length",
         "train_batch_size", "gamma", "explore", "observation_filter", "env_config", "model", "metrics_num_episodes_for_smoothing",
         "min_time_s_per_iteration", "min_sample_timesteps_per_iteration", "learner_threads", "torch_threads", "start_timeout_s",
-        "num_workers",
+        "num_workers", "self_play",
     }
 )  # fmt: skip
-"""Keys that every mode uses."""
+"""Keys that every mode uses; `self_play` if the game has two sides."""
 
 _OF_EVALUATION_WORKERS = frozenset({"max_worker_restarts", "worker_restart_backoff_s", "worker_hang_s"})
 
@@ -166,9 +166,20 @@ def _scale_is_unused(config: AlgorithmConfig) -> bool:
 
 def find_idle_self_play(env: str, config: AlgorithmConfig) -> str | None:
     """Why `self_play` has no effect; None if it has, or is not set. Makes the environment."""
-    if is_default(config, "self_play") or env in (EXTERNAL, GAMECORE):
+    if is_default(config, "self_play"):
         return None
-    rows = row_info(env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
+    if env == EXTERNAL:
+        sampled = config.self_play.opponents is not None
+        return (
+            None if sampled else "config.self_play has no effect without opponents: all sessions learn, with the newest version."
+        )
+    try:
+        env_config = training_env_config(env, config.env_config, config.self_play)
+    except ConfigError as error:
+        return str(error)
+    if env == GAMECORE:  # whether it has opponents follows from its config
+        return None
+    rows = row_info(env, config.num_envs_per_worker, env_config, preprocess=config.preprocess, wrappers=config.wrappers)
     if rows.has_opponents:
         return None
     return (

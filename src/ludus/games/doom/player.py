@@ -56,7 +56,8 @@ class ActorPlayer(DuelPlayer):
         self._open = False
 
     def begin(self) -> None:
-        self._request(lambda: self._client.start(self._session, encode(self._about, "msgpack"), self._match))
+        about = encode(self._about, "msgpack")
+        self._request(lambda: self._client.start(self._session, about, self._match, side=str(self._number)))
         self._open = True
 
     def act(self, view: PlayerView, reward: float) -> int:

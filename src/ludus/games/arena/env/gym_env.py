@@ -16,12 +16,21 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from ludus.core.types import Bools, Floats, Ints32
-from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, SELF, assign_opponents
+from ludus.core.types import Bools, Floats, Ints, Ints32
+from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, SELF, assign_opponents, outcome_names
 from ludus.errors import ConfigError
 from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.engine.layout import CAMP_NAMES, TICKS_PER_SECOND
-from ludus.games.arena.env.seats import STATISTICS, ArenaOptions, Observation, Seats, action_space, observation_space, row_of
+from ludus.games.arena.env.seats import (
+    RANDOM,
+    STATISTICS,
+    ArenaOptions,
+    Observation,
+    Seats,
+    action_space,
+    observation_space,
+    row_of,
+)
 
 Actions = npt.NDArray[np.integer]
 RENDER_WIDTH: Final = 1280
@@ -40,6 +49,8 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
 
     only_training: Final = ("repeat", "states", "matchmaking")
     """Options that evaluations ignore."""
+    self_play_keywords: Final[Mapping[str, Any]] = {"opponent": PAST, "side": RANDOM}
+    """Options of training with `self_play.opponents`."""
 
     def __init__(
         self,
@@ -61,13 +72,18 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         self.seats = Seats(options, learner_heroes, past_heroes)
         self.num_envs = self.seats.rows
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
+        self.match_of_row: Ints = self.seats.match_of
         self.group_rows = size
         complete = np.arange(self.num_envs) < num_envs // size * size
         self._reports: Bools = complete & (np.arange(self.num_envs) % size == 0)
         """Rows that report wins and losses: one of each complete group."""
         against = [kind.removeprefix(RULE) for kind in options.shares if kind != SELF]  # the same for any number of rows
-        fields = [f"{how}/{who}" for who in against for how in ("win", "loss")]
-        self.result_names = (*fields, "seconds", *STATISTICS, *((PAST_VERSION,) if PAST in options.shares else ()))
+        self.result_names = (
+            *outcome_names(against),
+            "seconds",
+            *STATISTICS,
+            *((PAST_VERSION,) if PAST in options.shares else ()),
+        )
         """Names in `infos` of finished matches: wins and losses by opponent, length, and statistics of heroes."""
         self.single_observation_space = observation_space(size, whole=options.whole)
         self.single_action_space = action_space(size)

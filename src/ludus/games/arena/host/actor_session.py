@@ -42,11 +42,18 @@ class ActorSession:
     """Successive sessions with one actor, until it is lost. Methods raise only CancelledError."""
 
     def __init__(
-        self, remote: ActorCamp, name: str, match: str, start: bytes, patience_s: float, client: AsyncClient | None = None
+        self,
+        remote: ActorCamp,
+        name: str,
+        match: str,
+        start: bytes,
+        patience_s: float,
+        client: AsyncClient | None = None,
+        side: str | None = None,
     ) -> None:
         """`name`: prefix of the session ids. `match`: id shared by the sessions of one match. `start`: first body. `client`: an open
-        client of an earlier session with the same actor."""
-        self.remote, self._name, self._match, self._start_body = remote, name, match, start
+        client of an earlier session with the same actor. `side`: number of the camp; None: the session plays both."""
+        self.remote, self._name, self._match, self._start_body, self._side = remote, name, match, start, side
         self._limit_s, self._patience_s = max(remote.timeout_s, patience_s), patience_s
         # Pauses between retries grow by 0.2 s; this number fills `patience_s`.
         retries = int((1 + math.sqrt(1 + 40 * patience_s)) / 2)
@@ -63,7 +70,7 @@ class ActorSession:
         self._sessions += 1
         try:
             async with asyncio.timeout(self._limit_s):
-                reply = await self.client.start(self._session, self._start_body, self._match)
+                reply = await self.client.start(self._session, self._start_body, self._match, side=self._side)
         except TimeoutError:
             return self._give_up(f"{self.remote.url} did not begin a session within {self._limit_s:g} s.")
         except LudusError as error:

@@ -273,10 +273,9 @@ class MatchHost:
                 "eval_mode": plan.eval_mode,
             }
             name = "-".join([plan.runtime_id, *map(str, camps), *([str(group[0] % plan.size)] if lone else [])])
-            idle = self._idle.get(player)
-            session = ActorSession(
-                player, name, plan.runtime_id, codec.start(about), options.patience_s, idle.pop() if idle else None
-            )
+            idle, side = self._idle.get(player), str(camps[0]) if len(camps) == 1 else None
+            client = idle.pop() if idle else None
+            session = ActorSession(player, name, plan.runtime_id, codec.start(about), options.patience_s, client, side)
             if session.client not in self._clients:
                 self._clients.append(session.client)
             made.append(SessionLink(m, match, camps, group, codec, session, seats, time.monotonic()))

@@ -1,0 +1,100 @@
+"""Opponents of matches that external games play in sessions: which side learns, and which version plays the other.
+
+Which side learns follows from the name of the match and the seed alone, so that the processes of a gateway agree without messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ludus.config.schema import SelfPlayConfig
+from ludus.core.types import DEFAULT_MODEL
+from ludus.models.inference.batched_policy import BatchedPolicy
+from ludus.models.policy import Policy
+from ludus.models.weights.version_store import FixedSource, PolicySource
+from ludus.sampling.self_play import OpponentDraw, OpponentPolicies, PolicyHistory
+
+
+def sides_of(settings: SelfPlayConfig, seats: Sequence[str]) -> tuple[frozenset[str], frozenset[str]] | None:
+    """Return the names of both sides: `sides`, or the two seats of a session; None: sides have no names but 0 and 1."""
+    if settings.sides is not None:
+        first, second = settings.sides
+        return frozenset(first), frozenset(second)
+    return (frozenset(seats[:1]), frozenset(seats[1:])) if len(seats) == 2 else None
+
+
+@dataclass
+class _Match:
+    learning: int
+    version: int | None
+    """The version that plays the other side; None: the newest one."""
+    sessions: int = 0
+
+
+class SessionOpponents:
+    """The matches of one process. A match keeps its opponent until its last session in this process has ended."""
+
+    def __init__(
+        self,
+        settings: SelfPlayConfig,
+        newest: BatchedPolicy[Policy],
+        source: PolicySource,
+        seed: int,
+        *,
+        model: str = DEFAULT_MODEL,
+        run: Path | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        """`newest`: what sessions of the learning side play with. `run`: directory that may have stored earlier versions."""
+        self._swap_sides, self._seed, self._deterministic = settings.swap_sides, seed, deterministic
+        self._newest, self._source = newest, source
+        self._history = PolicyHistory(settings, model)
+        policy, version = source.newest()
+        self._history.add(policy, version)
+        if run is not None:
+            self._history.load_from_run(run, version)
+        self._draw, self._policies = OpponentDraw(settings, self._history), OpponentPolicies(policy)
+        self._playing: dict[int, BatchedPolicy[Policy]] = {}
+        self._matches: dict[str, _Match] = {}
+        self.steps = 0
+        """Ticks of the matches so far, counted by the caller; self_play.period refers to them."""
+
+    def join(self, match: str) -> tuple[int, BatchedPolicy[Policy]]:
+        """Count a session of a match. Return the side that learns, 0 or 1, and what plays the other one."""
+        joined = self._matches.get(match)
+        if joined is None:
+            joined = self._matches[match] = self._draw_match(match)
+        joined.sessions += 1
+        return joined.learning, self._newest if joined.version is None else self._playing[joined.version]
+
+    def versions(self) -> dict[str, int | None]:
+        """Match → the past version that plays its other side; None: the newest version."""
+        return {name: match.version for name, match in self._matches.items()}
+
+    def leave(self, match: str) -> None:
+        """Uncount a session."""
+        left = self._matches[match]
+        left.sessions -= 1
+        if not left.sessions:
+            del self._matches[match]
+
+    def _draw_match(self, name: str) -> _Match:
+        random = np.random.default_rng([self._seed, *np.frombuffer(hashlib.sha256(name.encode()).digest(), np.uint32).tolist()])
+        learning = int(random.integers(2)) if self._swap_sides else 0
+        self._history.add(*self._source.newest())
+        in_use = {match.version for match in self._matches.values() if match.version is not None}
+        version = self._draw.draw(random, self.steps, in_use)
+        if version is not None and version not in self._playing:
+            kept = {version, *in_use, *self._draw.active}
+            self._policies.load(version, self._draw.active[version])
+            self._policies.keep(kept)
+            self._playing = {number: policy for number, policy in self._playing.items() if number in kept}
+            fixed = FixedSource(self._policies[version])
+            seed = int(random.integers(1 << 31))
+            self._playing[version] = BatchedPolicy(fixed, seed=seed, deterministic=self._deterministic)
+        return _Match(learning, version)
