@@ -57,7 +57,8 @@ def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
     run, pool = learning.run, learning.pool
 
     layout = BlockLayout(segment_spec(policy, shape, config.steps), shape.num)
-    spec = replace(worker_spec(prepared, policy, run, blocks_of(config)), masked=shape.masked)
+    env_config = training_env_config(e.env, config.env_config, config.self_play)
+    spec = replace(worker_spec(prepared, policy, run, blocks_of(config)), masked=shape.masked, env_config=env_config)
     validator = SegmentValidator(shape.observation_space, shape.action_space, layout.spec)
     blocks = BatchSettings(layout, blocks_of(config), max_block_age(config), validator.find_error)
     clock_of_versions = make_clock(config, pool.newest(DEFAULT_MODEL)[1], prepared.timesteps)
@@ -82,7 +83,7 @@ def worker_spec(prepared: PreparedRun, policy: Policy, run: Run, blocks: int) ->
         channel=channel_of(run.store, uuid.uuid4().hex[:16]),
         room=max(4, 2 * blocks, config.workers * config.blocks_ahead),
         env=e.env,
-        env_config=training_env_config(e.env, config.env_config, config.self_play),
+        env_config=config.env_config,
         preprocess=config.preprocess.model_dump(mode="json"),
         wrappers=tuple(config.wrappers),
         num_envs=config.num_envs_per_worker,
