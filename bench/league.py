@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -59,14 +59,20 @@ def play(journal: LeagueJournal, names: list[str], results: int, random: np.rand
             assert refused is None
             matchmaking.append(proposed - began)
             recording.append(time.perf_counter() - ready)
-        parts.append({"matchmaking_ms": _median_ms(matchmaking), "matchmaking_mean_ms": 1e3 * statistics.fmean(matchmaking)})
-        parts[-1] |= {"recording_ms": _median_ms(recording), "recording_mean_ms": 1e3 * statistics.fmean(recording)}
+        parts.append({f"matchmaking_{name}": value for name, value in _statistics(matchmaking).items()})
+        parts[-1] |= {f"recording_{name}": value for name, value in _statistics(recording).items()}
         print({name: round(value, 3) for name, value in parts[-1].items()}, flush=True)
     return parts
 
 
-def _median_ms(seconds: list[float]) -> float:
-    return 1e3 * statistics.median(seconds)
+def _statistics(seconds: list[float]) -> dict[str, float]:
+    ms = 1e3 * np.array(seconds)
+    return {
+        "median_ms": float(np.median(ms)),
+        "mean_ms": float(ms.mean()),
+        "p99_ms": float(np.quantile(ms, 0.99)),
+        "max_ms": float(ms.max()),
+    }
 
 
 def main() -> None:
@@ -89,7 +95,30 @@ def main() -> None:
     found = provenance() | {"players": args.players, "results": args.results, "parts": parts}
     found |= {"restart_s": round(restart_s, 2), "bytes_on_disk": size}
     (RESULTS / "league-scale.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"restart {restart_s:.2f} s, {size / 1e6:.0f} MB on disk")
+    (RESULTS / "league-scale.md").write_text(report(found))
+    print(report(found))
+
+
+def report(found: dict[str, Any]) -> str:
+    columns = [f"{what}_{name}_ms" for what in ("matchmaking", "recording") for name in ("median", "mean", "p99", "max")]
+    lines = [
+        f"# A league of {found['players']:,} players and {found['results']:,} results",
+        f"{found['date']}, commit {found['commit']}, {found['cpu']}, other programs running at the same time",
+        "Milliseconds per match. Matchmaking chooses the opponent and stores the match; recording stores the result with payoff matrix and "
+        "ratings, and every 20,000 events a snapshot of the whole state (the maximum).",
+        "\n".join(
+            [
+                f"| results | {' | '.join(name.removesuffix('_ms').replace('_', ' ') for name in columns)} |",
+                "|---" * (len(columns) + 1) + "|",
+                *(
+                    f"| to {(i + 1) * found['results'] // PARTS:,} | {' | '.join(f'{part[name]:.3f}' for name in columns)} |"
+                    for i, part in enumerate(found["parts"])
+                ),
+            ]
+        ),
+        f"Restart: {found['restart_s']:.2f} s. On disk: {found['bytes_on_disk'] / 1e6:.0f} MB.",
+    ]
+    return "\n\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

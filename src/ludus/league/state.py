@@ -7,8 +7,8 @@ refused with a reason and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from ludus.league.matchmaking import (
 )
 from ludus.league.payoff import PayoffTable
 from ludus.league.players import Player, PlayerRole
-from ludus.league.ratings import ELO_K, ELO_START, SkillEstimate, update_elo, update_skill
+from ludus.league.ratings import ELO_K, ELO_START, SkillEstimate, skill_of_anchor, spread_outcomes, update_elo, update_skill
 
 _MAX_RATED_AT_ONCE: Final = 100
 """Results of one report that change the ratings one by one; further ones only count in the payoff table."""
@@ -69,6 +69,17 @@ class LeagueSettings:
     max_open_matches: int = 4096
     """Issued matches without a result; beyond it the oldest is given up and its result refused."""
     seed: int = 0
+
+
+def settings_to_json(settings: LeagueSettings) -> dict[str, Any]:
+    return asdict(settings)
+
+
+def settings_from_json(values: Mapping[str, Any]) -> LeagueSettings:
+    """Raises TypeError, ValueError or KeyError for unknown or missing keys."""
+    matchmaking = MatchmakingSettings(**values["matchmaking"])
+    snapshots = {PlayerRole(role): SnapshotRule(**rule) for role, rule in values["snapshots"].items()}
+    return LeagueSettings(**{**values, "matchmaking": matchmaking, "snapshots": snapshots})
 
 
 @dataclass(frozen=True)
@@ -131,9 +142,15 @@ def _add_player(state: LeagueState, player: Player) -> LeagueState | Refusal:
         state,
         players={**state.players, player.name: player},
         elo={**state.elo, player.name: start},
-        skill={**state.skill, player.name: state.skill.get(player.parent or "", SkillEstimate())},
+        skill={**state.skill, player.name: _first_skill(state, player)},
         quality={**state.quality, player.name: max(state.quality.values(), default=0.0)},
     )
+
+
+def _first_skill(state: LeagueState, player: Player) -> SkillEstimate:
+    if player.rating is not None:
+        return skill_of_anchor(player.rating)
+    return state.skill.get(player.parent or "", SkillEstimate())
 
 
 def _with_player(state: LeagueState, name: str, **changes: object) -> LeagueState | Refusal:
@@ -253,8 +270,7 @@ def _rate_elo(state: LeagueState, player: str, opponent: str, games: int, score:
 def _rate_skill(state: LeagueState, player: str, opponent: str, counts: tuple[int, int, int]) -> dict[str, SkillEstimate]:
     own, other = state.skill[player], state.skill[opponent]
     fixed = [_is_anchor(state, player), _is_anchor(state, opponent)]
-    outcomes = [score for count, score in zip(counts, (1.0, 0.5, 0.0), strict=True) for score in [score] * count]
-    for score in outcomes[:_MAX_RATED_AT_ONCE]:
+    for score in spread_outcomes(*counts, limit=_MAX_RATED_AT_ONCE):
         (own,), (other,) = update_skill([[own], [other]], [score, 1 - score], fixed)
     return {player: own, opponent: other}
 
