@@ -44,6 +44,7 @@ def play(journal: LeagueJournal, names: list[str], results: int, random: np.rand
     parts = []
     for _ in range(PARTS):
         matchmaking, recording = [], []
+        cpu_began = time.process_time()
         for _ in range(results // PARTS):
             # All players take part, also snapshots: their evaluation matches fill the payoff matrix.
             player = names[int(random.integers(LEARNING if random.random() < 0.5 else len(names)))]
@@ -61,6 +62,7 @@ def play(journal: LeagueJournal, names: list[str], results: int, random: np.rand
             recording.append(time.perf_counter() - ready)
         parts.append({f"matchmaking_{name}": value for name, value in _statistics(matchmaking).items()})
         parts[-1] |= {f"recording_{name}": value for name, value in _statistics(recording).items()}
+        parts[-1]["cpu_ms"] = 1e3 * (time.process_time() - cpu_began) / len(recording)
         print({name: round(value, 3) for name, value in parts[-1].items()}, flush=True)
     return parts
 
@@ -85,15 +87,15 @@ def main() -> None:
         parts = play(journal, add_players(journal, args.players), args.results, np.random.default_rng(0))
         before, events = journal.state, journal.events
         journal.close()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         journal = LeagueJournal(Path(directory), LeagueSettings())
-        restart_s = time.perf_counter() - began
+        restart_s, restart_cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
         assert journal.state == before
         assert journal.events == events
         journal.close()
         size = sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file())
     found = provenance() | {"players": args.players, "results": args.results, "parts": parts}
-    found |= {"restart_s": round(restart_s, 2), "bytes_on_disk": size}
+    found |= {"restart_s": round(restart_s, 2), "restart_cpu_s": round(restart_cpu_s, 2), "bytes_on_disk": size}
     (RESULTS / "league-scale.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "league-scale.md").write_text(report(found))
     print(report(found))
@@ -101,11 +103,12 @@ def main() -> None:
 
 def report(found: dict[str, Any]) -> str:
     columns = [f"{what}_{name}_ms" for what in ("matchmaking", "recording") for name in ("median", "mean", "p99", "max")]
+    columns.append("cpu_ms")
     lines = [
         f"# A league of {found['players']:,} players and {found['results']:,} results",
         f"{found['date']}, commit {found['commit']}, {found['cpu']}, other programs running at the same time",
         "Milliseconds per match. Matchmaking chooses the opponent and stores the match; recording stores the result with payoff matrix and "
-        "ratings, and every 20,000 events a snapshot of the whole state (the maximum).",
+        "ratings, and every 20,000 events a snapshot of the whole state (the maximum). CPU: time of this process for both, and for the simulated match.",
         "\n".join(
             [
                 f"| results | {' | '.join(name.removesuffix('_ms').replace('_', ' ') for name in columns)} |",
@@ -116,7 +119,7 @@ def report(found: dict[str, Any]) -> str:
                 ),
             ]
         ),
-        f"Restart: {found['restart_s']:.2f} s. On disk: {found['bytes_on_disk'] / 1e6:.0f} MB.",
+        f"Restart: {found['restart_s']:.2f} s ({found['restart_cpu_s']:.2f} s of CPU). On disk: {found['bytes_on_disk'] / 1e6:.0f} MB.",
     ]
     return "\n\n".join(lines) + "\n"
 

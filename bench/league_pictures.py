@@ -74,14 +74,9 @@ def simulate(journal: LeagueJournal, players: int, matches: int, lanes: int = 1,
         done = number * REPORT / matches
         for k, name in enumerate(learning):
             strengths.set(name, -1.5 + 3.5 * pace[name] * done**0.6, 2 * math.pi * (k / len(learning) + 2.0 * done))
-        names = list(journal.state.players)
-        name = list(learning)[number % len(learning)] if random.random() < 0.5 else names[int(random.integers(len(names)))]
-        match = propose_match(journal.state, name)
-        assert isinstance(match, MatchIssued)
-        if match.opponent != name:
-            report = ResultsReported(
-                "simulation", number + 1, name, match.opponent, *strengths.play(name, match.opponent, REPORT)
-            )
+        own, other = _pair(journal, list(learning), number, random)
+        if own != other:
+            report = ResultsReported("simulation", number + 1, own, other, *strengths.play(own, other, REPORT))
             assert journal.apply(report) is None
         while taken < snapshots * done:
             parent = list(learning)[taken % len(learning)]
@@ -91,6 +86,16 @@ def simulate(journal: LeagueJournal, players: int, matches: int, lanes: int = 1,
             journal.apply(SnapshotTaken(parent, copy, ""))
             strengths.copy(parent, copy)
             taken += 1
+
+
+def _pair(journal: LeagueJournal, learning: list[str], number: int, random: np.random.Generator) -> tuple[str, str]:
+    """A match of a training player, or of any two players: evaluation matches fill the payoff matrix."""
+    if number % 2:
+        own, other = random.choice(list(journal.state.players), size=2, replace=False).tolist()
+        return own, other
+    match = propose_match(journal.state, learning[number // 2 % len(learning)])
+    assert isinstance(match, MatchIssued)
+    return match.player, match.opponent
 
 
 def main() -> None:

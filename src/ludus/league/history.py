@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ludus.errors import Damaged
 from ludus.league.events import LeagueEvent
 from ludus.league.rating_table import fit_league
+from ludus.league.ratings import FittedRating
 from ludus.league.state import LeagueSettings, LeagueState, Refusal, step
 
 
@@ -17,7 +18,7 @@ class RatingSample:
 
     results: int
     """Matches counted until then."""
-    ratings: Mapping[str, float]
+    ratings: Mapping[str, FittedRating]
     steps: Mapping[str, int]
     """Environment steps of the training players until then."""
     generations: Mapping[str, int]
@@ -28,7 +29,7 @@ def sample_ratings(state: LeagueState) -> RatingSample:
     learning = [player for player in state.players.values() if player.role.learns]
     return RatingSample(
         state.results,
-        {name: fitted.elo for name, fitted in fit_league(state).items()},
+        fit_league(state),
         {player.name: player.steps for player in learning},
         {player.name: player.generation for player in learning},
     )

@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +32,7 @@ from ludus.io.atomic_file import replace_file, replace_json
 from ludus.league.events import LeagueEvent, MatchIssued, event_from_json, event_to_json, player_from_json
 from ludus.league.payoff import PayoffTable
 from ludus.league.ratings import SkillEstimate
+from ludus.league.recent import PairResults, RecentResults
 from ludus.league.state import LeagueSettings, LeagueState, Refusal, settings_from_json, settings_to_json, step
 
 log = logging.getLogger(__name__)
@@ -207,6 +208,7 @@ def _pack(state: LeagueState, events: int) -> bytes:
         "elo": dict(state.elo),
         "skill": {name: dataclasses.astuple(skill) for name, skill in state.skill.items()},
         "quality": dict(state.quality),
+        "recent": {name: recent.entries for name, recent in state.recent.items()},
         "open_matches": [dataclasses.asdict(match) for match in state.open_matches.values()],
         "next_match": state.next_match,
         "results": state.results,
@@ -214,6 +216,11 @@ def _pack(state: LeagueState, events: int) -> bytes:
     }
     packed: bytes = msgpack.packb(content)
     return packed
+
+
+def _recent_results(entries: Sequence[Sequence[Any]]) -> RecentResults:
+    made = tuple(PairResults._make(entry) for entry in entries)
+    return RecentResults(made, sum(one.games for one in made))
 
 
 @contextlib.contextmanager
@@ -242,6 +249,7 @@ def _unpack(data: bytes, settings: LeagueSettings) -> tuple[LeagueState, int]:
             content["elo"],
             {name: SkillEstimate(*values) for name, values in content["skill"].items()},
             content["quality"],
+            {name: _recent_results(entries) for name, entries in content["recent"].items()},
             {match.match: match for match in matches},
             content["next_match"],
             content["results"],

@@ -69,32 +69,40 @@ def anchors_of(state: LeagueState) -> Mapping[str, float]:
 
 
 def fit_league(state: LeagueState) -> dict[str, FittedRating]:
-    """Ratings from all results at once. Between players that do not learn, all results count alike; those of a training player are
-    discounted with age, as for matchmaking."""
+    """Ratings from all results at once: those between players that do not learn, and the latest ones of every training player."""
     players = list(state.players)
-    score, games, draws = weighted_results(state, players)
-    return fit_ratings(players, score, games, anchors_of(state), draws=draws)
-
-
-def weighted_results(state: LeagueState, players: Sequence[str]) -> tuple[Doubles, Doubles, Doubles]:
-    """[players, players] points, matches and draws as they count for ratings."""
     index = {name: i for i, name in enumerate(players)}
     learns = {name: state.players[name].role.learns for name in players}
-    score, games, draws = (np.zeros((len(players), len(players))) for _ in range(3))
+    counts = np.zeros((3, len(players), len(players)))  # points, matches and draws of the row against the column
+    for own, row in state.payoff.rows.items():
+        if not learns[own]:
+            for other, record in row.items():
+                if not learns[other]:
+                    counts[:, index[own], index[other]] = record.wins + 0.5 * record.draws, record.games, record.draws
+    for own, recent in state.recent.items():
+        for opponent, wins, draws, losses in recent.entries:
+            # A match of two training players is among the latest results of both.
+            share = 0.5 if learns[opponent] else 1.0
+            games = wins + draws + losses
+            points = wins + 0.5 * draws
+            counts[:, index[own], index[opponent]] += share * np.array([points, games, draws])
+            counts[:, index[opponent], index[own]] += share * np.array([games - points, games, draws])
+    score, games_played, drawn = counts
+    return fit_ratings(players, score, games_played, anchors_of(state), draws=drawn)
+
+
+def win_rates_and_games(state: LeagueState, players: Sequence[str]) -> tuple[Doubles, Doubles]:
+    """[players, players] win rates, 0.5 without results, and matches. For matches of training players, both are discounted with age."""
+    index = {name: i for i, name in enumerate(players)}
+    learns = {name: state.players[name].role.learns for name in players}
+    rates, games = np.full((len(players), len(players)), UNSEEN), np.zeros((len(players), len(players)))
     for own in players:
         for other, record in state.payoff.rows.get(own, {}).items():
             if other not in index:
                 continue
             where = index[own], index[other]
             if learns[own] or learns[other]:
-                games[where], score[where] = record.weight, record.weight * record.win_rate
-                draws[where] = record.weight * record.draws / record.games
+                rates[where], games[where] = record.win_rate, record.weight
             else:
-                games[where], score[where], draws[where] = record.games, record.wins + 0.5 * record.draws, record.draws
-    return score, games, draws
-
-
-def win_rates_and_games(state: LeagueState, players: Sequence[str]) -> tuple[Doubles, Doubles]:
-    """[players, players] win rates, 0.5 without results, and matches as they count for ratings."""
-    score, games, _ = weighted_results(state, players)
-    return np.divide(score, games, out=np.full_like(score, UNSEEN), where=games > 0), games
+                rates[where], games[where] = (record.wins + 0.5 * record.draws) / record.games, record.games
+    return rates, games

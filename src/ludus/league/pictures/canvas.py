@@ -19,6 +19,8 @@ ROLE_COLOURS: Final = {
     PlayerRole.FIXED: "#333333",
 }
 DPI: Final = 110
+VAGUE: Final = 150.0
+"""Half-width of the interval, in Elo points, beyond which a snapshot has too few matches to be shown with its rating."""
 MAX_PIXELS: Final = 6000
 """Longest side of a picture; viewers fail above about 2^15."""
 
@@ -73,5 +75,5 @@ def short_number(value: float, _: object = None) -> str:
     """Label of an axis: 500, 20k, 1.5M."""
     for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= factor:
-            return f"{value / factor:g}{unit}"
-    return f"{value:g}"
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.3g}"

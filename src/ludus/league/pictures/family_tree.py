@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ludus.league.pictures.canvas import ROLE_COLOURS, new_figure, plain_axes, short_number
+from ludus.league.pictures.canvas import ROLE_COLOURS, VAGUE, new_figure, plain_axes, short_number
 from ludus.league.players import Player, PlayerRole
 from ludus.league.rating_table import fit_league
+from ludus.league.ratings import FittedRating
 from ludus.league.state import LeagueState
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _LABELLED_SNAPSHOTS: Final = 24
 
 
 def draw_family_tree(state: LeagueState) -> Figure:
-    ratings = {name: fitted.elo for name, fitted in fit_league(state).items()}
+    ratings = fit_league(state)
     parents = _lane_owners(state)
     lanes = {name: lane for lane, name in enumerate(parents)}
     loose = [player for player in state.players.values() if player.name not in lanes and player.parent not in lanes]
@@ -58,12 +59,12 @@ def _draw_lane(axes: Any, state: LeagueState, name: str, lane: int, lanes: Mappi
     colour = ROLE_COLOURS[player.role]
     axes.plot([0, player.steps], [lane, lane], color=colour, linewidth=1.4, alpha=0.75, zorder=1)
     if player.role.learns:
-        axes.plot([player.steps], [lane], marker=">", color=colour, markersize=6, zorder=2)
+        axes.plot([player.steps], [lane], marker=">", color=colour, markersize=9, zorder=2)
         retired = ", retired" if player.retired else ", quarantined" if player.quarantine else ""
         resets = f", {player.generation} resets" if player.generation else ""
         axes.annotate(
             f"{short_number(player.steps)} steps{resets}{retired}", (player.steps, lane),
-            xytext=(7, 0), textcoords="offset points", va="center", fontsize=7, color=colour,
+            xytext=(9, 0), textcoords="offset points", va="center", fontsize=7, color=colour,
         )  # fmt: skip
     origin = state.players.get(player.parent or "")
     if origin is not None:
@@ -76,16 +77,19 @@ def _draw_lane(axes: Any, state: LeagueState, name: str, lane: int, lanes: Mappi
 
 
 def _draw_snapshots(
-    axes: Any, state: LeagueState, lanes: Mapping[str, int], ratings: Mapping[str, float], figure: Figure
+    axes: Any, state: LeagueState, lanes: Mapping[str, int], ratings: Mapping[str, FittedRating], figure: Figure
 ) -> None:
     xs, ys, colours = [], [], []
     for name, lane in lanes.items():
         snapshots = _snapshots_of(state, name)
         labelled = 1 + len(snapshots) // (_LABELLED_SNAPSHOTS + 1)
         for number, snapshot in enumerate(snapshots, start=1):
-            xs.append(snapshot.steps)
-            ys.append(lane)
-            colours.append(ratings[snapshot.name])
+            if ratings[snapshot.name].interval > VAGUE:
+                axes.plot([snapshot.steps], [lane], "o", markersize=5, color="white", markeredgecolor="#888888", zorder=3)
+            else:
+                xs.append(snapshot.steps)
+                ys.append(lane)
+                colours.append(ratings[snapshot.name].elo)
             if number % labelled == 0 or number == 1:
                 label = snapshot.name.removeprefix(f"{name}.")
                 axes.annotate(
@@ -99,10 +103,10 @@ def _draw_snapshots(
         bar.ax.tick_params(labelsize=7)
 
 
-def _draw_loose(axes: Any, players: Sequence[Player], ratings: Mapping[str, float], lane: int, last: float) -> None:
+def _draw_loose(axes: Any, players: Sequence[Player], ratings: Mapping[str, FittedRating], lane: int, last: float) -> None:
     """Players without a family: fixed ones, and snapshots whose parent is not in the league."""
-    best = sorted(players, key=lambda player: -ratings[player.name])
-    names = [f"{player.name} {ratings[player.name]:.0f}" for player in best[:6]]
+    best = sorted(players, key=lambda player: -ratings[player.name].elo)
+    names = [f"{player.name} {ratings[player.name].elo:.0f}" for player in best[:6]]
     more = f" and {len(best) - len(names)} more" if len(best) > len(names) else ""
     axes.text(0, lane, ",  ".join(names) + more, fontsize=7.5, va="center", color=ROLE_COLOURS[PlayerRole.FIXED])
 
@@ -121,4 +125,4 @@ def _style(axes: Any, state: LeagueState, parents: Sequence[str], loose: bool, l
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     snapshots = sum(player.role is PlayerRole.HISTORICAL for player in state.players.values())
-    axes.set_title(f"Family tree: {len(parents)} families, {snapshots} snapshots", fontsize=9, loc="left")
+    axes.set_title(f"Family tree: {len(parents)} families, {snapshots} snapshots (hollow: few matches)", fontsize=9, loc="left")

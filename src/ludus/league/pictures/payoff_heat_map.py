@@ -37,14 +37,15 @@ def draw_payoff(state: LeagueState, top: int | None = None) -> Figure:
     axes = figure.subplots()
     image = axes.imshow(np.where(games > 0, rates, np.nan), cmap=_colours(), vmin=0, vmax=1, interpolation="nearest")
     axes.set_facecolor("#e4e4e4")
-    _label(axes, state, names, cell)
+    scale = max(1.0, n * cell / 10)
+    _label(axes, state, names, cell, scale)
     if n <= _NUMBERS_UP_TO:
         _write_numbers(axes, rates, games)
-    _mark_cycles(axes, names, cycles, cell)
-    axes.set_title(_title(rates, games, cycles, n), fontsize=9, loc="left")
+    _mark_cycles(axes, names, cycles, cell, 7.5 * scale)
+    axes.set_title(_title(rates, games, cycles, n), fontsize=9 * scale, loc="left")
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, shrink=0.8)
-    bar.set_label("win rate of the row against the column (grey: no matches)", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    bar.set_label("win rate of the row against the column (grey: no matches)", fontsize=8 * scale)
+    bar.ax.tick_params(labelsize=7 * scale)
     return figure
 
 
@@ -56,19 +57,19 @@ def _colours() -> Any:
     return colours
 
 
-def _label(axes: Any, state: LeagueState, names: Sequence[str], cell: float) -> None:
+def _label(axes: Any, state: LeagueState, names: Sequence[str], cell: float, scale: float) -> None:
     shown = range(0, len(names), 1 + len(names) // (_LABELS_UP_TO + 1))
     size = min(8.0, cell * 72 * 0.8)
     axes.set_xticks(list(shown), [names[i] for i in shown], rotation=90, fontsize=size)
     axes.set_yticks(list(shown), [names[i] for i in shown], fontsize=size)
-    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
-        for i, label in zip(shown, labels, strict=True):
-            label.set_color(ROLE_COLOURS[state.players[names[i]].role])
     axes.tick_params(length=0, pad=2)
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
-    axes.set_ylabel("player, best first", fontsize=8)
-    axes.set_xlabel("opponent", fontsize=8)
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        for i, label in zip(shown, labels, strict=True):
+            label.set_color(ROLE_COLOURS[state.players[names[i]].role])
+    axes.set_ylabel("player, best first", fontsize=8 * scale)
+    axes.set_xlabel("opponent", fontsize=8 * scale)
     for spine in axes.spines.values():
         spine.set_visible(False)
 
@@ -83,14 +84,15 @@ def _write_numbers(axes: Any, rates: Doubles, games: Doubles) -> None:
             axes.text(j, i + 0.26, f"{games[i, j]:.0f}", ha="center", va="center", fontsize=5.5, color=colour)
 
 
-def _mark_cycles(axes: Any, names: Sequence[str], cycles: Sequence[Cycle], cell: float) -> None:
+def _mark_cycles(axes: Any, names: Sequence[str], cycles: Sequence[Cycle], cell: float, size: float) -> None:
     """Frame the three cells of each cycle in its colour; nested frames if a cell is part of several."""
     from matplotlib.patches import Rectangle
 
     index = {name: i for i, name in enumerate(names)}
-    width = min(2.0, max(0.8, cell * 4))
+    width = 1.8
     for number, (cycle, colour) in enumerate(zip(cycles, _CYCLE_COLOURS, strict=False)):
-        inset = 0.06 + 0.1 * number
+        # Frames of small cells are drawn around them: inside they would hide the colour.
+        inset = 0.06 + 0.1 * number if cell > 0.2 else -0.55 - 0.35 * number
         for own, other in zip(cycle.players, (*cycle.players[1:], cycle.players[0]), strict=True):
             corner = (index[other] - 0.5 + inset, index[own] - 0.5 + inset)
             axes.add_patch(Rectangle(corner, 1 - 2 * inset, 1 - 2 * inset, fill=False, edgecolor=colour, linewidth=width))
@@ -98,7 +100,7 @@ def _mark_cycles(axes: Any, names: Sequence[str], cycles: Sequence[Cycle], cell:
         frames = [Rectangle((0, 0), 1, 1, fill=False, edgecolor=colour, linewidth=width) for colour in _CYCLE_COLOURS]
         legend = [describe_cycle(cycle) for cycle in cycles]
         axes.legend(
-            frames[: len(cycles)], legend, loc="upper left", bbox_to_anchor=(0, -0.01), fontsize=7.5, frameon=False, borderaxespad=0.2
+            frames[: len(cycles)], legend, loc="upper left", bbox_to_anchor=(0, -0.01), fontsize=size, frameon=False, borderaxespad=0.2
         )  # fmt: skip
 
 
