@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +42,8 @@ SNAPSHOT_EVERY: Final = 20_000
 """Events between two snapshots of the state."""
 _KEPT_SNAPSHOTS: Final = 2
 _FORMAT: Final = 2
+_LOCK_WAIT_S: Final = 0.5
+"""Commands such as `ludus league add` and `status` hold the lock for a moment."""
 _SETTINGS: Final = "settings.json"
 
 
@@ -114,18 +117,41 @@ class LeagueJournal:
 def _acquire(path: Path) -> int:
     """Lock the league for this process; the lock ends with it, however it dies. Raises Fenced."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.read(fd, 100).decode(errors="replace").strip()
-        os.close(fd)
-        raise Fenced(
-            f"Another process runs the league in {path.parent}{f' ({owner})' if owner else ''}.",
-            "One league has one coordinator: stop the other one first.",
-        ) from error
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while not _try_lock(fd, fcntl.LOCK_EX):
+        if time.monotonic() >= deadline:
+            owner = os.read(fd, 100).decode(errors="replace").strip()
+            os.close(fd)
+            raise Fenced(
+                f"Another process runs the league in {path.parent}{f' ({owner})' if owner else ''}.",
+                "One league has one coordinator: stop the other one first.",
+            )
+        time.sleep(0.02)
     os.ftruncate(fd, 0)
     os.write(fd, f"process {os.getpid()} on {platform.node()}".encode())
     return fd
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def read_owner(directory: Path) -> str:
+    """The process that runs the league; empty if none does. The lock is tried for an instant."""
+    try:
+        fd = os.open(directory / "lock", os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        if _try_lock(fd, fcntl.LOCK_SH):
+            return ""
+        return os.read(fd, 100).decode(errors="replace").strip() or "unknown process"
+    finally:
+        os.close(fd)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------------
