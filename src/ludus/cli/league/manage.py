@@ -67,7 +67,9 @@ def match(
     one, other = (contestant(_model_of(directory, _find_player(state, name))) for name in (a, b))
     if record and a == b:
         raise UsageError(f"{a} against itself cannot be recorded.", "Leave --record out.")
-    settings = BattleSettings(games, swap_sides, mode, (), None, seconds, seed, deterministic)
+    settings = BattleSettings(
+        games=games, swap_sides=swap_sides, mode=mode, seconds=seconds, seed=seed, deterministic=deterministic
+    )
     location = GameLocation(options=read_options(option or ()), env=env, camps=camps)
     with BattleProgress(games, quiet=as_json) as progress:
         result = battle(one, other, settings, None, location, progress.count)

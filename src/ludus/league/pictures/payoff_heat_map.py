@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MARKED_CYCLES: Final = 3
 _CYCLE_COLOURS: Final = ("#111111", "#7a3fb5", "#2f8f3a")
+_NO_MATCHES: Final = "#e4e4e4"
 _LABELS_UP_TO: Final = 250
 """Players beyond which only every n-th is labelled."""
 _NUMBERS_UP_TO: Final = 24
@@ -35,8 +36,9 @@ def draw_payoff(state: LeagueState, top: int | None = None) -> Figure:
     margin = 0.075 * max(map(len, names), default=0) + 0.4
     figure = new_figure(n * cell + margin + 1.0, n * cell + margin + 0.9 + 0.2 * len(cycles))
     axes = figure.subplots()
-    image = axes.imshow(np.where(games > 0, rates, np.nan), cmap=_colours(), vmin=0, vmax=1, interpolation="nearest")
-    axes.set_facecolor("#e4e4e4")
+    shown = np.where(games > 0, rates, np.nan) if n else np.full((1, 1), np.nan)
+    image = axes.imshow(shown, cmap=_colours(), vmin=0, vmax=1, interpolation="nearest")
+    axes.set_facecolor(_NO_MATCHES)
     scale = max(1.0, n * cell / 10)
     _label(axes, state, names, cell, scale)
     if n <= _NUMBERS_UP_TO:
@@ -52,9 +54,7 @@ def draw_payoff(state: LeagueState, top: int | None = None) -> Figure:
 def _colours() -> Any:
     from matplotlib import colormaps
 
-    colours = colormaps["RdBu"].copy()
-    colours.set_bad("#e4e4e4")
-    return colours
+    return colormaps["RdBu"].with_extremes(bad=_NO_MATCHES)
 
 
 def _label(axes: Any, state: LeagueState, names: Sequence[str], cell: float, scale: float) -> None:
