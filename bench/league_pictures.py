@@ -1,6 +1,6 @@
 """A simulated league and its pictures, for the documentation and to look at pictures of any size.
 
-    python -m bench.league_pictures [--players 20] [--matches 4000] [--directory DIR]
+    python -m bench.league_pictures [--players 12] [--matches 12000] [--lanes 1] [--directory DIR]
 
 Writes docs/league_payoff.png; with --directory, all pictures and the league itself, so that `ludus league status DIR` and the other commands
 can be tried. Players have a strength that grows with training and a style; styles beat each other in a cycle.
@@ -9,11 +9,13 @@ can be tried. Players have a strength that grows with training and a style; styl
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from ludus.league.events import MatchIssued, PlayerAdded, PlayerTrained, ResultsReported, SnapshotTaken
 from ludus.league.history import rating_history
@@ -100,7 +102,7 @@ def _pair(journal: LeagueJournal, learning: list[str], number: int, random: np.r
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--players", type=int, default=14)
+    parser.add_argument("--players", type=int, default=12)
     parser.add_argument("--matches", type=int, default=12_000)
     parser.add_argument("--lanes", type=int, default=1, help="Training players of each role.")
     parser.add_argument("--directory", type=Path)
@@ -110,7 +112,8 @@ def main() -> None:
         simulate(journal, args.players, args.matches, args.lanes)
         state = journal.state
         if args.directory is None:
-            PICTURE.write_bytes(to_png(draw_payoff(state)))
+            with Image.open(io.BytesIO(to_png(draw_payoff(state)))) as picture:
+                picture.convert("RGB").quantize(128).save(PICTURE, optimize=True)
         else:
             history = rating_history(journal.history(), LeagueSettings(), every=max(1, state.results // 60))
             for name, figure in {

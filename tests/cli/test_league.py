@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from ludus.experiments.runs import checkpoint
 from ludus.league.events import PlayerAdded, PlayerQuarantined, ResultsReported
 from ludus.league.journal import LeagueJournal, read_state
 from ludus.league.players import Player, PlayerRole
 from ludus.league.state import LeagueSettings
+from ludus.models.inference.onnx_policy import OnnxPolicy
 from tests.cli.calling import Call, one_line
+from tests.experiments import small
 
 RANDOM = "rule:random"
 CARDS = ("--env", "tests.cards:make_cards", "-o", "rounds=3", "--camps", "blue_*/red_*")
@@ -131,3 +135,23 @@ def test_errors_say_what_to_do(call: Call, league: Path, tmp_path: Path) -> None
     assert "has no model yet" in one_line(call("league", "match", league, "main", "hard"))
     assert "no policy to export" in one_line(call("league", "export", league, "hard", tmp_path / "x.onnx"))
     assert "cannot be recorded" in one_line(call("league", "match", league, "hard", "hard", "--record"))
+
+
+def test_the_policy_of_a_player_is_exported_and_plays(call: Call, league: Path, tmp_path: Path) -> None:
+    """From a version of a run outside the league, a checkpoint inside it, and an export."""
+    run = small.train(tmp_path / "run").run_dir
+    shutil.copytree(run, league / "players" / "copy")
+    version = checkpoint.open_checkpoint(run)[1].state["models"]["model"]["version"]
+    assert call("league", "add", league, "outside", f"{run}@{version}").code == 0
+    assert read_state(league).players["outside"].model == f"{run}@{version}"
+    journal = LeagueJournal(league, LeagueSettings())
+    journal.apply(PlayerAdded(Player("inside", PlayerRole.HISTORICAL, f"players/copy@{version}")))
+    journal.close()
+    for name in ("outside", "inside"):
+        result = call("league", "export", league, name, tmp_path / "exports", "--json")
+        assert result.code == 0, result.err
+        assert OnnxPolicy(tmp_path / "exports" / f"{name}.onnx").version == version
+        assert result.json["passed"]
+    assert call("league", "add", league, "file", tmp_path / "exports" / "inside.onnx").code == 0
+    assert call("league", "export", league, "file", tmp_path / "copied.onnx").code == 0
+    assert (tmp_path / "copied.onnx").read_bytes() == (tmp_path / "exports" / "inside.onnx").read_bytes()

@@ -150,7 +150,7 @@ def _rating_row(one: RatedPlayer) -> list[str]:
 def payoff(
     directory: LeagueDirectory,
     png: Png = None,
-    top: Annotated[int | None, typer.Option(min=2, metavar="N", help="Only the N best players. [default: all]")] = None,
+    top: Annotated[int | None, typer.Option(min=2, metavar="N", help="Show only the N best players.")] = None,
     cycles: Annotated[int, typer.Option(min=0, metavar="N", help="Number of cycles to list.")] = 10,
     as_json: AsJson = False,
 ) -> None:
@@ -213,7 +213,7 @@ def _print_cycles(console: Console, cycles: Sequence[Cycle]) -> None:
 
 def curves(
     directory: LeagueDirectory,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="PNG file to write. [default: DIR/plots/ratings.png]")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="PNG file to write; default: DIR/plots/ratings.png.")] = None,
     over: Annotated[str, typer.Option(metavar="results|steps", help="X axis: matches of the league, or steps of each player.")] = "results",
     samples: Annotated[int, typer.Option(min=2, max=1000, help="Number of points of a curve.")] = _SAMPLES,
 ) -> None:  # fmt: skip

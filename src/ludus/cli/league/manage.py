@@ -42,8 +42,8 @@ def match(
     deterministic: Annotated[
         bool, typer.Option("--deterministic/--explore", help="Play the most probable actions, or sample them.")
     ] = True,
-    mode: Annotated[str | None, typer.Option(metavar="NvN", help="Team sizes in the Arena. [default: as in training]")] = None,
-    env: Annotated[str | None, typer.Option(metavar="NAME", help="Environment. [default: that of the training]")] = None,
+    mode: Annotated[str | None, typer.Option(metavar="NvN", help="Team sizes in the Arena; default: as in training.")] = None,
+    env: Annotated[str | None, typer.Option(metavar="NAME", help="Environment; default: that of the training.")] = None,
     camps: Annotated[str | None, typer.Option(metavar="A,…/B,…", help="Agents of both sides, by name or pattern.")] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="Option of the environment; repeatable.")
@@ -93,8 +93,10 @@ def add(
         str, typer.Argument(metavar="MODEL", help="Run, RUN/best, RUN@VERSION, checkpoint, export (.onnx), rule:NAME or address.")
     ],
     rating: Annotated[
-        float | None, typer.Option(metavar="ELO", help="Fixed rating: the player is an anchor. [default: rated by results]")
+        float | None,
+        typer.Option(metavar="ELO", help="Fixed rating, which makes the player an anchor; default: rated by results."),
     ] = None,
+    trust: Annotated[bool, trust_option()] = False,
 ) -> None:
     """Add a fixed player, which never changes: a script, a checkpoint or a served agent."""
     from ludus.league.events import PlayerAdded

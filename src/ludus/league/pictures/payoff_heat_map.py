@@ -92,7 +92,7 @@ def _mark_cycles(axes: Any, names: Sequence[str], cycles: Sequence[Cycle], cell:
     width = 1.8
     for number, (cycle, colour) in enumerate(zip(cycles, _CYCLE_COLOURS, strict=False)):
         # Frames of small cells are drawn around them: inside they would hide the colour.
-        inset = 0.06 + 0.1 * number if cell > 0.2 else -0.55 - 0.35 * number
+        inset = 0.04 + 0.06 * number if cell > 0.2 else -0.55 - 0.35 * number
         for own, other in zip(cycle.players, (*cycle.players[1:], cycle.players[0]), strict=True):
             corner = (index[other] - 0.5 + inset, index[own] - 0.5 + inset)
             axes.add_patch(Rectangle(corner, 1 - 2 * inset, 1 - 2 * inset, fill=False, edgecolor=colour, linewidth=width))
