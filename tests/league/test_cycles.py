@@ -48,7 +48,7 @@ def test_chance_alone_makes_no_cycles(spread: float) -> None:
     found = shares = 0.0
     for _ in range(5):
         rates = sample_rates(random.normal(scale=spread, size=60), 10, random)
-        assert len(find_cycles(names, rates, limit=10_000)) > 500
+        assert len(find_cycles(names, rates, limit=10_000)) > 200
         found += len(find_cycles(names, rates, games))
         shares += cyclic_share(rates, games) / 5
     assert found <= 1
