@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--players", type=int, default=PLAYERS)
     parser.add_argument("--results", type=int, default=1_000_000)
     args = parser.parse_args()
+    head = provenance()  # before the run: the tree may change during it
     with tempfile.TemporaryDirectory() as directory:
         journal = LeagueJournal(Path(directory), LeagueSettings())
         parts = play(journal, add_players(journal, args.players), args.results, np.random.default_rng(0))
@@ -108,7 +109,7 @@ def main() -> None:
         assert journal.events == events
         journal.close()
         size = sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file())
-    found = provenance() | {"players": args.players, "results": args.results, "parts": parts}
+    found = head | {"players": args.players, "results": args.results, "parts": parts}
     found |= {"restart_s": round(restart_s, 2), "restart_cpu_s": round(restart_cpu_s, 2), "bytes_on_disk": size}
     name = "league-scale" if args.players == PLAYERS else f"league-scale-{args.players}"
     (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
