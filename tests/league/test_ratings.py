@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ludus.league.payoff import PayoffTable, cyclic_share, find_cycles
+from ludus.league.cycles import Cycle, cyclic_share, find_cycles
+from ludus.league.payoff import PayoffTable
 from ludus.league.ratings import SkillEstimate, expected_score, fit_ratings, update_elo, update_skill
 
 ROCK_PAPER_SCISSORS = np.array([[0.5, 0.1, 0.9], [0.9, 0.5, 0.1], [0.1, 0.9, 0.5]])
@@ -65,7 +66,8 @@ def test_fitted_ratings_stay_finite_for_undefeated_players() -> None:
 
 def test_cycles_are_found_and_measured() -> None:
     assert cyclic_share(ROCK_PAPER_SCISSORS) == pytest.approx(1.0)
-    assert find_cycles(["rock", "paper", "scissors"], ROCK_PAPER_SCISSORS) == [("rock", "scissors", "paper")]
+    (cycle,) = find_cycles(["rock", "paper", "scissors"], ROCK_PAPER_SCISSORS)
+    assert cycle == Cycle(("rock", "scissors", "paper"), (0.9, 0.9, 0.9))
     strength = np.array([0.0, 1.0, 2.5])
     ranking = 1 / (1 + np.exp(strength[None, :] - strength[:, None]))
     assert cyclic_share(ranking) == pytest.approx(0.0, abs=1e-9)

@@ -7,8 +7,8 @@ refused with a reason and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,7 +33,8 @@ from ludus.league.matchmaking import (
 )
 from ludus.league.payoff import PayoffTable
 from ludus.league.players import Player, PlayerRole
-from ludus.league.ratings import ELO_K, ELO_START, SkillEstimate, update_elo, update_skill
+from ludus.league.ratings import ELO_K, ELO_START, SkillEstimate, skill_of_anchor, spread_outcomes, update_elo, update_skill
+from ludus.league.recent import PairResults, RecentResults
 
 _MAX_RATED_AT_ONCE: Final = 100
 """Results of one report that change the ratings one by one; further ones only count in the payoff table."""
@@ -66,9 +67,22 @@ class LeagueSettings:
     decay: float = 0.99
     """Discount of older results of a pair per new result."""
     elo_k: float = ELO_K
+    rating_window: int = 400
+    """Latest results of a training player that count for its fitted rating."""
     max_open_matches: int = 4096
     """Issued matches without a result; beyond it the oldest is given up and its result refused."""
     seed: int = 0
+
+
+def settings_to_json(settings: LeagueSettings) -> dict[str, Any]:
+    return asdict(settings)
+
+
+def settings_from_json(values: Mapping[str, Any]) -> LeagueSettings:
+    """Raises TypeError, ValueError or KeyError for unknown or missing keys."""
+    matchmaking = MatchmakingSettings(**values["matchmaking"])
+    snapshots = {PlayerRole(role): SnapshotRule(**rule) for role, rule in values["snapshots"].items()}
+    return LeagueSettings(**{**values, "matchmaking": matchmaking, "snapshots": snapshots})
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,8 @@ class LeagueState:
     skill: Mapping[str, SkillEstimate] = field(default_factory=dict)
     quality: Mapping[str, float] = field(default_factory=dict)
     """Quality scores of snapshots (OpenAI Five)."""
+    recent: Mapping[str, RecentResults] = field(default_factory=dict)
+    """Latest results of the training players."""
     open_matches: Mapping[int, MatchIssued] = field(default_factory=dict)
     next_match: int = 1
     results: int = 0
@@ -131,9 +147,15 @@ def _add_player(state: LeagueState, player: Player) -> LeagueState | Refusal:
         state,
         players={**state.players, player.name: player},
         elo={**state.elo, player.name: start},
-        skill={**state.skill, player.name: state.skill.get(player.parent or "", SkillEstimate())},
+        skill={**state.skill, player.name: _first_skill(state, player)},
         quality={**state.quality, player.name: max(state.quality.values(), default=0.0)},
     )
+
+
+def _first_skill(state: LeagueState, player: Player) -> SkillEstimate:
+    if player.rating is not None:
+        return skill_of_anchor(player.rating)
+    return state.skill.get(player.parent or "", SkillEstimate())
 
 
 def _with_player(state: LeagueState, name: str, **changes: object) -> LeagueState | Refusal:
@@ -165,6 +187,7 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
             payoff=after.payoff.without(parent.name),
             elo={**after.elo, parent.name: ELO_START},
             skill={**after.skill, parent.name: SkillEstimate()},
+            recent={name: results for name, results in after.recent.items() if name != parent.name},
         )
     return after
 
@@ -233,7 +256,17 @@ def _count(state: LeagueState, player: str, opponent: str, wins: int, draws: int
         elo={**state.elo, **_rate_elo(state, player, opponent, games, (wins + 0.5 * draws) / games)},
         skill={**state.skill, **_rate_skill(state, player, opponent, (wins, draws, losses))},
         quality=_lower_quality(state, opponent, wins),
+        recent=_add_recent(state, player, opponent, (wins, draws, losses)),
     )
+
+
+def _add_recent(state: LeagueState, player: str, opponent: str, counts: tuple[int, int, int]) -> Mapping[str, RecentResults]:
+    wins, draws, losses = counts
+    recent, window = dict(state.recent), state.settings.rating_window
+    for own, added in ((player, PairResults(opponent, *counts)), (opponent, PairResults(player, losses, draws, wins))):
+        if state.players[own].role.learns:
+            recent[own] = recent.get(own, RecentResults()).add(added, window)
+    return recent
 
 
 def _is_anchor(state: LeagueState, name: str) -> bool:
@@ -253,8 +286,7 @@ def _rate_elo(state: LeagueState, player: str, opponent: str, games: int, score:
 def _rate_skill(state: LeagueState, player: str, opponent: str, counts: tuple[int, int, int]) -> dict[str, SkillEstimate]:
     own, other = state.skill[player], state.skill[opponent]
     fixed = [_is_anchor(state, player), _is_anchor(state, opponent)]
-    outcomes = [score for count, score in zip(counts, (1.0, 0.5, 0.0), strict=True) for score in [score] * count]
-    for score in outcomes[:_MAX_RATED_AT_ONCE]:
+    for score in spread_outcomes(*counts, limit=_MAX_RATED_AT_ONCE):
         (own,), (other,) = update_skill([[own], [other]], [score, 1 - score], fixed)
     return {player: own, opponent: other}
 
