@@ -180,7 +180,6 @@ def _sample_matches(
             (source,) = sources.values()
             run = Path(plan.run) if plan.run else None
             seating = seat_self_play(plan.self_play, matches.policy_mapping, source, seed, run)
-        seats = len(copies) * len(copies[0].agents)
         batches = match_batches(matches.specs, matches.settings, copies)
         counters = _Counters(writer)
         blocked_s = weights_s = 0.0
@@ -200,7 +199,7 @@ def _sample_matches(
 
         sampler = MultiAgentSampler(
             copies, matches.policy_mapping, sources, batches, matches.settings, seed,
-            interruption=Interruption(beat), make_seating=seating, first_origin=index * seats,
+            interruption=Interruption(beat), make_seating=seating, first_copy=index * len(copies),
         )  # fmt: skip
         episodes = EpisodeTotals(sampler.matches)
         skip = (begin + writer.committed) % plan.blocks_per_update  # blocks of an update that a predecessor has written

@@ -120,6 +120,38 @@ class MultiAgentMatch(Protocol):
     def close(self) -> None: ...
 
 
+class MatchWrapper:
+    """A match around another one, which changes nothing. Base class."""
+
+    def __init__(self, match: MultiAgentMatch) -> None:
+        self.match, self.name = match, match.name
+        self.agents: Mapping[str, AgentSpaces] = match.agents
+        self.state_space = match.state_space
+
+    @property
+    def late_rewards(self) -> int:
+        return self.match.late_rewards
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self.match.metadata
+
+    def reset(self, seed: int) -> MatchStep:
+        return self.match.reset(seed)
+
+    def step(self, actions: Mapping[str, Any]) -> MatchStep:
+        return self.match.step(actions)
+
+    def state(self) -> Tree:
+        return self.match.state()
+
+    def render(self) -> Any:
+        return self.match.render()
+
+    def close(self) -> None:
+        self.match.close()
+
+
 # -- finding and making -------------------------------------------------------------------------------------------------
 
 

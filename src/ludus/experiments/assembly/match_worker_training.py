@@ -27,10 +27,10 @@ from ludus.experiments.assembly.components import (
 from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.match_evaluation import (
     AgentAssignment,
-    MatchEvaluation,
     assign_agents,
     find_opponent,
     make_match,
+    make_match_evaluation,
 )
 from ludus.experiments.assembly.memory_estimate import check_memory
 from ludus.experiments.assembly.multi_agent_training import make_policies, sampling_settings, trained_specs
@@ -95,9 +95,9 @@ def assemble_match_workers(prepared: PreparedRun, hooks: RunHooks, stack: Compon
         by_model=False,
         clock=clock,
     )
-    evaluation = None
-    if config.evaluation_duration:
-        evaluation = MatchEvaluation(resolved, assignment, policies, opponent, results.zero_sum, stop)
+    evaluation = make_match_evaluation(
+        resolved, assignment, policies, opponent, results.zero_sum, learning.run, stop, hooks.announce
+    )
     return add_controller(prepared, hooks, stack, learning, sampling, trainer, evaluation)
 
 

@@ -50,16 +50,6 @@ def resolve_agents(env: str, schema: type[AlgorithmConfig], config: AlgorithmCon
 
 
 def _refuse_unsupported(config: AlgorithmConfig, section: MultiAgentConfig) -> None:
-    if config.evaluation_num_workers:
-        raise ConfigError(
-            f"config.evaluation_num_workers is {config.evaluation_num_workers}, and several agents are evaluated by this process.",
-            "Leave it at 0.",
-        )
-    if config.evaluation_duration_unit != "episodes":
-        raise ConfigError(
-            f"config.evaluation_duration_unit is {config.evaluation_duration_unit}, and matches of several agents are counted.",
-            "Leave it at episodes.",
-        )
     if config.batch_mode != "truncate_episodes":
         raise ConfigError(
             "config.batch_mode is complete_episodes, which environments with several agents do not have.", "Leave it out."
