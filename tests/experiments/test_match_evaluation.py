@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+import ludus
 from ludus.core.metrics import read_jsonl
 from ludus.errors import ConfigError
 from ludus.experiments import runner
 from tests.experiments.test_evaluation_video import frames_of
+from tests.matches import Simple
 
 TICTACTOE, SIMPLE, TURNS = "pettingzoo/tictactoe_v3", "tests.matches:make_simple", "tests.matches:make_turns"
 SETTINGS: dict[str, Any] = {
@@ -97,6 +99,46 @@ def test_a_game_without_pictures_is_trained_without_videos(tmp_path: Path, caplo
     assert "videos of evaluations of openspiel/kuhn_poker are no longer recorded" in caplog.text
     assert scores(run)
     assert not (run / "videos").exists()
+
+
+class Paid(Simple):
+    """Everybody earns 3 in every step."""
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        seen, rewards, *rest = super().step(actions)
+        return seen, dict.fromkeys(rewards, 3.0), *rest
+
+
+def make_paid(**settings: Any) -> Paid:
+    return Paid(**settings)
+
+
+def test_a_run_with_preprocessing_is_played_everywhere_as_it_was_trained(tmp_path: Path) -> None:
+    preprocess = {"stack": 3, "clip_reward": [-1.5, 1.5], "max_episode_steps": 4, "frame_skip": 2}
+    settings = {"preprocess": preprocess, "env_config": {"length": 30}, "evaluation_duration": 2}
+    run = train(tmp_path / "run", f"{__name__}:make_paid", **settings)
+    (score,) = scores(run)
+    row = read_jsonl(run / "metrics.jsonl")[-1]
+    assert score["evaluation/length_mean"] == row["episode_length_mean"] == 4
+    assert row["episode_return_mean"] == pytest.approx(2 * 4 * 1.5)
+    assert score["evaluation/return_mean"] == pytest.approx(2 * 4 * 2 * 3), "evaluations do not clip"
+    assert ludus.load(run).policy.observation_space.shape == (3 * 2,)
+    played = ludus.evaluate(run, 2)
+    assert played.mean == pytest.approx(48)
+    assert played.lengths == (4, 4)
+
+
+def test_battles_are_fought_with_the_preprocessing_of_the_training(tmp_path: Path) -> None:
+    run = train(
+        tmp_path / "run",
+        TICTACTOE,
+        preprocess={"flatten": True, "stack": 2},
+        evaluation_duration=0,
+        evaluation_interval="checkpoint",
+    )
+    result = ludus.battle(str(run), "rule:random", games=4)
+    assert len(result.games) == 4
+    assert not any(game.failed for game in result.games)
 
 
 def test_an_environment_of_evaluations_with_other_agents_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -58,8 +58,9 @@ def assert_equal(one: dict[str, Weights], other: dict[str, Weights], *, atol: fl
         {**WHOLE, "model": {"use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 4, "fcnet_hiddens": [8]}},
         {"env": "tests.matches:make_turns", "env_config": {"masked": "info"}},
         {"env": "tests.matches:make_parallel"},
+        {"env": "tests.matches:make_parallel", "preprocess": {"frame_skip": 2, "stack": 2, "max_episode_steps": 5}},
     ],
-    ids=["roles", "central", "agent steps", "lstm", "turns", "come and go"],
+    ids=["roles", "central", "agent steps", "lstm", "turns", "come and go", "preprocess"],
 )
 def test_one_worker_learns_what_no_worker_learns(tmp_path: Path, settings: dict[str, Any]) -> None:
     alone, before = train(tmp_path / "alone", **settings)

@@ -87,7 +87,7 @@ def test_a_wrong_section_is_refused_before_anything_starts(section: dict[str, An
     ("settings", "words"),
     [
         ({"batch_mode": "complete_episodes"}, "complete_episodes"),
-        ({"preprocess": {"frame_skip": 2}}, "config.preprocess"),
+        ({"preprocess": {"episodic_life": True}}, r"preprocess\.episodic_life"),
         ({"multiagent": {**ROLES, "centralized_value": True}, "model": {"custom_model": "mine"}}, "custom_model"),
     ],
 )

@@ -14,6 +14,7 @@ from ludus.config.schema import AlgorithmConfig, MultiAgentConfig
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs import pettingzoo
 from ludus.envs.pettingzoo import CentralState, MultiAgentMatch, central_space
+from ludus.envs.preprocessing import for_evaluation
 from ludus.envs.wrappers import wrapper_names
 from ludus.errors import ConfigError, Interrupted
 from ludus.experiments.control.stopping import StopCheck
@@ -42,8 +43,8 @@ _DISPLAY_EVERY_S = 10.0
 
 
 def make_match(env: str, config: AlgorithmConfig, render_mode: str | None = None) -> MultiAgentMatch:
-    """Make the environment with the wrappers of the config."""
-    return pettingzoo.make_match(env, config.env_config, render_mode, config.wrappers)
+    """Make the environment with the wrappers and the preprocessing of the config."""
+    return pettingzoo.make_match(env, config.env_config, render_mode, config.wrappers, config.preprocess)
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ def _make_plan(
     return MatchEvaluationPlan(
         env=env,
         env_config={**config.env_config, **(config.evaluation_config.env_config or {})},
+        preprocess=for_evaluation(config.preprocess),
         wrappers=config.wrappers,
         agents=assignment.agents,
         descriptions={name: policy.description() for name, policy in policies.items()},

@@ -146,6 +146,7 @@ def make_plan(
     return SamplingPlan(
         env=env,
         env_config=config.env_config,
+        preprocess=config.preprocess,
         wrappers=config.wrappers,
         num_envs=copies,
         description={},

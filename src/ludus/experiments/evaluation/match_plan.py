@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ludus.config.schema import PreprocessConfig
 from ludus.core.types import Ints
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.faults import close_quietly
@@ -74,6 +75,7 @@ class MatchEvaluationPlan:
 
     env: str
     env_config: Mapping[str, Any]
+    preprocess: PreprocessConfig
     wrappers: WrapperList
     agents: Mapping[str, str]
     """Agent → model."""
@@ -103,7 +105,7 @@ class MatchEvaluationPlan:
         return (self.seed * 7919 + iteration * 104_729 + 1) % (1 << 31)
 
     def make(self, render_mode: str | None = None) -> MultiAgentMatch:
-        return make_match(self.env, self.env_config, render_mode, self.wrappers)
+        return make_match(self.env, self.env_config, render_mode, self.wrappers, self.preprocess)
 
     def copies(self, count: int, beat: Callable[[], None]) -> EnvCopies:
         return EnvCopies(self.make, count, forgiving=self.forgiving, beat=beat)

@@ -106,7 +106,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
 REFUSED_ELSEWHERE: Mapping[str, frozenset[TrainingMode]] = {
     "batch_mode": frozenset({TrainingMode.PIPELINED, TrainingMode.FLEET, TrainingMode.FLEET_ASYNC, TrainingMode.EXTERNAL})
     | SEVERAL_AGENTS,
-    "preprocess": frozenset({TrainingMode.EXTERNAL}) | SEVERAL_AGENTS,
+    "preprocess": frozenset({TrainingMode.EXTERNAL}),
     "wrappers": frozenset({TrainingMode.EXTERNAL}),
     "multiagent": frozenset(TrainingMode) - SEVERAL_AGENTS,
 }
