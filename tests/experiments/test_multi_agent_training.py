@@ -86,7 +86,7 @@ def test_a_wrong_section_is_refused_before_anything_starts(section: dict[str, An
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"batch_mode": "complete_episodes"}, "complete_episodes"),
+        ({"batch_mode": "complete_episodes", "num_workers": 2, "sampling": "pipelined"}, "complete_episodes"),
         ({"preprocess": {"episodic_life": True}}, r"preprocess\.episodic_life"),
         ({"multiagent": {**ROLES, "centralized_value": True}, "model": {"custom_model": "mine"}}, "custom_model"),
     ],

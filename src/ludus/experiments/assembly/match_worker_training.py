@@ -23,6 +23,7 @@ from ludus.experiments.assembly.components import (
     RunHooks,
     TrainingComponents,
     add_controller,
+    whole_agent_episodes,
 )
 from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.match_evaluation import (
@@ -89,7 +90,7 @@ def assemble_match_workers(prepared: PreparedRun, hooks: RunHooks, stack: Compon
 
     trainer = Trainer(
         learning.algorithms,
-        batches,
+        whole_agent_episodes(batches, config),
         PublishingPool(pool, lambda name, version: sampling.publish(*newest_of_all(pool, models))),
         smoothing=config.metrics_num_episodes_for_smoothing,
         by_model=False,

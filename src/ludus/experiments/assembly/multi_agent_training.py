@@ -16,6 +16,7 @@ from ludus.experiments.assembly.components import (
     RunHooks,
     TrainingComponents,
     add_controller,
+    whole_agent_episodes,
 )
 from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.match_evaluation import (
@@ -76,7 +77,14 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
     )  # fmt: skip
 
     smoothing = config.metrics_num_episodes_for_smoothing
-    trainer = Trainer(learning.algorithms, batches, learning.pool, smoothing=smoothing, by_model=False, clock=clock)
+    trainer = Trainer(
+        learning.algorithms,
+        whole_agent_episodes(batches, config),
+        learning.pool,
+        smoothing=smoothing,
+        by_model=False,
+        clock=clock,
+    )
     evaluation = make_match_evaluation(
         resolved, assignment, policies, opponent, sampler.zero_sum, learning.run, stop, hooks.announce
     )

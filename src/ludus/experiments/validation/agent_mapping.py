@@ -50,10 +50,6 @@ def resolve_agents(env: str, schema: type[AlgorithmConfig], config: AlgorithmCon
 
 
 def _refuse_unsupported(config: AlgorithmConfig, section: MultiAgentConfig) -> None:
-    if config.batch_mode != "truncate_episodes":
-        raise ConfigError(
-            "config.batch_mode is complete_episodes, which environments with several agents do not have.", "Leave it out."
-        )
     if section.centralized_value and config.learns != PROBABILITIES:
         raise ConfigError("config.multiagent.centralized_value is for policies with a value: PPO, APPO, IMPALA.", "Leave it out.")
     if section.centralized_value and config.model.custom_model is not None:

@@ -104,8 +104,15 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
 """Key → the modes in which it has no effect, with the reason."""
 
 REFUSED_ELSEWHERE: Mapping[str, frozenset[TrainingMode]] = {
-    "batch_mode": frozenset({TrainingMode.PIPELINED, TrainingMode.FLEET, TrainingMode.FLEET_ASYNC, TrainingMode.EXTERNAL})
-    | SEVERAL_AGENTS,
+    "batch_mode": frozenset(
+        {
+            TrainingMode.PIPELINED,
+            TrainingMode.FLEET,
+            TrainingMode.FLEET_ASYNC,
+            TrainingMode.EXTERNAL,
+            TrainingMode.AGENTS_PIPELINED,
+        }
+    ),
     "preprocess": frozenset({TrainingMode.EXTERNAL}),
     "wrappers": frozenset({TrainingMode.EXTERNAL}),
     "multiagent": frozenset(TrainingMode) - SEVERAL_AGENTS,
