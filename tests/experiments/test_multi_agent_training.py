@@ -282,12 +282,6 @@ def test_a_registered_environment_may_have_several_agents(tmp_path: Path) -> Non
     assert result.metrics["episode_length_mean"] == 7
 
 
-def test_workers_that_are_chosen_for_several_agents_are_none(tmp_path: Path) -> None:
-    result = train(tmp_path / "run", 1, num_workers="auto")
-    assert result.metrics["iterations"] == 1
-    assert newest(tmp_path / "run").state["config"]["config"]["num_workers"] == 0
-
-
 # -- a centralised value ------------------------------------------------------------------------------------------------
 
 CENTRAL = {**ROLES, "centralized_value": True}

@@ -94,11 +94,11 @@ def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce
     alone = resolve(_with_config(parsed, any_batch | {"num_workers": 0, "sampling": "sync"}))
     if announce is not None:
         announce("measuring the environment …")
+    measured = parse_algorithm_config(alone.algorithm.Config, any_batch, collated=parsed.is_multi_agent)
     if parsed.is_multi_agent:
         cost = measure_matches(alone.experiment.env, alone.algorithm, alone.config)
-        possible: Iterable[int] = range(1, _PER_CORE * cores * job_nodes() + 1)  # a batch is divided by any number
-        return _best_with_reason(cost, cores * job_nodes(), alone.config.sampling, possible)
-    measured = parse_algorithm_config(alone.algorithm.Config, any_batch)
+        every = range(1, _PER_CORE * cores * job_nodes() + 1)  # a batch of matches is divided by any number
+        return _best_with_reason(cost, cores * job_nodes(), measured.sampling, every)
     return choose_workers(alone.experiment.env, alone.algorithm, measured, config, cores * job_nodes())
 
 
