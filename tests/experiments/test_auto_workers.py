@@ -11,8 +11,19 @@ import torch
 
 from ludus.algorithms.ppo import PPO, PPOConfig
 from ludus.config.validation import parse_algorithm_config
-from ludus.experiments.assembly.auto_workers import StepCost, best_number, measure, possible_workers
+from ludus.experiments.assembly.auto_workers import (
+    StepCost,
+    best_number,
+    choose_num_workers,
+    measure,
+    measure_matches,
+    possible_workers,
+)
+from ludus.experiments.resolve import resolve
+from ludus.experiments.validation.validate import ParsedExperiment
 from tests.environments import Count
+from tests.experiments.test_match_workers import ROLES
+from tests.matches import Simple
 
 MS = 1e-3
 
@@ -56,6 +67,47 @@ def test_opponents_from_the_past_are_played_while_it_is_measured() -> None:
     }
     cost = measure("ludus.games.arena.env.gym_env:ArenaVectorEnv", PPO, parse_algorithm_config(PPOConfig, keywords))
     assert cost.sample_s > 0
+
+
+@pytest.mark.parametrize(
+    ("env", "settings"),
+    [
+        ("tests.matches:make_roles", {"multiagent": ROLES}),
+        ("tests.matches:make_turns", {"multiagent": {"count_steps_by": "agent_steps"}, "env_config": {"masked": "info"}}),
+        ("pettingzoo/tictactoe_v3", {"self_play": {"opponents": "mix"}}),
+    ],
+    ids=["two policies", "in turn", "self-play"],
+)
+def test_matches_of_several_agents_are_measured(env: str, settings: dict[str, Any]) -> None:
+    config = {"num_envs_per_worker": 4, "train_batch_size": 64, "model": {"fcnet_hiddens": [8]}, **settings}
+    resolved = resolve({"env": env, "config": config})
+    threads = torch.get_num_threads()
+    cost = measure_matches(env, PPO, resolved.config)
+    assert 0 < cost.sample_s < 1
+    assert 0 <= cost.wait_s < cost.sample_s
+    assert 0 < cost.learn_s < 1
+    assert torch.get_num_threads() == threads
+
+
+class SlowMatch(Simple):
+    """Waits in every step, as a game in another process would."""
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        time.sleep(0.01)
+        return super().step(actions)
+
+
+def make_slow_match(**settings: Any) -> SlowMatch:
+    return SlowMatch(**settings)
+
+
+def test_matches_that_wait_get_more_workers_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.experiments.assembly.auto_workers.usable_cores", lambda: 2)
+    settings = {"num_workers": "auto", "num_envs_per_worker": 2, "model": {"fcnet_hiddens": [8]}}
+    said: list[str] = []
+    chosen = choose_num_workers(ParsedExperiment({"env": f"{__name__}:make_slow_match", "config": settings}), said.append)
+    assert chosen.config["num_workers"] > 2, said
+    assert "a step takes" in said[-1]
 
 
 @pytest.mark.long

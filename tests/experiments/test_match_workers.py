@@ -58,8 +58,9 @@ def assert_equal(one: dict[str, Weights], other: dict[str, Weights], *, atol: fl
         {**WHOLE, "model": {"use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 4, "fcnet_hiddens": [8]}},
         {"env": "tests.matches:make_turns", "env_config": {"masked": "info"}},
         {"env": "tests.matches:make_parallel"},
+        {"env": "tests.matches:make_parallel", "preprocess": {"frame_skip": 2, "stack": 2, "max_episode_steps": 5}},
     ],
-    ids=["roles", "central", "agent steps", "lstm", "turns", "come and go"],
+    ids=["roles", "central", "agent steps", "lstm", "turns", "come and go", "preprocess"],
 )
 def test_one_worker_learns_what_no_worker_learns(tmp_path: Path, settings: dict[str, Any]) -> None:
     alone, before = train(tmp_path / "alone", **settings)
@@ -125,3 +126,19 @@ def test_self_play_with_workers_reports_results_and_repeats_bit_by_bit(tmp_path:
     assert 0 < last["match/win/latest"] < 1
     assert 0 <= last["match/win/past"] <= 1
     assert_equal(once, train(tmp_path / "two", **settings)[0])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [("PPO", {}), ("PPO", {"multiagent": {"count_steps_by": "agent_steps"}}), ("APPO", {"num_workers": 2, "sampling": "async"})],
+    ids=["in process", "agent steps", "async"],
+)
+def test_batches_may_hold_complete_episodes_alone(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    settings = {"env_config": {"length": 7}, "batch_mode": "complete_episodes", **settings}
+    _, rows = train(tmp_path, 6, env="tests.matches:make_simple", algorithm=algorithm, **settings)
+    last = rows[-1]
+    counted = 14 if settings.get("multiagent") else 7
+    assert last["episode_length_mean"] == 7
+    assert last["timesteps"] >= 6 * 80
+    if algorithm == "PPO" and counted == 14:
+        assert all(row["timesteps"] % counted == 0 for row in rows), "decisions of two agents in whole matches"

@@ -86,10 +86,8 @@ def test_a_wrong_section_is_refused_before_anything_starts(section: dict[str, An
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"evaluation_num_workers": 1}, "evaluation_num_workers"),
-        ({"evaluation_duration_unit": "timesteps"}, "evaluation_duration_unit"),
-        ({"batch_mode": "complete_episodes"}, "complete_episodes"),
-        ({"preprocess": {"frame_skip": 2}}, "config.preprocess"),
+        ({"batch_mode": "complete_episodes", "num_workers": 2, "sampling": "pipelined"}, "complete_episodes"),
+        ({"preprocess": {"episodic_life": True}}, r"preprocess\.episodic_life"),
         ({"multiagent": {**ROLES, "centralized_value": True}, "model": {"custom_model": "mine"}}, "custom_model"),
     ],
 )
@@ -282,12 +280,6 @@ def test_a_registered_environment_may_have_several_agents(tmp_path: Path) -> Non
     ludus.register_env("my-match", lambda config: Simple(**config))
     result = train(tmp_path / "run", 1, env="my-match", env_config={"length": 7})
     assert result.metrics["episode_length_mean"] == 7
-
-
-def test_workers_that_are_chosen_for_several_agents_are_none(tmp_path: Path) -> None:
-    result = train(tmp_path / "run", 1, num_workers="auto")
-    assert result.metrics["iterations"] == 1
-    assert newest(tmp_path / "run").state["config"]["config"]["num_workers"] == 0
 
 
 # -- a centralised value ------------------------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ from ludus.models.centralized_critic import CentralNetwork, actor_policy
 from ludus.models.distributions import EpsilonGreedy
 from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import PROBABILITIES, VALUES, Policy
+from ludus.sampling.episode_runner import EpisodePlan, Score
 from ludus.sampling.multi_agent import (
+    CopyShare,
     EnvCopies,
     MatchBatches,
     MultiAgentSampler,
@@ -28,7 +30,7 @@ from ludus.sampling.multi_agent import (
     play_episode,
     play_matches,
 )
-from ludus.sampling.opponents import RANDOM
+from ludus.sampling.opponents import RANDOM, Opponent
 from ludus.sampling.segment_recorder import session_spec
 from ludus.sampling.trained_agent import TrainedAgent
 from ludus.transport.local import LocalMemory
@@ -443,13 +445,13 @@ def test_a_match_that_never_ends_is_cut_and_counted_as_such() -> None:
     policy = made(0, Simple().observation_space("a"), gym.spaces.Discrete(2))
     with torch.no_grad():
         network_of(policy).head.bias.copy_(torch.tensor([-100.0, 100.0]))
-    score = play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 6, 0, max_steps=20)
+    score = play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, EpisodePlan(6, max_steps=20), 0)
     assert score.complete
     assert score.cut == 1
     assert sorted(score.lengths) == [5, 5, 5, 20]  # the one that was cut plays no more
     assert sorted(score.returns) == [20.0, 20.0, 20.0, 80.0]
     copies[0], copies[1] = (match_of(Simple(length=20), "simple") for _ in range(2))
-    whole = play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 4, 0, max_steps=20)
+    whole = play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, EpisodePlan(4, max_steps=20), 0)
     assert (whole.cut, whole.lengths) == (0, (20,) * 4)  # over in its last moment is over
 
 
@@ -518,3 +520,23 @@ def test_trained_agents_play_in_turns_with_masks() -> None:
     assert finished is not None
     assert 5 <= finished.steps <= 9
     assert finished.total == 0
+
+
+@pytest.mark.parametrize("opponent", [None, RANDOM], ids=["policies", "random"])
+def test_the_matches_of_a_copy_do_not_depend_on_the_other_copies(opponent: Opponent | None) -> None:
+    """So an evaluation may be divided among processes."""
+    policy = made(0, ScriptTurns().observation_space("red_0"), gym.spaces.Discrete(4))
+
+    def score(copies: int, plan: EpisodePlan, share: CopyShare) -> Score:
+        mapping = dict.fromkeys(ScriptTurns().possible_agents, "m")
+        matches = EnvCopies(lambda: match_of(ScriptTurns(masked="info"), "turns"), copies)
+        return play_matches(
+            matches, mapping, {"m": Versions(policy)}, plan, 5, deterministic=False, opponent=opponent, share=share
+        )
+
+    whole = score(5, EpisodePlan(11), CopyShare())
+    first = score(2, EpisodePlan(np.array([3, 2])), CopyShare(0, 5))
+    rest = score(3, EpisodePlan(np.array([2, 2, 2])), CopyShare(2, 5))
+    assert whole.returns == (*first.returns, *rest.returns)
+    assert whole.lengths == (*first.lengths, *rest.lengths)
+    assert len(set(whole.returns)) > 5

@@ -16,6 +16,54 @@ from ludus.transport.base import SegmentReader
 _MAX_BATCHES_WITHOUT_END = 50  # worth of steps, before the environment is reported as never ending
 
 
+class EpisodeAssembler:
+    """Puts pieces of episodes together. Episodes with a missing start or a lost step are left out and counted."""
+
+    def __init__(self) -> None:
+        self._open: defaultdict[int, list[Segments]] = defaultdict(list)
+        self._whole: deque[Segments] = deque()
+        self.steps = 0
+        """Of the complete episodes that wait."""
+        self.left_out = 0
+
+    def add(self, origin: int, piece: Segments, *, ended: bool) -> None:
+        """Add consecutive steps of one row. Those of one origin arrive in the order of time."""
+        if piece.first[0, 0]:
+            self.left_out += bool(self._open.pop(origin, None))  # the previous episode of this row was interrupted
+        elif origin in self._open and not _continues(self._open[origin][-1], piece):
+            del self._open[origin]  # a block between them was dropped
+        if not piece.first[0, 0] and origin not in self._open:
+            if ended:
+                self.left_out += 1
+            return
+        self._open[origin].append(piece)
+        if not ended:
+            return
+        pieces = self._open.pop(origin)
+        if not all(part.valid.all() for part in pieces) or any(part.first[1:-1].any() for part in pieces):
+            self.left_out += 1
+            return
+        episode = _concatenate(pieces)
+        self._whole.append(episode)
+        self.steps += episode.steps
+
+    def take(self) -> Segments:
+        """All complete episodes that wait, one per row. There must be one."""
+        batch = join_segments(list(self._whole))
+        self._whole.clear()
+        self.steps = 0
+        return batch
+
+
+def raise_if_endless(steps: int, batch_steps: int) -> None:
+    """Raise EnvironmentFault if no episode has ended for many batches. `steps`: since the last end."""
+    if steps > _MAX_BATCHES_WITHOUT_END * batch_steps:
+        raise EnvironmentFault(
+            f"No episode ended within {steps:,} steps, but batch_mode is complete_episodes.",
+            "Use batch_mode: truncate_episodes, or bound the episodes with preprocess.max_episode_steps.",
+        )
+
+
 class CompleteEpisodes:
     """Batches of at least `batch_steps` steps, one episode per row. Blocks are copied and released at once.
 
@@ -24,17 +72,19 @@ class CompleteEpisodes:
 
     def __init__(self, blocks: SegmentReader, batch_steps: int) -> None:
         self._blocks, self._batch_steps = blocks, batch_steps
-        self._open: defaultdict[int, list[Segments]] = defaultdict(list)
-        self._whole: deque[Segments] = deque()
-        self._steps = self._since_end = 0
+        self._episodes = EpisodeAssembler()
+        self._since_end = 0
         self._scores: list[tuple[Floats, Ints]] = []
         self._results: list[Floats] = []
         self._taken: Segments | None = None
-        self.left_out = 0
+
+    @property
+    def left_out(self) -> int:
+        return self._episodes.left_out
 
     def take(self, timeout_s: float = 0.0) -> Segments | None:
         """Return the next batch or None. Raises EnvironmentFault if no episode ends."""
-        if self._steps < self._batch_steps:
+        if self._episodes.steps < self._batch_steps:
             block = self._blocks.take(timeout_s)
             if block is None:
                 return None
@@ -42,21 +92,16 @@ class CompleteEpisodes:
                 self._absorb(block)
             finally:
                 self._blocks.release(block)
-        if self._steps < self._batch_steps:
-            if self._since_end > _MAX_BATCHES_WITHOUT_END * self._batch_steps:
-                raise EnvironmentFault(
-                    f"No episode ended within {self._since_end:,} steps, but batch_mode is complete_episodes.",
-                    "Use batch_mode: truncate_episodes, or bound the episodes with preprocess.max_episode_steps.",
-                )
+        if self._episodes.steps < self._batch_steps:
+            raise_if_endless(self._since_end, self._batch_steps)
             return None
-        batch = join_segments(list(self._whole))
+        batch = self._episodes.take()
         returns, lengths = zip(*self._scores, strict=True)
         batch.episode_return, batch.episode_length = np.concatenate(returns), np.concatenate(lengths)
         batch.results[0] = np.sum(self._results, axis=0)  # of all ended episodes, left out or not, like the returns
-        self._whole.clear()
         self._scores.clear()
         self._results.clear()
-        self._steps, self._taken = 0, batch
+        self._taken = batch
         return batch
 
     def release(self, segments: Segments) -> None:
@@ -77,31 +122,20 @@ class CompleteEpisodes:
                 while begin < stop and not block.valid[begin, row] and not done[begin, row]:
                     begin += 1  # the environment only resets: no episode has this step
                 if begin < stop:
-                    piece = _piece(block, row, begin, stop, finals.get((stop - 1, row)))
-                    self._add(origin, piece, ended=end is not None)
+                    piece = copy_steps(block, row, begin, stop, finals.get((stop - 1, row)))
+                    self._episodes.add(origin, piece, ended=end is not None)
                 begin = stop
 
-    def _add(self, origin: int, piece: Segments, ended: bool) -> None:
-        if piece.first[0, 0]:
-            self.left_out += bool(self._open.pop(origin, None))  # the previous episode of this row was interrupted
-        elif origin not in self._open:
-            if ended:
-                self.left_out += 1
-            return
-        self._open[origin].append(piece)
-        if not ended:
-            return
-        pieces = self._open.pop(origin)
-        if not all(part.valid.all() for part in pieces) or any(part.first[1:-1].any() for part in pieces):
-            self.left_out += 1
-            return
-        episode = _concatenate(pieces)
-        self._whole.append(episode)
-        self._steps += episode.steps
+
+def _continues(before: Segments, after: Segments) -> bool:
+    """Whether a piece begins with the observation after the last step of another."""
+    same: list[bool] = []
+    map_tree(lambda x, y: same.append(np.array_equal(x[-1], y[0])), before.observation, after.observation)
+    return all(same)
 
 
-def _piece(block: Segments, row: int, begin: int, stop: int, final: int | None) -> Segments:
-    """Copy some steps of one row, with the observation after them."""
+def copy_steps(block: Segments, row: int, begin: int, stop: int, final: int | None = None) -> Segments:
+    """Copy some steps of one row, with the observation after them. `final`: its index in `final_observation`, if it is there."""
 
     def cut(name: str, last: int) -> Tree:
         return map_tree(lambda x: np.array(x[begin:last, row : row + 1]), getattr(block, name))

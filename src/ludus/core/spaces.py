@@ -65,11 +65,8 @@ def array_spec(space: gym.Space[Any], where: str = "observation") -> Tree:
 def _remedy(where: str) -> str:
     """Return a hint for a part of a space that networks do not support, such as text."""
     what, _, part = where.partition(".")
-    if what == "observation" and part:
-        return (
-            f"Leave it out with config.preprocess: {{drop: [{part}]}} (environments with one agent), or encode it as numbers in a "
-            "wrapper: config.wrappers."
-        )
+    if part and (what == "observation" or what.startswith("the observation of ")):
+        return f"Leave it out with config.preprocess: {{drop: [{part}]}}, or encode it as numbers in a wrapper: config.wrappers."
     return "Use Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple; a wrapper (config.wrappers) can encode it as numbers."
 
 

@@ -91,7 +91,7 @@ class MatchBlockSampler:
         self._batches = match_batches(plan.specs, plan.settings, copies)
         self._sampler = MultiAgentSampler(
             copies, plan.policy_mapping, sources, self._batches, plan.settings, seed,
-            interruption=interruption, make_seating=seating, first_origin=worker * len(copies) * len(copies[0].agents),
+            interruption=interruption, make_seating=seating, first_copy=worker * len(copies),
         )  # fmt: skip
         self.matches = self._sampler.matches
         self._episodes = EpisodeTotals(self.matches)

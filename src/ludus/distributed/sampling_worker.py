@@ -170,7 +170,7 @@ def _sample_matches(
     loaded = reader.load_into(board)
 
     copies = EnvCopies(
-        lambda: make_match(plan.env, plan.env_config, wrappers=plan.wrappers), plan.num_envs,
+        lambda: make_match(plan.env, plan.env_config, wrappers=plan.wrappers, preprocess=plan.preprocess), plan.num_envs,
         forgiving=plan.forgiving, beat=context.beat,
     )  # fmt: skip
     with contextlib.closing(copies):

@@ -83,6 +83,13 @@ class OpenSpielMatch:
         self._acted |= {self._names.index(name) for name in actions}
         return self._advance()
 
+    def truncate(self) -> list[Departure]:
+        rewards = [self._take_reward(player) for player in range(len(self._names))]
+        return [
+            Departure(name, rewards[player], terminated=False, truncated=True, observation=self._observation(player))
+            for player, name in enumerate(self._names)
+        ]
+
     def _advance(self) -> MatchStep:
         """Play chance nodes up to the next decision or the end."""
         if not self._state.is_chance_node():

@@ -6,6 +6,7 @@ whether agents act simultaneously or in turn, leave and return, and how dead age
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import gymnasium as gym
 import numpy as np
 
+from ludus.config.schema import PreprocessConfig
 from ludus.core import spaces
 from ludus.core.plugins import did_you_mean
 from ludus.core.spaces import ACTION_MASK, SpaceParser
@@ -29,6 +31,7 @@ from ludus.core.tree import Tree
 from ludus.core.types import Bools
 from ludus.envs import registry
 from ludus.envs.faults import close_quietly, construction_errors, environment_errors
+from ludus.envs.preprocessing import drop_parts, known_parts
 from ludus.envs.wrappers import WrapperList, load_wrappers
 from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName
 
@@ -108,6 +111,10 @@ class MultiAgentMatch(Protocol):
         """Take the actions of all agents whose turn it is. Raises EnvironmentFault."""
         ...
 
+    def truncate(self) -> Sequence[Departure]:
+        """Leave the match before it is over, after a step; return the truncated departures of all agents that are in it."""
+        ...
+
     def state(self) -> Tree:
         """The global state; only with a `state_space`."""
         ...
@@ -118,6 +125,41 @@ class MultiAgentMatch(Protocol):
     def metadata(self) -> Mapping[str, Any]: ...
 
     def close(self) -> None: ...
+
+
+class MatchWrapper:
+    """A match around another one, which changes nothing. Base class."""
+
+    def __init__(self, match: MultiAgentMatch) -> None:
+        self.match, self.name = match, match.name
+        self.agents: Mapping[str, AgentSpaces] = match.agents
+        self.state_space = match.state_space
+
+    @property
+    def late_rewards(self) -> int:
+        return self.match.late_rewards
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self.match.metadata
+
+    def reset(self, seed: int) -> MatchStep:
+        return self.match.reset(seed)
+
+    def step(self, actions: Mapping[str, Any]) -> MatchStep:
+        return self.match.step(actions)
+
+    def truncate(self) -> Sequence[Departure]:
+        return self.match.truncate()
+
+    def state(self) -> Tree:
+        return self.match.state()
+
+    def render(self) -> Any:
+        return self.match.render()
+
+    def close(self) -> None:
+        self.match.close()
 
 
 # -- finding and making -------------------------------------------------------------------------------------------------
@@ -168,11 +210,28 @@ def make_match(
     env_config: Mapping[str, Any] | None = None,
     render_mode: str | None = None,
     wrappers: WrapperList = (),
+    preprocess: PreprocessConfig | None = None,
 ) -> MultiAgentMatch:
     """Make `mpe2/<name>`, `pettingzoo/<name>`, `openspiel/<name>`, `module:function` or a registered name, with `env_config` as keywords.
 
-    PettingZoo's parallel version is preferred if both exist. Raises UnknownName, MissingExtra, EnvironmentFault.
+    PettingZoo's parallel version is preferred if both exist. Raises UnknownName, MissingExtra, EnvironmentFault; ConfigError for
+    settings of `preprocess` that do not apply.
     """
+    match = _make_plain_match(name, env_config, render_mode, wrappers, (preprocess and preprocess.drop) or ())
+    if preprocess is None:
+        return match
+    from ludus.envs.match_preprocessing import preprocess_match
+
+    with contextlib.ExitStack() as made:
+        made.callback(close_quietly, match)
+        wrapped = preprocess_match(match, preprocess)
+        made.pop_all()
+    return wrapped
+
+
+def _make_plain_match(
+    name: str, env_config: Mapping[str, Any] | None, render_mode: str | None, wrappers: WrapperList, drop: Sequence[str]
+) -> MultiAgentMatch:
     if name.startswith(f"{OPENSPIEL}/"):
         from ludus.envs.openspiel import OpenSpielMatch
 
@@ -180,13 +239,15 @@ def make_match(
             raise ConfigError(
                 f"config.wrappers are for Gymnasium and PettingZoo; {name} is a game of OpenSpiel.", "Leave them out."
             )
+        if drop:
+            raise ConfigError(f"preprocess.drop: observations of {name} have no parts.", "Leave it out.")
         return OpenSpielMatch(name, env_config)
     factory, config = _load_factory(name), dict(env_config or {})
     if not os.environ.get("DISPLAY") and sys.platform.startswith("linux"):
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a display and complain
     if render_mode is not None and registry.accepts(factory, "render_mode"):
         config["render_mode"] = render_mode
-    return match_of(_build_env(name, factory, config, wrappers), name)
+    return match_of(_build_env(name, factory, config, wrappers), name, drop)
 
 
 def _build_env(name: str, factory: Callable[..., Any], config: Mapping[str, Any], wrappers: WrapperList = ()) -> Any:
@@ -197,15 +258,15 @@ def _build_env(name: str, factory: Callable[..., Any], config: Mapping[str, Any]
         return env
 
 
-def match_of(env: Any, name: str) -> MultiAgentMatch:
-    """Wrap an existing environment."""
+def match_of(env: Any, name: str, drop: Sequence[str] = ()) -> MultiAgentMatch:
+    """Wrap an existing environment. `drop`: parts of Dict observations to remove, which may be of any space."""
     if not getattr(env, "possible_agents", None):
         raise EnvironmentFault(
             f"{name} made a {type(env).__name__} without possible_agents.",
             "List there all agents that may ever appear, as strings.",
         )
     takes_turns = hasattr(env, "agent_iter") and hasattr(env, "last")
-    return AECMatch(env, name) if takes_turns else ParallelMatch(env, name)
+    return AECMatch(env, name, drop) if takes_turns else ParallelMatch(env, name, drop)
 
 
 def _load_factory(name: str) -> Callable[..., Any]:
@@ -316,7 +377,7 @@ def _sample_box(space: gym.spaces.Box, random: np.random.Generator) -> Tree:
 class _AgentTable:
     """The agents of an environment with their spaces; validates observations and rewards."""
 
-    def __init__(self, env: Any, name: str) -> None:
+    def __init__(self, env: Any, name: str, drop: Sequence[str]) -> None:
         self.name, self.env = name, env
         named = list(env.possible_agents)
         if len(set(map(str, named))) < len(named):
@@ -325,12 +386,23 @@ class _AgentTable:
         """Agent name → the environment's own id, which need not be a string."""
         self.spaces: dict[str, AgentSpaces] = {}
         self._fit: dict[str, SpaceParser] = {}
+        self._keep: dict[str, Callable[[Any], Any]] = {}
+        unknown = set(drop)
         for agent, own in self.originals.items():
             with environment_errors(name, "observation_space or action_space", 0):
                 observation, action = env.observation_space(own), env.action_space(own)
             plain, mask = spaces.split_mask(observation)
+            own_parts = [part for part in drop if part in known_parts(plain)]
+            if own_parts:
+                plain, self._keep[agent] = drop_parts(plain, own_parts, f"{agent!r} of {name}")
+                unknown -= set(own_parts)
             self.spaces[agent] = AgentSpaces(plain, action, mask is not None)
             self._fit[agent] = SpaceParser(plain, f"the observation of {agent}")
+        if unknown:
+            raise ConfigError(
+                f"preprocess.drop: the observation of no agent of {name} has a part {min(unknown)!r}.",
+                "Name parts of Dict observations; a nested part is written outer.inner.",
+            )
         self.late_rewards = 0
         self.steps = 0
 
@@ -356,6 +428,8 @@ class _AgentTable:
             if own.masked:
                 given = observation[ACTION_MASK]
                 observation = spaces.without_mask(observation, not isinstance(own.observation, gym.spaces.Dict))
+            if agent in self._keep:
+                observation = self._keep[agent](observation)
             mask = None if given is None or not acts else spaces.flat_mask(given, own.action)
             fitting = self._fit[agent](observation)
         except (ValueError, TypeError, KeyError, ConfigError) as error:
@@ -394,9 +468,9 @@ def _error_text(error: Exception) -> str:
 class _MatchBase:
     """The parts of a match that do not depend on the order of actions."""
 
-    def __init__(self, env: Any, name: str) -> None:
+    def __init__(self, env: Any, name: str, drop: Sequence[str] = ()) -> None:
         self.name, self._env = name, env
-        self._agents = _AgentTable(env, name)
+        self._agents = _AgentTable(env, name, drop)
         self.agents: Mapping[str, AgentSpaces] = self._agents.spaces
         self.state_space = self._agents.state_space()
         self._state_fit = None if self.state_space is None else SpaceParser(self.state_space, "state()")
@@ -446,6 +520,9 @@ class _MatchBase:
         if not self._playing.pop(agent, False) and reward:  # it never acted: the reward belongs to no action
             self._agents.late_rewards += 1
         return Departure(agent, reward, bool(terminated), bool(truncated and not terminated), last)
+
+    def truncate(self) -> Sequence[Departure]:
+        return [self._leave(agent, truncated=True) for agent in list(self._playing)]
 
     def _register_actions(self, actions: Mapping[str, Any]) -> dict[Any, Any]:
         self._agents.steps += 1
@@ -521,6 +598,18 @@ class AECMatch(_MatchBase):
         with environment_errors(self.name, "step", self._agents.steps):
             self._env.step(action)
         return self._check_idle(self._next())
+
+    def truncate(self) -> Sequence[Departure]:
+        """Agents that wait for their turn leave with what they would observe and have earned since their last action."""
+        departures = []
+        for agent in self._agents.present():
+            own = self._agents.originals[agent]
+            with environment_errors(self.name, "observe", self._agents.steps):
+                observation, earned = self._env.observe(own), self._env._cumulative_rewards.get(own, 0.0)
+                terminated = bool(self._env.terminations.get(own, False))  # it would have left at its next turn
+            self._pending_rewards[agent] = self._agents.reward(agent, earned)
+            departures.append(self._leave(agent, terminated, truncated=True, observation=observation))
+        return departures
 
     def _next(self) -> MatchStep:
         departures: list[Departure] = []

@@ -57,10 +57,11 @@ def preprocess_env(env: Env, config: PreprocessConfig, name: str) -> Env:
     clip = reward_clip(config)
     if clip is not None:
         env = gym.wrappers.TransformReward(env, clip)
-    return _preprocess_observations(env, config, name)
+    return preprocess_observations(env, config, name)
 
 
-def _preprocess_observations(env: Env, config: PreprocessConfig, name: str) -> Env:
+def preprocess_observations(env: Env, config: PreprocessConfig, name: str) -> Env:
+    """Wrap the environment as far as `config` is about observations. Raises ConfigError for settings that do not apply to them."""
     if config.drop:
         env = DropParts(env, config.drop, name)
     if config.grey or config.resize:
@@ -101,7 +102,11 @@ def _noop_action(env: Env, name: str) -> Any:
     meanings = getattr(env.unwrapped, "get_action_meanings", None)
     if meanings is not None and meanings()[0] != "NOOP":
         raise ConfigError(f"preprocess.noop_max: the first action of {name} is {meanings()[0]}, not a no-op.")
-    space = env.action_space
+    return noop_action(env.action_space, name)
+
+
+def noop_action(space: gym.Space[Any], name: str) -> Any:
+    """The action of a space that does nothing, by convention. Raises ConfigError if there is none."""
     if isinstance(space, Discrete):
         return space.start
     if isinstance(space, Box) and space.contains(np.zeros(space.shape, space.dtype)):
@@ -179,7 +184,7 @@ class DropParts(gym.ObservationWrapper[Any, Any, Any]):
     def __init__(self, env: Env, names: Sequence[str], name: str) -> None:
         super().__init__(env)
         whole = env.observation_space
-        parts = _part_paths(whole)
+        parts = known_parts(whole)
         if isinstance(whole, Dict) and set(whole.spaces) == {"observation", ACTION_MASK}:  # error messages omit this level
             names = [part if part in parts else f"observation.{part}" for part in names]
         unknown = [part for part in names if part not in parts]
@@ -190,21 +195,18 @@ class DropParts(gym.ObservationWrapper[Any, Any, Any]):
             )
         if ACTION_MASK in names:
             raise ConfigError(f"preprocess.drop: {ACTION_MASK} is not part of the observation.", "Leave it out.")
-        kept = _drop_parts(whole, frozenset(names))
-        if kept is None or (isinstance(kept[0], Dict) and set(kept[0].spaces) == {ACTION_MASK}):
-            raise ConfigError(f"preprocess.drop: nothing of the observation of {name} is left.", "Keep at least one part.")
-        self.observation_space, self._keep = kept
+        self.observation_space, self._keep = drop_parts(whole, names, name)
 
     def observation(self, observation: Any) -> Any:
         return self._keep(observation)
 
 
-def _part_paths(space: gym.Space[Any], path: str = "") -> list[str]:
-    """Return `outer`, `outer.inner`, … of all parts of a nested space."""
+def known_parts(space: gym.Space[Any], path: str = "") -> list[str]:
+    """Return `outer`, `outer.inner`, … of all parts of a nested space, as `preprocess.drop` names them."""
     if isinstance(space, (Dict, Tuple)):
         items = space.spaces.items() if isinstance(space, Dict) else enumerate(space.spaces)
         named = [(f"{path}.{key}" if path else str(key), item) for key, item in items]
-        return [found for inner, item in named for found in (inner, *_part_paths(item, inner))]
+        return [found for inner, item in named for found in (inner, *known_parts(item, inner))]
     return []
 
 
@@ -227,6 +229,26 @@ def _drop_parts(space: gym.Space[Any], names: frozenset[str], path: str = "") ->
         left = Tuple([item for _, (item, _) in items])
         return (left, lambda value: tuple(keep(value[i]) for i, (_, keep) in items)) if items else None
     return space, lambda value: value
+
+
+def drop_parts(space: gym.Space[Any], names: Sequence[str], name: str) -> Leaf:
+    """Return the space without the named parts, and the function that removes them. Raises ConfigError if nothing is left."""
+    kept = _drop_parts(space, frozenset(names))
+    if kept is None or (isinstance(kept[0], Dict) and set(kept[0].spaces) == {ACTION_MASK}):
+        raise ConfigError(f"preprocess.drop: nothing of the observation of {name} is left.", "Keep at least one part.")
+    return kept
+
+
+def has_images(space: gym.Space[Any]) -> bool:
+    """Return whether `preprocess.grey` and `resize` apply to observations of this space."""
+    return any(_map_image(leaf, False, None) is not None for leaf in _leaf_spaces(space))
+
+
+def _leaf_spaces(space: gym.Space[Any]) -> list[gym.Space[Any]]:
+    if isinstance(space, (Dict, Tuple)):
+        items = space.spaces.values() if isinstance(space, Dict) else space.spaces
+        return [leaf for item in items for leaf in _leaf_spaces(item)]
+    return [space]
 
 
 class MapObservations(gym.ObservationWrapper[Any, Any, Any]):

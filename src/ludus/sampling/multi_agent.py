@@ -34,7 +34,7 @@ from ludus.models.inference.batched_policy import (
 )
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import FixedSource, PolicySource
-from ludus.sampling.episode_runner import EPISODE_STEPS, Score
+from ludus.sampling.episode_runner import EpisodePlan, Score, episode_quota
 from ludus.sampling.opponents import ZERO_SUM, MatchOutcome, Opponent, ZeroSum, is_zero_sum, win_shares
 from ludus.sampling.sampler import NOT_INTERRUPTED, Interruption, SamplerTimes
 from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder
@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 _MAX_EMPTY_MATCHES = 100  # consecutive matches that end before any agent acts
 _MAX_CONSECUTIVE_FAULTS = 5  # of one copy, without a successful step
 _MAX_STEP_S = 0.25  # of MultiAgentSampler.step, so that other parts of the program can run
+_OF_ACTIONS = 1  # the random stream of a copy for actions, apart from that of its resets
 
 Observed = TypeVar("Observed", Turn, Departure)
 
@@ -158,11 +159,20 @@ class FinishedMatch:
 
 
 class _MatchSlot:
-    """One copy of the environment with its seats. All randomness of its resets comes from `seed`."""
+    """One copy of the environment with its seats. All randomness of its resets comes from `seed` and the number of the copy, which is
+    counted from `first_copy` on.
+    """
 
-    def __init__(self, copies: EnvCopies, number: int, seats: Mapping[str, _Seat], seed: int, central: bool) -> None:
+    def __init__(
+        self, copies: EnvCopies, number: int, seats: Mapping[str, _Seat], seed: int, *, central: bool, first_copy: int
+    ) -> None:
         self._copies, self._number, self.seats = copies, number, seats
-        self._seeds = np.random.default_rng([seed, number])
+        self._seeds = np.random.default_rng([seed, number + first_copy])
+        own_seeds = np.random.SeedSequence([seed, number + first_copy, _OF_ACTIONS])
+        self.random = np.random.default_rng(own_seeds)
+        """Of random actions."""
+        self.generator = torch.Generator().manual_seed(int(own_seeds.generate_state(1, np.uint64)[0] >> 1))
+        """Of the actions of policies, if every copy has its own."""
         self.central = CentralState(self.match.agents, self.match.state_space) if central else None
         self.returns = dict.fromkeys(seats, 0.0)
         self.seating = Seating({})
@@ -284,6 +294,10 @@ class PolicySet:
     def initial_state(self, model: str) -> State:
         policy = self._sources[model].newest()[0]
         return tuple(spec.zeros() for spec in policy.state_spec()) if policy.recurrent else ()
+
+    def draw_noise(self, model: str, generator: torch.Generator) -> Array | None:
+        """One row of noise for `decide`; None if not exploring."""
+        return self._sources[model].newest()[0].draw_noise(1, generator) if self._explore else None
 
     def decide(
         self, model: str, requests: Sequence[tuple[Tree, State | None, Bools | None]], noise: Array | None = None
@@ -438,12 +452,14 @@ class MatchBatch:
         central: bool = False,
         smoothing: int = 100,
         seat_agents: SeatAgents | None = None,
-        first_origin: int = 0,
+        first_copy: int = 0,
+        independent: bool = False,
     ) -> None:
         """`policy_mapping`: agent → model. Models without a writer are not recorded. `seat_agents`: by default every agent is played by
-        its model. `first_origin`: of the recorded rows, distinct between workers.
+        its model. `first_copy`: number of the first copy among those of all processes. `independent`: every copy draws the actions of
+        policies from its own random stream, so that its matches do not depend on those of other copies.
         """
-        self.policy_mapping, self._policies = dict(policy_mapping), policies
+        self.policy_mapping, self._policies, self._independent = dict(policy_mapping), policies, independent
         self.stats = RecorderStats()
         self.finished: list[tuple[int, FinishedMatch]] = []
         """Matches that have ended, with the number of their copy; the reader clears it."""
@@ -454,7 +470,6 @@ class MatchBatch:
         self.recent = {model: _EpisodeWindow(smoothing) for model in dict.fromkeys(policy_mapping.values())}
         everybody = Seating(self.policy_mapping)
         self.seat_agents: SeatAgents = seat_agents or (lambda copy: everybody)
-        self._random = np.random.default_rng(seed)
         self.matches = 0
         self.env_steps = 0
         self.agent_steps = 0
@@ -464,9 +479,9 @@ class MatchBatch:
             seats = {}
             for index, agent in enumerate(match.agents):
                 writer = writers.get(policy_mapping[agent])
-                origin = first_origin + number * len(match.agents) + index
+                origin = (first_copy + number) * len(match.agents) + index
                 seats[agent] = _Seat(agent, None if writer is None else SegmentRecorder(writer, origin, self.stats))
-            self._slots.append(_MatchSlot(copies, number, seats, seed, central))
+            self._slots.append(_MatchSlot(copies, number, seats, seed, central=central, first_copy=first_copy))
 
     @property
     def late_rewards(self) -> int:
@@ -524,17 +539,26 @@ class MatchBatch:
     def _decide(self, active: Sequence[tuple[int, _MatchSlot]]) -> dict[int, dict[str, Any]]:
         actions: dict[int, dict[str, Any]] = {}
         requests: dict[str, list[tuple[int, _Seat, Turn]]] = {}
+        noise: dict[str, list[Array]] = {}
         for number, slot in active:
             actions[number] = {}
             for turn in slot.current.turns:
                 model = slot.seating.models[turn.agent]
                 if model is None:
-                    action = sample_action(slot.match.agents[turn.agent].action, turn.mask, self._random)
+                    action = sample_action(slot.match.agents[turn.agent].action, turn.mask, slot.random)
                     actions[number][turn.agent] = plain_action(action)
                 else:
                     requests.setdefault(model, []).append((number, slot.seats[turn.agent], turn))
+                    row = self._policies.draw_noise(model, slot.generator) if self._independent else None
+                    if row is not None:
+                        noise.setdefault(model, []).append(row)
         for model, rows in requests.items():
-            decisions = self._policies.decide(model, [(turn.observation, seat.state, turn.mask) for _, seat, turn in rows])
+            drawn = noise.get(model)
+            decisions = self._policies.decide(
+                model,
+                [(turn.observation, seat.state, turn.mask) for _, seat, turn in rows],
+                None if drawn is None else np.concatenate(drawn),
+            )
             fresh = self._policies.initial_state(model)
             for (number, seat, turn), decision in zip(rows, decisions, strict=True):
                 if seat.recorder is not None:
@@ -656,9 +680,9 @@ class MultiAgentSampler:
         *,
         interruption: Interruption | None = None,
         make_seating: Callable[[MatchBatch, PolicySet], SeatAgents] | None = None,
-        first_origin: int = 0,
+        first_copy: int = 0,
     ) -> None:
-        """`policy_mapping`: agent → model. An interruption discards what was sampled since the last batch. `first_origin`: see MatchBatch."""
+        """`policy_mapping`: agent → model. An interruption discards what was sampled since the last batch. `first_copy`: see MatchBatch."""
         self._batches, self._settings = batches, settings
         self._generator = torch.Generator().manual_seed(seed)
         self._policies = PolicySet(sources, self._generator, settings.explore)
@@ -677,7 +701,7 @@ class MultiAgentSampler:
             seed,
             central=settings.central,
             smoothing=settings.smoothing,
-            first_origin=first_origin,
+            first_copy=first_copy,
         )
         if make_seating is not None:
             self.matches.seat_agents = make_seating(self.matches, self._policies)
@@ -762,30 +786,44 @@ class MultiAgentSampler:
 # -- playing without recording ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class CopyShare:
+    """Which copies of an evaluation are played here: those from number `first` on, of `count` in all processes; None: all of them."""
+
+    first: int = 0
+    count: int | None = None
+
+
+ALL_COPIES = CopyShare()
+
+
 def play_matches(
     copies: EnvCopies,
     policy_mapping: Mapping[str, str],
     sources: Mapping[str, PolicySource],
-    episodes: int,
+    episodes: int | EpisodePlan,
     seed: int,
     *,
     deterministic: bool = True,
     opponent: Opponent | None = None,
-    max_steps: int = EPISODE_STEPS,
+    share: CopyShare = ALL_COPIES,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Score:
-    """Play whole matches, each copy an equal share; the score is the sum of all agents' returns.
+    """Play whole matches, each copy an equal share unless the plan says otherwise; the score is the sum of all agents' returns.
 
     `opponent`: one agent is played by its model, in turn, and all others by the opponent; the score is the return of that agent, with the
     shares of matches that it won, drew and lost.
-    A match that is not over after `max_steps` is cut there and counts as it is; its copy plays no further one.
+    A match that reaches the step limit is cut there and counts as it is; its copy plays no further one.
+    The matches of a copy depend on `seed` and its number alone. The score lists them copy by copy.
     """
+    plan = EpisodePlan(episodes) if isinstance(episodes, int) else episodes
     agents, n = list(copies[0].agents), len(copies)
-    quota = [episodes // n + (number < episodes % n) for number in range(n)]
+    stride = n if share.count is None else share.count
+    quota = (episode_quota(plan.amount, n) if isinstance(plan.amount, int) else np.array(plan.amount)).tolist()
     opponents = {} if opponent is None else {f"opponent {agent}": policy for agent, policy in opponent.policies.items()}
     all_sources = {**sources, **{name: FixedSource(policy) for name, policy in opponents.items()}}
-    policies = PolicySet(all_sources, torch.Generator().manual_seed(seed), explore=not deterministic)
-    played = list(range(n))  # the number of the current match of each copy, over all copies
+    policies = PolicySet(all_sources, torch.Generator(), explore=not deterministic)
+    played = [share.first + number for number in range(n)]  # the number of the current match of each copy, over all copies
 
     def evaluated_agent(number: int) -> str:
         return agents[played[number] % len(agents)]
@@ -796,27 +834,29 @@ def play_matches(
         others = {agent: f"opponent {agent}" if agent in opponent.policies else None for agent in agents}
         return Seating({**others, evaluated_agent(number): policy_mapping[evaluated_agent(number)]})
 
-    matches = MatchBatch(copies, policy_mapping, policies, {}, seed, seat_agents=seat_agents)
-    returns: list[float] = []
-    lengths: list[int] = []
+    matches = MatchBatch(
+        copies, policy_mapping, policies, {}, seed, seat_agents=seat_agents, first_copy=share.first, independent=True
+    )
+    ended: list[list[tuple[float, int]]] = [[] for _ in range(n)]
     outcomes: list[MatchOutcome] = []
     cut = 0
     with policies.acting():
         while any(quota) and not interrupted():
             matches.tick(lambda number: quota[number] > 0)
-            too_long = [number for number in range(n) if quota[number] and matches.steps_of(number) >= max_steps]
+            too_long = [number for number in range(n) if quota[number] and matches.steps_of(number) >= plan.max_steps]
             over = {number for number, _ in matches.finished}
             left = [(number, matches.stop_match(number)) for number in too_long if number not in over]
             cut += len(left)
             for number, match in [*matches.finished, *left]:
-                quota[number] = quota[number] - 1 if number in over else 0
-                returns.append(match.total if opponent is None else match.returns[evaluated_agent(number)])
+                quota[number] = max(0, quota[number] - (match.steps if plan.by_steps else 1)) if number in over else 0
+                ended[number].append((match.total if opponent is None else match.returns[evaluated_agent(number)], match.steps))
                 outcomes.append((evaluated_agent(number), match.returns))
-                lengths.append(match.steps)
-                played[number] += n
+                played[number] += stride
             matches.finished.clear()
     shares = {} if opponent is None else win_shares(opponent.name, outcomes)
-    return Score(tuple(returns), tuple(lengths), complete=not any(quota), cut=cut, results=shares)
+    whole = [match for copy in ended for match in copy]
+    returns, lengths = tuple(gained for gained, _ in whole), tuple(steps for _, steps in whole)
+    return Score(returns, lengths, complete=not any(quota), cut=cut, results=shares)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from ludus.config.schema import PreprocessConfig
 from ludus.core import spaces
 from ludus.core.tree import Tree, leaves
 from ludus.envs.faults import close_quietly
 from ludus.envs.pettingzoo import AgentSpaces, MatchStep, MultiAgentMatch, make_match
+from ludus.envs.preprocessing import for_evaluation, preprocess_of
 from ludus.envs.video_writer import FrameProgress, VideoWriter
 from ludus.envs.wrappers import WrapperList
 from ludus.errors import EnvironmentFault, UsageError
@@ -60,9 +62,10 @@ class BattleEnv:
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
     wrappers: WrapperList = ()
+    preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
 
     def make(self, render_mode: str | None = None) -> MultiAgentMatch:
-        return make_match(self.name, self.config, render_mode, self.wrappers)
+        return make_match(self.name, self.config, render_mode, self.wrappers, self.preprocess)
 
     def check_renders(self) -> None:
         """Raises UsageError if the environment renders no images."""
@@ -88,14 +91,14 @@ def choose_env(pair: Sequence[Contestant], name: str | None, options: Mapping[st
     settings = _env_settings(first)
     others = [one for one in known if one.env == chosen and _env_settings(one) != settings]
     notes += [f"{one.label} was trained in {chosen} with other settings than in this battle" for one in others]
-    config, wrappers = settings
-    return BattleEnv(chosen, {**config, **options}, wrappers), notes
+    config, wrappers, preprocess = settings
+    return BattleEnv(chosen, {**config, **options}, wrappers, preprocess), notes
 
 
-def _env_settings(one: TrainedContestant | None) -> tuple[dict[str, Any], WrapperList]:
-    """env_config and wrappers of a contestant's training."""
+def _env_settings(one: TrainedContestant | None) -> tuple[dict[str, Any], WrapperList, PreprocessConfig]:
+    """env_config, wrappers and preprocessing of a contestant's training; rewards are not clipped."""
     settings: Mapping[str, Any] = {} if one is None else one.settings
-    return dict(settings.get("env_config") or {}), settings.get("wrappers") or ()
+    return dict(settings.get("env_config") or {}), settings.get("wrappers") or (), for_evaluation(preprocess_of(settings))
 
 
 def split_camps(agents: Sequence[str], patterns: str | None, env: str) -> Camps:

@@ -226,7 +226,7 @@ class FleetWorker:
     def _make_environments(self, spec: WorkerSpec) -> Environments | EnvCopies:
         if spec.matches is not None:
             return EnvCopies(
-                lambda: make_match(spec.env, spec.env_config, wrappers=spec.wrappers), spec.num_envs,
+                lambda: make_match(spec.env, spec.env_config, None, spec.wrappers, PreprocessConfig(**spec.preprocess)), spec.num_envs,
                 forgiving=spec.forgiving, beat=self._on_step,
             )  # fmt: skip
         environments = make_environments(

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 
 from ludus.algorithms.base import Algorithm
-from ludus.config.schema import EMBEDDED, EXTERNAL, AlgorithmConfig
+from ludus.config.schema import EMBEDDED, EXTERNAL, AlgorithmConfig, SelfPlayConfig
 from ludus.config.translation import canonical_config
 from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments
 from ludus.envs.vector_env import Environments, make_environments, training_env_config
 from ludus.errors import ConfigError
 from ludus.experiments.assembly.learners import make_algorithm
+from ludus.experiments.assembly.match_evaluation import assign_agents, make_match
+from ludus.experiments.assembly.multi_agent_training import sampling_settings, trained_specs
 from ludus.experiments.assembly.policies import make_policy
 from ludus.experiments.resolve import Announce, ClusterOptions, job_nodes, resolve
 from ludus.experiments.validation import validate
+from ludus.experiments.validation.agent_mapping import policy_config
 from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.models.policy import Policy
 from ludus.process.host import usable_cores
+from ludus.sampling.multi_agent import (
+    EnvCopies,
+    MatchBatch,
+    MatchBatches,
+    MultiAgentSampler,
+    PolicySet,
+    SeatAgents,
+    Seating,
+    match_batches,
+)
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.local import LocalMemory
@@ -76,13 +90,15 @@ def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce
         return 1, "workers of a fleet come by themselves"
     if parsed.env == EXTERNAL:
         return max(0, cores - 1), f"one for every core but that of the learner, of {cores}"
-    if parsed.is_multi_agent:
-        return 0, "several agents are sampled by this process"
     any_batch = {key: value for key, value in config.items() if key != "train_batch_size"}
     alone = resolve(_with_config(parsed, any_batch | {"num_workers": 0, "sampling": "sync"}))
-    measured = parse_algorithm_config(alone.algorithm.Config, any_batch)
     if announce is not None:
         announce("measuring the environment …")
+    measured = parse_algorithm_config(alone.algorithm.Config, any_batch, collated=parsed.is_multi_agent)
+    if parsed.is_multi_agent:
+        cost = measure_matches(alone.experiment.env, alone.algorithm, alone.config)
+        every = range(1, _PER_CORE * cores * job_nodes() + 1)  # a batch of matches is divided by any number
+        return _best_with_reason(cost, cores * job_nodes(), measured.sampling, every)
     return choose_workers(alone.experiment.env, alone.algorithm, measured, config, cores * job_nodes())
 
 
@@ -151,13 +167,18 @@ def _measure_blocks(environments: Environments, policy: Policy, learner: Algorit
     sampler.step()
     steps = min(_STEPS if sampler.times.environment_s <= _SLOW_STEP_S else _FEW_STEPS, config.steps)
     block = Segments.empty(segment_spec(policy, environments, steps), environments.num)
+    return _repeat(lambda: _measure_block(sampler, policy, learner, block))
+
+
+def _repeat(measure_once: Callable[[], StepCost]) -> StepCost:
+    """Measure for a moment; once if that takes long."""
     began = time.perf_counter()
-    cost = _measure_block(sampler, policy, learner, block)
+    cost = measure_once()
     if time.perf_counter() - began > _LONG_S:
         return cost
     began, costs = time.perf_counter(), list[StepCost]()  # the first block is slow and does not count
     while not costs or time.perf_counter() - began < _MEASURE_S:
-        costs.append(_measure_block(sampler, policy, learner, block))
+        costs.append(measure_once())
     return StepCost(*(sum(values) / len(costs) for values in zip(*map(astuple, costs), strict=True)))
 
 
@@ -182,13 +203,89 @@ class _Fixed:
         return self.policy, 1
 
 
+# -- several agents -----------------------------------------------------------------------------------------------------
+
+
+def measure_matches(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> StepCost:
+    """The same for several agents, for one environment step of all of them. `config`: resolved, with the policy of every agent."""
+    section, threads = config.multiagent, torch.get_num_threads()
+    assert section is not None
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        copies = EnvCopies(lambda: make_match(env, config), config.num_envs_per_worker)
+        stack.callback(copies.close)
+        assignment = assign_agents(copies[0], section)
+        each = {name: policy_config(algorithm.Config, config, name) for name in section.names()}
+        central = section.centralized_value
+        policies = {name: make_policy(*spaces, each[name], central=central) for name, spaces in assignment.spaces.items()}
+        specs = trained_specs(policies, config)
+        learners = {spec.model: make_algorithm(algorithm, policies[spec.model], each[spec.model], None) for spec in specs}
+        for learner in learners.values():
+            stack.callback(getattr(learner, "close", lambda: None))
+
+        def measure_steps(steps: int) -> _MatchMeasurement:
+            settings = replace(sampling_settings(config, steps * len(copies)), by_env_steps=True)
+            batches = match_batches(specs, settings, copies)
+            sources = {name: _Fixed(policy) for name, policy in policies.items()}
+            seating = _seat_one_side(assignment.agents, config.self_play)
+            sampler = MultiAgentSampler(copies, assignment.agents, sources, batches, settings, config.seed, make_seating=seating)
+            return _MatchMeasurement(sampler, batches, learners)
+
+        first = measure_steps(1)
+        first.sample()
+        slow = first.sampler.matches.times.environment_s > _SLOW_STEP_S
+        return _repeat(measure_steps(min(_FEW_STEPS if slow else _STEPS, config.steps)).measure)
+
+
+def _seat_one_side(agents: Mapping[str, str], self_play: SelfPlayConfig) -> Callable[[MatchBatch, PolicySet], SeatAgents] | None:
+    """With self-play one side is recorded; opponents from the past cost as much as the newest version."""
+    if self_play.opponents is None:
+        return None
+    recorded = frozenset(self_play.sides[0] if self_play.sides else list(agents)[:1])
+    return lambda matches, policies: lambda copy: Seating(agents, recorded, self_play.opponents or "")
+
+
+@dataclass(frozen=True)
+class _MatchMeasurement:
+    sampler: MultiAgentSampler
+    batches: MatchBatches
+    learners: Mapping[str, Algorithm]
+
+    def sample(self) -> list[Segments]:
+        """The next batches of the models that are trained."""
+        while not self.batches.ready():
+            self.sampler.step()
+        sampled = []
+        while (batch := self.batches.take(0)) is not None:
+            self.batches.release(batch)
+            sampled.append(batch)
+        return sampled
+
+    def measure(self) -> StepCost:
+        matches = self.sampler.matches
+        times, steps, busy = matches.times, matches.env_steps, time.thread_time()
+        before = times.environment_s + times.policy_s
+        sampled = self.sample()
+        busy_s = time.thread_time() - busy
+        sample_s = times.environment_s + times.policy_s - before
+        at = time.perf_counter()
+        for batch in sampled:
+            self.learners[batch.model].learn(batch, 0)
+        learn_s = time.perf_counter() - at
+        steps = max(1, matches.env_steps - steps)
+        return StepCost(sample_s / steps, max(0.0, sample_s - busy_s) / steps, learn_s / steps)
+
+
 def choose_workers(
     env: str, algorithm: type[Algorithm], config: AlgorithmConfig, given: Mapping[str, Any], cores: int
 ) -> tuple[int, str]:
     """The number of workers, and the reason."""
     cost = measure(env, algorithm, config)
-    chosen = best_number(
-        cost, cores, config.sampling, possible_workers(given, config.num_envs_per_worker, config.sampling, cores)
-    )
+    possible = possible_workers(given, config.num_envs_per_worker, config.sampling, cores)
+    return _best_with_reason(cost, cores, config.sampling, possible)
+
+
+def _best_with_reason(cost: StepCost, cores: int, sampling: str, possible: Iterable[int]) -> tuple[int, str]:
+    chosen = best_number(cost, cores, sampling, possible)
     why = f"a step takes {1e6 * cost.sample_s:.0f} µs to sample and {1e6 * cost.learn_s:.0f} µs to learn from, on {cores} cores"
     return chosen, why

@@ -119,6 +119,17 @@ def whole_episodes(blocks: SegmentReader, config: AlgorithmConfig) -> SegmentRea
     return CompleteEpisodes(blocks, config.train_batch_size)
 
 
+def whole_agent_episodes(batches: SegmentReader, config: AlgorithmConfig) -> SegmentReader:
+    """The same for several agents. `batches`: of `train_batch_size` steps, as `count_steps_by` counts them."""
+    if config.batch_mode == "truncate_episodes":
+        return batches
+    from ludus.buffers.agent_episodes import CompleteAgentEpisodes
+
+    assert config.multiagent is not None
+    by_env_steps = config.multiagent.count_steps_by == "env_steps"
+    return CompleteAgentEpisodes(batches, 1 if by_env_steps else config.train_batch_size, config.train_batch_size)
+
+
 def add_controller(
     prepared: PreparedRun,
     hooks: RunHooks,

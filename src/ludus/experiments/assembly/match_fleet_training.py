@@ -16,7 +16,7 @@ from ludus.distributed.redis.messages import MatchSpec
 from ludus.experiments.assembly.components import ComponentStack, PreparedRun, RunHooks, TrainingComponents, add_controller
 from ludus.experiments.assembly.fleet_training import max_block_age, open_fleet, worker_spec
 from ludus.experiments.assembly.learners import open_learning_run
-from ludus.experiments.assembly.match_evaluation import MatchEvaluation, find_opponent
+from ludus.experiments.assembly.match_evaluation import find_opponent, make_match_evaluation
 from ludus.experiments.assembly.match_worker_training import blocks_of_batch, make_match_plan, probe_agents
 from ludus.experiments.assembly.memory_estimate import check_memory
 from ludus.experiments.assembly.multi_agent_training import make_policies
@@ -66,7 +66,7 @@ def assemble_match_fleet(prepared: PreparedRun, hooks: RunHooks, stack: Componen
         by_model=False,
         clock=clock,
     )
-    evaluation = None
-    if config.evaluation_duration:
-        evaluation = MatchEvaluation(resolved, assignment, policies, opponent, results.zero_sum, stop)
+    evaluation = make_match_evaluation(
+        resolved, assignment, policies, opponent, results.zero_sum, learning.run, stop, hooks.announce
+    )
     return add_controller(prepared, hooks, stack, learning, fleet, trainer, evaluation)

@@ -24,14 +24,15 @@ from ludus.experiments.assembly.components import (
     RunHooks,
     TrainingComponents,
     add_controller,
+    whole_agent_episodes,
 )
 from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.match_evaluation import (
     AgentAssignment,
-    MatchEvaluation,
     assign_agents,
     find_opponent,
     make_match,
+    make_match_evaluation,
 )
 from ludus.experiments.assembly.memory_estimate import check_memory
 from ludus.experiments.assembly.multi_agent_training import make_policies, sampling_settings, trained_specs
@@ -90,15 +91,15 @@ def assemble_match_workers(prepared: PreparedRun, hooks: RunHooks, stack: Compon
 
     trainer = Trainer(
         learning.algorithms,
-        batches,
+        whole_agent_episodes(batches, config),
         PublishingPool(pool, lambda name, version: sampling.publish(*newest_of_all(pool, models))),
         smoothing=config.metrics_num_episodes_for_smoothing,
         by_model=False,
         clock=clock,
     )
-    evaluation = None
-    if config.evaluation_duration:
-        evaluation = MatchEvaluation(resolved, assignment, policies, opponent, results.zero_sum, stop)
+    evaluation = make_match_evaluation(
+        resolved, assignment, policies, opponent, results.zero_sum, learning.run, stop, hooks.announce
+    )
     return add_controller(prepared, hooks, stack, learning, sampling, trainer, evaluation)
 
 
@@ -152,6 +153,7 @@ def make_plan(
     return SamplingPlan(
         env=env,
         env_config=config.env_config,
+        preprocess=config.preprocess,
         wrappers=config.wrappers,
         num_envs=config.num_envs_per_worker,
         description={},

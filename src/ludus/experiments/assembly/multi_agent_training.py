@@ -16,14 +16,15 @@ from ludus.experiments.assembly.components import (
     RunHooks,
     TrainingComponents,
     add_controller,
+    whole_agent_episodes,
 )
 from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.match_evaluation import (
     AgentAssignment,
-    MatchEvaluation,
     assign_agents,
     find_opponent,
     make_match,
+    make_match_evaluation,
 )
 from ludus.experiments.assembly.memory_estimate import check_memory
 from ludus.experiments.assembly.policies import make_run_policy, measure_largest_values_of_agents
@@ -76,10 +77,17 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
     )  # fmt: skip
 
     smoothing = config.metrics_num_episodes_for_smoothing
-    trainer = Trainer(learning.algorithms, batches, learning.pool, smoothing=smoothing, by_model=False, clock=clock)
-    evaluation = None
-    if config.evaluation_duration:
-        evaluation = MatchEvaluation(resolved, assignment, policies, opponent, sampler.zero_sum, stop)
+    trainer = Trainer(
+        learning.algorithms,
+        whole_agent_episodes(batches, config),
+        learning.pool,
+        smoothing=smoothing,
+        by_model=False,
+        clock=clock,
+    )
+    evaluation = make_match_evaluation(
+        resolved, assignment, policies, opponent, sampler.zero_sum, learning.run, stop, hooks.announce
+    )
     return add_controller(prepared, hooks, stack, learning, sampler, trainer, evaluation)
 
 

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 Notice = Callable[[str], None]
 
-_MAX_ROWS = 16
-_STEPS_PER_ROW = 1000
+MAX_ROWS = 16
+STEPS_PER_ROW = 1000
 """Steps per row of an evaluation by steps: each row finishes its last episode, so few rows limit the overshoot."""
 
 
@@ -63,8 +63,8 @@ class EvaluationPlan:
 
     @property
     def groups(self) -> int:
-        wanted = max(1, self.duration // _STEPS_PER_ROW) if self.by_steps else self.duration
-        return max(1, min(math.ceil(wanted / self.group), _MAX_ROWS // self.group))
+        wanted = max(1, self.duration // STEPS_PER_ROW) if self.by_steps else self.duration
+        return max(1, min(math.ceil(wanted / self.group), MAX_ROWS // self.group))
 
     @property
     def rows(self) -> int:
@@ -205,11 +205,7 @@ def make_evaluation(
             "Set another opponent in config.evaluation_config.env_config, as {opponent: medium}, or evaluation_duration: 0.",
         )
 
-    def notice(sentence: str) -> None:
-        log.warning("%s", sentence)
-        if announce is not None:
-            announce(f"warning: {sentence}")
-
+    notice = make_notice(announce)
     if plan.videos:
         from ludus.experiments.evaluation.evaluation_video import find_recording_problem
 
@@ -221,6 +217,17 @@ def make_evaluation(
     from ludus.experiments.evaluation.evaluation_workers import make_evaluation_workers
 
     return make_evaluation_workers(plan, config, run.directory, stop.ends_evaluation, notice)
+
+
+def make_notice(announce: Notice | None) -> Notice:
+    """Log a sentence as a warning, and announce it."""
+
+    def notice(sentence: str) -> None:
+        log.warning("%s", sentence)
+        if announce is not None:
+            announce(f"warning: {sentence}")
+
+    return notice
 
 
 def _make_plan(env: str, config: AlgorithmConfig, policy: Policy, rows_info: RowInfo) -> EvaluationPlan:

@@ -55,13 +55,13 @@ class VideoRecorder:
     def record(self, weights: Mapping[str, Array], iteration: int, seed: int) -> RecordedVideos:
         """Never raises what the environment, its renderer or the disk raise: that is `RecordedVideos.problem`."""
         paths: list[Path] = []
-        with _RecordingErrors(self._stage.env) as errors:
+        with RecordingErrors(self._stage.env) as errors:
             self._policy.load_weights(weights)
             self._env = self._env or make_rendering_env(self._stage)
             actor = actor_policy(self._policy)
             player = SingleAgentPlayer(replace(self._stage, seed=seed), self._env, actor)
             for episode in range(self._stage.recorded_episodes):
-                path = self._videos / f"{EVALUATION_VIDEO}{iteration:06d}-episode-{episode + 1}.mp4"
+                path = video_path(self._videos, iteration, episode)
                 with actor.acting():
                     self._record_episode(player, episode, path)
                 paths.append(path)
@@ -70,16 +70,26 @@ class VideoRecorder:
     def _record_episode(self, player: SingleAgentPlayer, episode: int, path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="ludus-") as scratch_dir:
             result = player.play(episode, MAX_STEPS, Path(scratch_dir), self._before_step)
-            encoded = Path(scratch_dir) / path.name
-            write_video(encoded, [Path(scratch_dir) / FRAMES], result.fps, progress=lambda *_: self._before_step())
-            with translate_write_errors(path):
-                self._videos.mkdir(parents=True, exist_ok=True)
-                shutil.move(encoded, path)
+            encode_episode(path, Path(scratch_dir) / FRAMES, result.fps, self._before_step)
 
     def close(self) -> None:
         if self._env is not None:
             self._env.close()
             self._env = None
+
+
+def video_path(videos: Path, iteration: int, episode: int) -> Path:
+    """File of an episode of an evaluation, counted from 0."""
+    return videos / f"{EVALUATION_VIDEO}{iteration:06d}-episode-{episode + 1}.mp4"
+
+
+def encode_episode(path: Path, frames: Path, fps: float, before_frame: Callable[[], None]) -> None:
+    """Write the video of one episode; the file appears when it is complete. `frames`: a frame file in a scratch directory."""
+    encoded = frames.parent / path.name
+    write_video(encoded, [frames], fps, progress=lambda *_: before_frame())
+    with translate_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(encoded, path)
 
 
 def make_rendering_env(stage: RolloutSpec) -> gym.Env[Any, Any]:
@@ -94,19 +104,19 @@ def make_rendering_env(stage: RolloutSpec) -> gym.Env[Any, Any]:
 
 def find_recording_problem(stage: RolloutSpec) -> str | None:
     """Why an environment cannot be recorded, found by making a copy of it; None: it declares RGB rendering."""
-    with _RecordingErrors(stage.env) as errors, preserve_random_state():
+    with RecordingErrors(stage.env) as errors, preserve_random_state():
         make_rendering_env(stage).close()
     return errors.problem
 
 
-class _RecordingErrors:
+class RecordingErrors:
     """Turns any error of the environment, its renderer or the disk into `problem`: none of them may stop training."""
 
     def __init__(self, env: str) -> None:
         self._env = env
         self.problem: str | None = None
 
-    def __enter__(self) -> _RecordingErrors:
+    def __enter__(self) -> RecordingErrors:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:

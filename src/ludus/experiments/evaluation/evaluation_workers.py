@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ludus.config.schema import AlgorithmConfig
+from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.vector_env import Environments
@@ -29,15 +30,39 @@ from ludus.sampling.episode_runner import Score
 
 log = logging.getLogger(__name__)
 
+MakePlayer = Callable[[Context, Any, CodeBundle], Callable[[Mapping[str, Any]], dict[str, Any]]]
+"""Makes what a worker calls with every task: (context, plan, code of the user) → player."""
+
+
+class SharedPlan(Protocol):
+    """A plan of evaluations whose rows can be played by several processes."""
+
+    @property
+    def env(self) -> str: ...
+    @property
+    def group(self) -> int:
+        """Rows that one process must play together."""
+        ...
+
+    @property
+    def groups(self) -> int: ...
+    @property
+    def videos(self) -> int: ...
+
+    def seed_of(self, iteration: int) -> int: ...
+
 
 def make_evaluation_workers(
     plan: EvaluationPlan, config: AlgorithmConfig, directory: Path, interrupted: Callable[[], bool], notice: Notice
 ) -> EvaluationWorkers:
     """`directory`: of the run. `notice` is called once if videos cannot be recorded."""
     bundle = CodeBundle.of(plan.env, *wrapper_names(config.wrappers), models=[config.model.custom_model])
+    return EvaluationWorkers(plan, bundle, directory, worker_settings(config), interrupted, notice)
+
+
+def worker_settings(config: AlgorithmConfig) -> WorkerSettings:
     restart = WorkerRestart(config.max_worker_restarts, config.worker_restart_backoff_s)
-    pool = WorkerSettings(config.evaluation_num_workers, config.worker_hang_s, restart)
-    return EvaluationWorkers(plan, bundle, directory, pool, interrupted, notice)
+    return WorkerSettings(config.evaluation_num_workers, config.worker_hang_s, restart)
 
 
 @dataclass(frozen=True)
@@ -52,14 +77,20 @@ class EvaluationWorkers:
 
     def __init__(
         self,
-        plan: EvaluationPlan,
+        plan: SharedPlan,
         bundle: CodeBundle,
         directory: Path,
         pool: WorkerSettings,
         interrupted: Callable[[], bool],
         notice: Notice = log.warning,
+        *,
+        player: MakePlayer | None = None,
+        details: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """`notice` is called once if videos cannot be recorded."""
+        """`notice` is called once if videos cannot be recorded. `player`: plays the tasks of a worker; by default EvaluationPlayer.
+        `details`: added to the tasks of an evaluation when it begins.
+        """
+        self._player, self._details = player or EvaluationPlayer, details
         self._plan, self._bundle, self._directory, self._pool = plan, bundle, directory, pool
         self.is_interrupted, self._notice = interrupted, notice
         self._records = bool(plan.videos)
@@ -84,11 +115,11 @@ class EvaluationWorkers:
         if self._tasks is None:
             logs = self._directory / "logs" / "evaluation"
             self._tasks = TaskPool(
-                "evaluation", EvaluationPlayer, self._plan, self._bundle,
+                "evaluation", self._player, self._plan, self._bundle,
                 workers=self._workers, hang_s=self._pool.hang_s, restart=self._pool.restart, log_dir=logs, preload=("torch", __name__),
             )  # fmt: skip
         self._iteration, self._parts, self._error = iteration, {}, None
-        where = {"run": str(self._directory.absolute()), "checkpoint": checkpoint}
+        where = {"run": str(self._directory.absolute()), "checkpoint": checkpoint, **self._details()}
         edges = (np.linspace(0, self._plan.groups, self._workers + 1).astype(int) * self._plan.group).tolist()
         for first, end in itertools.pairwise(edges):
             number = next(self._numbers)
@@ -138,6 +169,19 @@ class EvaluationWorkers:
             self._tasks.close()
 
 
+def weights_of(task: Mapping[str, Any], model: str) -> Mapping[str, Array]:
+    """Weights of a model in the checkpoint of a task."""
+    key, name = f"{FOLDER}/{task['checkpoint']}", f"{model}.safetensors"
+    return serialization.decode_weights(store_of(Path(task["run"])).get_file(key, name), f"{key}/{name}")[0]
+
+
+def answer_of(score: Score, recorded: RecordedVideos) -> dict[str, Any]:
+    """What a worker returns for a task."""
+    lists = {"returns": score.returns, "lengths": score.lengths, "sides": score.sides}
+    videos = {"videos": [str(path) for path in recorded.paths], "problem": recorded.problem}
+    return {**lists, **videos, "cut": score.cut, "results": dict(score.results)}
+
+
 class EvaluationPlayer:
     """What a worker does: load the weights of a checkpoint and play its share."""
 
@@ -149,9 +193,7 @@ class EvaluationPlayer:
         self._recorder: VideoRecorder | None = None
 
     def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        key, name = f"{FOLDER}/{task['checkpoint']}", f"{DEFAULT_MODEL}.safetensors"
-        weights = store_of(Path(task["run"])).get_file(key, name)
-        decoded = serialization.decode_weights(weights, f"{key}/{name}")[0]
+        decoded = weights_of(task, DEFAULT_MODEL)
         self._policy.load_weights(decoded)
 
         def is_interrupted() -> bool:
@@ -162,14 +204,12 @@ class EvaluationPlayer:
         if rows not in self._environments:
             self._environments[rows] = self._plan.environments(rows, self._context.beat)
         score = self._plan.play(self._policy, self._environments[rows], task["seed"], task["first"], is_interrupted)
-        lists = {"returns": score.returns, "lengths": score.lengths, "sides": score.sides}
         recorded = RecordedVideos()
         if task["video"] is not None:
             self._recorder = self._recorder or self._plan.recorder(Path(task["run"]), self._context.beat)
             if self._recorder is not None:
                 recorded = self._recorder.record(decoded, task["video"], task["seed"])
-        videos = {"videos": [str(path) for path in recorded.paths], "problem": recorded.problem}
-        return {**lists, **videos, "cut": score.cut, "results": dict(score.results)}
+        return answer_of(score, recorded)
 
     def close(self) -> None:
         if self._recorder is not None:

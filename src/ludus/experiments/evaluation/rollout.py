@@ -28,7 +28,7 @@ from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.faults import environment_errors
 from ludus.envs.pettingzoo import make_match
-from ludus.envs.preprocessing import preprocess_of
+from ludus.envs.preprocessing import for_evaluation, preprocess_of
 from ludus.envs.registry import factory_of
 from ludus.envs.vector_env import make_one, without_central_state
 from ludus.envs.video_writer import FrameProgress
@@ -342,7 +342,8 @@ class MultiAgentPlayer:
         if stage.save_info:
             raise UsageError("Infos of multi-agent environments cannot be written.", "Leave out --save-info.")
         self._stage = stage
-        self._match = make_match(stage.env, stage.env_config, "rgb_array" if stage.recorded_episodes else None, stage.wrappers)
+        render_mode = "rgb_array" if stage.recorded_episodes else None
+        self._match = make_match(stage.env, stage.env_config, render_mode, stage.wrappers, for_evaluation(stage.preprocess))
         with contextlib.ExitStack() as made:
             made.callback(self._match.close)
             missing = sorted(set(self._match.agents) - set(cast))

@@ -32,7 +32,7 @@ def resolve_agents(env: str, schema: type[AlgorithmConfig], config: AlgorithmCon
     """Return the configuration with every agent and policy named. Makes one environment. Raises ConfigError, EnvironmentFault."""
     section = config.multiagent or MultiAgentConfig()
     _refuse_unsupported(config, section)
-    match = pettingzoo.make_match(env, config.env_config, None, config.wrappers)
+    match = pettingzoo.make_match(env, config.env_config, None, config.wrappers, config.preprocess)
     try:
         agents = match.agents
     finally:
@@ -50,25 +50,6 @@ def resolve_agents(env: str, schema: type[AlgorithmConfig], config: AlgorithmCon
 
 
 def _refuse_unsupported(config: AlgorithmConfig, section: MultiAgentConfig) -> None:
-    if config.evaluation_num_workers:
-        raise ConfigError(
-            f"config.evaluation_num_workers is {config.evaluation_num_workers}, and several agents are evaluated by this process.",
-            "Leave it at 0.",
-        )
-    if config.evaluation_duration_unit != "episodes":
-        raise ConfigError(
-            f"config.evaluation_duration_unit is {config.evaluation_duration_unit}, and matches of several agents are counted.",
-            "Leave it at episodes.",
-        )
-    if config.batch_mode != "truncate_episodes":
-        raise ConfigError(
-            "config.batch_mode is complete_episodes, which environments with several agents do not have.", "Leave it out."
-        )
-    if config.preprocess.changes_environment:
-        raise ConfigError(
-            "config.preprocess is for environments with one agent.",
-            "Use wrappers of PettingZoo: config.wrappers, module:function.",
-        )
     if section.centralized_value and config.learns != PROBABILITIES:
         raise ConfigError("config.multiagent.centralized_value is for policies with a value: PPO, APPO, IMPALA.", "Leave it out.")
     if section.centralized_value and config.model.custom_model is not None:

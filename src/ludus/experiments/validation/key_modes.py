@@ -57,7 +57,6 @@ _ALWAYS_FRESH = "experience is at most one update old here"
 _NO_WORKERS = "this process samples without workers"
 _GAMES_PLAY = "games connect over HTTP; the run has no environments of its own"
 _NO_EVALUATION = "games connect over HTTP; the run has no environment for evaluations. Play evaluation games with `ludus serve`"
-_NO_VIDEO_OF_AGENTS = "matches of several agents are recorded after training, with `ludus rollout RUN --video`"
 _FLEET_WORKERS = "fleet workers are started and restarted outside of this run"
 _GATEWAYS = "it applies to workers that step environments; here games connect over HTTP"
 
@@ -99,19 +98,24 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
     "evaluation_duration": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_duration_unit": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_num_workers": {TrainingMode.EXTERNAL: _NO_EVALUATION},
-    "evaluation_video": {TrainingMode.EXTERNAL: _NO_EVALUATION, **dict.fromkeys(SEVERAL_AGENTS, _NO_VIDEO_OF_AGENTS)},
+    "evaluation_video": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_config": {TrainingMode.EXTERNAL: _NO_EVALUATION},
 }
 """Key → the modes in which it has no effect, with the reason."""
 
 REFUSED_ELSEWHERE: Mapping[str, frozenset[TrainingMode]] = {
-    "batch_mode": frozenset({TrainingMode.PIPELINED, TrainingMode.FLEET, TrainingMode.FLEET_ASYNC, TrainingMode.EXTERNAL})
-    | SEVERAL_AGENTS,
-    "preprocess": frozenset({TrainingMode.EXTERNAL}) | SEVERAL_AGENTS,
+    "batch_mode": frozenset(
+        {
+            TrainingMode.PIPELINED,
+            TrainingMode.FLEET,
+            TrainingMode.FLEET_ASYNC,
+            TrainingMode.EXTERNAL,
+            TrainingMode.AGENTS_PIPELINED,
+        }
+    ),
+    "preprocess": frozenset({TrainingMode.EXTERNAL}),
     "wrappers": frozenset({TrainingMode.EXTERNAL}),
     "multiagent": frozenset(TrainingMode) - SEVERAL_AGENTS,
-    "evaluation_duration_unit": SEVERAL_AGENTS,
-    "evaluation_num_workers": SEVERAL_AGENTS,
 }
 """Key → modes in which other checks refuse it."""
 
