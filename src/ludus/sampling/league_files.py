@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -149,17 +149,21 @@ class ResultSpool:
 
     def __init__(self, league: Path, prefix: str) -> None:
         """`prefix`: of the file's name. Raises OSError."""
-        directory = league / RESULTS
+        self._league, self._prefix = league, prefix
+        self._pending: dict[tuple[str, str, int], _PairCount] = {}
+        self._failed = False
+        self._open()
+
+    def _open(self) -> None:
+        directory = self._league / RESULTS
         directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / f"{prefix}.{secrets.token_hex(6)}.jsonl"
+        self.path = directory / f"{self._prefix}.{secrets.token_hex(6)}.jsonl"
         temporary = temporary_path(self.path)
         self._fd = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
         with contextlib.suppress(OSError):  # a file system without locks: the coordinator keeps the file
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(temporary, self.path)  # the coordinator never sees it without its lock
-        self._pending: dict[tuple[str, str, int], _PairCount] = {}
         self._number = 0
-        self._failed = False
 
     @property
     def source(self) -> str:
@@ -180,9 +184,7 @@ class ResultSpool:
     def flush(self) -> None:
         """Append the results since the last call. If that fails, they stay until the next call."""
         for (player, opponent, generation), count in list(self._pending.items()):
-            report = PairReport(
-                self._number + 1, player, opponent, generation, count.wins, count.draws, count.losses, count.gain
-            )
+            report = PairReport(self._number + 1, player, opponent, generation, count.wins, count.draws, count.losses, count.gain)
             try:
                 self._append(report)
             except OSError as error:
@@ -195,6 +197,10 @@ class ResultSpool:
 
     def _append(self, report: SpoolReport) -> None:
         """Raises OSError, with the file as before."""
+        if not os.fstat(self._fd).st_nlink:  # removed by a coordinator that does not see our lock
+            os.close(self._fd)
+            self._open()
+            report = replace(report, number=1)
         line = json.dumps(asdict(report)).encode() + b"\n"
         size = os.fstat(self._fd).st_size
         try:
@@ -251,7 +257,7 @@ class SpoolReader:
 
     path: Path
     offset: int = 0
-    damaged: int = field(default=0)
+    damaged: int = 0
     """Complete lines that are no reports."""
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -27,14 +27,24 @@ log = logging.getLogger(__name__)
 RANDOM_RULE: Final = "rule:random"
 SCRIPT: Final = "script:"
 
+
+class WithSpaces(Protocol):
+    """Anything with the spaces of a policy."""
+
+    @property
+    def observation_space(self) -> gym.Space[Any]: ...
+    @property
+    def action_space(self) -> gym.Space[Any]: ...
+
+
 Script = Callable[[Tree, Any], Any]
 """(observation, action mask or None) → action."""
 
 
 def load_league_policy(
-    league: Path, model: str, like: ActingPolicy, on_failure: Callable[[str], None] = lambda reason: None
+    league: Path, model: str, like: WithSpaces, on_failure: Callable[[str], None] = lambda reason: None
 ) -> ActingPolicy | None:
-    """Load the policy of a player; None: random actions. `like`: a policy with the spaces that it has to have.
+    """Load the policy of a player; None: random actions. `like`: the spaces that it has to have.
 
     `model`: `rule:random`, `script:module:function`, or `RUN@VERSION` with a run directory relative to the league. `on_failure` is
     called with the reason when a script raises an exception later. Raises LudusError, OSError.
@@ -69,7 +79,7 @@ class ScriptedPolicy:
 
     recurrent = False
 
-    def __init__(self, script: Script, like: ActingPolicy, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, script: Script, like: WithSpaces, on_failure: Callable[[str], None]) -> None:
         self._script, self._on_failure, self._failed = script, on_failure, False
         self.observation_space: gym.Space[Any] = like.observation_space
         self.action_space: gym.Space[Any] = like.action_space

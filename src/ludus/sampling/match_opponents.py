@@ -158,9 +158,7 @@ def _league_opponents(
     assert settings.league is not None
     assert settings.player is not None
     league, like = Path(settings.league), source.newest()[0]
-    return LeagueOpponents(
-        league, settings.player, policies, model, like, lambda: matches.env_steps, period=settings.period
-    )
+    return LeagueOpponents(league, settings.player, policies, model, like, lambda: matches.env_steps, period=settings.period)
 
 
 class TwoSides:
