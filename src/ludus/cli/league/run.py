@@ -59,7 +59,9 @@ def run(
 def learner(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the league, as its coordinator uses it.")],
     player: Annotated[str, typer.Option("--player", "-p", help="Player to train.")],
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Environment steps; default: until the league stops.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Environment steps; default: until the league stops.")
+    ] = None,
     wait: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the coordinator.")] = 600.0,
     trust_all: Annotated[
         bool, typer.Option("--trust", help="Import every name in the file of the league, which may come from others.")

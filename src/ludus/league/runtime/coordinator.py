@@ -122,7 +122,7 @@ class Coordinator:
                 reason = self.step() or (f"interrupted ({stop.name})" if stop() else None)
                 if reason is None:
                     time.sleep(_POLL_S)
-            self._finish(reason)
+            self._finish(reason, stop)
             return LeagueResult(self._league, reason, self._state)
         finally:
             self._metrics.close()
@@ -134,13 +134,13 @@ class Coordinator:
             self._conclude(task)
         if self._is_due("_scan_at", _SCAN_S):
             self._scan()
+        if self._is_due("_report_at", _REPORT_S):
+            self._report()
         reason = schedule.reached_stop(self._state, self._config.stop, self._clock() - self._began)
         if reason is None:
             if self._is_due("_publish_at", _PUBLISH_S):
                 self._publish()
             self._start_tasks()
-        if self._is_due("_report_at", _REPORT_S):
-            self._report()
         return reason
 
     def _is_due(self, name: str, every_s: float) -> bool:
@@ -307,19 +307,29 @@ class Coordinator:
         except LudusError as error:  # written with the next report
             log.warning("%s", error)
 
-    def _finish(self, reason: str) -> None:
-        """End all learners, also those of other machines, and record their last checkpoints and results."""
+    def _finish(self, reason: str, stop: StopSignal) -> None:
+        """End all learners, also those of other machines; record their last checkpoints and results, and compare the last snapshots."""
         self._publish(stop=f"the league has stopped: {reason}")
+        self._end_tasks()
+        self._scan()
+        in_time = not schedule.is_out_of_time(self._config.stop, self._clock() - self._began)
+        if in_time and not stop() and self._start_evaluation():
+            while self._workers.tasks and not stop():
+                self._ingest.poll()
+                self._workers.poll()
+                time.sleep(_POLL_S)
+            self._end_tasks()
+        self._ingest.poll()
+        self._report()
+        self._journal.snapshot()
+
+    def _end_tasks(self) -> None:
         self._workers.ask_to_stop(_GRACE_S)
         deadline = self._clock() + _GRACE_S
         while self._workers.tasks and self._clock() < deadline:
             for task in self._workers.poll():
                 log.info("%s has ended (%s)", task.name, task.ended)
             time.sleep(_POLL_S)
-        self._ingest.poll()
-        self._scan()
-        self._report()
-        self._journal.snapshot()
 
 
 def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:

@@ -31,11 +31,15 @@ def reached_stop(state: LeagueState, stop: LeagueStopSection, elapsed_s: float) 
         return f"timesteps {stop.timesteps:,}"
     if stop.snapshots is not None and count_snapshots(state) >= stop.snapshots:
         return f"snapshots {stop.snapshots:,}"
-    if stop.time_s is not None and elapsed_s >= stop.time_s:
+    if is_out_of_time(stop, elapsed_s):
         return f"time_s {stop.time_s:g}"
     if not any(one.role.learns and one.available for one in state.players.values()):
         return "no player can train"
     return None
+
+
+def is_out_of_time(stop: LeagueStopSection, elapsed_s: float) -> bool:
+    return stop.time_s is not None and elapsed_s >= stop.time_s
 
 
 def missing_pairs(state: LeagueState, config: LeagueConfig) -> list[tuple[str, str, int]]:
