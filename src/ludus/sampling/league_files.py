@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ludus.errors import Damaged
+from ludus.io import json_lines
 from ludus.io.atomic_file import replace_json, temporary_path
 
 log = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ class ResultSpool:
             os.close(self._fd)
             self._open()
             report = replace(report, number=1)
-        line = json.dumps(asdict(report)).encode() + b"\n"
+        line = json_lines.encode(asdict(report))
         size = os.fstat(self._fd).st_size
         try:
             if os.write(self._fd, line) != len(line):
@@ -220,9 +221,7 @@ class ResultSpool:
 
 def parse_report(line: bytes) -> SpoolReport:
     """Raises ValueError."""
-    values = json.loads(line)
-    if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")
+    values = json_lines.decode(line)
     try:
         if "model" in values:
             return UnusableModel(_count(values, "number"), *(_text(values, key) for key in ("player", "model", "reason")))
@@ -234,8 +233,6 @@ def parse_report(line: bytes) -> SpoolReport:
         return PairReport(_count(values, "number"), *pair, generation, wins, draws, losses, float(gain))
     except KeyError as error:
         raise ValueError(f"{error} is missing") from error
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
 
 
 def _count(values: Mapping[str, Any], key: str) -> int:

@@ -21,7 +21,8 @@ from ludus.errors import ConfigError, LudusError
 from ludus.experiments.control.restart_policy import GiveUp, RestartPolicy
 from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.runner import code_bundle_of
-from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs import checkpoint, resume_diff
+from ludus.experiments.runs.run_dir import holds_run
 from ludus.io.atomic_file import TEMPORARY, replace_file
 from ludus.league.events import LeagueEvent, PlayerAdded, PlayerQuarantined, PlayerRetired, PlayerTrained
 from ludus.league.journal import LeagueJournal
@@ -30,7 +31,7 @@ from ludus.league.players import Player, Role
 from ludus.league.runtime import schedule
 from ludus.league.runtime.evaluation import PairTask
 from ludus.league.runtime.ingest import ResultIngest
-from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, PLAYERS, LeagueConfig
+from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, PLAYERS, LeagueConfig, player_experiment
 from ludus.league.runtime.learner import is_claimed
 from ludus.league.runtime.stored_models import copy_model, find_newest, model_name, run_directory
 from ludus.league.runtime.workers import LeagueTask, LeagueWorkers
@@ -117,6 +118,7 @@ class Coordinator:
         try:
             _sweep(self._league / PLAYERS)
             add_players(self._journal, self._config, self._say)
+            check_runs(self._journal, self._config)
             reason = None
             while reason is None:
                 reason = self.step() or (f"interrupted ({stop.name})" if stop() else None)
@@ -355,6 +357,15 @@ def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
         elif player.quarantine and not player.retired:
             say(f"{player.name} takes part again; it was excluded: {player.quarantine}")
             journal.apply(PlayerQuarantined(player.name, ""))
+
+
+def check_runs(journal: LeagueJournal, config: LeagueConfig) -> None:
+    """Check that the runs of the training players can be continued with the settings of the file. Raises ConfigError."""
+    for name in config.learners():
+        generation = journal.state.players[name].generation
+        directory = run_directory(journal.directory, name, generation)
+        if holds_run(directory):
+            resume_diff.resume_changes(directory, player_experiment(config, name, journal.directory, generation))
 
 
 def _import_model(league: Path, name: str, model: str) -> str:

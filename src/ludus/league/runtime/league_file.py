@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -27,12 +28,10 @@ LEAGUE_FILE: Final = "league.yaml"
 PLAYERS: Final = "players"
 EVALUATION: Final = "evaluation"
 _MAX_BYTES: Final = 1 << 20
-_SEED_STEP: Final = 7919
-"""Between the seeds of two players: equal networks must not start with equal weights."""
 _GENERATION_STEP: Final = 104_729
 _SEEDS: Final = 1 << 30
 _RESET: Final[Mapping[Role, float]] = {Role.MAIN: 0.0, Role.MAIN_EXPLOITER: 1.0, Role.LEAGUE_EXPLOITER: 0.25}
-_RUN_DEFAULTS: Final[Mapping[str, Any]] = {"checkpoint_time_s": 60.0, "keep_checkpoints_num": 3}
+_KEPT_CHECKPOINTS: Final = 3
 
 
 def _check_player_name(name: str) -> str:
@@ -193,6 +192,9 @@ class LeagueConfig(ConfigSection):
     parallel: int = Field(
         1, ge=0, description="Players that train at once on this machine; 0 = only `ludus league learner` trains."
     )
+    checkpoint_time_s: float = Field(
+        60.0, gt=0, description="Seconds between checkpoints of a player that trains; it also saves one at the end of its turn."
+    )
     max_failures: int = Field(
         5, ge=0, description="Most failures of a player's learner without a new checkpoint; then it is excluded."
     )
@@ -258,10 +260,11 @@ def player_experiment(config: LeagueConfig, player: str, league: Path, generatio
         settings["self_play"] = {**given, "opponents": "league", "league": str(league.absolute()), "player": player}
     seed = settings.get("seed", config.seed)
     if isinstance(seed, int):
-        number = 0 if "seed" in own else config.learners().index(player)
-        settings["seed"] = (seed + _SEED_STEP * number + _GENERATION_STEP * generation) % _SEEDS
+        of_player = 0 if "seed" in own else zlib.crc32(player.encode())  # not its place in the file, which may change
+        settings["seed"] = (seed + of_player + _GENERATION_STEP * generation) % _SEEDS
     settings.setdefault("evaluation_duration", 0)
-    return {"name": player, "env": config.env, "run": config.run, **_RUN_DEFAULTS, "config": settings}
+    checkpoints = {"checkpoint_time_s": config.checkpoint_time_s, "keep_checkpoints_num": _KEPT_CHECKPOINTS}
+    return {"name": player, "env": config.env, "run": config.run, **checkpoints, "config": settings}
 
 
 def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,12 +284,10 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
     problems: dict[ConfigProblem, None] = {}
     for name in config.learners():
         data = player_experiment(config, name, league)
-        found = validate.validate_experiment(data)
+        found = _check_sides(config) or validate.validate_experiment(data)
         if not found:
             try:
                 resolved[name] = resolve(data)
-                if resolved[name].config.multiagent is None:
-                    found = [ConfigProblem(f"env is {config.env}, which has one agent; a league needs two sides.", "env")]
             except ConfigErrors as error:
                 found = error.problems
             except (UsageError, EnvironmentFault) as error:
@@ -295,6 +296,15 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
     if problems:
         raise ConfigErrors(list(problems))
     return resolved
+
+
+def _check_sides(config: LeagueConfig) -> list[ConfigProblem]:
+    try:
+        several = validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
+    except (UsageError, EnvironmentFault):  # validation of the experiment reports it
+        return []
+    sentence = f"env is {config.env}, which has one agent. A league needs an environment with two sides."
+    return [] if several else [ConfigProblem(sentence, "env")]
 
 
 def _of_league(problem: ConfigProblem, player: str, own: Mapping[str, Any]) -> ConfigProblem:

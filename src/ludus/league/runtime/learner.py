@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 LEARNERS: Final = "learners"
 _POLL_S: Final = 1.0
 _FIRST_POLL_S: Final = 0.1
-_FOREVER: Final = 1 << 53
-"""Timesteps of a run that only the league ends."""
 
 
 def train_player(
@@ -73,7 +71,7 @@ def _train(
     newest = find_newest(directory)
     trained = 0 if newest is None else newest.timesteps
     experiment = player_experiment(config, player, league, orders.generation)
-    experiment["stop"] = {"timesteps": _FOREVER if steps is None else trained + steps}
+    experiment["stop"] = {} if steps is None else {"timesteps": trained + steps}
     initial = config.players[player].model
     if not holds_run(directory):
         return runner.train(experiment, place=directory, restore=initial, sinks=sinks, announce=announce)
