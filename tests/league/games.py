@@ -42,7 +42,13 @@ class RockPaperScissors(ParallelEnv):  # type: ignore[misc]
         gain = float(((int(actions["left"]) - int(actions["right"]) + 1) % 3) - 1)
         self.agents = []
         over = dict.fromkeys(AGENTS, True)
-        return self._observe(), {"left": gain, "right": -gain}, over, dict.fromkeys(AGENTS, False), {agent: {} for agent in AGENTS}
+        return (
+            self._observe(),
+            {"left": gain, "right": -gain},
+            over,
+            dict.fromkeys(AGENTS, False),
+            {agent: {} for agent in AGENTS},
+        )
 
 
 def make_rps(killed_by: str = "") -> RockPaperScissors:

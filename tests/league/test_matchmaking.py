@@ -137,7 +137,13 @@ def test_quality_falls_faster_for_rarely_drawn_versions() -> None:
 def test_published_probabilities_are_the_frequencies_of_the_draws(scheme: str, role: Role) -> None:
     own, other, exploiter = Player("own", role), Player("other", Role.MAIN), Player("exploiter", Role.MAIN_EXPLOITER)
     past = [snapshot(f"own.{n}", own) for n in range(3)] + [snapshot("other.1", other), snapshot("exploiter.1", exploiter)]
-    wins = {("own", "own.0"): 0.5, ("own", "own.1"): 0.9, ("own", "own.2"): 0.6, ("own", "other"): 0.2, ("own", "exploiter.1"): 0.25}
+    wins = {
+        ("own", "own.0"): 0.5,
+        ("own", "own.1"): 0.9,
+        ("own", "own.2"): 0.6,
+        ("own", "other"): 0.2,
+        ("own", "exploiter.1"): 0.25,
+    }
     seen = view(own, other, exploiter, *past, Player("script", Role.FIXED), wins=wins)
     settings = MatchmakingSettings(scheme)
     published = opponent_probabilities(seen, own, settings)

@@ -167,7 +167,8 @@ def test_results_of_an_earlier_generation_only_count_as_played() -> None:
     assert state.payoff.record("a", "b").games == 0
     assert state.players["a"].generation_steps == 500
     state = apply(state, ResultsReported("s", 2, "a", "b", 3, 0, 1, gain=-8.0, generation=1))
-    assert (state.results, state.payoff.record("b", "a").gain, state.payoff.win_rate("a", "b")) == (11, 8.0, pytest.approx(0.75))
+    assert (state.results, state.payoff.record("b", "a").gain) == (11, 8.0)
+    assert state.payoff.win_rate("a", "b") == pytest.approx(0.75)
     assert apply(state, SourceClosed("s")).reports == {}
 
 

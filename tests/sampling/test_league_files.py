@@ -32,7 +32,6 @@ def spool_of(league: Path) -> Path:
 def test_matchmaking_is_read_as_it_was_written_and_only_when_it_changes(tmp_path: Path) -> None:
     watch = MatchmakingWatch(tmp_path, "main")
     assert not watch.update()
-    assert watch.current is None
     written = Matchmaking("main", 2, (LeagueOpponent("a", "rule:random", 0.25), LeagueOpponent("main", "", 0.75)), "enough")
     write_matchmaking(tmp_path, written)
     assert watch.update()

@@ -87,7 +87,14 @@ def _sum(found: list[SpoolReport]) -> list[PairReport]:
         assert isinstance(one, PairReport)
         last = out.get(one.opponent, PairReport(0, "main", one.opponent, 0, 0, 0, 0, 0.0))
         out[one.opponent] = PairReport(
-            0, "main", one.opponent, 0, last.wins + one.wins, last.draws + one.draws, last.losses + one.losses, last.gain + one.gain
+            0,
+            "main",
+            one.opponent,
+            0,
+            last.wins + one.wins,
+            last.draws + one.draws,
+            last.losses + one.losses,
+            last.gain + one.gain,
         )
     return list(out.values())
 

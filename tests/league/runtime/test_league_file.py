@@ -24,11 +24,16 @@ def league(tmp_path: Path, text: str) -> Path:
 def problems(path: Path) -> list[str]:
     """Message lines without the directory."""
     with pytest.raises(ConfigError) as caught:
-        try:
-            check_players(read_league(path), path.parent)
-        except ConfigErrors as error:
-            raise (error if str(path) in str(error) else locate_problems(error, path)) from error
+        _check(path)
     return [line.removeprefix(f"{path.parent}/") for line in str(caught.value).splitlines()]
+
+
+def _check(path: Path) -> None:
+    config = read_league(path)
+    try:
+        check_players(config, path.parent)
+    except ConfigErrors as error:
+        raise locate_problems(error, path) from error
 
 
 def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
@@ -52,7 +57,16 @@ turnsteps: 3
     assert [line.partition(": ")[0] for line in found] == [f"league.yaml:{n}" for n in (3, 4, 5, 7, 8, 10, 11, 12)]
     for line, part in zip(
         found,
-        ("'mian'", "letters, digits", "needs a model", "'scheme'", "squared, variance", "less than min_steps", "a number", "'turn_steps'"),
+        (
+            "'mian'",
+            "letters, digits",
+            "needs a model",
+            "'scheme'",
+            "squared, variance",
+            "less than min_steps",
+            "a number",
+            "'turn_steps'",
+        ),
         strict=True,
     ):
         assert part in line
@@ -77,9 +91,10 @@ players:
 
 
 def test_a_league_needs_a_training_player_and_two_sides(tmp_path: Path) -> None:
-    assert "no player of the league trains" in problems(
-        league(tmp_path, f"env: {ENV}\nplayers: {{r: {{role: fixed, model: 'rule:random'}}}}\n")
-    )[0]
+    assert (
+        "no player of the league trains"
+        in problems(league(tmp_path, f"env: {ENV}\nplayers: {{r: {{role: fixed, model: 'rule:random'}}}}\n"))[0]
+    )
     assert "two sides" in problems(league(tmp_path, "env: CartPole-v1\nplayers: {main: {}}\n"))[0]
 
 

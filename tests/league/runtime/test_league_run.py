@@ -18,7 +18,7 @@ import yaml
 from ludus.core import trust
 from ludus.errors import ConfigError, Fenced
 from ludus.experiments.runs import checkpoint
-from ludus.league.events import PlayerRetired, SnapshotTaken
+from ludus.league.events import PlayerRetired, ResultsReported, SnapshotTaken
 from ludus.league.journal import LeagueJournal, read_state
 from ludus.league.players import Role
 from ludus.league.runtime.coordinator import LeagueResult, run_league
@@ -38,7 +38,11 @@ def league(tmp_path: Path, **sections: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "env": ENV,
         "config": {"train_batch_size": 64, "num_envs_per_worker": 16, "lr": 0.01, "model": {"fcnet_hiddens": [8]}},
-        "players": {"main": {}, "hunter": {"role": "main_exploiter"}, "random": {"role": "fixed", "model": "rule:random", "rating": 1000}},
+        "players": {
+            "main": {},
+            "hunter": {"role": "main_exploiter"},
+            "random": {"role": "fixed", "model": "rule:random", "rating": 1000},
+        },
         "snapshots": {role: {"min_steps": 200, "max_steps": 200} for role in ("main", "main_exploiter", "league_exploiter")},
         "turn_steps": 128,
         "stop": {"timesteps": 768},
@@ -93,7 +97,12 @@ def test_one_player_alone_plays_against_itself(tmp_path: Path) -> None:
 def test_psro_fills_the_payoffs_of_its_population(tmp_path: Path) -> None:
     players = {"main": {}, "rock": {"role": "fixed", "model": "script:tests.league.games:rock"}}
     data = league(
-        tmp_path, players=players, matchmaking={"scheme": "psro"}, evaluation={"matches": 40}, stop={"snapshots": 2}, turn_steps=256
+        tmp_path,
+        players=players,
+        matchmaking={"scheme": "psro"},
+        evaluation={"matches": 40},
+        stop={"snapshots": 2},
+        turn_steps=256,
     )
     state = run(tmp_path, data).state
     names = ["rock", "main.1", "main.2"]
@@ -184,7 +193,11 @@ def command(*words: object) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_learner_by_hand_trains_and_stops_with_the_league(tmp_path: Path) -> None:
     file, directory = tmp_path / "league.yaml", tmp_path / "league"
-    file.write_text(yaml.safe_dump(league(tmp_path, players={"main": {}, "other": {}}, parallel=0, checkpoint_time_s=0.5, stop={"snapshots": 3})))
+    file.write_text(
+        yaml.safe_dump(
+            league(tmp_path, players={"main": {}, "other": {}}, parallel=0, checkpoint_time_s=0.5, stop={"snapshots": 3})
+        )
+    )
     with command("run", "-f", file, "--dir", directory) as coordinator:
         wait_until(lambda: (directory / "league.yaml").exists(), 60)
         with pytest.raises(Fenced):
@@ -220,7 +233,7 @@ def test_kill_9_of_the_coordinator_ends_its_learners_and_loses_nothing(tmp_path:
     journal = LeagueJournal(directory, LeagueSettings())
     events = list(journal.history())
     journal.close()
-    counted = [(one.source, one.number) for one in events if type(one).__name__ == "ResultsReported"]
+    counted = [(one.source, one.number) for one in events if isinstance(one, ResultsReported)]
     assert len(counted) == len(set(counted))
     taken = [one for one in events if isinstance(one, SnapshotTaken)]
     assert all((directory / "players" / one.snapshot / "config.yaml").exists() for one in taken)
